@@ -1,0 +1,29 @@
+"""lightning_d9d: a PyTorch Lightning strategy for Qwen3-MoE and other models on any mix of parallelism.
+
+`Trainer(strategy=D9DStrategy(...))` (or `strategy="d9d"`, registered by this import) trains plain LightningModules as
+data-parallel replicas and `D9DModule`s microbatch by microbatch. Start reading at `strategy/train_step.py`.
+"""
+
+from __future__ import annotations
+
+from lightning_d9d.errors import ConfigError, RankError, ScheduleError, StateError
+from lightning_d9d.pipeline.types import StageInfo, StageInputs, WeightedLoss
+from lightning_d9d.strategy.module import D9DModule
+from lightning_d9d.strategy.strategy import D9DStrategy, TimeoutConfig
+from lightning_d9d.sync.buckets import GradSyncConfig
+
+__all__ = [
+    "ConfigError",
+    "D9DModule",
+    "D9DStrategy",
+    "GradSyncConfig",
+    "RankError",
+    "ScheduleError",
+    "StageInfo",
+    "StageInputs",
+    "StateError",
+    "TimeoutConfig",
+    "WeightedLoss",
+]
+
+__version__ = "0.1.0.dev0"

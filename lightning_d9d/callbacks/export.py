@@ -1,0 +1,48 @@
+"""`HuggingFaceExport`: the trained model as a directory that `transformers` loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import lightning as L
+
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.models.qwen3_moe import Qwen3MoeForCausalLM, save_huggingface
+
+
+class HuggingFaceExport(L.Callback):
+    """Writes a Qwen3-MoE in Hugging Face's layout when `fit` ends.
+
+    Args:
+        directory: Where `config.json` and the safetensors files go.
+        overwrite: Whether to replace an existing directory with everything in it.
+    """
+
+    def __init__(self, directory: str | Path, overwrite: bool = False) -> None:
+        self.directory = Path(directory)
+        self.overwrite = overwrite
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Raises `ConfigError` before the training if the export could not be written after it."""
+        whole_model(pl_module, self)
+        if not self.overwrite and self.directory.exists() and any(self.directory.iterdir()):
+            raise ConfigError(
+                f"HuggingFaceExport(directory={str(self.directory)!r}): the directory is not empty; choose another "
+                "one, or set overwrite=True to replace it with everything in it."
+            )
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Writes, on rank 0."""
+        if trainer.is_global_zero:
+            save_huggingface(whole_model(pl_module, self), self.directory, overwrite=self.overwrite)
+
+
+def whole_model(module: L.LightningModule, callback: L.Callback) -> Qwen3MoeForCausalLM:
+    """The Qwen3-MoE inside a LightningModule; `ConfigError` in the name of the callback if there is none."""
+    for part in module.modules():
+        if isinstance(part, Qwen3MoeForCausalLM):
+            return part
+    raise ConfigError(
+        f"{type(callback).__name__} needs a module that holds a whole Qwen3MoeForCausalLM on every rank, but "
+        f"{type(module).__name__} does not; leave the callback out."
+    )

@@ -1,0 +1,74 @@
+"""The command line: `lightning-d9d fit --config run.yaml --trainer.max_steps 100`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import jsonargparse
+from lightning.pytorch.cli import LightningCLI
+
+# Imported so that their classes can be named without a module path: `model: Qwen3MoePretraining`.
+import lightning_d9d.callbacks
+import lightning_d9d.datamodules
+import lightning_d9d.models.qwen3_moe  # noqa: F401
+from lightning_d9d.errors import ConfigError
+
+
+class D9DCLI(LightningCLI):
+    """LightningCLI with `${...}` in its files and short names for the classes of this package.
+
+    Interpolations are those of OmegaConf, resolved after files and arguments are merged: `${trainer.max_steps}` is
+    what the command line says it is, `${oc.env:NAME,default}` reads the environment. The saved `config.yaml` of an
+    earlier run in the same folder is replaced. Arguments are LightningCLI's.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        parser_kwargs: dict[str, Any] | None = None,
+        save_config_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        # Else `${trainer.max_steps}` in the file of a subcommand would have to be `${fit.trainer.max_steps}`.
+        jsonargparse.set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
+        super().__init__(
+            *args,
+            parser_kwargs={"parser_mode": "omegaconf+"} | (parser_kwargs or {}),
+            save_config_kwargs={"overwrite": True} | (save_config_kwargs or {}),
+            **kwargs,
+        )
+
+    def instantiate_classes(self) -> None:
+        """Builds Trainer, model and data; what a constructor refuses becomes a `ConfigError`."""
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            raise ConfigError(_constructor_message(error)) from error
+
+
+def _constructor_message(error: ValueError) -> str:
+    """What the constructor said, without the alternatives that jsonargparse lists around it."""
+    noise = ("Does not validate", "- Does not validate", "Subtypes:", "Errors:", "- Expected a", "Given value")
+    lines = [line.strip().removeprefix("- ") for line in str(error).splitlines() if not line.lstrip().startswith(noise)]
+    return "\n".join(lines) or str(error)
+
+
+def main() -> None:
+    """Runs the subcommand of `sys.argv`: fit, validate, test or predict.
+
+    A configuration that cannot work ends with exit code 2 and one message; `JSONARGPARSE_DEBUG=true` shows the
+    traceback.
+    """
+    try:
+        D9DCLI()
+    except ConfigError as error:
+        if "JSONARGPARSE_DEBUG" in os.environ:
+            raise
+        sys.stderr.write(f"error: {error}\ntip: JSONARGPARSE_DEBUG=true shows the traceback\n")
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

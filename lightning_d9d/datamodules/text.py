@@ -1,0 +1,226 @@
+"""Plain text files as byte tokens: no tokenizer, no download, vocabulary 256."""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.log import logger
+
+END_OF_FILE = b"\0"  # closes every file; a NUL byte never occurs in text
+STDLIB_FOLDERS_LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+
+
+class ByteWindows(Dataset[dict[str, Tensor]]):
+    """Windows of `sequence_length` bytes that follow each other without overlap in one text.
+
+    Args:
+        tokens: The text, `[num_bytes]` uint8. The dataset keeps this tensor, so that loader workers share its memory.
+        sequence_length: Bytes in a window.
+        labels: Whether an item has labels.
+
+    Item `i` holds `input_ids` and `labels`, `[sequence_length]` int64; `labels` are the bytes one place further on, so
+    that every byte of the text but the first is predicted once.
+    """
+
+    def __init__(self, tokens: Tensor, sequence_length: int, labels: bool = True) -> None:
+        self.tokens = tokens
+        self.sequence_length = sequence_length
+        self.labels = labels
+
+    def __len__(self) -> int:
+        return max(0, len(self.tokens) - 1) // self.sequence_length
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        start = index * self.sequence_length
+        window = self.tokens[start : start + self.sequence_length + 1].long()
+        return {"input_ids": window[:-1]} | ({"labels": window[1:]} if self.labels else {})
+
+
+class ByteTextDataModule(L.LightningDataModule):
+    """Text files as byte tokens, a part of them held out for validation, test and predict.
+
+    The files are put in the order of a hash of their paths, which is the same on every machine and mixes the folders;
+    the last `validation_fraction` of the bytes is held out (at most one file lies on both sides). Training windows
+    are shuffled by `seed` and epoch, and every data rank reads its own; a resumed run goes on with the batch that an
+    uninterrupted one would have read.
+
+    Args:
+        directory: Folder to read; default: the sources of Python's own standard library, without its tests.
+        pattern: Glob pattern of the files in `directory`.
+        sequence_length: Bytes in a window.
+        batch_size: Windows in a batch of one data rank.
+        validation_fraction: Share of the bytes that is held out, between 0 and 1.
+        seed: Seed of the shuffling.
+        num_workers: Loader processes of each rank; 0 reads in the training process.
+
+    Raises:
+        ConfigError: A value is out of range, or there is too little text for one batch on every data rank.
+    """
+
+    def __init__(
+        self,
+        directory: str | None = None,
+        pattern: str = "**/*.py",
+        sequence_length: int = 256,
+        batch_size: int = 16,
+        validation_fraction: float = 0.05,
+        seed: int = 0,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__()
+        for name, value in (("sequence_length", sequence_length), ("batch_size", batch_size)):
+            if value < 1:
+                raise ConfigError(f"{name}={value} of ByteTextDataModule must be at least 1.")
+        if not 0 < validation_fraction < 1:
+            raise ConfigError(
+                f"validation_fraction={validation_fraction} of ByteTextDataModule must lie between 0 and 1, e.g. 0.05."
+            )
+        self.directory = directory
+        self.pattern = pattern
+        self.sequence_length = sequence_length
+        self.batch_size = batch_size
+        self.validation_fraction = validation_fraction
+        self.seed = seed
+        self.num_workers = num_workers
+        self.train_tokens: Tensor | None = None
+        """The training text, `[num_bytes]` uint8, after `setup`."""
+        self.validation_tokens: Tensor | None = None
+        """The held-out text, `[num_bytes]` uint8, after `setup`."""
+
+    def setup(self, stage: str | None = None) -> None:
+        """Reads the files, once; every rank reads all of them."""
+        if self.train_tokens is not None:
+            return
+        text = read_text(text_files(self.directory, self.pattern))
+        if not len(text):
+            raise ConfigError(
+                f"directory={self.directory!r} and pattern={self.pattern!r} of ByteTextDataModule match no readable "
+                f"UTF-8 text in {source_directory(self.directory)}; correct the path or the pattern (e.g. '**/*.txt')."
+            )
+        num_training = len(text) - int(len(text) * self.validation_fraction)
+        self.train_tokens, self.validation_tokens = text[:num_training], text[num_training:]
+
+    @property
+    def unigram_entropy(self) -> float:
+        """Nats per byte of the training text: the loss of a model that knows how often each byte occurs, no more."""
+        return unigram_entropy(self._require_text(self.train_tokens))
+
+    def train_dataloader(self) -> ResumableLoader:
+        """This data rank's training windows; an incomplete last batch is left out."""
+        return self._dataloader(ByteWindows(self._require_text(self.train_tokens), self.sequence_length), shuffle=True)
+
+    def val_dataloader(self) -> ResumableLoader:
+        """This data rank's held-out windows, in one mixed order, so that `limit_val_batches` takes a fair sample."""
+        windows = ByteWindows(self._require_text(self.validation_tokens), self.sequence_length)
+        order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(self.seed))
+        return self._dataloader(Subset(windows, order.tolist()), shuffle=False)
+
+    def test_dataloader(self) -> ResumableLoader:
+        """As `val_dataloader`."""
+        return self.val_dataloader()
+
+    def predict_dataloader(self) -> ResumableLoader:
+        """This data rank's held-out windows without labels, in the order of the text."""
+        tokens = self._require_text(self.validation_tokens)
+        return self._dataloader(ByteWindows(tokens, self.sequence_length, labels=False), shuffle=False)
+
+    def _dataloader(self, windows: ByteWindows | Subset[dict[str, Tensor]], shuffle: bool) -> ResumableLoader:
+        # Not left to Lightning, whose sampler takes its seed from the job instead of from this data module.
+        ranks = (self.trainer and self.trainer.distributed_sampler_kwargs) or {"num_replicas": 1, "rank": 0}
+        num_needed = ranks["num_replicas"] * (self.batch_size if shuffle else 1)
+        if len(windows) < num_needed:
+            raise ConfigError(
+                f"The {'training' if shuffle else 'held-out'} text has {len(windows)} windows of sequence_length="
+                f"{self.sequence_length} bytes, but {num_needed} are needed (batch_size={self.batch_size}, "
+                f"{ranks['num_replicas']} data ranks); give more text (directory={self.directory!r}, pattern="
+                f"{self.pattern!r}), lower sequence_length or batch_size, or change validation_fraction="
+                f"{self.validation_fraction}."
+            )
+        sampler = DistributedSampler(windows, shuffle=shuffle, seed=self.seed, drop_last=True, **ranks)
+        return ResumableLoader(
+            windows, batch_size=self.batch_size, sampler=sampler, drop_last=shuffle, num_workers=self.num_workers
+        )
+
+    def _require_text(self, tokens: Tensor | None) -> Tensor:
+        if tokens is None:
+            raise RuntimeError("ByteTextDataModule has read no text yet: call setup() first (a Trainer does).")
+        return tokens
+
+
+class ResumableLoader(DataLoader[dict[str, Tensor]]):
+    """A DataLoader whose state, saved by Lightning, is the place in the epoch; a resumed one leaves out what was read.
+
+    The state is the same on every rank and does not depend on the number of workers.
+    """
+
+    num_fetched = 0
+    resume_at: tuple[int, int] | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The epoch whose order the sampler gives; 0 if it has one order only."""
+        return self.sampler.epoch if isinstance(self.sampler, DistributedSampler) else 0
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:  # type: ignore[override]
+        # A generator: the first batch is read when it is asked for. By then Lightning has set the sampler's epoch,
+        # the next one if the checkpoint was saved at the end of an epoch.
+        epoch, num_read = self.resume_at or (-1, 0)
+        self.resume_at = None
+        self.num_fetched = 0
+        for batch in super().__iter__():
+            self.num_fetched += 1
+            if self.epoch != epoch or self.num_fetched > num_read:
+                yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        """The epoch and the number of its batches that were read."""
+        return {"epoch": self.epoch, "num_fetched": self.num_fetched}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Makes the next iteration leave out what was read, unless it is of another epoch."""
+        self.num_fetched = state_dict["num_fetched"]
+        self.resume_at = (state_dict["epoch"], self.num_fetched)
+
+
+def source_directory(directory: str | None) -> Path:
+    """The folder to read: `directory`, or that of Python's standard library."""
+    return Path(directory).expanduser() if directory else Path(sysconfig.get_path("stdlib"))
+
+
+def text_files(directory: str | None, pattern: str) -> list[Path]:
+    """The files that match, in the order of a hash of their paths relative to the directory."""
+    root = source_directory(directory)
+    left_out = frozenset() if directory else STDLIB_FOLDERS_LEFT_OUT
+    paths = (path.relative_to(root) for path in root.glob(pattern) if path.is_file())
+    chosen = [path for path in paths if not left_out.intersection(path.parts)]
+    return [root / path for path in sorted(chosen, key=lambda path: hashlib.sha256(path.as_posix().encode()).digest())]
+
+
+def read_text(files: Iterable[Path]) -> Tensor:
+    """All files behind each other, each closed by a NUL byte, `[num_bytes]` uint8; unreadable ones are left out."""
+    text = bytearray()
+    for path in files:
+        try:
+            content = path.read_bytes()
+            content.decode("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            logger.warning("left out %s: %s", path, error)
+            continue
+        text += content + END_OF_FILE
+    return torch.frombuffer(text, dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+
+
+def unigram_entropy(tokens: Tensor) -> float:
+    """Entropy of the frequencies of single bytes in `tokens` (`[num_bytes]` uint8), in nats per byte."""
+    counts = torch.bincount(tokens, minlength=256).double()
+    return torch.special.entr(counts / counts.sum()).sum().item()

@@ -1,0 +1,18 @@
+"""Qwen3-MoE: `Qwen3MoeConfig` says the size, `Qwen3MoeForCausalLM` is the network, in the names of Hugging Face.
+
+`load_huggingface` and `save_huggingface` stream its weights from and to a directory of safetensors files.
+"""
+
+from lightning_d9d.models.qwen3_moe.config import Qwen3MoeConfig
+from lightning_d9d.models.qwen3_moe.huggingface import load_huggingface, save_huggingface
+from lightning_d9d.models.qwen3_moe.model import CausalLMOutput, Qwen3MoeForCausalLM
+from lightning_d9d.models.qwen3_moe.module import Qwen3MoePretraining
+
+__all__ = [
+    "CausalLMOutput",
+    "Qwen3MoeConfig",
+    "Qwen3MoeForCausalLM",
+    "Qwen3MoePretraining",
+    "load_huggingface",
+    "save_huggingface",
+]

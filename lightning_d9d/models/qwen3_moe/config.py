@@ -1,0 +1,322 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+
+from lightning_d9d.errors import ConfigError
+
+_PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": dict(
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=384,
+        moe_intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        rope_theta=10_000.0,
+        max_position_embeddings=2048,
+    ),
+    "30b-a3b": dict(
+        vocab_size=151_936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        rope_theta=1_000_000.0,
+        max_position_embeddings=40_960,
+        bos_token_id=151_643,
+        eos_token_id=151_645,
+    ),
+    "235b-a22b": dict(
+        vocab_size=151_936,
+        hidden_size=4096,
+        intermediate_size=12_288,
+        moe_intermediate_size=1536,
+        num_hidden_layers=94,
+        num_attention_heads=64,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        rope_theta=1_000_000.0,
+        max_position_embeddings=40_960,
+        bos_token_id=151_643,
+        eos_token_id=151_645,
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qwen3MoeConfig:
+    """Size and shape of a Qwen3-MoE model, in the field names (and with the defaults) of Hugging Face's `config.json`.
+
+    Raises:
+        ConfigError: a value that no model can be built from, with the field, the value and what is legal.
+    """
+
+    vocab_size: int = 151_936
+    """Number of token ids; rows of the embedding and of the head."""
+
+    hidden_size: int = 2048
+    """Width of the residual stream."""
+
+    intermediate_size: int = 6144
+    """Inner width of the dense layers (those that are not mixtures of experts)."""
+
+    moe_intermediate_size: int = 768
+    """Inner width of one expert."""
+
+    num_hidden_layers: int = 24
+    """Number of decoder layers."""
+
+    num_attention_heads: int = 32
+    """Number of query heads; a multiple of num_key_value_heads."""
+
+    num_key_value_heads: int = 4
+    """Number of key and value heads."""
+
+    head_dim: int = 128
+    """Width of one attention head, even; independent of hidden_size."""
+
+    num_experts: int = 128
+    """Number of experts in a mixture layer; 0 makes every layer dense."""
+
+    num_experts_per_tok: int = 8
+    """Number of experts that each token visits."""
+
+    norm_topk_prob: bool = False
+    """Whether a token's weights over its chosen experts are scaled to sum to one."""
+
+    decoder_sparse_step: int = 1
+    """Every n-th layer is a mixture of experts (counted from one), the others are dense."""
+
+    mlp_only_layers: tuple[int, ...] = ()
+    """Indices of layers that are dense in any case."""
+
+    rms_norm_eps: float = 1e-6
+    """Added to the mean square in every RMSNorm."""
+
+    rope_theta: float = 10_000.0
+    """Base of the rotary frequencies."""
+
+    max_position_embeddings: int = 32_768
+    """Longest sequence the model is meant for; written to exports, not enforced."""
+
+    tie_word_embeddings: bool = False
+    """Whether the head uses the embedding's matrix."""
+
+    attention_bias: bool = False
+    """Whether the four attention projections have a bias."""
+
+    initializer_range: float = 0.02
+    """Standard deviation of the initial matrices."""
+
+    bos_token_id: int | None = None
+    """Id of the token that begins a text, for exports."""
+
+    eos_token_id: int | list[int] | None = None
+    """Id or ids of the token that ends a text, for exports."""
+
+    vocab_splits: dict[str, int] | None = None
+    """Name and size of each part of the vocabulary, in order of their ids; sizes sum to vocab_size. Each part has its
+    own matrix in embedding and head. None is one unnamed part."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mlp_only_layers", tuple(self.mlp_only_layers))
+        for name in (
+            "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers",
+            "num_attention_heads", "num_key_value_heads", "head_dim", "decoder_sparse_step", "max_position_embeddings",
+        ):  # fmt: skip
+            value = getattr(self, name)
+            self._require(name, isinstance(value, int) and value >= 1, "an integer, at least 1")
+        for name in ("rms_norm_eps", "rope_theta", "initializer_range"):
+            value = getattr(self, name)
+            self._require(name, isinstance(value, int | float) and value > 0, "a number greater than 0")
+        for name in ("norm_topk_prob", "tie_word_embeddings", "attention_bias"):
+            self._require(name, isinstance(getattr(self, name), bool), "true or false")
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        self._require("num_key_value_heads", heads % kv_heads == 0, f"a divisor of num_attention_heads={heads}")
+        self._require("head_dim", self.head_dim % 2 == 0, "even (rotary positions turn pairs)")
+        self._require("num_experts", self.num_experts >= 0, "at least 0")
+        self._require(
+            "num_experts_per_tok",
+            self.num_experts == 0 or 1 <= self.num_experts_per_tok <= self.num_experts,
+            f"1 to num_experts={self.num_experts}",
+        )
+        num_layers = self.num_hidden_layers
+        self._require(
+            "mlp_only_layers",
+            all(0 <= layer < num_layers for layer in self.mlp_only_layers),
+            f"layer indices from 0 to num_hidden_layers - 1 = {num_layers - 1}",
+        )
+        self._check_vocab_splits()
+
+    def _require(self, name: str, condition: bool, legal: str) -> None:
+        if not condition:
+            raise ConfigError(f"Qwen3MoeConfig.{name}={getattr(self, name)!r} must be {legal}.")
+
+    def _check_vocab_splits(self) -> None:
+        if self.vocab_splits is None:
+            return
+        sizes, total = self.vocab_splits.values(), sum(self.vocab_splits.values())
+        self._require("vocab_splits", len(sizes) > 0 and min(sizes) >= 1, "sizes of at least 1 token, or None")
+        self._require(
+            "vocab_splits",
+            total == self.vocab_size,
+            f"sizes that sum to vocab_size={self.vocab_size} (they sum to {total})",
+        )
+        self._require(
+            "vocab_splits",
+            all(
+                name.isidentifier() and name != "weight" and not hasattr(nn.ModuleDict(), name)
+                for name in self.vocab_splits
+            ),
+            "named by identifiers other than 'weight' and the attributes of torch.nn.ModuleDict",
+        )
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether the layer of this global index is a mixture of experts."""
+        return (
+            layer not in self.mlp_only_layers and self.num_experts > 0 and (layer + 1) % self.decoder_sparse_step == 0
+        )
+
+    @property
+    def num_sparse_layers(self) -> int:
+        """Number of layers that are mixtures of experts."""
+        return sum(self.is_sparse(layer) for layer in range(self.num_hidden_layers))
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of elements of all parameters; a tied matrix counts once."""
+        return self._num_parameters(self.num_experts)
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Number of parameter elements that one token uses: num_experts_per_tok experts a layer, all of the rest."""
+        return self._num_parameters(self.num_experts_per_tok)
+
+    def flops_per_token(self, sequence_length: int) -> int:
+        """Floating-point operations of a training step for one token: forward and backward, nothing recomputed.
+
+        Six for each parameter in a matrix product that the token takes part in (looking up the embedding is none) and
+        the two products of causal attention over `sequence_length` tokens, of which half is masked.
+        """
+        vocabulary = self.vocab_size * self.hidden_size
+        in_products = self.num_active_parameters - (0 if self.tie_word_embeddings else vocabulary)
+        heads_width = self.num_attention_heads * self.head_dim
+        return 6 * in_products + 6 * self.num_hidden_layers * heads_width * sequence_length
+
+    def _num_parameters(self, experts_per_layer: int) -> int:
+        hidden, q = self.hidden_size, self.num_attention_heads * self.head_dim
+        kv = self.num_key_value_heads * self.head_dim
+        attention = hidden * (2 * q + 2 * kv) + 2 * self.head_dim
+        if self.attention_bias:
+            attention += q + 2 * kv + hidden
+        dense = 3 * hidden * self.intermediate_size
+        sparse = hidden * self.num_experts + 3 * hidden * self.moe_intermediate_size * experts_per_layer
+        num_sparse = self.num_sparse_layers
+        layers = self.num_hidden_layers * (attention + 2 * hidden)
+        layers += num_sparse * sparse + (self.num_hidden_layers - num_sparse) * dense
+        return layers + hidden + self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
+
+    @classmethod
+    def preset(cls, name: Literal["tiny", "30b-a3b", "235b-a22b"]) -> Qwen3MoeConfig:
+        """A model by name: `tiny` (bytes as tokens, for a first run on any machine) or a released Qwen3-MoE size."""
+        if name not in _PRESETS:
+            raise ConfigError(f"Qwen3MoeConfig.preset({name!r}) must be one of {', '.join(map(repr, _PRESETS))}.")
+        return cls(**_PRESETS[name])
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> Qwen3MoeConfig:
+        """Reads Hugging Face's `config.json`, or the one in the given directory.
+
+        Raises:
+            ConfigError: not a Qwen3-MoE configuration, or it asks for something that this model does not have.
+        """
+        path = Path(path)
+        path = path / "config.json" if path.is_dir() else path
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path}: cannot be read as a JSON configuration: {error}") from error
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path}: must hold a JSON object, not {type(values).__name__}.")
+        return cls.from_dict(values, source=str(path))
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any], source: str = "config.json") -> Qwen3MoeConfig:
+        """Takes Hugging Face's configuration as a dictionary; keys that do not shape the model are passed over.
+
+        Args:
+            values: transformers 4 names (`rope_theta`) or transformers 5 names (`rope_parameters`).
+            source: what error messages call it.
+        """
+        rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+        _refuse_unsupported(values, rope, source)
+        names = {field.name for field in dataclasses.fields(cls)}
+        # Keys set to null mean Hugging Face's default, which ours are.
+        known = {name: value for name, value in values.items() if name in names and value is not None}
+        if "rope_theta" in rope:
+            known["rope_theta"] = rope["rope_theta"]
+        if "num_experts" not in known and "num_local_experts" in values:  # what transformers 5 writes
+            known["num_experts"] = values["num_local_experts"]
+        try:
+            config = cls(**known)
+            if "head_dim" not in known:
+                config = dataclasses.replace(config, head_dim=config.hidden_size // config.num_attention_heads)
+        except ConfigError as error:
+            raise ConfigError(f"{source}: {error}") from error
+        return config
+
+    def to_dict(self) -> dict[str, Any]:
+        """Hugging Face's `config.json` as a dictionary, readable by transformers 4 and 5."""
+        values = dataclasses.asdict(self)
+        values["mlp_only_layers"] = list(self.mlp_only_layers)
+        if self.vocab_splits is None:
+            del values["vocab_splits"]
+        return {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "hidden_act": "silu",
+            "attention_dropout": 0.0,
+            "use_sliding_window": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            **values,
+        }
+
+    def to_json(self, path: str | Path) -> None:
+        """Writes `to_dict()` to a file."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+
+def _refuse_unsupported(values: dict[str, Any], rope: dict[str, Any], source: str) -> None:
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    partial = rope.get("partial_rotary_factor", values.get("partial_rotary_factor")) or 1.0
+    for name, value, supported in (
+        ("model_type", values.get("model_type"), "qwen3_moe"),
+        ("hidden_act", values.get("hidden_act", "silu"), "silu"),
+        ("use_sliding_window", values.get("use_sliding_window") or False, False),
+        ("attention_dropout", values.get("attention_dropout") or 0.0, 0.0),
+        ("output_router_logits", values.get("output_router_logits") or False, False),
+        ("quantization_config", values.get("quantization_config"), None),
+        ("rope type", rope_type, "default"),
+        ("partial_rotary_factor", partial, 1.0),
+    ):
+        if value != supported:
+            raise ConfigError(f"{source}: {name}={value!r} is not supported, only {supported!r}.")

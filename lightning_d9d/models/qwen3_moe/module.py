@@ -1,0 +1,213 @@
+"""Qwen3-MoE as LightningModules."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+from torchmetrics import Metric
+
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.models.qwen3_moe.config import Qwen3MoeConfig
+from lightning_d9d.models.qwen3_moe.huggingface import load_huggingface
+from lightning_d9d.models.qwen3_moe.model import Qwen3MoeForCausalLM
+from lightning_d9d.pipeline.types import StageInfo, StageInputs, WeightedLoss
+from lightning_d9d.strategy.module import D9DModule
+
+
+class Perplexity(Metric):
+    """exp of the mean loss of all tokens it was told of.
+
+    A sum of its own, as torchmetrics' MeanMetric ignores weights unless it looks for NaN, which asks the host.
+    """
+
+    loss_sum: Tensor
+    num_tokens: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("loss_sum", torch.zeros(()), dist_reduce_fx="sum")
+        self.add_state("num_tokens", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, loss: Tensor, num_tokens: Tensor) -> None:
+        """Add `num_tokens` tokens whose mean loss is `loss`."""
+        self.loss_sum += loss * num_tokens
+        self.num_tokens += num_tokens
+
+    def compute(self) -> Tensor:
+        """The perplexity of everything seen since the last reset."""
+        return (self.loss_sum / self.num_tokens).exp()
+
+
+class Qwen3MoePretraining(D9DModule):
+    """Next-token training of Qwen3-MoE.
+
+    Batches are mappings with `input_ids` and `labels`, integers `[batch, seq]`; labels are already shifted, -100 does
+    not count. `position_ids` `[batch, seq]` are optional. Every label that counts weighs the same over all
+    microbatches, ranks and accumulated batches.
+
+    Logs `train_loss`, `grad_norm`, `tokens_per_s` (of all ranks), `val_loss`, `val_perplexity` and the same for test.
+
+    Args:
+        config: The model's size. Give this or `preset`.
+        preset: A size by name, "tiny", "30b-a3b" or "235b-a22b", or the path of a Hugging Face `config.json` or of the
+            directory that has one.
+        learning_rate: Peak learning rate of AdamW.
+        weight_decay: On matrices; vectors (norms, biases) have none.
+        betas: Of AdamW.
+        warmup_steps: Steps of linear warm-up; then cosine decay over the Trainer's steps.
+        final_learning_rate_fraction: Where the cosine ends, as a fraction of the peak.
+        pretrained: Directory with Hugging Face weights to start from.
+    """
+
+    def __init__(
+        self,
+        config: Qwen3MoeConfig | None = None,
+        preset: str | None = None,
+        learning_rate: float = 3e-4,
+        weight_decay: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.95),
+        warmup_steps: int = 100,
+        final_learning_rate_fraction: float = 0.1,
+        pretrained: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = _resolve_config(config, preset)
+        self.learning_rate = learning_rate
+        self.weight_decay = weight_decay
+        self.betas = betas
+        self.warmup_steps = warmup_steps
+        self.final_learning_rate_fraction = final_learning_rate_fraction
+        self.pretrained = pretrained
+        self.val_perplexity = Perplexity()
+        self.test_perplexity = Perplexity()
+        self._clock: tuple[float, int] | None = None  # when, and how many tokens, since the last log
+
+    @property
+    def model(self) -> Qwen3MoeForCausalLM:
+        """The whole network."""
+        if len(self.stages) == 0:
+            raise ConfigError("the network is built when a Trainer starts; call configure_model() to have it before")
+        stage = self.stages[0]
+        assert isinstance(stage, Qwen3MoeForCausalLM)
+        return stage
+
+    def configure_stage(self, stage: StageInfo) -> nn.Module:
+        """The whole network."""
+        return Qwen3MoeForCausalLM(self.config)
+
+    def on_stages_built(self) -> None:
+        """Load the pretrained weights."""
+        if self.pretrained is not None:
+            load_huggingface(self.model, self.pretrained)
+
+    def microbatch_inputs(self, microbatch: Any) -> StageInputs:
+        """Token ids and labels (the last stage makes the loss)."""
+        shared = {"position_ids": microbatch["position_ids"]} if "position_ids" in microbatch else {}
+        return StageInputs(
+            first={"input_ids": microbatch["input_ids"]},
+            shared={"labels": microbatch.get("labels"), "reduction": "sum", **shared},
+        )
+
+    def microbatch_loss(self, output: Any, microbatch: Any) -> WeightedLoss:
+        """The summed cross-entropy, weighted by the labels that count."""
+        return WeightedLoss(output.loss, self.microbatch_weight(microbatch))
+
+    def microbatch_weight(self, microbatch: Any) -> Tensor:
+        """The number of labels that count."""
+        return (microbatch["labels"] != -100).sum()
+
+    def predict_output(self, output: Any) -> Tensor:
+        """Logits `[batch, seq, vocab]`; predict with batches without labels."""
+        return output.logits
+
+    def on_train_start(self) -> None:
+        """Forget the clock of an earlier fit."""
+        self._clock = None
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Start the clock where it was stopped (by a validation, say)."""
+        if self._clock is None:
+            self._clock = (time.perf_counter(), 0)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Count tokens; every `log_every_n_steps` batches log the rate."""
+        assert self._clock is not None
+        start, tokens = self._clock
+        tokens += batch["input_ids"].numel() * self.trainer.world_size
+        self._clock = (start, tokens)
+        if (batch_idx + 1) % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+            now = time.perf_counter()
+            rate = torch.tensor(tokens / (now - start))  # on the CPU: the progress bar reads it without a host sync
+            self.log("tokens_per_s", rate, prog_bar=True, batch_size=1)
+            self._clock = (now, 0)
+
+    def on_validation_start(self) -> None:
+        """Stop the clock."""
+        self._clock = None
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Add the batch to the perplexity."""
+        self._log_perplexity("val_perplexity", outputs)
+
+    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Add the batch to the perplexity."""
+        self._log_perplexity("test_perplexity", outputs)
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """AdamW (fused where torch has it for the device) with warm-up and cosine decay.
+
+        Raises:
+            ConfigError: The Trainer does not know how many steps it will take.
+        """
+        total_steps = self.trainer.estimated_stepping_batches
+        if total_steps in (-1, math.inf):
+            raise ConfigError(
+                f"the cosine decay of {type(self).__name__} needs the number of steps, which is unknown: max_steps=-1, "
+                f"max_epochs={self.trainer.max_epochs} and perhaps data of unknown length; set the Trainer's max_steps"
+            )
+        matrices = [p for p in self.parameters() if p.requires_grad and p.ndim >= 2]
+        vectors = [p for p in self.parameters() if p.requires_grad and p.ndim < 2]
+        groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+        optimizer = AdamW(
+            [group for group in groups if group["params"]],
+            lr=self.learning_rate,
+            betas=self.betas,
+            weight_decay=self.weight_decay,
+            fused=self.device.type == "cuda",
+        )
+        scheduler = LambdaLR(optimizer, lambda step: self._learning_rate_factor(step, int(total_steps)))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def _learning_rate_factor(self, step: int, total_steps: int) -> float:
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        progress = min(1.0, (step - self.warmup_steps) / max(1, total_steps - self.warmup_steps))
+        floor = self.final_learning_rate_fraction
+        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+
+    def _log_perplexity(self, name: str, outputs: dict[str, Tensor]) -> None:
+        metric = getattr(self, name)
+        with torch.no_grad():
+            metric.update(outputs["loss"], outputs["weight"])
+        self.log(name, metric, on_step=False, on_epoch=True, prog_bar=True)
+
+
+def _resolve_config(config: Qwen3MoeConfig | None, preset: str | None) -> Qwen3MoeConfig:
+    if config is not None and preset is not None:
+        raise ConfigError(
+            f"Qwen3MoePretraining got config and preset={preset!r}; give one. To change a preset's fields in Python: "
+            "dataclasses.replace(Qwen3MoeConfig.preset(...), ...); in YAML list the fields under config"
+        )
+    if config is not None:
+        return config
+    if preset is None:
+        raise ConfigError("Qwen3MoePretraining needs config, or preset: 'tiny', '30b-a3b', '235b-a22b' or a path")
+    return Qwen3MoeConfig.from_json(preset) if Path(preset).exists() else Qwen3MoeConfig.preset(preset)  # type: ignore[arg-type]

@@ -1,0 +1,34 @@
+"""Building blocks of decoder models, in plain torch for one device.
+
+Every module that directly owns parameters has its own `reset_parameters()` and no block computes a buffer when it is
+built, so a model can be made under `torch.device("meta")`, then `to_empty(device=...)` and reset part by part.
+Softmax, norms, rotary tables and losses are computed in float32, or in float64 for float64 models.
+"""
+
+from lightning_d9d.modules.attention import GroupedQueryAttention
+from lightning_d9d.modules.dispatch import LocalDispatch
+from lightning_d9d.modules.embedding import SplitTokenEmbedding, TokenEmbedding
+from lightning_d9d.modules.experts import GroupedExperts
+from lightning_d9d.modules.linear import Linear
+from lightning_d9d.modules.lm_head import LMHead, SplitLMHead
+from lightning_d9d.modules.mlp import SwiGLU
+from lightning_d9d.modules.moe import SparseMoE, TopKRouter
+from lightning_d9d.modules.norm import RMSNorm
+from lightning_d9d.modules.rope import apply_rope, rope_tables
+
+__all__ = [
+    "GroupedExperts",
+    "GroupedQueryAttention",
+    "LMHead",
+    "Linear",
+    "LocalDispatch",
+    "RMSNorm",
+    "SparseMoE",
+    "SplitLMHead",
+    "SplitTokenEmbedding",
+    "SwiGLU",
+    "TokenEmbedding",
+    "TopKRouter",
+    "apply_rope",
+    "rope_tables",
+]

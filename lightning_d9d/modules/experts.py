@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_d9d.ops import grouped_gemm
+
+
+class GroupedExperts(nn.Module):
+    """SwiGLU experts whose matrices are stacked, so that all of them run as two grouped products.
+
+    `gate_up_proj` has shape `[experts, 2 * intermediate, hidden]`, the gate's rows first; `down_proj` has shape
+    `[experts, hidden, intermediate]`.
+    """
+
+    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int, *, initializer_range: float) -> None:
+        super().__init__()
+        self.initializer_range = initializer_range
+        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size))
+        self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws all experts anew."""
+        nn.init.normal_(self.gate_up_proj, std=self.initializer_range)
+        nn.init.normal_(self.down_proj, std=self.initializer_range)
+
+    def forward(self, x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+        """Applies each row's expert.
+
+        Args:
+            x: rows sorted by expert, shape `[rows, hidden]`.
+            weights: factor of each row's result, shape `[rows]`.
+            offsets: int32, shape `[experts]`: the row after the last one of each expert.
+
+        Returns:
+            Shape `[rows, hidden]`.
+        """
+        gate, up = grouped_gemm(x, self.gate_up_proj, offsets).chunk(2, dim=-1)
+        # down_proj is linear, so the factor may come before it: there the rows are narrower, and no result is kept.
+        activated = F.silu(gate) * up * weights.unsqueeze(-1).to(up.dtype)
+        return grouped_gemm(activated, self.down_proj, offsets)

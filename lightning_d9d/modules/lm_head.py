@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Reduction = Literal["none", "sum"]
+
+
+class LMHead(nn.Module):
+    """Projects hidden states to the vocabulary, and compares with labels where there are any.
+
+    Args:
+        vocab_size: rows of the weight; None makes a head that owns none and is given one in each call, for tied
+            embeddings.
+        hidden_size: columns of the weight.
+        initializer_range: standard deviation of the initial weight.
+    """
+
+    weight: nn.Parameter | None
+
+    def __init__(self, vocab_size: int | None, hidden_size: int, *, initializer_range: float) -> None:
+        super().__init__()
+        self.initializer_range = initializer_range
+        weight = None if vocab_size is None else nn.Parameter(torch.empty(vocab_size, hidden_size))
+        self.register_parameter("weight", weight)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the weight anew, if there is one."""
+        if self.weight is not None:
+            nn.init.normal_(self.weight, std=self.initializer_range)
+
+    def forward(
+        self, x: Tensor, labels: Tensor | None = None, reduction: Reduction = "none", weight: Tensor | None = None
+    ) -> Tensor:
+        """Logits, or with labels the cross-entropy of each.
+
+        Args:
+            x: hidden states, shape `[..., hidden]`.
+            labels: the id to predict at each place (already shifted), shape `[...]`; -100 is ignored.
+            reduction: "none" for one loss a label, 0 where ignored; "sum" for their sum.
+            weight: shape `[vocab, hidden]`, instead of the head's own.
+
+        Returns:
+            Logits `[..., vocab]` in the model's dtype; or losses in float32 (float64 for a float64 model), shape of
+            `labels` or a scalar.
+        """
+        weight = self.weight if weight is None else weight
+        assert weight is not None, "a head without a weight needs one in the call"
+        return _logits_or_loss(x, weight, labels, reduction)
+
+
+class SplitLMHead(nn.ModuleDict):
+    """A head with one weight a part of the vocabulary (`<name>.weight`), called like `LMHead`."""
+
+    def __init__(self, vocab_splits: Mapping[str, int], hidden_size: int, *, initializer_range: float) -> None:
+        super().__init__(
+            {
+                name: LMHead(size, hidden_size, initializer_range=initializer_range)
+                for name, size in vocab_splits.items()
+            }
+        )
+
+    def forward(self, x: Tensor, labels: Tensor | None = None, reduction: Reduction = "none") -> Tensor:
+        """As `LMHead.forward`, over the parts in order."""
+        return _logits_or_loss(
+            x, torch.cat([part.get_parameter("weight") for part in self.values()]), labels, reduction
+        )
+
+
+def _logits_or_loss(x: Tensor, weight: Tensor, labels: Tensor | None, reduction: Reduction) -> Tensor:
+    logits = F.linear(x, weight)
+    if labels is None:
+        return logits
+    logits = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
+    loss = F.cross_entropy(logits, labels.flatten(), ignore_index=-100, reduction=reduction)
+    return loss.view_as(labels) if reduction == "none" else loss

@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_d9d.modules.linear import Linear
+
+
+class SwiGLU(nn.Module):
+    """`down(silu(gate(x)) * up(x))`, without biases (https://arxiv.org/abs/2002.05202)."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, *, initializer_range: float) -> None:
+        super().__init__()
+        self.gate_proj = Linear(hidden_size, intermediate_size, initializer_range=initializer_range)
+        self.up_proj = Linear(hidden_size, intermediate_size, initializer_range=initializer_range)
+        self.down_proj = Linear(intermediate_size, hidden_size, initializer_range=initializer_range)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape `[..., hidden]` to the same shape."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))

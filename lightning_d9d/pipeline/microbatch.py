@@ -1,0 +1,82 @@
+"""Cutting a batch into microbatches along dim 0."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from lightning_d9d.errors import ConfigError
+
+
+def num_rows(batch: Any) -> int:
+    """The size of dim 0 that all tensors of `batch` (any tree of lists, tuples, dicts) share.
+
+    Raises:
+        ConfigError: There is no tensor with a dim 0, or two of them disagree.
+    """
+    sizes = {leaf.shape[0] for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor) and leaf.ndim > 0}
+    if len(sizes) != 1:
+        shapes = [tuple(leaf.shape) for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)]
+        raise ConfigError(
+            f"a batch is cut into microbatches along dim 0, but its tensors have shapes {shapes}: they must share one "
+            "first size; override split_batch(batch, n) for batches of another form"
+        )
+    return sizes.pop()
+
+
+def split_rows(batch: Any, num_parts: int) -> list[Any]:
+    """Cut every tensor of the tree `batch` into `num_parts` parts along dim 0, as even as possible, longest first.
+
+    Other leaves, and tensors without dims, go to every part unchanged. Parts are views.
+    """
+    if num_parts == 1:
+        return [batch]
+    leaves, structure = tree_flatten(batch)
+    cut = [
+        leaf.tensor_split(num_parts) if isinstance(leaf, Tensor) and leaf.ndim > 0 else (leaf,) * num_parts
+        for leaf in leaves
+    ]
+    return [tree_unflatten([parts[i] for parts in cut], structure) for i in range(num_parts)]
+
+
+class MicrobatchCount:
+    """How many microbatches a batch makes, from `microbatch_size` (rows) or `num_microbatches`; at most one is given.
+
+    Batches need not divide (the last one of an epoch is often short): they make fewer or shorter microbatches, never an
+    empty one. Use `check` on the first training batch, which should divide.
+    """
+
+    def __init__(self, microbatch_size: int | None, num_microbatches: int | None) -> None:
+        if microbatch_size is not None and num_microbatches is not None:
+            raise ConfigError(
+                f"microbatch_size={microbatch_size} and num_microbatches={num_microbatches} are both given; set one"
+            )
+        for name, value in (("microbatch_size", microbatch_size), ("num_microbatches", num_microbatches)):
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name}={value!r} must be an integer of at least 1")
+        self.microbatch_size = microbatch_size
+        self.num_microbatches = num_microbatches
+
+    @property
+    def is_one(self) -> bool:
+        """Whether every batch is one microbatch whatever its size."""
+        return self.microbatch_size is None and self.num_microbatches in (None, 1)
+
+    def of(self, rows: int) -> int:
+        """The number of microbatches for a batch of `rows` rows."""
+        if self.microbatch_size is not None:
+            return -(-rows // self.microbatch_size)
+        return min(rows, self.num_microbatches or 1)
+
+    def check(self, rows: int) -> None:
+        """Raise `ConfigError` if `rows` rows do not make equal microbatches."""
+        name = "num_microbatches" if self.microbatch_size is None else "microbatch_size"
+        value = self.num_microbatches or self.microbatch_size or 1
+        if rows % value != 0:
+            legal = [n for n in range(1, rows + 1) if rows % n == 0]
+            raise ConfigError(
+                f"the first batch has {rows} rows, which {name}={value} does not divide; choose {name} from {legal} "
+                "or change the DataLoader's batch_size"
+            )

@@ -1,0 +1,50 @@
+"""What a module tells the strategy: which stage it is, what a stage receives, and a loss with its weight."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class StageInfo:
+    """One stage of a model that is cut into `num_stages` consecutive stages."""
+
+    index: int
+    num_stages: int
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this stage receives the microbatch itself (token ids), not another stage's output."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this stage's output goes to `microbatch_loss`."""
+        return self.index == self.num_stages - 1
+
+
+@dataclass(frozen=True)
+class StageInputs:
+    """Keyword arguments for the forward of the stages, cut out of one microbatch.
+
+    `first` goes to the first stage only (later ones receive the previous stage's output), `shared` to every stage.
+    """
+
+    first: Mapping[str, Any]
+    shared: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class WeightedLoss:
+    """A loss given as a sum and the weight to divide it by, such as the number of tokens that count.
+
+    Gradients become those of sum(value_sum) / sum(weight) over every microbatch, rank and accumulation step, so a
+    token weighs the same wherever it lies. Both are scalar tensors; `weight` needs no gradient and may be zero.
+    """
+
+    value_sum: Tensor
+    weight: Tensor

@@ -1,0 +1,214 @@
+"""`D9DModule`: a LightningModule told as stages, microbatch inputs and a microbatch loss."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.pipeline.executor import Executor, weighted_mean
+from lightning_d9d.pipeline.microbatch import MicrobatchCount, num_rows, split_rows
+from lightning_d9d.pipeline.stage import materialize
+from lightning_d9d.pipeline.types import StageInfo, StageInputs, WeightedLoss
+from lightning_d9d.strategy.eval_step import evaluate, predict
+
+
+class D9DModule(L.LightningModule):
+    """A model that `D9DStrategy` can cut into stages and microbatches.
+
+    Implement `configure_stage`, `microbatch_inputs` and `microbatch_loss`, and `configure_optimizers` as usual.
+    Training, validation, test and prediction follow; `train_loss`, `val_loss`, `test_loss` and the metrics are logged.
+    The same module runs under Lightning's own strategies, where all stages are built on the device.
+
+    Checkpoints name parameters as the stages do, without a stage number. `self.stages` are this rank's stages.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList()
+        self._in_schedule = False
+        self.register_state_dict_post_hook(_drop_stage_prefix)
+        self.register_load_state_dict_pre_hook(_add_stage_prefix)
+
+    # What a model implements
+
+    def configure_stage(self, stage: StageInfo) -> nn.Module:
+        """Build one stage. Runs under `torch.device("meta")`: shapes only, no values.
+
+        Names must be global: a layer keeps its index in the whole model. Each submodule that owns parameters or buffers
+        has a `reset_parameters()`, as torch's layers do. The stage is called with the keyword arguments of
+        `microbatch_inputs`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must implement configure_stage(stage) -> nn.Module")
+
+    def parallelize_stage(self, stage: nn.Module, mesh: Any, parallel: Any) -> None:
+        """Change a stage in place before it gets storage: checkpoint or compile blocks, shard parameters.
+
+        Args:
+            stage: What `configure_stage` returned, still on the meta device.
+            mesh: The strategy's mesh domains; None where every rank holds a whole replica.
+            parallel: The strategy's parallel configuration; None likewise.
+        """
+
+    def microbatch_inputs(self, microbatch: Any) -> StageInputs:
+        """Cut the stages' keyword arguments out of one microbatch."""
+        raise NotImplementedError(f"{type(self).__name__} must implement microbatch_inputs(microbatch) -> StageInputs")
+
+    def microbatch_loss(self, output: Any, microbatch: Any) -> Tensor | WeightedLoss:
+        """The loss of the last stage's output: a scalar mean, or a `WeightedLoss` for exact weights (tokens)."""
+        raise NotImplementedError(f"{type(self).__name__} must implement microbatch_loss(output, microbatch)")
+
+    def split_batch(self, batch: Any, num_microbatches: int) -> list[Any]:
+        """Cut a batch into at most `num_microbatches` microbatches; by default along dim 0 of every tensor."""
+        return split_rows(batch, num_microbatches)
+
+    def microbatch_weight(self, microbatch: Any) -> Tensor | None:
+        """The weight `microbatch_loss` will return, if it is known before the forward: saves a pass over gradients."""
+        return None
+
+    def microbatch_metrics(self, output: Any, microbatch: Any) -> Mapping[str, Tensor | WeightedLoss]:
+        """Scalars to log beside the loss: means over the microbatch or `WeightedLoss` sums. Without gradient.
+
+        They are reduced over microbatches and ranks after the schedule and logged as `train_<name>`, `val_<name>`, ...
+        """
+        return {}
+
+    def predict_output(self, output: Any) -> Any:
+        """What `predict` returns for the last stage's output of one microbatch."""
+        return output
+
+    # What follows from it
+
+    def configure_model(self) -> None:
+        """Build this rank's stages once: on the meta device, then with storage and initial weights on the device."""
+        self.check_overrides()
+        if len(self.stages) > 0:
+            return
+        device = torch.device("cpu") if self._trainer is None else self.trainer.strategy.root_device
+        stage_info = StageInfo(0, 1)
+        with torch.device("meta"):
+            stage = self.configure_stage(stage_info)
+        self.parallelize_stage(stage, None, None)
+        materialize(stage, device, torch.initial_seed())
+        self.stages.append(stage)
+        self.on_stages_built()
+
+    def on_stages_built(self) -> None:
+        """Called once after the stages have their initial weights; load pretrained ones here."""
+
+    def check_overrides(self) -> None:
+        """Raise `ConfigError` if a method was overridden that would never run."""
+        for name, remedy in (
+            ("training_step", "the loss goes into microbatch_loss, extra values into microbatch_metrics"),
+            ("validation_step", "the loss goes into microbatch_loss, extra values into microbatch_metrics"),
+            ("test_step", "the loss goes into microbatch_loss, extra values into microbatch_metrics"),
+            ("predict_step", "use predict_output"),
+            ("backward", "gradients come from the schedule; use the hook on_after_backward"),
+        ):
+            base = getattr(L.LightningModule if name == "backward" else D9DModule, name)
+            if getattr(type(self), name) is not base:
+                raise ConfigError(
+                    f"{type(self).__name__}.{name} is overridden, but a D9DModule does not run it: {remedy}"
+                )
+        if not self.automatic_optimization:
+            raise ConfigError(
+                f"{type(self).__name__}.automatic_optimization is False; a D9DModule is optimized automatically. Use a "
+                "plain LightningModule for manual optimization"
+            )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """One batch under a stock strategy; `D9DStrategy` runs `train_step.TrainStep` instead."""
+        with self.schedule_running():
+            totals = Executor(self.stages, self, nullcontext).forward_only([batch], [self.rows_of(batch)])
+        assert totals.loss is not None
+        loss = weighted_mean(*totals.loss)
+        metrics = {name: weighted_mean(*pair) for name, pair in totals.metrics.items()}
+        self.log_train_step(loss.detach(), metrics)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
+        """Loss and metrics of one batch; logs `val_loss`, exact over batches and ranks at the end of the epoch."""
+        return evaluate(self, batch, "val")
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
+        """As `validation_step`, logged as `test_loss`."""
+        return evaluate(self, batch, "test")
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        """`predict_output` of one batch."""
+        return predict(self, batch)
+
+    # For the steps
+
+    def microbatches(self, batch: Any, check: bool = False) -> list[Any]:
+        """Cut a batch as the strategy is configured (a stock strategy does not cut).
+
+        Args:
+            batch: What the dataloader gave this rank.
+            check: Raise `ConfigError` unless it divides exactly, as the first training batch must.
+        """
+        strategy = None if self._trainer is None else self.trainer.strategy
+        count: MicrobatchCount | None = getattr(strategy, "microbatch_count", None)
+        if count is None or count.is_one:
+            return [batch]
+        if type(self).split_batch is not D9DModule.split_batch and count.num_microbatches is not None:
+            return self.split_batch(batch, count.num_microbatches)  # its own form of batch, its own rule for short ones
+        rows = num_rows(batch)
+        if check:
+            count.check(rows)
+        return self.split_batch(batch, count.of(rows))
+
+    def rows_of(self, microbatch: Any) -> int:
+        """Rows of a microbatch, the weight of a mean; 1 for forms without rows, such as packed sequences."""
+        try:
+            return num_rows(microbatch)
+        except ConfigError:
+            return 1
+
+    @contextmanager
+    def schedule_running(self) -> Generator[None]:
+        """While open, `self.log` is refused: microbatch hooks run at different moments on different ranks."""
+        self._in_schedule = True
+        try:
+            yield
+        finally:
+            self._in_schedule = False
+
+    def log_train_step(self, loss: Tensor, metrics: Mapping[str, Tensor], prog_bar: bool = True) -> None:
+        """Log values that are already equal on every rank."""
+        self.log("train_loss", loss, prog_bar=prog_bar, batch_size=1)
+        for name, value in metrics.items():
+            self.log(f"train_{name}", value, batch_size=1)
+
+    def log(self, name: str, *args: Any, **kwargs: Any) -> None:
+        """`LightningModule.log`, refused inside microbatch hooks, where ranks are at different points of the schedule.
+
+        Raises:
+            ConfigError: Called inside a microbatch hook.
+        """
+        if self._in_schedule:
+            raise ConfigError(
+                f"self.log({name!r}, ...) inside a microbatch hook: return the value from microbatch_metrics instead, "
+                "which is reduced over microbatches and ranks and logged once a batch"
+            )
+        super().log(name, *args, **kwargs)
+
+
+def _drop_stage_prefix(module: D9DModule, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    for key in [key for key in state if key.startswith(f"{prefix}stages.")]:
+        name = prefix + key.removeprefix(f"{prefix}stages.").split(".", 1)[1]
+        if name in state:
+            raise ConfigError(f"two tensors of {type(module).__name__} are named {name!r}; names must be global")
+        state[name] = state.pop(key)
+
+
+def _add_stage_prefix(module: D9DModule, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for index, stage in enumerate(module.stages):
+        for name in stage.state_dict(keep_vars=True):
+            if prefix + name in state:
+                state[f"{prefix}stages.{index}.{name}"] = state.pop(prefix + name)

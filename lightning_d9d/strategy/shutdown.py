@@ -1,0 +1,188 @@
+"""Stopping, failing and ending epochs together: what one Trainer gets, for one run, so that `RankWatch` hears of it.
+
+Only with more than one process. In one, Lightning's and Python's own behaviour stays as it is.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import signal
+import threading
+from subprocess import Popen
+from types import FrameType
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.loops.fetchers import _DataFetcher
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.strategy.watchdog import SAME_NUMBER, RankWatch, end_processes
+
+_run_numbers = itertools.count()  # ranks run the same sequence of fits, so the number names the run on all of them
+_with_signals: Shutdown | None = None
+_children: list[tuple[int, Popen]] = []  # ranks that this process launched; they outlive the Trainer that launched them
+
+
+class Shutdown:
+    """Attaches a `RankWatch` to a Trainer.
+
+    - Lightning's handler of SIGTERM issues a collective from inside the handler, and each training batch begins with a
+      broadcast and a host sync. Both are replaced, on this Trainer's objects, by the watch's pipe and
+      `RankWatch.begin_train_batch`.
+    - Ctrl-C asks all ranks to stop; a second one raises KeyboardInterrupt at once.
+    - After the training data are set up, ranks compare how many batches they have; one with more would wait for the
+      others in its next gradient sum. Where a loader cannot tell beforehand, `RankWatch.end_epoch` finds out.
+    - A callback in front of all others reports an exception before a callback that saves a checkpoint can block.
+
+    Args:
+        trainer: Inside fit, validate, test or predict, with the process group joined.
+        shutdown_seconds: `TimeoutConfig.shutdown_seconds`.
+        wait_seconds: How long to wait at the end of the run for the other ranks.
+    """
+
+    def __init__(self, trainer: L.Trainer, shutdown_seconds: float, wait_seconds: float) -> None:
+        assert dist.group.WORLD is not None
+        self._trainer = trainer
+        self._shutdown_seconds = shutdown_seconds
+        self._interrupted = False
+        self._wakeup_before = -1
+        store = dist.group.WORLD.get_group_store().clone()  # type: ignore[attr-defined]  # a connection of its own
+        self.watch = RankWatch(
+            dist.PrefixStore(f"lightning_d9d/run_{next(_run_numbers)}", store),
+            trainer.global_rank,
+            trainer.world_size,
+            shutdown_seconds,
+            wait_seconds,
+            _children,
+            self._stop_exception,
+        )
+        self._reporter = _Reporter(self.watch)
+        self._callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        self._callbacks.insert(0, self._reporter)
+        trainer.fit_loop.setup_data = self._setup_train_data
+        trainer.fit_loop.epoch_loop.on_advance_end = self._end_train_step
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self.watch.begin_train_batch
+        connector = trainer._signal_connector
+        connector._sigterm_notifier_fn = lambda signum, _: None  # the watch reads signals from its pipe
+        connector.register_signal_handlers = self._register_signal_handlers
+        _adopt_children(trainer.strategy.launcher, trainer.global_rank)
+        self.watch.start()
+
+    def close(self) -> None:
+        """Undo everything and end the watch, at the end of the run. Raises what `RankWatch.close` raises."""
+        connector = self._trainer._signal_connector
+        self._callbacks.remove(self._reporter)
+        del self._trainer.fit_loop.setup_data
+        del self._trainer.fit_loop.epoch_loop.on_advance_end
+        del self._trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor
+        del connector._sigterm_notifier_fn
+        del connector.register_signal_handlers
+        try:
+            self.watch.close()
+        finally:
+            self._stop_reading_signals()
+            if not self.watch.ended_normally:
+                end_children_at_exit(None, self.watch.rank, self._shutdown_seconds)
+
+    def _setup_train_data(self) -> None:
+        trainer, loop = self._trainer, self._trainer.fit_loop
+        before = loop._data_fetcher
+        type(loop).setup_data(loop)
+        if loop._data_fetcher is before:  # the loaders of the epoch before go on
+            return
+        num_batches = -1 if loop.max_batches == float("inf") else int(loop.max_batches)
+        own = torch.tensor(num_batches, device=trainer.strategy.root_device)
+        gathered = [torch.empty_like(own) for _ in range(trainer.world_size)]
+        dist.all_gather(gathered, own)
+        counts = torch.stack(gathered).tolist()
+        least, most = min(counts), max(counts)
+        if least != most:
+            raise ConfigError(
+                f"rank {counts.index(least)} has {least} training batches and rank {counts.index(most)} has {most} "
+                f"(use_distributed_sampler={trainer._accelerator_connector.use_distributed_sampler}); {SAME_NUMBER}"
+            )
+
+    def _end_train_step(self, data_fetcher: _DataFetcher) -> None:
+        loop = self._trainer.fit_loop.epoch_loop
+        self.watch.end_train_step(is_last=self._trainer.is_last_batch)
+        type(loop).on_advance_end(loop, data_fetcher)  # validates
+
+    def _register_signal_handlers(self) -> None:
+        global _with_signals
+        connector = self._trainer._signal_connector
+        type(connector).register_signal_handlers(connector)  # for SIGTERM
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, self._on_interrupt)  # Lightning puts back the one before, as for SIGTERM
+            self._wakeup_before = signal.set_wakeup_fd(self.watch.signal_pipe, warn_on_full_buffer=False)
+            _with_signals = self
+
+    def _stop_reading_signals(self) -> None:
+        global _with_signals
+        if _with_signals is self:
+            signal.set_wakeup_fd(self._wakeup_before)
+            _with_signals = None
+
+    def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self._interrupted:
+            signal.default_int_handler(number, frame)
+        self._interrupted = True
+
+    def _stop_exception(self, number: int) -> BaseException:
+        if number == signal.SIGINT:
+            return KeyboardInterrupt()
+        self._trainer._signal_connector.received_sigterm = True
+        return SIGTERMException(128 + number)  # as an exit code: a SystemExit without one would exit with 0
+
+
+class _Reporter(L.Callback):
+    def __init__(self, watch: RankWatch) -> None:
+        self._watch = watch
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._watch.begin_train_step()
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._watch.end_epoch()  # if it ended otherwise than after the last batch
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._watch.report(exception)
+
+
+def end_children_at_exit(launcher: _Launcher | None, rank: int, shutdown_seconds: float) -> None:
+    """After a failure: before this process exits, wait for the ranks it launched and kill those that do not end."""
+    _adopt_children(launcher, rank)
+    if _children:
+        atexit.register(end_processes, [process for _, process in _children], shutdown_seconds)
+
+
+def _adopt_children(launcher: _Launcher | None, rank: int) -> None:
+    """Take the ranks that this one launched from Lightning's launcher.
+
+    Its observer would kill this process, with nothing said, up to 5 seconds after the first of them ends. Emptying its
+    list ends it.
+    """
+    if isinstance(launcher, _SubprocessScriptLauncher):
+        _children.extend(enumerate(launcher.procs, start=rank + 1))
+        launcher.procs.clear()
+
+
+def _forget_signals() -> None:
+    """In a process forked from this one (a dataloader's worker, say) signals are no requests to the ranks."""
+    global _with_signals
+    if _with_signals is not None:
+        _with_signals = None
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; a worker goes on until it is told
+
+
+os.register_at_fork(after_in_child=_forget_signals)

@@ -1,0 +1,484 @@
+"""`D9DStrategy`: the hooks Lightning calls, each short. The step itself is in `train_step.py`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.data import sized_len
+from lightning.fabric.utilities.distributed import (
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+)
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.mesh.collectives import broadcast_tensors, check_equal_tensors
+from lightning_d9d.pipeline.microbatch import MicrobatchCount
+from lightning_d9d.schedule import Schedule, resolve_schedule
+from lightning_d9d.strategy.module import D9DModule
+from lightning_d9d.strategy.precision import check_precision, clip_gradients_by_norm, gradient_norm
+from lightning_d9d.strategy.progress import LateProgress
+from lightning_d9d.strategy.shutdown import Shutdown, end_children_at_exit
+from lightning_d9d.strategy.train_step import TrainStep, cast_gradients
+from lightning_d9d.sync.buckets import GradientBuckets, GradSyncConfig
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeoutConfig:
+    """How long ranks wait for each other."""
+
+    init_seconds: float = 1800
+    """Timeout of collectives."""
+
+    shutdown_seconds: float = 5
+    """How long ranks have to stop together after Ctrl-C, SIGTERM or another rank's failure before each is ended. Raise
+    it where a checkpoint must be finished first."""
+
+    def __post_init__(self) -> None:
+        for name in ("init_seconds", "shutdown_seconds"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"TimeoutConfig.{name}={getattr(self, name)!r} must be greater than 0 seconds")
+
+
+class D9DStrategy(ParallelStrategy):
+    """Trains any LightningModule as data-parallel replicas, and a `D9DModule` microbatch by microbatch.
+
+    `D9DStrategy()` runs in one process without a process group (a notebook, say), or in as many as the Trainer has
+    devices, each with a replica. Plain LightningModules keep Lightning's own order of hooks and get the results of
+    DistributedDataParallel: gradients are means over ranks.
+
+    Args:
+        schedule: Order of forwards and backwards of a D9DModule's microbatches: "1f1b" (default), "gpipe", or an object
+            of these classes.
+        microbatch_size: Rows of a microbatch. By default a batch is one microbatch.
+        num_microbatches: The number of microbatches instead.
+        grad_sync: Dtype and size of the gradient buckets.
+        timeouts: Limits for collectives and for stopping.
+        process_group_backend: "gloo", "nccl", ...; by default the one for the device.
+    """
+
+    strategy_name = "d9d"
+
+    def __init__(
+        self,
+        *,
+        schedule: str | Schedule | None = None,
+        microbatch_size: int | None = None,
+        num_microbatches: int | None = None,
+        grad_sync: GradSyncConfig = GradSyncConfig(),
+        timeouts: TimeoutConfig = TimeoutConfig(),
+        process_group_backend: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.schedule = resolve_schedule(schedule)
+        self.microbatch_count = MicrobatchCount(microbatch_size, num_microbatches)
+        self.grad_sync = grad_sync
+        self.timeouts = timeouts
+        self.num_nodes = 1
+        self._process_group_backend = process_group_backend
+        self._shutdown: Shutdown | None = None
+        self._late_progress: LateProgress | None = None
+        self._parameters: list[nn.Parameter] = []
+        self._has_buffers = False
+        self._buckets: GradientBuckets | None = None
+        self._bucket_needs: tuple[bool, list[bool]] | None = None
+        self._train_step: TrainStep | None = None
+        self._num_skipped_steps = 0
+        self._sync_gradients = True
+        self._window_is_open = False
+        self._buffers_are_stale = False
+
+    # Processes and devices
+
+    @property
+    def root_device(self) -> torch.device:
+        """This process's device."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 1
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there is more than one process; Lightning injects samplers and reduces logged values then."""
+        return self.num_nodes * self.num_processes > 1
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """Number of data-parallel ranks and the coordinate of this one."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @property
+    def process_group_backend(self) -> str:
+        """Backend of the default process group."""
+        return self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment and Lightning's rank-zero functions who this process is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if self.is_distributed and not self.cluster_environment.creates_processes_externally:
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def setup_environment(self) -> None:
+        """Take the device and, with more than one process, join the process group. Collective."""
+        assert self.cluster_environment is not None
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        super().setup_environment()
+        if self.is_distributed:  # one process goes on with its random state, as on Lightning's one-device strategy
+            reset_seed()
+        self.set_world_ranks()
+        if self.world_size > 1 and not dist.is_initialized():
+            _init_dist_connection(
+                self.cluster_environment,
+                self.process_group_backend,
+                timeout=timedelta(seconds=self.timeouts.init_seconds),
+                device_id=self.root_device if self.root_device.type != "cpu" else None,
+            )
+        if self.world_size > 1:
+            assert self.lightning_module is not None
+            self._shutdown = Shutdown(
+                self.lightning_module.trainer, self.timeouts.shutdown_seconds, self.timeouts.init_seconds
+            )
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks over which batches are split; None for one process."""
+        return dist.group.WORLD if self.world_size > 1 else None
+
+    # Setting up and tearing down
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """The Trainer's precision plugin; it clips by this strategy's norm."""
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        if precision_plugin is not None:
+            check_precision(precision_plugin)
+            if type(precision_plugin).clip_grad_by_norm is Precision.clip_grad_by_norm:
+                precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm
+            if type(precision_plugin) is MixedPrecision:  # refuses fused optimizers, which matter to a loss scaler only
+                precision_plugin.clip_gradients = functools.partial(Precision.clip_gradients, precision_plugin)
+        self._precision_plugin = precision_plugin
+
+    def setup(self, trainer: L.Trainer) -> None:
+        """Move the module to the device, make replicas equal, and build optimizers and gradient buckets. Collective."""
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        assert self.model is not None
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        self._check_module(self.lightning_module)
+        if fitting and self._layer_sync is not None:
+            self.model = self._layer_sync.apply(self.model)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        if self.world_size > 1:
+            check_equal_tensors(self.model.state_dict(keep_vars=True), self.group)
+            broadcast_tensors([*self.model.parameters(), *self.model.buffers()], self.group)
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fitting:
+            _optimizers_to_device(self.optimizers, self.root_device)
+            self._setup_gradients(self.lightning_module)
+
+    def model_to_device(self) -> None:
+        """Move the module to this process's device."""
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    def teardown(self) -> None:
+        """Drop buckets and hooks, so that a notebook can fit again. Collective unless a rank failed.
+
+        The process group stays for the next run: ranks that join anew could meet what is left of the old group.
+        """
+        if self._buckets is not None:
+            self._buckets.remove()
+        self._num_skipped_steps = self.num_skipped_steps
+        self._buckets = self._train_step = self._bucket_needs = self._late_progress = None
+        self._parameters = []
+        self._window_is_open = self._buffers_are_stale = False
+        try:
+            super().teardown()
+        finally:
+            shutdown, self._shutdown = self._shutdown, None
+            if shutdown is not None:
+                shutdown.close()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """See to it that ranks launched by this process end with it, also before they had joined."""
+        super().on_exception(exception)
+        if self._shutdown is None:
+            end_children_at_exit(self.launcher, self.global_rank, self.timeouts.shutdown_seconds)
+
+    def _check_module(self, module: L.LightningModule) -> None:
+        if isinstance(module, D9DModule):
+            module.check_overrides()
+            if len(module.stages) == 0:
+                raise ConfigError(
+                    f"{type(module).__name__} has no stages: its configure_model must call super().configure_model()"
+                )
+        elif not self.microbatch_count.is_one:
+            raise ConfigError(
+                f"microbatch_size={self.microbatch_count.microbatch_size}, num_microbatches="
+                f"{self.microbatch_count.num_microbatches}: {type(module).__name__} is a plain LightningModule, whose "
+                "training_step takes whole batches; use accumulate_grad_batches, or make it a D9DModule"
+            )
+
+    def _check_optimizers(self) -> None:
+        for optimizer in self.optimizers:
+            closure = inspect.signature(optimizer.step).parameters.get("closure")
+            if closure is not None and closure.default is inspect.Parameter.empty:
+                raise ConfigError(
+                    f"{type(optimizer).__name__} runs its closure several times a step, a D9DModule's schedule once; "
+                    "choose an optimizer whose step() works without a closure, or make it a plain LightningModule"
+                )
+
+    def _setup_gradients(self, module: L.LightningModule) -> None:
+        assert self.model is not None
+        self._parameters = list(self.model.parameters())
+        self._has_buffers = any(True for _ in self.model.buffers())
+        self._update_buckets()
+        if isinstance(module, D9DModule):
+            self._check_optimizers()
+            self._train_step = TrainStep(
+                module,
+                self.schedule,
+                self._buckets,
+                self.group,
+                self.precision_plugin.forward_context,
+                cuts_batches=not self.microbatch_count.is_one,
+            )
+            if self.root_device.type != "cpu":
+                self._late_progress = LateProgress(module.trainer, self.root_device)
+
+    def _update_buckets(self) -> None:
+        """Build the buckets, and again where a callback froze or unfroze layers or began to accumulate batches."""
+        module = self.lightning_module
+        assert module is not None
+        accumulates = not self.microbatch_count.is_one or module.trainer.accumulate_grad_batches > 1
+        if self.world_size == 1 and not accumulates:
+            return
+        needs_gradient = [p.requires_grad for p in self._parameters]
+        if self._window_is_open and self._bucket_needs is not None:  # a layer just frozen has a gradient to be summed
+            needs_gradient = [now or before for now, before in zip(needs_gradient, self._bucket_needs[1], strict=True)]
+        needs = (accumulates, needs_gradient)
+        if needs == self._bucket_needs:
+            return
+        self._bucket_needs = needs
+        if self._buckets is not None:
+            self._buckets.remove()
+            self._buckets = None
+        trained = list(itertools.compress(self._parameters, needs_gradient))
+        dtype = None if self.grad_sync.dtype == "auto" else getattr(torch, self.grad_sync.dtype)
+        if dtype is None and isinstance(module, D9DModule) and trained:
+            dtype = functools.reduce(torch.promote_types, {p.dtype for p in trained}, torch.float32)
+        if self.world_size > 1 or (accumulates and any(p.dtype != dtype for p in trained if dtype is not None)):
+            self._buckets = GradientBuckets(trained, self.group, dtype=dtype, bucket_mb=self.grad_sync.bucket_mb)
+        if self._train_step is not None:
+            self._train_step.buckets = self._buckets
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Refuse an empty training set of a D9DModule; Lightning would warn and train on nothing.
+
+        Raises:
+            ConfigError: The loader has no batch.
+        """
+        module = self.lightning_module
+        if isinstance(module, D9DModule) and module.trainer.training and sized_len(dataloader) == 0:
+            raise ConfigError(
+                f"the training {type(dataloader).__name__} of {type(module).__name__} has no batch on rank "
+                f"{self.global_rank}: its dataset is empty, or drop_last leaves out all of it; give more data or lower "
+                "batch_size"
+            )
+        return super().process_dataloader(dataloader)
+
+    # Steps
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """One batch: a D9DModule's schedule, or a plain module's own `training_step`."""
+        self._prepare_batch()
+        if self._train_step is None:
+            return super().training_step(*args, **kwargs)
+        module, trainer = self._train_step.module, self._train_step.module.trainer
+        batch, batch_index = args
+        loss, metrics = self._train_step.run(
+            batch, batch_index, trainer.accumulate_grad_batches, is_last=self._sync_gradients
+        )
+        module.log_train_step(loss, metrics, prog_bar=self._late_progress is None)
+        if self._late_progress is not None:
+            self._late_progress.show("train_loss", loss)
+        return loss
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Plain modules: backward, then the sum over ranks. D9DModules: put the schedule's gradients in place."""
+        assert self.lightning_module is not None
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        if self._train_step is not None:
+            self._train_step.restore(is_last=self._sync_gradients)
+            self._log_gradient_norm()
+        else:
+            buckets = self._buckets if self._sync_gradients else None
+            if buckets is not None:
+                buckets.start()
+            self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
+            if buckets is not None:
+                buckets.finish(divisor=self.world_size)
+        self._buffers_are_stale = self._has_buffers and self._sync_gradients and self.world_size > 1
+        self._window_is_open = not self._sync_gradients
+        closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Lightning's own for plain modules. For a D9DModule the closure runs first, then `TrainStep.step`."""
+        if self._train_step is None and self.grad_sync.dtype == "auto":
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        assert self.lightning_module is not None
+        closure = functools.partial(self.precision_plugin._wrap_closure, self.lightning_module, optimizer, closure)
+        if self._train_step is not None:
+            result = closure()
+            self._train_step.step(optimizer, **kwargs)
+            return result
+
+        def closure_then_cast() -> Any:
+            result = closure()
+            cast_gradients(self._parameters)
+            return result
+
+        return optimizer.step(closure=closure_then_cast, **kwargs)
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None]:
+        """Open around batches after which the optimizer does not step: their gradients stay on the rank."""
+        self._sync_gradients = False
+        try:
+            yield
+        finally:
+            self._sync_gradients = True
+
+    def on_validation_start(self) -> None:
+        """Make replicas' buffers equal: here, as a rank may have no batch. Collective."""
+        super().on_validation_start()
+        self._sync_buffers()
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own."""
+        self._begin_evaluation_batch()
+        return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As `validation_step`."""
+        self._begin_evaluation_batch()
+        return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As `validation_step`."""
+        self._begin_evaluation_batch()
+        return super().predict_step(*args, **kwargs)
+
+    @property
+    def num_skipped_steps(self) -> int:
+        """Optimizer steps skipped in this fit, or in the last, because no token had any weight."""
+        return self._num_skipped_steps if self._train_step is None else self._train_step.num_skipped_steps
+
+    def _prepare_batch(self) -> None:
+        self._sync_buffers()
+        self._update_buckets()
+
+    def _begin_evaluation_batch(self) -> None:
+        if self._shutdown is not None:
+            self._shutdown.watch.begin_evaluation_batch()
+
+    def _sync_buffers(self) -> None:
+        """After a step replicas' buffers (running means) differ; rank 0's are everyone's, as in DDP. Collective."""
+        if self._buffers_are_stale:
+            assert self.model is not None
+            broadcast_tensors(self.model.buffers(), self.group)  # of now: a module may have assigned a new tensor
+            self._buffers_are_stale = False
+
+    def _log_gradient_norm(self) -> None:
+        assert self._train_step is not None
+        module = self._train_step.module
+        trainer = module.trainer
+        clips = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
+        every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if not clips and self._sync_gradients and (trainer.global_step + 1) % every == 0:
+            module.log("grad_norm", gradient_norm(module.parameters()), batch_size=1)
+
+    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        norm = clip_gradients_by_norm(self.precision_plugin.main_params(optimizer), clip_val)
+        if self._train_step is not None:
+            self._train_step.module.log("grad_norm", norm, batch_size=1)
+
+    # Collectives for Lightning and callbacks
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks. Collective."""
+        if self.world_size > 1 and dist.is_initialized():
+            dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """Rank `src`'s object on every rank. Collective."""
+        if self.world_size == 1 or not dist.is_initialized():
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src, group=self.group)
+        return objects[0]
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: dist.ReduceOp.RedOpType | str | None = "mean") -> Any:
+        """Reduce a tensor in place over `group` (default: all ranks); other values return as they are. Collective.
+
+        Args:
+            tensor: Equal shapes and dtypes on all ranks.
+            group: A process group.
+            reduce_op: "mean" (or "avg"), another operation's name such as "sum", or a `ReduceOp`.
+        """
+        if self.world_size == 1 or not isinstance(tensor, Tensor):
+            return tensor
+        group = self.group if group is None else group
+        if isinstance(reduce_op, str) and reduce_op.lower() not in ("mean", "avg"):
+            reduce_op = getattr(dist.ReduceOp, reduce_op.upper())
+        if reduce_op is None or isinstance(reduce_op, str):
+            dist.all_reduce(tensor, group=group)
+            return tensor.copy_(tensor / dist.get_world_size(group))
+        dist.all_reduce(tensor, op=reduce_op, group=group)
+        return tensor
+
+
+StrategyRegistry.register(
+    "d9d", D9DStrategy, description="Any mix of parallelism for D9DModules, data-parallel replicas for plain modules"
+)

@@ -1,0 +1,439 @@
+"""`RankWatch`: one daemon thread a rank that learns through the store what happened to the others and acts on it.
+
+[Note: failing together] The first failure of the job is the key "failure": `compare_set` lets one rank write it. Every
+watchdog polls that key; one that finds it prints it, wakes a main thread that waits for it, and leaves the main thread
+`shutdown_seconds` to end by itself (its collectives usually fail too). After that it prints the main thread's stack and
+ends the process. Whoever started ranks as child processes also publishes a child that ended without a word.
+
+[Note: stopping before the same batch] A stop request (SIGTERM, Ctrl-C) may reach any ranks at any time. No collective
+may be issued for it, as another rank may be inside a different one, so the ranks agree through the store:
+
+1. Python's own C handler writes the signal's number into a pipe (`signal.set_wakeup_fd`), also while the main thread is
+   blocked in a collective and runs no Python. The watchdog reads it and writes the key "stop"; the first writer wins.
+2. A watchdog that finds "stop" publishes its rank's position, the number of batches begun, and from then on its main
+   thread waits at the start of a batch until there is a decision. Both happen under one lock with the main thread's own
+   counting, so a published position is exactly what its rank has begun until the decision.
+3. Rank 0's watchdog takes the maximum of all positions. Every main thread goes on up to that position and raises at the
+   start of the next batch.
+
+No batch after the maximum has begun anywhere, since all ranks waited. Every batch up to it has begun on some rank, and
+the other ranks begin it as well, so no collective of these batches misses a rank. A position is (training batches,
+evaluation batches since the last of those), compared in this order: validation sets of unequal length shift nothing.
+
+[Note: ending an epoch together]
+The ranks also meet through the store when a training epoch ends, before validation or anything else that could put
+another collective against a gradient sum. The first rank there writes how far it came. A rank that is there as well and
+came to another point, or that has gone on and passed this one, makes it a failure of the rank with less data.
+
+[Note: leaving] A rank whose run ends, well or not, counts itself as arrived. When all have arrived rank 0 writes
+"closed", together with a stop request if there was one: either all ranks heard it or none. That ends the watch, also
+after a failure: a process may catch the same ConfigError as all others and go on. At a normal end ranks wait for it. As
+the store usually lives in rank 0's process, rank 0 also waits until all others have read it (they count themselves as
+left), and after a failure it stays for a moment so that they can read that.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from subprocess import Popen, TimeoutExpired
+
+import torch.distributed as dist
+
+from lightning_d9d.errors import RankError
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+POLL_SECONDS = 0.25  # how often a watchdog looks at the store
+HURRY_SECONDS = 0.02  # while ranks agree on something
+PATIENCE_SECONDS = 2.0  # how long, at most, a connection error waits for its cause, and rank 0 for readers of the store
+KILL_SECONDS = 1.0  # how long launched ranks have when the process that launched them is ended
+
+SAME_NUMBER = "give every rank the same number of batches: a DistributedSampler, drop_last, or limit_train_batches"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first thing that went wrong in a job."""
+
+    rank: int
+    summary: str
+    """One line: type and message of the exception."""
+    traceback: str = ""
+    """The formatted exception, or empty for a process that ended without one."""
+
+    @staticmethod
+    def of(rank: int, error: BaseException) -> Failure:
+        """What `error` is for the other ranks."""
+        summary = "".join(traceback.format_exception_only(error)).strip()
+        return Failure(rank, summary, "".join(traceback.format_exception(error)))
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} failed: {self.summary}"
+
+
+class RankWatch:
+    """Watches one run (fit, validate, ...) of one rank. The public methods are for the thread that runs it.
+
+    Args:
+        store: Only for this run and this object; every rank has one that shows the same keys.
+        rank: Global rank.
+        world_size: Number of ranks.
+        shutdown_seconds: How long the main thread may go on after a failure or a stop request.
+        wait_seconds: How long `close` waits for the other ranks.
+        children: Ranks that this process started, with their processes.
+        stop_exception: Makes what `begin_*_batch` raises from the signal's number.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        shutdown_seconds: float,
+        wait_seconds: float,
+        children: Sequence[tuple[int, Popen]],
+        stop_exception: Callable[[int], BaseException],
+    ) -> None:
+        self.rank = rank
+        self.failure: Failure | None = None
+        self._store = store
+        self._world_size = world_size
+        self._shutdown_seconds = shutdown_seconds
+        self._wait_seconds = wait_seconds
+        self._patience = min(PATIENCE_SECONDS, shutdown_seconds / 4)
+        self._children = children
+        self._stop_exception = stop_exception
+        self._main_thread = threading.get_ident()
+        self._thread = threading.Thread(target=self._run, name="lightning_d9d watchdog", daemon=True)
+        self._talking = threading.Lock()
+        self._changed = threading.Condition()  # guards everything below that the main thread reads or writes
+        self._pipe, self.signal_pipe = os.pipe()  # numbers of signals, or 0 to wake the thread
+        for descriptor in (self._pipe, self.signal_pipe):
+            os.set_blocking(descriptor, False)
+            weakref.finalize(self, os.close, descriptor).atexit = False
+        self._requested: int | None = None
+        self._position = (0, 0)
+        self._stop: int | None = None
+        self._last_position: tuple[int, int] | None = None
+        self._stop_raised = False
+        self._own_failure: Failure | None = None
+        self._num_epochs = 0
+        self._reached = (0, False)  # training batches with data, and whether there is more to do after the last of them
+        self._epoch_ended_at: tuple[int, bool] | None = None
+        self._ends_epoch = self._is_at_epoch_end = False
+        self._reported = self._arrived = self._counted = self._closed = self._left = False
+        self._closed_at = 0.0
+        self._deadline = float("inf")
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    # For the main thread
+
+    def begin_train_batch(self) -> None:
+        """Count a training batch, unless the ranks agreed to stop before it.
+
+        Raises:
+            RankError: Another rank has failed.
+        """
+        self._begin((self._position[0] + 1, 0))
+
+    def begin_evaluation_batch(self) -> None:
+        """As `begin_train_batch`, for a batch of validation, test or prediction."""
+        self._begin((self._position[0], self._position[1] + 1))
+
+    def _begin(self, position: tuple[int, int]) -> None:
+        with self._changed:
+            while self._stop is not None and self._last_position is None and self.failure is None:
+                self._changed.wait()
+            if self.failure is not None:
+                raise RankError(str(self.failure))
+            if self._last_position is not None and position > self._last_position:
+                self._raise_stop()
+            self._position = position
+
+    def _raise_stop(self) -> None:
+        assert self._stop is not None
+        self._stop_raised = True
+        raise self._stop_exception(self._stop)
+
+    def begin_train_step(self) -> None:
+        """Count a training batch whose data are there."""
+        self._reached = (self._reached[0] + 1, False)
+
+    def end_train_step(self, is_last: bool) -> None:
+        """After the batch's collectives. `is_last`: the data are known to end here; then as `end_epoch`."""
+        if is_last:
+            self.end_epoch()
+        else:
+            self._reached = (self._reached[0], True)
+
+    def end_epoch(self) -> None:
+        """Wait until all ranks have ended a training epoch, unless they just did. Collective.
+
+        Raises:
+            RankError: The ranks had different numbers of batches, another rank failed, or one did not come in time.
+        """
+        with self._changed:
+            if self._epoch_ended_at == self._reached:
+                return
+            self._epoch_ended_at = self._reached
+            self._ends_epoch = True
+            self._wake()
+            met = self._changed.wait_for(lambda: not self._ends_epoch or self.failure is not None, self._wait_seconds)
+            if self.failure is not None:
+                raise RankError(str(self.failure))
+            if not met:
+                raise RankError(
+                    f"rank {self.rank} waited {self._wait_seconds:g} s at the end of a training epoch for other ranks"
+                )
+
+    def report(self, error: BaseException) -> None:
+        """Tell the other ranks of an exception that ends this one, or add to it what another rank told before."""
+        self._reported = True
+        if self._stop_raised:
+            return
+        own = Failure.of(self.rank, error)
+        with self._changed:
+            if _is_connection_error(error):  # most likely a consequence: the cause may be on its way
+                self._changed.wait_for(lambda: self.failure is not None, self._patience)
+            if self.failure is None:
+                self._own_failure = own
+                self._wake()
+                self._changed.wait_for(lambda: self.failure is not None, self._patience)
+            first = self.failure
+        if first is None or isinstance(error, RankError):
+            return
+        if first.rank != self.rank and first.summary != own.summary:
+            error.add_note(f"before that, {first}")
+        elif _is_connection_error(error):
+            error.add_note("a rank ended without a message; its exit code is in the output of what launched it")
+
+    def close(self) -> None:
+        """Wait for the other ranks unless one failed, and end the watch. Collective.
+
+        Raises:
+            RankError: Another rank failed and this one has not raised yet, or a rank did not come in time.
+            BaseException: The `stop_exception`, if a stop was requested too late for a batch to notice.
+        """
+        with self._changed:
+            self._arrived = True
+            self._wake()
+            if not self._changed.wait_for(lambda: self._closed or self.failure is not None, self._wait_seconds):
+                raise RankError(
+                    f"rank {self.rank} waited {self._wait_seconds:g} s at the end of its run for other ranks"
+                )
+            if self.failure is not None:  # for the others to read it
+                self._changed.wait_for(lambda: self._closed or (self._counted and self.rank != 0), self._patience)
+        if self._closed:
+            self._thread.join()
+        if self.failure is not None and not self._reported:
+            raise RankError(str(self.failure))
+        if self.failure is None and not self._stop_raised:
+            self._stop = self._stop or self._requested  # the latter came too late for the others
+            if self._stop is not None:
+                self._raise_stop()
+
+    @property
+    def ended_normally(self) -> bool:
+        """Whether, after `close`, no rank had failed or was asked to stop."""
+        return self.failure is None and not self._stop_raised
+
+    # The thread
+
+    def _run(self) -> None:
+        atexit.register(self._be_silent)
+        while not (self._closed and self._left):
+            with self._talking:
+                if not self._left:
+                    self._talk()
+            if time.monotonic() > self._deadline:
+                self._end_process()
+            waits_for_others = self._arrived or self._ends_epoch or self._stop is not None
+            self._sleep(max(HURRY_SECONDS if waits_for_others else POLL_SECONDS, self._world_size / 4000))
+        atexit.unregister(self._be_silent)
+
+    def _be_silent(self) -> None:
+        """At exit: a thread inside the store when the interpreter goes would abort the process."""
+        with self._talking:
+            self._left = True
+
+    def _wake(self) -> None:
+        with suppress(BlockingIOError):  # full: it wakes anyway
+            os.write(self.signal_pipe, b"\0")
+
+    def _sleep(self, seconds: float) -> None:
+        poll = select.poll()
+        poll.register(self._pipe, select.POLLIN)
+        if poll.poll(1000 * seconds):
+            for number in os.read(self._pipe, 4096):
+                if self._requested is None and number in STOP_SIGNALS:
+                    self._requested = number
+
+    def _talk(self) -> None:
+        try:
+            if self.failure is None and not self._closed:
+                self._look_for_failure()
+            if self.failure is None and not self._closed:
+                self._agree_on_stop()
+                self._agree_on_epoch_end()
+            if self._arrived and not self._closed:
+                self._agree_on_end()
+            if self._closed:
+                self._leave()
+        except RuntimeError:  # the connection to the store
+            self._left = True
+            if self.failure is None and not self._closed:
+                self._fail(self._own_failure or Failure(0, "it does not answer; its process or the network is down"))
+
+    def _look_for_failure(self) -> None:
+        own = self._own_failure or self._ended_child()
+        if own is not None:
+            self._publish(own)
+        elif self._store.check(["failure"]):
+            self._fail(Failure(**json.loads(self._store.get("failure"))))
+
+    def _publish(self, failure: Failure) -> None:
+        """Tell all ranks, unless there was another failure before."""
+        first = self._store.compare_set("failure", "", json.dumps(asdict(failure)))
+        self._fail(Failure(**json.loads(first)))
+
+    def _ended_child(self) -> Failure | None:
+        for rank, process in self._children:
+            if process.poll() is not None:
+                return Failure(rank, f"its process ended with exit code {process.returncode}")
+        return None
+
+    def _fail(self, failure: Failure) -> None:
+        if failure.rank != self.rank and self._own_failure is None:
+            is_lowest_left = self.rank == (1 if failure.rank == 0 else 0)
+            self._say(f"{failure}\n{failure.traceback}" if is_lowest_left else str(failure))
+        with self._changed:
+            self.failure = failure
+            self._end_within_shutdown_seconds()
+            self._changed.notify_all()
+
+    def _agree_on_stop(self) -> None:
+        if self._stop is None:
+            if self._requested is not None:
+                self._store.compare_set("stop", "", json.dumps([self.rank, self._requested]))
+            elif not self._store.check(["stop"]):
+                return
+            by, number = json.loads(self._store.get("stop"))
+            with self._changed:
+                self._stop = number
+                position = self._position
+                self._end_within_shutdown_seconds()
+            self._store.set(f"position/{self.rank}", json.dumps(position))
+            if self.rank == 0:
+                self._say(f"{signal.Signals(number).name} on rank {by}: all ranks stop before the same batch")
+        if self._last_position is None:
+            positions = [f"position/{rank}" for rank in range(self._world_size)]
+            if self.rank == 0 and self._store.check(positions):
+                last = max(json.loads(position) for position in self._store.multi_get(positions))
+                self._store.set("last_position", json.dumps(last))
+            if self._store.check(["last_position"]):
+                train_batches, evaluation_batches = json.loads(self._store.get("last_position"))
+                with self._changed:
+                    self._last_position = (train_batches, evaluation_batches)
+                    self._changed.notify_all()
+
+    def _agree_on_epoch_end(self) -> None:
+        key = f"epoch_end/{self._num_epochs}"
+        with self._changed:
+            ends, own = self._ends_epoch, (*self._reached, self.rank)
+        if ends:
+            first = tuple(json.loads(self._store.compare_set(key, "", json.dumps(own))))
+        elif self._store.check([key]):
+            first = tuple(json.loads(self._store.get(key)))
+        else:
+            return
+        (least, _, short), (_, _, long) = sorted([own, first])
+        if own[:2] > first[:2] or (ends and own[:2] < first[:2]):
+            self._publish(
+                Failure(
+                    short,
+                    f"its training data ended after {least} batches, those of rank {long} did not; {SAME_NUMBER}",
+                )
+            )
+        elif ends:
+            num_ranks = self._store.add(f"{key}/num_ranks", 0 if self._is_at_epoch_end else 1)
+            self._is_at_epoch_end = True
+            if num_ranks == self._world_size:
+                with self._changed:
+                    self._num_epochs += 1
+                    self._ends_epoch = self._is_at_epoch_end = False
+                    self._changed.notify_all()
+
+    def _agree_on_end(self) -> None:
+        if not self._counted:
+            self._store.add("num_arrived", 1)
+            with self._changed:
+                self._counted = True
+                self._changed.notify_all()
+        if self.rank == 0 and self._store.add("num_arrived", 0) == self._world_size:
+            stop = json.loads(self._store.get("stop"))[1] if self._store.check(["stop"]) else None
+            self._store.set("closed", json.dumps(stop))
+        if self._store.check(["closed"]):
+            stop = json.loads(self._store.get("closed"))
+            with self._changed:
+                self._stop, self._closed, self._closed_at = stop, True, time.monotonic()
+                self._deadline = float("inf")
+                self._changed.notify_all()
+            self._store.add("num_left", 1)
+
+    def _leave(self) -> None:
+        self._left = (
+            self.rank != 0
+            or self.failure is not None
+            or self._store.add("num_left", 0) == self._world_size
+            or time.monotonic() > self._closed_at + self._patience
+        )
+
+    def _end_within_shutdown_seconds(self) -> None:
+        self._deadline = min(self._deadline, time.monotonic() + self._shutdown_seconds)
+
+    def _end_process(self) -> None:
+        reason, code = str(self.failure), 1
+        if self._stop is not None:
+            reason, code = signal.Signals(self._stop).name, 128 + self._stop
+        stack = "".join(traceback.format_stack(sys._current_frames().get(self._main_thread)))
+        self._say(
+            f"not ended {self._shutdown_seconds:g} s after: {reason}. Ending the process with exit code {code} "
+            f"(TimeoutConfig.shutdown_seconds sets the limit). Its main thread was at:\n{stack}"
+        )
+        end_processes([process for _, process in self._children], KILL_SECONDS)
+        sys.stdout.flush()
+        os._exit(code)
+
+    def _say(self, text: str) -> None:
+        sys.stderr.write(f"[rank {self.rank}] {text}\n")
+        sys.stderr.flush()
+
+
+def end_processes(processes: Sequence[Popen], patience_seconds: float) -> None:
+    """Wait until processes have ended, and kill those that have not in time."""
+    deadline = time.monotonic() + patience_seconds
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _is_connection_error(error: BaseException) -> bool:
+    """Whether a collective failed because a peer went away. Gloo raises plain RuntimeErrors."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))

@@ -1,0 +1,206 @@
+"""Gradient buckets: flat buffers whose views are the gradients, summed over ranks while backward still runs.
+
+[Note: bucket life]
+A *window* is everything between two optimizer steps: microbatches and accumulated batches. When autograd has put a
+parameter's first gradient of the window in place, the bucket *adopts* it: copies it into its slice of the flat buffer
+(casting to the bucket's dtype) and makes that view the parameter's `.grad`, so that later gradients add in place.
+`start()` announces the last backward of the window. From then on a bucket is *complete* once each of its parameters
+has received a gradient, and is *launched* (one asynchronous SUM all-reduce) when those before it are: all ranks
+launch in the same order, whatever order gradients arrive in. `finish()` launches the rest and waits.
+
+A parameter that got no gradient on this rank contributes zeros. Behind the gradients each bucket carries one flag a
+parameter, so the same all-reduce tells who was used anywhere: a parameter that no rank used keeps `grad is None`, as
+under DistributedDataParallel. Only ranks with an unused parameter read flags (a host sync).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_d9d.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradSyncConfig:
+    """How gradients of replicated parameters are kept and summed."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Dtype of the flat buffers. "auto": the parameter's own for plain LightningModules, as in DDP; for a D9DModule
+    float32 wherever gradients of lower precision are accumulated or reduced."""
+
+    bucket_mb: float = 32.0
+    """Size of a bucket in MiB, counted from local elements and the buffers' dtype. Smaller ones start earlier, larger
+    ones use the network better."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("auto", "float32", "bfloat16"):
+            raise ConfigError(f"GradSyncConfig.dtype={self.dtype!r} must be 'auto', 'float32' or 'bfloat16'")
+        if not self.bucket_mb > 0:
+            raise ConfigError(f"GradSyncConfig.bucket_mb={self.bucket_mb!r} must be greater than 0")
+
+
+class _Bucket:
+    """Parameters of one dtype and device, their views, and the flat buffer: gradients, then one flag a parameter."""
+
+    def __init__(self, parameters: list[nn.Parameter], dtype: torch.dtype) -> None:
+        self.parameters = parameters
+        self.num_elements = sum(p.numel() for p in parameters)
+        self.flat = torch.zeros(self.num_elements + len(parameters), dtype=dtype, device=parameters[0].device)
+        gradients, self.flags = self.flat[: self.num_elements], self.flat[self.num_elements :]
+        self.gradients = gradients
+        self.views = [
+            part.view(p.shape)
+            for p, part in zip(parameters, gradients.split([p.numel() for p in parameters]), strict=True)
+        ]
+        self.arrived: set[int] = set()
+        self.used: list[bool] = []
+        self.launched = False
+        self.work: dist.Work | None = None
+
+    def adopt(self, index: int) -> None:
+        """Make the view this parameter's gradient, keeping the value it has. [Note: bucket life]."""
+        parameter, view = self.parameters[index], self.views[index]
+        if parameter.grad is None or parameter.grad is view:
+            return
+        if parameter.grad.layout != torch.strided:
+            raise ConfigError(
+                f"a parameter of shape {tuple(parameter.shape)} received a {parameter.grad.layout} gradient; gradient "
+                "buckets are dense: build the layer with sparse=False"
+            )
+        view.copy_(parameter.grad.detach())
+        parameter.grad = view
+
+    def launch(self, group: dist.ProcessGroup | None) -> None:
+        self.launched = True
+        self.used = [p.grad is not None for p in self.parameters]
+        for index, used in enumerate(self.used):
+            if used:
+                self.adopt(index)
+            else:
+                self.views[index].zero_()
+        if group is None:
+            return
+        if all(self.used):
+            self.flags.fill_(1)
+        else:
+            self.flags.copy_(torch.tensor(self.used, dtype=self.flags.dtype))
+        self.work = dist.all_reduce(self.flat, group=group, async_op=True)
+
+    def wait(self, divisor: float) -> None:
+        """Wait for the sum, divide it, and hand gradients that other ranks made to parameters unused here."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+            if divisor != 1:
+                self.gradients.div_(divisor)
+            if not all(self.used):
+                for index, flag in enumerate(self.flags.tolist()):
+                    if flag and not self.used[index]:
+                        self.parameters[index].grad = self.views[index]
+        self.launched = False
+        self.arrived.clear()
+
+
+class GradientBuckets:
+    """The gradients of replicated parameters in flat buffers, all-reduced over `group` as they become complete.
+
+    Collective: every rank of `group` builds it with equal parameters in equal order, and calls `start` and `finish`
+    the same number of times.
+
+    Args:
+        parameters: Parameters with `requires_grad`, or frozen since they received a gradient, in the order the module
+            names them; buckets take them in reverse, about the order in which backward reaches them.
+        group: Ranks that hold replicas; None keeps gradients local (buffers still accumulate in `dtype`).
+        dtype: Of the buffers; None keeps each parameter's own.
+        bucket_mb: Size limit of a bucket in MiB.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        group: dist.ProcessGroup | None,
+        *,
+        dtype: torch.dtype | None = None,
+        bucket_mb: float = 32.0,
+    ) -> None:
+        self.group = group
+        self.buckets = [_Bucket(*args) for args in _fill(list(parameters)[::-1], dtype, int(bucket_mb * 2**20))]
+        self._armed = False
+        self._next = 0
+        self._handles = []
+        for bucket in self.buckets:
+            for index, parameter in enumerate(bucket.parameters):
+                if parameter.dtype != bucket.flat.dtype:
+                    parameter.grad_dtype = None  # lets .grad be the bucket's dtype; autograd then adds into it
+                if parameter.requires_grad:
+                    hook = partial(self._on_gradient, bucket, index)
+                    self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def start(self) -> None:
+        """Announce that the coming backward is the last of the window: complete buckets may leave from now on."""
+        self._armed = True
+
+    def finish(self, divisor: float = 1.0) -> None:
+        """Launch what is left in order, wait for all sums (on CUDA the stream waits, not the host) and divide them.
+
+        Raises:
+            RuntimeError: A peer failed or the group's timeout passed (from torch).
+        """
+        while self._next < len(self.buckets):
+            self._launch_next()
+        for bucket in self.buckets:
+            bucket.wait(divisor)
+        self._armed = False
+        self._next = 0
+
+    def remove(self) -> None:
+        """Take the hooks off the parameters; gradients stay where they are."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _on_gradient(self, bucket: _Bucket, index: int, parameter: nn.Parameter) -> None:
+        if bucket.launched:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(parameter.shape)} received a second gradient after its bucket had been "
+                "summed over ranks. Reentrant activation checkpointing does this: use "
+                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            )
+        bucket.adopt(index)
+        if not self._armed:
+            return
+        bucket.arrived.add(index)
+        while self._next < len(self.buckets) and self._is_complete(self.buckets[self._next]):
+            self._launch_next()
+
+    def _is_complete(self, bucket: _Bucket) -> bool:
+        return len(bucket.arrived) == len(bucket.parameters)
+
+    def _launch_next(self) -> None:
+        self.buckets[self._next].launch(self.group)
+        self._next += 1
+
+
+def _fill(
+    parameters: list[nn.Parameter], dtype: torch.dtype | None, limit_bytes: int
+) -> list[tuple[list[nn.Parameter], torch.dtype]]:
+    """Cut the list into runs of one dtype and device, each of at most `limit_bytes` unless one parameter is larger."""
+    filled: list[tuple[list[nn.Parameter], torch.dtype]] = []
+    room: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}
+    for parameter in parameters:
+        bucket_dtype = parameter.dtype if dtype is None else dtype
+        size = parameter.numel() * bucket_dtype.itemsize
+        bucket, left = room.get((bucket_dtype, parameter.device), ([], 0))
+        if size > left:
+            bucket, left = [], limit_bytes
+            filled.append((bucket, bucket_dtype))
+        bucket.append(parameter)
+        room[bucket_dtype, parameter.device] = (bucket, left - size)
+    return filled

@@ -1,0 +1,88 @@
+"""Everything a developer runs: `nox -l` lists it, `nox -s NAME` runs it.
+
+Sessions make their own environment with the versions in tests/constraints.txt. The ones for GPUs use the current
+Python, and each is one plain command that also runs without nox.
+"""
+
+from __future__ import annotations
+
+import nox
+
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_existing_virtualenvs = True
+nox.options.sessions = ["lint", "types", "tests"]
+
+CONSTRAINTS = "tests/constraints.txt"
+
+
+def _install(session: nox.Session, *extras: str) -> None:
+    """Install this project, editable, with extras and the tested versions. Skipped with `-r`."""
+    package = f".[{','.join(extras)}]" if extras else "."
+    # --no-compile: most of what torch and transformers bring is never imported; that part need not become bytecode
+    session.install("-q", "--no-compile", "-e", package, "-c", CONSTRAINTS)
+
+
+@nox.session
+def quickstart(session: nox.Session) -> None:
+    """Train a small Qwen3-MoE on the standard library's sources, generate text, export. About two minutes on a CPU."""
+    _install(session, "viz")
+    session.run("python", "examples/qwen3_moe/quickstart.py", *session.posargs)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Everything that needs no GPU."""
+    _install(session, "test")
+    # One thread a process: the models are tiny, and rank tests fill the cores with processes.
+    session.run("pytest", "-m", "not gpu", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Format, style, import layers, spelling."""
+    # Not the project: these tools read the code and import none of it.
+    session.install("-q", "ruff", "import-linter", "codespell", "-c", CONSTRAINTS)
+    session.run("ruff", "format", "--check", ".")
+    session.run("ruff", "check", ".")
+    session.run("lint-imports", env={"PYTHONPATH": "."})
+    session.run("codespell", "lightning_d9d", "tests", "examples", "docs", "README.md", "CHANGELOG.md", "noxfile.py")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Static types with pyright."""
+    _install(session, "dev")
+    session.run("pyright", *session.posargs)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation into site/."""
+    _install(session, "docs")
+    session.run("mkdocs", "build", "--strict", "--config-file", "docs/mkdocs.yml", *session.posargs)
+
+
+@nox.session(default=False)
+def minimums(session: nox.Session) -> None:
+    """The tests with torch 2.11, the oldest supported (several GB to download)."""
+    session.install("-q", "torch==2.11.0")
+    session.install("-q", "-e", ".[test]")
+    session.run("pytest", "-m", "not gpu", *session.posargs)
+
+
+@nox.session(venv_backend="none", default=False)
+def gpu(session: nox.Session) -> None:
+    """Tests that need one GPU: `python -m pytest -m gpu`."""
+    session.run("python", "-m", "pytest", "-m", "gpu", *session.posargs)
+
+
+@nox.session(venv_backend="none", default=False)
+def gpu_ranks(session: nox.Session) -> None:
+    """The rank tests with nccl, as far as there are GPUs: `python -m pytest -m ranks --device cuda`."""
+    session.run("python", "-m", "pytest", "-m", "ranks", "--device", "cuda", *session.posargs)
+
+
+@nox.session(venv_backend="none", default=False)
+def bench(session: nox.Session) -> None:
+    """Benchmarks, each against a peer in the same run: `python -m tests.benchmarks`."""
+    session.run("python", "-m", "tests.benchmarks", *session.posargs)

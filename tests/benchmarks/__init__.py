@@ -1,0 +1,5 @@
+"""Benchmarks, each against a peer in the same run: `nox -s bench`, or `python -m tests.benchmarks [names]`.
+
+`frame.py` builds contenders, warms them up, times them in turn and says what the ratio to the peer is and how sure;
+`__main__.py` is the command line. Every other file is one benchmark: its `cases(device_type, quick)` lists what is run.
+"""

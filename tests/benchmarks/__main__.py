@@ -1,0 +1,105 @@
+"""`python -m tests.benchmarks [names] [--device cpu|cuda] [--repeats N] [--output file.json] [--quick]`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import sys
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.benchmarks.frame import MIN_STEP_SECONDS, run_case
+
+NAMES = ("strategy_overhead",)
+
+
+def main() -> int:
+    """Runs benchmarks one after another, prints a table for each case and writes the JSON. 1 if a target is missed."""
+    arguments = _parse()
+    results = []
+    for name in arguments.names or NAMES:
+        for case in import_module(f"tests.benchmarks.{name}").cases(arguments.device, arguments.quick):
+            if arguments.device == "cuda" and torch.cuda.device_count() < case.num_processes:
+                print(f"{name}, {case.name}: left out, needs {case.num_processes} GPUs", flush=True)
+                continue
+            if arguments.repeats is not None:
+                case = dataclasses.replace(case, repeats=arguments.repeats)
+            load_before = os.getloadavg()[0]
+            result = {"benchmark": name, **run_case(case, arguments.device)}
+            result["load_average"] = [load_before, os.getloadavg()[0]]
+            results.append(result)
+            print(table(result, arguments.device), flush=True)
+    if arguments.output is not None:
+        report = {"quick": arguments.quick, "machine": machine(arguments.device), "results": results}
+        arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+    verdicts = [c["ratio"].get("verdict") for r in results for c in r["contenders"].values() if "ratio" in c]
+    return int("missed" in verdicts)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=main.__doc__)
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(NAMES)}; default: all")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--repeats", type=int, help="rounds to time; more of them narrow the interval")
+    parser.add_argument("--output", type=Path, help="JSON file for raw samples, conditions and the machine")
+    parser.add_argument("--quick", action="store_true", help="small and short: shows that it runs, judges nothing")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.names) - set(NAMES):
+        parser.error(f"unknown benchmark {', '.join(sorted(unknown))}; choose from {', '.join(NAMES)}")
+    return arguments
+
+
+def machine(device_type: str) -> dict[str, Any]:
+    """What ran it: processor, GPU, versions."""
+    cpu_info = Path("/proc/cpuinfo")
+    lines = cpu_info.read_text().splitlines() if cpu_info.exists() else []
+    models = {line.partition(":")[2].strip() for line in lines if line.startswith("model name")}
+    described: dict[str, Any] = {
+        "system": platform.platform(),
+        "cpu": " / ".join(sorted(models)) or platform.processor(),
+        "num_cpus": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "lightning": version("lightning"),
+    }
+    if device_type == "cuda":
+        gpu = torch.cuda.get_device_properties(0)
+        described |= {"gpu": gpu.name, "gpu_memory_bytes": gpu.total_memory, "num_gpus": torch.cuda.device_count()}
+        described |= {"cuda": torch.version.cuda}
+    return described
+
+
+def table(result: dict[str, Any], device_type: str) -> str:
+    """What a person reads. Times and memory only on a GPU: on a CPU only ratios are claimed."""
+    rounds = f"{result['repeats']} rounds of {result['block_steps']} steps"
+    conditions = ", ".join(f"{key} {value}" for key, value in result["conditions"].items())
+    rows = [["", "ratio", "interval", "limit", "", *(["ms/step", "quartiles", "GiB"] if device_type == "cuda" else [])]]
+    for name, values in result["contenders"].items():
+        row = [name, "1 (peer)", "", "", ""]
+        if "ratio" in values:
+            ratio = values["ratio"]
+            interval = f"{ratio['low']:.4f} .. {ratio['high']:.4f} ({ratio['confidence']:.1%})"
+            row = [name, f"{ratio['median']:.4f}", interval, str(ratio.get("limit", "")), ratio.get("verdict", "")]
+        if device_type == "cuda":
+            low, high = (f"{1e3 * seconds:.2f}" for seconds in values["quartiles_seconds"])
+            memory = f"{values['peak_memory_bytes'] / 2**30:.2f}"
+            row += [f"{1e3 * values['median_seconds']:.2f}", f"{low} .. {high}", memory]
+        rows.append(row)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    peer_seconds = result["contenders"][result["peer"]]["median_seconds"]
+    lengths = (
+        f"steps of {'at least' if peer_seconds >= MIN_STEP_SECONDS else 'less than'} {MIN_STEP_SECONDS * 1e3:.0f} ms"
+    )
+    return "\n".join([f"\n{result['benchmark']}, {result['case']}: {rounds}, {lengths}", f"  {conditions}", *lines])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

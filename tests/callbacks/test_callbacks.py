@@ -1,0 +1,116 @@
+"""The callbacks in a short real training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_d9d import D9DStrategy
+from lightning_d9d.callbacks import HuggingFaceExport, LossCurve, TextSample
+from lightning_d9d.datamodules import ByteTextDataModule
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3MoePretraining, load_huggingface
+
+CONFIG = Qwen3MoeConfig(
+    vocab_size=256,
+    hidden_size=16,
+    moe_intermediate_size=8,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    num_experts=4,
+    num_experts_per_tok=2,
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    (folder / "a.py").write_text("a = b + c\n" * 200)
+    return folder
+
+
+def fit(folder: Path, *callbacks: L.Callback, max_steps: int = 4, resume: Path | None = None, **kwargs: Any) -> Any:
+    trainer = L.Trainer(
+        strategy=D9DStrategy(),
+        accelerator="cpu",
+        max_steps=max_steps,
+        val_check_interval=2,
+        limit_val_batches=1,
+        log_every_n_steps=1,
+        logger=False,
+        enable_checkpointing=any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=list(callbacks),
+        **kwargs,
+    )
+    module = Qwen3MoePretraining(CONFIG, learning_rate=1e-2, warmup_steps=1)
+    data = ByteTextDataModule(str(folder), sequence_length=16, batch_size=2, validation_fraction=0.2)
+    trainer.fit(module, data, ckpt_path=resume, weights_only=True)
+    return module
+
+
+def test_loss_curve_continues_after_resume(folder: Path, tmp_path: Path):
+    checkpoint = ModelCheckpoint(tmp_path / "checkpoints", save_last=True, save_on_train_epoch_end=False)
+    curve = LossCurve(tmp_path / "new" / "curve.png")
+    fit(folder, curve, checkpoint)
+    assert [step for step, _ in curve.training] == [1, 2, 3, 4]
+    assert [step for step, _ in curve.validation] == [2, 4]  # not the sanity check
+    assert (tmp_path / "new" / "curve.png").read_bytes().startswith(b"\x89PNG")
+    resumed = LossCurve(tmp_path / "resumed.png")
+    fit(folder, resumed, max_steps=6, resume=tmp_path / "checkpoints" / "last.ckpt")
+    assert resumed.training[:4] == curve.training
+    assert [step for step, _ in resumed.training] == [1, 2, 3, 4, 5, 6]
+    assert [step for step, _ in resumed.validation][-1] == 6
+
+
+def test_loss_curve_without_matplotlib_is_refused_before_training(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"LossCurve.*matplotlib.*lightning-d9d\[viz\]"):
+        LossCurve(tmp_path / "curve.png").setup(L.Trainer(logger=False), Qwen3MoePretraining(CONFIG), "fit")
+
+
+def test_text_sample_is_printed_and_repeatable(folder: Path, capsys: pytest.CaptureFixture[str]):
+    module = fit(folder, TextSample(prompt="a =", num_characters=20, context_length=8))
+    printed = capsys.readouterr().out
+    sample = TextSample(prompt="a =", num_characters=20, context_length=8)
+    assert f"a ={sample.generate(module.model)}" in printed
+    assert module.model.training
+    # With a certain model every byte is its likeliest: the same as a greedy walk over its logits.
+    tokens = list(b"a =")
+    for _ in range(20):
+        tokens.append(int(module.model(torch.tensor([tokens[-8:]])).logits[0, -1].argmax()))
+    sample.temperature = 1e-6
+    assert sample.generate(module.model).encode() == bytes(tokens[3:])
+
+
+def test_export_is_the_trained_model(folder: Path, tmp_path: Path):
+    module = fit(folder, HuggingFaceExport(tmp_path / "export"))
+    loaded = Qwen3MoeForCausalLM(CONFIG)
+    load_huggingface(loaded, tmp_path / "export")
+    for name, parameter in module.model.named_parameters():
+        assert torch.equal(parameter, loaded.get_parameter(name)), name
+
+
+def test_export_refuses_a_directory_with_files(folder: Path):
+    with pytest.raises(ConfigError, match="not empty; choose another one, or set overwrite=True"):
+        fit(folder, HuggingFaceExport(folder))
+    assert (folder / "a.py").exists()
+
+
+def test_export_refuses_another_model(tmp_path: Path):
+    class Other(L.LightningModule):
+        pass
+
+    with pytest.raises(ConfigError, match=r"HuggingFaceExport needs a module.*Other does not"):
+        HuggingFaceExport(tmp_path / "export").on_fit_start(L.Trainer(logger=False), Other())

@@ -1,0 +1,110 @@
+"""The commands of the README as a user types them: script, command line, launchers, notebook, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "qwen3_moe"
+FIT = ("lightning_d9d.cli", "fit", "--config", str(EXAMPLES / "tiny.yaml"))
+SHORT = (
+    *("--trainer.max_steps", "4", "--trainer.val_check_interval", "2", "--trainer.limit_val_batches", "1"),
+    *(
+        "--trainer.accelerator",
+        "cpu",
+        "--trainer.devices",
+        "2",
+        "--data.batch_size",
+        "2",
+        "--data.sequence_length",
+        "32",
+    ),
+)
+TIMEOUT_SECONDS = 200
+
+
+def run(*command: str | Path, output: Path) -> subprocess.CompletedProcess[str]:
+    """Runs `python ...` until every process that it started has ended: each of them holds the pipes open."""
+    environment = os.environ | {"QUICKSTART_OUTPUT": str(output), "OMP_NUM_THREADS": "1"}
+    arguments = [sys.executable, *map(str, command)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(arguments, env=environment, start_new_session=True, **pipes) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=TIMEOUT_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
+
+
+def assert_results(folder: Path, picture: str, export: str) -> None:
+    assert (folder / picture).read_bytes().startswith(b"\x89PNG")
+    assert json.loads((folder / export / "config.json").read_text())["model_type"] == "qwen3_moe"
+    assert (folder / export / "model.safetensors").stat().st_size > 4 * 1_800_000
+    assert (folder / "checkpoints" / "last.ckpt").exists()
+
+
+def test_quickstart(tmp_path: Path):
+    leftover = tmp_path / "checkpoints" / "last.ckpt"
+    leftover.parent.mkdir()
+    leftover.write_text("of an earlier run")
+    result = run(EXAMPLES / "quickstart.py", "--max_steps", "5", "--output", tmp_path, output=tmp_path)
+    assert result.returncode == 0, result.stderr
+    milestones = [
+        "training starts at step 0 of 5",
+        "interrupted at step 4",
+        "training starts at step 4 of 5",
+        "--- 200 generated characters ---",
+        "steps 5, ",
+        "unigram entropy 3.",
+    ]
+    places = [result.stdout.find(milestone) for milestone in milestones]
+    assert -1 not in places, result.stdout
+    assert places == sorted(places)
+    for metric in ("train_loss", "tokens_per_s", "val_loss", "val_perplexity"):
+        assert f"{metric}=" in result.stdout + result.stderr
+    assert_results(tmp_path, "loss_curve.png", "huggingface")
+
+
+@pytest.mark.parametrize("launcher", ["lightning", "torchrun"])
+def test_yaml_on_two_processes(launcher: str, tmp_path: Path):
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    command = ("-m", *(torchrun if launcher == "torchrun" else ()), *(("-m", *FIT) if launcher == "torchrun" else FIT))
+    result = run(*command, *SHORT, output=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "All distributed processes registered. Starting with 2 processes" in result.stderr
+    assert "max_steps=4` reached" in result.stderr
+    assert_results(tmp_path / "yaml", "loss_curve.png", "export")
+    assert "max_steps: 4" in (tmp_path / "yaml" / "config.yaml").read_text()
+
+
+def test_empty_dataset(tmp_path: Path):
+    result = run("-m", *FIT, *SHORT, "--data.directory", tmp_path, output=tmp_path / "output")
+    assert result.returncode == 2, result.stderr
+    assert f"directory={str(tmp_path)!r} and pattern='**/*.py'" in result.stderr
+    assert "correct the path or the pattern" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name, value in {
+        "QUICKSTART_MAX_STEPS": "5",
+        "QUICKSTART_OUTPUT": str(tmp_path),
+        "OMP_NUM_THREADS": "1",
+        "JUPYTER_PLATFORM_DIRS": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    notebook = nbformat.read(EXAMPLES / "quickstart.ipynb", as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells)
+    NotebookClient(notebook, timeout=TIMEOUT_SECONDS, resources={"metadata": {"path": str(EXAMPLES)}}).execute()
+    assert_results(tmp_path / "notebook", "loss_curve.png", "huggingface")
+    printed = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", ()))
+    assert "stopped at step 5, validation loss" in printed

@@ -1,0 +1,160 @@
+"""One rank process of the pool: `python -m tests.harness.worker FD`, FD its end of the connection to the pool.
+
+It imports torch and joins the process group once, then runs one test body after another until it is killed.
+"""
+
+import ctypes
+import dataclasses
+import faulthandler
+import gc
+import importlib
+import importlib.util
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness.messages import Assignment, Finish, Finished, Passed, Raised, Ready, Setup, Skipped
+from tests.harness.ranks import RankContext
+from tests.harness.recorder import Recorder
+from tests.harness.state import restored_state
+
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+
+
+def main() -> None:
+    _end_with_pytest()
+    connection = Connection(int(sys.argv[1]))
+    setup = connection.recv()
+    assert isinstance(setup, Setup)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR2, file=open(setup.stack_path, "w"), all_threads=True)  # noqa: SIM115
+    worker = _Worker(connection, setup)
+    gc.collect()
+    gc.freeze()  # torch's own objects need no look at every collection
+    connection.send(Ready(main_thread=threading.get_ident()))
+    while True:
+        worker.run(connection.recv())
+
+
+class _Worker:
+    """What lives as long as the process."""
+
+    def __init__(self, connection: Connection, setup: Setup) -> None:
+        self._connection = connection
+        self._setup = setup
+        self._context = _join_group(setup)
+        self._recorder = Recorder()
+        self._importer = _AssertionRewriter()
+
+    def run(self, assignment: Assignment) -> None:
+        """One test. Unless every rank's body returns, the pool does not say Finish but kills the ranks."""
+        with restored_state() as leftovers:
+            if assignment.record:
+                self._recorder.start(self._setup.record_path)
+            try:
+                body = self._importer.load(assignment)
+                context = dataclasses.replace(self._context, tmp_dir=assignment.directory)
+                body(rank=context, **pickle.loads(assignment.arguments))
+            except pytest.skip.Exception as skip:
+                self._connection.send(Skipped(reason=str(skip.msg)))
+            except BaseException as error:  # SystemExit as well: a rank always answers
+                self._connection.send(_raised(error))
+            else:
+                self._connection.send(Passed())
+            finish = self._connection.recv()
+            assert isinstance(finish, Finish)
+            self._recorder.stop()
+            reusable = dist.is_initialized()
+            try:
+                groups = _close_groups() if reusable else ["no default process group"]
+            except Exception as error:  # the body left a collective that is no longer matched
+                self._connection.send(_raised(error))
+                return
+        self._connection.send(Finished(leftovers=leftovers + groups, reusable=reusable))
+
+
+def _join_group(setup: Setup) -> RankContext:
+    device, backend = torch.device("cpu"), "gloo"
+    if setup.device_type == "cuda":
+        device, backend = torch.device("cuda", setup.rank), "nccl"
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{setup.rendezvous_path}",
+        rank=setup.rank,
+        world_size=setup.world_size,
+        timeout=setup.group_timeout,
+        device_id=device if backend == "nccl" else None,
+    )
+    return RankContext(
+        rank=setup.rank, world_size=setup.world_size, device=device, backend=backend, tmp_dir=setup.directory
+    )
+
+
+def _close_groups() -> list[str]:
+    """Meets the other ranks once more on the default group, then destroys every other group."""
+    dist.barrier()
+    groups = list(dist.distributed_c10d._world.pg_map)
+    others = [group for group in groups if group is not dist.group.WORLD]
+    for group in others:
+        dist.destroy_process_group(group)
+    return ["process groups"] if others else []
+
+
+def _raised(error: BaseException) -> Raised:
+    own_frame = error.__traceback__
+    frames = own_frame.tb_next if own_frame else None
+    return Raised(
+        at_seconds=time.monotonic(),
+        type_name=type(error).__name__,
+        text=str(error),
+        traceback="".join(traceback.format_exception(type(error), error, frames or own_frame)),
+    )
+
+
+def _end_with_pytest() -> None:
+    """Has the kernel kill this process when pytest's ends, however both of them are blocked then (Linux only)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class _AssertionRewriter:
+    """Imports test modules as pytest does, so that a failed `assert` shows its values."""
+
+    def __init__(self) -> None:
+        os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+        self.config = pytest.Config.fromdictargs({}, ["--noconftest"])
+        del os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"]
+
+    def load(self, assignment: Assignment) -> Callable[..., Any]:
+        name, path = assignment.module_name, assignment.path
+        if name not in sys.modules:
+            for finder in sys.meta_path:  # the rewriter is the first of them
+                if spec := finder.find_spec(name, [str(path.parent)]):
+                    break
+            else:
+                raise ImportError(f"cannot import {path} as {name}")
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[name] = module
+            spec.loader.exec_module(module)
+        target: Any = sys.modules[name]
+        for part in assignment.qualified_name.split("."):
+            target = getattr(target, part)
+            target = target() if isinstance(target, type) else target
+        return target
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Attention, rotary positions and norm against their definitions; the whole model is compared in tests/models."""
+
+import math
+
+import pytest
+import torch
+
+from lightning_d9d.modules import GroupedQueryAttention, RMSNorm, apply_rope, rope_tables
+from tests.harness.compare import assert_close_named
+from tests.harness.tolerances import Kind
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_rope_turns_pairs(dtype):
+    positions = torch.tensor([[0, 1, 7, 300]])
+    x = torch.randn(1, 4, 2, 8, dtype=dtype)
+    turned = apply_rope(x, *rope_tables(positions, 8, 10_000.0, dtype))
+    for place, position in enumerate(positions[0].tolist()):
+        for pair in range(4):
+            angle = position * 10_000.0 ** (-2 * pair / 8)
+            number = torch.complex(x[0, place, :, pair], x[0, place, :, pair + 4])
+            expected = number * complex(math.cos(angle), math.sin(angle))
+            actual = torch.complex(turned[0, place, :, pair], turned[0, place, :, pair + 4])
+            tolerance_kind = Kind.OUTPUT
+            assert_close_named(
+                f"{position}, {pair}", torch.view_as_real(actual), torch.view_as_real(expected), kind=tolerance_kind
+            )
+
+
+def test_rope_tables_of_a_bfloat16_model_are_float32():
+    cos, _ = rope_tables(torch.tensor([[1001, 1002]]), 8, 10_000.0, torch.bfloat16)
+    assert cos.dtype == torch.float32
+    assert_close_named("cos", cos[0, :, 0, 0], torch.tensor([1001.0, 1002.0]).cos())
+    assert apply_rope(torch.randn(1, 2, 3, 8).bfloat16(), cos, cos).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_norm(dtype):
+    norm = RMSNorm(32, eps=1e-2).to(dtype)
+    with torch.no_grad():
+        norm.weight.normal_()
+    x = torch.randn(3, 5, 32, dtype=dtype)
+    wide = x.double()
+    expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-2).sqrt() * norm.weight.double()
+    assert_close_named("norm", norm(x), expected.to(dtype), kind=Kind.OUTPUT)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
+def test_attention_by_definition(heads, kv_heads):
+    head_dim, seq = 8, 7
+    torch.manual_seed(0)
+    attention = GroupedQueryAttention(
+        16, heads, kv_heads, head_dim, norm_eps=1e-6, bias=True, initializer_range=0.5
+    ).double()
+    with torch.no_grad():
+        for parameter in attention.parameters():
+            parameter.normal_()
+    x = torch.randn(2, seq, 16, dtype=torch.float64)
+    rope = rope_tables(torch.arange(seq).unsqueeze(0), head_dim, 100.0, torch.float64)
+
+    q = apply_rope(attention.q_norm(attention.q_proj(x).view(2, seq, heads, head_dim)), *rope)
+    k = apply_rope(attention.k_norm(attention.k_proj(x).view(2, seq, kv_heads, head_dim)), *rope)
+    v = attention.v_proj(x).view(2, seq, kv_heads, head_dim)
+    mixed = torch.zeros(2, seq, heads, head_dim, dtype=torch.float64)
+    for head in range(heads):
+        shared = head // (heads // kv_heads)
+        for place in range(seq):
+            past = slice(0, place + 1)
+            scores = torch.einsum("bd,bsd->bs", q[:, place, head], k[:, past, shared]) / math.sqrt(head_dim)
+            mixed[:, place, head] = torch.einsum("bs,bsd->bd", scores.softmax(-1), v[:, past, shared])
+    assert_close_named("attention", attention(x, rope), attention.o_proj(mixed.flatten(-2)))

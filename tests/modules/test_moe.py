@@ -1,0 +1,105 @@
+import pytest
+import torch
+
+from lightning_d9d.modules import SparseMoE, SwiGLU
+from tests.harness.compare import assert_close_named
+from tests.harness.tolerances import Kind
+
+HIDDEN, INTERMEDIATE, NUM_EXPERTS, TOP_K = 32, 48, 8, 3
+
+
+def make_moe(normalize=True, dtype=torch.float32, intermediate=INTERMEDIATE):
+    torch.manual_seed(0)
+    moe = SparseMoE(HIDDEN, intermediate, NUM_EXPERTS, TOP_K, normalize=normalize, initializer_range=0.3)
+    return moe.to(dtype)
+
+
+def one_token_at_a_time(moe, x):
+    """The definition of a mixture: for each token, the weighted sum of its experts' SwiGLU."""
+    rows = []
+    for token in x.flatten(0, -2):
+        probabilities = (moe.gate.weight @ token).softmax(0)
+        weights, indices = probabilities.topk(moe.gate.top_k)
+        if moe.gate.normalize:
+            weights = weights / weights.sum()
+        row = torch.zeros_like(token)
+        for weight, index in zip(weights, indices.tolist(), strict=True):
+            gate, up = (moe.experts.gate_up_proj[index] @ token).chunk(2)
+            row = row + weight * (moe.experts.down_proj[index] @ (torch.nn.functional.silu(gate) * up))
+        rows.append(row)
+    return torch.stack(rows).view_as(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("intermediate", [INTERMEDIATE, 45], ids=["native", "fallback"])
+def test_equals_the_definition(normalize, dtype, intermediate):
+    moe = make_moe(normalize, dtype, intermediate)
+    x = torch.randn(2, 9, HIDDEN, dtype=dtype, requires_grad=True)
+    gradient = torch.randn_like(x)
+    parameters = dict(x=x, **dict(moe.named_parameters()))
+
+    expected = one_token_at_a_time(moe, x)
+    expected_gradients = torch.autograd.grad(expected, parameters.values(), gradient)
+    actual = moe(x)
+    gradients = torch.autograd.grad(actual, parameters.values(), gradient)
+
+    assert_close_named("output", actual, expected)
+    for name, ours, theirs in zip(parameters, gradients, expected_gradients, strict=True):
+        assert_close_named(name, ours, theirs)
+
+
+def test_expert_without_tokens_gets_a_zero_gradient():
+    moe = make_moe()
+    x = torch.randn(5, HIDDEN).abs()
+    with torch.no_grad():
+        moe.gate.weight[2] = -1e3  # never among the most probable for positive inputs
+    moe(x).square().sum().backward()
+    for name in ("gate_up_proj", "down_proj"):
+        gradient = getattr(moe.experts, name).grad
+        assert not gradient[2].any(), name
+        assert gradient.any(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(0, HIDDEN), (2, 0, HIDDEN)])
+def test_no_tokens_give_zero_gradients(shape, dtype):
+    moe = make_moe(dtype=dtype)
+    x = torch.zeros(shape, dtype=dtype, requires_grad=True)
+    y = moe(x)
+    y.sum().backward()
+    assert y.shape == x.grad.shape == shape
+    for name, parameter in moe.named_parameters():
+        assert parameter.grad is not None, name
+        assert not parameter.grad.any(), name
+
+
+def test_only_the_fallback_reads_values_on_the_host():
+    # A meta tensor has no values: .item(), .cpu(), boolean indexing and the like raise on it.
+    with torch.device("meta"):
+        x = torch.randn(2, 9, HIDDEN, dtype=torch.bfloat16)  # the one dtype that grouped_mm has for meta tensors
+        moe = make_moe(dtype=torch.bfloat16)
+        moe(x).sum().backward()
+        assert moe.experts.down_proj.grad is not None
+        with pytest.raises(RuntimeError, match="meta"):
+            make_moe(dtype=torch.bfloat16, intermediate=45)(x)
+
+
+def test_router_probabilities_are_float32_in_bfloat16():
+    moe = make_moe(dtype=torch.bfloat16)
+    indices, weights = moe.gate(torch.randn(5, HIDDEN, dtype=torch.bfloat16))
+    assert indices.shape == weights.shape == (5, TOP_K)
+    assert weights.dtype == torch.float32
+    assert_close_named("sum", weights.sum(-1), torch.ones(5))
+
+
+def test_swiglu_equals_one_expert():
+    moe = make_moe()
+    mlp = SwiGLU(HIDDEN, INTERMEDIATE, initializer_range=0.3)
+    with torch.no_grad():
+        mlp.gate_proj.weight.copy_(moe.experts.gate_up_proj[1, :INTERMEDIATE])
+        mlp.up_proj.weight.copy_(moe.experts.gate_up_proj[1, INTERMEDIATE:])
+        mlp.down_proj.weight.copy_(moe.experts.down_proj[1])
+    x = torch.randn(6, HIDDEN)
+    offsets = torch.tensor([0] + [6] * (NUM_EXPERTS - 1), dtype=torch.int32)
+    assert_close_named("output", moe.experts(x, torch.full((6,), 0.5), offsets), 0.5 * mlp(x), kind=Kind.OUTPUT)

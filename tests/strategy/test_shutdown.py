@@ -1,0 +1,384 @@
+"""Real processes that fail or are told to stop: all of them end, soon, and say why."""
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lightning_d9d.errors import RankError
+from lightning_d9d.strategy.watchdog import RankWatch
+
+ROOT = Path(__file__).parents[2]
+SHUTDOWN_SECONDS = 2.0  # as in shutdown_job.py, which only the jobs import
+FORKED_SECONDS = SHUTDOWN_SECONDS + 3.0  # on top: noticing, printing
+LAUNCHED_SECONDS = SHUTDOWN_SECONDS + 15.0  # and a whole Python with Lightning that exits, twice, on a busy machine
+JOB_SECONDS = 120.0
+MARKER = "SHUTDOWN_TEST_JOB"
+
+LAUNCHER = [sys.executable]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+@dataclass
+class Ended:
+    """A job that has ended, and what its ranks recorded (see `shutdown_job.py`)."""
+
+    exit_codes: list[int]
+    outputs: list[str]
+    records: list[list[list[Any]]]
+    at: float
+
+    @staticmethod
+    def of(directory: Path, exit_codes: list[int], outputs: list[str]) -> "Ended":
+        at = time.time()
+        records = [[json.loads(line) for line in (directory / f"{r}.jsonl").open()] for r in range(2)]
+        return Ended(exit_codes, outputs, records, at)
+
+    def values(self, case: str, kind: str) -> list[list[Any]]:
+        """By rank, the first values of the records of this kind."""
+        return [[record[2] for record in rank if record[:2] == [case, kind]] for rank in self.records]
+
+    def check_quick(self, case: str, limit_seconds: float = FORKED_SECONDS) -> None:
+        """The last case's accident was soon followed by the job's end."""
+        seconds = self.at - max(moment for rank in self.values(case, "acts") for moment in rank)
+        print(f"{case}: ended after {seconds:.1f} s")
+        assert seconds < limit_seconds
+
+    def check_stopped(self, case: str, kind: str, raised: str) -> None:
+        """Both ranks stopped before the same batch after the request, could still meet, and left nothing behind."""
+        batches = self.values(case, kind)
+        assert batches[0] == batches[1] != []
+        steps, *_ = self.values(case, "saved")[0]
+        assert self.values(case, "saved") == [[steps], [steps]]
+        assert steps[0] == steps[1]
+        assert [record[2:] for rank in self.records for record in rank if record[:2] == [case, "end"]] == [
+            [raised, []]
+        ] * 2
+
+
+def run_job(
+    command: list[str], directory: Path, *cases: str, when_ready: Callable[[subprocess.Popen], None] | None = None
+) -> Ended:
+    """A job started by a launcher, in a session of its own. Checks that it leaves no process."""
+    marker = uuid.uuid4().hex
+    environment = {
+        **os.environ,
+        MARKER: marker,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "PYTHONUNBUFFERED": "1",
+    }
+    with (directory / "errors.txt").open("w") as errors:
+        job = subprocess.Popen(
+            [*command, "-m", "tests.strategy.shutdown_job", str(directory), *cases],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            cwd=ROOT,
+            start_new_session=True,
+        )
+    limit = threading.Timer(JOB_SECONDS, os.killpg, (job.pid, signal.SIGKILL))
+    limit.start()
+    try:
+        if when_ready is not None:
+            assert job.stdout is not None
+            assert any("ready" in line for line in job.stdout)
+            when_ready(job)
+        job.wait()
+        left = processes_with(marker)
+        ended = Ended.of(directory, [job.returncode], [])
+    finally:
+        limit.cancel()
+        limit.join()
+        for process in processes_with(marker):
+            os.kill(process, signal.SIGKILL)
+        output = (directory / "errors.txt").read_text()
+        print(output)
+    assert not left
+    ended.outputs.append(output)
+    return ended
+
+
+def processes_with(marker: str) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if marker.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:  # ended meanwhile, or another user's
+            pass
+    return found
+
+
+def run_forked(directory: Path, *cases: str) -> Ended:
+    """Two ranks forked from a process that has imported everything, with a group they joined before the Trainer."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.strategy.shutdown_job"])
+    ranks = [context.Process(target=start_rank, args=(number, str(directory), cases)) for number in range(2)]
+    for rank in ranks:
+        rank.start()
+    deadline = time.monotonic() + JOB_SECONDS
+    for rank in ranks:
+        rank.join(max(0.0, deadline - time.monotonic()))
+        rank.kill()
+        rank.join()
+    outputs = [(directory / f"{number}.txt").read_text() for number in range(2)]
+    print(*outputs, sep="\n" + 80 * "=" + "\n")
+    return Ended.of(directory, [rank.exitcode or 0 for rank in ranks], outputs)
+
+
+def start_rank(number: int, directory: str, cases: tuple[str, ...]) -> None:
+    from tests.strategy.shutdown_job import forked_rank
+
+    forked_rank(number, directory, cases)
+
+
+@pytest.mark.parametrize("case", ["raise_in_train", "raise_in_setup", "raise_in_dataloader"])
+def test_rank_that_raises_ends_the_other(tmp_path, case):
+    ended = run_forked(tmp_path, case)
+    assert ended.exit_codes == [1, 1]
+    assert ended.outputs[1].rstrip().endswith("ValueError: bad row on rank 1")
+    assert "[rank 0] rank 1 failed: ValueError: bad row on rank 1\nTraceback" in ended.outputs[0]
+    assert ended.outputs[0].rstrip().endswith("before that, rank 1 failed: ValueError: bad row on rank 1")
+    ended.check_quick(case)
+
+
+def test_failing_rank_whose_callback_blocks_is_ended(tmp_path):
+    ended = run_forked(tmp_path, "raise_and_block")
+    assert ended.exit_codes == [1, 1]
+    assert "[rank 0] rank 1 failed: ValueError: bad row on rank 1\nTraceback" in ended.outputs[0]
+    assert "on_exception\n    dist.barrier()" in ended.outputs[1]
+    ended.check_quick("raise_and_block")
+
+
+@pytest.mark.parametrize(
+    ("case", "train", "validate"), [("data_end", [0, 1, 2], []), ("data_end_at_validation", [0, 1], [0])]
+)
+def test_data_that_end_early_on_one_rank(tmp_path, case, train, validate):
+    """The other one is in a gradient sum or in validation; nothing of the short rank's validation may meet it."""
+    ended = run_forked(tmp_path, case)
+    assert ended.exit_codes == [1, 1]
+    text = "rank 0 failed: its training data ended after 2 batches, those of rank 1 did not; give every rank"
+    assert all(text in output for output in ended.outputs)
+    assert ended.values(case, "train") == [[0, 1], train]
+    assert ended.values(case, "validate") == [[], validate]
+    ended.check_quick(case)
+
+
+def test_error_of_all_ranks_may_be_caught(tmp_path):
+    ended = run_forked(tmp_path, "raise_everywhere", "normal", "raise_everywhere")
+    assert ended.exit_codes == [1, 1]
+    assert ended.values("normal", "end") == [[None], [None]]
+    for output in ended.outputs:
+        assert output.rstrip().endswith("ConfigError: field=3 must be 4")
+
+
+def test_rank_that_holds_the_store_raises(tmp_path):
+    ended = run_forked(tmp_path, "raise_in_train_on_0")
+    assert ended.exit_codes == [1, 1]
+    assert "[rank 1] rank 0 failed: ValueError: bad row on rank 0\nTraceback" in ended.outputs[1]
+    ended.check_quick("raise_in_train_on_0")
+
+
+@pytest.mark.parametrize(("case", "exit_code"), [("exit", 3), ("kill", -signal.SIGKILL)])
+def test_rank_that_ends_without_a_word(tmp_path, case, exit_code):
+    ended = run_forked(tmp_path, case)
+    assert ended.exit_codes == [1, exit_code]
+    assert "a rank ended without a message" in ended.outputs[0]
+    ended.check_quick(case)
+
+
+def test_rank_that_holds_the_store_is_killed(tmp_path):
+    ended = run_forked(tmp_path, "kill_0")
+    assert ended.exit_codes == [-signal.SIGKILL, 1]
+    assert "[rank 1] rank 0 failed: it does not answer" in ended.outputs[1]
+    ended.check_quick("kill_0")
+
+
+def test_ranks_stop_before_the_same_batch(tmp_path):
+    ended = run_forked(tmp_path, "term_on_1", "term_in_validation", "interrupt", "term_in_last_batch", "normal")
+    ended.check_stopped("term_on_1", "train", "SIGTERMException(143)")
+    ended.check_stopped("term_in_validation", "validate", "SIGTERMException(143)")
+    ended.check_stopped("interrupt", "train", "SystemExit(1)")
+    assert ended.values("term_in_last_batch", "train") == [[0, 1, 2]] * 2
+    ends = [record for rank in ended.records for record in rank if record[1] == "end"]
+    assert [end[2] for end in ends if end[0] == "term_in_last_batch"] == ["SIGTERMException(143)"] * 2
+    assert [end[2] for end in ends if end[0] == "normal"] == [None, None]
+    assert all(left == [] for *_, left in ends)
+    assert ended.exit_codes == [0, 0]
+
+
+def test_rank_blocked_in_a_collective_is_ended(tmp_path):
+    ended = run_forked(tmp_path, "blocked")
+    assert ended.exit_codes == [128 + signal.SIGTERM] * 2
+    assert "dist.barrier()" in ended.outputs[1]
+    ended.check_quick("blocked")
+
+
+def test_launched_ranks_stop_then_fail(tmp_path):
+    ended = run_job(LAUNCHER, tmp_path, "term", "interrupt_group", "raise_in_train")
+    ended.check_stopped("term", "train", "SIGTERMException(143)")
+    ended.check_stopped("interrupt_group", "train", "SystemExit(1)")
+    assert ended.exit_codes == [1]
+    assert "[rank 0] rank 1 failed: ValueError: bad row on rank 1\nTraceback" in ended.outputs[0]
+    ended.check_quick("raise_in_train", LAUNCHED_SECONDS)
+
+
+def test_launching_rank_fails(tmp_path):
+    ended = run_job(LAUNCHER, tmp_path, "raise_in_train_on_0")
+    assert ended.exit_codes == [1]
+    assert "[rank 1] rank 0 failed: ValueError: bad row on rank 0\nTraceback" in ended.outputs[0]
+    ended.check_quick("raise_in_train_on_0", LAUNCHED_SECONDS)
+
+
+def test_launched_rank_is_killed(tmp_path):
+    ended = run_job(LAUNCHER, tmp_path, "kill")
+    assert ended.exit_codes == [1]
+    assert "rank 1 failed: its process ended with exit code -9" in ended.outputs[0]
+    ended.check_quick("kill", LAUNCHED_SECONDS)
+
+
+def test_sigterm_to_the_launching_rank(tmp_path):
+    ended = run_job(LAUNCHER, tmp_path, "endless", when_ready=lambda job: job.send_signal(signal.SIGTERM))
+    ended.check_stopped("endless", "train", "SIGTERMException(143)")
+    assert ended.exit_codes == [128 + signal.SIGTERM]
+    ended.check_quick("endless", LAUNCHED_SECONDS)
+
+
+def test_torchrun_ranks_stop_then_fail(tmp_path):
+    ended = run_job(TORCHRUN, tmp_path, "term_on_1", "interrupt", "raise_in_train")
+    ended.check_stopped("term_on_1", "train", "SIGTERMException(143)")
+    ended.check_stopped("interrupt", "train", "SystemExit(1)")
+    assert ended.exit_codes == [1]
+    assert "rank 1 failed: ValueError: bad row on rank 1" in ended.outputs[0]
+    ended.check_quick("raise_in_train", LAUNCHED_SECONDS)
+
+
+def test_sigterm_to_torchrun(tmp_path):
+    ended = run_job(TORCHRUN, tmp_path, "endless", when_ready=lambda job: job.send_signal(signal.SIGTERM))
+    ended.check_stopped("endless", "train", "SIGTERMException(143)")
+    assert ended.exit_codes != [0]
+    ended.check_quick("endless", LAUNCHED_SECONDS)
+
+
+class StopError(Exception):
+    pass
+
+
+def run_watches(
+    body: Callable[[RankWatch, int], None], num_ranks: int, after_close: Callable[[int], None] = lambda rank: None
+) -> list[RankWatch]:
+    """`body` with a started watch in one thread a rank, then `close`."""
+    store = dist.HashStore()
+    watches: dict[int, RankWatch] = {}
+
+    def run(rank: int) -> None:
+        watch = watches[rank] = RankWatch(store, rank, num_ranks, 30, 30, [], lambda _: StopError())
+        watch.start()
+        with suppress(StopError):
+            body(watch, rank)
+        with suppress(StopError, RankError):
+            watch.close()
+        after_close(rank)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [watches[rank] for rank in range(num_ranks)]
+
+
+def request_stop(watch: RankWatch) -> None:
+    os.write(watch.signal_pipe, bytes([signal.SIGTERM]))  # what Python's own handler does
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_ranks_of_unequal_speed_agree_on_one_batch(seed):
+    """Nothing couples these ranks but the watches: some are many batches ahead when the request comes."""
+    draw = random.Random(seed)
+    pauses = [[draw.uniform(0.001, 0.001 * (rank + 1)) for _ in range(7)] for rank in range(4)]
+    requests = {draw.randrange(4): draw.randrange(40) for _ in range(2)}
+    begun = [0] * 4
+
+    def body(watch: RankWatch, rank: int) -> None:
+        while True:
+            (watch.begin_evaluation_batch if begun[rank] % 5 > 2 else watch.begin_train_batch)()
+            begun[rank] += 1
+            if begun[rank] - 1 == requests.get(rank):
+                request_stop(watch)
+            time.sleep(pauses[rank][begun[rank] % 7])  # a batch's work
+
+    watches = run_watches(body, 4)
+    assert len(set(begun)) == 1
+    assert not any(watch.ended_normally for watch in watches)
+
+
+def test_rank_that_ends_early_waits_for_the_others():
+    events = []
+
+    def body(watch: RankWatch, rank: int) -> None:
+        for _ in range(1000 * rank):
+            watch.begin_train_batch()
+        events.append("ran")
+
+    watches = run_watches(body, 3, after_close=lambda rank: events.append("closed"))
+    assert events == ["ran"] * 3 + ["closed"] * 3
+    assert all(watch.ended_normally for watch in watches)
+
+
+def test_request_after_the_last_batch_stops_every_rank():
+    def body(watch: RankWatch, rank: int) -> None:
+        watch.begin_train_batch()
+        if rank == 1:
+            request_stop(watch)
+
+    assert not any(watch.ended_normally for watch in run_watches(body, 3))
+
+
+def test_rank_between_collectives_raises_at_its_next_batch():
+    messages = []
+
+    def body(watch: RankWatch, rank: int) -> None:
+        if rank == 1:
+            watch.report(ValueError("bad row"))
+            return
+        try:
+            while True:
+                watch.begin_train_batch()
+                time.sleep(0.01)
+        except RankError as error:
+            watch.report(error)
+            messages.append(str(error))
+
+    run_watches(body, 3)
+    assert messages == ["rank 1 failed: ValueError: bad row"] * 2
+
+
+def test_counting_batches_is_cheap():
+    seconds = []
+
+    def body(watch: RankWatch, rank: int) -> None:
+        start = time.perf_counter()
+        for _ in range(1000):
+            watch.begin_train_batch()
+        seconds.append((time.perf_counter() - start) / 1000)
+
+    run_watches(body, 1)
+    print(f"{1e6 * seconds[0]:.2f} us a batch")
+    assert seconds[0] < 1e-4  # a store would take longer

@@ -1,0 +1,186 @@
+"""D9DStrategy in one process: Lightning's features, refusals, and several fits in a row."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.strategies import StrategyRegistry
+from torch.utils.data import DataLoader
+
+from lightning_d9d import ConfigError, D9DStrategy, GradSyncConfig, TimeoutConfig
+from lightning_d9d.schedule import GPipe
+from tests.harness.compare import assert_bitwise_equal
+from tests.strategy.plain import Plain, loader, trainer
+from tests.strategy.staged import Staged, staged_rows
+
+
+def fit(strategy: Any, make: Any = Plain, **options: Any) -> tuple[L.LightningModule, L.Trainer]:
+    L.seed_everything(7, verbose=False)
+    module = make()
+    run = trainer(strategy, **options)
+    run.fit(module, loader(24), loader(8))
+    return module, run
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"accumulate_grad_batches": 4},
+        {"gradient_clip_val": 0.05},
+        {"precision": "bf16-true"},
+        {"precision": "bf16-mixed"},
+        {"callbacks": lambda: [StochasticWeightAveraging(0.05, swa_epoch_start=1)], "max_epochs": 4},
+        {"callbacks": lambda: [EarlyStopping("val", patience=0, min_delta=10.0)], "max_epochs": 9},
+    ],
+    ids=["plain", "accumulate", "clip", "bf16-true", "bf16-mixed", "swa", "early stopping"],
+)
+def test_one_process_equals_stock_bitwise(options: dict[str, Any]) -> None:
+    def fresh() -> dict[str, Any]:
+        return {key: value() if callable(value) else value for key, value in options.items()}
+
+    ours, our_run = fit(D9DStrategy(), **fresh())
+    theirs, their_run = fit("auto", **fresh())
+    for key, expected in theirs.state_dict().items():
+        assert_bitwise_equal(key, ours.state_dict()[key], expected)
+    assert our_run.global_step == their_run.global_step
+    assert our_run.current_epoch == their_run.current_epoch
+    assert not dist.is_initialized()
+
+
+def test_top_k_and_last_checkpoints_and_resume(tmp_path: Path) -> None:
+    """Three epochs in one go equal two and a resumed third."""
+    whole, _ = fit(D9DStrategy(), max_epochs=3)
+    checkpoint = ModelCheckpoint(tmp_path, monitor="val", save_top_k=2, save_last=True)
+    fit(D9DStrategy(), max_epochs=2, callbacks=[checkpoint], enable_checkpointing=True)
+    assert len(list(tmp_path.glob("epoch*.ckpt"))) == 2
+    L.seed_everything(1, verbose=False)
+    resumed = Plain()
+    run = trainer(D9DStrategy(), max_epochs=3, default_root_dir=tmp_path)
+    run.fit(resumed, loader(24), loader(8), ckpt_path=str(tmp_path / "last.ckpt"))
+    for key, expected in whole.state_dict().items():
+        assert_bitwise_equal(key, resumed.state_dict()[key], expected)
+
+
+def test_several_runs_in_a_row_with_one_strategy_and_with_fresh_ones() -> None:
+    module = Plain()
+    strategy = D9DStrategy()
+    run = trainer(strategy, max_epochs=1)
+    run.fit(module, loader(8))
+    run.validate(module, loader(8), verbose=False)
+    run.test(module, loader(8), verbose=False)
+    assert len(run.predict(module, loader(8))) == 2
+    trainer(D9DStrategy(), max_epochs=1).fit(module, loader(8))
+    assert not dist.is_initialized()
+
+
+def test_registered_by_import() -> None:
+    assert "d9d" in StrategyRegistry.available_strategies()
+    assert isinstance(trainer("d9d").strategy, D9DStrategy)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"schedule": "2f2b"}, r"schedule='2f2b' is unknown; choose one of \['1f1b', 'gpipe'\]"),
+        ({"schedule": 3}, "schedule=3 is no schedule"),
+        ({"microbatch_size": 0}, "microbatch_size=0 must be an integer of at least 1"),
+        ({"num_microbatches": 2.0}, "num_microbatches=2.0 must be an integer"),
+        ({"microbatch_size": 1, "num_microbatches": 1}, "are both given; set one"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        D9DStrategy(**arguments)
+
+
+def test_bad_configs_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"GradSyncConfig.dtype='float16'"):
+        GradSyncConfig(dtype="float16")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"GradSyncConfig.bucket_mb=0"):
+        GradSyncConfig(bucket_mb=0)
+    with pytest.raises(ConfigError, match=r"TimeoutConfig.shutdown_seconds=-1"):
+        TimeoutConfig(shutdown_seconds=-1)
+
+
+def test_float16_mixed_precision_is_refused() -> None:
+    from lightning.pytorch.plugins.precision import MixedPrecision
+
+    with pytest.raises(ConfigError, match=r"precision='16-mixed'.*bf16-mixed"):
+        trainer(D9DStrategy(), plugins=[MixedPrecision("16-mixed", "cuda")])
+
+
+def test_microbatches_of_a_plain_module_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"Plain is a plain LightningModule.*accumulate_grad_batches"):
+        trainer(D9DStrategy(microbatch_size=2)).fit(Plain(), loader(8))
+
+
+def lbfgs(module: L.LightningModule) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(module.parameters(), max_iter=3)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_a_plain_module_may_have_an_optimizer_that_runs_its_closure_often(dtype: str) -> None:
+    make = type("Newton", (Plain,), {"configure_optimizers": lbfgs})
+    ours, _ = fit(D9DStrategy(grad_sync=GradSyncConfig(dtype=dtype)), make)  # type: ignore[arg-type]
+    theirs, _ = fit("auto", make)
+    for key, expected in theirs.state_dict().items():
+        assert_bitwise_equal(key, ours.state_dict()[key], expected)
+
+
+def test_a_staged_module_may_not() -> None:
+    module = type("Newton", (Staged,), {"configure_optimizers": lbfgs})()
+    with pytest.raises(ConfigError, match=r"LBFGS runs its closure several times.*plain LightningModule"):
+        trainer(D9DStrategy()).fit(module, DataLoader(staged_rows(8), batch_size=4))
+
+
+def test_schedule_objects_are_taken() -> None:
+    schedule = GPipe()
+    assert D9DStrategy(schedule=schedule).schedule is schedule
+
+
+def test_import_is_light_and_has_no_side_effects() -> None:
+    """No optional package, no process group; everything imports with the optional packages hidden."""
+    code = """
+import sys
+import lightning.pytorch
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"transformers", "datasets", "deep_ep", "grouped_gemm", "plotly", "matplotlib", "aim"}:
+            raise ModuleNotFoundError(f"{name} is hidden", name=name)
+sys.meta_path.insert(0, Hidden())
+import time
+start = time.perf_counter()
+import lightning_d9d
+seconds = time.perf_counter() - start
+import importlib, pkgutil
+import torch.distributed as dist
+assert not dist.is_initialized()
+assert seconds < 3, seconds
+for module in pkgutil.walk_packages(lightning_d9d.__path__, "lightning_d9d."):
+    importlib.import_module(module.name)
+print("imported")
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.stdout.strip() == "imported", result.stderr
+
+
+def test_gradients_are_visible_after_the_step() -> None:
+    """As under stock Lightning, `.grad` stays until the next zero_grad."""
+    present: list[bool] = []
+
+    class Watch(Staged):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            present.append(all(p.grad is not None for p in self.parameters()))
+
+    trainer(D9DStrategy(), max_epochs=1).fit(Watch(), DataLoader(staged_rows(8), batch_size=4))
+    assert present == [True, True]
+    assert torch.is_grad_enabled()

@@ -1,0 +1,134 @@
+"""The command line in this process: interpolation, short names, saved configurations and messages."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import yaml
+
+from lightning_d9d import D9DStrategy
+from lightning_d9d.cli import D9DCLI, main
+from lightning_d9d.datamodules import ByteTextDataModule
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoePretraining
+
+TINY = str(Path(__file__).parents[1] / "examples" / "qwen3_moe" / "tiny.yaml")
+
+
+@pytest.fixture(autouse=True)
+def no_arguments_of_pytest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-d9d"])
+
+
+class Built(D9DCLI):
+    """Builds everything and runs nothing."""
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        pass
+
+
+def build(*arguments: str) -> Any:
+    return Built(args=["fit", *arguments, "--trainer.accelerator", "cpu"])
+
+
+def callbacks(cli: Built) -> dict[str, Any]:
+    return {type(callback).__name__: callback for callback in cli.trainer.callbacks}  # type: ignore[attr-defined]
+
+
+def test_tiny_is_the_preset():
+    cli = build("--config", TINY)
+    assert isinstance(cli.model, Qwen3MoePretraining)
+    assert cli.model.config == Qwen3MoeConfig.preset("tiny")
+    assert isinstance(cli.trainer.strategy, D9DStrategy)
+    assert isinstance(cli.datamodule, ByteTextDataModule)
+
+
+def test_interpolation_follows_overrides(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("QUICKSTART_OUTPUT", raising=False)
+    assert callbacks(build("--config", TINY))["LossCurve"].path == Path("quickstart_output/yaml/loss_curve.png")
+    monkeypatch.setenv("QUICKSTART_OUTPUT", "elsewhere")
+    cli = build("--config", TINY, "--data.sequence_length", "64")
+    assert callbacks(cli)["LossCurve"].path == Path("elsewhere/yaml/loss_curve.png")
+    assert callbacks(cli)["TextSample"].context_length == 64
+    cli = build("--config", TINY, "--trainer.default_root_dir", "third")
+    assert callbacks(cli)["LossCurve"].path == Path("third/loss_curve.png")
+
+
+def test_interpolation_of_a_number_between_sections(tmp_path: Path):
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "trainer:\n  max_steps: 5\n  strategy: d9d\n  logger: false\n"
+        "model:\n  class_path: Qwen3MoePretraining\n  init_args:\n    preset: tiny\n"
+        "    warmup_steps: ${trainer.max_steps}\n"
+        "data: ByteTextDataModule\n"
+    )
+    assert build("--config", str(config)).model.warmup_steps == 5
+    cli = build("--config", str(config), "--trainer.max_steps", "7")
+    assert cli.model.warmup_steps == 7
+    assert isinstance(cli.trainer.strategy, D9DStrategy)
+
+
+def test_nested_override_keeps_the_rest():
+    cli = build("--config", TINY, "--model.config.num_hidden_layers", "2", "--trainer.strategy.schedule", "gpipe")
+    assert cli.model.config.num_hidden_layers == 2
+    assert cli.model.config.hidden_size == 128
+
+
+def test_printed_configuration_builds_the_same(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    with pytest.raises(SystemExit, match="0"):
+        build("--config", TINY, "--trainer.max_steps", "7", "--print_config")
+    printed = tmp_path / "printed.yaml"
+    printed.write_text(capsys.readouterr().out)
+    with pytest.raises(SystemExit, match="0"):
+        build("--config", str(printed), "--print_config")
+    assert yaml.safe_load(capsys.readouterr().out) == yaml.safe_load(printed.read_text())
+    assert build("--config", str(printed)).trainer.max_steps == 7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--trainer.max_stepz", "2"), "--trainer.max_stepz"),
+        (("--trainer.strategy.init_args.microbatches", "2"), "Option 'microbatches' is not accepted"),
+        (("--model.learning_rat", "2"), "Option 'learning_rat' is not accepted"),
+        (("--model.preset", "huge"), "error: Qwen3MoePretraining got config and preset='huge'; give one"),
+        (("--trainer.strategy.schedule", "zigzag"), "error: schedule='zigzag' is unknown; choose one of"),
+        (("--data.batch_size", "0"), "error: batch_size=0 of ByteTextDataModule must be at least 1."),
+    ],
+)
+def test_refused(
+    arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(sys, "argv", ["lightning-d9d", "fit", "--config", TINY, *arguments])
+    with pytest.raises(SystemExit) as exit_info:
+        main()
+    assert exit_info.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JSONARGPARSE_DEBUG", "true")
+    monkeypatch.setattr(sys, "argv", ["lightning-d9d", "fit", "--config", TINY, "--data.batch_size", "0"])
+    with pytest.raises(ConfigError, match="batch_size=0"):
+        main()
+
+
+def test_a_second_run_replaces_the_saved_configuration(tmp_path: Path):
+    class Nothing(L.LightningModule):
+        def validation_step(self, batch: Any) -> None:
+            pass
+
+    for steps in ("3", "4"):
+        D9DCLI(
+            Nothing,
+            ByteTextDataModule,
+            args=[
+                *("validate", "--trainer.default_root_dir", str(tmp_path), "--trainer.limit_val_batches", "1"),
+                *("--trainer.accelerator", "cpu", "--trainer.logger", "false", "--trainer.max_steps", steps),
+            ],
+        )
+    assert "max_steps: 4" in (tmp_path / "config.yaml").read_text()

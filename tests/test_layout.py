@@ -1,0 +1,79 @@
+"""What holds for every file: its place, its length, docstrings, and no path of somebody's machine."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import lightning_d9d
+
+ROOT = Path(__file__).parents[1]
+TOP_LEVEL = {
+    *("pyproject.toml", "noxfile.py", "README.md", "CHANGELOG.md", "LICENSE", ".gitignore"),
+    *("lightning_d9d", "tests", "examples", "docs", ".ci"),
+}
+MAX_LINES = 700
+MACHINE_PATH = re.compile(r"/(work|root|home|Users|mnt)/\w|[A-Z]:\\Users\\")
+MODULES = ["lightning_d9d", *(m.name for m in pkgutil.walk_packages(lightning_d9d.__path__, "lightning_d9d."))]
+
+
+@cache
+def tracked_files() -> list[Path]:
+    result = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        pytest.skip(f"not a git checkout: {result.stderr}")
+    return [Path(name) for name in result.stdout.split("\0") if name and (ROOT / name).exists()]
+
+
+def test_top_level_is_fixed() -> None:
+    assert {path.parts[0] for path in tracked_files()} <= TOP_LEVEL
+
+
+def test_packages_are_two_levels_deep() -> None:
+    for path in tracked_files():
+        if path.parts[0] == "lightning_d9d":
+            depth = len(path.parts) - 2
+            assert depth <= (2 if path.parts[1] == "models" else 1), f"{path} lies too deep"
+
+
+@pytest.mark.parametrize("folder", ["lightning_d9d", "tests", "examples"])
+def test_no_file_is_too_long(folder: str) -> None:
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in (ROOT / folder).rglob("*.py")}
+    assert lengths
+    assert not {path: lines for path, lines in lengths.items() if lines > MAX_LINES}
+
+
+def test_no_path_of_a_machine() -> None:
+    found = []
+    for path in tracked_files():
+        if path.suffix in (".png", ".jpg"):
+            continue
+        match = MACHINE_PATH.search((ROOT / path).read_text(encoding="utf-8"))
+        if match is not None:
+            found.append(f"{path}: {match[0]}")
+    assert not found
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_public_names_have_docstrings(name: str) -> None:
+    module = importlib.import_module(name)
+    if hasattr(module, "__path__"):
+        assert module.__doc__, f"{name}/__init__.py: no map of the package"
+    defined_here = [
+        (key, value)
+        for key, value in vars(module).items()
+        if (inspect.isclass(value) or inspect.isfunction(value)) and value.__module__ == name
+    ]
+    exported = [(key, getattr(module, key)) for key in getattr(module, "__all__", ())]
+    for key, value in (*defined_here, *exported):
+        if key.startswith("_") or not (inspect.isclass(value) or inspect.isfunction(value)):
+            continue
+        documented = value.__doc__ and not value.__doc__.startswith(f"{key}(")  # what a dataclass says of itself
+        assert documented, f"{name}.{key} has no docstring"
