@@ -137,12 +137,10 @@ class Executor:
         return weighted.value_sum
 
     def forward_only(self, microbatches: Sequence[Any], rows: Sequence[int]) -> BatchTotals:
-        """Forward and loss of each microbatch. `totals.loss[0]` carries a graph if gradients are enabled."""
+        """Forward and loss of each microbatch."""
         totals = BatchTotals()
         for microbatch, num in zip(microbatches, rows, strict=True):
-            value_sum = self.forward(microbatch, num, totals)
-            if len(microbatches) == 1 and totals.loss is not None:
-                totals.loss = (value_sum, totals.loss[1])
+            self.forward(microbatch, num, totals)
         return totals
 
     def output(self, microbatch: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.pipeline.executor import Executor, weighted_mean
+from lightning_d9d.pipeline.executor import BatchTotals, Executor, weighted_mean
 from lightning_d9d.pipeline.microbatch import MicrobatchCount, num_rows, split_rows
 from lightning_d9d.pipeline.stage import materialize
 from lightning_d9d.pipeline.types import StageInfo, StageInputs, WeightedLoss
@@ -123,10 +123,11 @@ class D9DModule(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """One batch under a stock strategy; `D9DStrategy` runs `train_step.TrainStep` instead."""
+        totals = BatchTotals()
         with self.schedule_running():
-            totals = Executor(self.stages, self, nullcontext).forward_only([batch], [self.rows_of(batch)])
+            value_sum = Executor(self.stages, self, nullcontext).forward(batch, self.rows_of(batch), totals)
         assert totals.loss is not None
-        loss = weighted_mean(*totals.loss)
+        loss = weighted_mean(value_sum, totals.loss[1])
         metrics = {name: weighted_mean(*pair) for name, pair in totals.metrics.items()}
         self.log_train_step(loss.detach(), metrics)
         return loss
