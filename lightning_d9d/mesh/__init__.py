@@ -1,5 +1,8 @@
-"""Who computes what: degrees (`config.py`), domains of ranks (`domains.py`), their process groups (`groups.py`), and the
-collectives that torch and Lightning lack (`collectives.py`)."""
+"""Who computes what, and how ranks reach each other.
+
+`config.py`: parallel degrees; `domains.py`: the ranks cut along their axes; `groups.py`: process groups;
+`collectives.py`: what Lightning and torch lack.
+"""
 
 from lightning_d9d.mesh.config import MeshConfig
 from lightning_d9d.mesh.domains import MeshDomains

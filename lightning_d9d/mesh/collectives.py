@@ -1,11 +1,18 @@
-"""Collectives over lists of tensors; all ranks of the group must call each function here, in the same order."""
+"""Collectives over objects, lists of tensors and tensors of unequal shapes, and who goes first.
+
+All ranks of the group must call each function here, in the same order. `group=None` is the default process group.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import math
+import socket
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import zip_longest
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,7 +20,10 @@ from torch import Tensor
 
 from lightning_d9d.errors import RankError
 
+T = TypeVar("T")
 _CHUNK_BYTES = 64 * 2**20
+_MAX_DIMS = 64
+"""More than any operator of torch takes."""
 
 
 @torch.no_grad()
@@ -45,12 +55,10 @@ def check_equal_tensors(tensors: Mapping[str, Tensor], group: dist.ProcessGroup 
         RankError: They do not; on every rank, with the first difference.
     """
     ours = [f"{name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()]
-    digests: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(digests, hashlib.sha256("\n".join(ours).encode()).hexdigest(), group=group)
+    digests = all_gather_object(hashlib.sha256("\n".join(ours).encode()).hexdigest(), group)
     if len(set(digests)) == 1:
         return
-    lists: list[list[str]] = [[]] * len(digests)
-    dist.all_gather_object(lists, ours, group=group)
+    lists = all_gather_object(ours, group)
     other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
     first, second = next(
         pair for pair in zip_longest(lists[0], lists[other], fillvalue="nothing") if pair[0] != pair[1]
@@ -59,6 +67,128 @@ def check_equal_tensors(tensors: Mapping[str, Tensor], group: dist.ProcessGroup 
         f"ranks hold different models: rank 0 has {first} where rank {other} has {second}; build the same module on "
         "every rank"
     )
+
+
+def all_gather_object(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Every rank's picklable value, in the order of ranks, on every rank. Collective."""
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def gather_object(value: T, group: dist.ProcessGroup | None = None, dst: int = 0) -> list[T] | None:
+    """Every rank's picklable value, in the order of ranks, on global rank `dst`; None elsewhere. Collective."""
+    values = [value] * dist.get_world_size(group) if dist.get_rank() == dst else None
+    dist.gather_object(value, values, dst=dst, group=group)
+    return values
+
+
+@torch.no_grad()
+def all_gather_variadic_shape(tensor: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
+    """Every rank's tensor, in the order of ranks, whatever its shape and number of dimensions. Collective.
+
+    Two messages: all shapes, then all values, filled up to the longest. The host waits for the shapes.
+
+    Args:
+        tensor: Of the same dtype on all ranks and at most 64 dimensions.
+        group: Its ranks.
+
+    Returns:
+        Copies without a graph, this rank's among them.
+    """
+    shapes = _all_gather_shapes(tensor, group)
+    sent = _padded_bytes(tensor, shapes)
+    parts = list(sent.new_empty(len(shapes), sent.numel()))
+    dist.all_gather(parts, sent, group=group)
+    return [_from_bytes(part, shape, tensor.dtype) for part, shape in zip(parts, shapes, strict=True)]
+
+
+@torch.no_grad()
+def gather_variadic_shape(tensor: Tensor, group: dist.ProcessGroup | None = None, dst: int = 0) -> list[Tensor] | None:
+    """`all_gather_variadic_shape` for global rank `dst` alone; None elsewhere. Collective."""
+    shapes = _all_gather_shapes(tensor, group)
+    sent = _padded_bytes(tensor, shapes)
+    parts = list(sent.new_empty(len(shapes), sent.numel())) if dist.get_rank() == dst else None
+    dist.gather(sent, parts, dst=dst, group=group)
+    return parts and [_from_bytes(part, shape, tensor.dtype) for part, shape in zip(parts, shapes, strict=True)]
+
+
+@contextmanager
+def main_first(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """The first rank of the group runs the body before the others, such as to download what they then find. Collective.
+
+    The others wait in a collective, so the group's timeout is the longest that the body may take. Without a default
+    process group the body just runs.
+
+    Raises:
+        RankError: On the other ranks, which do not run the body: it raised on the first one.
+    """
+    if not dist.is_initialized():
+        yield
+        return
+    with _before_others(dist.get_rank(group) == 0, group):
+        yield
+
+
+@contextmanager
+def first_on_node(group: dist.ProcessGroup | None = None, node: str | None = None) -> Iterator[None]:
+    """As `main_first`, for the first of the group's ranks on each machine. Collective.
+
+    Args:
+        group: Its ranks wait for the first ranks of all machines.
+        node: Name of this rank's machine; by default the host name.
+
+    Raises:
+        RankError: The body raised on the first rank of some machine; on all others, of which only first ones ran it.
+    """
+    if not dist.is_initialized():
+        yield
+        return
+    nodes = all_gather_object(node or socket.gethostname(), group)
+    rank = dist.get_rank(group)
+    with _before_others(nodes.index(nodes[rank]) == rank, group):
+        yield
+
+
+@contextmanager
+def _before_others(is_first: bool, group: dist.ProcessGroup | None) -> Iterator[None]:
+    """One collective that first ranks reach after the body and the others before it tells of errors."""
+    if not is_first:
+        _meet(None, group)
+    try:
+        yield
+    except BaseException as error:
+        if is_first:
+            all_gather_object(f"{type(error).__name__}: {error}", group)
+        raise
+    if is_first:
+        _meet(None, group)
+
+
+def _meet(error: str | None, group: dist.ProcessGroup | None) -> None:
+    errors = all_gather_object(error, group)
+    for group_rank, text in enumerate(errors):
+        if text is not None:
+            rank = dist.get_process_group_ranks(group)[group_rank]
+            raise RankError(f"rank {rank}, for which the others waited, failed with {text}")
+
+
+def _all_gather_shapes(tensor: Tensor, group: dist.ProcessGroup | None) -> list[tuple[int, ...]]:
+    """In one message of fixed size: the number of dimensions, then as many lengths."""
+    header = torch.tensor([tensor.dim(), *tensor.shape, *[0] * (_MAX_DIMS - tensor.dim())], device=tensor.device)
+    headers = [torch.empty_like(header) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(headers, header, group=group)
+    return [tuple(lengths[:num_dims]) for num_dims, *lengths in torch.stack(headers).tolist()]
+
+
+def _padded_bytes(tensor: Tensor, shapes: list[tuple[int, ...]]) -> Tensor:
+    """As many as the longest tensor has. Bytes, since not every backend knows every dtype."""
+    own = tensor.reshape(-1).contiguous().view(torch.uint8)
+    return torch.nn.functional.pad(own, (0, max(map(math.prod, shapes)) * tensor.itemsize - own.numel()))
+
+
+def _from_bytes(part: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return part[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
 def _broadcast_chunk(tensors: list[Tensor], group: dist.ProcessGroup | None, source: int) -> None:

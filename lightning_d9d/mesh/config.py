@@ -1,0 +1,157 @@
+"""How many ranks each kind of parallelism takes, and the axes that follow from it. Pure arithmetic, without torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from itertools import chain
+
+from lightning_d9d.errors import ConfigError
+
+_FILL = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """Parallel degrees. All but `expert_parallel` multiply to the number of ranks; experts reuse the other axes' ranks.
+
+    One of the two data degrees may be -1 and takes what the others leave. `resolve` puts in its value.
+
+    Raises:
+        ConfigError: A degree is not an integer of at least 1, or -1 where that is not possible.
+    """
+
+    pipeline_parallel: int = 1
+    """Stages, or groups of stages, one after another."""
+    data_parallel_replicate: int = 1
+    """Copies of the weights, each with its own part of the batch."""
+    data_parallel_shard: int = 1
+    """Ranks that share one copy of the weights (FSDP), each with its own part of the batch."""
+    context_parallel_shard: int = 1
+    """Parts of each sequence; weights are sharded over these ranks too."""
+    context_parallel_replicate: int = 1
+    """Parts of each sequence; weights are copied."""
+    tensor_parallel: int = 1
+    """Parts of each matrix."""
+    expert_parallel: int = 1
+    """Ranks that share one copy of the experts. Consecutive ranks of a pipeline stage, whichever other axes they belong
+    to, tensor-parallel ones included: it divides the ranks of a stage."""
+
+    def __post_init__(self) -> None:
+        for name, degree in self._degrees():
+            if isinstance(degree, bool) or not isinstance(degree, int):
+                raise ConfigError(f"MeshConfig.{name}={degree!r} must be an integer")
+            if degree < 1 and not (degree == _FILL and name in _DATA_DEGREES):
+                rest = f", or {_FILL} for all ranks that the other degrees leave" if name in _DATA_DEGREES else ""
+                raise ConfigError(f"MeshConfig.{name}={degree} must be at least 1{rest}")
+        if all(getattr(self, name) == _FILL for name in _DATA_DEGREES):
+            raise ConfigError(
+                f"MeshConfig.data_parallel_replicate and data_parallel_shard are both {_FILL}: only one can take all "
+                "ranks that the other degrees leave; set the other to 1 or more"
+            )
+
+    def resolve(self, world_size: int) -> MeshConfig:
+        """The same degrees for that many ranks, -1 replaced by its value.
+
+        Raises:
+            ConfigError: They do not fit; the message names the degree, its value and the nearest that do.
+        """
+        if world_size < 1:
+            raise ConfigError(f"world_size={world_size} must be at least 1")
+        left, filling = world_size, None
+        taken: list[str] = []
+        for name in _ORDER:
+            degree = getattr(self, name)
+            if degree == _FILL:
+                filling = name
+            elif left % degree:
+                raise ConfigError(_does_not_fit(name, degree, world_size, left, taken))
+            else:
+                left //= degree
+                taken += [f"{name}={degree}"] if degree > 1 else []
+        if filling:
+            resolved = replace(self, **{filling: left})
+        elif left == 1:
+            resolved = self
+        else:
+            raise ConfigError(_leaves_ranks(self, world_size, left, taken))
+        stage = world_size // self.pipeline_parallel
+        if stage % self.expert_parallel:
+            raise ConfigError(
+                f"MeshConfig.expert_parallel={self.expert_parallel} must divide the {stage} ranks of a pipeline stage "
+                f"({world_size} ranks / pipeline_parallel={self.pipeline_parallel}): "
+                f"{_neighbours(self.expert_parallel, stage)}"
+            )
+        return resolved
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks; the degrees must be resolved."""
+        return math.prod(degree for name, degree in self._degrees() if name != "expert_parallel")
+
+    def domains(self) -> dict[str, dict[str, int]]:
+        """The axes and their sizes for each domain; the degrees must be resolved.
+
+        Every domain cuts the same ranks 0, 1, 2, ... in another way, and its last axis changes fastest.
+        """
+        pp, tp, ep = self.pipeline_parallel, self.tensor_parallel, self.expert_parallel
+        replicate, shard = self.data_parallel_replicate, self.data_parallel_shard
+        cp_shard, cp_replicate = self.context_parallel_shard, self.context_parallel_replicate
+        return {
+            "regular": {
+                "pp": pp,
+                "dp_replicate": replicate,
+                "dp_shard": shard,
+                "cp_shard": cp_shard,
+                "cp_replicate": cp_replicate,
+                "tp": tp,
+            },
+            "dense": {
+                "pp": pp,
+                "dp_replicate": replicate,
+                "dp_cp_shard": shard * cp_shard,
+                "cp_replicate": cp_replicate,
+                "tp": tp,
+            },
+            "expert": {"pp": pp, "ep_replicate": self.world_size // pp // ep, "ep_shard": ep},
+            "batch": {"pp": pp, "dp": replicate * shard, "cp": cp_shard * cp_replicate, "tp": tp},
+            "flat": {"world": self.world_size},
+        }
+
+    def _degrees(self) -> list[tuple[str, int]]:
+        return [(field.name, getattr(self, field.name)) for field in fields(self)]
+
+
+_DATA_DEGREES = ("data_parallel_replicate", "data_parallel_shard")
+_ORDER = (  # in which degrees take their ranks: the data degrees get what is left, so they are blamed last
+    "pipeline_parallel",
+    "tensor_parallel",
+    "context_parallel_shard",
+    "context_parallel_replicate",
+    *_DATA_DEGREES,
+)
+
+
+def _leaves_ranks(config: MeshConfig, world_size: int, left: int, taken: list[str]) -> str:
+    name = max(reversed(_DATA_DEGREES), key=lambda name: getattr(config, name))
+    degree = getattr(config, name)
+    return (
+        f"MeshConfig asks for {world_size // left} of {world_size} ranks ({' x '.join(taken) or 'all degrees are 1'}): "
+        f"set {name} to {degree * left} instead of {degree}, or to {_FILL} for whatever is left"
+    )
+
+
+def _does_not_fit(name: str, degree: int, world_size: int, left: int, taken: list[str]) -> str:
+    ranks = f"{world_size} ranks" if not taken else f"{world_size} ranks, of which {' x '.join(taken)} leave {left}"
+    fill = f", or {_FILL} for whatever is left" if name in _DATA_DEGREES else ""
+    return f"MeshConfig.{name}={degree} does not divide the {ranks}: {_neighbours(degree, left)}{fill}"
+
+
+def _neighbours(degree: int, total: int) -> str:
+    """The divisors of `total` nearest to a degree that is none."""
+    divisors = sorted(
+        set(chain.from_iterable((d, total // d) for d in range(1, math.isqrt(total) + 1) if not total % d))
+    )
+    below = [d for d in divisors if d < degree][-1:]
+    above = [d for d in divisors if d > degree][:1]
+    return f"the nearest that fit are {' and '.join(map(str, below + above))}" if above else f"at most {below[0]} fits"

@@ -1,0 +1,284 @@
+"""Five views of the same ranks, as torch device meshes on one pool of process groups."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.mesh.config import MeshConfig
+from lightning_d9d.mesh.groups import GroupPool, Lane, Partition, partition
+
+_MAX_LISTED = 8
+
+
+class MeshDomains:
+    """The ranks as seen by each kind of parallelism; made by `build`.
+
+    Each domain is a `DeviceMesh` over all ranks 0, 1, 2, ..., cut along other axes; the last axis changes fastest. Axes
+    that cut the ranks alike share one process group, in whichever domains they are.
+
+    | domain | axes |
+    |---|---|
+    | `regular` | pp, dp_replicate, dp_shard, cp_shard, cp_replicate, tp |
+    | `dense` | pp, dp_replicate, dp_cp_shard, cp_replicate, tp |
+    | `expert` | pp, ep_replicate, ep_shard |
+    | `batch` | pp, dp, cp, tp |
+    | `flat` | world |
+
+    It pickles as its degrees: unpickling builds new groups, is collective, and needs as many ranks as there were. A
+    deep copy is the object itself.
+    """
+
+    def __init__(self, config: MeshConfig, device_type: str, timeout_seconds: float | None) -> None:
+        self.config = config
+        """The degrees, without -1."""
+        self.device_type = device_type
+        self._timeout_seconds = timeout_seconds
+        self._shapes = config.domains()
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._pool: GroupPool | None = None
+        self._meshes: dict[str, DeviceMesh] = {}
+        self._closed = False
+
+    @classmethod
+    def build(cls, config: MeshConfig, device_type: str, *, timeout_seconds: float | None = None) -> MeshDomains:
+        """Build the domains on the ranks of the default process group, and warm their groups up. Collective.
+
+        Of one rank alone nothing is built before it is asked for; then no network is needed either, and without a
+        default process group one of a single rank is made.
+
+        Args:
+            config: Parallel degrees; they multiply to the number of ranks, or one of them is -1.
+            device_type: "cpu" or "cuda".
+            timeout_seconds: After how long collectives of the groups fail; None for torch's own. The default process
+                group keeps the one it has.
+
+        Raises:
+            ConfigError: The degrees do not fit the number of ranks.
+        """
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        domains = cls(config.resolve(world_size), device_type, timeout_seconds)
+        if world_size > 1:
+            domains._open()
+        return domains
+
+    @property
+    def regular(self) -> DeviceMesh:
+        """One axis for each degree, but for experts."""
+        return self._mesh("regular")
+
+    @property
+    def dense(self) -> DeviceMesh:
+        """For weights outside of experts: `dp_cp_shard` is what they are sharded over."""
+        return self._mesh("dense")
+
+    @property
+    def expert(self) -> DeviceMesh:
+        """For experts: `ep_shard` are consecutive ranks of a pipeline stage, tensor-parallel ones included."""
+        return self._mesh("expert")
+
+    @property
+    def batch(self) -> DeviceMesh:
+        """For data: along `dp` ranks read different samples, along `cp` parts of the same ones, along `tp` the same."""
+        return self._mesh("batch")
+
+    @property
+    def flat(self) -> DeviceMesh:
+        """All ranks on one axis `world`."""
+        return self._mesh("flat")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of each axis of any domain. Builds nothing."""
+        return {axis: size for shape in self._shapes.values() for axis, size in shape.items()}
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        """Where this rank is along each axis of any domain. Builds nothing."""
+        found = {}
+        for shape in self._shapes.values():
+            rest = self._rank
+            for axis, size in reversed(shape.items()):
+                rest, found[axis] = divmod(rest, size)
+        return {axis: found[axis] for axis in self.sizes}
+
+    @property
+    def dp_rank(self) -> int:
+        """Which part of the samples this rank reads, out of `dp_size`."""
+        return self.coordinates["dp"]
+
+    @property
+    def dp_size(self) -> int:
+        """Into how many parts the samples are split."""
+        return self.sizes["dp"]
+
+    def for_axes(self, *axes: str, domain: str | None = None) -> DeviceMesh:
+        """This rank's part of a domain along some axes, side by side as the axes of a mesh.
+
+        `for_axes("dp_replicate", "dp_cp_shard")` is what `fully_shard` takes for hybrid sharding. It costs no group.
+
+        Args:
+            axes: Axes of one domain, in its order.
+            domain: In which, where several have them; by default the first. Meshes that torch shall combine, such as
+                for tensor and data parallelism of one module, come from one domain.
+
+        Raises:
+            ConfigError: No domain has these axes in this order.
+        """
+        return self._mesh(self._domain_of(axes, domain))[axes]
+
+    def group(
+        self, *axes: str, lane: Lane = "default", backend: str | None = None, high_priority: bool = False
+    ) -> dist.ProcessGroup:
+        """The ranks that differ from this one along some axes alone, as one process group.
+
+        Collective over all ranks if there is no such group yet (one is made and warmed up): call it where all ranks do,
+        in the same order. `group(axis)` never makes one, nor do axes that are 1 together.
+
+        Args:
+            axes: Axes of one domain, in its order.
+            lane: Groups over the same ranks in other lanes are other groups, whose collectives can overlap: "moe" for
+                experts' all-to-all, "reduce" for gradients, "pipeline" for activations, "default" for all else.
+            backend: "gloo", "nccl", ...; by default that of the default process group.
+            high_priority: On nccl, its kernels run before other work of the GPU.
+
+        Raises:
+            ConfigError: No domain has these axes in this order, or there is no such lane.
+        """
+        domain = self._domain_of(axes, None)
+        pool = self._open()
+        pooled = pool.group(
+            partition(self._shapes[domain], axes),
+            description=f"{'+'.join(axes)}|{domain}",
+            lane=lane,
+            backend=backend,
+            high_priority=high_priority,
+            neighbours=axes == ("pp",),
+        )
+        pool.warm_up()
+        return pooled.group
+
+    def set_timeout(self, seconds: float) -> None:
+        """Let collectives of all groups, the default group too, fail after this long. Local: call it on every rank."""
+        self._timeout_seconds = seconds
+        if self._pool is not None:
+            self._pool.set_timeout(seconds)
+
+    def describe(self, extra: Mapping[str, object] | None = None) -> str:
+        """A table of domains and groups as this rank sees them, for people. Builds nothing.
+
+        Args:
+            extra: Lines to add, name to value.
+        """
+        world = self.config.world_size
+        head = f"{world} {'ranks' if world > 1 else 'rank'} on {self.device_type}, seen from rank {self._rank}"
+        coordinates = self.coordinates
+        domains = [
+            (domain, "  ".join(f"{axis} {coordinates[axis]}/{size}" for axis, size in shape.items()))
+            for domain, shape in self._shapes.items()
+        ]
+        groups = [
+            (_ranks_in_short(pooled.ranks), pooled.lane, pooled.description)
+            for pooled in (self._pool.groups if self._pool else ())
+        ]
+        lines = [head, *_aligned([("domain", "axis rank/size"), *domains])]
+        if groups:
+            lines += _aligned([("ranks of a group", "lane", "axes|domains"), *groups])
+        return "\n".join([*lines, *_aligned([(name, str(value)) for name, value in (extra or {}).items()])])
+
+    def close(self) -> None:
+        """Destroy the groups; the default process group only where `build` found none. Every rank calls it."""
+        if self._pool is not None:
+            self._pool.close()
+        self._pool, self._meshes, self._closed = None, {}, True
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self.config, self.device_type, self._timeout_seconds)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MeshDomains:
+        return self
+
+    def _mesh(self, domain: str) -> DeviceMesh:
+        self._open()
+        return self._meshes[domain]
+
+    def _open(self) -> GroupPool:
+        """The pool; at the first call it is filled with all groups of all domains."""
+        if self._closed:
+            raise RuntimeError("these mesh domains are closed; build new ones with MeshDomains.build")
+        if self._pool is None:
+            self._pool = GroupPool(self.device_type, timeout_seconds=self._timeout_seconds)
+            ranks = torch.arange(self.config.world_size, dtype=torch.int)
+            groups = {
+                user: self._pool.group(cut, description=_description(users), neighbours=users[0][1] == "pp").group
+                for cut, users in self._partitions().items()
+                for user in users
+            }
+            for domain, shape in self._shapes.items():
+                self._meshes[domain] = DeviceMesh.from_group(
+                    [groups[domain, axis] for axis in shape],
+                    self.device_type,
+                    mesh=ranks.view(*shape.values()),
+                    mesh_dim_names=tuple(shape),
+                )
+            self._pool.warm_up()
+        return self._pool
+
+    def _partitions(self) -> dict[Partition, list[tuple[str, str]]]:
+        """All partitions in the order in which their groups are made, with the (domain, axis) that need each."""
+        users = defaultdict(list)
+        for domain, shape in self._shapes.items():
+            for axis in shape:
+                users[partition(shape, (axis,))].append((domain, axis))
+        return users
+
+    def _domain_of(self, axes: tuple[str, ...], domain: str | None) -> str:
+        """The first domain, or this one, that has the axes in this order."""
+        shapes = self._shapes if domain is None else {domain: self._shapes.get(domain, {})}
+        for name, shape in shapes.items():
+            if axes and tuple(axis for axis in shape if axis in axes) == axes:
+                return name
+        known = "; ".join(f"{name}: {', '.join(shape)}" for name, shape in self._shapes.items())
+        raise ConfigError(
+            f"{f'domain {domain!r} does not have' if domain else 'no domain has'} the axes "
+            f"{', '.join(map(repr, axes)) or '()'} in this order; there are {known}"
+        )
+
+
+def _rebuild(config: MeshConfig, device_type: str, timeout_seconds: float | None) -> MeshDomains:
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    if world_size != config.world_size:
+        here = f"has {world_size} ranks" if dist.is_initialized() else "is not initialized"
+        raise ConfigError(
+            f"cannot unpickle the mesh domains of {config.world_size} ranks: the default process group {here}; call "
+            f"torch.distributed.init_process_group on {config.world_size} ranks first, or build new domains"
+        )
+    return MeshDomains.build(config, device_type, timeout_seconds=timeout_seconds)
+
+
+def _description(users: Sequence[tuple[str, str]]) -> str:
+    """`pp|regular,dense` for the axis pp of two domains; further axes behind a semicolon."""
+    domains = defaultdict(list)
+    for domain, axis in users:
+        domains[axis].append(domain)
+    return ";".join(f"{axis}|{','.join(names)}" for axis, names in domains.items())
+
+
+def _ranks_in_short(ranks: Sequence[int]) -> str:
+    """`0, 4, 8, 12` or, where there are more and they are evenly spaced, `0, 4, ..., 60`."""
+    steps = {after - before for before, after in pairwise(ranks)}
+    if len(ranks) <= _MAX_LISTED or len(steps) > 1:
+        return ", ".join(map(str, ranks))
+    return f"{ranks[0]}, {ranks[1]}, ..., {ranks[-1]} ({len(ranks)})"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,0 +1,203 @@
+"""One pool of process groups for all mesh domains.
+
+[Note: group pool]
+A *partition* cuts all ranks into groups of equal size: the groups of an axis, or of several axes together. Axes of two
+domains often cut alike (`pp` does in four of them), and torch would make a communicator for each. The pool makes one
+group for each partition, *lane*, backend and priority, and returns the same object whoever asks again. Ranks that are
+alone share one group for all such partitions; the partition whose only part is the world is the default group.
+
+Collectives of one group run one after another, so kinds of traffic that shall overlap need groups of their own over the
+same ranks: lanes. Only what asks for another lane gets one.
+
+All ranks must ask for new groups in the same order, as with `torch.distributed.new_group`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+
+from lightning_d9d.errors import ConfigError
+
+Lane = Literal["default", "moe", "reduce", "pipeline"]
+Partition = tuple[tuple[int, ...], ...]
+"""All ranks in groups; see `partition`."""
+
+
+def partition(shape: Mapping[str, int], axes: Sequence[str]) -> Partition:
+    """All ranks of a domain with these axes and sizes, in groups of those that differ along `axes` alone.
+
+    Groups come in the order of their first ranks and ranks ascend, so equal cuts are equal tuples whatever the axes'
+    names.
+    """
+    offsets, starts, stride = [0], [0], math.prod(shape.values())
+    for axis, size in shape.items():
+        stride //= size
+        steps = range(0, size * stride, stride)
+        if axis in axes:
+            offsets = [base + step for base in offsets for step in steps]
+        else:
+            starts = [base + step for base in starts for step in steps]
+    return tuple(tuple(start + offset for offset in offsets) for start in starts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PooledGroup:
+    """A process group that this rank is in."""
+
+    group: dist.ProcessGroup
+    ranks: tuple[int, ...]
+    """Global ranks, ascending."""
+    lane: Lane
+    description: str
+    """What asked for it first."""
+    neighbours: bool
+    """Each rank sends to and receives from the ones before and behind it."""
+
+
+class GroupPool:
+    """Makes, keeps and destroys process groups. [Note: group pool].
+
+    Without a default process group the pool makes one of a single rank, in this process's memory, and destroys it in
+    the end. Otherwise every rank builds the pool with equal arguments.
+
+    Args:
+        device_type: "cpu" or "cuda": where the tensors are that warm groups up.
+        timeout_seconds: After how long a collective of a pooled group fails; None for torch's own. The default group
+            keeps the one it has.
+    """
+
+    def __init__(self, device_type: str, *, timeout_seconds: float | None = None) -> None:
+        self._device_type = device_type
+        self._timeout = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
+        self._owns_world = not dist.is_initialized()
+        if self._owns_world:
+            backend = dist.get_default_backend_for_device(device_type)
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=self._timeout)
+        assert dist.group.WORLD is not None
+        self._world = dist.group.WORLD
+        self._rank = dist.get_rank()
+        self._by_key: dict[tuple[Partition, Lane, str, bool], PooledGroup] = {}
+        self._num_warm = 0
+
+    @property
+    def groups(self) -> tuple[PooledGroup, ...]:
+        """This rank's groups in the order in which they were made."""
+        return tuple(self._by_key.values())
+
+    def group(
+        self,
+        cut: Partition,
+        *,
+        description: str,
+        lane: Lane = "default",
+        backend: str | None = None,
+        high_priority: bool = False,
+        neighbours: bool = False,
+    ) -> PooledGroup:
+        """This rank's group of a partition. Collective over all ranks.
+
+        Args:
+            cut: All ranks in groups.
+            description: For people and torch's flight recorder; that of the first call stays.
+            lane: Equal partitions in another lane have another group.
+            backend: "gloo", "nccl", ...; by default the default group's.
+            high_priority: On nccl, its kernels run before other work of the GPU; other backends have no priorities.
+            neighbours: Ranks that follow each other will exchange messages; `warm_up` connects them.
+
+        Raises:
+            ConfigError: There is no such lane.
+        """
+        if lane not in get_args(Lane):
+            raise ConfigError(f"lane={lane!r} must be one of {', '.join(map(repr, get_args(Lane)))}")
+        own_backend = dist.get_backend(self._world)
+        backend = backend or own_backend
+        high_priority = high_priority and backend == "nccl"
+        if len(cut[0]) == 1:  # alone: nothing to wait for, whatever the lane
+            cut, lane, high_priority = tuple((rank,) for rank in range(dist.get_world_size())), "default", False
+        key = (cut, lane, backend, high_priority)
+        if key not in self._by_key:
+            is_world = len(cut) == 1 and (lane, backend, high_priority) == ("default", own_backend, False)
+            self._by_key[key] = PooledGroup(
+                group=self._world if is_world else self._make(cut, description, lane, backend, high_priority),
+                ranks=next(ranks for ranks in cut if self._rank in ranks),
+                lane=lane,
+                description=description,
+                neighbours=neighbours,
+            )
+        return self._by_key[key]
+
+    def warm_up(self) -> None:
+        """Connect the ranks of every group made since the last call, and neighbours with each other. Collective.
+
+        nccl connects at a group's first collective, and two ranks at their first message. Without a warm-up that is
+        somewhere in the first step, with the memory full.
+        """
+        new = [pooled for pooled in self.groups[self._num_warm :] if len(pooled.ranks) > 1]
+        self._num_warm = len(self.groups)
+        for pooled in new:
+            device = "cpu" if dist.get_backend(pooled.group) == "gloo" else self._device_type
+            token = torch.ones(1, device=device)
+            dist.all_reduce(token, group=pooled.group)
+            if pooled.neighbours:
+                _exchange_with_neighbours(pooled, token)
+            token.item()  # on CUDA, where the above only queues work
+
+    def set_timeout(self, seconds: float) -> None:
+        """Let collectives of every pooled group, the default group too, fail after this long. Local to the rank."""
+        self._timeout = timedelta(seconds=seconds)
+        for pooled in self.groups:
+            _set_group_timeout(pooled.group, self._timeout)
+
+    def close(self) -> None:
+        """Destroy the groups, and the default group if the pool made it. Every rank calls it; twice does no harm."""
+        groups = [pooled.group for pooled in self.groups if pooled.group is not self._world]
+        self._by_key.clear()
+        if not dist.is_initialized() or dist.group.WORLD is not self._world:
+            return  # destroyed with all groups by somebody else
+        for group in reversed(groups):
+            dist.destroy_process_group(group)
+        if self._owns_world:
+            dist.destroy_process_group()
+
+    def _make(
+        self, cut: Partition, description: str, lane: Lane, backend: str, high_priority: bool
+    ) -> dist.ProcessGroup:
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if high_priority else None
+        settings: dict[str, Any] = {
+            "timeout": self._timeout,
+            "pg_options": options,
+            "group_desc": description if lane == "default" else f"{description}@{lane}",
+        }
+        own = None
+        if self._world.bound_device_id is not None and backend == dist.get_backend(self._world):
+            own = dist.split_group(split_ranks=[list(ranks) for ranks in cut], **settings)
+        elif len(cut[0]) == 1:
+            own = dist.new_group([self._rank], backend=backend, use_local_synchronization=True, **settings)
+        else:
+            for ranks in cut:  # every rank takes part in making every group, else torch numbers them differently
+                group = dist.new_group(list(ranks), backend=backend, **settings)
+                own = group if self._rank in ranks else own
+        assert isinstance(own, dist.ProcessGroup)
+        return own
+
+
+def _exchange_with_neighbours(pooled: PooledGroup, token: torch.Tensor) -> None:
+    """One message each way between ranks that follow each other, the last and the first included."""
+    index, size = pooled.group.rank(), pooled.group.size()
+    peers = [pooled.ranks[(index + step) % size] for step in (1, -1)]
+    sends = [dist.P2POp(dist.isend, token, peer, pooled.group) for peer in peers]
+    receives = [dist.P2POp(dist.irecv, torch.empty_like(token), peer, pooled.group) for peer in reversed(peers)]
+    for work in dist.batch_isend_irecv([*sends, *receives]):
+        work.wait()
+
+
+def _set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """The one place that uses a private name of torch: 2.11 and 2.13 have no public setter."""
+    dist.distributed_c10d._set_pg_timeout(timeout, group)
