@@ -18,8 +18,7 @@ CONSTRAINTS = "tests/constraints.txt"
 def _install(session: nox.Session, *extras: str) -> None:
     """Install this project, editable, with extras and the tested versions. Skipped with `-r`."""
     package = f".[{','.join(extras)}]" if extras else "."
-    # --no-compile: most of what torch and transformers bring is never imported; that part need not become bytecode
-    session.install("-q", "--no-compile", "-e", package, "-c", CONSTRAINTS)
+    session.install("-q", "-e", package, "-c", CONSTRAINTS)
 
 
 @nox.session
