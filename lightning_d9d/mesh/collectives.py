@@ -98,7 +98,7 @@ def all_gather_variadic_shape(tensor: Tensor, group: dist.ProcessGroup | None = 
     """
     shapes = _all_gather_shapes(tensor, group)
     sent = _padded_bytes(tensor, shapes)
-    parts = list(sent.new_empty(len(shapes), sent.numel()))
+    parts = [torch.empty_like(sent) for _ in shapes]
     dist.all_gather(parts, sent, group=group)
     return [_from_bytes(part, shape, tensor.dtype) for part, shape in zip(parts, shapes, strict=True)]
 
@@ -108,7 +108,7 @@ def gather_variadic_shape(tensor: Tensor, group: dist.ProcessGroup | None = None
     """`all_gather_variadic_shape` for global rank `dst` alone; None elsewhere. Collective."""
     shapes = _all_gather_shapes(tensor, group)
     sent = _padded_bytes(tensor, shapes)
-    parts = list(sent.new_empty(len(shapes), sent.numel())) if dist.get_rank() == dst else None
+    parts = [torch.empty_like(sent) for _ in shapes] if dist.get_rank() == dst else None
     dist.gather(sent, parts, dst=dst, group=group)
     return parts and [_from_bytes(part, shape, tensor.dtype) for part, shape in zip(parts, shapes, strict=True)]
 

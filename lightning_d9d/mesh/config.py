@@ -142,9 +142,10 @@ def _leaves_ranks(config: MeshConfig, world_size: int, left: int, taken: list[st
 
 
 def _does_not_fit(name: str, degree: int, world_size: int, left: int, taken: list[str]) -> str:
-    ranks = f"{world_size} ranks" if not taken else f"{world_size} ranks, of which {' x '.join(taken)} leave {left}"
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+    ranks += f", of which {' x '.join(taken)} leave {left}" if taken else ""
     fill = f", or {_FILL} for whatever is left" if name in _DATA_DEGREES else ""
-    return f"MeshConfig.{name}={degree} does not divide the {ranks}: {_neighbours(degree, left)}{fill}"
+    return f"MeshConfig.{name}={degree} does not divide {ranks}: {_neighbours(degree, left)}{fill}"
 
 
 def _neighbours(degree: int, total: int) -> str:

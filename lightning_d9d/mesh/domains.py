@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh.config import MeshConfig
-from lightning_d9d.mesh.groups import GroupPool, Lane, Partition, partition
+from lightning_d9d.mesh.groups import GroupPool, Lane, Partition, PooledGroup, partition
 
 _MAX_LISTED = 8
 
@@ -32,7 +32,7 @@ class MeshDomains:
     | `batch` | pp, dp, cp, tp |
     | `flat` | world |
 
-    It pickles as its degrees: unpickling builds new groups, is collective, and needs as many ranks as there were. A
+    It pickles as its degrees: unpickling builds again, so it is collective and needs as many ranks as there were. A
     deep copy is the object itself.
     """
 
@@ -45,6 +45,7 @@ class MeshDomains:
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._pool: GroupPool | None = None
         self._meshes: dict[str, DeviceMesh] = {}
+        self._described: dict[PooledGroup, str] = {}
         self._closed = False
 
     @classmethod
@@ -63,11 +64,18 @@ class MeshDomains:
         Raises:
             ConfigError: The degrees do not fit the number of ranks.
         """
-        world_size = dist.get_world_size() if dist.is_initialized() else 1
-        domains = cls(config.resolve(world_size), device_type, timeout_seconds)
-        if world_size > 1:
-            domains._open()
-        return domains
+        if dist.is_initialized():
+            domains = cls(config.resolve(dist.get_world_size()), device_type, timeout_seconds)
+            if domains.config.world_size > 1:
+                domains._open()
+            return domains
+        try:
+            return cls(config.resolve(1), device_type, timeout_seconds)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error}; the default process group is not initialized: for more ranks start the ranks first, such as "
+                "with torchrun and torch.distributed.init_process_group"
+            ) from error
 
     @property
     def regular(self) -> DeviceMesh:
@@ -154,15 +162,17 @@ class MeshDomains:
         """
         domain = self._domain_of(axes, None)
         pool = self._open()
+        description = f"{'+'.join(axes)}|{domain}"
         pooled = pool.group(
             partition(self._shapes[domain], axes),
-            description=f"{'+'.join(axes)}|{domain}",
+            description=description,
             lane=lane,
             backend=backend,
             high_priority=high_priority,
             neighbours=axes == ("pp",),
         )
-        pool.warm_up()
+        pool.warm_up(self.device_type)
+        self._described.setdefault(pooled, description)
         return pooled.group
 
     def set_timeout(self, seconds: float) -> None:
@@ -185,8 +195,7 @@ class MeshDomains:
             for domain, shape in self._shapes.items()
         ]
         groups = [
-            (_ranks_in_short(pooled.ranks), pooled.lane, pooled.description)
-            for pooled in (self._pool.groups if self._pool else ())
+            (_ranks_in_short(pooled.ranks), pooled.lane, description) for pooled, description in self._described.items()
         ]
         lines = [head, *_aligned([("domain", "axis rank/size"), *domains])]
         if groups:
@@ -194,9 +203,13 @@ class MeshDomains:
         return "\n".join([*lines, *_aligned([(name, str(value)) for name, value in (extra or {}).items()])])
 
     def close(self) -> None:
-        """Destroy the groups; the default process group only where `build` found none. Every rank calls it."""
+        """The domains are done with; others can be built.
+
+        The default process group goes if it was made for them. Otherwise groups stay, as long as the default process
+        group does, for domains built later: their meshes equal these, which to DTensor are then the same.
+        """
         if self._pool is not None:
-            self._pool.close()
+            self._pool.release()
         self._pool, self._meshes, self._closed = None, {}, True
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -214,13 +227,14 @@ class MeshDomains:
         if self._closed:
             raise RuntimeError("these mesh domains are closed; build new ones with MeshDomains.build")
         if self._pool is None:
-            self._pool = GroupPool(self.device_type, timeout_seconds=self._timeout_seconds)
+            self._pool = pool = GroupPool.acquire(self.device_type, timeout_seconds=self._timeout_seconds)
             ranks = torch.arange(self.config.world_size, dtype=torch.int)
-            groups = {
-                user: self._pool.group(cut, description=_description(users), neighbours=users[0][1] == "pp").group
-                for cut, users in self._partitions().items()
-                for user in users
-            }
+            groups = {}
+            for cut, users in self._partitions().items():
+                description = _description(users)
+                pooled = pool.group(cut, description=description, neighbours=users[0][1] == "pp")
+                self._described[pooled] = description
+                groups |= dict.fromkeys(users, pooled.group)
             for domain, shape in self._shapes.items():
                 self._meshes[domain] = DeviceMesh.from_group(
                     [groups[domain, axis] for axis in shape],
@@ -228,7 +242,7 @@ class MeshDomains:
                     mesh=ranks.view(*shape.values()),
                     mesh_dim_names=tuple(shape),
                 )
-            self._pool.warm_up()
+            pool.warm_up(self.device_type)
         return self._pool
 
     def _partitions(self) -> dict[Partition, list[tuple[str, str]]]:

@@ -9,6 +9,10 @@ alone share one group for all such partitions; the partition whose only part is 
 Collectives of one group run one after another, so kinds of traffic that shall overlap need groups of their own over the
 same ranks: lanes. Only what asks for another lane gets one.
 
+There is one pool for the default group, and its groups live as long as that does; who builds domains again gets the
+same ones. This is not for speed alone. DTensor caches what it has worked out by the mesh, and meshes of equal ranks and
+names are equal to it whatever their groups: with new groups it would go on with those of the earlier mesh.
+
 All ranks must ask for new groups in the same order, as with `torch.distributed.new_group`.
 """
 
@@ -18,7 +22,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -47,7 +51,7 @@ def partition(shape: Mapping[str, int], axes: Sequence[str]) -> Partition:
     return tuple(tuple(start + offset for offset in offsets) for start in starts)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class PooledGroup:
     """A process group that this rank is in."""
 
@@ -57,34 +61,62 @@ class PooledGroup:
     lane: Lane
     description: str
     """What asked for it first."""
-    neighbours: bool
-    """Each rank sends to and receives from the ones before and behind it."""
+    neighbours: bool = False
+    """Ranks that follow each other exchange messages."""
+    is_warm: bool = False
+    are_connected: bool = False
+    """The neighbours."""
 
 
 class GroupPool:
     """Makes, keeps and destroys process groups. [Note: group pool].
 
-    Without a default process group the pool makes one of a single rank, in this process's memory, and destroys it in
-    the end. Otherwise every rank builds the pool with equal arguments.
-
-    Args:
-        device_type: "cpu" or "cuda": where the tensors are that warm groups up.
-        timeout_seconds: After how long a collective of a pooled group fails; None for torch's own. The default group
-            keeps the one it has.
+    Made by `acquire`.
     """
 
-    def __init__(self, device_type: str, *, timeout_seconds: float | None = None) -> None:
-        self._device_type = device_type
-        self._timeout = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
+    _living: ClassVar[GroupPool | None] = None
+
+    def __init__(self, device_type: str) -> None:
         self._owns_world = not dist.is_initialized()
         if self._owns_world:
             backend = dist.get_default_backend_for_device(device_type)
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=self._timeout)
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         assert dist.group.WORLD is not None
         self._world = dist.group.WORLD
         self._rank = dist.get_rank()
+        self._timeout: timedelta | None = None
         self._by_key: dict[tuple[Partition, Lane, str, bool], PooledGroup] = {}
-        self._num_warm = 0
+        self._num_users = 0
+
+    @classmethod
+    def acquire(cls, device_type: str, *, timeout_seconds: float | None = None) -> GroupPool:
+        """The pool of the default process group. Every user calls `release` in the end.
+
+        Without a default process group one of this rank alone is made, in the process's memory, for as long as there
+        are users.
+
+        Args:
+            device_type: "cpu" or "cuda": what a default process group made here is for.
+            timeout_seconds: After how long a collective of a pooled group fails; None leaves that as it is, at first
+                torch's own. The default group keeps the one it has.
+        """
+        pool = cls.living()
+        if pool is None:
+            pool = cls._living = cls(device_type)
+        if timeout_seconds is not None:
+            pool._timeout = timedelta(seconds=timeout_seconds)
+            for pooled in pool.groups:
+                if pooled.group is not pool._world:
+                    _set_group_timeout(pooled.group, pool._timeout)
+        pool._num_users += 1
+        return pool
+
+    @classmethod
+    def living(cls) -> GroupPool | None:
+        """The pool of the default process group, if it has one. Groups die with their default group, pools too."""
+        if cls._living is not None and (not dist.is_initialized() or cls._living._world is not dist.group.WORLD):
+            cls._living = None
+        return cls._living
 
     @property
     def groups(self) -> tuple[PooledGroup, ...]:
@@ -129,24 +161,26 @@ class GroupPool:
                 ranks=next(ranks for ranks in cut if self._rank in ranks),
                 lane=lane,
                 description=description,
-                neighbours=neighbours,
             )
+        self._by_key[key].neighbours |= neighbours
         return self._by_key[key]
 
-    def warm_up(self) -> None:
-        """Connect the ranks of every group made since the last call, and neighbours with each other. Collective.
+    def warm_up(self, device_type: str) -> None:
+        """Connect the ranks of every group made since the last call, and new neighbours with each other. Collective.
 
         nccl connects at a group's first collective, and two ranks at their first message. Without a warm-up that is
         somewhere in the first step, with the memory full.
         """
-        new = [pooled for pooled in self.groups[self._num_warm :] if len(pooled.ranks) > 1]
-        self._num_warm = len(self.groups)
-        for pooled in new:
-            device = "cpu" if dist.get_backend(pooled.group) == "gloo" else self._device_type
-            token = torch.ones(1, device=device)
-            dist.all_reduce(token, group=pooled.group)
-            if pooled.neighbours:
+        for pooled in self.groups:
+            if len(pooled.ranks) == 1:
+                continue
+            token = torch.ones(1, device="cpu" if dist.get_backend(pooled.group) == "gloo" else device_type)
+            if not pooled.is_warm:
+                dist.all_reduce(token, group=pooled.group)
+                pooled.is_warm = True
+            if pooled.neighbours and not pooled.are_connected:
                 _exchange_with_neighbours(pooled, token)
+                pooled.are_connected = True
             token.item()  # on CUDA, where the above only queues work
 
     def set_timeout(self, seconds: float) -> None:
@@ -155,14 +189,20 @@ class GroupPool:
         for pooled in self.groups:
             _set_group_timeout(pooled.group, self._timeout)
 
+    def release(self) -> None:
+        """One user less; after the last, `close` if the pool made the default group."""
+        self._num_users -= 1
+        if self._num_users == 0 and self._owns_world:
+            self.close()
+
     def close(self) -> None:
-        """Destroy the groups, and the default group if the pool made it. Every rank calls it; twice does no harm."""
-        groups = [pooled.group for pooled in self.groups if pooled.group is not self._world]
-        self._by_key.clear()
-        if not dist.is_initialized() or dist.group.WORLD is not self._world:
-            return  # destroyed with all groups by somebody else
-        for group in reversed(groups):
-            dist.destroy_process_group(group)
+        """Destroy all groups, and the default group if the pool made it. Every rank calls it; meshes are dead then."""
+        if GroupPool.living() is not self:
+            return  # the default group is gone, and all groups with it
+        GroupPool._living = None
+        for pooled in reversed(self.groups):
+            if pooled.group is not self._world:
+                dist.destroy_process_group(pooled.group)
         if self._owns_world:
             dist.destroy_process_group()
 

@@ -103,10 +103,12 @@ def _join_group(setup: Setup) -> RankContext:
 
 
 def _close_groups() -> list[str]:
-    """Meets the other ranks once more on the default group, then destroys every other group."""
+    """Meets the other ranks once more on the default group, then destroys every group but those that go with it."""
     dist.barrier()
-    groups = list(dist.distributed_c10d._world.pg_map)
-    others = [group for group in groups if group is not dist.group.WORLD]
+    pools = sys.modules.get("lightning_d9d.mesh.groups")
+    pool = pools.GroupPool.living() if pools else None
+    kept = [dist.group.WORLD, *(pooled.group for pooled in (pool.groups if pool else ()))]
+    others = [group for group in dist.distributed_c10d._world.pg_map if group not in kept]
     for group in others:
         dist.destroy_process_group(group)
     return ["process groups"] if others else []
