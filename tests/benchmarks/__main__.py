@@ -17,7 +17,7 @@ import torch
 
 from tests.benchmarks.frame import MIN_STEP_SECONDS, run_case
 
-NAMES = ("strategy_overhead",)
+NAMES = ("strategy_overhead", "mesh_build")
 
 
 def main() -> int:
