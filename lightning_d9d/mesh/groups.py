@@ -172,16 +172,16 @@ class GroupPool:
         somewhere in the first step, with the memory full.
         """
         for pooled in self.groups:
-            if len(pooled.ranks) == 1:
+            connect = pooled.neighbours and not pooled.are_connected
+            if len(pooled.ranks) == 1 or (pooled.is_warm and not connect):
                 continue
             token = torch.ones(1, device="cpu" if dist.get_backend(pooled.group) == "gloo" else device_type)
             if not pooled.is_warm:
                 dist.all_reduce(token, group=pooled.group)
-                pooled.is_warm = True
-            if pooled.neighbours and not pooled.are_connected:
+            if connect:
                 _exchange_with_neighbours(pooled, token)
-                pooled.are_connected = True
             token.item()  # on CUDA, where the above only queues work
+            pooled.is_warm, pooled.are_connected = True, pooled.are_connected or connect
 
     def set_timeout(self, seconds: float) -> None:
         """Let collectives of every pooled group, the default group too, fail after this long. Local to the rank."""
