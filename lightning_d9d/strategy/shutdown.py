@@ -6,23 +6,26 @@ Only with more than one process. In one, Lightning's and Python's own behaviour 
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
 import os
 import signal
 import threading
 from subprocess import Popen
 from types import FrameType
-from typing import Any
 
 import lightning as L
 import torch
 import torch.distributed as dist
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_d9d.errors import ConfigError
+from lightning_d9d.errors import ConfigError, RankError
+from lightning_d9d.mesh.collectives import all_gather_object
 from lightning_d9d.strategy.watchdog import SAME_NUMBER, RankWatch, end_processes
 
 _run_numbers = itertools.count()  # ranks run the same sequence of fits, so the number names the run on all of them
@@ -39,6 +42,7 @@ class Shutdown:
     - Ctrl-C asks all ranks to stop; a second one raises KeyboardInterrupt at once.
     - After the training data are set up, ranks compare how many batches they have; one with more would wait for the
       others in its next gradient sum. Where a loader cannot tell beforehand, `RankWatch.end_epoch` finds out.
+    - At the end of each evaluation dataloader, before metrics are reduced, ranks meet and compare what they logged.
     - A callback in front of all others reports an exception before a callback that saves a checkpoint can block.
 
     Args:
@@ -53,6 +57,7 @@ class Shutdown:
         self._shutdown_seconds = shutdown_seconds
         self._interrupted = False
         self._wakeup_before = -1
+        self._with_signals_before: Shutdown | None = None
         store = dist.group.WORLD.get_group_store().clone()  # type: ignore[attr-defined]  # a connection of its own
         self.watch = RankWatch(
             dist.PrefixStore(f"lightning_d9d/run_{next(_run_numbers)}", store),
@@ -69,6 +74,9 @@ class Shutdown:
         trainer.fit_loop.setup_data = self._setup_train_data
         trainer.fit_loop.epoch_loop.on_advance_end = self._end_train_step
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self.watch.begin_train_batch
+        self._evaluations = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
+        for loop in self._evaluations:
+            loop._store_dataloader_outputs = functools.partial(self._end_evaluation, loop)
         connector = trainer._signal_connector
         connector._sigterm_notifier_fn = lambda signum, _: None  # the watch reads signals from its pipe
         connector.register_signal_handlers = self._register_signal_handlers
@@ -82,6 +90,8 @@ class Shutdown:
         del self._trainer.fit_loop.setup_data
         del self._trainer.fit_loop.epoch_loop.on_advance_end
         del self._trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor
+        for loop in self._evaluations:
+            del loop._store_dataloader_outputs
         del connector._sigterm_notifier_fn
         del connector.register_signal_handlers
         try:
@@ -114,6 +124,11 @@ class Shutdown:
         self.watch.end_train_step(is_last=self._trainer.is_last_batch)
         type(loop).on_advance_end(loop, data_fetcher)  # validates
 
+    def _end_evaluation(self, loop: _EvaluationLoop) -> None:
+        self.watch.end_evaluation()
+        _check_reduced_names(loop._results)
+        type(loop)._store_dataloader_outputs(loop)
+
     def _register_signal_handlers(self) -> None:
         global _with_signals
         connector = self._trainer._signal_connector
@@ -121,13 +136,13 @@ class Shutdown:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, self._on_interrupt)  # Lightning puts back the one before, as for SIGTERM
             self._wakeup_before = signal.set_wakeup_fd(self.watch.signal_pipe, warn_on_full_buffer=False)
-            _with_signals = self
+            self._with_signals_before, _with_signals = _with_signals, self  # of a Trainer that this one runs inside of
 
     def _stop_reading_signals(self) -> None:
         global _with_signals
         if _with_signals is self:
             signal.set_wakeup_fd(self._wakeup_before)
-            _with_signals = None
+            _with_signals = self._with_signals_before
 
     def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
         if self._interrupted:
@@ -145,16 +160,29 @@ class _Reporter(L.Callback):
     def __init__(self, watch: RankWatch) -> None:
         self._watch = watch
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        self._watch.begin_train_step()
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._watch.begin_epoch()
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._watch.end_epoch()  # if it ended otherwise than after the last batch
 
+    def on_predict_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._watch.end_evaluation()
+
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._watch.report(exception)
+
+
+def _check_reduced_names(results: _ResultCollection) -> None:
+    """Before Lightning reduces what was logged, name by name: a rank that logged another set would hang the others."""
+    names = sorted(k for k, m in results.items() if m.meta.on_epoch and (m.meta.sync.should or not m.is_tensor))
+    gathered = all_gather_object(names)
+    for rank, others in enumerate(gathered):
+        if others != gathered[0]:
+            raise RankError(
+                f"rank 0 logged {gathered[0]} in evaluation and rank {rank} {others}; log the same names on every rank "
+                "and give every rank at least one batch"
+            )
 
 
 def end_children_at_exit(launcher: _Launcher | None, rank: int, shutdown_seconds: float) -> None:

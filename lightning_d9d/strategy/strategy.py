@@ -205,7 +205,7 @@ class D9DStrategy(ParallelStrategy):
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         if self.world_size > 1:
-            check_equal_tensors(self.model.state_dict(keep_vars=True), self.group)
+            check_equal_tensors(dict([*self.model.named_parameters(), *self.model.named_buffers()]), self.group)
             broadcast_tensors([*self.model.parameters(), *self.model.buffers()], self.group)
         if fitting:
             self.setup_optimizers(trainer)
@@ -224,23 +224,31 @@ class D9DStrategy(ParallelStrategy):
 
         The process group stays for the next run: ranks that join anew could meet what is left of the old group.
         """
-        if self._buckets is not None:
-            self._buckets.remove()
-        self._num_skipped_steps = self.num_skipped_steps
-        self._buckets = self._train_step = self._bucket_needs = self._late_progress = None
-        self._parameters = []
-        self._window_is_open = self._buffers_are_stale = False
         try:
+            module = self.lightning_module
+            if self._layer_sync is not None and module is not None and module.trainer.state.fn == TrainerFn.FITTING:
+                self.model = self._layer_sync.revert(module)
+            self._drop_gradients()
             super().teardown()
         finally:
             shutdown, self._shutdown = self._shutdown, None
             if shutdown is not None:
                 shutdown.close()
 
+    def _drop_gradients(self) -> None:
+        if self._buckets is not None:
+            self._buckets.remove()
+        self._num_skipped_steps = self.num_skipped_steps
+        self._buckets = self._train_step = self._bucket_needs = self._late_progress = None
+        self._parameters = []
+        self._window_is_open = self._buffers_are_stale = False
+
     def on_exception(self, exception: BaseException) -> None:
-        """See to it that ranks launched by this process end with it, also before they had joined."""
+        """See to it that other ranks hear of it, and that ranks launched by this process end with it."""
         super().on_exception(exception)
-        if self._shutdown is None:
+        if self._shutdown is not None:
+            self._shutdown.watch.report(exception)  # where a tuner had put the Trainer's callbacks away
+        else:
             end_children_at_exit(self.launcher, self.global_rank, self.timeouts.shutdown_seconds)
 
     def _check_module(self, module: L.LightningModule) -> None:
@@ -326,6 +334,12 @@ class D9DStrategy(ParallelStrategy):
         return super().process_dataloader(dataloader)
 
     # Steps
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Lightning calls it for batches that are not None."""
+        super().on_train_batch_start(batch, batch_idx)
+        if self._shutdown is not None:
+            self._shutdown.watch.begin_train_step()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """One batch: a D9DModule's schedule, or a plain module's own `training_step`."""

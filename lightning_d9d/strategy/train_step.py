@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.mesh.collectives import all_gather_object
 from lightning_d9d.pipeline.executor import BatchTotals, Executor, weighted_mean
 from lightning_d9d.sync.buckets import GradientBuckets
 
@@ -77,6 +78,7 @@ class TrainStep:
         self._window_weight: Tensor | None = None
         self._scaled_before = False
         self._loss_is_mean: bool | None = None
+        self._reduced: tuple[bool | None, list[str]] | None = None
 
     def run(
         self, batch: Any, batch_index: int, accumulated_batches: int, is_last: bool
@@ -97,7 +99,8 @@ class TrainStep:
             for parameter in self.parameters:
                 parameter.grad = None
             self._window_weight = self._loss_is_mean = None
-        microbatches = self.module.microbatches(batch, check=self._is_first_batch)
+        check = self._is_first_batch and batch_index == 0  # resumed, the first may be the short last one of an epoch
+        microbatches = self.module.microbatches(batch, check=check)
         self._is_first_batch = self._is_new_window = False
         rows = [self.module.rows_of(m) for m in microbatches]
         is_whole_window = is_first and is_last
@@ -193,6 +196,8 @@ class TrainStep:
             raise ConfigError("microbatch_loss returned a Tensor for some microbatches and a WeightedLoss for others")
         self._loss_is_mean = totals.loss_is_mean
         names = sorted(totals.metrics)
+        if self.group is not None:
+            self._check_equal_on_ranks(totals.loss_is_mean, names)
         pairs = [totals.loss, *(totals.metrics[name] for name in names)]
         if totals.loss_is_mean:  # each rank's mean counts equally, as in DDP
             pairs[0] = (totals.loss[0] / totals.loss[1], torch.ones_like(totals.loss[1]))
@@ -204,6 +209,19 @@ class TrainStep:
         dtype = torch.promote_types(totals.loss[0].dtype, torch.float32)
         loss, *metrics = weighted_mean(*sums.unbind(1)).to(dtype).unbind()
         return loss, dict(zip(names, metrics, strict=True))
+
+    def _check_equal_on_ranks(self, loss_is_mean: bool | None, names: list[str]) -> None:
+        """Ranks add up loss and metrics by position. The first batch is compared over ranks, others with the first."""
+        ours = (loss_is_mean, names)
+        of_ranks = [self._reduced, ours]
+        if self._reduced is None:
+            self._reduced, *_ = of_ranks = all_gather_object(ours, self.group)
+        if any(of_rank != ours for of_rank in of_ranks):
+            raise ConfigError(
+                f"rank {dist.get_rank()}: (loss is a mean, names of microbatch_metrics) is {ours} in this batch; on "
+                f"other ranks or in the first batch it was {next(o for o in of_ranks if o != ours)}. Return the same "
+                "names on every rank in every batch: WeightedLoss(0, 0) where there is nothing to count"
+            )
 
     def _set_aside(self) -> None:
         for parameter in self.parameters:

@@ -18,12 +18,15 @@ may be issued for it, as another rank may be inside a different one, so the rank
 
 No batch after the maximum has begun anywhere, since all ranks waited. Every batch up to it has begun on some rank, and
 the other ranks begin it as well, so no collective of these batches misses a rank. A position is (training batches,
-evaluation batches since the last of those), compared in this order: validation sets of unequal length shift nothing.
+evaluation batches since the last of those), compared in this order. Behind the last batch of an evaluation stands its
+end, the same position on every rank: validation sets of unequal length shift nothing, and the end, where metrics are
+reduced, is a point to stop at as well.
 
 [Note: ending an epoch together]
 The ranks also meet through the store when a training epoch ends, before validation or anything else that could put
 another collective against a gradient sum. The first rank there writes how far it came. A rank that is there as well and
-came to another point, or that has gone on and passed this one, makes it a failure of the rank with less data.
+came to another point, or that has gone on and passed this one, makes it a failure of the rank with less data. At the
+end of an evaluation, whose lengths may differ, ranks meet before metrics are reduced; who waits there can still stop.
 
 [Note: leaving] A rank whose run ends, well or not, counts itself as arrived. When all have arrived rank 0 writes
 "closed", together with a stop request if there was one: either all ranks heard it or none. That ends the watch, also
@@ -58,6 +61,8 @@ POLL_SECONDS = 0.25  # how often a watchdog looks at the store
 HURRY_SECONDS = 0.02  # while ranks agree on something
 PATIENCE_SECONDS = 2.0  # how long, at most, a connection error waits for its cause, and rank 0 for readers of the store
 KILL_SECONDS = 1.0  # how long launched ranks have when the process that launched them is ended
+
+END_OF_EVALUATION = 2**62  # more batches than any evaluation has
 
 SAME_NUMBER = "give every rank the same number of batches: a DistributedSampler, drop_last, or limit_train_batches"
 
@@ -128,10 +133,12 @@ class RankWatch:
         self._last_position: tuple[int, int] | None = None
         self._stop_raised = False
         self._own_failure: Failure | None = None
-        self._num_epochs = 0
+        self._meets_at: str | None = None
+        self._num_met = {"epoch": 0, "evaluation": 0}
+        self._counted_at = ""
         self._reached = (0, False)  # training batches with data, and whether there is more to do after the last of them
         self._epoch_ended_at: tuple[int, bool] | None = None
-        self._ends_epoch = self._is_at_epoch_end = False
+        self._has_data = False
         self._reported = self._arrived = self._counted = self._closed = self._left = False
         self._closed_at = 0.0
         self._deadline = float("inf")
@@ -148,11 +155,25 @@ class RankWatch:
         Raises:
             RankError: Another rank has failed.
         """
+        self._has_data = False
         self._begin((self._position[0] + 1, 0))
 
     def begin_evaluation_batch(self) -> None:
         """As `begin_train_batch`, for a batch of validation, test or prediction."""
         self._begin((self._position[0], self._position[1] + 1))
+
+    def end_evaluation(self) -> None:
+        """Wait until all ranks are at the end of a validation, test or prediction, or stop there. Collective.
+
+        Raises:
+            RankError: Another rank failed, or one did not come in time.
+        """
+        train_batches, evaluation_batches = self._position
+        number = evaluation_batches // END_OF_EVALUATION + 1  # there may be several between two training batches
+        position = (train_batches, number * END_OF_EVALUATION)
+        with self._changed:
+            self._meet("evaluation", lambda: self._last_position is not None and position > self._last_position)
+        self._begin(position)
 
     def _begin(self, position: tuple[int, int]) -> None:
         with self._changed:
@@ -171,14 +192,28 @@ class RankWatch:
 
     def begin_train_step(self) -> None:
         """Count a training batch whose data are there."""
+        self._has_data = True
         self._reached = (self._reached[0] + 1, False)
 
     def end_train_step(self, is_last: bool) -> None:
-        """After the batch's collectives. `is_last`: the data are known to end here; then as `end_epoch`."""
+        """After the batch's collectives. `is_last`: the data are known to end here; then as `end_epoch`.
+
+        Raises:
+            RankError: There were no data: the other ranks are in a gradient sum that this one left out.
+        """
+        if not self._has_data:
+            raise RankError(
+                f"the DataLoader of rank {self.rank} gave None for training batch {self._position[0]} (counted from "
+                "the start of the run); every rank needs data for every batch: have collate_fn keep at least one row"
+            )
         if is_last:
             self.end_epoch()
         else:
             self._reached = (self._reached[0], True)
+
+    def begin_epoch(self) -> None:
+        """At the start of a training epoch: the next `end_epoch` ends this one, however few batches it had."""
+        self._epoch_ended_at = None
 
     def end_epoch(self) -> None:
         """Wait until all ranks have ended a training epoch, unless they just did. Collective.
@@ -190,18 +225,23 @@ class RankWatch:
             if self._epoch_ended_at == self._reached:
                 return
             self._epoch_ended_at = self._reached
-            self._ends_epoch = True
-            self._wake()
-            met = self._changed.wait_for(lambda: not self._ends_epoch or self.failure is not None, self._wait_seconds)
-            if self.failure is not None:
-                raise RankError(str(self.failure))
-            if not met:
-                raise RankError(
-                    f"rank {self.rank} waited {self._wait_seconds:g} s at the end of a training epoch for other ranks"
-                )
+            self._meet("epoch")
+
+    def _meet(self, point: str, may_leave: Callable[[], bool] = lambda: False) -> None:
+        """Wait at the end of an epoch or of an evaluation until all ranks are there, unless this one `may_leave`."""
+        self._meets_at = point
+        self._wake()
+        if not self._changed.wait_for(
+            lambda: self._meets_at is None or self.failure is not None or may_leave(), self._wait_seconds
+        ):
+            raise RankError(f"rank {self.rank} waited {self._wait_seconds:g} s for others at the end of an {point}")
+        if self.failure is not None:
+            raise RankError(str(self.failure))
 
     def report(self, error: BaseException) -> None:
-        """Tell the other ranks of an exception that ends this one, or add to it what another rank told before."""
+        """Tell the other ranks of an exception that ends this one, or add to it what another told before. Once."""
+        if self._reported:
+            return
         self._reported = True
         if self._stop_raised:
             return
@@ -261,7 +301,7 @@ class RankWatch:
                     self._talk()
             if time.monotonic() > self._deadline:
                 self._end_process()
-            waits_for_others = self._arrived or self._ends_epoch or self._stop is not None
+            waits_for_others = self._arrived or self._meets_at is not None or self._stop is not None
             self._sleep(max(HURRY_SECONDS if waits_for_others else POLL_SECONDS, self._world_size / 4000))
         atexit.unregister(self._be_silent)
 
@@ -288,7 +328,9 @@ class RankWatch:
                 self._look_for_failure()
             if self.failure is None and not self._closed:
                 self._agree_on_stop()
-                self._agree_on_epoch_end()
+                self._compare_epochs()
+            if self.failure is None and self._meets_at is not None:
+                self._agree_on_meeting(self._meets_at)
             if self._arrived and not self._closed:
                 self._agree_on_end()
             if self._closed:
@@ -350,10 +392,10 @@ class RankWatch:
                     self._last_position = (train_batches, evaluation_batches)
                     self._changed.notify_all()
 
-    def _agree_on_epoch_end(self) -> None:
-        key = f"epoch_end/{self._num_epochs}"
+    def _compare_epochs(self) -> None:
+        key = f"epoch_end/{self._num_met['epoch']}"
         with self._changed:
-            ends, own = self._ends_epoch, (*self._reached, self.rank)
+            ends, own = self._meets_at == "epoch", (*self._reached, self.rank)
         if ends:
             first = tuple(json.loads(self._store.compare_set(key, "", json.dumps(own))))
         elif self._store.check([key]):
@@ -368,14 +410,15 @@ class RankWatch:
                     f"its training data ended after {least} batches, those of rank {long} did not; {SAME_NUMBER}",
                 )
             )
-        elif ends:
-            num_ranks = self._store.add(f"{key}/num_ranks", 0 if self._is_at_epoch_end else 1)
-            self._is_at_epoch_end = True
-            if num_ranks == self._world_size:
-                with self._changed:
-                    self._num_epochs += 1
-                    self._ends_epoch = self._is_at_epoch_end = False
-                    self._changed.notify_all()
+
+    def _agree_on_meeting(self, point: str) -> None:
+        key = f"meeting/{point}/{self._num_met[point]}"
+        is_new, self._counted_at = self._counted_at != key, key
+        if self._store.add(key, int(is_new)) == self._world_size:
+            with self._changed:
+                self._num_met[point] += 1
+                self._meets_at = None
+                self._changed.notify_all()
 
     def _agree_on_end(self) -> None:
         if not self._counted:

@@ -66,7 +66,8 @@ class Case:
     validate: Callable[[int], None] = nothing
     trainer: dict[str, Any] = field(default_factory=dict)
     callback: Callable[[], L.Callback] | None = None
-    num_validation_batches: int = 0
+    num_validation_batches: int | None = 0
+    """None: 2 on rank 0, and no end on rank 1."""
     num_train_batches: tuple[float, float] = (float("inf"), float("inf"))
     """On each rank."""
 
@@ -116,6 +117,9 @@ CASES = {
     "term_on_1": Case(train=on_rank(1, 5, send(signal.SIGTERM)), callback=SavesOnException),
     "term_in_validation": Case(
         validate=on_rank(1, 5, send(signal.SIGTERM)), num_validation_batches=10**6, callback=SavesOnException
+    ),
+    "term_in_long_validation": Case(
+        validate=on_rank(1, 5, send(signal.SIGTERM)), num_validation_batches=None, callback=SavesOnException
     ),
     "term_in_last_batch": Case(
         train=on_rank(1, 2, send(signal.SIGTERM)), trainer={"max_steps": 3}, callback=SavesOnException
@@ -204,11 +208,12 @@ def fit(case: Case) -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        limit_val_batches=case.num_validation_batches,
+        limit_val_batches=1.0 if case.num_validation_batches is None else case.num_validation_batches,
         **{"max_steps": -1, "val_check_interval": 1, **case.trainer},
     )
     train = Stream(case.load, case.num_train_batches[rank()])
-    trainer.fit(Model(case), DataLoader(train, batch_size=None), DataLoader(Stream(nothing), batch_size=None))
+    validation = Stream(nothing, 2 if case.num_validation_batches is None and rank() == 0 else float("inf"))
+    trainer.fit(Model(case), DataLoader(train, batch_size=None), DataLoader(validation, batch_size=None))
 
 
 def main(directory: str, *names: str) -> None:

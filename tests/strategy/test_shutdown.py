@@ -223,6 +223,17 @@ def test_ranks_stop_before_the_same_batch(tmp_path):
     assert ended.exit_codes == [0, 0]
 
 
+def test_ranks_stop_together_in_validations_of_unequal_length(tmp_path):
+    """Rank 0 has no more batches and is at the end of its validation, before metrics are reduced."""
+    ended = run_forked(tmp_path, "term_in_long_validation", "normal")
+    short, long = ended.values("term_in_long_validation", "validate")
+    assert short == [0, 1, 0, 1]  # the sanity check and one validation
+    assert long[:8] == [0, 1, 0, 1, 2, 3, 4, 5]  # and what it began before it heard of the signal
+    assert ended.values("term_in_long_validation", "saved") == [[[1, 1]], [[1, 1]]]
+    assert ended.values("term_in_long_validation", "end") == [["SIGTERMException(143)"]] * 2
+    assert ended.exit_codes == [0, 0]
+
+
 def test_rank_blocked_in_a_collective_is_ended(tmp_path):
     ended = run_forked(tmp_path, "blocked")
     assert ended.exit_codes == [128 + signal.SIGTERM] * 2

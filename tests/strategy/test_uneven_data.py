@@ -108,15 +108,87 @@ def test_data_that_end_early_without_a_word(rank: RankContext, stream: type[Stre
         def on_validation_start(self) -> None:
             validated.append(self.global_step)
 
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             if batch_idx == 2:
                 raise StopIteration  # instead of the gradient sum, in which the process would have to be ended
+            return super().training_step(batch, batch_idx)
 
     train = DataLoader(stream(8 + 4 * rank.rank), batch_size=4)
     text = "rank 0 failed: its training data ended after 2 batches, those of rank 1 did not; give every rank"
     with pytest.raises(RankError, match=text):
-        run_trainer(rank, max_time={"minutes": 5}).fit(Watch(), train, loader(8))  # a broadcast after each batch
+        run_trainer(rank, max_time={"minutes": 5}).fit(
+            Watch(batch_norm=False), train, loader(8)
+        )  # a broadcast after each
     assert not validated
+
+
+@pytest.mark.ranks(2, record=False)
+def test_a_later_epoch_without_batches(rank: RankContext) -> None:
+    """Rank 0's generator is exhausted after one epoch. Its second epoch ends where the first one did."""
+
+    class Once(Stream):
+        def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+            yield from super().__iter__()
+            self.num_rows = 0 if rank.rank == 0 else self.num_rows
+
+    class Watch(Plain):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if self.current_epoch == 1:
+                raise StopIteration  # as above
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(RankError, match="rank 0 failed: its training data ended after 2 batches, those of rank 1 did"):
+        run_trainer(rank).fit(Watch(batch_norm=False), DataLoader(Once(8), batch_size=4))
+
+
+@pytest.mark.ranks(2, record=False)
+def test_a_batch_of_none_on_one_rank(rank: RankContext) -> None:
+    """Lightning leaves the step out; the rank's next gradient sum would meet another batch's."""
+
+    def collate(parts: list[Any]) -> Any:
+        return None if rank.rank == 1 and parts[0][1] is None else torch.utils.data.default_collate(parts)
+
+    class Watch(Plain):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if batch_idx == 1:
+                raise StopIteration  # instead of the gradient sum that the other rank left out
+            return super().training_step(batch, batch_idx)
+
+    data: Any = [*rows(4), *([(torch.zeros(8), None)] * 4 if rank.rank == 1 else rows(4))]
+    text = "the DataLoader of rank 1 gave None for training batch 2 "
+    with pytest.raises(RankError, match=text):
+        run_trainer(rank).fit(Watch(batch_norm=False), DataLoader(data, batch_size=4, collate_fn=collate))
+
+
+class NamesDiffer(Staged):
+    """In the first batch rank 1 has a metric of another name, or every rank has one in a later batch."""
+
+    def __init__(self, from_batch: int) -> None:
+        super().__init__()
+        self.from_batch = from_batch
+
+    def microbatch_metrics(self, output: Tensor, microbatch: Any) -> dict[str, Any]:
+        batch = self.trainer.fit_loop.epoch_loop.batch_idx
+        other = batch >= self.from_batch > 0 or (self.from_batch == 0 and self.global_rank == 1)
+        return {"b" if other else "a": output.mean()}
+
+
+@pytest.mark.ranks(2, record=False)
+@pytest.mark.parametrize("from_batch", [0, 1])
+def test_training_metrics_of_unequal_names_are_refused(rank: RankContext, from_batch: int) -> None:
+    with pytest.raises(ConfigError, match=r"'(a|b)'.*WeightedLoss\(0, 0\)"):
+        run_trainer(rank).fit(NamesDiffer(from_batch), DataLoader(staged_rows(8), batch_size=4))  # type: ignore[arg-type]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("run", ["validate", "test"])
+def test_a_rank_that_evaluates_nothing_and_logs_nothing(rank: RankContext, run: str) -> None:
+    class Rows(IterableDataset):
+        def __iter__(self) -> Iterator[dict[str, Tensor]]:
+            return iter(staged_rows(8 * rank.rank))
+
+    with pytest.raises(RankError, match=r"rank 0 logged \[\] in evaluation and rank 1 \['.*loss.*give every rank at"):
+        getattr(run_trainer(rank), run)(Staged(), DataLoader(Rows(), batch_size=4))
 
 
 @pytest.mark.ranks(2)
