@@ -88,6 +88,16 @@ class SavesOnException(L.Callback):
         record("saved", steps, trainer.received_sigterm)
 
 
+class FitsInside(L.Callback):
+    """Runs another Trainer inside the first batch."""
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == 0:
+            fit(CASES["normal"])
+
+
 def block_alone() -> None:
     """Enter a collective that the other rank never joins, and send SIGTERM once inside."""
     main = threading.get_ident()
@@ -103,6 +113,7 @@ def block_alone() -> None:
 
 CASES = {
     "normal": Case(trainer={"max_steps": 3}),
+    "nested": Case(train=on_rank(1, 5, send(signal.SIGTERM)), callback=FitsInside),
     "raise_in_train": Case(train=on_rank(1, 3, fail)),
     "raise_in_train_on_0": Case(train=on_rank(0, 3, fail)),
     "raise_in_setup": Case(setup=on_rank(1, 0, fail)),

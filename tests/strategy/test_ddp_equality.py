@@ -127,6 +127,32 @@ def test_synchronized_batch_norm_equals_ddp(rank: RankContext) -> None:
 
 
 @pytest.mark.ranks(2)
+def test_synchronized_batch_norm_is_put_back(rank: RankContext) -> None:
+    seen = []
+
+    class Watch(Plain):
+        def on_fit_start(self) -> None:
+            seen.append(isinstance(self.net[1], torch.nn.SyncBatchNorm))
+
+    module, _ = fit(rank, D9DStrategy(), Watch, sync_batchnorm=True, max_steps=0)
+    assert seen == [True]
+    assert not isinstance(module.net[1], torch.nn.SyncBatchNorm)
+
+
+@pytest.mark.ranks(2)
+def test_extra_state_of_modules_is_left_alone(rank: RankContext) -> None:
+    class Extra(Plain):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"anything": self.global_rank}
+
+        def set_extra_state(self, state: dict[str, int]) -> None:
+            pass
+
+    _, run = fit(rank, D9DStrategy(), Extra)
+    assert run.global_step > 0
+
+
+@pytest.mark.ranks(2)
 def test_replicas_begin_as_rank_0(rank: RankContext) -> None:
     """Parameters and buffers that ranks made differently are rank 0's from the start of fit, and of validate."""
     for loop in ("fit", "validate"):

@@ -223,6 +223,14 @@ def test_ranks_stop_before_the_same_batch(tmp_path):
     assert ended.exit_codes == [0, 0]
 
 
+def test_a_trainer_inside_another_gives_signals_back(tmp_path):
+    """A signal after the inner run reaches the outer one's watch, which leaves Python's wakeup descriptor unset."""
+    ended = run_forked(tmp_path, "nested", "normal")
+    ends = [record[2:] for rank in ended.records for record in rank if record[:2] == ["nested", "end"]]
+    assert ends == [["SIGTERMException(143)", []]] * 2
+    assert ended.exit_codes == [0, 0]
+
+
 def test_ranks_stop_together_in_validations_of_unequal_length(tmp_path):
     """Rank 0 has no more batches and is at the end of its validation, before metrics are reduced."""
     ended = run_forked(tmp_path, "term_in_long_validation", "normal")

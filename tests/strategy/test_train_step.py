@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_d9d import ConfigError, D9DStrategy, GradSyncConfig, WeightedLoss
+from lightning_d9d.datamodules.text import ResumableLoader
 from tests.harness.compare import assert_close_named, assert_tensors_close
 from tests.harness.ranks import RankContext
 from tests.harness.tolerances import Kind
@@ -177,6 +179,21 @@ def test_a_first_batch_that_does_not_divide_is_refused() -> None:
         with pytest.raises(ConfigError, match=r"first batch has 4 rows") as error:
             trainer(D9DStrategy(**options), max_epochs=1).fit(Staged(), DataLoader(staged_rows(8), batch_size=4))
         assert legal in str(error.value)
+
+
+def test_a_run_resumed_before_its_short_last_batch_goes_on(tmp_path: Path) -> None:
+    """10 rows in batches of 4; the resumed run begins with the last two rows."""
+    seen: list[int] = []
+
+    class Watch(Staged):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            seen.append(len(batch["y"]))
+
+    for max_steps, checkpoint in ((2, None), (4, tmp_path / "step.ckpt")):
+        run = trainer(D9DStrategy(microbatch_size=4), max_epochs=-1, max_steps=max_steps)
+        run.fit(Watch(), ResumableLoader(staged_rows(10), batch_size=4), ckpt_path=checkpoint)  # type: ignore[arg-type]
+        run.save_checkpoint(tmp_path / "step.ckpt")
+    assert seen == [4, 4, 2, 4]
 
 
 def test_losses_of_two_kinds_are_refused() -> None:
