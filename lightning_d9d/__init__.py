@@ -7,6 +7,7 @@ data-parallel replicas and `D9DModule`s microbatch by microbatch. Start reading 
 from __future__ import annotations
 
 from lightning_d9d.errors import ConfigError, RankError, ScheduleError, StateError
+from lightning_d9d.mesh import MeshConfig, MeshDomains
 from lightning_d9d.pipeline.types import StageInfo, StageInputs, WeightedLoss
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.strategy import D9DStrategy, TimeoutConfig
@@ -17,6 +18,8 @@ __all__ = [
     "D9DModule",
     "D9DStrategy",
     "GradSyncConfig",
+    "MeshConfig",
+    "MeshDomains",
     "RankError",
     "ScheduleError",
     "StageInfo",

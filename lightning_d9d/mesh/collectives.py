@@ -9,7 +9,7 @@ import hashlib
 import math
 import socket
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import TypeVar
@@ -55,18 +55,24 @@ def check_equal_tensors(tensors: Mapping[str, Tensor], group: dist.ProcessGroup 
         RankError: They do not; on every rank, with the first difference.
     """
     ours = [f"{name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()]
-    digests = all_gather_object(hashlib.sha256("\n".join(ours).encode()).hexdigest(), group)
+    if difference := first_difference(ours, group):
+        raise RankError(f"ranks hold different models: {difference}; build the same module on every rank")
+
+
+def first_difference(lines: Sequence[str], group: dist.ProcessGroup | None = None) -> str | None:
+    """Where the lines of the first rank that differs from rank 0 begin to differ; None if all are equal. Collective.
+
+    Hashes travel; the lines themselves only if these differ.
+    """
+    digests = all_gather_object(hashlib.sha256("\n".join(lines).encode()).hexdigest(), group)
     if len(set(digests)) == 1:
-        return
-    lists = all_gather_object(ours, group)
+        return None
+    lists = all_gather_object(list(lines), group)
     other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
     first, second = next(
         pair for pair in zip_longest(lists[0], lists[other], fillvalue="nothing") if pair[0] != pair[1]
     )
-    raise RankError(
-        f"ranks hold different models: rank 0 has {first} where rank {other} has {second}; build the same module on "
-        "every rank"
-    )
+    return f"rank 0 has {first} where rank {other} has {second}"
 
 
 def all_gather_object(value: T, group: dist.ProcessGroup | None = None) -> list[T]:

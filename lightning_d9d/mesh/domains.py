@@ -118,6 +118,12 @@ class MeshDomains:
         return {axis: found[axis] for axis in self.sizes}
 
     @property
+    def rank_name(self) -> str:
+        """This rank's place, for people: `pp0-dp3`, with the axes of `batch` that have more than one rank."""
+        coordinates = self.coordinates
+        return "-".join(f"{axis}{coordinates[axis]}" for axis, size in self._shapes["batch"].items() if size > 1)
+
+    @property
     def dp_rank(self) -> int:
         """Which part of the samples this rank reads, out of `dp_size`."""
         return self.coordinates["dp"]
@@ -195,7 +201,9 @@ class MeshDomains:
             for domain, shape in self._shapes.items()
         ]
         groups = [
-            (_ranks_in_short(pooled.ranks), pooled.lane, description) for pooled, description in self._described.items()
+            (_ranks_in_short(pooled.ranks), pooled.lane, description)
+            for pooled, description in self._described.items()
+            if len(pooled.ranks) > 1
         ]
         lines = [head, *_aligned([("domain", "axis rank/size"), *domains])]
         if groups:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -24,6 +25,12 @@ def num_rows(batch: Any) -> int:
             "first size; override split_batch(batch, n) for batches of another form"
         )
     return sizes.pop()
+
+
+def num_tokens(batch: Any) -> int:
+    """The size of the largest tensor of integers in a batch (token ids, labels); 0 if there is none."""
+    sizes = [t.numel() for t in tree_flatten(batch)[0] if isinstance(t, Tensor) and t.dtype == torch.int64 and t.ndim]
+    return max(sizes, default=0)
 
 
 def split_rows(batch: Any, num_parts: int) -> list[Any]:

@@ -20,7 +20,7 @@ from lightning.fabric.utilities.distributed import (
     _init_dist_connection,
 )
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import StrategyRegistry
@@ -31,10 +31,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.log import name_rank
+from lightning_d9d.mesh import MeshConfig, MeshDomains
 from lightning_d9d.mesh.collectives import broadcast_tensors, check_equal_tensors
-from lightning_d9d.pipeline.microbatch import MicrobatchCount
+from lightning_d9d.pipeline.microbatch import MicrobatchCount, num_tokens
 from lightning_d9d.schedule import Schedule, resolve_schedule
+from lightning_d9d.strategy.configuration import check_degrees, check_equal_configuration
 from lightning_d9d.strategy.module import D9DModule
+from lightning_d9d.strategy.optimizer_step import OptimizerStep
 from lightning_d9d.strategy.precision import check_precision, clip_gradients_by_norm, gradient_norm
 from lightning_d9d.strategy.progress import LateProgress
 from lightning_d9d.strategy.shutdown import Shutdown, end_children_at_exit
@@ -49,14 +53,18 @@ class TimeoutConfig:
     """How long ranks wait for each other."""
 
     init_seconds: float = 1800
-    """Timeout of collectives."""
+    """Timeout of collectives until the first optimizer step of a run is done: ranks may start, load and compile at
+    different speeds."""
+
+    step_seconds: float = 300
+    """Timeout of collectives from then on. Raise it where one rank works alone for longer, on a checkpoint say."""
 
     shutdown_seconds: float = 5
     """How long ranks have to stop together after Ctrl-C, SIGTERM or another rank's failure before each is ended. Raise
     it where a checkpoint must be finished first."""
 
     def __post_init__(self) -> None:
-        for name in ("init_seconds", "shutdown_seconds"):
+        for name in ("init_seconds", "step_seconds", "shutdown_seconds"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"TimeoutConfig.{name}={getattr(self, name)!r} must be greater than 0 seconds")
 
@@ -69,12 +77,16 @@ class D9DStrategy(ParallelStrategy):
     DistributedDataParallel: gradients are means over ranks.
 
     Args:
+        mesh: Parallel degrees; by default every rank is a replica. So far only `data_parallel_replicate` may be given.
         schedule: Order of forwards and backwards of a D9DModule's microbatches: "1f1b" (default), "gpipe", or an object
             of these classes.
         microbatch_size: Rows of a microbatch. By default a batch is one microbatch.
         num_microbatches: The number of microbatches instead.
         grad_sync: Dtype and size of the gradient buckets.
         timeouts: Limits for collectives and for stopping.
+        skip_nonfinite: Leave out optimizer steps where the norm of all gradients is not finite, on all ranks together;
+            their number is logged as `skipped_steps`. Optimizers other than torch's fused ones cost a host sync a step
+            then. Needs automatic optimization.
         process_group_backend: "gloo", "nccl", ...; by default the one for the device.
     """
 
@@ -83,20 +95,27 @@ class D9DStrategy(ParallelStrategy):
     def __init__(
         self,
         *,
+        mesh: MeshConfig | None = None,
         schedule: str | Schedule | None = None,
         microbatch_size: int | None = None,
         num_microbatches: int | None = None,
         grad_sync: GradSyncConfig = GradSyncConfig(),
         timeouts: TimeoutConfig = TimeoutConfig(),
+        skip_nonfinite: bool = False,
         process_group_backend: str | None = None,
     ) -> None:
         super().__init__()
+        self.mesh_config = MeshConfig(data_parallel_replicate=-1) if mesh is None else mesh
+        check_degrees(self.mesh_config)
         self.schedule = resolve_schedule(schedule)
         self.microbatch_count = MicrobatchCount(microbatch_size, num_microbatches)
         self.grad_sync = grad_sync
         self.timeouts = timeouts
+        self.skip_nonfinite = skip_nonfinite
         self.num_nodes = 1
         self._process_group_backend = process_group_backend
+        self._mesh: MeshDomains | None = None
+        self._group: dist.ProcessGroup | None = None
         self._shutdown: Shutdown | None = None
         self._late_progress: LateProgress | None = None
         self._parameters: list[nn.Parameter] = []
@@ -104,7 +123,10 @@ class D9DStrategy(ParallelStrategy):
         self._buckets: GradientBuckets | None = None
         self._bucket_needs: tuple[bool, list[bool]] | None = None
         self._train_step: TrainStep | None = None
-        self._num_skipped_steps = 0
+        self._optimizer_step: OptimizerStep | None = None
+        self._norm: Tensor | None = None
+        self._has_step_timeout = False
+        self._is_described = False
         self._sync_gradients = True
         self._window_is_open = False
         self._buffers_are_stale = False
@@ -130,7 +152,9 @@ class D9DStrategy(ParallelStrategy):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
         """Number of data-parallel ranks and the coordinate of this one."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
+        if self.world_size == 1:
+            return {"num_replicas": 1, "rank": 0}
+        return {"num_replicas": self.mesh.dp_size, "rank": self.mesh.dp_rank}
 
     @property
     def process_group_backend(self) -> str:
@@ -153,6 +177,7 @@ class D9DStrategy(ParallelStrategy):
         """Take the device and, with more than one process, join the process group. Collective."""
         assert self.cluster_environment is not None
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        self.mesh_config.resolve(self.world_size)  # before anyone waits for the others
         super().setup_environment()
         if self.is_distributed:  # one process goes on with its random state, as on Lightning's one-device strategy
             reset_seed()
@@ -166,14 +191,42 @@ class D9DStrategy(ParallelStrategy):
             )
         if self.world_size > 1:
             assert self.lightning_module is not None
-            self._shutdown = Shutdown(
-                self.lightning_module.trainer, self.timeouts.shutdown_seconds, self.timeouts.init_seconds
+            trainer = self.lightning_module.trainer
+            self._shutdown = Shutdown(trainer, self.timeouts.shutdown_seconds, self.timeouts.init_seconds)
+            self._group = self.mesh.group("dp")
+            name_rank(self.mesh.rank_name)
+            check_equal_configuration(self._settings(), trainer, self._group)
+
+    def _settings(self) -> dict[str, object]:
+        """What ranks must agree on, by the names of arguments."""
+        return {
+            "mesh": self.mesh_config,
+            "schedule": (type(self.schedule).__name__, vars(self.schedule)),
+            "microbatch_size": self.microbatch_count.microbatch_size,
+            "num_microbatches": self.microbatch_count.num_microbatches,
+            "grad_sync": self.grad_sync,
+            "timeouts": self.timeouts,
+            "skip_nonfinite": self.skip_nonfinite,
+        }
+
+    @property
+    def mesh(self) -> MeshDomains:
+        """The mesh domains of this run. Modules and callbacks find them from `setup` on.
+
+        With one process nothing is built, and no process group made, before it is asked for here.
+        """
+        if self._mesh is None:
+            if self.world_size > 1 and not dist.is_initialized():
+                raise ConfigError("D9DStrategy.mesh before the ranks have joined; use it in setup() or later")
+            self._mesh = MeshDomains.build(
+                self.mesh_config, self.root_device.type, timeout_seconds=self.timeouts.init_seconds
             )
+        return self._mesh
 
     @property
     def group(self) -> dist.ProcessGroup | None:
         """The ranks over which batches are split; None for one process."""
-        return dist.group.WORLD if self.world_size > 1 else None
+        return self._group
 
     # Setting up and tearing down
 
@@ -230,6 +283,7 @@ class D9DStrategy(ParallelStrategy):
                 self.model = self._layer_sync.revert(module)
             self._drop_gradients()
             super().teardown()
+            self._close_mesh()
         finally:
             shutdown, self._shutdown = self._shutdown, None
             if shutdown is not None:
@@ -238,10 +292,17 @@ class D9DStrategy(ParallelStrategy):
     def _drop_gradients(self) -> None:
         if self._buckets is not None:
             self._buckets.remove()
-        self._num_skipped_steps = self.num_skipped_steps
         self._buckets = self._train_step = self._bucket_needs = self._late_progress = None
         self._parameters = []
         self._window_is_open = self._buffers_are_stale = False
+
+    def _close_mesh(self) -> None:
+        mesh, self._mesh, self._group = self._mesh, None, None
+        if mesh is not None:
+            if self._has_step_timeout:
+                mesh.set_timeout(self.timeouts.init_seconds)
+            mesh.close()
+        self._has_step_timeout = False
 
     def on_exception(self, exception: BaseException) -> None:
         """See to it that other ranks hear of it, and that ranks launched by this process end with it."""
@@ -270,8 +331,9 @@ class D9DStrategy(ParallelStrategy):
             closure = inspect.signature(optimizer.step).parameters.get("closure")
             if closure is not None and closure.default is inspect.Parameter.empty:
                 raise ConfigError(
-                    f"{type(optimizer).__name__} runs its closure several times a step, a D9DModule's schedule once; "
-                    "choose an optimizer whose step() works without a closure, or make it a plain LightningModule"
+                    f"{type(optimizer).__name__} runs its closure several times a step; a D9DModule's schedule runs "
+                    "once, and skip_nonfinite looks at gradients once: choose an optimizer whose step() works without "
+                    "a closure, or a plain LightningModule without skip_nonfinite"
                 )
 
     def _setup_gradients(self, module: L.LightningModule) -> None:
@@ -279,8 +341,15 @@ class D9DStrategy(ParallelStrategy):
         self._parameters = list(self.model.parameters())
         self._has_buffers = any(True for _ in self.model.buffers())
         self._update_buckets()
-        if isinstance(module, D9DModule):
+        self._optimizer_step = OptimizerStep(self.root_device)
+        if self.skip_nonfinite and not module.automatic_optimization:
+            raise ConfigError(
+                f"skip_nonfinite=True: {type(module).__name__} steps its optimizers itself (automatic_optimization is "
+                "False); check the gradients there"
+            )
+        if self.skip_nonfinite or isinstance(module, D9DModule):
             self._check_optimizers()
+        if isinstance(module, D9DModule):
             self._train_step = TrainStep(
                 module,
                 self.schedule,
@@ -288,6 +357,7 @@ class D9DStrategy(ParallelStrategy):
                 self.group,
                 self.precision_plugin.forward_context,
                 cuts_batches=not self.microbatch_count.is_one,
+                optimizer_step=self._optimizer_step,
             )
             if self.root_device.type != "cpu":
                 self._late_progress = LateProgress(module.trainer, self.root_device)
@@ -343,7 +413,7 @@ class D9DStrategy(ParallelStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """One batch: a D9DModule's schedule, or a plain module's own `training_step`."""
-        self._prepare_batch()
+        self._prepare_batch(args, kwargs)
         if self._train_step is None:
             return super().training_step(*args, **kwargs)
         module, trainer = self._train_step.module, self._train_step.module.trainer
@@ -371,6 +441,9 @@ class D9DStrategy(ParallelStrategy):
             self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
             if buckets is not None:
                 buckets.finish(divisor=self.world_size)
+        clips_values = self.lightning_module.trainer.gradient_clip_algorithm == "value"
+        if self.skip_nonfinite and clips_values and self._sync_gradients:
+            self._norm = gradient_norm(self._parameters)  # clipping by value hides what is infinite
         self._buffers_are_stale = self._has_buffers and self._sync_gradients and self.world_size > 1
         self._window_is_open = not self._sync_gradients
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
@@ -379,21 +452,43 @@ class D9DStrategy(ParallelStrategy):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Lightning's own for plain modules. For a D9DModule the closure runs first, then `TrainStep.step`."""
-        if self._train_step is None and self.grad_sync.dtype == "auto":
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._train_step is None and self.grad_sync.dtype == "auto" and not self.skip_nonfinite:
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        else:
+            assert self.lightning_module is not None
+            closure = functools.partial(self.precision_plugin._wrap_closure, self.lightning_module, optimizer, closure)
+            if self._train_step is None and not self.skip_nonfinite:
+                result = optimizer.step(closure=functools.partial(self._run_and_cast, closure), **kwargs)
+            else:
+                result = self._run_and_step(optimizer, closure, **kwargs)
+        if not self._has_step_timeout and self.world_size > 1:
+            self.mesh.set_timeout(self.timeouts.step_seconds)
+            self._has_step_timeout = True
+        return result
+
+    def _run_and_cast(self, closure: Callable[[], Any]) -> Any:
+        result = closure()
+        cast_gradients(self._parameters)
+        return result
+
+    def _run_and_step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
         assert self.lightning_module is not None
-        closure = functools.partial(self.precision_plugin._wrap_closure, self.lightning_module, optimizer, closure)
+        assert self._optimizer_step is not None
+        result = closure()
+        norm, self._norm = self._norm, None
+        if not self.skip_nonfinite:
+            norm = None
+        elif norm is None:
+            norm = gradient_norm(self._parameters)
         if self._train_step is not None:
-            result = closure()
-            self._train_step.step(optimizer, **kwargs)
-            return result
-
-        def closure_then_cast() -> Any:
-            result = closure()
+            self._train_step.step(optimizer, norm, **kwargs)
+        else:
+            assert norm is not None
             cast_gradients(self._parameters)
-            return result
-
-        return optimizer.step(closure=closure_then_cast, **kwargs)
+            self._optimizer_step(optimizer, ~norm.isfinite(), **kwargs)
+        if self.skip_nonfinite:
+            self.lightning_module.log("skipped_steps", self._optimizer_step.skipped.float(), batch_size=1)
+        return result
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None]:
@@ -426,12 +521,31 @@ class D9DStrategy(ParallelStrategy):
 
     @property
     def num_skipped_steps(self) -> int:
-        """Optimizer steps skipped in this fit, or in the last, because no token had any weight."""
-        return self._num_skipped_steps if self._train_step is None else self._train_step.num_skipped_steps
+        """Optimizer steps left out in this fit, or in the last: no token had any weight, or see `skip_nonfinite`.
 
-    def _prepare_batch(self) -> None:
+        Reads the device.
+        """
+        return 0 if self._optimizer_step is None else int(self._optimizer_step.skipped)
+
+    def _prepare_batch(self, *inputs: Any) -> None:
+        if not self._is_described and self.world_size > 1:
+            self._is_described = True
+            rank_zero_info(self._describe(inputs))
         self._sync_buffers()
         self._update_buckets()
+
+    def _describe(self, inputs: Any) -> str:
+        """The mesh and what a rank holds, before the first step. `inputs` has the first batch."""
+        assert self.lightning_module is not None
+        batches = self.lightning_module.trainer.accumulate_grad_batches * self.mesh.dp_size
+        weights = sum(p.numel() * p.element_size() for p in self._parameters)
+        buckets = 0 if self._buckets is None else self._buckets.num_bytes
+        return self.mesh.describe(
+            {
+                "tokens per step": num_tokens(inputs) * batches or "unknown",
+                "GiB per rank": f"{weights / 2**30:.3f} weights, {buckets / 2**30:.3f} gradient buckets",
+            }
+        )
 
     def _begin_evaluation_batch(self) -> None:
         if self._shutdown is not None:
@@ -455,6 +569,7 @@ class D9DStrategy(ParallelStrategy):
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         norm = clip_gradients_by_norm(self.precision_plugin.main_params(optimizer), clip_val)
+        self._norm = norm
         if self._train_step is not None:
             self._train_step.module.log("grad_norm", norm, batch_size=1)
 

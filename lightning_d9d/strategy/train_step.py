@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh.collectives import all_gather_object
 from lightning_d9d.pipeline.executor import BatchTotals, Executor, weighted_mean
+from lightning_d9d.strategy.optimizer_step import OptimizerStep
 from lightning_d9d.sync.buckets import GradientBuckets
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class TrainStep:
         forward_context: The precision context of a forward.
         cuts_batches: Whether a batch may make more than one microbatch. Equal on all ranks, unlike the number that a
             batch makes: ranks decide by it whether they sum weights between forward and backward.
+        optimizer_step: Steps or skips, and counts skips.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class TrainStep:
         group: dist.ProcessGroup | None,
         forward_context: Callable[[], AbstractContextManager],
         cuts_batches: bool,
+        optimizer_step: OptimizerStep,
     ) -> None:
         self.module = module
         self.parameters = list(module.parameters())
@@ -70,10 +73,9 @@ class TrainStep:
         self.num_ranks = 1 if group is None else dist.get_world_size(group)
         self.executor = Executor(module.stages, module, forward_context)
         self.cuts_batches = cuts_batches
-        self._skipped_steps = torch.zeros((), dtype=torch.int64, device=self.parameters[0].device)
+        self.optimizer_step = optimizer_step
         self._is_first_batch = True
         self._is_new_window = True
-        self._has_stepped = False
         self._stashed: list[tuple[nn.Parameter, Tensor]] = []
         self._window_weight: Tensor | None = None
         self._scaled_before = False
@@ -150,32 +152,20 @@ class TrainStep:
             gradients = [p.grad for p in self.parameters if p.grad is not None]
             _scale(gradients, _inverse(divisor) if isinstance(divisor, Tensor) else 1 / divisor)
 
-    def step(self, optimizer: Optimizer, **kwargs: Any) -> None:
+    def step(self, optimizer: Optimizer, norm: Tensor | None = None, **kwargs: Any) -> None:
         """Step the optimizer, or skip the step of a window whose total weight is zero.
 
-        Optimizers that take `found_inf` (torch's fused ones) skip on the device; for others the host reads the weight,
-        as also for a first step: fused SGD would leave its momentum uninitialized if that is skipped on the device.
+        Args:
+            optimizer: The only one.
+            norm: Skip also where this norm of the gradients is not finite.
+            kwargs: For `optimizer.step`.
         """
-        weight = self._window_weight
         if self.buckets is not None:
             cast_gradients(self.parameters)
-        if weight is None:  # a mean of at least one row
-            optimizer.step(**kwargs)
-        elif getattr(optimizer, "_step_supports_amp_scaling", False) and self._has_stepped:
-            self._skipped_steps += weight == 0
-            optimizer.grad_scale, optimizer.found_inf = None, (weight == 0).float()  # type: ignore[attr-defined]
-            optimizer.step(**kwargs)
-            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
-        elif weight.item() != 0:
-            optimizer.step(**kwargs)
-            self._has_stepped = True
-        else:
-            self._skipped_steps += 1
-
-    @property
-    def num_skipped_steps(self) -> int:
-        """Optimizer steps skipped since the start of fit because no token had any weight (reads the device)."""
-        return int(self._skipped_steps)
+        skip = None if self._window_weight is None else self._window_weight == 0  # None: a mean of at least one row
+        if norm is not None:
+            skip = ~norm.isfinite() if skip is None else skip | ~norm.isfinite()
+        self.optimizer_step(optimizer, skip, **kwargs)
 
     def _known_weight(self, microbatches: list[Any]) -> Tensor | None:
         """The total weight of the batch over all ranks if the module can tell it beforehand."""

@@ -143,6 +143,11 @@ class GradientBuckets:
                     hook = partial(self._on_gradient, bucket, index)
                     self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
+    @property
+    def num_bytes(self) -> int:
+        """What the buffers take on this rank."""
+        return sum(bucket.flat.numel() * bucket.flat.element_size() for bucket in self.buckets)
+
     def start(self) -> None:
         """Announce that the coming backward is the last of the window: complete buckets may leave from now on."""
         self._armed = True

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Stochast
 from lightning.pytorch.strategies import StrategyRegistry
 from torch.utils.data import DataLoader
 
-from lightning_d9d import ConfigError, D9DStrategy, GradSyncConfig, TimeoutConfig
+from lightning_d9d import ConfigError, D9DStrategy, GradSyncConfig, MeshConfig, TimeoutConfig
 from lightning_d9d.schedule import GPipe
 from tests.harness.compare import assert_bitwise_equal
 from tests.strategy.plain import Plain, loader, trainer
@@ -184,3 +184,30 @@ def test_gradients_are_visible_after_the_step() -> None:
     trainer(D9DStrategy(), max_epochs=1).fit(Watch(), DataLoader(staged_rows(8), batch_size=4))
     assert present == [True, True]
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        (MeshConfig(data_parallel_replicate=2), "data_parallel_replicate=2 does not divide 1 rank"),
+        (MeshConfig(tensor_parallel=2), "tensor_parallel=2: D9DStrategy trains data-parallel replicas so far"),
+    ],
+)
+def test_meshes_that_do_not_fit_are_refused(mesh: MeshConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        trainer(D9DStrategy(mesh=mesh)).fit(Plain(), loader(8))
+
+
+def test_one_process_has_a_mesh_only_if_asked() -> None:
+    seen = []
+
+    class Asks(Plain):
+        def on_train_start(self) -> None:
+            assert not dist.is_initialized()
+            mesh = self.trainer.strategy.mesh  # type: ignore[attr-defined]
+            seen.append((mesh.dp_rank, mesh.dp_size, mesh.batch.mesh_dim_names))
+
+    for _ in range(2):
+        trainer(D9DStrategy(mesh=MeshConfig(data_parallel_replicate=-1))).fit(Asks(), loader(8))
+        assert not dist.is_initialized()
+    assert seen == [(0, 1, ("pp", "dp", "cp", "tp"))] * 2

@@ -1,0 +1,52 @@
+"""What is checked about the configuration before anything is built: degrees, and that ranks agree."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+
+import lightning as L
+import torch
+import torch.distributed as dist
+
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.mesh import MeshConfig
+from lightning_d9d.mesh.collectives import first_difference
+
+_TRAINER_SETTINGS = (
+    "max_epochs",
+    "max_steps",
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "precision",
+    "log_every_n_steps",
+    "val_check_interval",
+    "check_val_every_n_epoch",
+)
+
+
+def check_degrees(config: MeshConfig) -> None:
+    """Raise `ConfigError` for a degree that the strategy has no use for yet."""
+    for field in fields(config):
+        degree = getattr(config, field.name)
+        if degree != 1 and field.name != "data_parallel_replicate":
+            raise ConfigError(
+                f"MeshConfig.{field.name}={degree}: D9DStrategy trains data-parallel replicas so far, so only "
+                "data_parallel_replicate may differ from 1. Other meshes can be built with MeshDomains.build"
+            )
+
+
+def check_equal_configuration(
+    settings: Mapping[str, object], trainer: L.Trainer, group: dist.ProcessGroup | None
+) -> None:
+    """Compare over ranks what would otherwise show as a hang or as wrong numbers. Collective.
+
+    Raises:
+        ConfigError: On every rank, with the first setting that differs.
+    """
+    lines = [f"{name}={value}" for name, value in settings.items()]
+    lines += [f"Trainer.{name}={getattr(trainer, name)}" for name in _TRAINER_SETTINGS]
+    lines += [f"{package.__name__} {package.__version__}" for package in (torch, L)]
+    if difference := first_difference(lines, group):
+        raise ConfigError(f"ranks were started with different configurations: {difference}; start all of them alike")
