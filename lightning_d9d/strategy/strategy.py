@@ -405,6 +405,20 @@ class D9DStrategy(ParallelStrategy):
 
     # Steps
 
+    def on_train_start(self) -> None:
+        """Give resumed dataloaders their place in the epoch where Lightning has not.
+
+        A module that reads `estimated_stepping_batches` has the data set up before their state is there, and Lightning
+        sets them up only once (its issue 20550).
+        """
+        super().on_train_start()
+        assert self.lightning_module is not None
+        loop = self.lightning_module.trainer.fit_loop
+        if loop.restarting and loop._combined_loader_states_to_load:
+            assert loop._data_fetcher is not None
+            loop._load_combined_loader_states()
+            iter(loop._data_fetcher)
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Lightning calls it for batches that are not None."""
         super().on_train_batch_start(batch, batch_idx)

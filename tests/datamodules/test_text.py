@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
+from lightning_d9d import D9DStrategy
 from lightning_d9d.datamodules import ByteTextDataModule, ByteWindows, unigram_entropy
 from lightning_d9d.datamodules.text import source_directory, text_files
 from lightning_d9d.errors import ConfigError
@@ -164,6 +165,35 @@ class Recorder(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class KnowsItsEnd(Recorder):
+    """Under `max_epochs` Lightning then sets up the data before a checkpoint is restored."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        assert self.trainer.estimated_stepping_batches == 180
+        return super().configure_optimizers()
+
+
+def test_resume_where_the_module_asked_for_the_number_of_steps(folder: Path, tmp_path: Path):
+    def fit(checkpoint: Path | None) -> list[list[int]]:
+        trainer = L.Trainer(
+            strategy=D9DStrategy(),
+            max_epochs=2,
+            limit_val_batches=0,
+            accelerator="cpu",
+            logger=False,
+            callbacks=ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=40, save_top_k=-1),
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        module = KnowsItsEnd()
+        trainer.fit(module, datamodule=data(folder), ckpt_path=checkpoint)
+        return module.rows
+
+    whole = fit(None)
+    for step in (40, 120):
+        assert fit(tmp_path / f"step={step}.ckpt") == whole[4 * step :]
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,11 @@ USED: dict[str, Callable[[], bool]] = {
     "_logger_connector": lambda: trainer()._logger_connector is not None,
     "_progress_bar_metrics": lambda: trainer()._logger_connector._progress_bar_metrics == {},
     # strategy/strategy.py
+    "_combined_loader_states_to_load": lambda: (
+        calls(fit_loop._FitLoop.on_load_checkpoint, "self._combined_loader_states_to_load = ")
+        and calls(fit_loop._FitLoop.on_run_start, '_call_strategy_hook(trainer, "on_train_start")')
+    ),
+    "_load_combined_loader_states": lambda: calls(fit_loop._FitLoop.setup_data, "self._load_combined_loader_states()"),
     "_wrap_closure": lambda: parameters_of(Precision._wrap_closure) == ["model", "optimizer", "closure"],
     "_get_default_process_group_backend_for_device": lambda: (
         parameters_of(distributed._get_default_process_group_backend_for_device) == ["device"]
