@@ -9,6 +9,7 @@ from lightning_d9d.modules.attention import GroupedQueryAttention
 from lightning_d9d.modules.dispatch import LocalDispatch
 from lightning_d9d.modules.embedding import SplitTokenEmbedding, TokenEmbedding
 from lightning_d9d.modules.experts import GroupedExperts
+from lightning_d9d.modules.initial_values import Constant, DrawnByRows, Normal
 from lightning_d9d.modules.linear import Linear
 from lightning_d9d.modules.lm_head import LMHead, SplitLMHead
 from lightning_d9d.modules.mlp import SwiGLU
@@ -17,11 +18,14 @@ from lightning_d9d.modules.norm import RMSNorm
 from lightning_d9d.modules.rope import apply_rope, rope_tables
 
 __all__ = [
+    "Constant",
+    "DrawnByRows",
     "GroupedExperts",
     "GroupedQueryAttention",
     "LMHead",
     "Linear",
     "LocalDispatch",
+    "Normal",
     "RMSNorm",
     "SparseMoE",
     "SplitLMHead",

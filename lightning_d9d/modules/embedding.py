@@ -6,17 +6,19 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from lightning_d9d.modules.initial_values import Constant, DrawnByRows, Normal
 
-class TokenEmbedding(nn.Embedding):
+
+class TokenEmbedding(DrawnByRows, nn.Embedding):
     """`torch.nn.Embedding` whose initial weight is normal with a given standard deviation."""
 
     def __init__(self, vocab_size: int, hidden_size: int, *, initializer_range: float) -> None:
         self.initializer_range = initializer_range  # nn.Embedding's constructor resets the parameters
         super().__init__(vocab_size, hidden_size)
 
-    def reset_parameters(self) -> None:
-        """Draws the weight anew."""
-        nn.init.normal_(self.weight, std=self.initializer_range)
+    def initial_values(self) -> dict[str, Normal | Constant]:
+        """A normal weight."""
+        return {"weight": Normal(self.initializer_range)}
 
 
 class SplitTokenEmbedding(nn.ModuleDict):

@@ -4,10 +4,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_d9d.modules.initial_values import Constant, DrawnByRows, Normal
 from lightning_d9d.ops import grouped_gemm
 
 
-class GroupedExperts(nn.Module):
+class GroupedExperts(DrawnByRows):
     """SwiGLU experts whose matrices are stacked, so that all of them run as two grouped products.
 
     `gate_up_proj` has shape `[experts, 2 * intermediate, hidden]`, the gate's rows first; `down_proj` has shape
@@ -21,10 +22,9 @@ class GroupedExperts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """Draws all experts anew."""
-        nn.init.normal_(self.gate_up_proj, std=self.initializer_range)
-        nn.init.normal_(self.down_proj, std=self.initializer_range)
+    def initial_values(self) -> dict[str, Normal | Constant]:
+        """Normal matrices; each expert has random streams of its own."""
+        return {"gate_up_proj": Normal(self.initializer_range), "down_proj": Normal(self.initializer_range)}
 
     def forward(self, x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
         """Applies each row's expert.

@@ -7,10 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_d9d.modules.initial_values import Constant, DrawnByRows, Normal
+
 Reduction = Literal["none", "sum"]
 
 
-class LMHead(nn.Module):
+class LMHead(DrawnByRows):
     """Projects hidden states to the vocabulary, and compares with labels where there are any.
 
     Args:
@@ -29,10 +31,9 @@ class LMHead(nn.Module):
         self.register_parameter("weight", weight)
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """Draws the weight anew, if there is one."""
-        if self.weight is not None:
-            nn.init.normal_(self.weight, std=self.initializer_range)
+    def initial_values(self) -> dict[str, Normal | Constant]:
+        """A normal weight, if there is one."""
+        return {} if self.weight is None else {"weight": Normal(self.initializer_range)}
 
     def forward(
         self, x: Tensor, labels: Tensor | None = None, reduction: Reduction = "none", weight: Tensor | None = None

@@ -6,9 +6,10 @@ from torch import Tensor, nn
 
 from lightning_d9d.modules.dispatch import LocalDispatch
 from lightning_d9d.modules.experts import GroupedExperts
+from lightning_d9d.modules.initial_values import Constant, DrawnByRows, Normal
 
 
-class TopKRouter(nn.Module):
+class TopKRouter(DrawnByRows):
     """Chooses the experts of each token: softmax over all experts, then the `top_k` most probable."""
 
     def __init__(
@@ -21,9 +22,9 @@ class TopKRouter(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """Draws the weight anew."""
-        nn.init.normal_(self.weight, std=self.initializer_range)
+    def initial_values(self) -> dict[str, Normal | Constant]:
+        """A normal weight."""
+        return {"weight": Normal(self.initializer_range)}
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Routes tokens.
