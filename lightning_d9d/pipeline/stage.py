@@ -113,17 +113,15 @@ def _reset_on_cpu(module: nn.Module, name: str, metas: Mapping[str, Tensor], see
 
 
 def _scratch(tensor: Tensor) -> Tensor:
-    """A whole CPU tensor for a reset to write to: NaN for a meta tensor, a copy of another."""
+    """A whole CPU tensor for a reset to write to; its dtype makes random numbers those of a float32 model."""
+    is_parameter, dtype = isinstance(tensor, nn.Parameter), tensor.dtype
+    if tensor.is_floating_point():
+        dtype = torch.float32 if is_parameter else torch.promote_types(dtype, torch.float32)
     if tensor.is_meta or isinstance(tensor, DTensor):
-        is_parameter = isinstance(tensor, nn.Parameter)
-        dtype = tensor.dtype
-        if tensor.is_floating_point():
-            dtype = torch.float32 if is_parameter else torch.promote_types(dtype, torch.float32)
-        fill = float("nan") if dtype.is_floating_point else 0
-        whole = torch.full(tensor.shape, fill, dtype=dtype, device="cpu")
+        whole = torch.full(tensor.shape, float("nan") if dtype.is_floating_point else 0, dtype=dtype, device="cpu")
     else:
-        whole = tensor.detach().to("cpu", copy=True)
-    return nn.Parameter(whole, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else whole
+        whole = tensor.detach().to("cpu", dtype, copy=True)
+    return nn.Parameter(whole, tensor.requires_grad) if is_parameter else whole
 
 
 @contextmanager
