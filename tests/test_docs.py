@@ -125,3 +125,19 @@ def test_the_page_about_ranks_on_ranks(rank: RankContext) -> None:
     assert tests
     for test in tests:
         test(rank)
+
+
+NAMED_TEST = re.compile(r"`(?:tests/)?(?:(\w+)/)?(test_\w+\.py)(?:::(test_\w+))?`")
+
+
+def test_named_tests_exist() -> None:
+    """Where the page says which test shows something, that test is there. Without a folder it is in tests/strategy."""
+    page = (ROOT / "docs" / "explanation" / "lightning-traps.md").read_text()
+    named = {match.groups() for match in NAMED_TEST.finditer(page)}
+    assert len(named) > 15
+    for folder, file, name in named:
+        path = ROOT / "tests" / (folder or "strategy") / file
+        if not path.exists():
+            path = ROOT / "tests" / file
+        assert path.exists(), f"{folder or 'strategy'}/{file}"
+        assert name is None or f"def {name}(" in path.read_text(), f"{file}::{name}"

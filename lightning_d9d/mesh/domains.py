@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh.config import MeshConfig
-from lightning_d9d.mesh.groups import GroupPool, Lane, Partition, PooledGroup, partition
+from lightning_d9d.mesh.groups import GroupPool, Lane, Partition, PooledGroup, partition, set_group_timeout
 
 _MAX_LISTED = 8
 
@@ -52,8 +53,9 @@ class MeshDomains:
     def build(cls, config: MeshConfig, device_type: str, *, timeout_seconds: float | None = None) -> MeshDomains:
         """Build the domains on the ranks of the default process group, and warm their groups up. Collective.
 
-        Of one rank alone nothing is built before it is asked for; then no network is needed either, and without a
-        default process group one of a single rank is made.
+        Where one axis has all ranks, as in plain data parallelism, nothing is built before it is asked for: its group
+        is the default one (only a pipeline's neighbours are to be connected). One rank alone needs no network either;
+        without a default process group one of a single rank is made then.
 
         Args:
             config: Parallel degrees; they multiply to the number of ranks, or one of them is -1.
@@ -66,7 +68,7 @@ class MeshDomains:
         """
         if dist.is_initialized():
             domains = cls(config.resolve(dist.get_world_size()), device_type, timeout_seconds)
-            if domains.config.world_size > 1:
+            if domains._needs_groups():
                 domains._open()
             return domains
         try:
@@ -186,6 +188,8 @@ class MeshDomains:
         self._timeout_seconds = seconds
         if self._pool is not None:
             self._pool.set_timeout(seconds)
+        elif dist.group.WORLD is not None:
+            set_group_timeout(dist.group.WORLD, timedelta(seconds=seconds))
 
     def describe(self, extra: Mapping[str, object] | None = None) -> str:
         """A table of domains and groups as this rank sees them, for people. Builds nothing.
@@ -252,6 +256,10 @@ class MeshDomains:
                 )
             pool.warm_up(self.device_type)
         return self._pool
+
+    def _needs_groups(self) -> bool:
+        is_default = [len(cut[0]) in (1, self.config.world_size) for cut in self._partitions()]
+        return self.config.pipeline_parallel > 1 or not all(is_default)
 
     def _partitions(self) -> dict[Partition, list[tuple[str, str]]]:
         """All partitions in the order in which their groups are made, with the (domain, axis) that need each."""

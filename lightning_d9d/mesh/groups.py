@@ -107,7 +107,7 @@ class GroupPool:
             pool._timeout = timedelta(seconds=timeout_seconds)
             for pooled in pool.groups:
                 if pooled.group is not pool._world:
-                    _set_group_timeout(pooled.group, pool._timeout)
+                    set_group_timeout(pooled.group, pool._timeout)
         pool._num_users += 1
         return pool
 
@@ -187,7 +187,7 @@ class GroupPool:
         """Let collectives of every pooled group, the default group too, fail after this long. Local to the rank."""
         self._timeout = timedelta(seconds=seconds)
         for pooled in self.groups:
-            _set_group_timeout(pooled.group, self._timeout)
+            set_group_timeout(pooled.group, self._timeout)
 
     def release(self) -> None:
         """One user less; after the last, `close` if the pool made the default group."""
@@ -216,10 +216,10 @@ class GroupPool:
             "group_desc": description if lane == "default" else f"{description}@{lane}",
         }
         own = None
-        if self._world.bound_device_id is not None and backend == dist.get_backend(self._world):
-            own = dist.split_group(split_ranks=[list(ranks) for ranks in cut], **settings)
-        elif len(cut[0]) == 1:
+        if len(cut[0]) == 1:  # of nobody else's concern
             own = dist.new_group([self._rank], backend=backend, use_local_synchronization=True, **settings)
+        elif self._world.bound_device_id is not None and backend == dist.get_backend(self._world):
+            own = dist.split_group(split_ranks=[list(ranks) for ranks in cut], **settings)
         else:
             for ranks in cut:  # every rank takes part in making every group, else torch numbers them differently
                 group = dist.new_group(list(ranks), backend=backend, **settings)
@@ -238,6 +238,9 @@ def _exchange_with_neighbours(pooled: PooledGroup, token: torch.Tensor) -> None:
         work.wait()
 
 
-def _set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """The one place that uses a private name of torch: 2.11 and 2.13 have no public setter."""
+def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Let collectives of a group fail after this long. Local.
+
+    The one place that uses a private name of torch: 2.11 and 2.13 have no public setter.
+    """
     dist.distributed_c10d._set_pg_timeout(timeout, group)

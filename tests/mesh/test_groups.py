@@ -75,6 +75,8 @@ def test_one_group_for_each_partition(mesh: str, expected: int) -> None:
     assert len(cuts) == expected
     with fake_world(config.world_size // 3, config.world_size):
         domains = MeshDomains.build(config, "cpu")
+        assert num_groups() == (1 if mesh in ("replicas", "tensor") else expected)  # these need the default group only
+        assert domains.flat.size() == config.world_size
         assert num_groups() == expected
         domains.close()
         MeshDomains.build(config, "cpu")

@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
@@ -48,6 +48,7 @@ SCENARIOS: dict[str, tuple[Callable[[], L.LightningModule], dict[str, Any]]] = {
     "assigned buffer": (AssignedBuffer, {}),
     "adamw": (lambda: Plain("adamw"), {}),
     "accumulation with a short window": (Plain, {"accumulate_grad_batches": 3}),
+    "accumulation from the second epoch on": (Plain, {"callbacks": [GradientAccumulationScheduler({1: 2})]}),
     "clip by value": (Plain, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     "bf16-true": (lambda: Plain("adamw"), {"precision": "bf16-true"}),
     "bf16-mixed": (lambda: Plain("adamw"), {"precision": "bf16-mixed"}),

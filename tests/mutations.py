@@ -1,0 +1,177 @@
+"""Breaks named lines of the package, one at a time, and shows that the tests notice: `python -m tests.mutations`.
+
+Each mutation is made in a copy of the repository and the tests named with it run there; they must fail. The list is
+what docs/explanation/mutations.md tells. Takes some minutes; CI only checks that every line to break is still there.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+LEFT_OUT = shutil.ignore_patterns(".git", ".nox", "__pycache__", "*output*", "lightning_logs", ".*cache", "site")
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One line, what it becomes, and tests of which at least one must fail then."""
+
+    name: str
+    path: str
+    line: str
+    becomes: str
+    tests: str
+    """Arguments for pytest."""
+
+    def applied_to(self, source: str) -> str:
+        if source.count(self.line) != 1:
+            raise ValueError(f"{self.name}: {self.path} has {source.count(self.line)} times {self.line!r}, not once")
+        return source.replace(self.line, self.becomes)
+
+
+DDP = "tests/strategy/test_ddp_equality.py"
+STEP = "tests/strategy/test_train_step.py"
+
+MUTATIONS = [
+    Mutation(
+        "gradients are not summed over ranks",
+        "lightning_d9d/sync/buckets.py",
+        "self.work = dist.all_reduce(self.flat, group=group, async_op=True)",
+        "self.work = None",
+        f"{DDP} -k four_ranks",
+    ),
+    Mutation(
+        "gradients are divided twice",
+        "lightning_d9d/sync/buckets.py",
+        "self.gradients.div_(divisor)",
+        "self.gradients.div_(divisor).div_(divisor)",
+        f"{DDP} -k 'bitwise and adamw or four_ranks'",
+    ),
+    Mutation(
+        "what other ranks used is skipped",
+        "lightning_d9d/sync/buckets.py",
+        "if flag and not self.used[index]:",
+        "if flag < 0:",
+        f"{DDP} -k unused_parameters",
+    ),
+    Mutation(
+        "a bucket leaves with its first gradient",
+        "lightning_d9d/sync/buckets.py",
+        "return len(bucket.arrived) == len(bucket.parameters)",
+        "return len(bucket.arrived) > 0",
+        f"{DDP} -k 'bitwise and adamw' tests/sync/test_buckets.py",
+    ),
+    Mutation(
+        "accumulated batches are forgotten in the total weight",
+        "lightning_d9d/strategy/train_step.py",
+        "else self._window_weight + weight",
+        "else weight",
+        f"{STEP} -k 'plain_torch and tokens'",
+    ),
+    Mutation(
+        "the total weight is this rank's",
+        "lightning_d9d/strategy/train_step.py",
+        "            dist.all_reduce(values, group=self.group)",
+        "            pass",
+        f"{STEP} -k two_ranks_with_uneven",
+    ),
+    Mutation(
+        "a microbatch is run twice",
+        "lightning_d9d/schedule/one_forward_one_backward.py",
+        "range(num_microbatches)",
+        "(*range(num_microbatches), num_microbatches - 1)",
+        f"{STEP} -k plain_torch",
+    ),
+    Mutation(
+        "validation weighs batches alike",
+        "lightning_d9d/strategy/eval_step.py",
+        "batch_size=weight,",
+        "batch_size=1,",
+        "tests/strategy/test_module.py -k exact_over_batches",
+    ),
+    Mutation(
+        "replicas begin with their own weights",
+        "lightning_d9d/strategy/strategy.py",
+        "broadcast_tensors([*self.model.parameters(), *self.model.buffers()], self.group)",
+        "pass",
+        f"{DDP} -k begin_as_rank_0",
+    ),
+    Mutation(
+        "buffers stay each rank's own",
+        "lightning_d9d/strategy/strategy.py",
+        "broadcast_tensors(self.model.buffers(), self.group)",
+        "pass",
+        f"{DDP} -k 'bitwise and norm'",
+    ),
+    Mutation(
+        "every data rank reads the same rows",
+        "lightning_d9d/strategy/strategy.py",
+        '"rank": self.mesh.dp_rank}',
+        '"rank": 0}',
+        f"{DDP} -k 'bitwise and adamw' tests/strategy/test_configuration.py",
+    ),
+    Mutation(
+        "experts leave out tensor-parallel ranks",
+        "lightning_d9d/mesh/config.py",
+        '"ep_replicate": self.world_size // pp // ep,',
+        '"ep_replicate": self.world_size // pp // ep // tp,',
+        "tests/mesh/test_config.py tests/mesh/test_domains.py",
+    ),
+    Mutation(
+        "equal axes get groups of their own",
+        "lightning_d9d/mesh/groups.py",
+        "        if key not in self._by_key:",
+        "        if True:",
+        "tests/mesh/test_groups.py",
+    ),
+    Mutation(
+        "ranks end their epochs alone",
+        "lightning_d9d/strategy/watchdog.py",
+        '        self._meet("epoch")',
+        "        pass",
+        "tests/strategy/test_uneven_data.py -k without_a_word",
+    ),
+    Mutation(
+        "bad steps are taken",
+        "lightning_d9d/strategy/optimizer_step.py",
+        "        elif skip.item():",
+        "        elif False:",
+        "tests/strategy/test_optimizer_step.py",
+    ),
+]
+
+
+def is_noticed(mutation: Mutation) -> bool:
+    """Whether a test fails in a copy of the repository with the line broken."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "copy"
+        shutil.copytree(ROOT, copy, ignore=LEFT_OUT)
+        path = copy / mutation.path
+        path.write_text(mutation.applied_to(path.read_text()))
+        command = f"{sys.executable} -m pytest -q -x -p no:cacheprovider {mutation.tests}"
+        environment = os.environ | {"PYTHONPATH": str(copy)}
+        result = subprocess.run(command, shell=True, cwd=copy, env=environment, capture_output=True, text=True)
+    if result.returncode not in (0, 1):
+        raise RuntimeError(f"{mutation.name}: pytest ended with {result.returncode}\n{result.stdout}{result.stderr}")
+    return result.returncode == 1
+
+
+def main(words: list[str]) -> int:
+    """Check the mutations whose names contain all words."""
+    missed = 0
+    for mutation in MUTATIONS:
+        if all(word in mutation.name for word in words):
+            noticed = is_noticed(mutation)
+            missed += not noticed
+            print(f"{'noticed' if noticed else 'MISSED '}  {mutation.name}", flush=True)
+    return min(missed, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
