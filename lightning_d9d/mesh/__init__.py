@@ -1,7 +1,7 @@
 """Who computes what, and how ranks reach each other.
 
 `config.py`: parallel degrees; `domains.py`: the ranks cut along their axes; `groups.py`: process groups;
-`collectives.py`: what Lightning and torch lack.
+`collectives.py`: what Lightning and torch lack; `seeds.py`: whose random numbers are the same.
 """
 
 from lightning_d9d.mesh.config import MeshConfig

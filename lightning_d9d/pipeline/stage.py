@@ -46,7 +46,7 @@ def materialize(stage: nn.Module, device: torch.device, seed: int) -> None:
                 if id(meta) not in made:
                     made[id(meta)] = (meta, _stored_like(meta, local, device))
                 _assign(module, key, made[id(meta)][1])
-    stage.to(device)  # by which `fully_shard` takes notice of new parameters
+    stage.to(device)  # what was not on the meta device; and `fully_shard` takes notice of its new parameters
 
 
 def _children_first(module: nn.Module, seen: set[nn.Module], name: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -41,8 +41,8 @@ class D9DModule(L.LightningModule):
         """Build one stage. Runs under `torch.device("meta")`: shapes only, no values.
 
         Names must be global: a layer keeps its index in the whole model. Each submodule that owns parameters or buffers
-        has a `reset_parameters()`, as torch's layers do. The stage is called with the keyword arguments of
-        `microbatch_inputs`.
+        has a `reset_parameters()`, as torch's layers do, or `initial_values()`. The stage is called with the keyword
+        arguments of `microbatch_inputs`.
         """
         raise NotImplementedError(f"{type(self).__name__} must implement configure_stage(stage) -> nn.Module")
 

@@ -294,6 +294,7 @@ def test_a_rank_draws_no_more_than_its_blocks(monkeypatch: pytest.MonkeyPatch) -
 
     def counted(self: Normal, generator: object, shape: tuple[int, int]) -> Tensor:
         nonlocal drawn
+        assert shape[0] <= ROWS_PER_BLOCK
         drawn += math.prod(shape)
         return draw(self, generator, shape)  # type: ignore[arg-type]
 
@@ -311,6 +312,17 @@ def test_a_rank_draws_no_more_than_its_blocks(monkeypatch: pytest.MonkeyPatch) -
     assert numbers == held == 8 * 5 * 3
     numbers, held = place(on_meta(lambda: Linear(4, 64 * ROWS_PER_BLOCK, initializer_range=1.0)))
     assert numbers == held == 4 * ROWS_PER_BLOCK
+
+
+def test_a_slice_does_not_keep_the_whole() -> None:
+    """Of a layer that was drawn as a whole, too."""
+    module = on_meta(lambda: nn.Linear(9, 30))
+    with fake_world(3, 4):
+        shard_parameters(module, init_device_mesh("cpu", (4,)), lambda *_: [Shard(0)])
+        materialize(module, CPU, 0)
+        local = [p.to_local() for p in module.parameters() if isinstance(p, DTensor)]
+    assert [tuple(part.shape) for part in local] == [(6, 9), (6,)]
+    assert all(part.untyped_storage().nbytes() == part.nbytes for part in local)
 
 
 def test_experts_are_matrices_of_their_own() -> None:
