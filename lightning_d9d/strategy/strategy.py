@@ -39,11 +39,12 @@ from lightning_d9d.schedule import Schedule, resolve_schedule
 from lightning_d9d.strategy.configuration import check_degrees, check_equal_configuration
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.optimizer_step import OptimizerStep
-from lightning_d9d.strategy.precision import check_precision, clip_gradients_by_norm, gradient_norm
+from lightning_d9d.strategy.precision import check_precision
 from lightning_d9d.strategy.progress import LateProgress
 from lightning_d9d.strategy.shutdown import Shutdown, end_children_at_exit
 from lightning_d9d.strategy.train_step import TrainStep, cast_gradients
 from lightning_d9d.sync.buckets import GradientBuckets, GradSyncConfig
+from lightning_d9d.sync.norm import clip_gradients_by_norm, gradient_norm
 
 T = TypeVar("T")
 

@@ -18,6 +18,7 @@ from lightning_d9d.errors import ConfigError
 from lightning_d9d.models.qwen3_moe.config import Qwen3MoeConfig
 from lightning_d9d.models.qwen3_moe.huggingface import load_huggingface
 from lightning_d9d.models.qwen3_moe.model import Qwen3MoeForCausalLM
+from lightning_d9d.optim import parameter_groups
 from lightning_d9d.pipeline.types import StageInfo, StageInputs, WeightedLoss
 from lightning_d9d.strategy.module import D9DModule
 
@@ -173,11 +174,8 @@ class Qwen3MoePretraining(D9DModule):
                 f"the cosine decay of {type(self).__name__} needs the number of steps, which is unknown: max_steps=-1, "
                 f"max_epochs={self.trainer.max_epochs} and perhaps data of unknown length; set the Trainer's max_steps"
             )
-        matrices = [p for p in self.parameters() if p.requires_grad and p.ndim >= 2]
-        vectors = [p for p in self.parameters() if p.requires_grad and p.ndim < 2]
-        groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
         optimizer = AdamW(
-            [group for group in groups if group["params"]],
+            parameter_groups(self, self.weight_decay),
             lr=self.learning_rate,
             betas=self.betas,
             weight_decay=self.weight_decay,

@@ -1,0 +1,201 @@
+"""The norm of all gradients as one number for the whole model, and clipping by it.
+
+[Note: whole norm]
+With p-norms the whole is the p-th root of a sum over elements of |g|^p, so each rank adds up what it holds and the sums
+are added over ranks. Every element must be in it once. A tensor that is sharded along a mesh axis has other elements on
+each rank of that axis: their sums are all-reduced over it. Along an axis on which it is replicated all ranks hold the
+same elements: nothing is added. Gradients sharded over the same process groups share one message, a single number. Its
+dtype is float64 whatever the gradients' are: pipeline stages with parameters of other dtypes, or with none, send alike,
+and the p-th power does not overflow. For the infinity norm, sum is maximum and there is no power.
+
+Collectives depend on how the parameters lie, not on which of them have a gradient or are frozen: ranks may differ in
+that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from lightning_d9d.errors import ConfigError
+
+_Layout = tuple[DeviceMesh, tuple[Placement, ...]] | None
+"""Mesh and placements of a DTensor; None for a plain tensor, which is the same on all ranks."""
+
+
+@torch.no_grad()
+def gradient_norm(
+    parameters: Iterable[Tensor], norm_type: float = 2.0, pipeline_group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """The p-norm of all gradients of the model taken as one vector. Collective, without host sync.
+
+    [Note: whole norm] tells what is summed over which ranks. All ranks of a pipeline stage give the same parameters in
+    the same order, though only some may have gradients.
+
+    Args:
+        parameters: Those of this rank's stages, in any mix of plain tensors and DTensors on any meshes, of any dtypes
+            and devices. One that is given twice counts once; gradients of frozen ones count, as optimizers apply them.
+        norm_type: p > 0, or infinity. For p < 1 that is not a norm, but computed alike.
+        pipeline_group: Ranks whose stages hold other parameters, to be counted together; None if this rank has all.
+
+    Returns:
+        The same number on all ranks, shape `[]`, on the device of the first parameter (without any, on the one that
+        `pipeline_group` is for): float64 if a parameter or gradient is, else float32. 0 where there are no gradients.
+
+    Raises:
+        ConfigError: `norm_type` is not positive, or a gradient does not lie on the ranks as its parameter does, such as
+            one that is still to be summed (`Partial`).
+    """
+    parameters = list(dict.fromkeys(parameters))
+    return _norm(parameters, _local_gradients(parameters), norm_type, pipeline_group)
+
+
+@torch.no_grad()
+def clip_gradients_by_norm(
+    parameters: Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    pipeline_group: dist.ProcessGroup | None = None,
+    norm: Tensor | None = None,
+) -> Tensor:
+    """Multiply all gradients in place by min(1, max_norm / (norm + 1e-6)). Without host sync.
+
+    Collective as `gradient_norm`, unless `norm` is given.
+
+    Args:
+        parameters: As for `gradient_norm`.
+        max_norm: What the norm is at most afterwards.
+        norm_type: As for `gradient_norm`.
+        pipeline_group: As for `gradient_norm`.
+        norm: The norm, where it is known; then nothing is sent.
+
+    Returns:
+        The norm before.
+
+    Raises:
+        ConfigError: As `gradient_norm`.
+    """
+    parameters = list(dict.fromkeys(parameters))
+    by_layout = _local_gradients(parameters)
+    if norm is None:
+        norm = _norm(parameters, by_layout, norm_type, pipeline_group)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    gradients = [gradient for same_layout in by_layout.values() for gradient in same_layout]
+    for (device, _), same_type in _by_type(gradients).items():
+        torch._foreach_mul_(same_type, factor.to(device, non_blocking=True))
+    return norm
+
+
+def _local_gradients(parameters: list[Tensor]) -> dict[_Layout, list[Tensor]]:
+    """The parts of the gradients that this rank holds, by layout; layouts come in the order of the parameters."""
+    by_layout: dict[_Layout, list[Tensor]] = {}
+    for parameter in parameters:
+        layout, gradient = _layout(parameter), parameter.grad
+        same_layout = by_layout.setdefault(layout, [])
+        if gradient is None:
+            continue
+        if _layout(gradient) != layout:
+            raise ConfigError(
+                f"a parameter of shape {tuple(parameter.shape)} is {_described(layout)}, but its gradient is "
+                f"{_described(_layout(gradient))}; before the norm, give it the layout of the parameter: "
+                "parameter.grad = parameter.grad.redistribute(placements=parameter.placements)"
+            )
+        same_layout.append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
+    return by_layout
+
+
+def _norm(
+    parameters: list[Tensor],
+    by_layout: dict[_Layout, list[Tensor]],
+    norm_type: float,
+    pipeline_group: dist.ProcessGroup | None,
+) -> Tensor:
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ConfigError(f"norm_type={norm_type} must be greater than 0; the usual ones are 2.0 and float('inf')")
+    by_groups: dict[frozenset[dist.ProcessGroup], tuple[list[dist.ProcessGroup], list[Tensor]]] = {}
+    for layout, gradients in by_layout.items():
+        groups = _sharding_groups(layout)
+        by_groups.setdefault(frozenset(groups), (groups, []))[1].extend(gradients)
+
+    device = parameters[0].device if parameters else _device_of(pipeline_group)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for groups, gradients in by_groups.values():
+        part = _local_sum(gradients, norm_type, device)
+        for group in groups:
+            part = _sum_over(group, part, norm_type)
+        total = torch.maximum(total, part) if norm_type == math.inf else total + part
+    if pipeline_group is not None:
+        total = _sum_over(pipeline_group, total, norm_type)
+    if norm_type != math.inf:
+        total = total ** (1 / norm_type)
+    gradients = [gradient for same_layout in by_layout.values() for gradient in same_layout]
+    return total if any(t.dtype == torch.float64 for t in (*parameters, *gradients)) else total.float()
+
+
+def _local_sum(gradients: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """The sum of |g|^p in float64, or the maximum, by way of norms in float32 at least."""
+    norms: list[Tensor] = []
+    for (_, dtype), same_type in _by_type(gradients).items():
+        norms += torch._foreach_norm(same_type, norm_type, dtype=torch.float32 if dtype.itemsize < 4 else None)
+    if not norms:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    stacked = torch.stack([norm.to(device, non_blocking=True) for norm in norms])
+    norm = torch.linalg.vector_norm(stacked, norm_type).double()
+    return norm if norm_type == math.inf else norm**norm_type
+
+
+def _sum_over(group: dist.ProcessGroup, part: Tensor, norm_type: float) -> Tensor:
+    if group.size() == 1:
+        return part
+    if norm_type != math.inf:
+        dist.all_reduce(part, group=group)
+        return part
+    # Backends may lose NaN in a maximum. The bits of floats that are not negative are ordered as integers, NaN on top.
+    bits = part.abs().view(torch.int64)
+    dist.all_reduce(bits, dist.ReduceOp.MAX, group=group)
+    return bits.view(torch.float64)
+
+
+def _sharding_groups(layout: _Layout) -> list[dist.ProcessGroup]:
+    """Of the axes along which ranks hold different elements."""
+    if layout is None:
+        return []
+    mesh, placements = layout
+    if any(placement.is_partial() for placement in placements):
+        raise ConfigError(f"a parameter is {_described(layout)}; parameters must be sharded or replicated")
+    axes = [axis for axis, placement in enumerate(placements) if not placement.is_replicate()]
+    return [mesh.get_group(axis) for axis in axes if mesh.size(axis) > 1]
+
+
+def _by_type(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+    """What foreach operators take in one call; without empty shards, which have no maximum."""
+    by_type: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        if tensor.numel() > 0:
+            by_type[tensor.device, tensor.dtype].append(tensor)
+    return by_type
+
+
+def _layout(tensor: Tensor) -> _Layout:
+    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+
+
+def _described(layout: _Layout) -> str:
+    return "a plain tensor" if layout is None else f"placed {layout[1]} on {layout[0]}"
+
+
+def _device_of(group: dist.ProcessGroup | None) -> torch.device:
+    """What messages of the group lie on."""
+    accelerator = torch.accelerator.current_accelerator()
+    if group is None or accelerator is None or dist.get_backend(group) == "gloo":
+        return torch.device("cpu")
+    return accelerator
