@@ -69,6 +69,14 @@ def minimums(session: nox.Session) -> None:
     session.run("pytest", "-m", "not gpu", *session.posargs)
 
 
+@nox.session(default=False)
+def mpi(session: nox.Session) -> None:
+    """Tests with mpi4py. Not in the other sessions: every process that makes a Trainer would start MPI."""
+    _install(session, "test")
+    session.install("-q", "mpi4py", "mpich")
+    session.run("pytest", "-m", "mpi", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
 @nox.session(venv_backend="none", default=False)
 def gpu(session: nox.Session) -> None:
     """Tests that need one GPU: `python -m pytest -m gpu`."""

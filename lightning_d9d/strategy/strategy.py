@@ -38,6 +38,11 @@ from lightning_d9d.pipeline.microbatch import MicrobatchCount, num_tokens
 from lightning_d9d.schedule import Schedule, resolve_schedule
 from lightning_d9d.strategy.configuration import check_degrees, check_equal_configuration
 from lightning_d9d.strategy.module import D9DModule
+from lightning_d9d.strategy.launch import (
+    check_launcher_is_noticed,
+    check_number_of_ranks,
+    choose_network_interface,
+)
 from lightning_d9d.strategy.optimizer_step import OptimizerStep
 from lightning_d9d.strategy.precision import check_precision
 from lightning_d9d.strategy.progress import LateProgress
@@ -174,10 +179,11 @@ class D9DStrategy(ParallelStrategy):
         if self.is_distributed and not self.cluster_environment.creates_processes_externally:
             self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
+        check_launcher_is_noticed(self.cluster_environment)
     def setup_environment(self) -> None:
         """Take the device and, with more than one process, join the process group. Collective."""
         assert self.cluster_environment is not None
-        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        check_number_of_ranks(self.cluster_environment, self.num_processes, self.num_nodes)
         self.mesh_config.resolve(self.world_size)  # before anyone waits for the others
         super().setup_environment()
         if self.is_distributed:  # one process goes on with its random state, as on Lightning's one-device strategy
@@ -187,6 +193,7 @@ class D9DStrategy(ParallelStrategy):
             _init_dist_connection(
                 self.cluster_environment,
                 self.process_group_backend,
+            choose_network_interface(self.num_nodes)
                 timeout=timedelta(seconds=self.timeouts.init_seconds),
                 device_id=self.root_device if self.root_device.type != "cpu" else None,
             )
@@ -492,6 +499,8 @@ class D9DStrategy(ParallelStrategy):
         result = closure()
         norm, self._norm = self._norm, None
         if not self.skip_nonfinite:
+            if self._shutdown is not None:
+                self._shutdown.watch.wait_seconds = self.timeouts.step_seconds
             norm = None
         elif norm is None:
             norm = gradient_norm(self._parameters)

@@ -5,6 +5,11 @@ watchdog polls that key; one that finds it prints it, wakes a main thread that w
 `shutdown_seconds` to end by itself (its collectives usually fail too). After that it prints the main thread's stack and
 ends the process. Whoever started ranks as child processes also publishes a child that ended without a word.
 
+A collective that failed or timed out tells nothing of the peer, so its rank asks who is there: a watchdog that finds
+"failure" counts itself as one that heard, and who has not done so soon is named. Where the network is down a watchdog
+may be stuck inside the store, whose requests have no time limit. Its main thread notices, since its own failure is not
+published; for this rank it is rank 0, next to the store, that does not answer, and another thread keeps the deadline.
+
 [Note: stopping before the same batch] A stop request (SIGTERM, Ctrl-C) may reach any ranks at any time. No collective
 may be issued for it, as another rank may be inside a different one, so the ranks agree through the store:
 
@@ -64,6 +69,7 @@ KILL_SECONDS = 1.0  # how long launched ranks have when the process that launche
 
 END_OF_EVALUATION = 2**62  # more batches than any evaluation has
 
+DOES_NOT_ANSWER = "it does not answer; its process or the network is down"
 SAME_NUMBER = "give every rank the same number of batches: a DistributedSampler, drop_last, or limit_train_batches"
 
 
@@ -87,6 +93,10 @@ class Failure:
         return f"rank {self.rank} failed: {self.summary}"
 
 
+class _LateError(RankError):
+    """The others did not come in time."""
+
+
 class RankWatch:
     """Watches one run (fit, validate, ...) of one rank. The public methods are for the thread that runs it.
 
@@ -95,7 +105,7 @@ class RankWatch:
         rank: Global rank.
         world_size: Number of ranks.
         shutdown_seconds: How long the main thread may go on after a failure or a stop request.
-        wait_seconds: How long `close` waits for the other ranks.
+        wait_seconds: How long to wait for other ranks at the end of epochs, evaluations and the run; may be set anew.
         children: Ranks that this process started, with their processes.
         stop_exception: Makes what `begin_*_batch` raises from the signal's number.
     """
@@ -112,10 +122,10 @@ class RankWatch:
     ) -> None:
         self.rank = rank
         self.failure: Failure | None = None
+        self.wait_seconds = wait_seconds
         self._store = store
         self._world_size = world_size
         self._shutdown_seconds = shutdown_seconds
-        self._wait_seconds = wait_seconds
         self._patience = min(PATIENCE_SECONDS, shutdown_seconds / 4)
         self._children = children
         self._stop_exception = stop_exception
@@ -133,6 +143,8 @@ class RankWatch:
         self._last_position: tuple[int, int] | None = None
         self._stop_raised = False
         self._own_failure: Failure | None = None
+        self._has_heard = self._asks_who_heard = False
+        self._silent_ranks: list[int] | None = None
         self._meets_at: str | None = None
         self._num_met = {"epoch": 0, "evaluation": 0}
         self._counted_at = ""
@@ -232,9 +244,9 @@ class RankWatch:
         self._meets_at = point
         self._wake()
         if not self._changed.wait_for(
-            lambda: self._meets_at is None or self.failure is not None or may_leave(), self._wait_seconds
+            lambda: self._meets_at is None or self.failure is not None or may_leave(), self.wait_seconds
         ):
-            raise RankError(f"rank {self.rank} waited {self._wait_seconds:g} s for others at the end of an {point}")
+            raise _LateError(f"rank {self.rank} waited {self.wait_seconds:g} s for others at the end of an {point}")
         if self.failure is not None:
             raise RankError(str(self.failure))
 
@@ -253,13 +265,41 @@ class RankWatch:
                 self._own_failure = own
                 self._wake()
                 self._changed.wait_for(lambda: self.failure is not None, self._patience)
-            first = self.failure
-        if first is None or isinstance(error, RankError):
+        if self.failure is None:
+            self._lose_store()
+        first = self.failure
+        assert first is not None
+        if isinstance(error, RankError) and not isinstance(error, _LateError):
             return
         if first.rank != self.rank and first.summary != own.summary:
             error.add_note(f"before that, {first}")
-        elif _is_connection_error(error):
-            error.add_note("a rank ended without a message; its exit code is in the output of what launched it")
+        elif _is_connection_error(error) or isinstance(error, _LateError):
+            error.add_note(self._who_is_silent())
+
+    def _lose_store(self) -> None:
+        """The thread did not publish in time: it is stuck inside the store."""
+        self._left = True
+        self._fail(Failure(0, DOES_NOT_ANSWER))
+        deadline = threading.Timer(self._shutdown_seconds, self._end_process)
+        deadline.daemon = True
+        deadline.start()
+
+    def _who_is_silent(self) -> str:
+        with self._changed:
+            self._changed.wait_for(lambda: self._silent_ranks is not None, self._patience)  # all have heard
+            self._asks_who_heard = True
+            self._wake()
+            self._changed.wait_for(lambda: self._silent_ranks is not None, self._patience)
+            silent = self._silent_ranks
+        if silent:
+            ranks = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
+            return (
+                f"no answer from {ranks}: a process ended (the output of what launched it has its exit code) or the "
+                "network is down"
+            )
+        return (
+            "all ranks still answer: one was slower than TimeoutConfig.step_seconds, or a connection between two broke"
+        )
 
     def close(self) -> None:
         """Wait for the other ranks unless one failed, and end the watch. Collective.
@@ -271,10 +311,8 @@ class RankWatch:
         with self._changed:
             self._arrived = True
             self._wake()
-            if not self._changed.wait_for(lambda: self._closed or self.failure is not None, self._wait_seconds):
-                raise RankError(
-                    f"rank {self.rank} waited {self._wait_seconds:g} s at the end of its run for other ranks"
-                )
+            if not self._changed.wait_for(lambda: self._closed or self.failure is not None, self.wait_seconds):
+                raise _LateError(f"rank {self.rank} waited {self.wait_seconds:g} s for others at the end of its run")
             if self.failure is not None:  # for the others to read it
                 self._changed.wait_for(lambda: self._closed or (self._counted and self.rank != 0), self._patience)
         if self._closed:
@@ -307,8 +345,10 @@ class RankWatch:
 
     def _be_silent(self) -> None:
         """At exit: a thread inside the store when the interpreter goes would abort the process."""
-        with self._talking:
-            self._left = True
+        is_free = self._talking.acquire(timeout=self._patience)  # it is not where the store does not answer
+        self._left = True
+        if is_free:
+            self._talking.release()
 
     def _wake(self) -> None:
         with suppress(BlockingIOError):  # full: it wakes anyway
@@ -329,6 +369,8 @@ class RankWatch:
             if self.failure is None and not self._closed:
                 self._agree_on_stop()
                 self._compare_epochs()
+            if self.failure is not None and not self._left:
+                self._count_who_heard()
             if self.failure is None and self._meets_at is not None:
                 self._agree_on_meeting(self._meets_at)
             if self._arrived and not self._closed:
@@ -338,7 +380,7 @@ class RankWatch:
         except RuntimeError:  # the connection to the store
             self._left = True
             if self.failure is None and not self._closed:
-                self._fail(self._own_failure or Failure(0, "it does not answer; its process or the network is down"))
+                self._fail(self._own_failure or Failure(0, DOES_NOT_ANSWER))
 
     def _look_for_failure(self) -> None:
         own = self._own_failure or self._ended_child()
@@ -351,6 +393,21 @@ class RankWatch:
         """Tell all ranks, unless there was another failure before."""
         first = self._store.compare_set("failure", "", json.dumps(asdict(failure)))
         self._fail(Failure(**json.loads(first)))
+
+    def _count_who_heard(self) -> None:
+        if not self._has_heard:
+            self._store.set(f"heard/{self.rank}", "")
+            self._store.add("num_heard", 1)
+            self._has_heard = True
+        if self._silent_ranks is None and self.failure is not None and self.failure.rank == self.rank:
+            silent = None
+            if self._store.add("num_heard", 0) == self._world_size:
+                silent = []
+            elif self._asks_who_heard:
+                silent = [rank for rank in range(self._world_size) if not self._store.check([f"heard/{rank}"])]
+            with self._changed:
+                self._silent_ranks = silent
+                self._changed.notify_all()
 
     def _ended_child(self) -> Failure | None:
         for rank, process in self._children:

@@ -1,8 +1,12 @@
-"""The pytest side: the markers `ranks(n)` and `gpu`, the fixture `rank`, the option `--device`."""
+"""The pytest side: the marker `ranks(n)` and those of `NEEDS`, the fixture `rank`, the option `--device`."""
 
+import importlib.util
+import os
 import pickle
+import shutil
+import subprocess
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,7 +23,39 @@ _RANKS = (
     "ranks(n, timeout_seconds=60, record=True): the body runs on each of n rank processes (gloo; nccl with "
     "--device cuda or the marker gpu), its collectives are recorded and compared over the ranks"
 )
-_GPU = "gpu: needs a CUDA device; deselected where there is none"
+
+
+@dataclass(frozen=True)
+class Need:
+    """Something that not every machine has: where it is missing, tests with the marker are deselected."""
+
+    is_met: Callable[[], bool]
+    """Asked only where a test has the marker."""
+    missing: str
+    meaning: str
+
+
+def _can_add_network_namespaces() -> bool:
+    name = f"probe-{os.getpid()}"
+    if shutil.which("ip") is None:
+        return False
+    added = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode == 0
+    return added and subprocess.run(["ip", "netns", "del", name], check=False).returncode == 0
+
+
+def _has_mpi() -> bool:
+    return importlib.util.find_spec("mpi4py") is not None and shutil.which("mpiexec") is not None
+
+
+NEEDS = {
+    "gpu": Need(lambda: _count_gpus() > 0, "no CUDA device", "needs a CUDA device"),
+    "network_namespaces": Need(
+        _can_add_network_namespaces,
+        "`ip netns add` is not there or not permitted",
+        "needs Linux, iproute2 and the right to add network namespaces",
+    ),
+    "mpi": Need(_has_mpi, "no mpi4py or no mpiexec", "needs mpi4py and mpiexec; `nox -s mpi` installs them"),
+}
 
 
 class LeftoverWarning(UserWarning):
@@ -42,23 +78,25 @@ class RankTests:
         self._device_type = str(config.getoption("device"))
         self._show_output = config.getoption("capture") == "no"
         self._pool: RankPool | None = None
-        self._num_deselected = 0
+        self._deselected: dict[str, int] = {}
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         """Tests of one process first, then by what pool they need, so that each pool starts once."""
-        if not _num_gpus(items):
-            deselected = [item for item in items if item.get_closest_marker("gpu")]
-            self._num_deselected = len(deselected)
-            config.hook.pytest_deselected(items=deselected)
-            items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+        for marker, need in NEEDS.items():
+            marked = [item for item in items if item.get_closest_marker(marker)]
+            if marked and not need.is_met():
+                config.hook.pytest_deselected(items=marked)
+                self._deselected[marker] = len(marked)
+                items[:] = [item for item in items if item not in marked]
         keys = {item: self._key(item) for item in items}
         pools = sorted({key for key in keys.values() if key})
         items.sort(key=lambda item: pools.index(key) + 1 if (key := keys[item]) else 0)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if self._num_deselected:
-            terminalreporter.section("gpu")
-            terminalreporter.line(f"deselected: no CUDA device for {self._num_deselected} tests marked gpu")
+        if self._deselected:
+            terminalreporter.section("deselected")
+        for marker, number in self._deselected.items():
+            terminalreporter.line(f"deselected: {NEEDS[marker].missing} for {number} tests marked {marker}")
 
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         key = self._key(item)
@@ -108,7 +146,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    for marker in (_RANKS, _GPU):
+    markers = [f"{name}: {need.meaning}; deselected where that is missing" for name, need in NEEDS.items()]
+    for marker in (_RANKS, *markers):
         config.addinivalue_line("markers", marker)
     rank_tests = RankTests(config)
     config.pluginmanager.register(rank_tests, "rank-tests")
@@ -165,11 +204,6 @@ def _assignment(item: pytest.Function, options: RanksOptions) -> Assignment:
         directory=directory,
         record=options.record,
     )
-
-
-def _num_gpus(items: list[pytest.Item]) -> int:
-    """The visible GPUs, looked for (torch takes seconds to import) only where a test asks."""
-    return _count_gpus() if any(item.get_closest_marker("gpu") for item in items) else 0
 
 
 @cache

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -199,7 +200,7 @@ def test_rank_that_holds_the_store_raises(tmp_path):
 def test_rank_that_ends_without_a_word(tmp_path, case, exit_code):
     ended = run_forked(tmp_path, case)
     assert ended.exit_codes == [1, exit_code]
-    assert "a rank ended without a message" in ended.outputs[0]
+    assert "no answer from rank 1: a process ended" in ended.outputs[0]
     ended.check_quick(case)
 
 
@@ -387,6 +388,28 @@ def test_rank_between_collectives_raises_at_its_next_batch():
 
     run_watches(body, 3)
     assert messages == ["rank 1 failed: ValueError: bad row"] * 2
+
+
+def test_rank_that_is_late_at_the_end_of_an_epoch():
+    """It answers, so it is slow rather than gone. The first that has waited too long says so."""
+    errors = {}
+    all_failed = threading.Barrier(3)
+
+    def body(watch: RankWatch, rank: int) -> None:
+        watch.wait_seconds = 0.2
+        if rank != 1:
+            watch.begin_train_step()
+            try:
+                watch.end_epoch()
+            except RankError as error:
+                watch.report(error)
+                errors[rank] = "\n".join([str(error), *getattr(error, "__notes__", [])])
+        all_failed.wait()
+
+    run_watches(body, 3)
+    first = next(error for error in errors.values() if "all ranks still answer" in error)
+    assert re.match(r"rank [02] waited 0.2 s for others at the end of an epoch\nall ranks still answer: one", first)
+    assert len(errors) == 2
 
 
 def test_counting_batches_is_cheap():

@@ -1,0 +1,114 @@
+"""Before ranks join: whether the launcher started what the Trainer expects, and which network several nodes use."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.fabric.utilities.rank_zero import rank_zero_info
+
+from lightning_d9d.errors import ConfigError
+
+_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+# Variables with the number of processes of a launcher, and why Lightning may not have recognized it.
+_UNNOTICED = {
+    "SLURM_STEP_NUM_TASKS": "Lightning takes jobs named bash or interactive for a shell; name the job otherwise "
+    "(srun --job-name train)",
+    "OMPI_COMM_WORLD_SIZE": "Lightning knows MPI's ranks by mpi4py alone; install it",
+    "PMI_SIZE": "Lightning knows MPI's ranks by mpi4py alone; install it",
+    "WORLD_SIZE": "for Kubeflow's PyTorchJob give the Trainer plugins=KubeflowEnvironment() from "
+    "lightning.pytorch.plugins.environments, and for a launcher of your own set LOCAL_RANK and NODE_RANK",
+}
+
+
+def check_launcher_is_noticed(environment: ClusterEnvironment) -> None:
+    """Refuse to train as if alone, or to launch ranks, in one of several processes that a launcher started.
+
+    Raises:
+        ConfigError: With the way to make Lightning notice the launcher.
+    """
+    if environment.creates_processes_externally or "NODE_RANK" in os.environ:
+        return
+    for variable, remedy in _UNNOTICED.items():
+        number = os.environ.get(variable, "1")
+        if number != "1" and (variable != "WORLD_SIZE" or "RANK" in os.environ):
+            raise ConfigError(
+                f"{variable}={number} says that this is one of {number} processes, and Lightning has not noticed: "
+                f"{remedy}"
+            )
+
+
+def check_number_of_ranks(environment: ClusterEnvironment, num_devices: int, num_nodes: int) -> None:
+    """Refuse a number of ranks, in all or on this node, other than the Trainer's.
+
+    Raises:
+        ConfigError: With both numbers.
+    """
+    launcher = type(environment).__name__.removesuffix("Environment")
+    started, local_rank = environment.world_size(), environment.local_rank()
+    expected = f"devices={num_devices} and num_nodes={num_nodes} of the Trainer"
+    remedy = (
+        "make devices the number of ranks on each node (srun --ntasks-per-node, torchrun --nproc-per-node) and "
+        "num_nodes the number of nodes"
+    )
+    if started != num_devices * num_nodes:
+        raise ConfigError(
+            f"{launcher} started {started} ranks, but {expected} make {num_devices * num_nodes}; {remedy}"
+        )
+    if local_rank >= num_devices:
+        raise ConfigError(
+            f"{launcher} started rank {environment.global_rank()} as number {local_rank + 1} on its node, but "
+            f"{expected} allow {num_devices} there; {remedy}"
+        )
+    try:
+        environment.validate_settings(num_devices=num_devices, num_nodes=num_nodes)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def has_ipv4_address(interface: str) -> bool:
+    """Whether a network interface of this machine has an IPv4 address. Linux only."""
+    import fcntl
+
+    get_address = 0x8915  # SIOCGIFADDR
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as request:
+        try:
+            fcntl.ioctl(request, get_address, struct.pack("256s", interface.encode()))
+        except OSError:
+            return False
+    return True
+
+
+def choose_network_interface(
+    num_nodes: int,
+    folder: Path = Path("/sys/class/net"),
+    has_address: Callable[[str], bool] = has_ipv4_address,
+) -> str | None:
+    """Let gloo and nccl talk over InfiniBand where several nodes have it and the user has chosen nothing.
+
+    Sets `GLOO_SOCKET_IFNAME` and `NCCL_SOCKET_IFNAME` to the first interface called `ib...` that is up and has an
+    IPv4 address (without one it carries RDMA alone). Where there is none, gloo and nccl choose as always.
+
+    Args:
+        num_nodes: Nodes of the run; with one nothing is set.
+        folder: What Linux shows of its network interfaces.
+        has_address: Whether an interface has an address.
+
+    Returns:
+        The name of the interface, if it was set here.
+    """
+    if num_nodes == 1 or sys.platform != "linux" or any(name in os.environ for name in _INTERFACE_VARIABLES):
+        return None
+    for path in sorted(folder.glob("ib*")):
+        if (path / "operstate").read_text().strip() == "up" and has_address(path.name):
+            for variable in _INTERFACE_VARIABLES:
+                os.environ[variable] = path.name
+            rank_zero_info(f"Nodes talk over {path.name}; {' and '.join(_INTERFACE_VARIABLES)} choose otherwise.")
+            return path.name
+    return None

@@ -1,0 +1,140 @@
+"""What the ranks of `test_launchers.py` and `test_two_nodes.py` run: small fits that tell of themselves.
+
+The ranks start as `python launcher_job.py DIRECTORY CASE...` or, where `forked_rank` is used, from a process that has
+imported all this. Each writes DIRECTORY/RANK.json, one entry a case.
+"""
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.plugins.environments import KubeflowEnvironment
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_d9d import D9DStrategy, TimeoutConfig
+from lightning_d9d.cli import D9DCLI
+
+LAUNCHER_VARIABLES = (
+    *("SLURM_", "LSB_", "JSM_", "PMI_", "OMPI_", "TORCHELASTIC_"),
+    *("MASTER_", "LOCAL_", "NODE_", "GROUP_", "RANK", "WORLD_"),
+)
+NUM_STEPS = 4
+STEP_SECONDS = 2.0
+SHUTDOWN_SECONDS = 2.0
+CUT_AT = 3  # the step of the case "cut" at which it says that it is ready
+
+
+class Model(L.LightningModule):
+    """Least squares in float64; each rank has its own rows."""
+
+    def __init__(self, num_steps: int = NUM_STEPS) -> None:
+        super().__init__()
+        self.num_steps = num_steps
+        self.layer = nn.Linear(3, 1, dtype=torch.float64)
+        nn.init.constant_(self.layer.weight, 0.5)
+        nn.init.zeros_(self.layer.bias)
+        self.losses: list[float] = []
+
+    def train_dataloader(self) -> DataLoader:
+        rows = torch.arange(3.0 * 2 * self.num_steps, dtype=torch.float64).sin().reshape(-1, 3)
+        return DataLoader(TensorDataset(rows, rows.sum(1, keepdim=True)), batch_size=1)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        inputs, targets = batch
+        loss = (self.layer(inputs) - targets).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class SaysWhenReady(L.Callback):
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step == CUT_AT and trainer.global_rank == 0:
+            print("ready", flush=True)
+
+
+def fit(model: Model | None = None, **options: Any) -> tuple[L.Trainer, Model]:
+    options = {"max_epochs": 1, "strategy": "d9d", "num_nodes": 1, "devices": 1, **options}
+    trainer = L.Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    model = model or Model()
+    trainer.fit(model)
+    return trainer, model
+
+
+def fit_by_cli(**options: Any) -> tuple[L.Trainer, Model]:
+    arguments = ["fit", "--trainer.accelerator", "cpu", "--trainer.strategy", "d9d", "--trainer.max_epochs", "1"]
+    for name in ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"):
+        arguments += [f"--trainer.{name}", "false"]
+    for name, value in options.items():
+        arguments += [f"--trainer.{name}", type(value[0]).__name__ if isinstance(value, list) else str(value)]
+    cli = D9DCLI(Model, args=arguments, save_config_callback=None)
+    return cli.trainer, cli.model
+
+
+def fit_until_cut() -> tuple[L.Trainer, Model]:
+    timeouts = TimeoutConfig(step_seconds=STEP_SECONDS, shutdown_seconds=SHUTDOWN_SECONDS)
+    strategy = D9DStrategy(timeouts=timeouts)
+    return fit(Model(num_steps=10**5), num_nodes=2, strategy=strategy, callbacks=[SaysWhenReady()])
+
+
+CASES = {
+    "two_nodes": lambda: fit(num_nodes=2),
+    "two_nodes_cli": lambda: fit_by_cli(num_nodes=2),
+    "two_devices": lambda: fit(devices=2),
+    "two_devices_cli": lambda: fit_by_cli(devices=2),
+    "kubeflow": lambda: fit(num_nodes=2, plugins=[KubeflowEnvironment()]),
+    "kubeflow_cli": lambda: fit_by_cli(num_nodes=2, plugins=[KubeflowEnvironment()]),
+    "cut": fit_until_cut,
+}
+
+
+def main(directory: str, *names: str) -> None:
+    told: dict[str, Any] = {}
+    for name in names:
+        trainer, model = CASES[name]()
+        environment = trainer.strategy.cluster_environment
+        told[name] = {
+            "environment": type(environment).__name__,
+            "address": environment.main_address,
+            "port": environment.main_port,
+            "place": [trainer.global_rank, trainer.node_rank, trainer.local_rank, trainer.world_size],
+            "losses": model.losses,
+            "weights": [*model.layer.weight[0].tolist(), model.layer.bias.item()],
+        }
+        (Path(directory) / f"{trainer.global_rank}.json").write_text(json.dumps(told))
+
+
+def forked_rank(directory: str, number: int, environment: Mapping[str, str], hostname: str, names: list[str]) -> None:
+    """`main` as if a launcher had started it on a machine called `hostname`. Output goes to DIRECTORY/NUMBER.txt."""
+    with (Path(directory) / f"{number}.txt").open("w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    for name in list(os.environ):
+        if name.startswith(LAUNCHER_VARIABLES):
+            del os.environ[name]
+    os.environ.update(environment)
+    socket.gethostname = lambda: hostname
+    sys.argv = ["lightning-d9d"]
+    main(directory, *names)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
