@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from typing import Any
 
 import jsonargparse
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from omegaconf.errors import OmegaConfBaseException
 
 # Imported so that their classes can be named without a module path: `model: Qwen3MoePretraining`.
 import lightning_d9d.callbacks
 import lightning_d9d.datamodules
 import lightning_d9d.models.qwen3_moe  # noqa: F401
-from lightning_d9d.errors import ConfigError
+from lightning_d9d.errors import ConfigError, StateError
+from lightning_d9d.strategy.restore import UNREADABLE, unreadable
 
 
 class D9DCLI(LightningCLI):
@@ -40,6 +44,14 @@ class D9DCLI(LightningCLI):
             **kwargs,
         )
 
+    def _parse_ckpt_path(self) -> None:
+        """Lightning reads the module's arguments from the checkpoint, before there is a strategy."""
+        try:
+            super()._parse_ckpt_path()
+        except UNREADABLE as error:
+            path = self.config[self.config["subcommand"]].get("ckpt_path")
+            raise unreadable(path, error) from error
+
     def instantiate_classes(self) -> None:
         """Builds Trainer, model and data; what a constructor refuses becomes a `ConfigError`."""
         try:
@@ -55,18 +67,27 @@ def _constructor_message(error: ValueError) -> str:
     return "\n".join(lines) or str(error)
 
 
+def _interpolation_message(error: OmegaConfBaseException) -> str:
+    """Where the `${...}` is and what is wrong with it, with the names that the user wrote."""
+    place = str(error.full_key or "").removeprefix("fit.")
+    reason = re.sub(r" \(resolved to .*?\)", "", (error.msg or "").splitlines()[0])
+    reason = re.sub(r"'\.+", "'", reason)  # dots that lead from the place to the top of the file
+    return f"{place}: {reason}. In files, not in arguments, ${{...}} is the full name of another value"
+
+
 def main() -> None:
     """Runs the subcommand of `sys.argv`: fit, validate, test or predict.
 
-    A configuration that cannot work ends with exit code 2 and one message; `JSONARGPARSE_DEBUG=true` shows the
-    traceback.
+    A configuration or a file that cannot work ends with exit code 2 and one message; `JSONARGPARSE_DEBUG=true` shows
+    the traceback.
     """
     try:
         D9DCLI()
-    except ConfigError as error:
+    except (ConfigError, StateError, MisconfigurationException, OmegaConfBaseException) as error:
         if "JSONARGPARSE_DEBUG" in os.environ:
             raise
-        sys.stderr.write(f"error: {error}\ntip: JSONARGPARSE_DEBUG=true shows the traceback\n")
+        text = _interpolation_message(error) if isinstance(error, OmegaConfBaseException) else str(error)
+        sys.stderr.write(f"error: {text}\ntip: JSONARGPARSE_DEBUG=true shows the traceback\n")
         sys.exit(2)
 
 

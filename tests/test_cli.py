@@ -98,6 +98,9 @@ def test_printed_configuration_builds_the_same(capsys: pytest.CaptureFixture[str
         (("--model.preset", "huge"), "error: Qwen3MoePretraining got config and preset='huge'; give one"),
         (("--trainer.strategy.schedule", "zigzag"), "error: schedule='zigzag' is unknown; choose one of"),
         (("--data.batch_size", "0"), "error: batch_size=0 of ByteTextDataModule must be at least 1."),
+        (("--trainer.accelerator", "gpu"), "error: No supported gpu backend found!"),
+        (("--ckpt_path", __file__), f"error: checkpoint {__file__!r} cannot be read ("),
+        (("--data.batch_size", "${trainer.max_steps}"), "error: data.init_args.batch_size: Interpolation key "),
     ],
 )
 def test_refused(
@@ -108,6 +111,29 @@ def test_refused(
         main()
     assert exit_info.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("${data.init_args.sequence_lenght}", "init_args.warmup_steps: Interpolation key '"),
+        ("${oc.env:NO_SUCH_VARIABLE}", "init_args.warmup_steps: KeyError raised while resolving interpolation: "),
+    ],
+)
+def test_interpolations_that_lead_nowhere_are_named(
+    value: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "model:\n  class_path: Qwen3MoePretraining\n  init_args:\n    preset: tiny\n"
+        f"    warmup_steps: {value}\ndata: ByteTextDataModule\n"
+    )
+    monkeypatch.setattr(sys, "argv", ["lightning-d9d", "fit", "--config", str(config)])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    error = capsys.readouterr().err
+    assert f"error: model.{message}" in error
+    assert "(resolved" not in error
 
 
 def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import lightning as L
@@ -30,11 +31,24 @@ class HuggingFaceExport(L.Callback):
                 f"HuggingFaceExport(directory={str(self.directory)!r}): the directory is not empty; choose another "
                 "one, or set overwrite=True to replace it with everything in it."
             )
+        make_folder(trainer, self.directory.parent, f"HuggingFaceExport(directory={str(self.directory)!r})")
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Writes, on rank 0."""
         if trainer.is_global_zero:
             save_huggingface(whole_model(pl_module, self), self.directory, overwrite=self.overwrite)
+
+
+def make_folder(trainer: L.Trainer, folder: Path, callback: str) -> None:
+    """On rank 0, make the folder that a callback will write to; `ConfigError` before the training if it cannot."""
+    if not trainer.is_global_zero:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{callback} cannot be written: {error}; give another place") from error
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"{callback} cannot be written: no right to write to {folder}; give another place")
 
 
 def whole_model(module: L.LightningModule, callback: L.Callback) -> Qwen3MoeForCausalLM:

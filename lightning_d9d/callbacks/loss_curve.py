@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_d9d.callbacks.export import make_folder
 from lightning_d9d.errors import ConfigError
 
 
@@ -36,6 +37,7 @@ class LossCurve(L.Callback):
                 f"LossCurve(path={str(self.path)!r}) needs matplotlib, which is not installed: "
                 "pip install 'lightning-d9d[viz]', or leave the callback out."
             )
+        make_folder(trainer, self.path.parent, f"LossCurve(path={str(self.path)!r})")
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -70,7 +72,6 @@ class LossCurve(L.Callback):
             axes.axhline(entropy, color="grey", linestyle="--", label=f"unigram entropy {entropy:.2f}")
         axes.set(xlabel="optimizer step", ylabel="loss (nats per token)")
         axes.legend()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(self.path, dpi=120)
 
     def state_dict(self) -> dict[str, Any]:

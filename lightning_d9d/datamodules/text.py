@@ -81,6 +81,8 @@ class ByteTextDataModule(L.LightningDataModule):
         for name, value in (("sequence_length", sequence_length), ("batch_size", batch_size)):
             if value < 1:
                 raise ConfigError(f"{name}={value} of ByteTextDataModule must be at least 1.")
+        if num_workers < 0:
+            raise ConfigError(f"num_workers={num_workers} of ByteTextDataModule must be at least 0.")
         if not 0 < validation_fraction < 1:
             raise ConfigError(
                 f"validation_fraction={validation_fraction} of ByteTextDataModule must lie between 0 and 1, e.g. 0.05."

@@ -108,6 +108,12 @@ def test_export_refuses_a_directory_with_files(folder: Path):
     assert (folder / "a.py").exists()
 
 
+@pytest.mark.parametrize("make", [HuggingFaceExport, LossCurve])
+def test_a_place_that_cannot_be_written_is_refused_before_training(folder: Path, make: Any):
+    with pytest.raises(ConfigError, match=rf"{make.__name__}\(.*a.py/out/x.*cannot be written.*give another place"):
+        fit(folder, make(folder / "a.py" / "out" / "x"))
+
+
 def test_export_refuses_another_model(tmp_path: Path):
     class Other(L.LightningModule):
         pass

@@ -130,6 +130,7 @@ def test_held_out_windows(folder: Path):
         ({"pattern": "*.nothing"}, r"pattern='\*\.nothing'.*correct the path or the pattern"),
         ({"sequence_length": 0}, "sequence_length=0"),
         ({"batch_size": -1}, "batch_size=-1"),
+        ({"num_workers": -1}, "num_workers=-1.*at least 0"),
         ({"validation_fraction": 1.0}, "validation_fraction=1.0.*between 0 and 1"),
         (
             {"sequence_length": 1000},

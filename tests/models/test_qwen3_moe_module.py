@@ -65,6 +65,18 @@ def test_learning_rate_warms_up_and_decays_and_vectors_do_not() -> None:
     assert groups[1] == {1}
 
 
+def test_tokens_outside_the_vocabulary_are_refused() -> None:
+    data = [row | {"input_ids": row["input_ids"] + 1} for row in rows(8)]
+    data[0]["input_ids"][0] = 32
+    with pytest.raises(ConfigError, match="token id 32, but vocab_size=32: ids go from 0 to vocab_size - 1"):
+        trainer(D9DStrategy(), max_epochs=1).fit(Qwen3MoePretraining(CONFIG), DataLoader(data, batch_size=8))  # type: ignore[arg-type]
+
+
+def test_negative_warmup_is_refused() -> None:
+    with pytest.raises(ConfigError, match="warmup_steps=-3; it must be at least 0"):
+        Qwen3MoePretraining(CONFIG, warmup_steps=-3)
+
+
 @pytest.mark.parametrize("max_epochs", [1, -1])
 def test_training_of_unknown_length_is_refused(max_epochs: int) -> None:
     loader = DataLoader(Endless(), batch_size=2)

@@ -15,6 +15,7 @@ from typing import Any
 import lightning as L
 import pytest
 from lightning.fabric.utilities import distributed, optimizer
+from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loops import evaluation_loop, fetchers, fit_loop, training_epoch_loop
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.launchers import launcher, subprocess_script
@@ -84,6 +85,8 @@ USED: dict[str, Callable[[], bool]] = {
         parameters_of(subprocess_script._SubprocessScriptLauncher.__init__)
         == ["cluster_environment", "num_processes", "num_nodes"]
     ),
+    # cli.py
+    "_parse_ckpt_path": lambda: calls(LightningCLI.__init__, "self._parse_ckpt_path()"),
     # only types
     "_DataFetcher": lambda: inspect.isclass(fetchers._DataFetcher),
     "_EvaluationLoop": lambda: inspect.isclass(EvaluationLoop),

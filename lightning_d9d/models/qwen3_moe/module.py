@@ -80,6 +80,8 @@ class Qwen3MoePretraining(D9DModule):
         pretrained: str | None = None,
     ) -> None:
         super().__init__()
+        if warmup_steps < 0:
+            raise ConfigError(f"Qwen3MoePretraining got warmup_steps={warmup_steps}; it must be at least 0")
         self.config = _resolve_config(config, preset)
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
@@ -136,6 +138,7 @@ class Qwen3MoePretraining(D9DModule):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Start the clock where it was stopped (by a validation, say)."""
         if self._clock is None:
+            self._check_token_ids(batch["input_ids"])
             self._clock = (time.perf_counter(), 0)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -184,6 +187,14 @@ class Qwen3MoePretraining(D9DModule):
         scheduler = LambdaLR(optimizer, lambda step: self._learning_rate_factor(step, int(total_steps)))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
+    def _check_token_ids(self, input_ids: Tensor) -> None:
+        largest = int(input_ids.max())
+        if largest >= self.config.vocab_size:
+            raise ConfigError(
+                f"a batch has the token id {largest}, but vocab_size={self.config.vocab_size}: ids go from 0 to "
+                "vocab_size - 1; raise vocab_size, or give the data of this vocabulary"
+            )
+
     def _learning_rate_factor(self, step: int, total_steps: int) -> float:
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
@@ -208,4 +219,6 @@ def _resolve_config(config: Qwen3MoeConfig | None, preset: str | None) -> Qwen3M
         return config
     if preset is None:
         raise ConfigError("Qwen3MoePretraining needs config, or preset: 'tiny', '30b-a3b', '235b-a22b' or a path")
-    return Qwen3MoeConfig.from_json(preset) if Path(preset).exists() else Qwen3MoeConfig.preset(preset)  # type: ignore[arg-type]
+    if "/" in preset or Path(preset).exists():
+        return Qwen3MoeConfig.from_json(preset)
+    return Qwen3MoeConfig.preset(preset)  # type: ignore[arg-type]

@@ -1,0 +1,67 @@
+"""Checkpoints that cannot be read, or are of another model, are named."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from torch import Tensor
+
+from lightning_d9d.errors import StateError
+
+_MAX_NAMED = 3
+
+
+UNREADABLE = (OSError, RuntimeError, EOFError, pickle.UnpicklingError, KeyError, ValueError)
+"""What torch raises for a file that is no checkpoint."""
+
+
+def unreadable(path: str | Path, error: BaseException) -> StateError:
+    """The error of a checkpoint file that cannot be read."""
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    return StateError(
+        f"checkpoint {str(path)!r} cannot be read ({reason}): it is damaged, incomplete or no Lightning checkpoint; "
+        "give another ckpt_path"
+    )
+
+
+def read_checkpoint(read: Callable[[], dict[str, Any]], path: str | Path) -> dict[str, Any]:
+    """What `read` returns.
+
+    Raises:
+        StateError: The file is damaged, or none that Lightning wrote.
+    """
+    try:
+        checkpoint = read()
+    except UNREADABLE as error:
+        raise unreadable(path, error) from error
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        raise StateError(f"checkpoint {str(path)!r} has no 'state_dict': Lightning did not write it; give another one")
+    return checkpoint
+
+
+def load_weights(module: L.LightningModule, state: Mapping[str, Any], strict: bool, path: str | Path) -> None:
+    """Load a checkpoint's weights.
+
+    Raises:
+        StateError: They are another model's: names or shapes differ.
+    """
+    try:
+        module.load_state_dict(state, strict=strict)
+    except RuntimeError as error:
+        ours = {k: list(v.shape) for k, v in module.state_dict().items() if isinstance(v, Tensor)}
+        theirs = {k: list(v.shape) for k, v in state.items() if isinstance(v, Tensor)}
+        both = [name for name in ours if name in theirs]
+        differences = [
+            *(f"{k} has shape {theirs[k]} in the file, {ours[k]} in the model" for k in both if ours[k] != theirs[k]),
+            *(f"{name} is not in the file" for name in ours if name not in theirs),
+            *(f"{name} is not in the model" for name in theirs if name not in ours),
+        ] or [str(error)]
+        more = f"; and {len(differences) - _MAX_NAMED} more" if len(differences) > _MAX_NAMED else ""
+        raise StateError(
+            f"checkpoint {str(path)!r} is of another model: {'; '.join(differences[:_MAX_NAMED])}{more}. Build the "
+            "module as it was when it was saved, or give another ckpt_path"
+        ) from error

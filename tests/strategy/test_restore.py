@@ -1,0 +1,63 @@
+"""Checkpoints that are damaged, foreign or of another model end with a `StateError` that names them, on every rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_d9d import D9DStrategy, StateError
+from tests.harness.ranks import RankContext
+from tests.strategy.plain import Plain, loader, trainer
+
+
+def saved(path: Path, devices: int = 1) -> Path:
+    run = trainer(D9DStrategy(), devices, max_steps=1)
+    run.fit(Plain(), loader(16))
+    run.save_checkpoint(path)
+    return path
+
+
+class Wider(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[3] = nn.Linear(16, 8)
+        self.extra = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "text", "empty", "foreign"])
+def test_a_file_that_is_no_checkpoint_is_named(tmp_path: Path, damage: str) -> None:
+    path = saved(tmp_path / "step.ckpt")
+    if damage == "foreign":
+        torch.save({"weights": torch.ones(2)}, path)
+    else:
+        content = path.read_bytes()
+        path.write_bytes({"truncated": content[: len(content) // 2], "text": b"hello " * 100, "empty": b""}[damage])
+    with pytest.raises(
+        StateError, match=r"checkpoint '.*step.ckpt' (cannot be read \(.*; give another|has no 'state_d)"
+    ):
+        trainer(D9DStrategy()).fit(Plain(), loader(16), ckpt_path=path)
+
+
+def test_a_checkpoint_of_another_model_names_what_differs(tmp_path: Path) -> None:
+    path = saved(tmp_path / "step.ckpt")
+    text = (
+        r"step.ckpt' is of another model: net.3.weight has shape \[4, 16\] in the file, \[8, 16\] in the model; "
+        r"net.3.bias .*; extra.weight is not in the file; and 1 more. Build the module as it was"
+    )
+    with pytest.raises(StateError, match=text):
+        trainer(D9DStrategy()).fit(Wider(), loader(16), ckpt_path=path)
+
+
+@pytest.mark.ranks(2)
+def test_all_ranks_refuse_it(rank: RankContext) -> None:
+    path = saved(rank.tmp_dir / "step.ckpt", devices=2)
+    with pytest.raises(StateError, match="is of another model"):
+        trainer(D9DStrategy(), 2).fit(Wider(), loader(16), ckpt_path=path)
+    if rank.rank == 0:
+        path.write_bytes(b"hello")
+    rank.barrier()
+    with pytest.raises(StateError, match="cannot be read"):
+        trainer(D9DStrategy(), 2).fit(Plain(), loader(16), ckpt_path=path)
