@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import lightning as L
@@ -37,15 +38,16 @@ from lightning_d9d.mesh.collectives import broadcast_tensors, check_equal_tensor
 from lightning_d9d.pipeline.microbatch import MicrobatchCount, num_tokens
 from lightning_d9d.schedule import Schedule, resolve_schedule
 from lightning_d9d.strategy.configuration import check_degrees, check_equal_configuration
-from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.launch import (
     check_launcher_is_noticed,
     check_number_of_ranks,
     choose_network_interface,
 )
+from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.optimizer_step import OptimizerStep
 from lightning_d9d.strategy.precision import check_precision
 from lightning_d9d.strategy.progress import LateProgress
+from lightning_d9d.strategy.restore import load_weights, read_checkpoint
 from lightning_d9d.strategy.shutdown import Shutdown, end_children_at_exit
 from lightning_d9d.strategy.train_step import TrainStep, cast_gradients
 from lightning_d9d.sync.buckets import GradientBuckets, GradSyncConfig
@@ -120,6 +122,7 @@ class D9DStrategy(ParallelStrategy):
         self.skip_nonfinite = skip_nonfinite
         self.num_nodes = 1
         self._process_group_backend = process_group_backend
+        self._checkpoint_path: str | Path = ""
         self._mesh: MeshDomains | None = None
         self._group: dist.ProcessGroup | None = None
         self._shutdown: Shutdown | None = None
@@ -176,10 +179,10 @@ class D9DStrategy(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
+        check_launcher_is_noticed(self.cluster_environment)
         if self.is_distributed and not self.cluster_environment.creates_processes_externally:
             self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
-        check_launcher_is_noticed(self.cluster_environment)
     def setup_environment(self) -> None:
         """Take the device and, with more than one process, join the process group. Collective."""
         assert self.cluster_environment is not None
@@ -190,10 +193,10 @@ class D9DStrategy(ParallelStrategy):
             reset_seed()
         self.set_world_ranks()
         if self.world_size > 1 and not dist.is_initialized():
+            choose_network_interface(self.num_nodes)
             _init_dist_connection(
                 self.cluster_environment,
                 self.process_group_backend,
-            choose_network_interface(self.num_nodes)
                 timeout=timedelta(seconds=self.timeouts.init_seconds),
                 device_id=self.root_device if self.root_device.type != "cpu" else None,
             )
@@ -201,7 +204,7 @@ class D9DStrategy(ParallelStrategy):
             assert self.lightning_module is not None
             trainer = self.lightning_module.trainer
             self._shutdown = Shutdown(trainer, self.timeouts.shutdown_seconds, self.timeouts.init_seconds)
-            self._group = self.mesh.group("dp")
+            self._group = dist.group.WORLD if self.mesh.dp_size == self.world_size else self.mesh.group("dp")
             name_rank(self.mesh.rank_name)
             check_equal_configuration(self._settings(), trainer, self._group)
 
@@ -411,6 +414,17 @@ class D9DStrategy(ParallelStrategy):
             )
         return super().process_dataloader(dataloader)
 
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Lightning's own; a file that cannot be read becomes a `StateError` that names it."""
+        self._checkpoint_path = checkpoint_path
+        read = functools.partial(super().load_checkpoint, checkpoint_path, weights_only=weights_only)
+        return read_checkpoint(read, checkpoint_path)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Lightning's own; another model's weights become a `StateError` that names what differs."""
+        assert self.lightning_module is not None
+        load_weights(self.lightning_module, checkpoint["state_dict"], strict, self._checkpoint_path)
+
     # Steps
 
     def on_train_start(self) -> None:
@@ -485,6 +499,8 @@ class D9DStrategy(ParallelStrategy):
                 result = self._run_and_step(optimizer, closure, **kwargs)
         if not self._has_step_timeout and self.world_size > 1:
             self.mesh.set_timeout(self.timeouts.step_seconds)
+            if self._shutdown is not None:
+                self._shutdown.watch.wait_seconds = self.timeouts.step_seconds
             self._has_step_timeout = True
         return result
 
@@ -499,8 +515,6 @@ class D9DStrategy(ParallelStrategy):
         result = closure()
         norm, self._norm = self._norm, None
         if not self.skip_nonfinite:
-            if self._shutdown is not None:
-                self._shutdown.watch.wait_seconds = self.timeouts.step_seconds
             norm = None
         elif norm is None:
             norm = gradient_norm(self._parameters)
