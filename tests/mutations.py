@@ -144,6 +144,55 @@ MUTATIONS = [
         "        elif False:",
         "tests/strategy/test_optimizer_step.py",
     ),
+    Mutation(
+        "the norm forgets one of two axes",
+        "lightning_d9d/sync/norm.py",
+        "        for group in groups:",
+        "        for group in groups[:1]:",
+        "tests/sync/test_norm.py -k four_ranks",
+    ),
+    Mutation(
+        "copies count several times in the norm",
+        "lightning_d9d/sync/norm.py",
+        "enumerate(placements) if not placement.is_replicate()]",
+        "enumerate(placements)]",
+        "tests/sync/test_norm.py -k four_ranks",
+    ),
+    Mutation(
+        "a stage's norm is its own",
+        "lightning_d9d/sync/norm.py",
+        "    if pipeline_group is not None:",
+        "    if False:",
+        "tests/sync/test_norm.py -k stage",
+    ),
+    Mutation(
+        "who has no gradient sends nothing for the norm",
+        "lightning_d9d/sync/norm.py",
+        "by_layout.setdefault(layout, [])",
+        "by_layout.setdefault(layout, []) if gradient is not None else []",
+        "tests/sync/test_norm.py -k send_alike",
+    ),
+    Mutation(
+        "the norm is summed in bfloat16",
+        "lightning_d9d/sync/norm.py",
+        "dtype=torch.float32 if dtype.itemsize < 4 else None",
+        "dtype=None",
+        "tests/sync/test_norm.py -k bfloat16",
+    ),
+    Mutation(
+        "the maximum loses NaN",
+        "lightning_d9d/sync/norm.py",
+        "bits = part.abs().view(torch.int64)",
+        "bits = part",
+        "tests/sync/test_norm.py -k of_one_rank",
+    ),
+    Mutation(
+        "meshes and plain tensors share a group",
+        "lightning_d9d/optim/groups.py",
+        "parameter.device_mesh if isinstance(parameter, DTensor) else None",
+        "None",
+        "tests/optim/test_groups.py -k meshes",
+    ),
 ]
 
 

@@ -63,6 +63,10 @@ CASES: dict[str, tuple[MeshConfig, list[Layout]]] = {
         MeshConfig(data_parallel_replicate=2, data_parallel_shard=2),
         [((5, 3), ("dp_replicate", "dp_cp_shard"), (R, S0)), ((6,), ("dp_replicate", "dp_cp_shard"), (R, R))],
     ),
+    "shards over all ranks, experts over two axes": (
+        MeshConfig(data_parallel_shard=4, expert_parallel=2),
+        [((8, 3), ("dp_cp_shard",), (S0,)), *DENSE_AND_EXPERTS[-3:]],
+    ),
     "shards, tensor, experts": (
         MeshConfig(data_parallel_shard=2, tensor_parallel=2, expert_parallel=2),
         DENSE_AND_EXPERTS,
@@ -347,20 +351,17 @@ def test_fully_sharded_layers_and_experts(rank: RankContext, norm_type: float, e
 
 @pytest.mark.ranks(4)
 def test_ranks_without_gradients_send_alike(rank: RankContext) -> None:
-    domains = MeshDomains.build(CASES["shards, tensor, experts"][0], rank.device.type)
+    """Experts, the only ones sharded over all four ranks, get none on two of them; one parameter gets none anywhere."""
+    domains = MeshDomains.build(CASES["shards, tensor, experts on all ranks"][0], rank.device.type)
     ours, whole = model(domains, DENSE_AND_EXPERTS, rank.device)
-    expert, whole_expert = ours[8], whole[8]
-    assert isinstance(expert, DTensor)
-    assert expert.grad is not None
-    assert whole_expert.grad is not None
-    kept = distribute_tensor(whole_expert.grad.clone(), expert.device_mesh, expert.placements)
-    if rank.rank in (0, 3):
-        kept.to_local().zero_()
-        expert.grad = None
-    whole_expert.grad = kept.full_tensor()
-    ours[3].grad = whole[3].grad = None  # nowhere
-    if rank.rank == 2:
-        ours[1].requires_grad_(False)
+    for expert, whole_expert in zip(ours[8:10], whole[8:10], strict=True):
+        assert isinstance(expert.grad, DTensor)
+        assert whole_expert.grad is not None
+        whole_expert.grad[[0, 3]] = 0  # an expert a rank
+        if rank.rank in (0, 3):
+            expert.grad = None
+    ours[3].grad = whole[3].grad = None
+    ours[1].requires_grad_(rank.rank != 2)
     assert_close_named("norm", gradient_norm(ours), get_total_norm([p.grad for p in whole if p.grad is not None]))
     domains.close()
 
