@@ -264,7 +264,7 @@ class RankWatch:
             if self.failure is None:
                 self._own_failure = own
                 self._wake()
-                self._changed.wait_for(lambda: self.failure is not None, self._patience)
+                self._changed.wait_for(lambda: self.failure is not None, self._shutdown_seconds)
         if self.failure is None:
             self._lose_store()
         first = self.failure
