@@ -35,10 +35,11 @@ _Layout = tuple[DeviceMesh, tuple[Placement, ...]] | None
 def gradient_norm(
     parameters: Iterable[Tensor], norm_type: float = 2.0, pipeline_group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """The p-norm of all gradients of the model taken as one vector. Collective, without host sync.
+    """The p-norm of all gradients of the model taken as one vector. Collective.
 
     [Note: whole norm] tells what is summed over which ranks. All ranks of a pipeline stage give the same parameters in
-    the same order, though only some may have gradients.
+    the same order, though only some may have gradients. The host does not wait, unless some gradients are on the CPU
+    and others are not.
 
     Args:
         parameters: Those of this rank's stages, in any mix of plain tensors and DTensors on any meshes, of any dtypes
@@ -66,9 +67,9 @@ def clip_gradients_by_norm(
     pipeline_group: dist.ProcessGroup | None = None,
     norm: Tensor | None = None,
 ) -> Tensor:
-    """Multiply all gradients in place by min(1, max_norm / (norm + 1e-6)). Without host sync.
+    """Multiply all gradients in place by min(1, max_norm / (norm + 1e-6)).
 
-    Collective as `gradient_norm`, unless `norm` is given.
+    Collective, and without waiting, as `gradient_norm`, unless `norm` is given.
 
     Args:
         parameters: As for `gradient_norm`.
@@ -90,7 +91,7 @@ def clip_gradients_by_norm(
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     gradients = [gradient for same_layout in by_layout.values() for gradient in same_layout]
     for (device, _), same_type in _by_type(gradients).items():
-        torch._foreach_mul_(same_type, factor.to(device, non_blocking=True))
+        torch._foreach_mul_(same_type, factor.to(device))
     return norm
 
 
@@ -148,7 +149,7 @@ def _local_sum(gradients: list[Tensor], norm_type: float, device: torch.device) 
         norms += torch._foreach_norm(same_type, norm_type, dtype=torch.float32 if dtype.itemsize < 4 else None)
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=device)
-    stacked = torch.stack([norm.to(device, non_blocking=True) for norm in norms])
+    stacked = torch.stack([norm.to(device) for norm in norms])
     norm = torch.linalg.vector_norm(stacked, norm_type).double()
     return norm if norm_type == math.inf else norm**norm_type
 
