@@ -72,6 +72,8 @@ class Built(D9DCLI):
 def check_command(words: list[str]) -> None:
     match words:
         case ["lightning-d9d" | "lightning_d9d.cli", *arguments] | ["python", "-m", "lightning_d9d.cli", *arguments]:
+            if arguments == ["doctor"]:
+                return
             asks_for_help = any(argument.endswith("help") for argument in words[:-1])
             try:
                 Built(args=arguments if asks_for_help else [*arguments, "--trainer.accelerator", "cpu"])

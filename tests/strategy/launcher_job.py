@@ -18,7 +18,7 @@ from lightning.pytorch.plugins.environments import KubeflowEnvironment
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_d9d import D9DStrategy, TimeoutConfig
+from lightning_d9d import D9DStrategy, TimeoutConfig, doctor
 from lightning_d9d.cli import D9DCLI
 
 LAUNCHER_VARIABLES = (
@@ -123,7 +123,10 @@ def main(directory: str, *names: str) -> None:
 
 
 def forked_rank(directory: str, number: int, environment: Mapping[str, str], hostname: str, names: list[str]) -> None:
-    """`main` as if a launcher had started it on a machine called `hostname`. Output goes to DIRECTORY/NUMBER.txt."""
+    """`main` as if a launcher had started it on a machine called `hostname`. Output goes to DIRECTORY/NUMBER.txt.
+
+    Without names of cases: `lightning-d9d doctor`.
+    """
     with (Path(directory) / f"{number}.txt").open("w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
@@ -133,6 +136,8 @@ def forked_rank(directory: str, number: int, environment: Mapping[str, str], hos
     os.environ.update(environment)
     socket.gethostname = lambda: hostname
     sys.argv = ["lightning-d9d"]
+    if not names:
+        sys.exit(doctor.main())
     main(directory, *names)
 
 

@@ -56,10 +56,14 @@ def read(directory: Path, cases: Sequence[str]) -> list[dict[str, Any]]:
     return records
 
 
-def run_ranks(
+def start_ranks(
     directory: Path, environments: Sequence[dict[str, str]], cases: list[str], hostnames: Sequence[str] = ("a", "b")
-) -> list[dict[str, Any]]:
-    """Two ranks, each with its environment and host name, forked from a process that has imported everything."""
+) -> list[int | None]:
+    """Two ranks, each with its environment and host name, forked from a process that has imported everything.
+
+    Returns:
+        Their exit codes.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.strategy.launcher_job", "tests.strategy.shutdown_job"])
     ranks = [
@@ -73,7 +77,14 @@ def run_ranks(
         rank.kill()
         rank.join()
     print(*((directory / f"{number}.txt").read_text() for number in range(2)), sep="\n" + 80 * "=" + "\n")
-    assert [rank.exitcode for rank in ranks] == [0, 0]
+    return [rank.exitcode for rank in ranks]
+
+
+def run_ranks(
+    directory: Path, environments: Sequence[dict[str, str]], cases: list[str], hostnames: Sequence[str] = ("a", "b")
+) -> list[dict[str, Any]]:
+    """`start_ranks`; what the ranks told."""
+    assert start_ranks(directory, environments, cases, hostnames) == [0, 0]
     return read(directory, cases)
 
 

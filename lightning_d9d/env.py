@@ -1,0 +1,96 @@
+"""What this machine has: versions, optional packages, devices, space. The one place that asks."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+MINIMUM_VERSIONS = {"python": "3.11", "torch": "2.11", "lightning": "2.6.4", "triton": "3.6"}
+"""As in pyproject.toml."""
+
+_OPTIONAL = {
+    "deep_ep": ("deep-ep", "deep-ep"),
+    "grouped_gemm": ("nv-grouped-gemm", "grouped-gemm"),
+    "transformers": ("transformers", "hf"),
+    "plotly": ("plotly", "viz"),
+    "matplotlib": ("matplotlib", "viz"),
+}
+"""By the name to import: the distribution, and the extra of lightning-d9d that installs it."""
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class OptionalPackage:
+    """A package that some features need."""
+
+    name: str
+    """As imported."""
+    version: str | None
+    """None where it is not installed."""
+    extra: str
+    """`pip install 'lightning-d9d[extra]'` installs it."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """A CUDA device."""
+
+    name: str
+    memory_bytes: int
+    compute_capability: tuple[int, int]
+
+
+def _installed_version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of Python and of the packages in `MINIMUM_VERSIONS`, and of the CUDA that torch was built for."""
+    packages = {name: _installed_version(name) for name in MINIMUM_VERSIONS if name not in ("python", "torch")}
+    return {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "CUDA": torch.version.cuda,
+        **packages,
+    }
+
+
+def optional_packages() -> list[OptionalPackage]:
+    """The packages that extras of lightning-d9d install."""
+    return [
+        OptionalPackage(name, _installed_version(distribution), extra)
+        for name, (distribution, extra) in _OPTIONAL.items()
+    ]
+
+
+def num_cuda_devices() -> int:
+    """CUDA devices that torch can use. Leaves CUDA uninitialized, so that the process can still be forked."""
+    return torch.cuda.device_count()
+
+
+def cuda_devices() -> list[Device]:
+    """Every CUDA device that torch can use. Initializes CUDA."""
+    properties = [torch.cuda.get_device_properties(index) for index in range(num_cuda_devices())]
+    return [Device(found.name, found.total_memory, (found.major, found.minor)) for found in properties]
+
+
+def nvidia_smi(*arguments: str) -> str | None:
+    """What `nvidia-smi` prints, or None where the program is missing or fails."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    try:
+        done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=10, check=True)
+    except (subprocess.SubprocessError, OSError):
+        return None
+    return done.stdout.rstrip()
