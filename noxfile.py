@@ -24,7 +24,8 @@ def _install(session: nox.Session, *extras: str) -> None:
 @nox.session
 def quickstart(session: nox.Session) -> None:
     """Train a small Qwen3-MoE on the standard library's sources, generate text, export. About two minutes on a CPU."""
-    _install(session, "viz")
+    # --no-compile: one process runs, which imports a part of what comes with torch; only that need be compiled
+    session.install("-q", "--no-compile", "-e", ".[viz]", "-c", CONSTRAINTS)
     session.run("python", "examples/qwen3_moe/quickstart.py", *session.posargs)
 
 
