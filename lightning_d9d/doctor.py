@@ -36,6 +36,7 @@ from packaging.version import Version
 
 from lightning_d9d import env
 from lightning_d9d.errors import RankError
+from lightning_d9d.mesh.collectives import all_gather_object, gather_object
 
 GIB = 2**30
 ALL_REDUCE_BYTES = 64 * 2**20
@@ -162,8 +163,7 @@ def examine_group(device: torch.device | None, begin: Callable[[str], object] = 
     rank = dist.get_rank()
     versions = env.versions()
     findings = [_all_reduce(torch.device("cpu"), None, "gloo")]
-    with_device: list[bool] = [False] * dist.get_world_size()
-    dist.all_gather_object(with_device, device is not None)
+    with_device = all_gather_object(device is not None)
     if any(with_device):
         ranks = [r for r, has_device in enumerate(with_device) if has_device]
         timeout = timedelta(seconds=JOB_SECONDS)
@@ -177,9 +177,7 @@ def examine_group(device: torch.device | None, begin: Callable[[str], object] = 
     findings.append(_copy_bandwidth(device or torch.device("cpu")))
     offset, error = _clock_offset()
     own = RankReport(rank, socket.gethostname(), examine_machine(), versions, offset, error)
-    reports: list[RankReport | None] = [None] * dist.get_world_size()
-    dist.gather_object(own, reports if rank == 0 else None)
-    return GroupReport([report for report in reports if report is not None], findings)
+    return GroupReport(gather_object(own) or [], findings)
 
 
 def _all_reduce(device: torch.device, group: dist.ProcessGroup | None, backend: str) -> Finding:

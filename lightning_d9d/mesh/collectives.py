@@ -160,7 +160,7 @@ def first_on_node(group: dist.ProcessGroup | None = None, node: str | None = Non
 def _before_others(is_first: bool, group: dist.ProcessGroup | None) -> Iterator[None]:
     """One collective that first ranks reach after the body and the others before it tells of errors."""
     if not is_first:
-        _meet(None, group)
+        _meet(group)
     try:
         yield
     except BaseException as error:
@@ -168,11 +168,11 @@ def _before_others(is_first: bool, group: dist.ProcessGroup | None) -> Iterator[
             all_gather_object(f"{type(error).__name__}: {error}", group)
         raise
     if is_first:
-        _meet(None, group)
+        _meet(group)
 
 
-def _meet(error: str | None, group: dist.ProcessGroup | None) -> None:
-    errors = all_gather_object(error, group)
+def _meet(group: dist.ProcessGroup | None) -> None:
+    errors: list[str | None] = all_gather_object(None, group)
     for group_rank, text in enumerate(errors):
         if text is not None:
             rank = dist.get_process_group_ranks(group)[group_rank]

@@ -15,7 +15,6 @@ from subprocess import Popen
 from types import FrameType
 
 import lightning as L
-import torch
 import torch.distributed as dist
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher
@@ -107,11 +106,7 @@ class Shutdown:
         type(loop).setup_data(loop)
         if loop._data_fetcher is before:  # the loaders of the epoch before go on
             return
-        num_batches = -1 if loop.max_batches == float("inf") else int(loop.max_batches)
-        own = torch.tensor(num_batches, device=trainer.strategy.root_device)
-        gathered = [torch.empty_like(own) for _ in range(trainer.world_size)]
-        dist.all_gather(gathered, own)
-        counts = torch.stack(gathered).tolist()
+        counts = all_gather_object(-1 if loop.max_batches == float("inf") else int(loop.max_batches))
         least, most = min(counts), max(counts)
         if least != most:
             raise ConfigError(
