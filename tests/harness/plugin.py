@@ -58,6 +58,15 @@ NEEDS = {
 }
 
 
+_IN_PYTESTS_PROCESS = {
+    "monkeypatch": "with pytest.MonkeyPatch.context() as monkeypatch, or try/finally",
+    **dict.fromkeys(["capsys", "capsysbinary", "capfd", "capfdbinary"], "with contextlib.redirect_stdout(...)"),
+    "caplog": "with a logging.Handler of its own",
+    "recwarn": "with pytest.warns(...) or warnings.catch_warnings(record=True)",
+}
+"""Fixtures that change or watch pytest's own process, not the ranks, and what a body does instead."""
+
+
 class LeftoverWarning(UserWarning):
     """A test body left something behind in a rank process; the harness has put it back."""
 
@@ -185,6 +194,13 @@ def _assignment(item: pytest.Function, options: RanksOptions) -> Assignment:
     if "rank" not in arguments:
         pytest.fail("a test marked ranks(n) takes `rank: RankContext`", pytrace=False)
     directory = arguments.pop("rank")
+    for name in item.fixturenames:  # also those that other fixtures take
+        if name in _IN_PYTESTS_PROCESS:
+            pytest.fail(
+                f"fixture {name!r} acts on pytest's own process, where a test marked ranks(n) does not run: do it in "
+                f"the body, {_IN_PYTESTS_PROCESS[name]}",
+                pytrace=False,
+            )
     for name, value in arguments.items():
         try:
             pickle.dumps(value)

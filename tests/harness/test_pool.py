@@ -94,6 +94,19 @@ def test_does_not_take_rank():
 @pytest.mark.parametrize("value", [lambda: 0])
 def test_value_does_not_travel(rank, value):
     pass
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("capfd")
+def test_watches_another_process(rank):
+    pass
+
+@pytest.fixture
+def patched(monkeypatch):
+    return 1
+
+@pytest.mark.ranks(2)
+def test_patches_another_process(rank, patched):
+    pass
 """
 
 GPU = """
@@ -229,6 +242,10 @@ def test_misuse_is_explained(tmp_path):
     assert "a test that takes `rank` is marked with @pytest.mark.ranks(n)" in output
     assert "a test marked ranks(n) takes `rank: RankContext`" in output
     assert "argument 'value' does not travel to the ranks" in output
+    assert "fixture 'capfd' acts on pytest's own process" in output
+    assert "fixture 'monkeypatch' acts on pytest's own process, where a test marked ranks(n) does not run: do" in output
+    assert "in the body, with pytest.MonkeyPatch.context() as monkeypatch, or try/finally" in output
+    assert "4 failed, 1 error" in output
 
 
 def test_unknown_marker_option_is_explained(tmp_path):
