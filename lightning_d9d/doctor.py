@@ -152,18 +152,23 @@ def examine_machine() -> list[Finding]:
 # Ranks together
 
 
-def examine_group(device: torch.device | None, begin: Callable[[str], object] = lambda backend: None) -> GroupReport:
-    """All ranks of the default group, which is gloo. Collective; on rank 0 the report is of all ranks.
+def examine_group(
+    device: torch.device | None,
+    begin: Callable[[str], object] = lambda backend: None,
+    gloo_group: dist.ProcessGroup | None = None,
+) -> GroupReport:
+    """All ranks. Collective; on rank 0 the report is of all of them.
 
     Args:
         device: This rank's CUDA device, None where it has none.
         begin: Is told which backend comes next, in case it hangs.
+        gloo_group: All ranks, with gloo; None if the default group is that.
     """
     begin("gloo")
     rank = dist.get_rank()
     versions = env.versions()
-    findings = [_all_reduce(torch.device("cpu"), None, "gloo")]
-    with_device = all_gather_object(device is not None)
+    findings = [_all_reduce(torch.device("cpu"), gloo_group, "gloo")]
+    with_device = all_gather_object(device is not None, gloo_group)
     if any(with_device):
         ranks = [r for r, has_device in enumerate(with_device) if has_device]
         timeout = timedelta(seconds=JOB_SECONDS)
@@ -175,9 +180,9 @@ def examine_group(device: torch.device | None, begin: Callable[[str], object] = 
             findings.append(_all_reduce(device, group, "nccl"))
     findings += _links(device)
     findings.append(_copy_bandwidth(device or torch.device("cpu")))
-    offset, error = _clock_offset()
+    offset, error = _clock_offset(gloo_group)
     own = RankReport(rank, socket.gethostname(), examine_machine(), versions, offset, error)
-    return GroupReport(gather_object(own) or [], findings)
+    return GroupReport(gather_object(own, gloo_group) or [], findings)
 
 
 def _all_reduce(device: torch.device, group: dist.ProcessGroup | None, backend: str) -> Finding:
@@ -250,19 +255,19 @@ def _links(device: torch.device | None) -> Iterator[Finding]:
         yield Finding("ok", "topology", "\n" + topology)
 
 
-def _clock_offset() -> tuple[float, float]:
+def _clock_offset(group: dist.ProcessGroup | None) -> tuple[float, float]:
     """Seconds by which this rank's clock is ahead of rank 0's, and how far that may be wrong. Collective."""
     best = (0.0, float("inf")) if dist.get_rank() else (0.0, 0.0)
     clock = torch.zeros(1, dtype=torch.float64)
     for peer in range(1, dist.get_world_size()):
         for _ in range(NUM_CLOCK_EXCHANGES):
             if dist.get_rank() == 0:
-                dist.recv(clock, peer)
-                dist.send(torch.tensor([time.time()], dtype=torch.float64), peer)
+                dist.recv(clock, peer, group=group)
+                dist.send(torch.tensor([time.time()], dtype=torch.float64), peer, group=group)
             elif dist.get_rank() == peer:
                 start = time.time()
-                dist.send(clock, 0)
-                dist.recv(clock, 0)
+                dist.send(clock, 0, group=group)
+                dist.recv(clock, 0, group=group)
                 end = time.time()
                 best = min(best, ((start + end) / 2 - clock.item(), (end - start) / 2), key=lambda pair: pair[1])
     return best

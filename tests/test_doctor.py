@@ -58,7 +58,9 @@ def test_ranks_of_a_job(tmp_path):
 
 @pytest.mark.ranks(2)
 def test_group_of_ranks(rank: RankContext):
-    report = doctor.examine_group(rank.device if rank.device.type == "cuda" else None)
+    gloo = dist.new_group(backend="gloo")
+    report = doctor.examine_group(rank.device if rank.device.type == "cuda" else None, gloo_group=gloo)
+    dist.destroy_process_group(gloo)
     assert [each.rank for each in report.ranks] == ([0, 1] if rank.rank == 0 else [])
     assert set(levels(report.findings).values()) == {"ok"}
     for each in report.ranks:  # one machine, one clock

@@ -160,8 +160,9 @@ def _sum_over(group: dist.ProcessGroup, part: Tensor, norm_type: float) -> Tenso
     if norm_type != math.inf:
         dist.all_reduce(part, group=group)
         return part
-    # Backends may lose NaN in a maximum. The bits of floats that are not negative are ordered as integers, NaN on top.
-    bits = part.abs().view(torch.int64)
+    # Backends may lose NaN in a maximum. The bits of floats that are not negative are ordered as integers, NaN on top;
+    # a NaN may have a sign, which abs() leaves on CUDA.
+    bits = part.view(torch.int64) & torch.iinfo(torch.int64).max
     dist.all_reduce(bits, dist.ReduceOp.MAX, group=group)
     return bits.view(torch.float64)
 

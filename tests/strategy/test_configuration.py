@@ -64,7 +64,7 @@ def test_mesh_of_a_run(rank: RankContext) -> None:
     tables = [text for text in told if "tokens per step" in text]
     assert len(tables) == (2 if rank.rank == 0 else 0)
     for table in tables:
-        assert table.startswith("2 ranks on cpu, seen from rank 0")
+        assert table.startswith(f"2 ranks on {rank.device.type}, seen from rank 0")
         assert "dp 0/2" in table
         assert table.splitlines()[-2:][0].split() == ["tokens", "per", "step", "8"]
 

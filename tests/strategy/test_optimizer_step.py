@@ -58,16 +58,16 @@ class Watch(Callback):
         self.skipped: list[float] = []
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-        self.weights.append(torch.cat([p.detach().reshape(-1).clone() for p in module.parameters()]))
+        self.weights.append(torch.cat([p.detach().reshape(-1).clone() for p in module.parameters()]).cpu())
         self.skipped.append(float(trainer.callback_metrics["skipped_steps"]))
 
 
 CLIPS = [{}, {"gradient_clip_val": 0.1}, {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}]
 
 
-def check(make: Any, fused: bool, factor: float, clip: dict[str, Any], devices: int) -> Tensor:
+def check(make: Any, fused: bool, factor: float, clip: dict[str, Any], devices: int, device: str = "cpu") -> Tensor:
     watch, strategy = Watch(), D9DStrategy(skip_nonfinite=True)
-    run = trainer(strategy, devices, max_epochs=1, callbacks=[watch], **clip)
+    run = trainer(strategy, devices, device, max_epochs=1, callbacks=[watch], **clip)
     data = (
         loader(16 * devices)
         if make is ExplodingPlain
@@ -98,7 +98,7 @@ def test_a_bad_step_is_left_out(make: Any, fused: bool, factor: float, clip: dic
 @pytest.mark.parametrize("clip", CLIPS, ids=str)
 @pytest.mark.parametrize("make", [ExplodingPlain, ExplodingStaged])
 def test_all_ranks_leave_it_out(rank: RankContext, make: Any, clip: dict[str, Any]) -> None:
-    weights = check(make, False, float("inf"), clip, devices=2)
+    weights = check(make, False, float("inf"), clip, devices=2, device=str(rank.device))
     first, second = rank.all_gather_object(weights)
     torch.testing.assert_close(second, first, rtol=0, atol=0)
 

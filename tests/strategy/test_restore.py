@@ -13,8 +13,8 @@ from tests.harness.ranks import RankContext
 from tests.strategy.plain import Plain, loader, trainer
 
 
-def saved(path: Path, devices: int = 1) -> Path:
-    run = trainer(D9DStrategy(), devices, max_steps=1)
+def saved(path: Path, devices: int = 1, device: str = "cpu") -> Path:
+    run = trainer(D9DStrategy(), devices, device, max_steps=1)
     run.fit(Plain(), loader(16))
     run.save_checkpoint(path)
     return path
@@ -53,11 +53,11 @@ def test_a_checkpoint_of_another_model_names_what_differs(tmp_path: Path) -> Non
 
 @pytest.mark.ranks(2)
 def test_all_ranks_refuse_it(rank: RankContext) -> None:
-    path = saved(rank.tmp_dir / "step.ckpt", devices=2)
+    path = saved(rank.tmp_dir / "step.ckpt", 2, str(rank.device))
     with pytest.raises(StateError, match="is of another model"):
-        trainer(D9DStrategy(), 2).fit(Wider(), loader(16), ckpt_path=path)
+        trainer(D9DStrategy(), 2, str(rank.device)).fit(Wider(), loader(16), ckpt_path=path)
     if rank.rank == 0:
         path.write_bytes(b"hello")
     rank.barrier()
     with pytest.raises(StateError, match="cannot be read"):
-        trainer(D9DStrategy(), 2).fit(Plain(), loader(16), ckpt_path=path)
+        trainer(D9DStrategy(), 2, str(rank.device)).fit(Plain(), loader(16), ckpt_path=path)

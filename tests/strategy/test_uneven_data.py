@@ -206,13 +206,13 @@ def test_a_rank_without_validation_batches(rank: RankContext) -> None:
 
     class Silent(Plain):
         def validation_step(self, batch: list[Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
-            means_seen.append(self.net.get_buffer("1.running_mean").clone())
+            means_seen.append(self.net.get_buffer("1.running_mean").cpu().clone())
 
     module = Silent()
     run = run_trainer(rank, max_epochs=1)
     generator = torch.Generator().manual_seed(rank.rank)
     train = DataLoader(rows(8), batch_size=4, sampler=torch.randperm(8, generator=generator).tolist())
     run.fit(module, train, DataLoader(Stream(8 * rank.rank), batch_size=4))
-    means = rank.all_gather_object((means_seen, module.net.get_buffer("1.running_mean")))
+    means = rank.all_gather_object((means_seen, module.net.get_buffer("1.running_mean").cpu()))
     assert [len(seen) for seen, _ in means] == [0, 2]
     torch.testing.assert_close(means[1][0][0], means[0][1], rtol=0, atol=0)
