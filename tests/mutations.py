@@ -111,7 +111,7 @@ MUTATIONS = [
     ),
     Mutation(
         "every data rank reads the same rows",
-        "lightning_d9d/strategy/strategy.py",
+        "lightning_d9d/strategy/ranks.py",
         '"rank": self.mesh.dp_rank}',
         '"rank": 0}',
         f"{DDP} -k 'bitwise and adamw' tests/strategy/test_configuration.py",

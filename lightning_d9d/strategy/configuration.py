@@ -7,7 +7,6 @@ from dataclasses import fields
 
 import lightning as L
 import torch
-import torch.distributed as dist
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshConfig
@@ -37,10 +36,8 @@ def check_degrees(config: MeshConfig) -> None:
             )
 
 
-def check_equal_configuration(
-    settings: Mapping[str, object], trainer: L.Trainer, group: dist.ProcessGroup | None
-) -> None:
-    """Compare over ranks what would otherwise show as a hang or as wrong numbers. Collective.
+def check_equal_configuration(settings: Mapping[str, object], trainer: L.Trainer) -> None:
+    """Compare over all ranks what would otherwise show as a hang or as wrong numbers. Collective.
 
     Raises:
         ConfigError: On every rank, with the first setting that differs.
@@ -48,5 +45,5 @@ def check_equal_configuration(
     lines = [f"{name}={value}" for name, value in settings.items()]
     lines += [f"Trainer.{name}={getattr(trainer, name)}" for name in _TRAINER_SETTINGS]
     lines += [f"{package.__name__} {package.__version__}" for package in (torch, L)]
-    if difference := first_difference(lines, group):
+    if difference := first_difference(lines):
         raise ConfigError(f"ranks were started with different configurations: {difference}; start all of them alike")

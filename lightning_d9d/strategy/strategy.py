@@ -7,48 +7,31 @@ import inspect
 import itertools
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
 import lightning as L
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
-from lightning.fabric.utilities.distributed import (
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-)
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_only
-from lightning.fabric.utilities.seed import reset_seed
+from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.log import name_rank
-from lightning_d9d.mesh import MeshConfig, MeshDomains
+from lightning_d9d.mesh import MeshConfig
 from lightning_d9d.mesh.collectives import broadcast_tensors, check_equal_tensors
 from lightning_d9d.pipeline.microbatch import MicrobatchCount, num_tokens
 from lightning_d9d.schedule import Schedule, resolve_schedule
-from lightning_d9d.strategy.configuration import check_degrees, check_equal_configuration
-from lightning_d9d.strategy.launch import (
-    check_launcher_is_noticed,
-    check_number_of_ranks,
-    choose_network_interface,
-)
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.optimizer_step import OptimizerStep
 from lightning_d9d.strategy.precision import check_precision
 from lightning_d9d.strategy.progress import LateProgress
+from lightning_d9d.strategy.ranks import RankedStrategy, TimeoutConfig
 from lightning_d9d.strategy.restore import load_weights, read_checkpoint
-from lightning_d9d.strategy.shutdown import Shutdown, end_children_at_exit
 from lightning_d9d.strategy.train_step import TrainStep, cast_gradients
 from lightning_d9d.sync.buckets import GradientBuckets, GradSyncConfig
 from lightning_d9d.sync.norm import clip_gradients_by_norm, gradient_norm
@@ -56,28 +39,7 @@ from lightning_d9d.sync.norm import clip_gradients_by_norm, gradient_norm
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True)
-class TimeoutConfig:
-    """How long ranks wait for each other."""
-
-    init_seconds: float = 1800
-    """Timeout of collectives until the first optimizer step of a run is done: ranks may start, load and compile at
-    different speeds."""
-
-    step_seconds: float = 300
-    """Timeout of collectives from then on. Raise it where one rank works alone for longer, on a checkpoint say."""
-
-    shutdown_seconds: float = 5
-    """How long ranks have to stop together after Ctrl-C, SIGTERM or another rank's failure before each is ended. Raise
-    it where a checkpoint must be finished first."""
-
-    def __post_init__(self) -> None:
-        for name in ("init_seconds", "step_seconds", "shutdown_seconds"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"TimeoutConfig.{name}={getattr(self, name)!r} must be greater than 0 seconds")
-
-
-class D9DStrategy(ParallelStrategy):
+class D9DStrategy(RankedStrategy):
     """Trains any LightningModule as data-parallel replicas, and a `D9DModule` microbatch by microbatch.
 
     `D9DStrategy()` runs in one process without a process group (a notebook, say), or in as many as the Trainer has
@@ -112,20 +74,12 @@ class D9DStrategy(ParallelStrategy):
         skip_nonfinite: bool = False,
         process_group_backend: str | None = None,
     ) -> None:
-        super().__init__()
-        self.mesh_config = MeshConfig(data_parallel_replicate=-1) if mesh is None else mesh
-        check_degrees(self.mesh_config)
+        super().__init__(mesh, timeouts, process_group_backend)
         self.schedule = resolve_schedule(schedule)
         self.microbatch_count = MicrobatchCount(microbatch_size, num_microbatches)
         self.grad_sync = grad_sync
-        self.timeouts = timeouts
         self.skip_nonfinite = skip_nonfinite
-        self.num_nodes = 1
-        self._process_group_backend = process_group_backend
         self._checkpoint_path: str | Path = ""
-        self._mesh: MeshDomains | None = None
-        self._group: dist.ProcessGroup | None = None
-        self._shutdown: Shutdown | None = None
         self._late_progress: LateProgress | None = None
         self._parameters: list[nn.Parameter] = []
         self._has_buffers = False
@@ -134,81 +88,12 @@ class D9DStrategy(ParallelStrategy):
         self._train_step: TrainStep | None = None
         self._optimizer_step: OptimizerStep | None = None
         self._norm: Tensor | None = None
-        self._has_step_timeout = False
         self._is_described = False
         self._sync_gradients = True
         self._window_is_open = False
         self._buffers_are_stale = False
 
-    # Processes and devices
-
-    @property
-    def root_device(self) -> torch.device:
-        """This process's device."""
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        """Processes on this node."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 1
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether there is more than one process; Lightning injects samplers and reduces logged values then."""
-        return self.num_nodes * self.num_processes > 1
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """Number of data-parallel ranks and the coordinate of this one."""
-        if self.world_size == 1:
-            return {"num_replicas": 1, "rank": 0}
-        return {"num_replicas": self.mesh.dp_size, "rank": self.mesh.dp_rank}
-
-    @property
-    def process_group_backend(self) -> str:
-        """Backend of the default process group."""
-        return self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
-
-    def set_world_ranks(self) -> None:
-        """Tell the cluster environment and Lightning's rank-zero functions who this process is."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
-
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        check_launcher_is_noticed(self.cluster_environment)
-        if self.is_distributed and not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
-
-    def setup_environment(self) -> None:
-        """Take the device and, with more than one process, join the process group. Collective."""
-        assert self.cluster_environment is not None
-        check_number_of_ranks(self.cluster_environment, self.num_processes, self.num_nodes)
-        self.mesh_config.resolve(self.world_size)  # before anyone waits for the others
-        super().setup_environment()
-        if self.is_distributed:  # one process goes on with its random state, as on Lightning's one-device strategy
-            reset_seed()
-        self.set_world_ranks()
-        if self.world_size > 1 and not dist.is_initialized():
-            choose_network_interface(self.num_nodes)
-            _init_dist_connection(
-                self.cluster_environment,
-                self.process_group_backend,
-                timeout=timedelta(seconds=self.timeouts.init_seconds),
-                device_id=self.root_device if self.root_device.type != "cpu" else None,
-            )
-        if self.world_size > 1:
-            assert self.lightning_module is not None
-            trainer = self.lightning_module.trainer
-            self._shutdown = Shutdown(trainer, self.timeouts.shutdown_seconds, self.timeouts.init_seconds)
-            self._group = dist.group.WORLD if self.mesh.dp_size == self.world_size else self.mesh.group("dp")
-            name_rank(self.mesh.rank_name)
-            check_equal_configuration(self._settings(), trainer, self._group)
-
-    def _settings(self) -> dict[str, object]:
+    def settings(self) -> dict[str, object]:
         """What ranks must agree on, by the names of arguments."""
         return {
             "mesh": self.mesh_config,
@@ -219,25 +104,6 @@ class D9DStrategy(ParallelStrategy):
             "timeouts": self.timeouts,
             "skip_nonfinite": self.skip_nonfinite,
         }
-
-    @property
-    def mesh(self) -> MeshDomains:
-        """The mesh domains of this run. Modules and callbacks find them from `setup` on.
-
-        With one process nothing is built, and no process group made, before it is asked for here.
-        """
-        if self._mesh is None:
-            if self.world_size > 1 and not dist.is_initialized():
-                raise ConfigError("D9DStrategy.mesh before the ranks have joined; use it in setup() or later")
-            self._mesh = MeshDomains.build(
-                self.mesh_config, self.root_device.type, timeout_seconds=self.timeouts.init_seconds
-            )
-        return self._mesh
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The ranks over which batches are split; None for one process."""
-        return self._group
 
     # Setting up and tearing down
 
@@ -294,7 +160,7 @@ class D9DStrategy(ParallelStrategy):
                 self.model = self._layer_sync.revert(module)
             self._drop_gradients()
             super().teardown()
-            self._close_mesh()
+            self.close_mesh()
         finally:
             shutdown, self._shutdown = self._shutdown, None
             if shutdown is not None:
@@ -306,22 +172,6 @@ class D9DStrategy(ParallelStrategy):
         self._buckets = self._train_step = self._bucket_needs = self._late_progress = None
         self._parameters = []
         self._window_is_open = self._buffers_are_stale = False
-
-    def _close_mesh(self) -> None:
-        mesh, self._mesh, self._group = self._mesh, None, None
-        if mesh is not None:
-            if self._has_step_timeout:
-                mesh.set_timeout(self.timeouts.init_seconds)
-            mesh.close()
-        self._has_step_timeout = False
-
-    def on_exception(self, exception: BaseException) -> None:
-        """See to it that other ranks hear of it, and that ranks launched by this process end with it."""
-        super().on_exception(exception)
-        if self._shutdown is not None:
-            self._shutdown.watch.report(exception)  # where a tuner had put the Trainer's callbacks away
-        else:
-            end_children_at_exit(self.launcher, self.global_rank, self.timeouts.shutdown_seconds)
 
     def _check_module(self, module: L.LightningModule) -> None:
         if isinstance(module, D9DModule):
@@ -497,11 +347,7 @@ class D9DStrategy(ParallelStrategy):
                 result = optimizer.step(closure=functools.partial(self._run_and_cast, closure), **kwargs)
             else:
                 result = self._run_and_step(optimizer, closure, **kwargs)
-        if not self._has_step_timeout and self.world_size > 1:
-            self.mesh.set_timeout(self.timeouts.step_seconds)
-            if self._shutdown is not None:
-                self._shutdown.watch.wait_seconds = self.timeouts.step_seconds
-            self._has_step_timeout = True
+        self.set_step_timeout()
         return result
 
     def _run_and_cast(self, closure: Callable[[], Any]) -> Any:
@@ -610,40 +456,6 @@ class D9DStrategy(ParallelStrategy):
         self._norm = norm
         if self._train_step is not None:
             self._train_step.module.log("grad_norm", norm, batch_size=1)
-
-    # Collectives for Lightning and callbacks
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks. Collective."""
-        if self.world_size > 1 and dist.is_initialized():
-            dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
-
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        """Rank `src`'s object on every rank. Collective."""
-        if self.world_size == 1 or not dist.is_initialized():
-            return obj
-        objects = [obj]
-        dist.broadcast_object_list(objects, src, group=self.group)
-        return objects[0]
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: dist.ReduceOp.RedOpType | str | None = "mean") -> Any:
-        """Reduce a tensor in place over `group` (default: all ranks); other values return as they are. Collective.
-
-        Args:
-            tensor: Equal shapes and dtypes on all ranks.
-            group: A process group.
-            reduce_op: "mean" (or "avg"), another operation's name such as "sum", or a `ReduceOp`.
-        """
-        if self.world_size == 1 or not isinstance(tensor, Tensor):
-            return tensor
-        group = self.group if group is None else group
-        if isinstance(reduce_op, str) and reduce_op.lower() not in ("mean", "avg"):
-            reduce_op = getattr(dist.ReduceOp, reduce_op.upper())
-        if reduce_op is None or isinstance(reduce_op, str):
-            dist.all_reduce(tensor, group=group)
-            return tensor.copy_(tensor / dist.get_world_size(group))
-        dist.all_reduce(tensor, op=reduce_op, group=group)
-        return tensor
 
 
 StrategyRegistry.register(

@@ -67,7 +67,7 @@ USED: dict[str, Callable[[], bool]] = {
     # strategy/progress.py
     "_logger_connector": lambda: trainer()._logger_connector is not None,
     "_progress_bar_metrics": lambda: trainer()._logger_connector._progress_bar_metrics == {},
-    # strategy/strategy.py
+    # strategy/ranks.py, strategy/strategy.py
     "_combined_loader_states_to_load": lambda: (
         calls(fit_loop._FitLoop.on_load_checkpoint, "self._combined_loader_states_to_load = ")
         and calls(fit_loop._FitLoop.on_run_start, '_call_strategy_hook(trainer, "on_train_start")')
@@ -149,9 +149,10 @@ def test_every_use_is_listed() -> None:
 
 
 def test_every_inherited_attribute_is_listed() -> None:
-    tree = ast.parse((ROOT / "strategy" / "strategy.py").read_text())
-    own = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "self"}
-    own |= {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
+    trees = [ast.parse((ROOT / "strategy" / name).read_text()) for name in ("ranks.py", "strategy.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    own = {n.attr for n in nodes if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "self"}
+    own |= {n.name for n in nodes if isinstance(n, ast.FunctionDef)}
     theirs = {name for name in (*dir(ParallelStrategy), *vars(D9DStrategy())) if name in own and name.startswith("_")}
     inherited = {name for name in theirs if hasattr(ParallelStrategy, name) or name in _set_by_strategy()}
     assert {name for name in inherited if not name.startswith("__")} == set(INHERITED)
