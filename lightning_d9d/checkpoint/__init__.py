@@ -1,0 +1,26 @@
+"""Checkpoints that any mesh can load: a directory on torch Distributed Checkpoint.
+
+`directory.py`: save, open, remove; `metadata.py`: what torch writes beside the tensors, read without running code;
+`optimizers.py`: optimizer state by parameter name; `ranks.py`: what fails on one rank fails on all.
+"""
+
+from lightning_d9d.checkpoint.directory import (
+    Checkpoint,
+    is_directory,
+    open_directory,
+    remove_directory,
+    save_directory,
+)
+from lightning_d9d.checkpoint.metadata import StoredTensor
+from lightning_d9d.checkpoint.optimizers import load_optimizer_state, optimizer_state
+
+__all__ = [
+    "Checkpoint",
+    "StoredTensor",
+    "is_directory",
+    "load_optimizer_state",
+    "open_directory",
+    "optimizer_state",
+    "remove_directory",
+    "save_directory",
+]

@@ -1,0 +1,438 @@
+"""A checkpoint is a directory: tensors by global name, readable on any mesh, and plain values.
+
+    path/values.pt           the values, and which folder has the tensors
+    path/data-<token>/       torch Distributed Checkpoint: `.metadata` and at most one file a rank
+
+What is under `path` is always complete: `values.pt` is written last, and replaced in one step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import errno
+import io
+import math
+import os
+import re
+import secrets
+import shutil
+import warnings
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from lightning_d9d.checkpoint.metadata import METADATA_NAME, StoredTensor, digest, read_metadata, stored_tensors
+from lightning_d9d.checkpoint.ranks import Ranks, first_of, system_error
+from lightning_d9d.errors import ConfigError, StateError
+
+VALUES_NAME = "values.pt"
+_PARTIAL_VALUES_NAME = f".{VALUES_NAME}.partial"
+_FORMAT = "lightning_d9d checkpoint 1"
+_DATA_NAME = re.compile(r"data-[0-9a-f]{16}")
+
+
+def is_directory(path: str | Path) -> bool:
+    """Whether a checkpoint that `save_directory` wrote is there, or a damaged one."""
+    return Path(path, VALUES_NAME).is_file()
+
+
+def save_directory(
+    path: str | Path,
+    tensors: Mapping[str, Tensor],
+    values: Mapping[str, Any],
+    *,
+    named_values: Mapping[str, Any] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Save a checkpoint under `path`, in place of what is there: another checkpoint, a file or a link. Collective.
+
+    It appears there complete or not at all, whenever the process is killed: until then the former one stays. What a
+    killed save leaves behind, the next one to this path removes.
+
+    Args:
+        path: On a file system that all ranks see; the first rank's counts. Missing parents are made.
+        tensors: By global name. Plain ones are replicated: all ranks that have the name have the same values. A DTensor
+            may lie on any mesh. Ranks may hold different names.
+        values: Numbers, strings, lists, dicts, plain tensors. The first rank's are saved.
+        named_values: More of them, by name; all ranks' are saved, of equal names the lowest rank's.
+        group: The ranks that save; by default all.
+
+    Raises:
+        StateError: Some rank could not write, or the ranks do not see the same files; on every rank. What was under
+            `path` before is still there.
+        ConfigError: The path is a URL.
+    """
+    target, ranks = _on_file_system(path), Ranks(group)
+    failure = f"checkpoint {str(target)!r} cannot be saved"
+    named_values = named_values or {}
+    ranks.together(failure, lambda: _check(tensors, named_values))
+    all_named = ranks.merge(named_values)
+
+    def prepare() -> tuple[Path, str] | None:
+        if not ranks.is_first:
+            return None
+        if both := sorted(all_named.keys() & values.keys()):
+            raise StateError(f"{first_of(both)} in both values and named values; rename one")
+        _packed(values)
+        return target, _prepare(target)
+
+    prepared = ranks.together(failure, prepare)[0]
+    assert prepared is not None
+    target, name = prepared
+    try:
+        data = _root(target) / name
+        ranks.together(failure, lambda: _write_tensors(data, tensors, ranks))
+        ranks.together(failure, lambda: ranks.is_first and _publish(target, name, {**values, **all_named}))
+    except StateError:
+        with suppress(StateError):
+            ranks.together(failure, lambda: ranks.is_first and _tidy(target))
+            if not ranks.is_first:  # on a file system of its own
+                _tidy(target)
+        raise
+
+
+def open_directory(path: str | Path, *, group: dist.ProcessGroup | None = None, alone: bool = False) -> Checkpoint:
+    """Read a checkpoint's values, and check that its tensors are there. Collective, unless `alone`.
+
+    Runs no code of the files.
+
+    Args:
+        path: As given to `save_directory`.
+        group: The ranks that load, not necessarily those that saved; by default all.
+        alone: This process alone, without telling others.
+
+    Raises:
+        StateError: There is no checkpoint, or a file of it is missing, damaged, truncated or foreign; on every rank.
+        ConfigError: The path is a URL.
+    """
+    path, ranks = _on_file_system(path), Ranks(group, alone=alone)
+    opened: list[Checkpoint] = []
+
+    def read() -> str:
+        content = _read_values(path)
+        data = path / content["data"]
+        opened.append(Checkpoint(path, content["values"], data, read_metadata(data, content["metadata"]), ranks))
+        return content["data"]
+
+    failure = f"checkpoint {str(path)!r} cannot be read"
+    if len(set(ranks.together(failure, read))) > 1:
+        raise StateError(f"{failure}: ranks see different ones; put it on a file system that all ranks see")
+    return opened[0]
+
+
+def remove_directory(path: str | Path) -> None:
+    """Remove a checkpoint, or a link to one, so that a part of it is never left under its name. Not collective."""
+    path = _on_file_system(path)
+    if path.is_symlink():
+        path.unlink()
+        return
+    removed = _hidden(path, "removed")
+    _remove(removed)
+    with suppress(FileNotFoundError):
+        os.rename(path, removed)
+    _remove(removed)
+
+
+class Checkpoint:
+    """A checkpoint that `open_directory` opened; all of its files have been found."""
+
+    def __init__(self, path: Path, values: dict[str, Any], data: Path, metadata: Metadata, ranks: Ranks) -> None:
+        self.path = path
+        self.values = values
+        """Values and named values."""
+        self.tensors: dict[str, StoredTensor] = stored_tensors(metadata)
+        """Shape and dtype of each saved tensor, by name."""
+        self._data = data
+        self._metadata = metadata
+        self.ranks = ranks
+
+    def load(self, tensors: Mapping[str, Tensor], *, strict: bool = True, prefix: str = "") -> None:
+        """Overwrite tensors in place with the saved ones. Collective, over the ranks that opened it.
+
+        Args:
+            tensors: By the names under which they were saved; plain, or DTensors on any mesh. Ranks may hold
+                different names. Floating dtypes are cast, others must be the saved ones.
+            strict: All of them must have been saved, and all saved ones with `prefix` must be among some rank's.
+            prefix: What the names begin with that must all be asked for.
+
+        Raises:
+            StateError: Names, shapes or dtypes do not fit, on every rank, and no tensor was changed; or a file turned
+                out to be damaged while it was read.
+        """
+        failure = f"checkpoint {str(self.path)!r} cannot be loaded"
+        wanted = self.ranks.merge(
+            {(name, tuple(t.shape), str(t.dtype), t.is_meta): t.dtype for name, t in tensors.items()}
+        )
+        names = {name for name, *_ in wanted}
+        problems = [
+            problem
+            for (name, shape, _, is_meta), dtype in wanted.items()
+            if (problem := self._misfit(name, shape, dtype, is_meta, strict))
+        ]
+        if strict:
+            extra = [name for name in self.tensors if name.startswith(prefix) and name not in names]
+            problems += [f"{name} is in the checkpoint, but not asked for" for name in extra]
+        if problems:
+            raise StateError(
+                f"{failure}, it is of another model: {first_of(problems)}. Build the model as it was when it was "
+                "saved, or give another checkpoint"
+            )
+        self.ranks.together(failure, lambda: self._fill(tensors))
+
+    def read(self, prefix: str = "") -> dict[str, Tensor]:
+        """New whole tensors on the CPU, of all names that begin with `prefix`. Not collective.
+
+        Raises:
+            StateError: A file is damaged.
+        """
+        wanted = {name: spec for name, spec in self.tensors.items() if name.startswith(prefix)}
+        tensors = {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in wanted.items()}
+        Ranks(alone=True).together(f"checkpoint {str(self.path)!r} cannot be read", lambda: self._fill(tensors))
+        return tensors
+
+    def _misfit(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, is_meta: bool, strict: bool) -> str | None:
+        stored = self.tensors.get(name)
+        if stored is None:
+            return f"{name} is not in the checkpoint" if strict else None
+        if tuple(stored.shape) != shape:
+            return f"{name} has shape {list(stored.shape)} in the checkpoint, {list(shape)} in the model"
+        if stored.dtype != dtype and not (stored.dtype.is_floating_point and dtype.is_floating_point):
+            return f"{name} is {stored.dtype} in the checkpoint, {dtype} in the model"
+        return f"{name} is on the meta device; allocate it first" if is_meta else None
+
+    def _fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """What `dcp.load` does on each rank, without asking rank 0 about it and with the metadata read already."""
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False, allow_partial_load=True)
+        planner.set_up_planner(dict(tensors), self._metadata)
+        reader = dcp.FileSystemReader(self._data)
+        reader.set_up_storage_reader(self._metadata, is_coordinator=False)
+        plan = reader.prepare_local_plan(planner.create_local_plan())
+        try:
+            reader.read_data(planner.finish_plan(plan), planner).wait()
+        except OSError:
+            raise
+        except Exception as error:
+            raise StateError(f"a file in {str(self._data)!r} is damaged ({error}); give another checkpoint") from error
+
+
+# Tensors
+
+
+class _Planner(DefaultSavePlanner):
+    """Leaves out empty shards: nothing would be read from them."""
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        self.plan = dataclasses.replace(plan, items=[item for item in plan.items if not _is_empty_shard(item)])
+        return self.plan
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Names no path in the metadata, and fails with the error of the file system."""
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(save_id=self.save_id)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            raise system_error(error) from error
+
+
+def _is_empty_shard(item: WriteItem) -> bool:
+    data = item.tensor_data
+    return data is not None and math.prod(data.chunk.sizes) == 0 < math.prod(data.size)
+
+
+def _check(tensors: Mapping[str, Tensor], named_values: Mapping[str, Any]) -> None:
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise StateError(f"{name} is no tensor but {type(tensor).__name__}; give it among the values")
+    _packed(named_values)
+
+
+def _write_tensors(data: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.save(
+            dict(tensors),
+            storage_writer=_Writer(data),
+            planner=_Planner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            process_group=ranks.group,
+            no_dist=ranks.alone,
+        )
+
+
+# Values
+
+
+def _packed(values: Mapping[str, Any]) -> bytes:
+    """The values as a file that can be read again."""
+    try:
+        return _pack_and_check(dict(values))
+    except Exception as error:
+        for name, value in values.items():
+            try:
+                _pack_and_check({name: value})
+            except Exception as reason:
+                named = re.search(r"GLOBAL (\S+)", str(reason))
+                kind = named[1] if named else type(value).__name__
+                raise StateError(
+                    f"value {name!r} holds {kind}, which could not be loaded again; "
+                    "save numbers, strings, lists, dicts and plain tensors alone"
+                ) from error
+        raise
+
+
+def _pack_and_check(values: dict[str, Any]) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(values, buffer)
+    buffer.seek(0)
+    torch.load(buffer, map_location="cpu", weights_only=True)
+    return buffer.getvalue()
+
+
+def _read_values(path: Path) -> dict[str, Any]:
+    file = path / VALUES_NAME
+    if not path.exists():
+        raise StateError("there is nothing under this path; give another one")
+    if not file.is_file():
+        raise StateError(f"{str(file)!r} is missing: it is incomplete or no checkpoint of this package; give another")
+    try:
+        with zipfile.ZipFile(file) as archive:
+            damaged = archive.testzip()  # torch does not compare checksums
+        content = None if damaged else torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise StateError(f"{str(file)!r} is damaged, truncated or foreign; give another checkpoint") from error
+    if damaged:
+        raise StateError(f"{str(file)!r} is damaged; give another checkpoint")
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        raise StateError(f"{str(file)!r} is none of this version of the package; give another checkpoint")
+    if not _DATA_NAME.fullmatch(str(content.get("data"))):
+        raise StateError(f"{str(file)!r} names no folder of tensors; give another checkpoint")
+    return content
+
+
+# The directory
+
+
+def _on_file_system(path: str | Path) -> Path:
+    if "://" in str(path):
+        raise ConfigError(f"{path} is a URL; a checkpoint of several files needs a path on a file system")
+    return Path(path).absolute()
+
+
+def _hidden(path: Path, purpose: str) -> Path:
+    return path.with_name(f".{path.name}.{purpose}")
+
+
+def _is_own_directory(path: Path) -> bool:
+    return is_directory(path) and not path.is_symlink()
+
+
+def _root(path: Path) -> Path:
+    """Where a save to `path` puts its files: into the checkpoint that is there, else beside."""
+    return path if _is_own_directory(path) else _hidden(path, "partial")
+
+
+def _prepare(path: Path) -> str:
+    """Make the folder for the tensors; its name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _tidy(path)
+    if path.is_dir() and not path.is_symlink() and not is_directory(path) and any(path.iterdir()):
+        raise StateError("a directory with other files is there; remove it or give another path")
+    root = _root(path)
+    name = f"data-{secrets.token_hex(8)}"
+    root.mkdir(exist_ok=root == path)
+    (root / name).mkdir()
+    return name
+
+
+def _publish(path: Path, name: str, values: dict[str, Any]) -> None:
+    """Let the checkpoint appear under `path`; before the one step that does it, all is on the disk."""
+    root = _root(path)
+    data = root / name
+    if not (data / METADATA_NAME).exists():
+        raise StateError(f"{str(data / METADATA_NAME)!r} has vanished; save again")
+    metadata = digest(data)
+    read_metadata(data, metadata)
+    _sync(data)
+    content = _packed({"format": _FORMAT, "data": name, "metadata": metadata, "values": values})
+    with open(root / _PARTIAL_VALUES_NAME, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(root / _PARTIAL_VALUES_NAME, root / VALUES_NAME)
+    _sync(root)
+    if root != path:
+        try:
+            os.rename(root, path)
+        except NotADirectoryError:  # there is a file or a link
+            _swap(root, path)
+        _sync(path.parent)
+    _tidy(path)
+
+
+def _swap(new: Path, path: Path) -> None:
+    """Put a directory in place of a file or link: in one step where Linux and the file system can, else in two."""
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
+    here, exchange = -100, 2
+    if renameat2 is None or renameat2(here, os.fsencode(new), here, os.fsencode(path), exchange) != 0:
+        os.replace(path, _hidden(path, "replaced"))
+        os.rename(new, path)
+
+
+def _tidy(path: Path) -> None:
+    """Remove all but the checkpoint under `path` that a save or removal, killed or failed, has left behind."""
+    replaced = _hidden(path, "replaced")
+    if os.path.lexists(replaced) and not os.path.lexists(path):
+        os.replace(replaced, path)
+    for purpose in ("partial", "replaced", "removed"):
+        _remove(_hidden(path, purpose))
+    if _is_own_directory(path):
+        with suppress(StateError):  # damaged: whose data these are cannot be told
+            used = _read_values(path)["data"]
+            for entry in path.iterdir():
+                if entry.name == _PARTIAL_VALUES_NAME or (_DATA_NAME.fullmatch(entry.name) and entry.name != used):
+                    _remove(entry)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(FileNotFoundError):
+            path.unlink()
+
+
+def _sync(directory: Path) -> None:
+    """Put names on the disk, as `fsync` does with the content of files."""
+    with _opened(directory) as descriptor:
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # not every file system can
+                raise
+
+
+@contextmanager
+def _opened(directory: Path) -> Iterator[int]:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

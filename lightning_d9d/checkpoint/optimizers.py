@@ -1,0 +1,162 @@
+"""Optimizer state by parameter name: stages, frozen parts and other parameter groups do not matter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_d9d.checkpoint.directory import Checkpoint
+from lightning_d9d.errors import ConfigError, StateError
+
+_NOT_HYPERPARAMETERS = {"params", "param_names"}
+
+
+def optimizer_state(
+    optimizer: Optimizer, names: Mapping[nn.Parameter, str], prefix: str
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """An optimizer's state in terms of names, as `save_directory` takes it. Not collective.
+
+    Args:
+        optimizer: Any that holds its state as torch's do; the hooks of its `state_dict` run.
+        names: Global names of this rank's parameters.
+        prefix: What tells this optimizer from others and from the model.
+
+    Returns:
+        Tensors `{prefix}.{parameter name}.{key}` and named values: for each parameter `{prefix}.{parameter name}`, with
+        which tensors it has, what else its state is, and the hyperparameters of its group.
+
+    Raises:
+        ConfigError: A parameter of the optimizer has no name.
+    """
+    packed = optimizer.state_dict()
+    parameter_names = _parameter_names(optimizer, names)
+    states = packed.pop("state")
+    tensors: dict[str, Tensor] = {}
+    named_values: dict[str, Any] = {}
+    for group in packed.pop("param_groups"):
+        hyperparameters = {key: value for key, value in group.items() if key not in _NOT_HYPERPARAMETERS}
+        for index in group["params"]:
+            name = f"{prefix}.{parameter_names[index]}"
+            state = states.pop(index, {})
+            own = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+            tensors |= {f"{name}.{key}": value for key, value in own.items()}
+            values = {key: value for key, value in state.items() if key not in own}
+            named_values[name] = {"tensors": list(own), "values": values, "group": hyperparameters}
+    named_values[prefix] = {"state": states, "other": packed}
+    return tensors, named_values
+
+
+def load_optimizer_state(
+    optimizer: Optimizer, names: Mapping[nn.Parameter, str], prefix: str, checkpoint: Checkpoint
+) -> None:
+    """Give an optimizer the state that was saved for the parameters of these names. Collective, as `Checkpoint.load`.
+
+    State tensors of a parameter's shape are laid out as the parameter is; others are plain ones on the CPU, which the
+    optimizer's own `load_state_dict` moves (its hooks run). A parameter that had no state when it was saved, or was not
+    in the optimizer, gets none. A group takes the hyperparameters that its parameters had.
+
+    Args:
+        optimizer: Of the same kind.
+        names: Global names of this rank's parameters; as for `optimizer_state`.
+        prefix: As it was saved.
+        checkpoint: Open.
+
+    Raises:
+        StateError: No parameter of the optimizer was saved with it, parameters of one group had different
+            hyperparameters, or tensors are missing; on every rank.
+    """
+    prepared: list[tuple[dict[str, Any], dict[str, Tensor]]] = []
+    failure = f"optimizer state {prefix!r} of checkpoint {str(checkpoint.path)!r} cannot be loaded"
+
+    def prepare() -> int:
+        prepared.append(_prepare(optimizer, names, prefix, checkpoint))
+        return sum(f"{prefix}.{name}" in checkpoint.values for name in _parameter_names(optimizer, names))
+
+    if not any(checkpoint.ranks.together(failure, prepare)):
+        raise StateError(f"{failure}: it has none of the parameters' names; give the checkpoint of this model")
+    [(state, tensors)] = prepared
+    checkpoint.load(tensors, strict=False)
+    checkpoint.ranks.together(failure, lambda: optimizer.load_state_dict(state))
+
+
+def _prepare(
+    optimizer: Optimizer, names: Mapping[nn.Parameter, str], prefix: str, checkpoint: Checkpoint
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What `load_state_dict` takes, and the tensors in it that are still to be filled."""
+    values = checkpoint.values
+    parameter_names = [f"{prefix}.{name}" for name in _parameter_names(optimizer, names)]
+    if prefix not in values:
+        raise StateError("none was saved under this prefix; give the checkpoint of a run with as many optimizers")
+    parameters = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+    tensors: dict[str, Tensor] = {}
+    states: dict[Any, dict[Any, Any]] = {}
+    for index, (parameter, name) in enumerate(zip(parameters, parameter_names, strict=True)):
+        stored = values.get(name, {"tensors": [], "values": {}})
+        own = {key: _room(parameter, key, f"{name}.{key}", checkpoint) for key in stored["tensors"]}
+        tensors |= {f"{name}.{key}": tensor for key, tensor in own.items()}
+        if own or stored["values"]:
+            states[index] = {**own, **stored["values"]}
+    groups: list[dict[str, Any]] = []
+    rest = iter(enumerate(parameter_names))
+    for group in optimizer.param_groups:
+        members = [next(rest) for _ in group["params"]]
+        hyperparameters = _hyperparameters(group, [name for _, name in members], values)
+        groups.append({**hyperparameters, "params": [index for index, _ in members]})
+    other = values[prefix]
+    return {**other["other"], "state": {**other["state"], **states}, "param_groups": groups}, tensors
+
+
+def _room(parameter: nn.Parameter, key: Any, name: str, checkpoint: Checkpoint) -> Tensor:
+    if name not in checkpoint.tensors:
+        raise StateError(f"{name} is not in the checkpoint; give another one")
+    shape, dtype = checkpoint.tensors[name]
+    if shape == parameter.shape and key != "step":  # which is a scalar even beside scalar parameters
+        return torch.empty_like(parameter.detach(), dtype=dtype)
+    return torch.empty(shape, dtype=dtype)
+
+
+def _hyperparameters(group: Mapping[str, Any], names: list[str], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that the group's parameters had when saved; its own if none of them was."""
+    own = {key: value for key, value in group.items() if key not in _NOT_HYPERPARAMETERS}
+    saved = [(name, values[name]["group"]) for name in names if name in values]
+    if not saved:
+        return own
+    first_name, first = saved[0]
+    for name, other in saved:
+        if other is first:
+            continue
+        for key in first.keys() | other.keys():
+            if key not in first or key not in other or not _equal(first[key], other[key]):
+                raise StateError(
+                    f"{first_name} and {name} are in one group of the optimizer, but were saved with {key}="
+                    f"{first.get(key)!r} and {other.get(key)!r}; group the parameters as they were"
+                )
+    return {key: _beside(value, own.get(key)) for key, value in first.items()}
+
+
+def _beside(value: Any, present: Any) -> Any:
+    """On the device of the value that it replaces, if that is a tensor."""
+    return value.to(present.device) if isinstance(value, Tensor) and isinstance(present, Tensor) else value
+
+
+def _equal(first: Any, second: Any) -> bool:
+    return bool(first == second)
+
+
+def _parameter_names(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> list[str]:
+    """In the order in which torch numbers an optimizer's parameters."""
+    found = []
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if parameter not in names:
+                raise ConfigError(
+                    f"a parameter of shape {list(parameter.shape)} in group {number} of {type(optimizer).__name__} is "
+                    "none of the module, so its state has no name; give the optimizer the module's parameters"
+                )
+            found.append(names[parameter])
+    return found
