@@ -9,12 +9,14 @@ from __future__ import annotations
 from lightning_d9d.errors import ConfigError, RankError, ScheduleError, StateError
 from lightning_d9d.mesh import MeshConfig, MeshDomains
 from lightning_d9d.pipeline.types import StageInfo, StageInputs, WeightedLoss
+from lightning_d9d.strategy.checkpoints import CheckpointConfig
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.ranks import TimeoutConfig
 from lightning_d9d.strategy.strategy import D9DStrategy
 from lightning_d9d.sync.buckets import GradSyncConfig
 
 __all__ = [
+    "CheckpointConfig",
     "ConfigError",
     "D9DModule",
     "D9DStrategy",

@@ -1,10 +1,14 @@
-"""Seeds: which ranks draw the same random numbers and which draw other ones."""
+"""Seeds: which ranks draw the same random numbers and which draw other ones. And the state of what draws them."""
 
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Mapping
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh.config import MeshConfig
@@ -70,3 +74,31 @@ def derived(*parts: object, bits: int = 63) -> int:
     """
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=-(-bits // 8)).digest()
     return int.from_bytes(digest, "little") >> (-bits % 8)
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """The state of the global random number generators of torch (CPU and `device`), NumPy and Python.
+
+    In tensors and numbers, which load from a file without running code.
+    """
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": (version, torch.tensor(words), gauss),
+        "numpy": (name, torch.tensor(keys.astype(np.int64)), position, has_gauss, cached),  # type: ignore[union-attr]
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Let the global generators go on from `random_state`'s; a CUDA device's only if there was one."""
+    version, words, gauss = state["python"]
+    name, keys, *rest = state["numpy"]
+    random.setstate((version, tuple(words.tolist()), gauss))
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 import lightning as L
@@ -26,12 +25,12 @@ from lightning_d9d.mesh import MeshConfig
 from lightning_d9d.mesh.collectives import broadcast_tensors, check_equal_tensors
 from lightning_d9d.pipeline.microbatch import MicrobatchCount, num_tokens
 from lightning_d9d.schedule import Schedule, resolve_schedule
+from lightning_d9d.strategy.checkpoints import CheckpointConfig, CheckpointedStrategy
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.optimizer_step import OptimizerStep
 from lightning_d9d.strategy.precision import check_precision
 from lightning_d9d.strategy.progress import LateProgress
-from lightning_d9d.strategy.ranks import RankedStrategy, TimeoutConfig
-from lightning_d9d.strategy.restore import load_weights, read_checkpoint
+from lightning_d9d.strategy.ranks import TimeoutConfig
 from lightning_d9d.strategy.train_step import TrainStep, cast_gradients
 from lightning_d9d.sync.buckets import GradientBuckets, GradSyncConfig
 from lightning_d9d.sync.norm import clip_gradients_by_norm, gradient_norm
@@ -39,7 +38,7 @@ from lightning_d9d.sync.norm import clip_gradients_by_norm, gradient_norm
 T = TypeVar("T")
 
 
-class D9DStrategy(RankedStrategy):
+class D9DStrategy(CheckpointedStrategy):
     """Trains any LightningModule as data-parallel replicas, and a `D9DModule` microbatch by microbatch.
 
     `D9DStrategy()` runs in one process without a process group (a notebook, say), or in as many as the Trainer has
@@ -53,6 +52,7 @@ class D9DStrategy(RankedStrategy):
         microbatch_size: Rows of a microbatch. By default a batch is one microbatch.
         num_microbatches: The number of microbatches instead.
         grad_sync: Dtype and size of the gradient buckets.
+        checkpoint: Whether checkpoints are files or directories.
         timeouts: Limits for collectives and for stopping.
         skip_nonfinite: Leave out optimizer steps where the norm of all gradients is not finite, on all ranks together;
             their number is logged as `skipped_steps`. Optimizers other than torch's fused ones cost a host sync a step
@@ -70,16 +70,16 @@ class D9DStrategy(RankedStrategy):
         microbatch_size: int | None = None,
         num_microbatches: int | None = None,
         grad_sync: GradSyncConfig = GradSyncConfig(),
+        checkpoint: CheckpointConfig = CheckpointConfig(),
         timeouts: TimeoutConfig = TimeoutConfig(),
         skip_nonfinite: bool = False,
         process_group_backend: str | None = None,
     ) -> None:
-        super().__init__(mesh, timeouts, process_group_backend)
+        super().__init__(checkpoint, mesh=mesh, timeouts=timeouts, process_group_backend=process_group_backend)
         self.schedule = resolve_schedule(schedule)
         self.microbatch_count = MicrobatchCount(microbatch_size, num_microbatches)
         self.grad_sync = grad_sync
         self.skip_nonfinite = skip_nonfinite
-        self._checkpoint_path: str | Path = ""
         self._late_progress: LateProgress | None = None
         self._parameters: list[nn.Parameter] = []
         self._has_buffers = False
@@ -101,6 +101,7 @@ class D9DStrategy(RankedStrategy):
             "microbatch_size": self.microbatch_count.microbatch_size,
             "num_microbatches": self.microbatch_count.num_microbatches,
             "grad_sync": self.grad_sync,
+            "checkpoint": self.checkpoint_config,
             "timeouts": self.timeouts,
             "skip_nonfinite": self.skip_nonfinite,
         }
@@ -159,6 +160,7 @@ class D9DStrategy(RankedStrategy):
             if self._layer_sync is not None and module is not None and module.trainer.state.fn == TrainerFn.FITTING:
                 self.model = self._layer_sync.revert(module)
             self._drop_gradients()
+            self.forget_checkpoint()
             super().teardown()
             self.close_mesh()
         finally:
@@ -264,32 +266,7 @@ class D9DStrategy(RankedStrategy):
             )
         return super().process_dataloader(dataloader)
 
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Lightning's own; a file that cannot be read becomes a `StateError` that names it."""
-        self._checkpoint_path = checkpoint_path
-        read = functools.partial(super().load_checkpoint, checkpoint_path, weights_only=weights_only)
-        return read_checkpoint(read, checkpoint_path)
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Lightning's own; another model's weights become a `StateError` that names what differs."""
-        assert self.lightning_module is not None
-        load_weights(self.lightning_module, checkpoint["state_dict"], strict, self._checkpoint_path)
-
     # Steps
-
-    def on_train_start(self) -> None:
-        """Give resumed dataloaders their place in the epoch where Lightning has not.
-
-        A module that reads `estimated_stepping_batches` has the data set up before their state is there, and Lightning
-        sets them up only once (its issue 20550).
-        """
-        super().on_train_start()
-        assert self.lightning_module is not None
-        loop = self.lightning_module.trainer.fit_loop
-        if loop.restarting and loop._combined_loader_states_to_load:
-            assert loop._data_fetcher is not None
-            loop._load_combined_loader_states()
-            iter(loop._data_fetcher)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Lightning calls it for batches that are not None."""

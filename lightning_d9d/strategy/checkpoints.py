@@ -1,0 +1,318 @@
+"""What Lightning asks of a strategy about checkpoints: a file or a directory, and going on where one was saved."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.fabric.utilities.optimizer import _optimizer_to_device
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+from lightning_d9d.checkpoint import (
+    Checkpoint,
+    is_directory,
+    load_optimizer_state,
+    open_directory,
+    optimizer_state,
+    remove_directory,
+    save_directory,
+)
+from lightning_d9d.data import can_resume_by_sampler, make_resumable
+from lightning_d9d.errors import ConfigError, StateError
+from lightning_d9d.mesh.collectives import gather_object
+from lightning_d9d.mesh.seeds import random_state, set_random_state
+from lightning_d9d.strategy.module import D9DModule
+from lightning_d9d.strategy.ranks import RankedStrategy
+from lightning_d9d.strategy.restore import load_weights, read_checkpoint
+
+_RANKS = "lightning_d9d_ranks"
+"""What each rank adds to a checkpoint, in the order of ranks."""
+_MODEL = "model."
+_OPTIMIZER = "optimizer_{}"
+
+Mode = Literal["auto", "sharded", "consolidated"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """What a checkpoint is. Both kinds load on any mesh, whichever is configured."""
+
+    mode: Mode = "auto"
+    """"sharded": a directory, to which each rank writes what it holds. "consolidated": Lightning's own file, written by
+    rank 0, for which sharded tensors are gathered one by one. "auto": the file for a plain LightningModule without
+    sharded tensors, else the directory."""
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(Mode):
+            raise ConfigError(
+                f"CheckpointConfig.mode={self.mode!r} must be one of {', '.join(map(repr, get_args(Mode)))}"
+            )
+
+
+class CheckpointedStrategy(RankedStrategy):
+    """The part of `D9DStrategy` that saves and loads.
+
+    Args:
+        checkpoint: File or directory.
+        options: For `RankedStrategy`.
+    """
+
+    def __init__(self, checkpoint: CheckpointConfig, **options: Any) -> None:
+        super().__init__(**options)
+        self.checkpoint_config = checkpoint
+        self._checkpoint_path: str | Path = ""
+        self._opened: Checkpoint | None = None
+        self._resumed: Mapping[str, Any] | None = None
+        self._undo_loaders: list[Callable[[], None]] = []
+
+    # Saving
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Save what Lightning has put together, a file or a directory; see `CheckpointConfig`. Collective.
+
+        Raises:
+            StateError: The directory could not be written; on every rank.
+        """
+        assert self.lightning_module is not None
+        filepath = self.broadcast(filepath)
+        if "optimizer_states" in checkpoint and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            checkpoint[_RANKS] = self._gather_ranks(checkpoint)
+        if self._saves_directory:
+            if storage_options is not None:
+                raise ConfigError(f"storage_options={storage_options!r}: a checkpoint directory takes none")
+            self._save_directory(checkpoint, filepath)
+        else:
+            for key in ("state_dict", "optimizer_states"):
+                if key in checkpoint:
+                    checkpoint[key] = tree_map(functools.partial(_gathered, keep=self.is_global_zero), checkpoint[key])
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @property
+    def _saves_directory(self) -> bool:
+        module = self.lightning_module
+        assert module is not None
+        if self.checkpoint_config.mode == "auto":
+            return isinstance(module, D9DModule) or has_sharded_tensors(module)
+        return self.checkpoint_config.mode == "sharded"
+
+    def _save_directory(self, checkpoint: dict[str, Any], path: str | Path) -> None:
+        state = {f"{_MODEL}{name}": value for name, value in checkpoint.pop("state_dict").items()}
+        tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        named_values = {name: value for name, value in state.items() if name not in tensors}
+        if "optimizer_states" in checkpoint:
+            checkpoint["optimizer_states"] = len(self.optimizers)
+            names = self._parameter_names()
+            for index, optimizer in enumerate(self.optimizers):
+                of_optimizer = optimizer_state(optimizer, names, _OPTIMIZER.format(index))
+                tensors.update(of_optimizer[0])
+                named_values.update(of_optimizer[1])
+        save_directory(path, tensors, checkpoint, named_values=named_values)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Lightning's own for files; a directory has it by parameter names, which `save_checkpoint` sees to."""
+        return {} if self._saves_directory else super().optimizer_state(optimizer)
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Remove a file or a directory, a directory so that no part of it is left under its name."""
+        if self.is_global_zero and (is_directory(filepath) or Path(filepath).is_symlink()):
+            remove_directory(filepath)
+        else:
+            super().remove_checkpoint(filepath)
+
+    def _parameter_names(self) -> dict[nn.Parameter, str]:
+        """As in checkpoints."""
+        assert self.lightning_module is not None
+        state = self.lightning_module.state_dict(keep_vars=True)
+        names: dict[nn.Parameter, str] = {}
+        for name, value in state.items():
+            if isinstance(value, nn.Parameter):
+                names.setdefault(value, name)
+        return names
+
+    # Loading
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a file, or open a directory, whose tensors are read later, each to its place. Collective.
+
+        Args:
+            checkpoint_path: Of either.
+            weights_only: For files, as in Lightning. Directories never run code.
+
+        Raises:
+            StateError: It is damaged, incomplete or foreign; on every rank.
+        """
+        assert self.lightning_module is not None
+        self._checkpoint_path, self._opened = checkpoint_path, None
+        if self.broadcast(is_directory(checkpoint_path)):
+            self._opened = open_directory(checkpoint_path)
+            checkpoint = dict(self._opened.values)
+        else:
+            read = functools.partial(super().load_checkpoint, checkpoint_path, weights_only=weights_only)
+            checkpoint = read_checkpoint(read, checkpoint_path)
+        ranks = checkpoint.pop(_RANKS, None)
+        if ranks is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            self._resumed = self._of_this_rank(ranks)
+            checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = self._resumed["loaders"]
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Give the module the weights, however its tensors are sharded. Collective for directories.
+
+        Raises:
+            StateError: They are another model's, with what differs.
+        """
+        module = self.lightning_module
+        assert module is not None
+        if self._opened is None:
+            state = checkpoint["state_dict"]
+            load_weights(module, _laid_out_like(module.state_dict(), state), strict, self._checkpoint_path)
+            return
+        state = module.state_dict()
+        tensors = {f"{_MODEL}{name}": value for name, value in state.items() if isinstance(value, Tensor)}
+        self._opened.load(tensors, strict=strict, prefix=_MODEL)
+        values = self._opened.values
+        extra = {name: values[f"{_MODEL}{name}"] for name in state if f"{_MODEL}{name}" in values}
+        load_weights(module, {**state, **extra}, strict, self._checkpoint_path)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Give optimizers their state, however their parameters are sharded. Collective for directories.
+
+        Raises:
+            StateError: Their number or their parameters differ from what was saved.
+        """
+        states: Any = checkpoint["optimizer_states"]
+        num_saved = len(states) if self._opened is None else states
+        if num_saved != len(self.optimizers):
+            raise StateError(
+                f"checkpoint {str(self._checkpoint_path)!r} has {num_saved} optimizers and the module "
+                f"{len(self.optimizers)}; let configure_optimizers return as many"
+            )
+        names = {} if self._opened is None else self._parameter_names()
+        for index, optimizer in enumerate(self.optimizers):
+            if self._opened is None:
+                optimizer.load_state_dict(_sharded_state(optimizer, states[index]))
+            else:
+                load_optimizer_state(optimizer, names, _OPTIMIZER.format(index), self._opened)
+            _optimizer_to_device(optimizer, self.root_device)
+
+    # Going on in the middle of an epoch
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Let a map-style training loader go on in the middle of an epoch; others have their own way, or none."""
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.training and can_resume_by_sampler(dataloader):
+            self._undo_loaders.append(make_resumable(cast(Any, dataloader), self._num_batches_read))
+        return super().process_dataloader(dataloader)
+
+    def on_train_start(self) -> None:
+        """Go on with the random numbers and in the place in the epoch of a checkpoint that was loaded.
+
+        Lightning gives loaders their state before the first epoch, but samplers their epoch only afterwards, when
+        worker processes have read the first batches; and none at all where a module reads
+        `estimated_stepping_batches` (its issue 20550). So loaders begin once more here.
+        """
+        super().on_train_start()
+        resumed, self._resumed = self._resumed, None
+        if resumed is None:
+            return
+        assert self.lightning_module is not None
+        loop = self.lightning_module.trainer.fit_loop
+        loader, fetcher = loop._combined_loader, loop._data_fetcher
+        assert loader is not None
+        assert fetcher is not None
+        for each in loader.flattened:
+            _set_sampler_epoch(each, cast(Any, loop.epoch_progress.current).processed)
+        loader._load_state_dicts(resumed["loaders"])
+        between_epochs = self._num_batches_read() == 0
+        if between_epochs:  # the order of the epoch is still to be drawn, as it would have been
+            self._set_random_state(resumed)
+        iter(fetcher)
+        if not between_epochs:
+            self._set_random_state(resumed)
+
+    def _set_random_state(self, resumed: Mapping[str, Any]) -> None:
+        if resumed["random"] is not None:
+            set_random_state(resumed["random"], self.root_device)
+
+    def _num_batches_read(self) -> int:
+        """How many batches the current epoch has trained on; 0 between epochs."""
+        assert self.lightning_module is not None
+        progress = self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress
+        return 0 if progress.is_last_batch else cast(Any, progress.current).processed
+
+    def _gather_ranks(self, checkpoint: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+        ours = {
+            "random": random_state(self.root_device),
+            "loaders": checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", []),
+            "dp_rank": self.mesh.dp_rank if self.world_size > 1 else 0,
+        }
+        return gather_object(ours) if self.world_size > 1 else [ours]
+
+    def _of_this_rank(self, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+        """What this rank goes on with; without random numbers on another number of ranks."""
+        dp_rank, dp_size = (self.mesh.dp_rank, self.mesh.dp_size) if self.world_size > 1 else (0, 1)
+        dp_size_saved = 1 + max(each["dp_rank"] for each in ranks)
+        if dp_size != dp_size_saved:
+            rank_zero_warn(
+                f"the checkpoint was saved by {dp_size_saved} data-parallel ranks and {dp_size} go on: if that was in "
+                "the middle of an epoch, some samples of that epoch are read twice or not at all"
+            )
+        own = next((each for each in ranks if each["dp_rank"] == dp_rank), ranks[0])
+        is_same_job = len(ranks) == self.world_size
+        return {"loaders": own["loaders"], "random": ranks[self.global_rank]["random"] if is_same_job else None}
+
+    def forget_checkpoint(self) -> None:
+        """Give loaders back as they were and drop what was loaded. Local."""
+        self._opened = self._resumed = None
+        while self._undo_loaders:
+            self._undo_loaders.pop()()
+
+
+def has_sharded_tensors(module: nn.Module) -> bool:
+    """Whether some parameter or buffer is a DTensor."""
+    return any(isinstance(tensor, DTensor) for tensor in (*module.parameters(), *module.buffers()))
+
+
+def _gathered(value: Any, keep: bool) -> Any:
+    """A DTensor whole, on the CPU, where it is kept. Collective."""
+    if not isinstance(value, DTensor):
+        return value
+    whole = value.full_tensor()
+    return whole.cpu() if keep else None
+
+
+def _laid_out_like(present: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
+    """A whole model's tensors, cut as the model's are. Local: each rank has all of it."""
+    return {
+        name: _cut(value, present[name]) if isinstance(present.get(name), DTensor) else value
+        for name, value in whole.items()
+    }
+
+
+def _sharded_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's whole state, cut as its parameters are."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not any(isinstance(parameter, DTensor) for parameter in parameters):
+        return state
+    of_parameters = {
+        index: {key: _cut(value, parameters[index]) for key, value in entries.items()}
+        for index, entries in state["state"].items()
+    }
+    return {**state, "state": of_parameters}
+
+
+def _cut(value: Any, like: Tensor) -> Any:
+    if not isinstance(like, DTensor) or not isinstance(value, Tensor) or value.shape != like.shape:
+        return value  # of another shape: what differs is told, or it is a step count
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
