@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import lightning as L
@@ -51,8 +51,8 @@ class ByteTextDataModule(L.LightningDataModule):
 
     The files are put in the order of a hash of their paths, which is the same on every machine and mixes the folders;
     the last `validation_fraction` of the bytes is held out (at most one file lies on both sides). Training windows
-    are shuffled by `seed` and epoch, and every data rank reads its own; a resumed run goes on with the batch that an
-    uninterrupted one would have read.
+    are shuffled by `seed` and epoch, and every data rank reads its own; under `D9DStrategy` a resumed run goes on
+    with the batch that an uninterrupted one would have read.
 
     Args:
         directory: Folder to read; default: the sources of Python's own standard library, without its tests.
@@ -117,26 +117,28 @@ class ByteTextDataModule(L.LightningDataModule):
         """Nats per byte of the training text: the loss of a model that knows how often each byte occurs, no more."""
         return unigram_entropy(self._require_text(self.train_tokens))
 
-    def train_dataloader(self) -> ResumableLoader:
+    def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         """This data rank's training windows; an incomplete last batch is left out."""
         return self._dataloader(ByteWindows(self._require_text(self.train_tokens), self.sequence_length), shuffle=True)
 
-    def val_dataloader(self) -> ResumableLoader:
+    def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         """This data rank's held-out windows, in one mixed order, so that `limit_val_batches` takes a fair sample."""
         windows = ByteWindows(self._require_text(self.validation_tokens), self.sequence_length)
         order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(self.seed))
         return self._dataloader(Subset(windows, order.tolist()), shuffle=False)
 
-    def test_dataloader(self) -> ResumableLoader:
+    def test_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         """As `val_dataloader`."""
         return self.val_dataloader()
 
-    def predict_dataloader(self) -> ResumableLoader:
+    def predict_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         """This data rank's held-out windows without labels, in the order of the text."""
         tokens = self._require_text(self.validation_tokens)
         return self._dataloader(ByteWindows(tokens, self.sequence_length, labels=False), shuffle=False)
 
-    def _dataloader(self, windows: ByteWindows | Subset[dict[str, Tensor]], shuffle: bool) -> ResumableLoader:
+    def _dataloader(
+        self, windows: ByteWindows | Subset[dict[str, Tensor]], shuffle: bool
+    ) -> DataLoader[dict[str, Tensor]]:
         # Not left to Lightning, whose sampler takes its seed from the job instead of from this data module.
         ranks = (self.trainer and self.trainer.distributed_sampler_kwargs) or {"num_replicas": 1, "rank": 0}
         num_needed = ranks["num_replicas"] * (self.batch_size if shuffle else 1)
@@ -149,7 +151,7 @@ class ByteTextDataModule(L.LightningDataModule):
                 f"{self.validation_fraction}."
             )
         sampler = DistributedSampler(windows, shuffle=shuffle, seed=self.seed, drop_last=True, **ranks)
-        return ResumableLoader(
+        return DataLoader(
             windows, batch_size=self.batch_size, sampler=sampler, drop_last=shuffle, num_workers=self.num_workers
         )
 
@@ -157,41 +159,6 @@ class ByteTextDataModule(L.LightningDataModule):
         if tokens is None:
             raise RuntimeError("ByteTextDataModule has read no text yet: call setup() first (a Trainer does).")
         return tokens
-
-
-class ResumableLoader(DataLoader[dict[str, Tensor]]):
-    """A DataLoader whose state, saved by Lightning, is the place in the epoch; a resumed one leaves out what was read.
-
-    The state is the same on every rank and does not depend on the number of workers.
-    """
-
-    num_fetched = 0
-    resume_at: tuple[int, int] | None = None
-
-    @property
-    def epoch(self) -> int:
-        """The epoch whose order the sampler gives; 0 if it has one order only."""
-        return self.sampler.epoch if isinstance(self.sampler, DistributedSampler) else 0
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:  # type: ignore[override]
-        # A generator: the first batch is read when it is asked for. By then Lightning has set the sampler's epoch,
-        # the next one if the checkpoint was saved at the end of an epoch.
-        epoch, num_read = self.resume_at or (-1, 0)
-        self.resume_at = None
-        self.num_fetched = 0
-        for batch in super().__iter__():
-            self.num_fetched += 1
-            if self.epoch != epoch or self.num_fetched > num_read:
-                yield batch
-
-    def state_dict(self) -> dict[str, int]:
-        """The epoch and the number of its batches that were read."""
-        return {"epoch": self.epoch, "num_fetched": self.num_fetched}
-
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Makes the next iteration leave out what was read, unless it is of another epoch."""
-        self.num_fetched = state_dict["num_fetched"]
-        self.resume_at = (state_dict["epoch"], self.num_fetched)
 
 
 def source_directory(directory: str | None) -> Path:

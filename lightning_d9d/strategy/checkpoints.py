@@ -73,6 +73,7 @@ class CheckpointedStrategy(RankedStrategy):
         self._opened: Checkpoint | None = None
         self._resumed: Mapping[str, Any] | None = None
         self._undo_loaders: list[Callable[[], None]] = []
+        self._loader_states: list[dict[str, Any]] | None = None
 
     # Saving
 
@@ -212,6 +213,7 @@ class CheckpointedStrategy(RankedStrategy):
         """Let a map-style training loader go on in the middle of an epoch; others have their own way, or none."""
         assert self.lightning_module is not None
         if self.lightning_module.trainer.training and can_resume_by_sampler(dataloader):
+            self._loader_states = None
             self._undo_loaders.append(make_resumable(cast(Any, dataloader), self._num_batches_read))
         return super().process_dataloader(dataloader)
 
@@ -252,9 +254,12 @@ class CheckpointedStrategy(RankedStrategy):
         return 0 if progress.is_last_batch else cast(Any, progress.current).processed
 
     def _gather_ranks(self, checkpoint: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+        loaders = self._loader_states
+        if loaders is None:
+            loaders = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", [])
         ours = {
             "random": random_state(self.root_device),
-            "loaders": checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", []),
+            "loaders": loaders,
             "dp_rank": self.mesh.dp_rank if self.world_size > 1 else 0,
         }
         return gather_object(ours) if self.world_size > 1 else [ours]
@@ -272,9 +277,12 @@ class CheckpointedStrategy(RankedStrategy):
         is_same_job = len(ranks) == self.world_size
         return {"loaders": own["loaders"], "random": ranks[self.global_rank]["random"] if is_same_job else None}
 
-    def forget_checkpoint(self) -> None:
-        """Give loaders back as they were and drop what was loaded. Local."""
+    def release_loaders(self) -> None:
+        """Give loaders back as they were; what is saved from now on has the place where they are. Local."""
         self._opened = self._resumed = None
+        if self._undo_loaders and self.lightning_module is not None:
+            loader = self.lightning_module.trainer.fit_loop._combined_loader
+            self._loader_states = None if loader is None else loader._state_dicts()
         while self._undo_loaders:
             self._undo_loaders.pop()()
 

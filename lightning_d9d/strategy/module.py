@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from pathlib import Path
+from typing import Any, Self, cast
 
 import lightning as L
 import torch
+from lightning.pytorch.core.saving import _load_state
 from torch import Tensor, nn
 
+from lightning_d9d.checkpoint import is_directory, open_directory
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.pipeline.executor import BatchTotals, Executor, weighted_mean
 from lightning_d9d.pipeline.microbatch import MicrobatchCount, num_rows, split_rows
@@ -97,6 +100,36 @@ class D9DModule(L.LightningModule):
         materialize(stage, device, torch.initial_seed())
         self.stages.append(stage)
         self.on_stages_built()
+
+    @classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: Any,
+        map_location: Any = None,
+        hparams_file: Any = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """As Lightning's, from a file or a directory; a directory is read whole, to the CPU. Not collective.
+
+        Args:
+            checkpoint_path: A file or a checkpoint directory.
+            map_location: For files.
+            hparams_file: For files.
+            strict: All names must be the same in the module and the checkpoint; by default as the module has it.
+            weights_only: For files; a directory never runs code.
+            kwargs: Arguments of `__init__`, in place of the saved ones.
+        """
+        if not isinstance(checkpoint_path, str | Path) or not is_directory(checkpoint_path):
+            return super().load_from_checkpoint(
+                checkpoint_path, map_location, hparams_file, strict, weights_only, **kwargs
+            )
+        checkpoint = open_directory(checkpoint_path, alone=True)
+        weights = checkpoint.read("model.")
+        values = {**checkpoint.values, "state_dict": {n.removeprefix("model."): w for n, w in weights.items()}}
+        values[cls.CHECKPOINT_HYPER_PARAMS_KEY] = {**values.get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {}), **kwargs}
+        return cast(Self, _load_state(cls, values, strict=strict, **kwargs))
 
     def on_stages_built(self) -> None:
         """Called once after the stages have their initial weights; load pretrained ones here."""

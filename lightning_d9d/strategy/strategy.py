@@ -160,7 +160,7 @@ class D9DStrategy(CheckpointedStrategy):
             if self._layer_sync is not None and module is not None and module.trainer.state.fn == TrainerFn.FITTING:
                 self.model = self._layer_sync.revert(module)
             self._drop_gradients()
-            self.forget_checkpoint()
+            self.release_loaders()
             super().teardown()
             self.close_mesh()
         finally:

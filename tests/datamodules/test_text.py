@@ -213,6 +213,7 @@ def test_resumed_run_reads_what_an_uninterrupted_one_reads(
 ):
     def fit(max_steps: int, resume: bool = False) -> list[list[int]]:
         trainer = L.Trainer(
+            strategy=D9DStrategy(),
             max_steps=max_steps,
             limit_train_batches=limit,
             limit_val_batches=1,

@@ -16,12 +16,14 @@ import lightning as L
 import pytest
 from lightning.fabric.utilities import distributed, optimizer
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.core import saving
 from lightning.pytorch.loops import evaluation_loop, fetchers, fit_loop, training_epoch_loop
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.launchers import launcher, subprocess_script
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.connectors import signal_connector
 from lightning.pytorch.trainer.connectors.logger_connector import result
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 import lightning_d9d
 from lightning_d9d import D9DStrategy
@@ -67,12 +69,18 @@ USED: dict[str, Callable[[], bool]] = {
     # strategy/progress.py
     "_logger_connector": lambda: trainer()._logger_connector is not None,
     "_progress_bar_metrics": lambda: trainer()._logger_connector._progress_bar_metrics == {},
-    # strategy/ranks.py, strategy/strategy.py
-    "_combined_loader_states_to_load": lambda: (
-        calls(fit_loop._FitLoop.on_load_checkpoint, "self._combined_loader_states_to_load = ")
+    # strategy/checkpoints.py
+    "_combined_loader": lambda: (
+        trainer().fit_loop._combined_loader is None
         and calls(fit_loop._FitLoop.on_run_start, '_call_strategy_hook(trainer, "on_train_start")')
     ),
-    "_load_combined_loader_states": lambda: calls(fit_loop._FitLoop.setup_data, "self._load_combined_loader_states()"),
+    "_state_dicts": lambda: calls(fit_loop._FitLoop.on_save_checkpoint, "self._combined_loader._state_dicts()"),
+    "_load_state_dicts": lambda: parameters_of(CombinedLoader._load_state_dicts) == ["states"],
+    "_set_sampler_epoch": lambda: calls(fit_loop._FitLoop.on_advance_start, "_set_sampler_epoch(dl, self.epoch_p"),
+    "_optimizer_to_device": lambda: parameters_of(optimizer._optimizer_to_device) == ["optimizer", "device"],
+    # strategy/module.py
+    "_load_state": lambda: parameters_of(saving._load_state) == ["cls", "checkpoint", "strict", "cls_kwargs_new"],
+    # strategy/ranks.py, strategy/strategy.py
     "_wrap_closure": lambda: parameters_of(Precision._wrap_closure) == ["model", "optimizer", "closure"],
     "_get_default_process_group_backend_for_device": lambda: (
         parameters_of(distributed._get_default_process_group_backend_for_device) == ["device"]

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_d9d import ConfigError, D9DStrategy, GradSyncConfig, WeightedLoss
-from lightning_d9d.datamodules.text import ResumableLoader
 from tests.harness.compare import assert_close_named, assert_tensors_close
 from tests.harness.ranks import RankContext
 from tests.harness.tolerances import Kind
@@ -191,7 +190,7 @@ def test_a_run_resumed_before_its_short_last_batch_goes_on(tmp_path: Path) -> No
 
     for max_steps, checkpoint in ((2, None), (4, tmp_path / "step.ckpt")):
         run = trainer(D9DStrategy(microbatch_size=4), max_epochs=-1, max_steps=max_steps)
-        run.fit(Watch(), ResumableLoader(staged_rows(10), batch_size=4), ckpt_path=checkpoint)  # type: ignore[arg-type]
+        run.fit(Watch(), DataLoader(staged_rows(10), batch_size=4), ckpt_path=checkpoint)  # type: ignore[arg-type]
         run.save_checkpoint(tmp_path / "step.ckpt")
     assert seen == [4, 4, 2, 4]
 
