@@ -34,9 +34,8 @@ class HuggingFaceExport(L.Callback):
         make_folder(trainer, self.directory.parent, f"HuggingFaceExport(directory={str(self.directory)!r})")
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Writes, on rank 0."""
-        if trainer.is_global_zero:
-            save_huggingface(whole_model(pl_module, self), self.directory, overwrite=self.overwrite)
+        """Writes; on all ranks, as `save_huggingface` is collective."""
+        save_huggingface(whole_model(pl_module, self), self.directory, overwrite=self.overwrite)
 
 
 def make_folder(trainer: L.Trainer, folder: Path, callback: str) -> None:

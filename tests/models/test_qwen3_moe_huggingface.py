@@ -1,6 +1,7 @@
 """Weights from and to directories that transformers writes and reads."""
 
 import dataclasses
+import errno
 import json
 import os
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from lightning_d9d.errors import ConfigError, StateError
 from lightning_d9d.models.qwen3_moe import (
@@ -106,6 +108,20 @@ def test_loads_stacked_experts(tmp_path):
     save_file(model.state_dict(), tmp_path / "model.safetensors")  # names and layout of the memory of transformers 5
     other = make_model(seed=1)
     load_huggingface(other, tmp_path)
+    assert_same_weights(other, model)
+
+
+@pytest.mark.parametrize("max_shard_bytes", [10**9, 20_000])
+def test_transformers_loads_fused_experts(tmp_path, max_shard_bytes):
+    from transformers import Qwen3MoeForCausalLM as Reference
+
+    model = make_model()
+    save_huggingface(model, tmp_path / "fused", fused_experts=True, max_shard_bytes=max_shard_bytes)
+    reference, info = Reference.from_pretrained(tmp_path / "fused", output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert_close_named("logits", model(IDS).logits, reference(IDS).logits, kind=Kind.OUTPUT)
+    other = make_model(seed=1)
+    load_huggingface(other, tmp_path / "fused")
     assert_same_weights(other, model)
 
 
@@ -314,4 +330,27 @@ def test_directory_is_replaced_only_when_asked(saved):
 def test_dtype_that_no_checkpoint_has(tmp_path):
     with pytest.raises(ConfigError, match=r"dtype=torch\.int8"):
         save_huggingface(make_model(), tmp_path / "saved", dtype=torch.int8)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_no_part_of_a_model_is_refused(saved):
+    with pytest.raises(ConfigError, match="a Linear without a Qwen3MoeConfig"):
+        load_huggingface(nn.Linear(3, 3), saved)
+    adapted = make_model()
+    adapted.model.norm.scale = nn.Parameter(torch.ones(3))
+    with pytest.raises(StateError, match=r"parameter model\.norm\.scale of shape \(3,\).*has there none"):
+        load_huggingface(adapted, saved)
+    resized = make_model()
+    resized.lm_head.weight = nn.Parameter(torch.ones(97, 32))
+    with pytest.raises(StateError, match=r"lm_head\.weight of shape \(97, 32\).*has there \(96, 32\)"):
+        save_huggingface(resized, saved.parent / "new")
+
+
+def test_a_full_disk_is_named_and_nothing_is_left(tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StateError, match=r"model\.safetensors: cannot be written .*No space left"):
+        save_huggingface(make_model(), tmp_path / "saved")
     assert not list(tmp_path.iterdir())
