@@ -75,9 +75,13 @@ class Ranks:
             return [value]  # type: ignore[list-item]
         answers = all_gather_object((value, reason), self.group)
         ranks = dist.get_process_group_ranks(self.group)
-        failed = [f"rank {rank}: {text}" for rank, (_, text) in zip(ranks, answers, strict=True) if text is not None]
+        failed: dict[str, list[int]] = {}
+        for rank, (_, text) in zip(ranks, answers, strict=True):
+            if text is not None:
+                failed.setdefault(text, []).append(rank)
         if failed:
-            raise StateError(f"{failure}: {first_of(failed)}") from cause
+            texts = [f"{_named(those)}: {text}" for text, those in failed.items()]
+            raise StateError(f"{failure}: {first_of(texts)}") from cause
         return [answer for answer, _ in answers]  # type: ignore[misc]
 
     def merge(self, values: Mapping[K, Any]) -> dict[K, Any]:
@@ -118,10 +122,17 @@ def system_error(error: BaseException) -> BaseException:
     return error
 
 
+def _named(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    more = f" and {len(ranks) - MAX_NAMED} more" if len(ranks) > MAX_NAMED else ""
+    return f"ranks {', '.join(map(str, ranks[:MAX_NAMED]))}{more}"
+
+
 def _reason(error: BaseException) -> str:
-    error = system_error(error)
     if isinstance(error, StateError):
         return str(error)
+    error = system_error(error)
     text = (str(error).splitlines() or [""])[0]
     if isinstance(error, OSError):
         return f"{text}; {_REMEDIES.get(error.errno or 0, 'make it readable and writable or give another path')}"
