@@ -81,7 +81,7 @@ def save_directory(
     ranks.together(failure, lambda: _check(tensors, named_values))
     all_named = ranks.merge(named_values)
 
-    def prepare() -> tuple[Path, str] | None:
+    def prepare() -> tuple[Path, Path] | None:
         if not ranks.is_first:
             return None
         if both := sorted(all_named.keys() & values.keys()):
@@ -91,11 +91,10 @@ def save_directory(
 
     prepared = ranks.together(failure, prepare)[0]
     assert prepared is not None
-    target, name = prepared
+    target, data = prepared
     try:
-        data = _root(target) / name
         ranks.together(failure, lambda: _write_tensors(data, tensors, ranks))
-        ranks.together(failure, lambda: ranks.is_first and _publish(target, name, {**values, **all_named}))
+        ranks.together(failure, lambda: ranks.is_first and _publish(target, data, {**values, **all_named}))
     except StateError:
         with suppress(StateError):
             ranks.together(failure, lambda: ranks.is_first and _tidy(target))
@@ -124,7 +123,8 @@ def open_directory(path: str | Path, *, group: dist.ProcessGroup | None = None, 
     def read() -> str:
         content = _read_values(path)
         data = path / content["data"]
-        opened.append(Checkpoint(path, content["values"], data, read_metadata(data, content["metadata"]), ranks))
+        metadata = read_metadata(data, content["metadata"], ranks.share)
+        opened.append(Checkpoint(path, content["values"], data, metadata, ranks))
         return content["data"]
 
     failure = f"checkpoint {str(path)!r} cannot be read"
@@ -344,34 +344,27 @@ def _is_own_directory(path: Path) -> bool:
     return is_directory(path) and not path.is_symlink()
 
 
-def _root(path: Path) -> Path:
-    """Where a save to `path` puts its files: into the checkpoint that is there, else beside."""
-    return path if _is_own_directory(path) else _hidden(path, "partial")
-
-
-def _prepare(path: Path) -> str:
-    """Make the folder for the tensors; its name."""
+def _prepare(path: Path) -> Path:
+    """Make the folder for the tensors: in the checkpoint that is there, else in a directory beside `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _tidy(path)
     if path.is_dir() and not path.is_symlink() and not is_directory(path) and any(path.iterdir()):
         raise StateError("a directory with other files is there; remove it or give another path")
-    root = _root(path)
-    name = f"data-{secrets.token_hex(8)}"
-    root.mkdir(exist_ok=root == path)
-    (root / name).mkdir()
-    return name
+    root = path if _is_own_directory(path) else _hidden(path, "partial")
+    data = root / f"data-{secrets.token_hex(8)}"
+    data.mkdir(parents=True)
+    return data
 
 
-def _publish(path: Path, name: str, values: dict[str, Any]) -> None:
+def _publish(path: Path, data: Path, values: dict[str, Any]) -> None:
     """Let the checkpoint appear under `path`; before the one step that does it, all is on the disk."""
-    root = _root(path)
-    data = root / name
+    root = data.parent
     if not (data / METADATA_NAME).exists():
         raise StateError(f"{str(data / METADATA_NAME)!r} has vanished; save again")
     metadata = digest(data)
     read_metadata(data, metadata)
     _sync(data)
-    content = _packed({"format": _FORMAT, "data": name, "metadata": metadata, "values": values})
+    content = _packed({"format": _FORMAT, "data": data.name, "metadata": metadata, "values": values})
     with open(root / _PARTIAL_VALUES_NAME, "wb") as file:
         file.write(content)
         file.flush()

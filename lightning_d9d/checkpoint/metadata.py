@@ -56,8 +56,14 @@ def digest(directory: Path) -> str:
     return hashlib.sha256((directory / METADATA_NAME).read_bytes()).hexdigest()
 
 
-def read_metadata(directory: Path, expected_digest: str) -> Metadata:
+def read_metadata(directory: Path, expected_digest: str, share: slice = slice(None)) -> Metadata:
     """The metadata of a directory with torch's files, after checking that these files are there.
+
+    Args:
+        directory: Their folder.
+        expected_digest: What `digest` returned.
+        share: Of which files, in order of their names, the length is looked up too: that of all of them on thousands of
+            ranks would keep a file system busy.
 
     Raises:
         StateError: The metadata file or another one is missing, damaged, too short or not this package's.
@@ -76,7 +82,7 @@ def read_metadata(directory: Path, expected_digest: str) -> Metadata:
         raise StateError(f"{str(file)!r} {error}") from error
     except Exception as error:
         raise StateError(f"{str(file)!r} has content of another kind ({error}): {_FOREIGN}") from error
-    _check_files(directory, lengths)
+    _check_files(directory, lengths, share)
     return metadata
 
 
@@ -126,21 +132,16 @@ def _require(true: bool, name: str) -> None:
         raise StateError(f"is inconsistent at {name!r}: {_FOREIGN}")
 
 
-def _check_files(directory: Path, lengths: dict[str, int]) -> None:
+def _check_files(directory: Path, lengths: dict[str, int], share: slice) -> None:
     with os.scandir(directory) as entries:
-        found = {
-            entry.name: entry.stat(follow_symlinks=False).st_size
-            for entry in entries
-            if entry.name in lengths and entry.is_file(follow_symlinks=False)
-        }
-    problems = [f"{str(directory / name)!r} is missing" for name in sorted(lengths.keys() - found.keys())]
-    problems += [
-        f"{str(directory / name)!r} is truncated ({found[name]} of {length} bytes)"
-        for name, length in lengths.items()
-        if found.get(name, length) < length
-    ]
+        found = {entry.name for entry in entries if entry.is_file(follow_symlinks=False)}
+    problems = [f"{str(directory / name)!r} is missing" for name in sorted(lengths.keys() - found)]
+    for name in sorted(lengths.keys() & found)[share]:
+        length = (directory / name).stat().st_size
+        if length < lengths[name]:
+            problems.append(f"{str(directory / name)!r} is truncated ({length} of {lengths[name]} bytes)")
     if problems:
         raise StateError(
-            f"{first_of(problems)}: all files of a checkpoint must lie on a file system that all ranks see, and be "
-            "copied with it; give another checkpoint"
+            f"{first_of(problems)}: the path must lie on a file system that all ranks see, and a checkpoint is copied "
+            "whole; give another path"
         )

@@ -44,6 +44,11 @@ class Ranks:
         """Within the group."""
 
     @property
+    def share(self) -> slice:
+        """This rank's part of a list that all ranks have."""
+        return slice(self.rank, None, 1 if self.alone else dist.get_world_size(self.group))
+
+    @property
     def is_first(self) -> bool:
         """Whether this rank is the one that acts for all."""
         return self.rank == 0

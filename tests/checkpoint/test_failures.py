@@ -265,7 +265,7 @@ def test_damaged_and_foreign_checkpoints(rank: RankContext) -> None:
         with pytest.raises(StateError, match=text) as caught:
             open_directory(path)
         assert str(path) in str(caught.value)
-        assert "cannot be read: ranks 0, 1: " in str(caught.value)
+        assert "cannot be read: rank" in str(caught.value)
         assert not list(rank.tmp_dir.rglob("executed")), case
         rank.barrier()
 
