@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from lightning_d9d.checkpoint.metadata import METADATA_NAME, StoredTensor, digest, read_metadata, stored_tensors
-from lightning_d9d.checkpoint.ranks import Ranks, first_of, system_error
+from lightning_d9d.checkpoint.ranks import Ranks, first_of
 from lightning_d9d.errors import ConfigError, StateError
 
 VALUES_NAME = "values.pt"
@@ -241,16 +241,35 @@ class _Planner(DefaultSavePlanner):
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Names no path in the metadata, and fails with the error of the file system."""
+    """Names no path in the metadata. Keeps what fails for later, as torch cannot send every exception to other ranks."""
+
+    failure: Exception | None = None
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(save_id=self.save_id)
 
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        with self._keeping():
+            return super().prepare_local_plan(plan)
+        return plan
+
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        try:
+        with self._keeping():
             return super().write_data(plan, planner)
+        nothing: Future[list[WriteResult]] = Future()
+        nothing.set_result([])
+        return nothing
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        with self._keeping():
+            super().finish(metadata, results)
+
+    @contextmanager
+    def _keeping(self) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:
-            raise system_error(error) from error
+            self.failure = self.failure or error
 
 
 def _is_empty_shard(item: WriteItem) -> bool:
@@ -266,15 +285,18 @@ def _check(tensors: Mapping[str, Tensor], named_values: Mapping[str, Any]) -> No
 
 
 def _write_tensors(data: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
+    writer = _Writer(data)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.save(
             dict(tensors),
-            storage_writer=_Writer(data),
+            storage_writer=writer,
             planner=_Planner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=ranks.group,
             no_dist=ranks.alone,
         )
+    if writer.failure is not None:
+        raise writer.failure
 
 
 # Values

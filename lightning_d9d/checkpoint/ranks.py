@@ -117,7 +117,7 @@ def first_of(texts: list[str]) -> str:
     return "; ".join(texts[:MAX_NAMED]) + more
 
 
-def system_error(error: BaseException) -> BaseException:
+def _system_error(error: BaseException) -> BaseException:
     """The `OSError` that led to this error, if one did; else the error."""
     seen: BaseException | None = error
     while seen is not None:
@@ -137,7 +137,7 @@ def _named(ranks: list[int]) -> str:
 def _reason(error: BaseException) -> str:
     if isinstance(error, StateError):
         return str(error)
-    error = system_error(error)
+    error = _system_error(error)
     text = (str(error).splitlines() or [""])[0]
     if isinstance(error, OSError):
         return f"{text}; {_REMEDIES.get(error.errno or 0, 'make it readable and writable or give another path')}"
