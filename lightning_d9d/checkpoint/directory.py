@@ -241,7 +241,7 @@ class _Planner(DefaultSavePlanner):
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Names no path in the metadata. Keeps what fails for later, as torch cannot send every exception to other ranks."""
+    """Names no path in the metadata. Keeps what fails for later: torch cannot send every exception to other ranks."""
 
     failure: Exception | None = None
 
