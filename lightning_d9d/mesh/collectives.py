@@ -17,6 +17,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_d9d.errors import RankError
 
@@ -49,14 +50,22 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup | None
 
 
 def check_equal_tensors(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Check that all ranks hold tensors of the same names, shapes and dtypes in the same order. Collective.
+    """Check that all ranks hold tensors of the same names, shapes, dtypes and placements in the same order. Collective.
+
+    Shapes of DTensors are those of the whole.
 
     Raises:
         RankError: They do not; on every rank, with the first difference.
     """
-    ours = [f"{name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()]
+    ours = [f"{name} {list(tensor.shape)} {tensor.dtype}{_placed(tensor)}" for name, tensor in tensors.items()]
     if difference := first_difference(ours, group):
         raise RankError(f"ranks hold different models: {difference}; build the same module on every rank")
+
+
+def _placed(tensor: Tensor) -> str:
+    if not isinstance(tensor, DTensor):
+        return ""
+    return f" {tensor.placements} on a mesh {tuple(tensor.device_mesh.shape)}"
 
 
 def first_difference(lines: Sequence[str], group: dist.ProcessGroup | None = None) -> str | None:

@@ -33,6 +33,7 @@ from lightning_d9d.mesh.seeds import random_state, set_random_state
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.ranks import RankedStrategy
 from lightning_d9d.strategy.restore import load_weights, read_checkpoint
+from lightning_d9d.strategy.sharding import is_sharded
 
 _RANKS = "lightning_d9d_ranks"
 """What each rank adds to a checkpoint, in the order of ranks."""
@@ -104,7 +105,7 @@ class CheckpointedStrategy(RankedStrategy):
         module = self.lightning_module
         assert module is not None
         if self.checkpoint_config.mode == "auto":
-            return isinstance(module, D9DModule) or has_sharded_tensors(module)
+            return isinstance(module, D9DModule) or is_sharded(module)
         return self.checkpoint_config.mode == "sharded"
 
     def _save_directory(self, checkpoint: dict[str, Any], path: str | Path) -> None:
@@ -285,11 +286,6 @@ class CheckpointedStrategy(RankedStrategy):
             self._loader_states = None if loader is None else loader._state_dicts()
         while self._undo_loaders:
             self._undo_loaders.pop()()
-
-
-def has_sharded_tensors(module: nn.Module) -> bool:
-    """Whether some parameter or buffer is a DTensor."""
-    return any(isinstance(tensor, DTensor) for tensor in (*module.parameters(), *module.buffers()))
 
 
 def _gathered(value: Any, keep: bool) -> Any:

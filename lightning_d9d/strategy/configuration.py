@@ -11,7 +11,10 @@ import torch
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshConfig
 from lightning_d9d.mesh.collectives import first_difference
+from lightning_d9d.strategy.module import D9DModule
 
+_DATA = ("data_parallel_replicate",)
+_OF_PLAIN_MODULES = ("data_parallel_shard", "tensor_parallel")
 _TRAINER_SETTINGS = (
     "max_epochs",
     "max_steps",
@@ -29,10 +32,20 @@ def check_degrees(config: MeshConfig) -> None:
     """Raise `ConfigError` for a degree that the strategy has no use for yet."""
     for field in fields(config):
         degree = getattr(config, field.name)
-        if degree != 1 and field.name != "data_parallel_replicate":
+        if degree != 1 and field.name not in (*_DATA, *_OF_PLAIN_MODULES):
             raise ConfigError(
-                f"MeshConfig.{field.name}={degree}: D9DStrategy trains data-parallel replicas so far, so only "
-                "data_parallel_replicate may differ from 1. Other meshes can be built with MeshDomains.build"
+                f"MeshConfig.{field.name}={degree}: D9DStrategy has no use for it so far, only for "
+                f"{', '.join((*_DATA, *_OF_PLAIN_MODULES))}. Other meshes can be built with MeshDomains.build"
+            )
+
+
+def check_degrees_of(module: D9DModule, config: MeshConfig) -> None:
+    """Raise `ConfigError` for a degree that is for modules that shard themselves so far."""
+    for name in _OF_PLAIN_MODULES:
+        if (degree := getattr(config, name)) != 1:
+            raise ConfigError(
+                f"MeshConfig.{name}={degree}: a D9DModule such as {type(module).__name__} is trained as data-parallel "
+                "replicas so far; give these ranks to data_parallel_replicate"
             )
 
 

@@ -18,22 +18,25 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshConfig
-from lightning_d9d.mesh.collectives import broadcast_tensors, check_equal_tensors
+from lightning_d9d.mesh.collectives import broadcast_tensors
 from lightning_d9d.pipeline.microbatch import MicrobatchCount, num_tokens
 from lightning_d9d.schedule import Schedule, resolve_schedule
 from lightning_d9d.strategy.checkpoints import CheckpointConfig, CheckpointedStrategy
+from lightning_d9d.strategy.configuration import check_degrees_of
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.optimizer_step import OptimizerStep
 from lightning_d9d.strategy.precision import check_precision
 from lightning_d9d.strategy.progress import LateProgress
 from lightning_d9d.strategy.ranks import TimeoutConfig
+from lightning_d9d.strategy.sharding import check_layout, is_sharded, local, not_yet_summed
 from lightning_d9d.strategy.train_step import TrainStep, cast_gradients
 from lightning_d9d.sync.buckets import GradientBuckets, GradSyncConfig
-from lightning_d9d.sync.norm import clip_gradients_by_norm, gradient_norm
+from lightning_d9d.sync.norm import clip_gradients_by_norm, clip_gradients_by_value, gradient_norm
 
 T = TypeVar("T")
 
@@ -119,6 +122,8 @@ class D9DStrategy(CheckpointedStrategy):
             check_precision(precision_plugin)
             if type(precision_plugin).clip_grad_by_norm is Precision.clip_grad_by_norm:
                 precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm
+            if type(precision_plugin).clip_grad_by_value is Precision.clip_grad_by_value:
+                precision_plugin.clip_grad_by_value = self._clip_grad_by_value
             if type(precision_plugin) is MixedPrecision:  # refuses fused optimizers, which matter to a loss scaler only
                 precision_plugin.clip_gradients = functools.partial(Precision.clip_gradients, precision_plugin)
         self._precision_plugin = precision_plugin
@@ -136,8 +141,12 @@ class D9DStrategy(CheckpointedStrategy):
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         if self.world_size > 1:
-            check_equal_tensors(dict([*self.model.named_parameters(), *self.model.named_buffers()]), self.group)
-            broadcast_tensors([*self.model.parameters(), *self.model.buffers()], self.group)
+            check_layout(self.model, self.mesh)
+            tensors = [*self.model.parameters(), *self.model.buffers()]
+            broadcast_tensors(tensor for tensor in tensors if not isinstance(tensor, DTensor))
+        if is_sharded(self.model):
+            for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+                loop.inference_mode = False  # DTensors know no inference tensors
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -178,6 +187,7 @@ class D9DStrategy(CheckpointedStrategy):
     def _check_module(self, module: L.LightningModule) -> None:
         if isinstance(module, D9DModule):
             module.check_overrides()
+            check_degrees_of(module, self.mesh_config)
             if len(module.stages) == 0:
                 raise ConfigError(
                     f"{type(module).__name__} has no stages: its configure_model must call super().configure_model()"
@@ -243,10 +253,15 @@ class D9DStrategy(CheckpointedStrategy):
             self._buckets.remove()
             self._buckets = None
         trained = list(itertools.compress(self._parameters, needs_gradient))
+        data_ranks = 1 if self.world_size == 1 else self.mesh.dp_size
+        if self.world_size > 1 and is_sharded(module):
+            trained = not_yet_summed(trained, self.mesh)
         dtype = None if self.grad_sync.dtype == "auto" else getattr(torch, self.grad_sync.dtype)
         if dtype is None and isinstance(module, D9DModule) and trained:
             dtype = functools.reduce(torch.promote_types, {p.dtype for p in trained}, torch.float32)
-        if self.world_size > 1 or (accumulates and any(p.dtype != dtype for p in trained if dtype is not None)):
+        if (data_ranks > 1 and trained) or (
+            accumulates and any(p.dtype != dtype for p in trained if dtype is not None)
+        ):
             self._buckets = GradientBuckets(trained, self.group, dtype=dtype, bucket_mb=self.grad_sync.bucket_mb)
         if self._train_step is not None:
             self._train_step.buckets = self._buckets
@@ -303,7 +318,7 @@ class D9DStrategy(CheckpointedStrategy):
                 buckets.start()
             self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
             if buckets is not None:
-                buckets.finish(divisor=self.world_size)
+                buckets.finish(divisor=self.mesh.dp_size if self.world_size > 1 else 1)
         clips_values = self.lightning_module.trainer.gradient_clip_algorithm == "value"
         if self.skip_nonfinite and clips_values and self._sync_gradients:
             self._norm = gradient_norm(self._parameters)  # clipping by value hides what is infinite
@@ -399,7 +414,7 @@ class D9DStrategy(CheckpointedStrategy):
         """The mesh and what a rank holds, before the first step. `inputs` has the first batch."""
         assert self.lightning_module is not None
         batches = self.lightning_module.trainer.accumulate_grad_batches * self.mesh.dp_size
-        weights = sum(p.numel() * p.element_size() for p in self._parameters)
+        weights = sum(local(p).numel() * p.element_size() for p in self._parameters)
         buckets = 0 if self._buckets is None else self._buckets.num_bytes
         return self.mesh.describe(
             {
@@ -416,7 +431,8 @@ class D9DStrategy(CheckpointedStrategy):
         """After a step replicas' buffers (running means) differ; rank 0's are everyone's, as in DDP. Collective."""
         if self._buffers_are_stale:
             assert self.model is not None
-            broadcast_tensors(self.model.buffers(), self.group)  # of now: a module may have assigned a new tensor
+            buffers = self.model.buffers()  # of now: a module may have assigned a new tensor
+            broadcast_tensors(buffer for buffer in buffers if not isinstance(buffer, DTensor))
             self._buffers_are_stale = False
 
     def _log_gradient_norm(self) -> None:
@@ -427,6 +443,9 @@ class D9DStrategy(CheckpointedStrategy):
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
         if not clips and self._sync_gradients and (trainer.global_step + 1) % every == 0:
             module.log("grad_norm", gradient_norm(module.parameters()), batch_size=1)
+
+    def _clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        clip_gradients_by_value(self.precision_plugin.main_params(optimizer), clip_val)
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         norm = clip_gradients_by_norm(self.precision_plugin.main_params(optimizer), clip_val)

@@ -95,6 +95,16 @@ def clip_gradients_by_norm(
     return norm
 
 
+@torch.no_grad()
+def clip_gradients_by_value(parameters: Iterable[Tensor], max_value: float) -> None:
+    """Clamp all elements of gradients, in place, to at most `max_value` away from 0. Local, DTensors too."""
+    by_layout = _local_gradients(list(dict.fromkeys(parameters)))
+    gradients = [gradient for same_layout in by_layout.values() for gradient in same_layout]
+    for same_type in _by_type(gradients).values():
+        torch._foreach_clamp_min_(same_type, -max_value)
+        torch._foreach_clamp_max_(same_type, max_value)
+
+
 def _local_gradients(parameters: list[Tensor]) -> dict[_Layout, list[Tensor]]:
     """The parts of the gradients that this rank holds, by layout; layouts come in the order of the parameters."""
     by_layout: dict[_Layout, list[Tensor]] = {}

@@ -190,7 +190,8 @@ def test_gradients_are_visible_after_the_step() -> None:
     ("mesh", "message"),
     [
         (MeshConfig(data_parallel_replicate=2), "data_parallel_replicate=2 does not divide 1 rank"),
-        (MeshConfig(tensor_parallel=2), "tensor_parallel=2: D9DStrategy trains data-parallel replicas so far"),
+        (MeshConfig(tensor_parallel=2), "tensor_parallel=2"),
+        (MeshConfig(pipeline_parallel=2), "pipeline_parallel=2: D9DStrategy has no use for it so far"),
     ],
 )
 def test_meshes_that_do_not_fit_are_refused(mesh: MeshConfig, message: str) -> None:

@@ -1,0 +1,102 @@
+"""What a module that shards itself must hold to, and which of its gradients are still to be summed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.mesh.collectives import check_equal_tensors, first_difference
+
+_FIELDS = {"dp_shard": "data_parallel_shard", "tp": "tensor_parallel"}
+"""Axes over which a module's parameters must lie, and the degrees that they come from."""
+_REMEDIES = {
+    "dp_shard": 'fully_shard(block, mesh=self.trainer.strategy.mesh.for_axes("dp_cp_shard"))',
+    "tp": 'parallelize_module(block, self.trainer.strategy.mesh.for_axes("tp"), plan)',
+}
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a DTensor that this rank holds; a plain tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether some parameter or buffer is a DTensor."""
+    return any(isinstance(tensor, DTensor) for tensor in (*module.parameters(), *module.buffers()))
+
+
+def check_layout(module: nn.Module, mesh: MeshDomains) -> None:
+    """Check that what differs between ranks is a DTensor, and that degrees above 1 are made use of. Collective.
+
+    A plain tensor means a copy: ranks that read the same samples must hold the same values, or a checkpoint would
+    keep one of several. (Ranks that read other samples get rank 0's copy afterwards, as under DDP.)
+
+    Raises:
+        RankError: Names, shapes, dtypes or placements differ between ranks.
+        ConfigError: The values of a plain tensor differ, or no parameter lies on an axis; on every rank.
+    """
+    tensors = dict([*module.named_parameters(), *module.named_buffers()])
+    check_equal_tensors(tensors)
+    if mesh.dp_size < mesh.sizes["world"]:
+        plain = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
+        _check_copies(plain, mesh)
+    meshes = [_ranks(p.device_mesh) for p in module.parameters() if isinstance(p, DTensor)]
+    for axis, field in _FIELDS.items():
+        if mesh.sizes[axis] == 1:
+            continue
+        ranks = set(dist.get_process_group_ranks(mesh.group(axis)))
+        if not any(ranks <= of_parameter for of_parameter in meshes):
+            raise ConfigError(
+                f"MeshConfig.{field}={len(ranks)}, but no parameter of {type(module).__name__} is a DTensor over the "
+                f"axis {axis!r}: ranks would train copies. Shard it in configure_model, such as by {_REMEDIES[axis]}, "
+                "or give these ranks to data_parallel_replicate"
+            )
+
+
+def _check_copies(tensors: Mapping[str, Tensor], mesh: MeshDomains) -> None:
+    """Of the ranks that read the same samples: hashes of values."""
+    lines = [f"{name} with hash {_digest(tensor)}" for name, tensor in tensors.items()]
+    if difference := first_difference(lines, mesh.group("cp", "tp")):
+        raise ConfigError(
+            f"ranks that read the same samples hold different values of a plain tensor: {difference} (ranks of the "
+            f"group of {mesh.rank_name}). What is sharded must be a DTensor; for copies seed all ranks alike "
+            "(seed_everything) before the module is built"
+        )
+
+
+def _digest(tensor: Tensor) -> str:
+    values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16]
+
+
+def not_yet_summed(parameters: Iterable[nn.Parameter], mesh: MeshDomains) -> list[nn.Parameter]:
+    """The parameters whose gradients backward leaves as this data rank's own.
+
+    Those of DTensors over all data ranks have been summed by what shards them (`fully_shard`).
+
+    Raises:
+        ConfigError: A DTensor lies on other axes only, and there are several data ranks.
+    """
+    left = []
+    for parameter in parameters if mesh.dp_size > 1 else ():
+        if not isinstance(parameter, DTensor):
+            left.append(parameter)
+        elif not (data_ranks := set(dist.get_process_group_ranks(mesh.group("dp")))) <= _ranks(parameter.device_mesh):
+            raise ConfigError(
+                f"a parameter of shape {tuple(parameter.shape)} is a DTensor on {parameter.device_mesh}, which leaves "
+                f"out some of the data-parallel ranks {sorted(data_ranks)}: nothing would sum its gradient over them. "
+                'Apply fully_shard too, over for_axes("dp_cp_shard") or for_axes("dp_replicate", "dp_cp_shard")'
+            )
+    return left
+
+
+def _ranks(mesh: DeviceMesh) -> set[int]:
+    return set(mesh.mesh.flatten().tolist())
