@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pickle
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from torch import Tensor
 
 from lightning_d9d.errors import StateError
@@ -34,6 +36,7 @@ def read_checkpoint(read: Callable[[], dict[str, Any]], path: str | Path) -> dic
     Raises:
         StateError: The file is damaged, or none that Lightning wrote.
     """
+    _check_sums(path)
     try:
         checkpoint = read()
     except UNREADABLE as error:
@@ -41,6 +44,19 @@ def read_checkpoint(read: Callable[[], dict[str, Any]], path: str | Path) -> dic
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise StateError(f"checkpoint {str(path)!r} has no 'state_dict': Lightning did not write it; give another one")
     return checkpoint
+
+
+def _check_sums(path: str | Path) -> None:
+    """Torch writes checksums into its files but does not look at them: flipped bits would become wrong weights."""
+    if not (torch.serialization.get_crc32_options() and zipfile.is_zipfile(path)):  # the latter also: not a local file
+        return
+    try:
+        with zipfile.ZipFile(path) as file:
+            damaged = file.testzip()
+    except (zipfile.BadZipFile, *UNREADABLE) as error:
+        raise unreadable(path, error) from error
+    if damaged is not None:
+        raise unreadable(path, ValueError(f"the checksum of its part {damaged!r} is wrong"))
 
 
 def load_weights(module: L.LightningModule, state: Mapping[str, Any], strict: bool, path: str | Path) -> None:

@@ -294,8 +294,8 @@ class RankWatch:
         if silent:
             ranks = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
             return (
-                f"no answer from {ranks}: a process ended (the output of what launched it has its exit code) or the "
-                "network is down"
+                f"no answer from {ranks}: a process ended (the output of what launched it has its exit code) or is "
+                "stopped, or the network is down"
             )
         return (
             "all ranks still answer: one was slower than TimeoutConfig.step_seconds, or a connection between two broke"
@@ -312,7 +312,9 @@ class RankWatch:
             self._arrived = True
             self._wake()
             if not self._changed.wait_for(lambda: self._closed or self.failure is not None, self.wait_seconds):
-                raise _LateError(f"rank {self.rank} waited {self.wait_seconds:g} s for others at the end of its run")
+                late = _LateError(f"rank {self.rank} waited {self.wait_seconds:g} s for others at the end of its run")
+                self.report(late)  # the run's callback that reports is gone
+                raise late
             if self.failure is not None:  # for the others to read it
                 self._changed.wait_for(lambda: self._closed or (self._counted and self.rank != 0), self._patience)
         if self._closed:
