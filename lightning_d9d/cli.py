@@ -18,7 +18,7 @@ import lightning_d9d.datamodules
 import lightning_d9d.models.qwen3_moe  # noqa: F401
 from lightning_d9d import doctor
 from lightning_d9d.errors import ConfigError, StateError
-from lightning_d9d.strategy.restore import UNREADABLE, unreadable
+from lightning_d9d.strategy.checkpoint_files import UNREADABLE, unreadable
 
 DESCRIPTION = "lightning_d9d trains from YAML files. `lightning-d9d doctor` tells whether this machine is fit for it."
 

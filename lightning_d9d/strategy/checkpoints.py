@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.pytorch.trainer.states import TrainerFn
@@ -30,9 +32,9 @@ from lightning_d9d.data import can_resume_by_sampler, make_resumable
 from lightning_d9d.errors import ConfigError, StateError
 from lightning_d9d.mesh.collectives import gather_object
 from lightning_d9d.mesh.seeds import random_state, set_random_state
+from lightning_d9d.strategy.checkpoint_files import AtomicFileIO, load_weights, read_checkpoint
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.ranks import RankedStrategy
-from lightning_d9d.strategy.restore import load_weights, read_checkpoint
 from lightning_d9d.strategy.sharding import is_sharded
 
 _RANKS = "lightning_d9d_ranks"
@@ -77,6 +79,20 @@ class CheckpointedStrategy(RankedStrategy):
         self._loader_states: list[dict[str, Any]] | None = None
 
     # Saving
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """What writes and reads files: the Trainer's plugin, or Lightning's own made safe against torn files."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = AtomicFileIO()
+        inner = super().checkpoint_io
+        if type(getattr(inner, "checkpoint_io", None)) is TorchCheckpointIO:  # that of a plugin that wraps one
+            cast(Any, inner).checkpoint_io = AtomicFileIO()
+        return inner
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        self._checkpoint_io = io
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None

@@ -23,22 +23,38 @@ class OptimizerStep:
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
         self._has_stepped = False
 
-    def __call__(self, optimizer: Optimizer, skip: Tensor | None, **kwargs: Any) -> None:
-        """Call `optimizer.step(**kwargs)` unless `skip`, a bool on the device, equal on every rank, is true."""
-        if skip is None:
-            optimizer.step(**kwargs)
-        elif getattr(optimizer, "_step_supports_amp_scaling", False) and self._has_stepped:
-            self._skipped += skip
-            optimizer.grad_scale, optimizer.found_inf = None, skip.float()  # type: ignore[attr-defined]
-            optimizer.step(**kwargs)
-            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
-        elif skip.item():
+    def __call__(self, optimizer: Optimizer, skip: Tensor | None, factor: Tensor | None = None, **kwargs: Any) -> None:
+        """Call `optimizer.step(**kwargs)` unless `skip`.
+
+        Args:
+            optimizer: Any; with a factor one that `takes_scalars`.
+            skip: A bool on the device, equal on every rank. None: never.
+            factor: Multiply the gradients by it, a float32 on the device, as they are read.
+            kwargs: For `step`.
+        """
+        on_device = skip is not None and takes_scalars(optimizer) and self._has_stepped
+        if skip is not None and not on_device and skip.item():
             self._skipped += 1
-        else:
+            return
+        if on_device:
+            assert skip is not None
+            self._skipped += skip
+        if on_device or factor is not None:
+            optimizer.grad_scale = None if factor is None else 1 / factor  # type: ignore[attr-defined]
+            optimizer.found_inf = skip.float() if on_device and skip is not None else None  # type: ignore[attr-defined]
+        try:
             optimizer.step(**kwargs)
-            self._has_stepped = True
+        finally:
+            for name in ("grad_scale", "found_inf"):
+                vars(optimizer).pop(name, None)
+        self._has_stepped = True
 
     @property
     def skipped(self) -> Tensor:
         """The number of skipped steps, int64 on the device."""
         return self._skipped
+
+
+def takes_scalars(optimizer: Optimizer) -> bool:
+    """Whether its `step` reads a divisor of the gradients and whether to skip from `grad_scale` and `found_inf`."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False)

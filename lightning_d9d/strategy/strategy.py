@@ -7,7 +7,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, cast
 
 import lightning as L
 import torch
@@ -17,6 +17,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -29,7 +30,7 @@ from lightning_d9d.schedule import Schedule, resolve_schedule
 from lightning_d9d.strategy.checkpoints import CheckpointConfig, CheckpointedStrategy
 from lightning_d9d.strategy.configuration import check_degrees_of
 from lightning_d9d.strategy.module import D9DModule
-from lightning_d9d.strategy.optimizer_step import OptimizerStep
+from lightning_d9d.strategy.optimizer_step import OptimizerStep, takes_scalars
 from lightning_d9d.strategy.precision import check_precision
 from lightning_d9d.strategy.progress import LateProgress
 from lightning_d9d.strategy.ranks import TimeoutConfig
@@ -38,7 +39,9 @@ from lightning_d9d.strategy.train_step import TrainStep, cast_gradients
 from lightning_d9d.sync.buckets import GradientBuckets, GradSyncConfig
 from lightning_d9d.sync.norm import clip_gradients_by_norm, clip_gradients_by_value, gradient_norm
 
-T = TypeVar("T")
+_HOOKS_ON_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "clip_gradients")
+_SCALAR_DTYPES = {torch.float32, torch.bfloat16}
+"""Sums over many tokens overflow in float16, and a float32 factor would round float64 gradients."""
 
 
 class D9DStrategy(CheckpointedStrategy):
@@ -231,9 +234,30 @@ class D9DStrategy(CheckpointedStrategy):
                 self.precision_plugin.forward_context,
                 cuts_batches=not self.microbatch_count.is_one,
                 optimizer_step=self._optimizer_step,
+                defers=self._defers_scaling(module),
             )
             if self.root_device.type != "cpu":
                 self._late_progress = LateProgress(module.trainer, self.root_device)
+
+    def _defers_scaling(self, module: D9DModule) -> bool:
+        """Whether the optimizer can take division and clipping as a factor, without anybody noticing."""
+        clips_values = module.trainer.gradient_clip_algorithm == "value"
+        watchers = [
+            (module, L.LightningModule),
+            *((callback, L.Callback) for callback in cast(Any, module.trainer).callbacks),
+        ]
+        return (
+            all(takes_scalars(optimizer) for optimizer in self.optimizers)
+            and {parameter.dtype for parameter in self._parameters} <= _SCALAR_DTYPES
+            and not clips_values
+            and type(self.precision_plugin).clip_grad_by_norm is Precision.clip_grad_by_norm
+            and not any(
+                is_overridden(hook, watcher, parent)
+                for watcher, parent in watchers
+                for hook in _HOOKS_ON_GRADIENTS
+                if hasattr(parent, hook)
+            )
+        )
 
     def _update_buckets(self) -> None:
         """Build the buckets, and again where a callback froze or unfroze layers or began to accumulate batches."""
@@ -442,16 +466,18 @@ class D9DStrategy(CheckpointedStrategy):
         clips = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
         if not clips and self._sync_gradients and (trainer.global_step + 1) % every == 0:
-            module.log("grad_norm", gradient_norm(module.parameters()), batch_size=1)
+            module.log("grad_norm", self._train_step.norm(module.parameters()), batch_size=1)
 
     def _clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         clip_gradients_by_value(self.precision_plugin.main_params(optimizer), clip_val)
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        norm = clip_gradients_by_norm(self.precision_plugin.main_params(optimizer), clip_val)
-        self._norm = norm
-        if self._train_step is not None:
-            self._train_step.module.log("grad_norm", norm, batch_size=1)
+        parameters = self.precision_plugin.main_params(optimizer)
+        if self._train_step is None:
+            self._norm = clip_gradients_by_norm(parameters, clip_val)
+        else:
+            self._norm = self._train_step.clip(cast(Any, parameters), clip_val)
+            self._train_step.module.log("grad_norm", self._norm, batch_size=1)
 
 
 StrategyRegistry.register(

@@ -5,7 +5,7 @@ Lightning drives a batch in this order (`accumulate_grad_batches` batches make a
     strategy.training_step -> TrainStep.run        forward and backward of all microbatches; gradients set aside
     on_before_zero_grad, optimizer_zero_grad       (first batch of a window; finds nothing to clear)
     strategy.backward      -> TrainStep.restore    gradients put back; on the last batch divided, once
-    on_before_optimizer_step, gradient clipping
+    on_before_optimizer_step, gradient clipping -> TrainStep.clip
     strategy.optimizer_step -> TrainStep.step      gradients cast to what the optimizer takes; the step, or a skip
 
 [Note: gradients are sums] Backward runs on value sums. Gradients add up over microbatches, accumulated batches and
@@ -13,6 +13,9 @@ ranks, and are divided once by the total weight of the window. A loss that is a 
 stock Lightning does: it is scaled by rows / (rows of the batch) / (accumulated batches) before backward and divided by
 the number of ranks. Where the total weight of a window is known before its first backward (it is one batch, and batches
 are not cut or `microbatch_weight` is given), the losses are scaled by it and no pass over the gradients is needed.
+
+[Note: one factor] Where the optimizer multiplies gradients by a factor as it reads them (torch's fused ones) and nobody
+looks at them between backward and step, division and clipping become that factor and cost no pass over the gradients.
 
 [Note: windows] A window begins where Lightning zeroes gradients (every `accumulate_grad_batches`-th batch of an epoch)
 and after a batch that was the last of one. So gradients that never met a step are dropped, as in stock Lightning: an
@@ -35,6 +38,7 @@ from lightning_d9d.mesh.collectives import all_gather_object
 from lightning_d9d.pipeline.executor import BatchTotals, Executor, weighted_mean
 from lightning_d9d.strategy.optimizer_step import OptimizerStep
 from lightning_d9d.sync.buckets import GradientBuckets
+from lightning_d9d.sync.norm import clip_factor, clip_gradients_by_norm, gradient_norm
 
 if TYPE_CHECKING:
     from lightning_d9d.schedule import Schedule
@@ -53,6 +57,7 @@ class TrainStep:
         cuts_batches: Whether a batch may make more than one microbatch. Equal on all ranks, unlike the number that a
             batch makes: ranks decide by it whether they sum weights between forward and backward.
         optimizer_step: Steps or skips, and counts skips.
+        defers: Whether division and clipping are left to the optimizer. [Note: one factor].
     """
 
     def __init__(
@@ -64,6 +69,7 @@ class TrainStep:
         forward_context: Callable[[], AbstractContextManager],
         cuts_batches: bool,
         optimizer_step: OptimizerStep,
+        defers: bool = False,
     ) -> None:
         self.module = module
         self.parameters = list(module.parameters())
@@ -74,6 +80,9 @@ class TrainStep:
         self.executor = Executor(module.stages, module, forward_context)
         self.cuts_batches = cuts_batches
         self.optimizer_step = optimizer_step
+        self.defers = defers
+        self.factor: Tensor | None = None
+        """What gradients are still to be multiplied by: float32 on the device. None: nothing."""
         self._is_first_batch = True
         self._is_new_window = True
         self._stashed: list[tuple[nn.Parameter, Tensor]] = []
@@ -148,9 +157,28 @@ class TrainStep:
         else:
             assert self._window_weight is not None
             divisor = self._window_weight
+        self.factor = None
         if isinstance(divisor, Tensor) or divisor != 1.0:
             gradients = [p.grad for p in self.parameters if p.grad is not None]
-            _scale(gradients, _inverse(divisor) if isinstance(divisor, Tensor) else 1 / divisor)
+            factor = _inverse(divisor) if isinstance(divisor, Tensor) else 1 / divisor
+            if self.defers and gradients:
+                self.factor = torch.as_tensor(factor, dtype=torch.float32, device=gradients[0].device)
+            else:
+                _scale(gradients, factor)
+
+    def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """The norm of the gradients as the optimizer will see them, but for clipping. Collective."""
+        norm = gradient_norm(parameters)
+        return norm if self.factor is None else norm * self.factor
+
+    def clip(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+        """Clip by the norm over all ranks, which it returns. Collective."""
+        if not self.defers:
+            return clip_gradients_by_norm(parameters, max_norm)
+        norm = self.norm(parameters)
+        factor = clip_factor(norm, max_norm).float()
+        self.factor = factor if self.factor is None else self.factor * factor
+        return norm
 
     def step(self, optimizer: Optimizer, norm: Tensor | None = None, **kwargs: Any) -> None:
         """Step the optimizer, or skip the step of a window whose total weight is zero.
@@ -165,7 +193,8 @@ class TrainStep:
         skip = None if self._window_weight is None else self._window_weight == 0  # None: a mean of at least one row
         if norm is not None:
             skip = ~norm.isfinite() if skip is None else skip | ~norm.isfinite()
-        self.optimizer_step(optimizer, skip, **kwargs)
+        factor, self.factor = self.factor, None
+        self.optimizer_step(optimizer, skip, factor, **kwargs)
 
     def _known_weight(self, microbatches: list[Any]) -> Tensor | None:
         """The total weight of the batch over all ranks if the module can tell it beforehand."""

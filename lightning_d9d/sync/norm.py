@@ -88,11 +88,16 @@ def clip_gradients_by_norm(
     by_layout = _local_gradients(parameters)
     if norm is None:
         norm = _norm(parameters, by_layout, norm_type, pipeline_group)
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    factor = clip_factor(norm, max_norm)
     gradients = [gradient for same_layout in by_layout.values() for gradient in same_layout]
     for (device, _), same_type in _by_type(gradients).items():
         torch._foreach_mul_(same_type, factor.to(device))
     return norm
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """What gradients of this norm are multiplied by so that it is at most `max_norm`."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 @torch.no_grad()

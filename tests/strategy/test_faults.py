@@ -90,7 +90,7 @@ class LeftOut:
 
 SILENT = "no answer from rank 1"
 NO_STORE = "rank 0 failed: it does not answer; its process or the network is down"
-NO_DISK = "rank 0 failed: OSError: [Errno 27] File too large"
+NO_DISK = "step=4.ckpt' cannot be saved: [Errno 27] File too large; free space, raise the limit"
 NO_DISK_FOR_DIRECTORY = "step=4.ckpt' cannot be saved: rank 0: [Errno 27] File too large; free space, raise the limit"
 ANY_FAILURE = "tests/strategy/test_shutdown.py::test_rank_that_raises_ends_the_other"
 NOTHING_WRITTEN = (

@@ -1,7 +1,8 @@
-"""Checkpoints that cannot be read, or are of another model, are named."""
+"""Lightning's own checkpoint files: written in one step, and what is wrong with one is named."""
 
 from __future__ import annotations
 
+import os
 import pickle
 import zipfile
 from collections.abc import Callable, Mapping
@@ -10,8 +11,11 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import Tensor
 
+from lightning_d9d.checkpoint import is_directory, remove_directory
+from lightning_d9d.checkpoint.ranks import Ranks
 from lightning_d9d.errors import StateError
 
 _MAX_NAMED = 3
@@ -19,6 +23,42 @@ _MAX_NAMED = 3
 
 UNREADABLE = (OSError, RuntimeError, EOFError, pickle.UnpicklingError, KeyError, ValueError)
 """What torch raises for a file that is no checkpoint."""
+
+
+class AtomicFileIO(TorchCheckpointIO):
+    """Lightning's, but for how a file gets its name.
+
+    It is written beside the place and renamed at the end: whenever the process ends or the disk is full, the older file
+    stays whole. Lightning writes to the folder of temporary files, from where a file is copied if that is on another
+    file system.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        """Save a file. URLs are left to Lightning.
+
+        Raises:
+            StateError: It could not be written; what was there before still is.
+        """
+        if storage_options is not None or "://" in str(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+        else:
+            failure = f"checkpoint {str(path)!r} cannot be saved"
+            Ranks(alone=True).together(failure, lambda: _write(checkpoint, Path(path)))
+
+
+def _write(checkpoint: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with open(partial, "wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        if is_directory(path):
+            remove_directory(path)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def unreadable(path: str | Path, error: BaseException) -> StateError:
