@@ -52,7 +52,8 @@ class D9DStrategy(CheckpointedStrategy):
     DistributedDataParallel: gradients are means over ranks.
 
     Args:
-        mesh: Parallel degrees; by default every rank is a replica. So far only `data_parallel_replicate` may be given.
+        mesh: Parallel degrees; by default every rank is a replica. So far `data_parallel_replicate`, and for plain
+            modules that shard themselves in `configure_model` `data_parallel_shard` and `tensor_parallel`.
         schedule: Order of forwards and backwards of a D9DModule's microbatches: "1f1b" (default), "gpipe", or an object
             of these classes.
         microbatch_size: Rows of a microbatch. By default a batch is one microbatch.

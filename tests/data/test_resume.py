@@ -75,9 +75,8 @@ def test_goes_on(name: str, num_read: int) -> None:
     make_resumable(loader, lambda: count)
     as_lists(loader)  # an epoch before
     batches = []
-    for batch in loader:
+    for count, batch in enumerate(loader, 1):
         batches.append(torch.as_tensor(batch).tolist())
-        count += 1
         if count == num_read:
             state = loader.state_dict()  # type: ignore[attr-defined]
             random = torch.get_rng_state()
@@ -89,9 +88,8 @@ def test_goes_on(name: str, num_read: int) -> None:
     resumed.load_state_dict(state)  # type: ignore[attr-defined]
     torch.set_rng_state(random)
     seen = []
-    for batch in resumed:
+    for count, batch in enumerate(resumed, 1):
         seen.append(torch.as_tensor(batch).tolist())
-        count += 1
         if count == 1:  # saved again in the same epoch
             again = resumed.state_dict()  # type: ignore[attr-defined]
     assert seen == batches[num_read:]
@@ -110,8 +108,7 @@ def test_the_next_epoch_has_the_order_of_an_uninterrupted_run() -> None:
     torch.manual_seed(1)
     loader, count = LOADERS["shuffled"](Numbers()), 0
     make_resumable(loader, lambda: count)
-    for _ in loader:
-        count += 1
+    for count, _ in enumerate(loader, 1):
         if count == 2:
             state, random = loader.state_dict(), torch.get_rng_state()  # type: ignore[attr-defined]
     following = as_lists(loader)

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_d9d.errors import ConfigError
 from lightning_d9d import D9DStrategy, TimeoutConfig
+from lightning_d9d.errors import ConfigError
 
 SHUTDOWN_SECONDS = 2.0
 
