@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
+import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.data import _set_sampler_epoch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader
 
 from lightning_d9d.checkpoint import (
     Checkpoint,
@@ -28,10 +30,10 @@ from lightning_d9d.checkpoint import (
     remove_directory,
     save_directory,
 )
-from lightning_d9d.data import can_resume_by_sampler, make_resumable
+from lightning_d9d.data import can_resume_by_sampler, make_resumable, seed_workers
 from lightning_d9d.errors import ConfigError, StateError
 from lightning_d9d.mesh.collectives import gather_object
-from lightning_d9d.mesh.seeds import random_state, set_random_state
+from lightning_d9d.mesh.seeds import random_state, seed_for, set_random_state
 from lightning_d9d.strategy.checkpoint_files import AtomicFileIO, load_weights, read_checkpoint
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.ranks import RankedStrategy
@@ -227,8 +229,13 @@ class CheckpointedStrategy(RankedStrategy):
     # Going on in the middle of an epoch
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Let a map-style training loader go on in the middle of an epoch; others have their own way, or none."""
+        """Let a map-style training loader go on in the middle of an epoch; others have their own way, or none.
+
+        Ranks that read the same samples get the same random numbers in worker processes.
+        """
         assert self.lightning_module is not None
+        if self.world_size > 1 and self.mesh.dp_size < self.world_size and isinstance(dataloader, DataLoader):
+            self._undo_loaders.append(seed_workers(dataloader, self.seed, self.mesh.coordinates))
         if self.lightning_module.trainer.training and can_resume_by_sampler(dataloader):
             self._loader_states = None
             self._undo_loaders.append(make_resumable(cast(Any, dataloader), self._num_batches_read))
@@ -240,12 +247,17 @@ class CheckpointedStrategy(RankedStrategy):
         Lightning gives loaders their state before the first epoch, but samplers their epoch only afterwards, when
         worker processes have read the first batches; and none at all where a module reads
         `estimated_stepping_batches` (its issue 20550). So loaders begin once more here.
+
+        Without a checkpoint a D9DModule's ranks begin with numbers of their own, for dropout; copies of one activation
+        with equal ones. Plain modules keep what `seed_everything` gave them, as under DDP.
         """
         super().on_train_start()
+        assert self.lightning_module is not None
         resumed, self._resumed = self._resumed, None
         if resumed is None:
+            if self.world_size > 1 and isinstance(self.lightning_module, D9DModule):
+                torch.manual_seed(seed_for(self.seed, purpose="dropout", coordinates=self.mesh.coordinates))
             return
-        assert self.lightning_module is not None
         loop = self.lightning_module.trainer.fit_loop
         loader, fetcher = loop._combined_loader, loop._data_fetcher
         assert loader is not None

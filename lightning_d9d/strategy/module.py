@@ -92,12 +92,14 @@ class D9DModule(L.LightningModule):
         self.check_overrides()
         if len(self.stages) > 0:
             return
-        device = torch.device("cpu") if self._trainer is None else self.trainer.strategy.root_device
+        strategy = None if self._trainer is None else self.trainer.strategy
+        device = torch.device("cpu") if strategy is None else strategy.root_device
+        seed: int = getattr(strategy, "seed", torch.initial_seed())  # ranks that nobody seeded agree on one
         stage_info = StageInfo(0, 1)
         with torch.device("meta"):
             stage = self.configure_stage(stage_info)
         self.parallelize_stage(stage, None, None)
-        materialize(stage, device, torch.initial_seed())
+        materialize(stage, device, seed)
         self.stages.append(stage)
         self.on_stages_built()
 

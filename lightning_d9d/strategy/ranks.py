@@ -75,6 +75,7 @@ class RankedStrategy(ParallelStrategy):
         self._group: dist.ProcessGroup | None = None
         self._shutdown: Shutdown | None = None
         self._has_step_timeout = False
+        self._seed: int | None = None
 
     @abstractmethod
     def settings(self) -> Mapping[str, object]:
@@ -144,7 +145,13 @@ class RankedStrategy(ParallelStrategy):
             self._shutdown = Shutdown(trainer, self.timeouts.shutdown_seconds, self.timeouts.init_seconds)
             self._group = dist.group.WORLD if self.mesh.dp_size == self.world_size else self.mesh.group("dp")
             name_rank(self.mesh.rank_name)
+            self._seed = self.broadcast(torch.initial_seed())
             check_equal_configuration(self.settings(), trainer)
+
+    @property
+    def seed(self) -> int:
+        """The seed of the job, equal on all ranks: rank 0's, as `seed_everything` or torch has set it."""
+        return torch.initial_seed() if self._seed is None else self._seed
 
     @property
     def mesh(self) -> MeshDomains:
