@@ -1,7 +1,7 @@
 """Checkpoints that any mesh can load: a directory on torch Distributed Checkpoint.
 
 `directory.py`: save, open, remove; `metadata.py`: what torch writes beside the tensors, read without running code;
-`optimizers.py`: optimizer state by parameter name; `ranks.py`: what fails on one rank fails on all.
+`optimizers.py`: optimizer state by parameter name.
 """
 
 from lightning_d9d.checkpoint.directory import (

@@ -8,15 +8,12 @@ What is under `path` is always complete: `values.pt` is written last, and replac
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
-import errno
 import io
 import math
 import os
 import re
 import secrets
-import shutil
 import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -28,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
@@ -35,8 +33,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from lightning_d9d.checkpoint.metadata import METADATA_NAME, StoredTensor, digest, read_metadata, stored_tensors
-from lightning_d9d.checkpoint.ranks import Ranks, first_of
 from lightning_d9d.errors import ConfigError, StateError
+from lightning_d9d.mesh.agreement import Ranks, first_of
+from lightning_d9d.state.directory import hidden, publish, remove, sync, tidy
 
 VALUES_NAME = "values.pt"
 _PARTIAL_VALUES_NAME = f".{VALUES_NAME}.partial"
@@ -139,11 +138,11 @@ def remove_directory(path: str | Path) -> None:
     if path.is_symlink():
         path.unlink()
         return
-    removed = _hidden(path, "removed")
-    _remove(removed)
+    removed = hidden(path, "removed")
+    remove(removed)
     with suppress(FileNotFoundError):
         os.rename(path, removed)
-    _remove(removed)
+    remove(removed)
 
 
 class Checkpoint:
@@ -288,13 +287,17 @@ def _write_tensors(data: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> N
     writer = _Writer(data)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.save(
-            dict(tensors),
-            storage_writer=writer,
-            planner=_Planner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            process_group=ranks.group,
-            no_dist=ranks.alone,
-        )
+        try:
+            dcp.save(
+                dict(tensors),
+                storage_writer=writer,
+                planner=_Planner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                process_group=ranks.group,
+                no_dist=ranks.alone,
+            )
+        except CheckpointException as error:  # torch raises it on all ranks, for the failures of some
+            if ranks.rank in error.failures:
+                raise error.failures[ranks.rank][0] from error
     if writer.failure is not None:
         raise writer.failure
 
@@ -358,10 +361,6 @@ def _on_file_system(path: str | Path) -> Path:
     return Path(path).absolute()
 
 
-def _hidden(path: Path, purpose: str) -> Path:
-    return path.with_name(f".{path.name}.{purpose}")
-
-
 def _is_own_directory(path: Path) -> bool:
     return is_directory(path) and not path.is_symlink()
 
@@ -372,7 +371,7 @@ def _prepare(path: Path) -> Path:
     _tidy(path)
     if path.is_dir() and not path.is_symlink() and not is_directory(path) and any(path.iterdir()):
         raise StateError("a directory with other files is there; remove it or give another path")
-    root = path if _is_own_directory(path) else _hidden(path, "partial")
+    root = path if _is_own_directory(path) else hidden(path, "partial")
     data = root / f"data-{secrets.token_hex(8)}"
     data.mkdir(parents=True)
     return data
@@ -385,69 +384,26 @@ def _publish(path: Path, data: Path, values: dict[str, Any]) -> None:
         raise StateError(f"{str(data / METADATA_NAME)!r} has vanished; save again")
     metadata = digest(data)
     read_metadata(data, metadata)
-    _sync(data)
+    sync(data)
     content = _packed({"format": _FORMAT, "data": data.name, "metadata": metadata, "values": values})
     with open(root / _PARTIAL_VALUES_NAME, "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(root / _PARTIAL_VALUES_NAME, root / VALUES_NAME)
-    _sync(root)
-    if root != path:
-        try:
-            os.rename(root, path)
-        except NotADirectoryError:  # there is a file or a link
-            _swap(root, path)
-        _sync(path.parent)
+    if root == path:
+        sync(root)
+    else:
+        publish(root, path)
     _tidy(path)
-
-
-def _swap(new: Path, path: Path) -> None:
-    """Put a directory in place of a file or link: in one step where Linux and the file system can, else in two."""
-    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
-    here, exchange = -100, 2
-    if renameat2 is None or renameat2(here, os.fsencode(new), here, os.fsencode(path), exchange) != 0:
-        os.replace(path, _hidden(path, "replaced"))
-        os.rename(new, path)
 
 
 def _tidy(path: Path) -> None:
     """Remove all but the checkpoint under `path` that a save or removal, killed or failed, has left behind."""
-    replaced = _hidden(path, "replaced")
-    if os.path.lexists(replaced) and not os.path.lexists(path):
-        os.replace(replaced, path)
-    for purpose in ("partial", "replaced", "removed"):
-        _remove(_hidden(path, purpose))
+    tidy(path)
     if _is_own_directory(path):
         with suppress(StateError):  # damaged: whose data these are cannot be told
             used = _read_values(path)["data"]
             for entry in path.iterdir():
                 if entry.name == _PARTIAL_VALUES_NAME or (_DATA_NAME.fullmatch(entry.name) and entry.name != used):
-                    _remove(entry)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with suppress(FileNotFoundError):
-            path.unlink()
-
-
-def _sync(directory: Path) -> None:
-    """Put names on the disk, as `fsync` does with the content of files."""
-    with _opened(directory) as descriptor:
-        try:
-            os.fsync(descriptor)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # not every file system can
-                raise
-
-
-@contextmanager
-def _opened(directory: Path) -> Iterator[int]:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+                    remove(entry)

@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.serialization import _get_layout  # type: ignore[attr-defined]
 
-from lightning_d9d.checkpoint.ranks import first_of
 from lightning_d9d.errors import StateError
+from lightning_d9d.mesh.agreement import first_of
 
 METADATA_NAME = ".metadata"
 _CLASSES = (

@@ -1,7 +1,8 @@
 """Who computes what, and how ranks reach each other.
 
 `config.py`: parallel degrees; `domains.py`: the ranks cut along their axes; `groups.py`: process groups;
-`collectives.py`: what Lightning and torch lack; `seeds.py`: whose random numbers are the same.
+`collectives.py`: what Lightning and torch lack; `agreement.py`: what fails on one rank fails on all;
+`sharding.py`: what a rank holds of a DTensor; `seeds.py`: whose random numbers are the same.
 """
 
 from lightning_d9d.mesh.config import MeshConfig

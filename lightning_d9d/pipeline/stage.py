@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh.seeds import derived
-from lightning_d9d.pipeline.initial_weights import InitialValue, draw_local, local_ranges
+from lightning_d9d.mesh.sharding import local_ranges
+from lightning_d9d.pipeline.initial_weights import InitialValue, draw_local
 
 _WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})  # of checkpoint_wrapper and torch.compile
 

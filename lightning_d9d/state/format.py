@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from lightning_d9d.errors import StateError
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -29,9 +26,6 @@ def write_safetensors(
         shapes: of its tensors, by name.
         dtypes: of these and perhaps others.
         values: contiguous tensors on the CPU, in the same order; each is asked for when those before it are written.
-
-    Raises:
-        StateError: the file cannot be written.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -40,7 +34,7 @@ def write_safetensors(
         header[name] = {"dtype": DTYPE_NAMES[dtypes[name]], "shape": shape, "data_offsets": [begin, end]}
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)  # the data begins at a multiple of 8 bytes
-    with os_errors_named(path), path.open("wb") as file:
+    with path.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little"))
         file.write(encoded)
         for tensor in values:
@@ -50,18 +44,11 @@ def write_safetensors(
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Writes a readable file; `StateError` if that cannot be. Local."""
-    with os_errors_named(path):
-        path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def os_errors_named(path: Path) -> Iterator[None]:
-    """Turns what goes wrong when the body writes into a StateError that names the path."""
-    try:
-        yield
-    except OSError as error:
-        raise StateError(f"{path}: cannot be written ({error}); free space there, or give another place.") from error
+    """Writes a file for people too. Local."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(values, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def num_bytes(shape: Iterable[int], dtype: torch.dtype) -> int:

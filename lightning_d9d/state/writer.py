@@ -1,11 +1,8 @@
 from __future__ import annotations
 
 import math
-import os
-import shutil
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
@@ -15,15 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_d9d.errors import StateError
-from lightning_d9d.state.agreement import agreed, from_all_ranks, is_first_rank
-from lightning_d9d.state.format import (
-    INDEX_FILE,
-    WEIGHTS_FILE,
-    num_bytes,
-    os_errors_named,
-    write_json,
-    write_safetensors,
-)
+from lightning_d9d.mesh.agreement import Ranks
+from lightning_d9d.state.format import INDEX_FILE, WEIGHTS_FILE, num_bytes, write_json, write_safetensors
 from lightning_d9d.state.layout import Box, LocalShard, Piece, tensor_shapes
 
 
@@ -53,6 +43,7 @@ def write_tensors(
     layout: Mapping[str, Sequence[Piece]],
     dtype: torch.dtype | None,
     max_file_bytes: int,
+    failure: str,
 ) -> torch.dtype:
     """Writes parameters that lie on many ranks into safetensors files, and the index if there are several. Collective.
 
@@ -67,6 +58,7 @@ def write_tensors(
             place in a tensor, the first that a rank holds is written.
         dtype: Of the files; None keeps each parameter's own.
         max_file_bytes: Size at which a new file begins.
+        failure: How an error of a rank begins.
 
     Returns:
         The dtype of the first tensor.
@@ -74,8 +66,8 @@ def write_tensors(
     Raises:
         StateError: On every rank: a parameter is on no rank or in parts, or a rank cannot write.
     """
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    held = from_all_ranks({name: (shard.box, dtype or shard.values.dtype) for name, shard in local.items()})
+    ranks = Ranks()
+    held = ranks.all_gather({name: (shard.box, dtype or shard.values.dtype) for name, shard in local.items()})
     tensors = _find_sources(layout, held)
     files = _split_into_files(tensors, max_file_bytes)
     file_names = _name_files(len(files))
@@ -84,59 +76,15 @@ def write_tensors(
     for file_name, names in zip(file_names, files, strict=True):
         by_writer[tensors[names[0]].writer].append((file_name, names))
     for files_of_round in zip_longest(*by_writer.values()):
-        with agreed():
+        with ranks.agreed(failure):
             for file_name, names in filter(None, files_of_round):
-                _write_file(folder / file_name, {name: tensors[name] for name in names}, local, rank)
-    with agreed():
-        if is_first_rank() and len(files) > 1:
+                _write_file(folder / file_name, {name: tensors[name] for name in names}, local, ranks.rank)
+    with ranks.agreed(failure):
+        if ranks.is_first and len(files) > 1:
             total = sum(num_bytes(tensor.shape, tensor.dtype) for tensor in tensors.values())
             weight_map = {name: file for file, names in zip(file_names, files, strict=True) for name in names}
             write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
     return next(iter(tensors.values())).dtype
-
-
-@contextmanager
-def complete_directory(target: Path, overwrite: bool) -> Iterator[Path]:
-    """A folder to write into that takes the target's place at the end, or vanishes if the body raises. Collective.
-
-    The body must raise on all ranks if it raises on one. The folder lies beside the target, under a hidden name.
-
-    Raises:
-        StateError: On every rank: the target has files and `overwrite` is not set, or it cannot be written.
-    """
-    target = target.absolute()
-    number = from_all_ranks(os.getpid())[0]
-    partial = target.with_name(f".{target.name}.{number}.partial")
-    replaced = target.with_name(f".{target.name}.{number}.replaced")
-    try:
-        with agreed():
-            if is_first_rank():
-                _start(target, partial, replaced, overwrite)
-        yield partial
-        with agreed():
-            if is_first_rank():
-                with os_errors_named(target):
-                    if target.exists():
-                        target.rename(replaced)
-                    partial.rename(target)
-    finally:
-        if is_first_rank():
-            _remove(partial, replaced)
-
-
-def _start(target: Path, partial: Path, replaced: Path, overwrite: bool) -> None:
-    with os_errors_named(target):
-        if target.exists() and (not target.is_dir() or (not overwrite and any(target.iterdir()))):
-            raise StateError(
-                f"{target} exists and is not an empty directory; choose another one or set overwrite=True."
-            )
-        _remove(partial, replaced)
-        partial.mkdir(parents=True)
-
-
-def _remove(*folders: Path) -> None:
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _find_sources(

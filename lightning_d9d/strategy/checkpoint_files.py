@@ -15,8 +15,8 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import Tensor
 
 from lightning_d9d.checkpoint import is_directory, remove_directory
-from lightning_d9d.checkpoint.ranks import Ranks
 from lightning_d9d.errors import StateError
+from lightning_d9d.mesh.agreement import Ranks
 
 _MAX_NAMED = 3
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_d9d.checkpoint import directory, is_directory, open_directory, remove_directory, save_directory
+from lightning_d9d.checkpoint import is_directory, open_directory, remove_directory, save_directory
+from lightning_d9d.state import directory
 
 KILLED = 9
 NAME = "last.ckpt"
@@ -78,11 +79,7 @@ def link(path: Path) -> None:
     path.symlink_to("epoch.ckpt")
 
 
-def empty_directory(path: Path) -> None:
-    path.mkdir()
-
-
-@pytest.mark.parametrize("former", [nothing, checkpoint, file, link, empty_directory])
+@pytest.mark.parametrize("former", [nothing, checkpoint, link])
 def test_killed_save_leaves_the_old_or_the_new(tmp_path: Path, former: Callable[[Path], None]) -> None:
     seen, call = set(), 0
     while True:
@@ -94,8 +91,8 @@ def test_killed_save_leaves_the_old_or_the_new(tmp_path: Path, former: Callable[
         if is_directory(path):
             number = loaded(path)
         else:
-            assert former not in (checkpoint, link)
-            assert path.is_file() if former is file else not path.is_dir() or not os.listdir(path)
+            assert former is nothing
+            assert not path.exists()
             number = 1
         seen.add(number)
         if not killed:
@@ -129,13 +126,22 @@ def test_file_systems_that_cannot_swap(tmp_path: Path) -> None:
         found.append(os.path.lexists(path))
         if not killed:
             break
-        killed_at(5, folder, lambda path=path: save(path, 3))
-        assert os.path.lexists(path)
+        if not found[-1]:
+            killed_at(5, folder, lambda path=path: save(path, 3))
+            assert os.path.lexists(path)
         save(path, 3)
         assert_tidy(folder)
         call += 1
     assert found.count(False) == 1
     assert loaded(path) == 2
+
+
+@pytest.mark.parametrize("former", [file, Path.mkdir])
+def test_other_things_are_replaced(tmp_path: Path, former: Callable[[Path], None]) -> None:
+    former(tmp_path / NAME)
+    save(tmp_path / NAME, 2)
+    assert loaded(tmp_path / NAME) == 2
+    assert_tidy(tmp_path)
 
 
 def test_killed_removal_leaves_all_or_nothing(tmp_path: Path) -> None:

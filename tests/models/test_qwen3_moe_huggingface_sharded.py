@@ -424,7 +424,7 @@ def test_a_file_that_only_the_second_stage_reads(
     with pytest.raises(StateError, match=message) as error:
         load_huggingface(stage, one)
     assert path.name in str(error.value)
-    assert str(error.value).startswith("rank 1 failed with StateError") == (rank.rank == 0)
+    assert ": rank 1: " in str(error.value)
     assert_same_weights(stage, make_model(seed=1))
 
 
@@ -460,7 +460,7 @@ def test_a_head_of_its_own_is_noticed_in_any_shard(rank: RankContext, tmp_path: 
         pytest.raises(StateError, match="tie_word_embeddings=False") as error,
     ):
         load_huggingface(model, tmp_path)
-    assert str(error.value).startswith("rank 1 failed") == (rank.rank == 0)
+    assert ": rank 1: " in str(error.value)
 
 
 @pytest.mark.ranks(2)
@@ -487,11 +487,11 @@ def test_a_full_disk_on_one_rank(rank: RankContext, moment: str) -> None:
         if rank.rank == 2:
             setattr(owner, name, full)
         try:
-            with pytest.raises(StateError, match=r"cannot be written .*No space left") as error:
+            with pytest.raises(StateError, match="No space left on device; free space") as error:
                 save_huggingface(stage, rank.tmp_dir / "many", max_shard_bytes=40_000)
         finally:
             setattr(owner, name, original)
-        assert str(error.value).startswith("rank 2 failed") == (rank.rank != 2)
+        assert str(error.value).startswith(f"weights cannot be saved to {str(rank.tmp_dir / 'many')!r}: rank 2: ")
         rank.barrier()
         assert list(rank.tmp_dir.iterdir()) == []
         save_huggingface(stage, rank.tmp_dir / "many")

@@ -10,18 +10,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_d9d.errors import ConfigError, StateError
+from lightning_d9d.mesh.agreement import Ranks
+from lightning_d9d.mesh.sharding import local_ranges
 from lightning_d9d.models.qwen3_moe.config import Qwen3MoeConfig
 from lightning_d9d.models.qwen3_moe.model import Qwen3MoeForCausalLM
-from lightning_d9d.pipeline.initial_weights import local_ranges
 from lightning_d9d.state import (
     DTYPE_NAMES,
     Index,
     LocalShard,
     Piece,
     SafetensorsReader,
-    agreed,
     complete_directory,
-    is_first_rank,
     tensor_shapes,
     whole_box,
     write_json,
@@ -53,7 +52,8 @@ def load_huggingface(model: nn.Module | Sequence[nn.Module], directory: str | Pa
     Raises:
         StateError: a file is missing or damaged, its tensors are not those of the model, or another rank failed.
     """
-    with agreed():
+    ranks, failure = Ranks(), f"weights cannot be loaded from {str(directory)!r}"
+    with ranks.agreed(failure):
         stages, config = _stages(model)
         whole = _parameter_shapes(config)
         local = _local_shards(stages, whole)
@@ -69,7 +69,7 @@ def load_huggingface(model: nn.Module | Sequence[nn.Module], directory: str | Pa
         reader.check(checked, f"build the model with Qwen3MoeConfig.from_json({str(directory)!r})")
         if repeated_head and _EMBEDDING_TENSOR in targets:
             _check_tied(reader, [index for index, _ in targets[_EMBEDDING_TENSOR]])
-    with agreed():
+    with ranks.agreed(failure):
         reader.fill(targets)
 
 
@@ -109,15 +109,16 @@ def save_huggingface(
     if dtype is not None and dtype not in DTYPE_NAMES:
         legal = ", ".join(map(str, DTYPE_NAMES))
         raise ConfigError(f"save_huggingface: dtype={dtype} must be one of {legal}, or None for the model's own.")
-    with agreed():
+    ranks, failure = Ranks(), f"weights cannot be saved to {str(directory)!r}"
+    with ranks.agreed(failure):
         stages, config = _stages(model)
         whole = _parameter_shapes(config)
         local = _local_shards(stages, whole)
     layout = _layout(config, whole, stacked=whole if fused_experts else ())
-    with complete_directory(Path(directory), overwrite) as folder:
-        stored_dtype = write_tensors(folder, local, layout, dtype, max_shard_bytes)
-        with agreed():
-            if is_first_rank():
+    with complete_directory(Path(directory), overwrite, failure) as folder:
+        stored_dtype = write_tensors(folder, local, layout, dtype, max_shard_bytes, failure)
+        with ranks.agreed(failure):
+            if ranks.is_first:
                 torch_dtype = str(stored_dtype).removeprefix("torch.")
                 write_json(folder / "config.json", {**config.to_dict(), "torch_dtype": torch_dtype})
                 ids = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}

@@ -1,16 +1,16 @@
-"""Ranks that save or load one checkpoint: what fails on one of them fails on all."""
+"""Ranks that act together: what fails on one of them fails on all, with the same error."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
-from lightning_d9d.errors import StateError
+from lightning_d9d.errors import ConfigError, RankError, StateError
 from lightning_d9d.mesh.collectives import all_gather_object
 
 T = TypeVar("T")
@@ -53,41 +53,58 @@ class Ranks:
         """Whether this rank is the one that acts for all."""
         return self.rank == 0
 
+    def all_gather(self, value: T) -> list[T]:
+        """Every rank's picklable value, in the order of ranks. Collective."""
+        return [value] if self.alone else all_gather_object(value, self.group)
+
     def together(self, failure: str, action: Callable[[], T]) -> list[T]:
         """What `action` returns on each rank, small and picklable. Collective.
 
+        It may take as long as the group's timeout lets the other ranks wait.
+
         Args:
             failure: How the error begins.
-            action: May raise anything, on any rank.
+            action: May raise any `Exception`, on any rank.
 
         Raises:
-            StateError: It did; on every rank, with the ranks and their reasons.
+            StateError: It did; the same on every rank, with the ranks and their reasons (and, where it is the file
+                system's, a remedy). On a rank that failed, its own exception is the cause.
+            ConfigError: Likewise; the lowest rank that failed did so with a ConfigError.
+            RankError: Likewise, with a RankError.
         """
         value: T | None = None
-        reason: str | None = None
-        cause: BaseException | None = None
+        problem: tuple[type[Exception], str] | None = None
+        cause: Exception | None = None
         try:
             value = action()
-        except CheckpointException as error:  # torch raises it on all ranks, for the failures of some
-            cause = error
-            if self.rank in error.failures:
-                reason = _reason(error.failures[self.rank][0])
         except Exception as error:
-            cause, reason = error, _reason(error)
-        if self.alone:
-            if reason is not None:
-                raise StateError(f"{failure}: {reason}") from cause
-            return [value]  # type: ignore[list-item]
-        answers = all_gather_object((value, reason), self.group)
-        ranks = dist.get_process_group_ranks(self.group)
-        failed: dict[str, list[int]] = {}
-        for rank, (_, text) in zip(ranks, answers, strict=True):
-            if text is not None:
-                failed.setdefault(text, []).append(rank)
+            cause, problem = error, _problem(error)
+        answers = self.all_gather((value, problem))
+        ranks = [0] if self.alone else dist.get_process_group_ranks(self.group)
+        failed: dict[tuple[type[Exception], str], list[int]] = {}
+        for rank, (_, theirs) in zip(ranks, answers, strict=True):
+            if theirs is not None:
+                failed.setdefault(theirs, []).append(rank)
         if failed:
-            texts = [f"{_named(those)}: {text}" for text, those in failed.items()]
-            raise StateError(f"{failure}: {first_of(texts)}") from cause
+            kind, _ = next(iter(failed))
+            texts = [text if self.alone else f"{_named(those)}: {text}" for (_, text), those in failed.items()]
+            raise kind(f"{failure}: {first_of(texts)}") from cause
         return [answer for answer, _ in answers]  # type: ignore[misc]
+
+    @contextmanager
+    def agreed(self, failure: str) -> Iterator[None]:
+        """A block as the action of `together`: it succeeds on all ranks or on none. Collective."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+
+        def outcome() -> None:
+            if error is not None:
+                raise error
+
+        self.together(failure, outcome)
 
     def merge(self, values: Mapping[K, Any]) -> dict[K, Any]:
         """All ranks' values in one mapping, on every rank; of equal keys the lowest rank's. Collective.
@@ -101,7 +118,7 @@ class Ranks:
         if self.alone:
             return dict(values)
         digest = hashlib.sha256(repr(sorted(values)).encode()).hexdigest()  # type: ignore[type-var]
-        digests = all_gather_object(digest, self.group)
+        digests = self.all_gather(digest)
         merged: dict[K, Any] = {}
         for sender in sorted(map(digests.index, set(digests))):
             sent = [dict(values) if sender == self.rank else None]
@@ -117,16 +134,6 @@ def first_of(texts: list[str]) -> str:
     return "; ".join(texts[:MAX_NAMED]) + more
 
 
-def _system_error(error: BaseException) -> BaseException:
-    """The `OSError` that led to this error, if one did; else the error."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, OSError):
-            return seen
-        seen = seen.__cause__ or seen.__context__
-    return error
-
-
 def _named(ranks: list[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
@@ -134,11 +141,21 @@ def _named(ranks: list[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:MAX_NAMED]))}{more}"
 
 
-def _reason(error: BaseException) -> str:
-    if isinstance(error, StateError):
-        return str(error)
-    error = _system_error(error)
-    text = (str(error).splitlines() or [""])[0]
-    if isinstance(error, OSError):
-        return f"{text}; {_REMEDIES.get(error.errno or 0, 'make it readable and writable or give another path')}"
-    return f"{type(error).__name__}: {text}"
+def _problem(error: Exception) -> tuple[type[Exception], str]:
+    """The error that all ranks raise, and why. The package's own errors say what to do; others may need a remedy."""
+    for kind in (ConfigError, StateError, RankError):
+        if isinstance(error, kind):
+            return kind, str(error)
+    system_error = _system_error(error)
+    text = (str(system_error or error).splitlines() or [""])[0]
+    if system_error is None:
+        return StateError, f"{type(error).__name__}: {text}"
+    remedy = _REMEDIES.get(system_error.errno or 0, "make it readable and writable or give another path")
+    return StateError, f"{text}; {remedy}"
+
+
+def _system_error(error: BaseException | None) -> OSError | None:
+    """The `OSError` that led to this error, if one did."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error

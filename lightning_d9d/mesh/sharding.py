@@ -1,0 +1,43 @@
+"""Which part of a DTensor this rank holds."""
+
+from __future__ import annotations
+
+import math
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def local_ranges(tensor: Tensor) -> list[range]:
+    """For each dim the global indices that this rank holds: all of them unless `tensor` is a DTensor.
+
+    Raises:
+        RuntimeError: The DTensor was cut in another way than `distribute_tensor` and `fully_shard` do.
+    """
+    ranges = [_local_range(tensor, dim) for dim in range(tensor.ndim)]
+    if isinstance(tensor, DTensor) and tuple(map(len, ranges)) != tuple(tensor.to_local().shape):
+        raise RuntimeError(
+            f"rank {dist.get_rank()} holds {tuple(tensor.to_local().shape)} of a tensor of shape "
+            f"{tuple(tensor.shape)}, but its placements {tensor.placements} on {tensor.device_mesh} say "
+            f"{tuple(map(len, ranges))}"
+        )
+    return ranges
+
+
+def _local_range(tensor: Tensor, dim: int) -> range:
+    held = range(tensor.shape[dim])
+    if not isinstance(tensor, DTensor):
+        return held
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None, "a rank holds only tensors of meshes that it is in"
+    shards = [
+        (tensor.device_mesh.size(axis), coordinate[axis], placement)
+        for axis, placement in enumerate(tensor.placements)
+        if getattr(placement, "dim", None) == dim
+    ]
+    # `fully_shard` cuts what tensor or expert parallelism left, though its axis comes first: marked by a split factor.
+    for parts, part, _ in sorted(shards, key=lambda shard: hasattr(shard[2], "split_factor")):
+        size = math.ceil(len(held) / parts)
+        held = held[part * size : (part + 1) * size]
+    return held

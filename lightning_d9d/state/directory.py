@@ -1,0 +1,105 @@
+"""A directory that appears under its name complete or not at all, whatever was there and whenever the job is killed."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from lightning_d9d.errors import StateError
+from lightning_d9d.mesh.agreement import Ranks
+
+
+@contextmanager
+def complete_directory(target: Path, overwrite: bool, failure: str) -> Iterator[Path]:
+    """A folder to write into that takes the target's place at the end, or vanishes if the body raises. Collective.
+
+    The body must raise on all ranks if it raises on one. The folder lies beside the target, under a hidden name.
+
+    Args:
+        target: On a file system that all ranks share.
+        overwrite: Replace what is there.
+        failure: How errors begin.
+
+    Raises:
+        StateError: On every rank: the target has files and `overwrite` is not set, or it cannot be written.
+    """
+    ranks = Ranks()
+    target = target.absolute()
+    partial = hidden(target, "partial")
+    try:
+        with ranks.agreed(failure):
+            if ranks.is_first:
+                tidy(target)
+                if target.exists() and (not target.is_dir() or (not overwrite and any(target.iterdir()))):
+                    raise StateError("it exists and is not an empty directory; choose another or set overwrite=True")
+                partial.mkdir(parents=True)
+        yield partial
+        with ranks.agreed(failure):
+            if ranks.is_first:
+                publish(partial, target, overwrite)
+    finally:
+        if ranks.is_first:
+            tidy(target)
+
+
+def hidden(path: Path, purpose: str) -> Path:
+    """A name beside `path` for what is not yet or no longer there: "partial", "replaced" or "removed"."""
+    return path.with_name(f".{path.name}.{purpose}")
+
+
+def publish(new: Path, path: Path, overwrite: bool = False) -> None:
+    """Put a directory in place of what is under `path`: in one step where Linux and the file system can, else in two.
+
+    A former file or link, or with `overwrite` a directory with files, stays under a hidden name, for `tidy`.
+    """
+    sync(new)
+    try:
+        os.rename(new, path)
+    except OSError as error:
+        if error.errno != errno.ENOTDIR and not (overwrite and error.errno in (errno.ENOTEMPTY, errno.EEXIST)):
+            raise
+        _swap(new, path)
+    sync(path.parent)
+
+
+def _swap(new: Path, path: Path) -> None:
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
+    here, exchange = -100, 2
+    if renameat2 is None or renameat2(here, os.fsencode(new), here, os.fsencode(path), exchange) != 0:
+        os.replace(path, hidden(path, "replaced"))
+        os.rename(new, path)
+
+
+def tidy(path: Path) -> None:
+    """Remove what a save or removal, killed or failed, has left beside `path`."""
+    replaced = hidden(path, "replaced")
+    if os.path.lexists(replaced) and not os.path.lexists(path):
+        os.replace(replaced, path)
+    for purpose in ("partial", "replaced", "removed"):
+        remove(hidden(path, purpose))
+
+
+def remove(path: Path) -> None:
+    """Remove a file, link or directory, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(FileNotFoundError):
+            path.unlink()
+
+
+def sync(directory: Path) -> None:
+    """Put names on the disk, as `fsync` does with the content of files."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # not every file system can
+            raise
+    finally:
+        os.close(descriptor)
