@@ -174,11 +174,6 @@ def experts_then_rows_fully_sharded(model: nn.Module, domains: MeshDomains) -> N
 Layout = tuple[MeshConfig, Callable[[nn.Module, MeshDomains], None]]
 SHARDS: Layout = (MeshConfig(data_parallel_shard=-1), fully_sharded)
 STAGES_OF_SHARDS: Layout = (MeshConfig(pipeline_parallel=2, data_parallel_shard=2), fully_sharded)
-ON_TWO: dict[str, Layout] = {
-    "shards": SHARDS,
-    "tensor": (MeshConfig(tensor_parallel=2), tensor_axis),
-    "experts": (MeshConfig(data_parallel_shard=2, expert_parallel=2), experts_only),
-}
 ON_FOUR: dict[str, Layout] = {
     "shards": SHARDS,
     "copies of shards": (MeshConfig(data_parallel_replicate=2, data_parallel_shard=2), fully_sharded),
@@ -203,8 +198,10 @@ def sharded(rank: RankContext, model: nn.Module, layout: Layout = SHARDS) -> Ite
         domains.close()
 
 
-def assert_as_one_process(rank: RankContext, layout: Layout, one: Path) -> None:
-    with sharded(rank, make_model(seed=rank.rank + 1), layout) as model:
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("layout", ON_FOUR)
+def test_four_ranks_read_and_write_as_one_process(rank: RankContext, layout: str, one: Path) -> None:
+    with sharded(rank, make_model(seed=rank.rank + 1), ON_FOUR[layout]) as model:
         assert any(isinstance(parameter, DTensor) for parameter in model.parameters())
         load_huggingface(model, one)
         assert_same_weights(model, make_model())
@@ -212,18 +209,6 @@ def assert_as_one_process(rank: RankContext, layout: Layout, one: Path) -> None:
     assert_same_directory(rank.tmp_dir / "many", one)
     index = "model.safetensors.index.json"
     assert (rank.tmp_dir / "many" / index).read_text() == (one / index).read_text()  # rank 0 wrote all of it
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("layout", ON_TWO)
-def test_two_ranks_read_and_write_as_one_process(rank: RankContext, layout: str, one: Path) -> None:
-    assert_as_one_process(rank, ON_TWO[layout], one)
-
-
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("layout", ON_FOUR)
-def test_four_ranks_read_and_write_as_one_process(rank: RankContext, layout: str, one: Path) -> None:
-    assert_as_one_process(rank, ON_FOUR[layout], one)
 
 
 @pytest.mark.ranks(2)

@@ -133,24 +133,24 @@ def place_experts(dim: int) -> Callable[[nn.Module, DeviceMesh], None]:
 
 def place_experts_then_shard_fully(module: Whole, world: DeviceMesh) -> None:
     """Two axes for experts, of which the inner one has less than an expert a rank; the rest over all ranks."""
-    mesh = init_device_mesh(world.device_type, (world.size() // 2, 2), mesh_dim_names=("ep_replicate", "ep_shard"))
+    mesh = init_device_mesh(world.device_type, (world.size() // 2, 2), mesh_dim_names=("copies of experts", "experts"))
     experts = next(m for m in module.modules() if isinstance(m, GroupedExperts))
-    shard_parameters(experts, mesh["ep_shard"], lambda *_: [Shard(0)])
-    fully_shard(experts, mesh=mesh["ep_replicate"])
+    shard_parameters(experts, mesh["experts"], lambda *_: [Shard(0)])
+    fully_shard(experts, mesh=mesh["copies of experts"])
     shard_fully(module, world)
 
 
 def place_columns_and_rows_then_shard_fully(module: Whole, world: DeviceMesh) -> None:
     """As tensor parallelism does; `fully_shard` makes strided shards of those along rows."""
-    mesh = init_device_mesh(world.device_type, (world.size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(world.device_type, (world.size() // 2, 2), mesh_dim_names=("shards", "tensor"))
 
     def along_tp(name: str, parameter: Tensor) -> list[Placement]:
         down = ("o_proj.weight", "down_proj.weight", "embedding.weight")
         return [Shard(1) if name.endswith(down) else Shard(0) if parameter.ndim > 0 else Replicate()]
 
     del module.tied
-    shard_parameters(module, mesh["tp"], along_tp)
-    shard_fully(module, mesh["dp"])
+    shard_parameters(module, mesh["tensor"], along_tp)
+    shard_fully(module, mesh["shards"])
 
 
 def shard_in_copies(module: Whole, world: DeviceMesh) -> None:

@@ -1,8 +1,9 @@
-"""A plain module that shards itself as far as the mesh has ranks for it; as a program it trains on two ranks."""
+"""A plain module that shards itself as far as the mesh has ranks for it, and its training."""
 
 from __future__ import annotations
 
-import sys
+import os
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -112,8 +113,9 @@ def fit(
     return run, whole.weights
 
 
-if __name__ == "__main__":
-    folder, path = sys.argv[1], sys.argv[2] or None
+def train_on_two(number: int, port: int, folder: Path, path: Path | None) -> None:
+    """One of two ranks, in a process of its own; as a launcher that Lightning knows would start it."""
+    os.environ.update(LOCAL_RANK=str(number), NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=3, save_top_k=-1)
     keep: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [saving]}
     fit(Sharded(optimizer="adamw"), MeshConfig(data_parallel_shard=2), 2, max_epochs=1, path=path, **keep)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import multiprocessing
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,8 @@ from lightning_d9d.checkpoint import open_directory
 from tests.harness.compare import assert_bitwise_equal, assert_tensors_close
 from tests.harness.ranks import RankContext
 from tests.strategy.plain import Plain, loader, rows, trainer
-from tests.strategy.sharded import BATCH, ROWS, Sharded, fit
+from tests.strategy.sharded import BATCH, ROWS, Sharded, fit, train_on_two
 
-ROOT = Path(__file__).parents[2]
 TWO = {
     "shard": MeshConfig(data_parallel_shard=2),
     "tensor": MeshConfig(tensor_parallel=2),
@@ -130,18 +128,29 @@ def test_the_same_mesh_goes_on_bit_for_bit(rank: RankContext, mesh: str) -> None
             assert_bitwise_equal(name, weight, expected[name])
 
 
-def job(*arguments: object) -> None:
-    command = [sys.executable, "-m", "tests.strategy.sharded", *map(str, arguments)]
-    subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=120)
+def train_two(folder: Path, path: Path | None) -> None:
+    """In processes forked from one that has imported everything."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.strategy.sharded"])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    ranks = [context.Process(target=train_on_two, args=(number, port, folder, path)) for number in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+        rank.kill()
+        rank.join()
+    assert [rank.exitcode for rank in ranks] == [0, 0]
 
 
 def test_two_ranks_and_one_process_go_on_from_each_other(tmp_path: Path) -> None:
     keep: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [midway(tmp_path / "one")]}
     _, expected = fit(Sharded(optimizer="adamw"), max_epochs=1, **keep)
-    job(tmp_path / "two", tmp_path / "one" / "step=3.ckpt")
+    train_two(tmp_path / "two", tmp_path / "one" / "step=3.ckpt")
     saved = open_directory(tmp_path / "two" / "step=6.ckpt").read("model.")
     assert_tensors_close({name.removeprefix("model."): value for name, value in saved.items()}, expected)
-    job(tmp_path / "two", "")
+    train_two(tmp_path / "two", None)
     _, weights = fit(Sharded(optimizer="adamw"), max_epochs=1, path=tmp_path / "two" / "step=3.ckpt")
     assert_tensors_close(weights, expected)
 
