@@ -2,36 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
+
+from lightning_d9d.mesh.seeds import random_state, set_random_state
 
 _ORDERED = (SequentialSampler, DistributedSampler)
 """Samplers whose order follows from the epoch."""
+_CPU = torch.device("cpu")
+_FROM_THE_START: dict[str, Any] = {"num_read": 0, "global": None, "own": []}
 
 
 class ResumableSampler:
     """A sampler, or batch sampler, that can leave out what an earlier run drew in the same epoch.
 
-    Samplers that shuffle draw from a generator, or from torch's own, when an epoch begins. Its state at that moment
-    belongs to the place in the epoch: drawing from it again gives the same order.
+    Samplers that shuffle draw from torch generators of their own, or from the global ones (torch, NumPy, Python), when
+    an epoch begins. The states at that moment belong to the place in the epoch: drawing from them again gives the same
+    order. Between epochs it is the states of own generators, from which the next epoch draws; the global ones are for
+    whoever saves to keep.
 
     Args:
         sampler: What a DataLoader takes its indices, or lists of indices, from.
-        num_read: How many of these the current epoch has used so far; 0 between epochs.
+        num_read: How many of these the current pass has used so far; 0 between epochs.
     """
 
     def __init__(self, sampler: Any, num_read: Callable[[], int]) -> None:
         self._order = sampler
         self._num_read = num_read
-        self._random_state: Tensor | None = None
-        self._resumed: dict[str, Any] | None = None
+        self._global: dict[str, Any] | None = None
+        self._own: list[Tensor] = []
+        self._resumed: Mapping[str, Any] | None = None
 
     def __len__(self) -> int:
         return len(self._order)
@@ -42,39 +49,40 @@ class ResumableSampler:
         return getattr(self._order, name)  # set_epoch, sampler, batch_size, ...
 
     def __iter__(self) -> Iterator[Any]:
-        resumed, self._resumed = self._resumed or {"num_read": 0, "random_state": None}, None
-        with self._drawing_from(resumed["random_state"]):
+        resumed, self._resumed = self._resumed or _FROM_THE_START, None
+        with self._drawing_from(resumed):
             indices = iter(self._order)
             first = list(islice(indices, resumed["num_read"], resumed["num_read"] + 1))
         yield from first
         yield from indices
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the epoch, and what its order follows from."""
-        num_read = self._num_read()
-        return {"num_read": num_read, "random_state": self._random_state if num_read else None}
+        """The place in the epoch, and what its order or, between epochs, the next one's follows from."""
+        if num_read := self._num_read():
+            return {"num_read": num_read, "global": self._global, "own": self._own}
+        return {**_FROM_THE_START, "own": _states(self._order)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The next iteration goes on where `state_dict` was taken."""
-        self._resumed = state_dict
+        self._resumed = state_dict if state_dict["num_read"] else None
+        if self._resumed is None:
+            _set_states(self._order, state_dict["own"])
 
     @contextmanager
-    def _drawing_from(self, state: Tensor | None) -> Iterator[None]:
-        """The order is drawn in the body: from `state`, or from the generator as it is; which is remembered."""
-        shuffling: Any = self._order
-        while hasattr(shuffling, "sampler"):
-            shuffling = shuffling.sampler
-        if type(shuffling) in _ORDERED:
+    def _drawing_from(self, state: Mapping[str, Any]) -> Iterator[None]:
+        """The order is drawn in the body: from `state`, or from the generators as they are; which is remembered."""
+        if not _draws(self._order):
             yield
             return
-        own: torch.Generator | None = getattr(shuffling, "generator", None)
-        generator = torch.default_generator if own is None else own
-        before = generator.get_state()
-        self._random_state = before if state is None else state
-        generator.set_state(self._random_state)
+        before = random_state(_CPU)
+        self._global = state["global"] or before
+        _set_states(self._order, state["own"])
+        self._own = _states(self._order)
+        if state["global"]:
+            set_random_state(state["global"], _CPU)
         yield
-        if state is not None and own is None:  # dropout and all else goes on with its own numbers
-            generator.set_state(before)
+        if state["global"]:  # dropout and all else goes on with its own numbers
+            set_random_state(before, _CPU)
 
 
 def make_resumable(loader: DataLoader[Any], num_read: Callable[[], int]) -> Callable[[], None]:
@@ -82,15 +90,15 @@ def make_resumable(loader: DataLoader[Any], num_read: Callable[[], int]) -> Call
 
     Args:
         loader: Without these methods.
-        num_read: How many batches the current epoch has used so far; 0 between epochs. A loader that is shorter than
-            the epoch and begins again takes it modulo its length.
+        num_read: How many batches the current epoch has used so far; 0 between epochs. In a loader that is shorter and
+            begins again the place is counted from there; one that has just been read to its end is at its end.
 
     Returns:
         What takes them away again.
     """
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     original = getattr(loader, name)
-    sampler = ResumableSampler(original, lambda: num_read() % max(1, len(loader)))
+    sampler = ResumableSampler(original, lambda: _place_in_pass(num_read(), len(loader)))
     object.__setattr__(loader, name, sampler)  # a DataLoader does not let its sampler be set
     loader.state_dict, loader.load_state_dict = sampler.state_dict, sampler.load_state_dict  # type: ignore[attr-defined]
 
@@ -110,3 +118,34 @@ def can_resume_by_sampler(loader: object) -> bool:
     except (TypeError, NotImplementedError):
         return False
     return not hasattr(loader, "load_state_dict")
+
+
+def _place_in_pass(num_read: int, length: int) -> int:
+    return (num_read - 1) % length + 1 if num_read > 0 and length > 0 else 0
+
+
+def _draws(sampler: Any) -> bool:
+    """Whether its order may follow from random numbers."""
+    while type(sampler) is BatchSampler:
+        sampler = sampler.sampler
+    return type(sampler) not in _ORDERED
+
+
+def _generators(sampler: Any) -> list[torch.Generator]:
+    """Those that a sampler, or one inside of it, has of its own."""
+    found: list[torch.Generator] = []
+    for value in getattr(sampler, "__dict__", {}).values():
+        if isinstance(value, torch.Generator):
+            found.append(value)
+        elif isinstance(value, Sampler) or isinstance(getattr(value, "_sampler", None), Sampler):
+            found += _generators(value)  # the latter: how Lightning spreads any sampler over ranks
+    return found
+
+
+def _states(sampler: Any) -> list[Tensor]:
+    return [generator.get_state() for generator in _generators(sampler)]
+
+
+def _set_states(sampler: Any, states: list[Tensor]) -> None:
+    for generator, state in zip(_generators(sampler), states, strict=False):  # none, where it begins anew
+        generator.set_state(state)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
     IterableDataset,
     RandomSampler,
+    SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
@@ -37,6 +41,20 @@ class Numbers(Dataset[int]):
         return index
 
 
+class ShuffledBatches(BatchSampler):
+    """Batches of neighbours in an order that Python and NumPy draw, as for rows of similar length."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches = list(super().__iter__())
+        random.shuffle(batches)
+        return iter([batches[i] for i in np.random.permutation(len(batches))])
+
+
+def weighted_by_own_generator() -> WeightedRandomSampler:
+    generator = torch.Generator().manual_seed(torch.initial_seed())
+    return WeightedRandomSampler(range(ROWS), 60, generator=generator)
+
+
 Make = Callable[[Dataset[int]], DataLoader]
 LOADERS: dict[str, Make] = {
     "in order": lambda data: DataLoader(data, batch_size=BATCH),
@@ -56,11 +74,23 @@ LOADERS: dict[str, Make] = {
     "own batches": lambda data: DataLoader(
         data, batch_sampler=BatchSampler(RandomSampler(Numbers()), BATCH, drop_last=False)
     ),
+    "batches shuffled": lambda data: DataLoader(
+        data, batch_sampler=ShuffledBatches(SequentialSampler(Numbers()), BATCH, drop_last=False)
+    ),
+    "any sampler, a rank's": lambda data: DataLoader(
+        data, batch_size=BATCH, sampler=DistributedSamplerWrapper(weighted_by_own_generator(), num_replicas=2, rank=1)
+    ),
     "workers": lambda data: DataLoader(data, batch_size=BATCH, shuffle=True, num_workers=2),
     "workers that stay": lambda data: DataLoader(
         data, batch_size=BATCH, shuffle=True, num_workers=1, persistent_workers=True
     ),
 }
+
+
+def seed(number: int) -> None:
+    torch.manual_seed(number)
+    np.random.seed(number)
+    random.seed(number)
 
 
 def as_lists(loader: DataLoader) -> list[Any]:
@@ -70,23 +100,23 @@ def as_lists(loader: DataLoader) -> list[Any]:
 @pytest.mark.parametrize("num_read", [1, 2])
 @pytest.mark.parametrize("name", LOADERS)
 def test_goes_on(name: str, num_read: int) -> None:
-    torch.manual_seed(1)
+    seed(1)
     loader, count = LOADERS[name](Numbers()), 0
     make_resumable(loader, lambda: count)
     as_lists(loader)  # an epoch before
-    batches = []
+    batches, numbers = [], torch.get_rng_state()
     for count, batch in enumerate(loader, 1):
         batches.append(torch.as_tensor(batch).tolist())
         if count == num_read:
             state = loader.state_dict()  # type: ignore[attr-defined]
-            random = torch.get_rng_state()
+            numbers = torch.get_rng_state()
     count = 0
-    torch.manual_seed(2)
+    seed(2)
     data = Numbers()
     resumed = LOADERS[name](data)
     make_resumable(resumed, lambda: num_read + count)
     resumed.load_state_dict(state)  # type: ignore[attr-defined]
-    torch.set_rng_state(random)
+    torch.set_rng_state(numbers)
     seen = []
     for count, batch in enumerate(resumed, 1):
         seen.append(torch.as_tensor(batch).tolist())
@@ -108,16 +138,34 @@ def test_the_next_epoch_has_the_order_of_an_uninterrupted_run() -> None:
     torch.manual_seed(1)
     loader, count = LOADERS["shuffled"](Numbers()), 0
     make_resumable(loader, lambda: count)
+    numbers = torch.get_rng_state()
     for count, _ in enumerate(loader, 1):
         if count == 2:
-            state, random = loader.state_dict(), torch.get_rng_state()  # type: ignore[attr-defined]
+            state, numbers = loader.state_dict(), torch.get_rng_state()  # type: ignore[attr-defined]
     following = as_lists(loader)
     resumed = LOADERS["shuffled"](Numbers())
     make_resumable(resumed, lambda: 0)
     resumed.load_state_dict(state)  # type: ignore[attr-defined]
     batches = iter(resumed)
-    torch.set_rng_state(random)
+    torch.set_rng_state(numbers)
     assert len(list(batches)) == len(resumed) - 2
+    assert as_lists(resumed) == following
+
+
+@pytest.mark.parametrize("name", ["own generator", "any sampler, a rank's"])
+def test_an_epoch_after_a_whole_one_follows_from_an_own_generator(name: str) -> None:
+    torch.manual_seed(1)
+    loader = LOADERS[name](Numbers())
+    make_resumable(loader, lambda: 0)
+    first = as_lists(loader)
+    state = loader.state_dict()  # type: ignore[attr-defined]
+    following = as_lists(loader)
+    assert following != first
+    torch.manual_seed(2)
+    resumed = LOADERS[name](Numbers())
+    make_resumable(resumed, lambda: 0)
+    as_lists(resumed)
+    resumed.load_state_dict(state)  # type: ignore[attr-defined]
     assert as_lists(resumed) == following
 
 
@@ -139,6 +187,16 @@ def test_a_shorter_loader_that_begins_again() -> None:
     make_resumable(loader, lambda: 10)
     loader.load_state_dict(loader.state_dict())  # type: ignore[attr-defined]
     assert as_lists(loader)[0] == [8, 9, 10, 11]
+
+
+def test_a_shorter_loader_at_its_end_does_not_begin_again_by_itself() -> None:
+    """Who combines loaders decides: a cycle begins it again, and draws then; others leave it."""
+    loader = LOADERS["shuffled"](Numbers())
+    make_resumable(loader, lambda: 8)
+    as_lists(loader)
+    loader.load_state_dict(loader.state_dict())  # type: ignore[attr-defined]
+    assert as_lists(loader) == []
+    assert len(as_lists(loader)) == 8
 
 
 class Stream(IterableDataset):
