@@ -248,7 +248,7 @@ class D9DStrategy(CheckpointedStrategy):
             *((callback, L.Callback) for callback in cast(Any, module.trainer).callbacks),
         ]
         return (
-            all(takes_scalars(optimizer) for optimizer in self.optimizers)
+            all(takes_scalars(each) and not each._optimizer_step_pre_hooks for each in self.optimizers)
             and {parameter.dtype for parameter in self._parameters} <= _SCALAR_DTYPES
             and not clips_values
             and type(self.precision_plugin).clip_grad_by_norm is Precision.clip_grad_by_norm

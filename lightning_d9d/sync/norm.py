@@ -67,7 +67,7 @@ def clip_gradients_by_norm(
     pipeline_group: dist.ProcessGroup | None = None,
     norm: Tensor | None = None,
 ) -> Tensor:
-    """Multiply all gradients in place by min(1, max_norm / (norm + 1e-6)).
+    """Multiply all gradients in place by min(1, max_norm / (norm + 1e-6)), rounded to their dtype.
 
     Collective, and without waiting, as `gradient_norm`, unless `norm` is given.
 
@@ -90,8 +90,9 @@ def clip_gradients_by_norm(
         norm = _norm(parameters, by_layout, norm_type, pipeline_group)
     factor = clip_factor(norm, max_norm)
     gradients = [gradient for same_layout in by_layout.values() for gradient in same_layout]
-    for (device, _), same_type in _by_type(gradients).items():
-        torch._foreach_mul_(same_type, factor.to(device))
+    for (device, dtype), same_type in _by_type(gradients).items():
+        # in the gradients' own dtype: with another one each tensor is a slow kernel of its own
+        torch._foreach_mul_(same_type, factor.to(device, dtype))
     return norm
 
 
