@@ -15,9 +15,9 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_d9d.mesh.seeds import random_state, set_random_state
 
 _ORDERED = (SequentialSampler, DistributedSampler)
-"""Samplers whose order follows from the epoch."""
+"""Samplers whose order follows from the epoch, and from a seed."""
 _CPU = torch.device("cpu")
-_FROM_THE_START: dict[str, Any] = {"num_read": 0, "global": None, "own": []}
+_FROM_THE_START: dict[str, Any] = {"num_read": 0, "seeds": [], "global": None, "own": []}
 
 
 class ResumableSampler:
@@ -58,12 +58,15 @@ class ResumableSampler:
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the epoch, and what its order or, between epochs, the next one's follows from."""
+        seeds = [sampler.seed for sampler in _seeded(self._order)]
         if num_read := self._num_read():
-            return {"num_read": num_read, "global": self._global, "own": self._own}
-        return {**_FROM_THE_START, "own": _states(self._order)}
+            return {"num_read": num_read, "seeds": seeds, "global": self._global, "own": self._own}
+        return {**_FROM_THE_START, "seeds": seeds, "own": _states(self._order)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The next iteration goes on where `state_dict` was taken."""
+        for sampler, seed in zip(_seeded(self._order), state_dict["seeds"], strict=False):  # the job may have another
+            sampler.seed = seed
         self._resumed = state_dict if state_dict["num_read"] else None
         if self._resumed is None:
             _set_states(self._order, state_dict["own"])
@@ -131,15 +134,20 @@ def _draws(sampler: Any) -> bool:
     return type(sampler) not in _ORDERED
 
 
-def _generators(sampler: Any) -> list[torch.Generator]:
-    """Those that a sampler, or one inside of it, has of its own."""
-    found: list[torch.Generator] = []
+def _attributes(sampler: Any) -> Iterator[Any]:
+    """Of a sampler and of those inside of it."""
     for value in getattr(sampler, "__dict__", {}).values():
-        if isinstance(value, torch.Generator):
-            found.append(value)
-        elif isinstance(value, Sampler) or isinstance(getattr(value, "_sampler", None), Sampler):
-            found += _generators(value)  # the latter: how Lightning spreads any sampler over ranks
-    return found
+        yield value
+        if isinstance(value, Sampler) or isinstance(getattr(value, "_sampler", None), Sampler):
+            yield from _attributes(value)  # the latter: how Lightning spreads any sampler over ranks
+
+
+def _seeded(sampler: Any) -> list[DistributedSampler]:
+    return [each for each in (sampler, *_attributes(sampler)) if isinstance(each, DistributedSampler)]
+
+
+def _generators(sampler: Any) -> list[torch.Generator]:
+    return [value for value in _attributes(sampler) if isinstance(value, torch.Generator)]
 
 
 def _states(sampler: Any) -> list[Tensor]:

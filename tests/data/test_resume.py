@@ -169,6 +169,22 @@ def test_an_epoch_after_a_whole_one_follows_from_an_own_generator(name: str) -> 
     assert as_lists(resumed) == following
 
 
+@pytest.mark.parametrize("num_read", [0, 2])
+def test_the_seed_of_an_order_is_the_saved_one(num_read: int) -> None:
+    """Lightning takes it from `seed_everything`, which a job that goes on may call otherwise."""
+
+    def make(number: int) -> DataLoader:
+        loader = DataLoader(Numbers(), batch_size=BATCH, sampler=DistributedSampler(Numbers(), 2, 1, seed=number))
+        make_resumable(loader, lambda: num_read)
+        return loader
+
+    loader, resumed = make(1), make(2)
+    assert as_lists(loader) != as_lists(resumed)
+    resumed.load_state_dict(loader.state_dict())  # type: ignore[attr-defined]
+    assert as_lists(resumed) == as_lists(loader)[num_read:]
+    assert as_lists(resumed) == as_lists(loader)
+
+
 def test_it_can_be_undone() -> None:
     loader = LOADERS["shuffled"](Numbers())
     sampler = loader.batch_sampler
