@@ -8,7 +8,8 @@ import sys
 from typing import Any
 
 import jsonargparse
-from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf.errors import OmegaConfBaseException
 
@@ -23,18 +24,28 @@ from lightning_d9d.strategy.checkpoint_files import UNREADABLE, unreadable
 DESCRIPTION = "lightning_d9d trains from YAML files. `lightning-d9d doctor` tells whether this machine is fit for it."
 
 
+class SaveTrainingConfig(SaveConfigCallback):
+    """Lightning's, for fit alone: validating a run must not replace the record of its training."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Write `config.yaml`."""
+        if stage == "fit":
+            super().setup(trainer, pl_module, stage)
+
+
 class D9DCLI(LightningCLI):
     """LightningCLI with `${...}` in its files and short names for the classes of this package.
 
     Interpolations are those of OmegaConf, resolved after files and arguments are merged: `${trainer.max_steps}` is
-    what the command line says it is, `${oc.env:NAME,default}` reads the environment. The saved `config.yaml` of an
-    earlier run in the same folder is replaced. Arguments are LightningCLI's.
+    what the command line says it is, `${oc.env:NAME,default}` reads the environment. The `config.yaml` that fit
+    saves replaces that of an earlier run in the same folder. Arguments are LightningCLI's.
     """
 
     def __init__(
         self,
         *args: Any,
         parser_kwargs: dict[str, Any] | None = None,
+        save_config_callback: type[SaveConfigCallback] | None = SaveTrainingConfig,
         save_config_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -43,6 +54,7 @@ class D9DCLI(LightningCLI):
         super().__init__(
             *args,
             parser_kwargs={"parser_mode": "omegaconf+"} | (parser_kwargs or {}),
+            save_config_callback=save_config_callback,
             save_config_kwargs={"overwrite": True} | (save_config_kwargs or {}),
             **kwargs,
         )

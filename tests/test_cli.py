@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 import yaml
 
 from lightning_d9d import D9DStrategy
@@ -143,18 +144,29 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch):
         main()
 
 
-def test_a_second_run_replaces_the_saved_configuration(tmp_path: Path):
-    class Nothing(L.LightningModule):
+def test_the_saved_configuration_is_that_of_the_last_training(tmp_path: Path):
+    class Small(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(()))
+
+        def training_step(self, batch: Any) -> torch.Tensor:
+            return self.weight.square()
+
         def validation_step(self, batch: Any) -> None:
             pass
 
-    for steps in ("3", "4"):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    for subcommand, steps in (("fit", "1"), ("fit", "2"), ("validate", "3")):
         D9DCLI(
-            Nothing,
+            Small,
             ByteTextDataModule,
             args=[
-                *("validate", "--trainer.default_root_dir", str(tmp_path), "--trainer.limit_val_batches", "1"),
+                *(subcommand, "--trainer.default_root_dir", str(tmp_path), "--trainer.limit_val_batches", "1"),
                 *("--trainer.accelerator", "cpu", "--trainer.logger", "false", "--trainer.max_steps", steps),
+                *("--trainer.enable_checkpointing", "false", "--trainer.enable_progress_bar", "false"),
             ],
         )
-    assert "max_steps: 4" in (tmp_path / "config.yaml").read_text()
+    assert "max_steps: 2" in (tmp_path / "config.yaml").read_text()

@@ -355,6 +355,11 @@ def _read_values(path: Path) -> dict[str, Any]:
 # The directory
 
 
+def _refuse_special(path: Path) -> None:
+    if os.path.lexists(path) and not (path.is_symlink() or path.is_file() or path.is_dir()):
+        raise StateError("a device or another special file is there; give another path")
+
+
 def _on_file_system(path: str | Path) -> Path:
     if "://" in str(path):
         raise ConfigError(f"{path} is a URL; a checkpoint of several files needs a path on a file system")
@@ -367,6 +372,7 @@ def _is_own_directory(path: Path) -> bool:
 
 def _prepare(path: Path) -> Path:
     """Make the folder for the tensors: in the checkpoint that is there, else in a directory beside `path`."""
+    _refuse_special(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     _tidy(path)
     if path.is_dir() and not path.is_symlink() and not is_directory(path) and any(path.iterdir()):

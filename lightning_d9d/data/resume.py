@@ -112,6 +112,11 @@ def make_resumable(loader: DataLoader[Any], num_read: Callable[[], int]) -> Call
     return undo
 
 
+def is_place_of_sampler(state: object) -> bool:
+    """Whether it is a state of a `ResumableSampler`."""
+    return isinstance(state, Mapping) and state.keys() == _FROM_THE_START.keys()
+
+
 def can_resume_by_sampler(loader: object) -> bool:
     """Whether it is a map-style DataLoader without a way of its own to resume."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):

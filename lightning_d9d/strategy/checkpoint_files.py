@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import Tensor
 
-from lightning_d9d.checkpoint import is_directory, remove_directory
+from lightning_d9d.checkpoint import is_directory, open_directory, remove_directory
 from lightning_d9d.errors import StateError
 from lightning_d9d.mesh.agreement import Ranks
 
@@ -54,7 +55,9 @@ def _write(checkpoint: dict[str, Any], path: Path) -> None:
             torch.save(checkpoint, file)
             file.flush()
             os.fsync(file.fileno())
-        if is_directory(path):
+        if path.is_dir() and not path.is_symlink() and not is_directory(path):
+            raise StateError("a directory with other files is there; remove it or give another path")
+        if is_directory(path) and not path.is_symlink():
             remove_directory(path)
         os.replace(partial, path)
     finally:
@@ -63,6 +66,17 @@ def _write(checkpoint: dict[str, Any], path: Path) -> None:
 
 def unreadable(path: str | Path, error: BaseException) -> StateError:
     """The error of a checkpoint file that cannot be read."""
+    if "://" not in str(path) and not os.path.lexists(path):
+        return StateError(f"checkpoint {str(path)!r} does not exist; give another ckpt_path")
+    if Path(path).is_dir():
+        found = sorted(each.name for each in Path(path).iterdir() if is_directory(each) or each.suffix == ".ckpt")
+        what = f"no checkpoint, but {', '.join(found[:_MAX_NAMED])} in it may be" if found else "none, or incomplete"
+        return StateError(f"checkpoint {str(path)!r} is a directory without values.pt: it is {what}")
+    if named := re.search(r"GLOBAL (\S+)|add_safe_globals\(\[(\S+)\]\)", str(error)):
+        return StateError(
+            f"checkpoint {str(path)!r} holds an object of {named[1] or named[2]}, and loading it could run code. "
+            "If you trust the file, pass weights_only=False; in what you save, keep numbers, texts and tensors"
+        )
     reason = (str(error).splitlines() or [type(error).__name__])[0]
     return StateError(
         f"checkpoint {str(path)!r} cannot be read ({reason}): it is damaged, incomplete or no Lightning checkpoint; "
@@ -84,6 +98,22 @@ def read_checkpoint(read: Callable[[], dict[str, Any]], path: str | Path) -> dic
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise StateError(f"checkpoint {str(path)!r} has no 'state_dict': Lightning did not write it; give another one")
     return checkpoint
+
+
+def read_value(path: Any, name: str) -> Any:
+    """One value of a checkpoint, file or directory; None if it has none of that name, or is unreadable. Not collective.
+
+    Raises:
+        StateError: A directory is damaged.
+    """
+    if not isinstance(path, str | Path):
+        return None
+    if is_directory(path):
+        return open_directory(path, alone=True).values.get(name)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True).get(name)
+    except UNREADABLE:
+        return None
 
 
 def _check_sums(path: str | Path) -> None:

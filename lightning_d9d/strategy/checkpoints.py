@@ -14,6 +14,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -30,8 +31,9 @@ from lightning_d9d.checkpoint import (
     remove_directory,
     save_directory,
 )
-from lightning_d9d.data import can_resume_by_sampler, make_resumable, seed_workers
+from lightning_d9d.data import can_resume_by_sampler, is_place_of_sampler, make_resumable, seed_workers
 from lightning_d9d.errors import ConfigError, StateError
+from lightning_d9d.mesh.agreement import Ranks
 from lightning_d9d.mesh.collectives import gather_object
 from lightning_d9d.mesh.seeds import random_state, seed_for, set_random_state
 from lightning_d9d.strategy.checkpoint_files import AtomicFileIO, load_weights, read_checkpoint
@@ -116,7 +118,8 @@ class CheckpointedStrategy(RankedStrategy):
             for key in ("state_dict", "optimizer_states"):
                 if key in checkpoint:
                     checkpoint[key] = tree_map(functools.partial(_gathered, keep=self.is_global_zero), checkpoint[key])
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+            with Ranks().agreed(f"checkpoint {str(filepath)!r} cannot be saved"):
+                super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @property
     def _saves_directory(self) -> bool:
@@ -163,7 +166,7 @@ class CheckpointedStrategy(RankedStrategy):
     # Loading
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a file, or open a directory, whose tensors are read later, each to its place. Collective.
+        """Read a file, or open a directory and read the weights to their places. Collective.
 
         Args:
             checkpoint_path: Of either.
@@ -176,34 +179,35 @@ class CheckpointedStrategy(RankedStrategy):
         self._checkpoint_path, self._opened = checkpoint_path, None
         if self.broadcast(is_directory(checkpoint_path)):
             self._opened = open_directory(checkpoint_path)
-            checkpoint = dict(self._opened.values)
+            checkpoint = {**self._opened.values, "state_dict": self._load_weights(self._opened)}
         else:
             read = functools.partial(super().load_checkpoint, checkpoint_path, weights_only=weights_only)
-            checkpoint = read_checkpoint(read, checkpoint_path)
+            with Ranks().agreed(f"checkpoint {str(checkpoint_path)!r} cannot be read"):
+                checkpoint = read_checkpoint(read, checkpoint_path)
         ranks = checkpoint.pop(_RANKS, None)
         if ranks is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             self._resumed = self._of_this_rank(ranks)
-            checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = self._resumed["loaders"]
+            checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)  # each rank has its own
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Give the module the weights, however its tensors are sharded. Collective for directories.
+        """Give the module the weights, as hooks left them, however its tensors are sharded. Local.
 
         Raises:
             StateError: They are another model's, with what differs.
         """
         module = self.lightning_module
         assert module is not None
-        if self._opened is None:
-            state = checkpoint["state_dict"]
-            load_weights(module, _laid_out_like(module.state_dict(), state), strict, self._checkpoint_path)
-            return
-        state = module.state_dict()
+        state = _laid_out_like(module.state_dict(), checkpoint["state_dict"])
+        load_weights(module, state, strict, self._checkpoint_path)
+
+    def _load_weights(self, opened: Checkpoint) -> dict[str, Any]:
+        """The module's state dict, whose tensors now have the saved values: nothing is held twice. Collective."""
+        assert self.lightning_module is not None
+        state = self.lightning_module.state_dict()
         tensors = {f"{_MODEL}{name}": value for name, value in state.items() if isinstance(value, Tensor)}
-        self._opened.load(tensors, strict=strict, prefix=_MODEL)
-        values = self._opened.values
-        extra = {name: values[f"{_MODEL}{name}"] for name in state if f"{_MODEL}{name}" in values}
-        load_weights(module, {**state, **extra}, strict, self._checkpoint_path)
+        opened.load(tensors, strict=self.lightning_module.strict_loading, prefix=_MODEL)
+        return {name: opened.values.get(f"{_MODEL}{name}", value) for name, value in state.items()}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Give optimizers their state, however their parameters are sharded. Collective for directories.
@@ -236,9 +240,11 @@ class CheckpointedStrategy(RankedStrategy):
         assert self.lightning_module is not None
         if self.world_size > 1 and self.mesh.dp_size < self.world_size and isinstance(dataloader, DataLoader):
             self._undo_loaders.append(seed_workers(dataloader, self.seed, self.mesh.coordinates))
-        if self.lightning_module.trainer.training and can_resume_by_sampler(dataloader):
+        if self.lightning_module.trainer.training:
             self._loader_states = None
-            self._undo_loaders.append(make_resumable(cast(Any, dataloader), self._num_batches_read))
+        if self.lightning_module.trainer.training and can_resume_by_sampler(dataloader):
+            loader: Any = dataloader
+            self._undo_loaders.append(make_resumable(loader, lambda: self._num_batches_read_of(loader)))
         return super().process_dataloader(dataloader)
 
     def on_train_start(self) -> None:
@@ -254,9 +260,11 @@ class CheckpointedStrategy(RankedStrategy):
         super().on_train_start()
         assert self.lightning_module is not None
         resumed, self._resumed = self._resumed, None
+        has_random_state = resumed is not None and resumed["random"] is not None
+        if self.world_size > 1 and isinstance(self.lightning_module, D9DModule) and not has_random_state:
+            coordinates = {**self.mesh.coordinates, "step": self.lightning_module.trainer.global_step}
+            torch.manual_seed(seed_for(self.seed, purpose="dropout", coordinates=coordinates))
         if resumed is None:
-            if self.world_size > 1 and isinstance(self.lightning_module, D9DModule):
-                torch.manual_seed(seed_for(self.seed, purpose="dropout", coordinates=self.mesh.coordinates))
             return
         loop = self.lightning_module.trainer.fit_loop
         loader, fetcher = loop._combined_loader, loop._data_fetcher
@@ -264,11 +272,15 @@ class CheckpointedStrategy(RankedStrategy):
         assert fetcher is not None
         for each in loader.flattened:
             _set_sampler_epoch(each, cast(Any, loop.epoch_progress.current).processed)
-        loader._load_state_dicts(resumed["loaders"])
+        _load_states(loader, resumed["loaders"], self._checkpoint_path)
+        loop._last_train_dl_reload_epoch = resumed["reload_epoch"]
+        if resumed["other_data_ranks"] and self._num_batches_read():
+            rank_zero_warn(resumed["other_data_ranks"])
         between_epochs = self._num_batches_read() == 0
         if between_epochs:  # the order of the epoch is still to be drawn, as it would have been
             self._set_random_state(resumed)
-        iter(fetcher)
+        if not (between_epochs and loop.epoch_loop.restarted_on_last):  # then Lightning begins the next epoch itself
+            iter(fetcher)
         if not between_epochs:
             self._set_random_state(resumed)
 
@@ -282,13 +294,24 @@ class CheckpointedStrategy(RankedStrategy):
         progress = self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress
         return 0 if progress.is_last_batch else cast(Any, progress.current).processed
 
+    def _num_batches_read_of(self, loader: Any) -> int:
+        """Of one among several: in mode "max_size" a shorter one stays at its end, otherwise it begins again."""
+        assert self.lightning_module is not None
+        combined = self.lightning_module.trainer.fit_loop._combined_loader
+        ends = combined is not None and combined._mode == "max_size"
+        return min(self._num_batches_read(), len(loader)) if ends else self._num_batches_read()
+
     def _gather_ranks(self, checkpoint: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-        loaders = self._loader_states
-        if loaders is None:
-            loaders = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", [])
+        assert self.lightning_module is not None
+        loop, state = self.lightning_module.trainer.fit_loop, checkpoint["loops"]["fit_loop"]["state_dict"]
+        loaders = self._loader_states or _loader_states(loop._combined_loader)
+        state.pop("combined_loader", None)
+        if stateful := [each for each in loaders if not is_place_of_sampler(each)]:
+            state["combined_loader"] = stateful  # for other strategies, which know no place of a sampler
         ours = {
             "random": random_state(self.root_device),
             "loaders": loaders,
+            "reload_epoch": loop._last_train_dl_reload_epoch,
             "dp_rank": self.mesh.dp_rank if self.world_size > 1 else 0,
         }
         return gather_object(ours) if self.world_size > 1 else [ours]
@@ -297,23 +320,35 @@ class CheckpointedStrategy(RankedStrategy):
         """What this rank goes on with; without random numbers on another number of ranks."""
         dp_rank, dp_size = (self.mesh.dp_rank, self.mesh.dp_size) if self.world_size > 1 else (0, 1)
         dp_size_saved = 1 + max(each["dp_rank"] for each in ranks)
+        warning = None
         if dp_size != dp_size_saved:
-            rank_zero_warn(
-                f"the checkpoint was saved by {dp_size_saved} data-parallel ranks and {dp_size} go on: if that was in "
-                "the middle of an epoch, some samples of that epoch are read twice or not at all"
+            warning = (
+                f"{dp_size_saved} data-parallel ranks saved the checkpoint within an epoch and {dp_size} go on: "
+                "some samples of this epoch are read twice or not at all"
             )
         own = next((each for each in ranks if each["dp_rank"] == dp_rank), ranks[0])
-        is_same_job = len(ranks) == self.world_size
-        return {"loaders": own["loaders"], "random": ranks[self.global_rank]["random"] if is_same_job else None}
+        is_same_job = len(ranks) == self.world_size and dp_size == dp_size_saved
+        random = ranks[self.global_rank]["random"] if is_same_job else None
+        return {**own, "random": random, "other_data_ranks": warning}
 
     def release_loaders(self) -> None:
         """Give loaders back as they were; what is saved from now on has the place where they are. Local."""
         self._opened = self._resumed = None
         if self._undo_loaders and self.lightning_module is not None:
-            loader = self.lightning_module.trainer.fit_loop._combined_loader
-            self._loader_states = None if loader is None else loader._state_dicts()
+            self._loader_states = _loader_states(self.lightning_module.trainer.fit_loop._combined_loader)
         while self._undo_loaders:
             self._undo_loaders.pop()()
+
+
+def _loader_states(loader: CombinedLoader | None) -> list[dict[str, Any]]:
+    return [] if loader is None else loader._state_dicts()
+
+
+def _load_states(loader: CombinedLoader, states: list[dict[str, Any]], path: str | Path) -> None:
+    try:
+        loader._load_state_dicts(states)
+    except RuntimeError as error:
+        raise StateError(f"checkpoint {str(path)!r} is of a run with other training dataloaders: {error}") from error
 
 
 def _gathered(value: Any, keep: bool) -> Any:
@@ -345,6 +380,8 @@ def _sharded_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any
 
 
 def _cut(value: Any, like: Tensor) -> Any:
-    if not isinstance(like, DTensor) or not isinstance(value, Tensor) or value.shape != like.shape:
-        return value  # of another shape: what differs is told, or it is a step count
+    if not isinstance(like, DTensor) or isinstance(value, DTensor) or not isinstance(value, Tensor):
+        return value
+    if value.shape != like.shape:  # what differs is told later, or it is a step count
+        return value
     return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)

@@ -18,6 +18,7 @@ from lightning_d9d.pipeline.executor import BatchTotals, Executor, weighted_mean
 from lightning_d9d.pipeline.microbatch import MicrobatchCount, num_rows, split_rows
 from lightning_d9d.pipeline.stage import materialize
 from lightning_d9d.pipeline.types import StageInfo, StageInputs, WeightedLoss
+from lightning_d9d.strategy.checkpoint_files import unreadable
 from lightning_d9d.strategy.eval_step import evaluate, predict
 
 
@@ -124,6 +125,8 @@ class D9DModule(L.LightningModule):
             kwargs: Arguments of `__init__`, in place of the saved ones.
         """
         if not isinstance(checkpoint_path, str | Path) or not is_directory(checkpoint_path):
+            if isinstance(checkpoint_path, str | Path) and Path(checkpoint_path).is_dir():
+                raise unreadable(checkpoint_path, IsADirectoryError())
             return super().load_from_checkpoint(
                 checkpoint_path, map_location, hparams_file, strict, weights_only, **kwargs
             )

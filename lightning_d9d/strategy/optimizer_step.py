@@ -57,4 +57,5 @@ class OptimizerStep:
 
 def takes_scalars(optimizer: Optimizer) -> bool:
     """Whether its `step` reads a divisor of the gradients and whether to skip from `grad_scale` and `found_inf`."""
-    return getattr(optimizer, "_step_supports_amp_scaling", False)
+    supports = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return supports and all(group.get("fused", True) for group in optimizer.param_groups)  # a loaded group may not be

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshDomains
-from lightning_d9d.mesh.collectives import check_equal_tensors, first_difference
+from lightning_d9d.mesh.collectives import broadcast_tensors, check_equal_tensors, first_difference
 
 _FIELDS = {"dp_shard": "data_parallel_shard", "tp": "tensor_parallel"}
 """Axes over which a module's parameters must lie, and the degrees that they come from."""
@@ -75,6 +75,19 @@ def _check_copies(tensors: Mapping[str, Tensor], mesh: MeshDomains) -> None:
 def _digest(tensor: Tensor) -> str:
     values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16]
+
+
+def make_replicas_equal(tensors: Iterable[Tensor]) -> None:
+    """Overwrite copies of shards with the first one's, along each axis on which a DTensor is replicated. Collective."""
+    by_group: dict[dist.ProcessGroup, list[Tensor]] = {}
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            for axis, placement in enumerate(tensor.placements):
+                if placement.is_replicate() and mesh.size(axis) > 1:
+                    by_group.setdefault(mesh.get_group(axis), []).append(tensor.to_local())
+    for group, copies in by_group.items():
+        broadcast_tensors(copies, group, dist.get_process_group_ranks(group)[0])
 
 
 def not_yet_summed(parameters: Iterable[nn.Parameter], mesh: MeshDomains) -> list[nn.Parameter]:

@@ -11,6 +11,8 @@ import itertools
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from subprocess import Popen
 from types import FrameType
 
@@ -18,9 +20,11 @@ import lightning as L
 import torch.distributed as dist
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_d9d.errors import ConfigError, RankError
@@ -72,7 +76,7 @@ class Shutdown:
         self._callbacks.insert(0, self._reporter)
         trainer.fit_loop.setup_data = self._setup_train_data
         trainer.fit_loop.epoch_loop.on_advance_end = self._end_train_step
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self.watch.begin_train_batch
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self._begin_train_batch
         self._evaluations = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
         for loop in self._evaluations:
             loop._store_dataloader_outputs = functools.partial(self._end_evaluation, loop)
@@ -92,6 +96,7 @@ class Shutdown:
         for loop in self._evaluations:
             del loop._store_dataloader_outputs
         del connector._sigterm_notifier_fn
+        vars(connector).pop("_slurm_sigusr_handler_fn", None)
         del connector.register_signal_handlers
         try:
             self.watch.close()
@@ -116,17 +121,43 @@ class Shutdown:
 
     def _end_train_step(self, data_fetcher: _DataFetcher) -> None:
         loop = self._trainer.fit_loop.epoch_loop
-        self.watch.end_train_step(is_last=self._trainer.is_last_batch)
+        with self._saving_for_requeue():
+            self.watch.end_train_step(is_last=self._trainer.is_last_batch)
         type(loop).on_advance_end(loop, data_fetcher)  # validates
 
     def _end_evaluation(self, loop: _EvaluationLoop) -> None:
-        self.watch.end_evaluation()
+        with self._saving_for_requeue():
+            self.watch.end_evaluation()
         _check_reduced_names(loop._results)
         type(loop)._store_dataloader_outputs(loop)
+
+    def _begin_train_batch(self) -> None:
+        with self._saving_for_requeue():
+            self.watch.begin_train_batch()
+
+    def begin_evaluation_batch(self) -> None:
+        """As `RankWatch.begin_evaluation_batch`."""
+        with self._saving_for_requeue():
+            self.watch.begin_evaluation_batch()
+
+    @contextmanager
+    def _saving_for_requeue(self) -> Iterator[None]:
+        """What Lightning does inside of the signal's handler, where ranks are in the middle of other collectives."""
+        try:
+            yield
+        except SIGTERMException as stop:
+            signum, connector = self.watch.requeue_signal, self._trainer._signal_connector
+            if signum is not None and stop.code == 128 + signum and self._trainer.state.fn == TrainerFn.FITTING:
+                type(connector)._slurm_sigusr_handler_fn(connector, signum, None)  # type: ignore[arg-type]
+            raise
 
     def _register_signal_handlers(self) -> None:
         global _with_signals
         connector = self._trainer._signal_connector
+        environment = self._trainer._accelerator_connector.cluster_environment
+        if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+            self.watch.requeue_signal = environment.requeue_signal or signal.SIGUSR1
+            connector._slurm_sigusr_handler_fn = lambda signum, _: None  # the watch reads it from its pipe
         type(connector).register_signal_handlers(connector)  # for SIGTERM
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, self._on_interrupt)  # Lightning puts back the one before, as for SIGTERM

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshConfig
-from lightning_d9d.mesh.collectives import broadcast_tensors
+from lightning_d9d.mesh.collectives import all_gather_object, broadcast_tensors
 from lightning_d9d.pipeline.microbatch import MicrobatchCount, num_tokens
 from lightning_d9d.schedule import Schedule, resolve_schedule
 from lightning_d9d.strategy.checkpoints import CheckpointConfig, CheckpointedStrategy
@@ -34,12 +34,18 @@ from lightning_d9d.strategy.optimizer_step import OptimizerStep, takes_scalars
 from lightning_d9d.strategy.precision import check_precision
 from lightning_d9d.strategy.progress import LateProgress
 from lightning_d9d.strategy.ranks import TimeoutConfig
-from lightning_d9d.strategy.sharding import check_layout, is_sharded, local, not_yet_summed
+from lightning_d9d.strategy.sharding import check_layout, is_sharded, local, make_replicas_equal, not_yet_summed
 from lightning_d9d.strategy.train_step import TrainStep, cast_gradients
 from lightning_d9d.sync.buckets import GradientBuckets, GradSyncConfig
 from lightning_d9d.sync.norm import clip_gradients_by_norm, clip_gradients_by_value, gradient_norm
 
-_HOOKS_ON_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "clip_gradients")
+_HOOKS_ON_GRADIENTS = (
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "configure_gradient_clipping",
+    "clip_gradients",
+    "optimizer_step",
+)
 _SCALAR_DTYPES = {torch.float32, torch.bfloat16}
 """Sums over many tokens overflow in float16, and a float32 factor would round float64 gradients."""
 
@@ -148,6 +154,7 @@ class D9DStrategy(CheckpointedStrategy):
             check_layout(self.model, self.mesh)
             tensors = [*self.model.parameters(), *self.model.buffers()]
             broadcast_tensors(tensor for tensor in tensors if not isinstance(tensor, DTensor))
+            make_replicas_equal(tensors)
         if is_sharded(self.model):
             for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
                 loop.inference_mode = False  # DTensors know no inference tensors
@@ -235,7 +242,6 @@ class D9DStrategy(CheckpointedStrategy):
                 self.precision_plugin.forward_context,
                 cuts_batches=not self.microbatch_count.is_one,
                 optimizer_step=self._optimizer_step,
-                defers=self._defers_scaling(module),
             )
             if self.root_device.type != "cpu":
                 self._late_progress = LateProgress(module.trainer, self.root_device)
@@ -307,6 +313,13 @@ class D9DStrategy(CheckpointedStrategy):
         return super().process_dataloader(dataloader)
 
     # Steps
+
+    def on_train_start(self) -> None:
+        """Decide on what a checkpoint may have changed, too: options of the optimizer, callbacks. Collective."""
+        super().on_train_start()
+        if self._train_step is not None:
+            defers = self._defers_scaling(self._train_step.module)
+            self._train_step.defers = all(all_gather_object(defers)) if self.world_size > 1 else defers
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Lightning calls it for batches that are not None."""
@@ -450,7 +463,7 @@ class D9DStrategy(CheckpointedStrategy):
 
     def _begin_evaluation_batch(self) -> None:
         if self._shutdown is not None:
-            self._shutdown.watch.begin_evaluation_batch()
+            self._shutdown.begin_evaluation_batch()
 
     def _sync_buffers(self) -> None:
         """After a step replicas' buffers (running means) differ; rank 0's are everyone's, as in DDP. Collective."""

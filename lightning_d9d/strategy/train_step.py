@@ -57,7 +57,6 @@ class TrainStep:
         cuts_batches: Whether a batch may make more than one microbatch. Equal on all ranks, unlike the number that a
             batch makes: ranks decide by it whether they sum weights between forward and backward.
         optimizer_step: Steps or skips, and counts skips.
-        defers: Whether division and clipping are left to the optimizer. [Note: one factor].
     """
 
     def __init__(
@@ -69,7 +68,6 @@ class TrainStep:
         forward_context: Callable[[], AbstractContextManager],
         cuts_batches: bool,
         optimizer_step: OptimizerStep,
-        defers: bool = False,
     ) -> None:
         self.module = module
         self.parameters = list(module.parameters())
@@ -80,7 +78,8 @@ class TrainStep:
         self.executor = Executor(module.stages, module, forward_context)
         self.cuts_batches = cuts_batches
         self.optimizer_step = optimizer_step
-        self.defers = defers
+        self.defers = False
+        """Whether division and clipping are left to the optimizer. [Note: one factor]."""
         self.factor: Tensor | None = None
         """What gradients are still to be multiplied by: float32 on the device. None: nothing."""
         self._is_first_batch = True
@@ -162,7 +161,7 @@ class TrainStep:
             gradients = [p.grad for p in self.parameters if p.grad is not None]
             factor = _inverse(divisor) if isinstance(divisor, Tensor) else 1 / divisor
             if self.defers and gradients:
-                self.factor = torch.as_tensor(factor, dtype=torch.float32, device=gradients[0].device)
+                self.factor = self._on_device(factor, gradients[0].device)
             else:
                 _scale(gradients, factor)
 
@@ -195,6 +194,12 @@ class TrainStep:
             skip = ~norm.isfinite() if skip is None else skip | ~norm.isfinite()
         factor, self.factor = self.factor, None
         self.optimizer_step(optimizer, skip, factor, **kwargs)
+
+    @staticmethod
+    def _on_device(factor: Tensor | float, device: torch.device) -> Tensor:
+        if isinstance(factor, Tensor):
+            return factor.to(device, torch.float32)
+        return torch.full((), factor, dtype=torch.float32, device=device)  # without waiting, unlike a copy
 
     def _known_weight(self, microbatches: list[Any]) -> Tensor | None:
         """The total weight of the batch over all ranks if the module can tell it beforehand."""
@@ -243,6 +248,7 @@ class TrainStep:
             )
 
     def _set_aside(self) -> None:
+        self._stashed = []  # in an epoch of Lightning's weight averaging there is no backward to put them back
         for parameter in self.parameters:
             if parameter.grad is not None:
                 self._stashed.append((parameter, parameter.grad))

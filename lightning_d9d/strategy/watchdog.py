@@ -123,6 +123,8 @@ class RankWatch:
         self.rank = rank
         self.failure: Failure | None = None
         self.wait_seconds = wait_seconds
+        self.requeue_signal: int | None = None
+        """One more signal on which ranks stop together; they then have all the time that a checkpoint takes."""
         self._store = store
         self._world_size = world_size
         self._shutdown_seconds = shutdown_seconds
@@ -150,7 +152,7 @@ class RankWatch:
         self._counted_at = ""
         self._reached = (0, False)  # training batches with data, and whether there is more to do after the last of them
         self._epoch_ended_at: tuple[int, bool] | None = None
-        self._has_data = False
+        self._has_data = self._has_begun = False
         self._reported = self._arrived = self._counted = self._closed = self._left = False
         self._closed_at = 0.0
         self._deadline = float("inf")
@@ -167,7 +169,7 @@ class RankWatch:
         Raises:
             RankError: Another rank has failed.
         """
-        self._has_data = False
+        self._has_data, self._has_begun = False, True
         self._begin((self._position[0] + 1, 0))
 
     def begin_evaluation_batch(self) -> None:
@@ -213,6 +215,9 @@ class RankWatch:
         Raises:
             RankError: There were no data: the other ranks are in a gradient sum that this one left out.
         """
+        if not self._has_begun:  # a run that goes on with the validation after a batch, or after that validation
+            return
+        self._has_begun = False
         if not self._has_data:
             raise RankError(
                 f"the DataLoader of rank {self.rank} gave None for training batch {self._position[0]} (counted from "
@@ -361,7 +366,7 @@ class RankWatch:
         poll.register(self._pipe, select.POLLIN)
         if poll.poll(1000 * seconds):
             for number in os.read(self._pipe, 4096):
-                if self._requested is None and number in STOP_SIGNALS:
+                if self._requested is None and (number in STOP_SIGNALS or number == self.requeue_signal):
                     self._requested = number
 
     def _talk(self) -> None:
@@ -436,7 +441,8 @@ class RankWatch:
             with self._changed:
                 self._stop = number
                 position = self._position
-                self._end_within_shutdown_seconds()
+                if number != self.requeue_signal:
+                    self._end_within_shutdown_seconds()
             self._store.set(f"position/{self.rank}", json.dumps(position))
             if self.rank == 0:
                 self._say(f"{signal.Signals(number).name} on rank {by}: all ranks stop before the same batch")

@@ -123,3 +123,31 @@ def test_a_sequence_without_labels_gives_logits() -> None:
     run = trainer(D9DStrategy())
     (logits,) = run.predict(Qwen3MoePretraining(CONFIG), DataLoader([{"input_ids": torch.arange(8)}]))  # type: ignore[misc]
     assert logits.shape == (1, 8, 32)
+
+
+@pytest.mark.parametrize("mode", ["sharded", "consolidated"])
+def test_a_checkpoint_has_what_load_from_checkpoint_needs(tmp_path, mode):
+    from lightning_d9d import CheckpointConfig
+
+    module = Qwen3MoePretraining(preset="tiny", learning_rate=0.125)
+    run = L.Trainer(
+        strategy=D9DStrategy(checkpoint=CheckpointConfig(mode=mode)),
+        accelerator="cpu",
+        max_steps=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+    )
+    ids = torch.arange(32).reshape(2, 16)
+    batches = DataLoader([{"input_ids": ids, "labels": ids}], batch_size=None)
+    run.validate(module, batches, verbose=False)  # its metric was then made in inference mode
+    run.fit(module, batches, batches)
+    run.save_checkpoint(tmp_path / "step.ckpt")
+    loaded = Qwen3MoePretraining.load_from_checkpoint(tmp_path / "step.ckpt")
+    assert loaded.config == module.config
+    assert loaded.learning_rate == 0.125
+    assert all(torch.equal(weight, module.state_dict()[name]) for name, weight in loaded.state_dict().items())
+    other = Qwen3MoePretraining.load_from_checkpoint(tmp_path / "step.ckpt", learning_rate=0.5)
+    assert (other.learning_rate, other.config) == (0.5, module.config)
+    logits = run.predict(module, batches)  # labels in the batch do no harm
+    assert logits[0].shape == (2, 16, module.config.vocab_size)

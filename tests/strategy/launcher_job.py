@@ -6,6 +6,7 @@ imported all this. Each writes DIRECTORY/RANK.json, one entry a case.
 
 import json
 import os
+import signal
 import socket
 import sys
 from collections.abc import Mapping
@@ -95,7 +96,24 @@ def fit_until_cut() -> tuple[L.Trainer, Model]:
     return fit(Model(num_steps=10**5), num_nodes=2, strategy=strategy, callbacks=[SaysWhenReady()])
 
 
+class Signalled(L.Callback):
+    """SLURM's warning, as rank 1 alone gets it in its third batch."""
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step == 2 and trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def fit_until_requeued(*callbacks: L.Callback) -> tuple[L.Trainer, Model]:
+    root = os.environ["SLURM_TEST_ROOT"]
+    return fit(Model(num_steps=2000), devices=2, default_root_dir=root, callbacks=list(callbacks))
+
+
 CASES = {
+    "requeued": lambda: fit_until_requeued(Signalled()),
+    "goes_on": lambda: fit_until_requeued(),
     "two_nodes": lambda: fit(num_nodes=2),
     "two_nodes_cli": lambda: fit_by_cli(num_nodes=2),
     "two_devices": lambda: fit(devices=2),

@@ -362,7 +362,9 @@ def test_damaged_checkpoint_is_refused_and_the_one_before_is_good(rank: RankCont
     if rank.rank == 0:
         content = bytearray(path.read_bytes())
         with zipfile.ZipFile(path) as file:
-            weight = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]["net.0.weight"].numpy().tobytes()
+            weight = (
+                torch.load(path, map_location="cpu", weights_only=True)["state_dict"]["net.0.weight"].numpy().tobytes()
+            )
             assert weight in [file.read(name) for name in file.namelist()]
         content[content.index(weight) + 3] ^= 1 << 6
         path.write_bytes(content if damage == "bit" else content[: len(content) // 2])

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -143,6 +144,25 @@ def test_slurm_bare_srun_on_one_node(tmp_path):
     environments = [slurm(rank, port, num_nodes=1, SLURM_JOB_NAME="python") for rank in range(2)]
     records = run_ranks(tmp_path, environments, ["two_devices", "two_devices_cli"])
     check(records, "SLURMEnvironment", "127.0.0.1", port, ON_ONE_NODE)
+
+
+def test_slurm_puts_a_job_back_into_the_queue(tmp_path, monkeypatch):
+    """One rank gets the signal in the middle of its collectives; all save before the same batch, and end."""
+    (tmp_path / "scontrol").write_text(f"#!/bin/sh\necho $1 $2 > {tmp_path}/queue\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    port = free_port(range(15000, 25000))
+    variables = {"SLURM_TEST_ROOT": str(tmp_path), "PATH": os.environ["PATH"]}
+    environments = [slurm(rank, port, num_nodes=1, **variables) for rank in range(2)]
+    assert start_ranks(tmp_path, environments, ["requeued"]) == [128 + signal.SIGUSR1] * 2
+    assert (tmp_path / "queue").read_text() == f"requeue {environments[0]['SLURM_JOB_ID']}\n"
+    [path] = tmp_path.glob("hpc_ckpt_*.ckpt")
+    saved = torch.load(path, weights_only=True)["global_step"]
+    assert 2 <= saved < 2000
+    environments = [slurm(rank, port + 1, num_nodes=1, **variables) for rank in range(2)]
+    assert start_ranks(tmp_path, environments, ["goes_on"]) == [0, 0]
+    records = [json.loads((tmp_path / f"{rank}.json").read_text())["goes_on"] for rank in range(2)]
+    assert [len(record["losses"]) for record in records] == [2000 - saved] * 2
 
 
 def test_slurm_with_address_and_port_of_the_script(tmp_path):

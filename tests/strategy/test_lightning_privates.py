@@ -14,6 +14,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from lightning.fabric.utilities import distributed, optimizer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.core import saving
@@ -54,6 +55,10 @@ USED: dict[str, Callable[[], bool]] = {
         parameters_of(SignalConnector._sigterm_notifier_fn) == ["signum", "_"]
         and calls(SignalConnector.register_signal_handlers, "_sigterm_notifier_fn")
     ),
+    "_slurm_sigusr_handler_fn": lambda: (
+        parameters_of(SignalConnector._slurm_sigusr_handler_fn) == ["signum", "_"]
+        and calls(SignalConnector.register_signal_handlers, "sigusr_handlers.append(self._slurm_sigusr_handler_fn)")
+    ),
     "_store_dataloader_outputs": lambda: (
         parameters_of(EvaluationLoop._store_dataloader_outputs) == []
         and calls(EvaluationLoop, "self._store_dataloader_outputs()\n        return self.on_run_end()")
@@ -77,6 +82,10 @@ USED: dict[str, Callable[[], bool]] = {
     "_state_dicts": lambda: calls(fit_loop._FitLoop.on_save_checkpoint, "self._combined_loader._state_dicts()"),
     "_load_state_dicts": lambda: parameters_of(CombinedLoader._load_state_dicts) == ["states"],
     "_set_sampler_epoch": lambda: calls(fit_loop._FitLoop.on_advance_start, "_set_sampler_epoch(dl, self.epoch_p"),
+    "_mode": lambda: CombinedLoader([], "max_size")._mode == "max_size",
+    "_last_train_dl_reload_epoch": lambda: calls(
+        fit_loop._FitLoop.setup_data, "self._last_train_dl_reload_epoch = trainer.current_epoch"
+    ),
     "_optimizer_to_device": lambda: parameters_of(optimizer._optimizer_to_device) == ["optimizer", "device"],
     # strategy/module.py
     "_load_state": lambda: parameters_of(saving._load_state) == ["cls", "checkpoint", "strict", "cls_kwargs_new"],
@@ -95,6 +104,8 @@ USED: dict[str, Callable[[], bool]] = {
     ),
     # cli.py
     "_parse_ckpt_path": lambda: calls(LightningCLI.__init__, "self._parse_ckpt_path()"),
+    # torch's, in strategy/strategy.py
+    "_optimizer_step_pre_hooks": lambda: not torch.optim.SGD([torch.zeros(1)])._optimizer_step_pre_hooks,
     # only types
     "_DataFetcher": lambda: inspect.isclass(fetchers._DataFetcher),
     "_EvaluationLoop": lambda: inspect.isclass(EvaluationLoop),

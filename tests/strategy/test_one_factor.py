@@ -110,3 +110,18 @@ def test_a_window_without_weight_is_skipped() -> None:
     fresh = Empty()
     fresh.configure_model()
     assert all(weight.isfinite().all() for weight in module.state_dict().values())
+
+
+class LoadsUnfused(Fused):
+    """A checkpoint's groups say whether they are fused, and win."""
+
+    def on_train_start(self) -> None:
+        self.trainer.optimizers[0].param_groups[0]["fused"] = False
+
+
+@pytest.mark.parametrize("skip_nonfinite", [False, True])
+def test_an_optimizer_whose_groups_are_not_fused(skip_nonfinite: bool) -> None:
+    strategy = D9DStrategy(microbatch_size=2, skip_nonfinite=skip_nonfinite)
+    run = trainer(strategy, max_epochs=1, accumulate_grad_batches=2, gradient_clip_val=0.1)
+    run.fit(LoadsUnfused(), DataLoader(staged_rows(32), batch_size=4))  # type: ignore[arg-type]
+    assert run.global_step == 4

@@ -8,11 +8,11 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_d9d import D9DStrategy, StageInfo
+from lightning_d9d import CheckpointConfig, D9DStrategy, StageInfo
 from tests.harness.compare import assert_bitwise_equal
 from tests.harness.ranks import RankContext
 from tests.strategy.plain import Plain, rows, trainer
@@ -56,6 +56,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "short last window": {"accumulate_grad_batches": 3},
     "limited": {"limit_train_batches": 5},
     "validation within": {"val_check_interval": 4},
+    "by steps": {"max_epochs": -1, "max_steps": 20},
+    "workers that stay": {"num_workers": 1},
 }
 
 
@@ -70,9 +72,21 @@ def fit(
 ) -> tuple[L.LightningModule, L.Trainer]:
     staged = make is Dropping
     strategy = D9DStrategy(microbatch_size=2 if staged else None)
-    callbacks = [ModelCheckpoint(folder, "{step}", every_n_train_steps=every, save_top_k=-1)] if every else []
+    callbacks = [
+        ModelCheckpoint(folder, "{step}", every_n_train_steps=every, save_top_k=-1),
+        ModelCheckpoint(folder, "{step}-validated", monitor="val_loss" if staged else "val", save_top_k=-1),
+        ModelCheckpoint(folder, "{step}-ended", every_n_epochs=1, save_on_train_epoch_end=True, save_top_k=-1),
+    ]
+    options = {"max_epochs": 3, **options}
+    workers: dict[str, Any] = {"num_workers": options.pop("num_workers", 0)}
+    workers["persistent_workers"] = workers["num_workers"] > 0
     run = trainer(
-        strategy, devices, device, max_epochs=3, callbacks=callbacks, enable_checkpointing=bool(every), **options
+        strategy,
+        devices,
+        device,
+        callbacks=callbacks if every else [],
+        enable_checkpointing=bool(every),
+        **options,
     )
     torch.manual_seed(11)
     module = make()
@@ -80,7 +94,7 @@ def fit(
     data: Any = staged_rows(count) if staged else rows(count)
     run.fit(
         module,
-        DataLoader(data, batch_size=4, shuffle=True),
+        DataLoader(data, batch_size=4, shuffle=True, **workers),
         DataLoader([data[i] for i in range(8)], batch_size=4),
         ckpt_path=path,
     )
@@ -88,10 +102,12 @@ def fit(
 
 
 def check(make: Any, folder: Path, options: dict[str, Any], devices: int = 1, device: str = "cpu") -> None:
-    whole, run = fit(make, folder, options, 2, None, devices, device)
-    saved = sorted(folder.glob("step=*.ckpt"), key=lambda path: int(path.stem.partition("=")[2]))
-    assert len(saved) >= 3
-    for path in saved[:-1]:
+    whole, run = fit(make, folder, options, 3, None, devices, device)
+    saved = sorted(folder.glob("step=*.ckpt"), key=lambda path: int(path.stem.split("=")[1].split("-")[0]))
+    assert {path.stem.partition("-")[2] for path in saved} == {"", "validated", "ended"}
+    for path in saved:
+        if int(path.stem.split("=")[1].split("-")[0]) == run.global_step:
+            continue
         resumed, again = fit(make, folder, options, None, path, devices, device)
         assert again.global_step == run.global_step
         left = len(resumed.losses)
@@ -102,9 +118,41 @@ def check(make: Any, folder: Path, options: dict[str, Any], devices: int = 1, de
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("make", [Dropping, DroppingPlain])
-def test_one_process(make: Any, options: str, tmp_path: Path) -> None:
-    check(make, tmp_path, OPTIONS[options])
+def test_one_process(options: str, tmp_path: Path) -> None:
+    check(Dropping, tmp_path, OPTIONS[options])
+
+
+def test_a_plain_module(tmp_path: Path) -> None:
+    check(DroppingPlain, tmp_path, OPTIONS["accumulated"])
+
+
+def test_a_file_goes_on_under_lightnings_own_strategy(tmp_path: Path) -> None:
+    fit(DroppingPlain, tmp_path, {}, 3, None)
+    for strategy in ("auto", D9DStrategy()):
+        run = trainer(strategy, max_epochs=3)
+        run.fit(DroppingPlain(), DataLoader(rows(4 * EPOCH), batch_size=4), ckpt_path=tmp_path / "step=3.ckpt")
+        assert run.global_step == 3 * EPOCH
+
+
+@pytest.mark.parametrize("mode", ["sharded", "consolidated"])
+def test_averaged_weights(tmp_path: Path, mode: Any) -> None:
+    """A callback that reads and replaces weights in Lightning's hooks."""
+
+    def run(path: Path | None) -> DroppingPlain:
+        saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3, save_top_k=-1)
+        strategy = D9DStrategy(checkpoint=CheckpointConfig(mode=mode))
+        fitted = trainer(strategy, max_epochs=1, callbacks=[WeightAveraging(), saving], enable_checkpointing=True)
+        torch.manual_seed(11)
+        module = DroppingPlain()
+        fitted.fit(module, DataLoader(rows(4 * EPOCH), batch_size=4), ckpt_path=path)
+        return module
+
+    expected = run(None)
+    path = tmp_path / "step=3.ckpt"
+    assert path.is_dir() == (mode == "sharded")
+    resumed = run(path)
+    for name, weight in resumed.state_dict().items():
+        assert_bitwise_equal(name, weight, expected.state_dict()[name])
 
 
 @pytest.mark.ranks(2)

@@ -54,6 +54,27 @@ def one_process() -> tuple[list[float], dict[str, Any]]:
     return losses, module.state_dict() | {"num_steps": torch.tensor(6.0, dtype=torch.float64)}
 
 
+@pytest.mark.ranks(4)
+def test_replicas_of_shards_begin_equal(rank: RankContext) -> None:
+    """Though nobody seeded the ranks alike."""
+    built: list[dict[str, Any]] = []
+
+    class Random(Sharded):
+        def configure_model(self) -> None:
+            nn.init.normal_(self.net[0].weight)  # type: ignore[arg-type]
+            super().configure_model()
+
+        def on_train_start(self) -> None:
+            built.append({name: p.to_local().cpu() for name, p in self.named_parameters() if isinstance(p, DTensor)})
+
+    torch.manual_seed(rank.rank)
+    fit(Random(), FOUR["hybrid"], 4, str(rank.device), max_steps=1)
+    first, second, third, fourth = rank.all_gather_object(built[0])
+    for ours, theirs in ((first, third), (second, fourth)):
+        for name, weight in ours.items():
+            assert_bitwise_equal(name, weight, theirs[name])
+
+
 def check_equality(rank: RankContext, mesh: MeshConfig) -> None:
     module = Sharded()
     _, weights = fit(module, mesh, rank.world_size, str(rank.device), max_epochs=1)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -20,7 +21,11 @@ from lightning_d9d.models.qwen3_moe.huggingface import load_huggingface
 from lightning_d9d.models.qwen3_moe.model import Qwen3MoeForCausalLM
 from lightning_d9d.optim import parameter_groups
 from lightning_d9d.pipeline.types import StageInfo, StageInputs, WeightedLoss
+from lightning_d9d.strategy.checkpoint_files import read_value
 from lightning_d9d.strategy.module import D9DModule
+
+_ARGUMENTS = "qwen3_moe_arguments"
+"""Under which name a checkpoint has the arguments of the module."""
 
 
 class Perplexity(Metric):
@@ -39,8 +44,9 @@ class Perplexity(Metric):
 
     def update(self, loss: Tensor, num_tokens: Tensor) -> None:
         """Add `num_tokens` tokens whose mean loss is `loss`."""
-        self.loss_sum += loss * num_tokens
-        self.num_tokens += num_tokens
+        # Not in place: what `validate` made in inference mode must not be changed by a fit.
+        self.loss_sum = self.loss_sum + loss * num_tokens
+        self.num_tokens = self.num_tokens + num_tokens
 
     def compute(self) -> Tensor:
         """The perplexity of everything seen since the last reset."""
@@ -106,17 +112,41 @@ class Qwen3MoePretraining(D9DModule):
         """The whole network."""
         return Qwen3MoeForCausalLM(self.config)
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the arguments, so that `load_from_checkpoint` needs none."""
+        checkpoint[_ARGUMENTS] = {
+            "config": self.config.to_dict(),
+            "learning_rate": self.learning_rate,
+            "weight_decay": self.weight_decay,
+            "betas": tuple(self.betas),
+            "warmup_steps": self.warmup_steps,
+            "final_learning_rate_fraction": self.final_learning_rate_fraction,
+        }
+
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Self:
+        """As `D9DModule.load_from_checkpoint`; arguments that are not given are the saved ones."""
+        saved = read_value(checkpoint_path, _ARGUMENTS) or {}
+        if "config" in saved:
+            saved["config"] = Qwen3MoeConfig.from_dict(saved["config"], source=str(checkpoint_path))
+        if "preset" in kwargs:
+            del saved["config"]
+        known = inspect.signature(cls.__init__).parameters
+        saved = {name: value for name, value in saved.items() if name in known}
+        return super().load_from_checkpoint(checkpoint_path, *args, **{**saved, **kwargs})
+
     def on_stages_built(self) -> None:
         """Load the pretrained weights."""
         if self.pretrained is not None:
             load_huggingface(self.model, self.pretrained)
 
     def microbatch_inputs(self, microbatch: Any) -> StageInputs:
-        """Token ids and labels (the last stage makes the loss)."""
+        """Token ids and labels (the last stage makes the loss; in predict there are none)."""
         shared = {"position_ids": microbatch["position_ids"]} if "position_ids" in microbatch else {}
+        predicts = self._trainer is not None and self.trainer.predicting
+        labels = None if predicts else microbatch.get("labels")
         return StageInputs(
-            first={"input_ids": microbatch["input_ids"]},
-            shared={"labels": microbatch.get("labels"), "reduction": "sum", **shared},
+            first={"input_ids": microbatch["input_ids"]}, shared={"labels": labels, "reduction": "sum", **shared}
         )
 
     def microbatch_loss(self, output: Any, microbatch: Any) -> WeightedLoss:
@@ -128,7 +158,7 @@ class Qwen3MoePretraining(D9DModule):
         return (microbatch["labels"] != -100).sum()
 
     def predict_output(self, output: Any) -> Tensor:
-        """Logits `[batch, seq, vocab]`; predict with batches without labels."""
+        """Logits `[batch, seq, vocab]`."""
         return output.logits
 
     def on_train_start(self) -> None:
