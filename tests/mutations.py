@@ -222,11 +222,18 @@ MUTATIONS = [
         "tests/data/test_resume.py",
     ),
     Mutation(
-        "optimizer state is that of another parameter",
+        "optimizer state of directories is left out",
         "lightning_d9d/strategy/checkpoints.py",
-        "names.setdefault(value, name)",
-        'names.setdefault(value, f"{name}.")',
+        "load_optimizer_state(optimizer, names, _OPTIMIZER.format(index), self._opened)",
+        "pass",
         "tests/strategy/test_sharded.py -k another_mesh",
+    ),
+    Mutation(
+        "copies of shards begin with their own weights",
+        "lightning_d9d/strategy/sharding.py",
+        "by_group.setdefault(mesh.get_group(axis), []).append(tensor.to_local())",
+        "pass",
+        "tests/strategy/test_sharded.py -k begin_equal",
     ),
     Mutation(
         "files are written in place",
