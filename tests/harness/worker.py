@@ -23,6 +23,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor._redistribute import _gen_transform_infos
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from tests.harness.messages import Assignment, Finish, Finished, Passed, Raised, Ready, Setup, Skipped
 from tests.harness.ranks import RankContext
@@ -111,6 +113,8 @@ def _close_groups() -> list[str]:
     others = [group for group in dist.distributed_c10d._world.pg_map if group not in kept]
     for group in others:
         dist.destroy_process_group(group)
+    _clear_sharding_prop_cache()  # DTensor takes equal meshes for one, and would go on with groups that are gone
+    _gen_transform_infos.cache_clear()
     return ["process groups"] if others else []
 
 
