@@ -84,6 +84,11 @@ class D9DStrategy(CheckpointedStrategy):
     ) -> None:
         super().__init__(checkpoint, mesh=mesh, timeouts=timeouts, process_group_backend=process_group_backend)
         self.schedule = resolve_schedule(schedule)
+        if self.schedule.stages_per_rank != 1:
+            raise ConfigError(
+                f"schedule={schedule!r} has {self.schedule.stages_per_rank} stages a rank, but so far there is one "
+                "stage in all; choose '1f1b', 'gpipe' or 'zero_bubble'"
+            )
         self.microbatch_count = MicrobatchCount(microbatch_size, num_microbatches)
         self.grad_sync = grad_sync
         self.skip_nonfinite = skip_nonfinite
