@@ -2,6 +2,7 @@
 
 A *schedule* (`schedule.py`: the base class; one file a family) makes a *program* (`program.py`): for every pipeline
 rank the *actions* (`actions.py`) in the order in which it runs them. Passes (`communications.py`) add messages and
+collectives, `check.py` refuses programs that cannot run, `simulate.py` runs them on paper, `plot.py` draws them.
 `resolve_schedule` turns a short name into a schedule.
 """
 
@@ -29,9 +30,10 @@ from lightning_d9d.schedule.check import check
 from lightning_d9d.schedule.communications import add_data_parallel, add_messages
 from lightning_d9d.schedule.dual_pipe_v import DualPipeV
 from lightning_d9d.schedule.one_forward_one_backward import Interleaved1F1B, OneForwardOneBackward, ZeroBubble
+from lightning_d9d.schedule.plot import plot
 from lightning_d9d.schedule.program import Program, loop_placement, merge_backwards, v_placement
 from lightning_d9d.schedule.schedule import Schedule, StageCursor, WrittenProgram
-from lightning_d9d.schedule.simulate import Costs, Simulation, Span, simulate
+from lightning_d9d.schedule.simulate import Costs, Simulation, Span, bubble_ratio, simulate
 from lightning_d9d.schedule.zero_bubble_v import ZeroBubbleV
 
 SCHEDULES: dict[str, type[Schedule]] = {
@@ -96,10 +98,12 @@ __all__ = [
     "ZeroBubbleV",
     "add_data_parallel",
     "add_messages",
+    "bubble_ratio",
     "check",
     "loop_placement",
     "merge_backwards",
     "parse",
+    "plot",
     "resolve_schedule",
     "simulate",
     "v_placement",

@@ -166,9 +166,9 @@ def parse(text: str) -> Action:
     Raises:
         ScheduleError: The text is no action.
     """
-    first, bar, second = text.partition("|")
-    if bar:
-        return Overlapped(parse(first), parse(second))  # type: ignore[arg-type]  # refuses what cannot be paired
+    first, *second = text.split("|")
+    if len(second) == 1:
+        return Overlapped(parse(first), parse(second[0]))  # type: ignore[arg-type]  # refuses what cannot be paired
     match = _TEXT.fullmatch(text)
     if match is not None:
         stage, code, microbatch = match.groups()

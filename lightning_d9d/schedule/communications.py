@@ -34,8 +34,8 @@ def add_messages(program: Program) -> Program:
     """Add the sends and receives that a program of compute actions needs.
 
     A send follows directly what makes its content. Its receive is posted before the action which the receiving rank
-    runs when the message leaves: early enough that nobody waits for it, and no earlier, as it holds a buffer. Stages on
-    one rank hand over without.
+    runs or ends when the message leaves: early enough that nobody waits for it, and no earlier, as it holds a buffer.
+    Stages on one rank hand over without.
 
     Raises:
         ScheduleError: The program is illegal, deadlocks, or has messages.
@@ -43,15 +43,15 @@ def add_messages(program: Program) -> Program:
     if program.has_messages:
         raise ScheduleError("the program has sends and receives already; add them to compute actions alone")
     spans = _by_rank(program)
-    starts = [[span.start for span in of_rank] for of_rank in spans]
+    ends = [[span.end for span in of_rank] for of_rank in spans]
     behind: list[list[tuple[int, MessageAction]]] = [[] for _ in program.ranks]
     """For each rank its messages, each with the position of the compute action that it comes behind (-1: none)."""
     for time, rank, position, send in _sends(program, spans):
         behind[rank].append((position, send))
         receiver = program.placement[peer_stage(send)]
-        running = bisect_left(starts[receiver], time) - 1
+        ended = bisect_left(ends[receiver], time) - 1
         last = behind[receiver][-1][0] if behind[receiver] else -1
-        behind[receiver].append((max(last, running - 1), matching(send)))
+        behind[receiver].append((max(last, ended), matching(send)))
     ranks = (tuple(_woven(*rank)) for rank in zip(program.ranks, behind, strict=True))
     return Program(tuple(ranks), program.placement, program.num_microbatches)
 

@@ -84,6 +84,10 @@ class Program:
         """The program as comma-separated values, a row a rank."""
         return "".join(",".join(map(str, actions)) + "\n" for actions in self.ranks)
 
+    def __repr__(self) -> str:
+        size = f"{self.num_ranks} ranks, {self.num_stages} stages, {self.num_microbatches} microbatches"
+        return f"<Program of {size}>"
+
     @property
     def num_ranks(self) -> int:
         """Pipeline ranks."""

@@ -13,6 +13,7 @@ from lightning_d9d.schedule.actions import Action, Backward, BackwardInput, Back
 from lightning_d9d.schedule.check import check
 from lightning_d9d.schedule.communications import add_messages
 from lightning_d9d.schedule.program import Program, loop_placement, merge_backwards
+from lightning_d9d.schedule.simulate import simulate
 
 _SEARCHED = 1000
 """How far from a number of microbatches that cannot be taken one that can is looked for."""
@@ -21,7 +22,7 @@ _Kind = TypeVar("_Kind", Forward, Backward, BackwardInput, BackwardWeight)
 
 
 class Schedule(ABC):
-    """In which order pipeline ranks run forwards and backwards.
+    """The order in which pipeline ranks run forwards and backwards.
 
     A subclass gives `order`, and where they differ `stages_per_rank`, `placement` and `takes`. It keeps its arguments
     as attributes, by which ranks check that they have the same schedule.
@@ -33,7 +34,8 @@ class Schedule(ABC):
     def order(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterable[Action]:
         """What pipeline rank `rank` of `num_ranks` runs: `Forward`, and `Backward` or its two halves, or pairs.
 
-        Messages between ranks are added by `program`. `num_microbatches` is a number that `takes` takes.
+        Messages between ranks are added by `program`; an order that has some must have all. `num_microbatches` is a
+        number that `takes` takes.
         """
 
     def placement(self, num_ranks: int) -> tuple[int, ...]:
@@ -66,8 +68,8 @@ class Schedule(ABC):
         """
         program = self.compute(num_ranks, num_microbatches)
         if not program.has_messages:
-            program = add_messages(merge_backwards(program))
-        check(program)
+            return add_messages(merge_backwards(program))
+        simulate(program, rendezvous=True)  # refuses what is illegal or has no one order of messages
         return program
 
     def forward_only(self, num_ranks: int, num_microbatches: int) -> Program:

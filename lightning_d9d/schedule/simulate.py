@@ -17,7 +17,7 @@ split one, to the end of its weight backward. In a forward-only program it is li
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -128,8 +128,21 @@ class Simulation:
     @property
     def bubble_ratio(self) -> float:
         """The share of all ranks' time in which they compute nothing, from 0 to 1."""
-        available = self.step_time * len(self.compute_time)
-        return 1 - sum(self.compute_time) / available if available else 0.0
+        return bubble_ratio(self.spans)
+
+
+def bubble_ratio(spans: Iterable[Span]) -> float:
+    """The share of time in which ranks compute nothing, from the first start to the last end over all ranks, 0 to 1.
+
+    Args:
+        spans: Simulated, or measured by clocks that agree.
+    """
+    spans = list(spans)
+    if not spans:
+        return 0.0
+    computed = sum(span.end - span.start for span in spans if isinstance(span.action, (*COMPUTE, Overlapped)))
+    step_time = max(span.end for span in spans) - min(span.start for span in spans)
+    return 1 - computed / (step_time * len({span.rank for span in spans})) if step_time else 0.0
 
 
 def simulate(program: Program, costs: Costs | None = None, *, rendezvous: bool = False) -> Simulation:
