@@ -206,11 +206,11 @@ class _Walk:
         if not forward_only:
             split = key in self.done[BackwardInput]
             wanted += [BackwardInput(*key), BackwardWeight(*key)] if split else [Backward(*key)]
-        if self.has_messages:
+        if self.has_messages:  # receives were asked for by what uses them
             if stage > 0 and self.placement[stage - 1] != self.placement[stage]:
-                wanted += [SendForward(stage - 1, microbatch), ReceiveForward(*key)]
+                wanted.append(SendForward(stage - 1, microbatch))
             if not forward_only and stage + 1 < self.num_stages and self.placement[stage + 1] != self.placement[stage]:
-                wanted += [SendBackward(stage + 1, microbatch), ReceiveBackward(*key)]
+                wanted.append(SendBackward(stage + 1, microbatch))
         return [action for action in wanted if (action.stage, action.microbatch) not in self.done[type(action)]]
 
 

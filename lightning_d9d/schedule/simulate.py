@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 from lightning_d9d.errors import ScheduleError
@@ -68,7 +68,27 @@ class Costs:
     activation: PerStage = 1.0
     """Memory of one live microbatch in a stage."""
     durations: Mapping[Action, float] = field(default_factory=dict)
-    """Times of single actions, such as measured ones; they come before those above. Of messages: the transfer."""
+    """Times of single actions, such as measured ones; they come before those above. A message's is its send's."""
+
+    def check(self, num_stages: int) -> None:
+        """Refuse costs that are for another number of stages, or negative.
+
+        Raises:
+            ScheduleError: The message names field and value.
+        """
+        for each in fields(self):
+            value = getattr(self, each.name)
+            numbers = [value]
+            if isinstance(value, Mapping):
+                numbers = list(value.values())
+            elif isinstance(value, Sequence):
+                numbers = value
+                if len(numbers) != num_stages:
+                    raise ScheduleError(
+                        f"Costs.{each.name} has {len(numbers)} numbers for {num_stages} stages; give one for each"
+                    )
+            if any(number is not None and number < 0 for number in numbers):
+                raise ScheduleError(f"Costs.{each.name}={value!r} must not be negative")
 
     def duration(self, action: Action) -> float:
         """How long `action` takes."""
@@ -154,10 +174,12 @@ def simulate(program: Program, costs: Costs | None = None, *, rendezvous: bool =
         rendezvous: Whether a message needs both ends at once, in each rank's order.
 
     Raises:
-        ScheduleError: `check` refuses the program, or ranks wait for one another in a circle.
+        ScheduleError: `check` refuses the program, `Costs.check` the costs, or ranks wait for one another in a circle.
     """
     check(program)
-    run = _Run(program, costs or Costs(), rendezvous)
+    costs = costs or Costs()
+    costs.check(program.num_stages)
+    run = _Run(program, costs, rendezvous)
     run.run()
     spans = tuple(span for rank in run.ranks for span in rank.spans)
     memory = [_peak(actions, run.costs, program.is_forward_only) for actions in program.ranks]

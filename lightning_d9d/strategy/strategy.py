@@ -55,7 +55,7 @@ class D9DStrategy(CheckpointedStrategy):
         mesh: Parallel degrees; by default every rank is a replica. So far `data_parallel_replicate`, and for plain
             modules that shard themselves in `configure_model` `data_parallel_shard` and `tensor_parallel`.
         schedule: Order of forwards and backwards of a D9DModule's microbatches: "1f1b" (default), "gpipe", or an object
-            of these classes.
+            of a class of `lightning_d9d.schedule` or your own; so far with one stage a rank.
         microbatch_size: Rows of a microbatch. By default a batch is one microbatch.
         num_microbatches: The number of microbatches instead.
         grad_sync: Dtype and size of the gradient buckets.

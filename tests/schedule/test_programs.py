@@ -209,6 +209,12 @@ def test_numbers_of_microbatches_that_cannot_be_taken(schedule: Schedule, count:
         schedule.program(4, count)
 
 
+def test_forward_only_sends_microbatches_out_as_soon_as_it_can() -> None:
+    program = LoopedBFS(2).forward_only(2, 3)
+    forwards = [" ".join(str(action) for action in actions if isinstance(action, Forward)) for actions in program.ranks]
+    assert forwards == ["0F0 0F1 2F0 2F1 0F2 2F2", "1F0 1F1 3F0 3F1 1F2 3F2"]
+
+
 def test_forward_only_takes_any_number() -> None:
     assert DualPipeV().forward_only(4, 1).num_microbatches == 1
     with pytest.raises(ScheduleError, match="num_microbatches=0 must be"):

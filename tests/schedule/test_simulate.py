@@ -52,6 +52,20 @@ def test_durations_of_single_actions_come_first() -> None:
     assert simulate(program, costs).step_time == 9
 
 
+@pytest.mark.parametrize(
+    ("costs", "message"),
+    [
+        (Costs(forward=[1, 2, 3]), "Costs.forward has 3 numbers for 2 stages; give one for each"),
+        (Costs(latency=-1), "Costs.latency=-1 must not be negative"),
+        (Costs(unshard=[0, -2]), r"Costs.unshard=\[0, -2\] must not be negative"),
+        (Costs(durations={Forward(0, 0): -0.5}), "Costs.durations={.*} must not be negative"),
+    ],
+)
+def test_costs_that_cannot_be(costs: Costs, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        simulate(OneForwardOneBackward().program(2, 1), costs)
+
+
 def test_messages_of_a_link_follow_one_another() -> None:
     program = GPipe().forward_only(2, 3)
     spans = times(simulate(program, Costs(transfer=4)))

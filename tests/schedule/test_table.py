@@ -12,7 +12,7 @@ of the model, so in the papers' units of a rank's part a bubble is k times short
 | DualPipeV | 2 (p - 1) | (p - 1) (F&B + B - 3W), F&B = 3 |
 
 With fewer microbatches than given the pipeline is never full, and the step is the way of single microbatches: the
-formulas below, which are ours. Every microbatch count of `COUNTS` is run for every p; all 1024 pairs by
+formulas below, which are ours. The microbatch counts of `counts` are run for every p; all 1024 pairs by
 `python -m tests.schedule.test_table`, in some minutes.
 """
 
@@ -87,7 +87,7 @@ MORE = {
 }
 
 
-def COUNTS(p: int) -> list[int]:  # noqa: N802  # a constant of p
+def counts(p: int) -> list[int]:
     """Where something changes, and every 24th in between, others for each p."""
     edges = {1, 2, p - 1, p, p + 1, 3 * p // 2, 2 * p - 1, 2 * p, 2 * p + 1}
     return sorted(n for n in range(1, 65) if n in edges or (n + 5 * p) % 24 == 0)
@@ -127,7 +127,7 @@ def check_with_messages(row: Row, p: int, n: int) -> None:
 def test_complete_and_as_fast_and_small_as_told(name: str, ranks: Iterable[int]) -> None:
     row = {**TABLE, **MORE}[name]
     for p in ranks:
-        for n in COUNTS(p):
+        for n in counts(p):
             if n >= row.least(p):
                 check_one(row, p, n)
 
