@@ -16,6 +16,7 @@ from lightning_d9d.cli import D9DCLI, main
 from lightning_d9d.datamodules import ByteTextDataModule
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoePretraining
+from lightning_d9d.schedule import GPipe, ZeroBubble
 
 TINY = str(Path(__file__).parents[1] / "examples" / "qwen3_moe" / "tiny.yaml")
 
@@ -34,6 +35,13 @@ class Built(D9DCLI):
 
 def build(*arguments: str) -> Any:
     return Built(args=["fit", *arguments, "--trainer.accelerator", "cpu"])
+
+
+class OwnSchedule(GPipe):
+    """A schedule of somebody's own."""
+
+    def __init__(self, times: int = 1) -> None:
+        self.times = times
 
 
 def callbacks(cli: Built) -> dict[str, Any]:
@@ -77,6 +85,32 @@ def test_nested_override_keeps_the_rest():
     cli = build("--config", TINY, "--model.config.num_hidden_layers", "2", "--trainer.strategy.schedule", "gpipe")
     assert cli.model.config.num_hidden_layers == 2
     assert cli.model.config.hidden_size == 128
+
+
+@pytest.mark.parametrize(
+    ("schedule", "kind", "arguments"),
+    [
+        ("{class_path: ZeroBubble}", ZeroBubble, {"stages_per_rank": 1}),
+        ("{class_path: GPipe}", GPipe, {}),
+        ("{class_path: tests.test_cli.OwnSchedule, init_args: {times: 3}}", OwnSchedule, {"times": 3}),
+    ],
+)
+def test_a_schedule_by_its_class(tmp_path: Path, schedule: str, kind: type, arguments: dict[str, int]):
+    config = tmp_path / "schedule.yaml"
+    config.write_text(f"trainer: {{strategy: {{class_path: D9DStrategy, init_args: {{schedule: {schedule}}}}}}}\n")
+    built = build("--config", TINY, "--config", str(config)).trainer.strategy.schedule
+    assert type(built) is kind
+    assert vars(built) == arguments
+
+
+def test_a_schedule_written_in_the_configuration(tmp_path: Path):
+    config = tmp_path / "schedule.yaml"
+    config.write_text(
+        "trainer: {strategy: {class_path: D9DStrategy, init_args: {schedule: {class_path: WrittenProgram, "
+        "init_args: {text: 0F0 0B0}}}}}\n"
+    )
+    built = build("--config", TINY, "--config", str(config)).trainer.strategy.schedule
+    assert str(built.program(1, 1)) == "0F0 0B0"
 
 
 def test_printed_configuration_builds_the_same(capsys: pytest.CaptureFixture[str], tmp_path: Path):

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from lightning_d9d.errors import ConfigError
+from lightning_d9d.errors import ConfigError, ScheduleError
 from lightning_d9d.pipeline.types import StageInputs, WeightedLoss
-from lightning_d9d.schedule import Forward, Program
+from lightning_d9d.schedule import Action, Backward, Forward
 
 
 class MicrobatchHooks(Protocol):
@@ -95,16 +95,16 @@ class Executor:
 
     def run(
         self,
-        program: Program,
+        actions: Sequence[Action],
         microbatches: Sequence[Any],
         rows: Sequence[int],
         scale: Callable[[BatchTotals], Tensor | float],
         before_last_backward: Callable[[], None],
     ) -> BatchTotals:
-        """Run `program`, leaving gradients in `.grad`.
+        """Run one stage's program, leaving gradients in `.grad`.
 
         Args:
-            program: Forward and backward actions on the microbatches.
+            actions: Forward and backward actions on the microbatches.
             microbatches: What `split_batch` made of the batch.
             rows: Rows of each microbatch, the weight of a loss that is a mean.
             scale: Gives the factor on a value sum before its backward, from the totals so far.
@@ -112,8 +112,10 @@ class Executor:
         """
         totals = BatchTotals()
         losses: dict[int, Tensor] = {}
-        num_backwards = sum(not isinstance(action, Forward) for action in program)
-        for action in program:
+        num_backwards = sum(isinstance(action, Backward) for action in actions)
+        for action in actions:
+            if not isinstance(action, Forward | Backward):
+                raise ScheduleError(f"{action} cannot be run yet; choose a schedule of forwards and full backwards")
             m = action.microbatch
             with record_function(str(action)):
                 if isinstance(action, Forward):

@@ -1,19 +1,50 @@
-"""Pipeline schedules as data: a schedule builds a program, a tuple of actions in the order a rank runs them.
+"""Pipeline schedules as data: pure Python, without torch.
 
-Pure Python without torch. `actions.py`: the actions. One file a family: `breadth_first.py`,
-`one_forward_one_backward.py`. `resolve_schedule` turns a short name into a schedule.
+A *schedule* (`schedule.py`: the base class; one file a family) makes a *program* (`program.py`): for every pipeline
+rank the *actions* (`actions.py`) in the order in which it runs them. Passes (`communications.py`) add messages and
+collectives, `check.py` refuses programs that cannot run, `simulate.py` runs them on paper, `plot.py` draws them.
+`resolve_schedule` turns a short name into a schedule.
 """
 
 from __future__ import annotations
 
 from lightning_d9d.errors import ScheduleError
-from lightning_d9d.schedule.actions import Action, Backward, Forward, Program
-from lightning_d9d.schedule.breadth_first import GPipe
-from lightning_d9d.schedule.one_forward_one_backward import OneForwardOneBackward
+from lightning_d9d.schedule.actions import (
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Overlapped,
+    ReceiveBackward,
+    ReceiveForward,
+    ReduceGradients,
+    Reshard,
+    SendBackward,
+    SendForward,
+    Unshard,
+    parse,
+)
+from lightning_d9d.schedule.breadth_first import GPipe, LoopedBFS
+from lightning_d9d.schedule.check import check
+from lightning_d9d.schedule.communications import add_data_parallel, add_messages
+from lightning_d9d.schedule.dual_pipe_v import DualPipeV
+from lightning_d9d.schedule.one_forward_one_backward import Interleaved1F1B, OneForwardOneBackward, ZeroBubble
+from lightning_d9d.schedule.plot import plot
+from lightning_d9d.schedule.program import Program, loop_placement, merge_backwards, v_placement
+from lightning_d9d.schedule.schedule import Schedule, StageCursor, WrittenProgram
+from lightning_d9d.schedule.simulate import Costs, Simulation, Span, bubble_ratio, simulate
+from lightning_d9d.schedule.zero_bubble_v import ZeroBubbleV
 
-Schedule = GPipe | OneForwardOneBackward
-
-SCHEDULES: dict[str, type[GPipe] | type[OneForwardOneBackward]] = {"gpipe": GPipe, "1f1b": OneForwardOneBackward}
+SCHEDULES: dict[str, type[Schedule]] = {
+    "gpipe": GPipe,
+    "looped_bfs": LoopedBFS,
+    "1f1b": OneForwardOneBackward,
+    "interleaved_1f1b": Interleaved1F1B,
+    "zero_bubble": ZeroBubble,
+    "zero_bubble_v": ZeroBubbleV,
+    "dual_pipe_v": DualPipeV,
+}
 
 
 def resolve_schedule(schedule: str | Schedule | None) -> Schedule:
@@ -28,8 +59,11 @@ def resolve_schedule(schedule: str | Schedule | None) -> Schedule:
         if schedule not in SCHEDULES:
             raise ScheduleError(f"schedule={schedule!r} is unknown; choose one of {sorted(SCHEDULES)}")
         return SCHEDULES[schedule]()
-    if not isinstance(schedule, GPipe | OneForwardOneBackward):
-        raise ScheduleError(f"schedule={schedule!r} is no schedule; choose one of {sorted(SCHEDULES)} or their classes")
+    if not isinstance(schedule, Schedule):
+        raise ScheduleError(
+            f"schedule={schedule!r} is no schedule; choose one of {sorted(SCHEDULES)}, or an object of a class that "
+            "extends lightning_d9d.schedule.Schedule"
+        )
     return schedule
 
 
@@ -37,10 +71,40 @@ __all__ = [
     "SCHEDULES",
     "Action",
     "Backward",
+    "BackwardInput",
+    "BackwardWeight",
+    "Costs",
+    "DualPipeV",
     "Forward",
     "GPipe",
+    "Interleaved1F1B",
+    "LoopedBFS",
     "OneForwardOneBackward",
+    "Overlapped",
     "Program",
+    "ReceiveBackward",
+    "ReceiveForward",
+    "ReduceGradients",
+    "Reshard",
     "Schedule",
+    "SendBackward",
+    "SendForward",
+    "Simulation",
+    "Span",
+    "StageCursor",
+    "Unshard",
+    "WrittenProgram",
+    "ZeroBubble",
+    "ZeroBubbleV",
+    "add_data_parallel",
+    "add_messages",
+    "bubble_ratio",
+    "check",
+    "loop_placement",
+    "merge_backwards",
+    "parse",
+    "plot",
     "resolve_schedule",
+    "simulate",
+    "v_placement",
 ]

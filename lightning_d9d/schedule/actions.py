@@ -1,31 +1,182 @@
-"""The actions a program is made of."""
+"""The actions a program is made of: frozen values with a short text that `parse` reads back.
+
+`<stage><kind><microbatch>`: `0F3` is stage 0's forward of microbatch 3. Kinds: F forward, B full backward, I input
+backward, W weight backward, SEND_F, RECV_F, SEND_B, RECV_B messages; of a whole stage UNSHARD, RESHARD, REDUCE_GRAD. A
+pair that runs together is `0F3|1B2`.
+"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from typing import ClassVar
+
+from lightning_d9d.errors import ScheduleError
 
 
 @dataclass(frozen=True, slots=True)
-class Forward:
-    """Run the forward of `stage` on `microbatch`; on the last stage also its loss. Printed as `0F3`."""
+class StageAction:
+    """Something done to a whole stage."""
 
+    code: ClassVar[str]
+    stage: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.code}"
+
+
+@dataclass(frozen=True, slots=True)
+class MicrobatchAction:
+    """Something done to one microbatch in one stage."""
+
+    code: ClassVar[str]
     stage: int
     microbatch: int
 
     def __str__(self) -> str:
-        return f"{self.stage}F{self.microbatch}"
+        return f"{self.stage}{self.code}{self.microbatch}"
 
 
 @dataclass(frozen=True, slots=True)
-class Backward:
-    """Run the whole backward (inputs and weights) of `stage` on `microbatch`. Printed as `0B3`."""
+class Forward(MicrobatchAction):
+    """Run `stage` on `microbatch`; on the last stage also its loss. `0F3`."""
 
-    stage: int
-    microbatch: int
+    code: ClassVar[str] = "F"
+
+
+@dataclass(frozen=True, slots=True)
+class Backward(MicrobatchAction):
+    """The whole backward: gradients of the stage's inputs and of its weights. `0B3`."""
+
+    code: ClassVar[str] = "B"
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardInput(MicrobatchAction):
+    """Gradients of the stage's inputs alone, which the stage before waits for; a `BackwardWeight` follows. `0I3`.
+
+    Stage 0 has inputs without gradients and nobody waits for them. Its programs have this action all the same; the
+    executor decides how much of the backward it runs here and how much in the `BackwardWeight`.
+    """
+
+    code: ClassVar[str] = "I"
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardWeight(MicrobatchAction):
+    """Gradients of the stage's weights, after a `BackwardInput`. Nobody waits for them. `0W3`."""
+
+    code: ClassVar[str] = "W"
+
+
+@dataclass(frozen=True, slots=True)
+class SendForward(MicrobatchAction):
+    """Send the stage's output to the stage behind it. `0SEND_F3`; `1RECV_F3` receives it."""
+
+    code: ClassVar[str] = "SEND_F"
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveForward(MicrobatchAction):
+    """Receive the stage's input from the stage before it. `1RECV_F3`."""
+
+    code: ClassVar[str] = "RECV_F"
+
+
+@dataclass(frozen=True, slots=True)
+class SendBackward(MicrobatchAction):
+    """Send the gradient of the stage's input to the stage before it. `1SEND_B3`; `0RECV_B3` receives it."""
+
+    code: ClassVar[str] = "SEND_B"
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveBackward(MicrobatchAction):
+    """Receive the gradient of the stage's output from the stage behind it. `0RECV_B3`."""
+
+    code: ClassVar[str] = "RECV_B"
+
+
+@dataclass(frozen=True, slots=True)
+class Unshard(StageAction):
+    """Gather the stage's sharded parameters. `0UNSHARD`."""
+
+    code: ClassVar[str] = "UNSHARD"
+
+
+@dataclass(frozen=True, slots=True)
+class Reshard(StageAction):
+    """Free what `Unshard` gathered. `0RESHARD`."""
+
+    code: ClassVar[str] = "RESHARD"
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceGradients(StageAction):
+    """Sum the stage's gradients over data-parallel ranks. `0REDUCE_GRAD`."""
+
+    code: ClassVar[str] = "REDUCE_GRAD"
+
+
+ComputeAction = Forward | Backward | BackwardInput | BackwardWeight
+MessageAction = SendForward | ReceiveForward | SendBackward | ReceiveBackward
+DataParallelAction = Unshard | Reshard | ReduceGradients
+
+
+@dataclass(frozen=True, slots=True)
+class Overlapped:
+    """Two compute actions, neither of which waits for the other, that an executor may run side by side. `0F3|1B2`.
+
+    The pair starts when both can, and ends as one.
+    """
+
+    first: ComputeAction
+    second: ComputeAction
+
+    def __post_init__(self) -> None:
+        for part in (self.first, self.second):
+            if type(part) not in COMPUTE:
+                raise ScheduleError(f"{self}: {part} cannot be one of an overlapped pair; pair two of F, B, I and W")
 
     def __str__(self) -> str:
-        return f"{self.stage}B{self.microbatch}"
+        return f"{self.first}|{self.second}"
 
 
-Action = Forward | Backward
-Program = tuple[Action, ...]
+Action = ComputeAction | MessageAction | DataParallelAction | Overlapped
+
+COMPUTE = (Forward, Backward, BackwardInput, BackwardWeight)
+MESSAGES = (SendForward, ReceiveForward, SendBackward, ReceiveBackward)
+DATA_PARALLEL = (Unshard, Reshard, ReduceGradients)
+
+_OF_MICROBATCH = {kind.code: kind for kind in (*COMPUTE, *MESSAGES)}
+_OF_STAGE = {kind.code: kind for kind in DATA_PARALLEL}
+_TEXT = re.compile(r"(\d+)([A-Z_]+)(\d*)")
+
+
+def compute_parts(action: Action) -> tuple[ComputeAction, ...]:
+    """The compute actions in `action`: itself, the two of a pair, or none."""
+    if isinstance(action, Overlapped):
+        return action.first, action.second
+    return (action,) if isinstance(action, COMPUTE) else ()
+
+
+def parse(text: str) -> Action:
+    """The action that `str` gave `text` for.
+
+    Raises:
+        ScheduleError: The text is no action.
+    """
+    first, *second = text.split("|")
+    if len(second) == 1:
+        return Overlapped(parse(first), parse(second[0]))  # type: ignore[arg-type]  # refuses what cannot be paired
+    match = _TEXT.fullmatch(text)
+    if match is not None:
+        stage, code, microbatch = match.groups()
+        if microbatch and code in _OF_MICROBATCH:
+            return _OF_MICROBATCH[code](int(stage), int(microbatch))
+        if not microbatch and code in _OF_STAGE:
+            return _OF_STAGE[code](int(stage))
+    raise ScheduleError(
+        f"{text!r} is no action; write <stage><kind><microbatch> with a kind of {', '.join(_OF_MICROBATCH)} (such as "
+        f"0F3), <stage><kind> with {', '.join(_OF_STAGE)}, or two compute actions joined by |"
+    )

@@ -2,17 +2,45 @@
 
 from __future__ import annotations
 
-from lightning_d9d.schedule.actions import Backward, Forward, Program
+from collections.abc import Iterator
+
+from lightning_d9d.schedule.actions import Action, Backward, Forward
+from lightning_d9d.schedule.schedule import Schedule
 
 
-class GPipe:
+class GPipe(Schedule):
     """All forwards, then all backwards, newest microbatch first (Huang et al. 2019, arXiv:1811.06965).
 
     Keeps the activations of every microbatch alive at once.
     """
 
-    def program(self, num_microbatches: int) -> Program:
-        """The actions of a single stage over `num_microbatches`."""
-        forwards = [Forward(0, m) for m in range(num_microbatches)]
-        backwards = [Backward(0, m) for m in reversed(range(num_microbatches))]
-        return (*forwards, *backwards)
+    def order(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
+        """One stage a rank."""
+        return _breadth_first([rank], num_microbatches)
+
+
+class LoopedBFS(Schedule):
+    """Breadth-first pipeline parallelism (Lamy-Poirier 2022, arXiv:2211.05953): GPipe with several stages a rank.
+
+    A rank runs all microbatches through one of its stages before the next, so that each stage is gathered and its
+    gradients are reduced once, while others compute. Keeps the activations of every microbatch alive at once.
+
+    Args:
+        stages_per_rank: Stages go round and round over the ranks, this many times. More make a smaller bubble.
+    """
+
+    def __init__(self, stages_per_rank: int = 2) -> None:
+        self.stages_per_rank = stages_per_rank
+
+    def order(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
+        """Stages in ascending order forward, in descending order backward."""
+        return _breadth_first(self.stages_of(rank, num_ranks), num_microbatches)
+
+
+def _breadth_first(stages: list[int], num_microbatches: int) -> Iterator[Action]:
+    for stage in stages:
+        for microbatch in range(num_microbatches):
+            yield Forward(stage, microbatch)
+    for stage in reversed(stages):
+        for microbatch in reversed(range(num_microbatches)):
+            yield Backward(stage, microbatch)

@@ -61,7 +61,7 @@ class D9DStrategy(CheckpointedStrategy):
         mesh: Parallel degrees; by default every rank is a replica. So far `data_parallel_replicate`, and for plain
             modules that shard themselves in `configure_model` `data_parallel_shard` and `tensor_parallel`.
         schedule: Order of forwards and backwards of a D9DModule's microbatches: "1f1b" (default), "gpipe", or an object
-            of these classes.
+            of a class of `lightning_d9d.schedule` or your own; so far with one stage a rank.
         microbatch_size: Rows of a microbatch. By default a batch is one microbatch.
         num_microbatches: The number of microbatches instead.
         grad_sync: Dtype and size of the gradient buckets.
@@ -90,6 +90,11 @@ class D9DStrategy(CheckpointedStrategy):
     ) -> None:
         super().__init__(checkpoint, mesh=mesh, timeouts=timeouts, process_group_backend=process_group_backend)
         self.schedule = resolve_schedule(schedule)
+        if self.schedule.stages_per_rank != 1:
+            raise ConfigError(
+                f"schedule={schedule!r} has {self.schedule.stages_per_rank} stages a rank, but so far there is one "
+                "stage in all; choose '1f1b', 'gpipe' or 'zero_bubble'"
+            )
         self.microbatch_count = MicrobatchCount(microbatch_size, num_microbatches)
         self.grad_sync = grad_sync
         self.skip_nonfinite = skip_nonfinite

@@ -24,6 +24,7 @@ and after a batch that was the last of one. So gradients that never met a step a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -71,7 +72,7 @@ class TrainStep:
     ) -> None:
         self.module = module
         self.parameters = list(module.parameters())
-        self.schedule = schedule
+        self.program = functools.cache(lambda num_microbatches: schedule.program(1, num_microbatches).ranks[0])
         self.buckets = buckets
         self.group = group
         self.num_ranks = 1 if group is None else dist.get_world_size(group)
@@ -128,7 +129,7 @@ class TrainStep:
 
         with self.module.schedule_running():
             totals = self.executor.run(
-                self.schedule.program(len(microbatches)),
+                self.program(len(microbatches)),
                 microbatches,
                 rows,
                 scale,

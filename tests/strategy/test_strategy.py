@@ -90,7 +90,8 @@ def test_registered_by_import() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"schedule": "2f2b"}, r"schedule='2f2b' is unknown; choose one of \['1f1b', 'gpipe'\]"),
+        ({"schedule": "2f2b"}, r"schedule='2f2b' is unknown; choose one of \['1f1b', 'dual_pipe_v', 'gpipe', "),
+        ({"schedule": "looped_bfs"}, "has 2 stages a rank, but so far there is one stage in all; choose '1f1b'"),
         ({"schedule": 3}, "schedule=3 is no schedule"),
         ({"microbatch_size": 0}, "microbatch_size=0 must be an integer of at least 1"),
         ({"num_microbatches": 2.0}, "num_microbatches=2.0 must be an integer"),

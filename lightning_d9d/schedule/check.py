@@ -1,0 +1,245 @@
+"""Whether a program can be run as it is written: each rank's order by itself, and that together nothing is missing.
+
+That ranks do not wait for one another in a circle is for `simulate` to find.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from lightning_d9d.errors import ScheduleError
+from lightning_d9d.schedule.actions import (
+    COMPUTE,
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    ComputeAction,
+    DataParallelAction,
+    Forward,
+    MessageAction,
+    Overlapped,
+    ReceiveBackward,
+    ReceiveForward,
+    ReduceGradients,
+    Reshard,
+    SendBackward,
+    SendForward,
+    Unshard,
+)
+from lightning_d9d.schedule.program import Program
+
+
+def check(program: Program) -> None:
+    """Refuse a program that leaves work out, does it twice, or uses what is not there yet.
+
+    Every stage runs every microbatch forward once and, unless the program is forward-only, backward once: full, or
+    input and then weight. On its rank an action comes after what it uses. If there are messages, each that crosses
+    ranks is sent and received once, and two ranks have theirs in the same order. Data-parallel actions may be absent;
+    if there are some, stages are unsharded when used, and gradients are reduced once, when complete.
+
+    Raises:
+        ScheduleError: With the first action that is wrong, its rank, and what to do.
+    """
+    if sorted(set(program.placement)) != list(range(program.num_ranks)):
+        raise ScheduleError(
+            f"stages are on ranks {program.placement} of {program.num_ranks}; every rank needs at least one stage"
+        )
+    walk = _Walk(program)
+    for rank, actions in enumerate(program.ranks):
+        for position, action in enumerate(actions):
+            try:
+                walk.take(rank, action)
+            except _WrongError as wrong:
+                raise ScheduleError(f"rank {rank}, action {position}: {action} {wrong}") from None
+    walk.finish()
+
+
+class _WrongError(Exception):
+    """What is wrong with the action at hand."""
+
+
+class _Walk:
+    """What has been done so far. A stage's actions are on one rank, so its marks are in that rank's order."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.placement = program.placement
+        self.num_stages = program.num_stages
+        self.num_microbatches = program.num_microbatches
+        self.has_messages = program.has_messages
+        self.done: dict[type, set[tuple[int, int]]] = {
+            kind: set() for kind in (*COMPUTE, SendForward, ReceiveForward, SendBackward, ReceiveBackward)
+        }
+        self.has_gradient: set[tuple[int, int]] = set()
+        """(stage, microbatch) of which the gradient of the stage's input is there."""
+        self.shards = any(isinstance(action, Unshard) for actions in program.ranks for action in actions)
+        self.unsharded: set[int] = set()
+        self.reduced: set[int] = set()
+        self.num_weight_gradients: dict[int, int] = defaultdict(int)
+        self.sent: dict[tuple[int, int], list[str]] = defaultdict(list)
+        self.received: dict[tuple[int, int], list[str]] = defaultdict(list)
+        """(sender, receiver) -> the messages, as their sends."""
+
+    def take(self, rank: int, action: Action) -> None:
+        """Refuse `action`, or note that it is done."""
+        if isinstance(action, Overlapped):
+            self.compute(rank, action.first)
+            self.compute(rank, action.second)
+            if _waits_for(action.second, action.first):
+                raise _WrongError("is a pair of which the second waits for the first; run them one after the other")
+        elif isinstance(action, COMPUTE):
+            self.compute(rank, action)
+        elif isinstance(action, Unshard | Reshard | ReduceGradients):
+            self.place(rank, action.stage)
+            self.data_parallel(action)
+        else:
+            self.message(rank, action)
+
+    def place(self, rank: int, stage: int) -> None:
+        if stage >= self.num_stages or self.placement[stage] != rank:
+            where = f"on rank {self.placement[stage]}" if stage < self.num_stages else "nowhere run forward"
+            raise _WrongError(f"is of stage {stage}, which is {where}")
+
+    def once(self, action: ComputeAction | MessageAction) -> tuple[int, int]:
+        if action.microbatch >= self.num_microbatches:
+            raise _WrongError(f"is of microbatch {action.microbatch}, but there are {self.num_microbatches}")
+        key = (action.stage, action.microbatch)
+        done = self.done[type(action)]
+        if key in done:
+            raise _WrongError("comes a second time; leave one out")
+        done.add(key)
+        return key
+
+    def compute(self, rank: int, action: ComputeAction) -> None:
+        self.place(rank, action.stage)
+        stage, microbatch = key = self.once(action)
+        if self.shards and stage not in self.unsharded:
+            raise _WrongError(f"uses stage {stage} while it is sharded; put {Unshard(stage)} before it")
+        if isinstance(action, Forward):
+            self.needs_input(stage, microbatch)
+        elif isinstance(action, BackwardWeight):
+            self.needs(BackwardInput, key)
+            self.num_weight_gradients[stage] += 1
+        else:
+            self.needs(Forward, key)
+            self.needs_gradient(stage, microbatch)
+            if key in self.has_gradient:
+                raise _WrongError("is a second backward; use either B, or I and W")
+            self.has_gradient.add(key)
+            if isinstance(action, Backward):
+                self.num_weight_gradients[stage] += 1
+
+    def needs(self, kind: type[ComputeAction | MessageAction], key: tuple[int, int]) -> None:
+        if key not in self.done[kind]:
+            raise _WrongError(f"comes before {kind(*key)}; put it behind")
+
+    def needs_input(self, stage: int, microbatch: int) -> None:
+        if stage > 0:
+            if self.placement[stage - 1] == self.placement[stage]:
+                self.needs(Forward, (stage - 1, microbatch))
+            elif self.has_messages:
+                self.needs(ReceiveForward, (stage, microbatch))
+
+    def needs_gradient(self, stage: int, microbatch: int) -> None:
+        if stage < self.num_stages - 1:
+            if self.placement[stage + 1] == self.placement[stage]:
+                if (stage + 1, microbatch) not in self.has_gradient:
+                    raise _WrongError(f"comes before the backward {stage + 1}B{microbatch}; put it behind")
+            elif self.has_messages:
+                self.needs(ReceiveBackward, (stage, microbatch))
+
+    def message(self, rank: int, action: MessageAction) -> None:
+        self.place(rank, action.stage)
+        key = self.once(action)
+        other = peer_stage(action)
+        if not 0 <= other < self.num_stages or self.placement[other] == rank:
+            where = "on the same rank" if 0 <= other < self.num_stages else "none"
+            raise _WrongError(f"has no other rank to go to: the stage at the other end is {where}; leave it out")
+        if isinstance(action, SendForward):
+            self.needs(Forward, key)
+        elif isinstance(action, SendBackward) and key not in self.has_gradient:
+            raise _WrongError(f"comes before the backward {action.stage}B{action.microbatch}; put it behind")
+        if isinstance(action, SendForward | SendBackward):
+            self.sent[rank, self.placement[other]].append(str(action))
+        else:
+            self.received[self.placement[other], rank].append(str(matching(action)))
+
+    def data_parallel(self, action: DataParallelAction) -> None:
+        stage = action.stage
+        if isinstance(action, ReduceGradients):
+            if stage in self.reduced:
+                raise _WrongError("comes a second time; leave one out")
+            if self.num_weight_gradients[stage] < self.num_microbatches:
+                raise _WrongError("comes before the stage's last weight gradient; put it behind")
+            self.reduced.add(stage)
+        elif isinstance(action, Unshard):
+            if stage in self.unsharded:
+                raise _WrongError("gathers what is gathered; leave it out")
+            self.unsharded.add(stage)
+        elif stage not in self.unsharded:
+            raise _WrongError(f"frees what is not gathered; put {Unshard(stage)} before it")
+        else:
+            self.unsharded.remove(stage)
+
+    def finish(self) -> None:
+        """Refuse what is left out."""
+        forward_only = self.program.is_forward_only
+        for stage in range(self.num_stages):
+            rank = self.placement[stage]
+            for microbatch in range(self.num_microbatches):
+                for action in self.missing(stage, microbatch, forward_only):
+                    raise ScheduleError(f"rank {rank}: {action} is missing; every microbatch passes every stage once")
+            if self.reduced and stage not in self.reduced:
+                raise ScheduleError(f"rank {rank}: {ReduceGradients(stage)} is missing; reduce all stages or none")
+        for (sender, receiver), messages in self.sent.items():
+            for ours, theirs in zip(messages, self.received[sender, receiver], strict=True):
+                if ours != theirs:
+                    raise ScheduleError(
+                        f"rank {sender} sends {ours} to rank {receiver} when that receives what {theirs} sends; "
+                        "put a pair's sends and receives in the same order"
+                    )
+
+    def missing(self, stage: int, microbatch: int, forward_only: bool) -> list[ComputeAction | MessageAction]:
+        key = (stage, microbatch)
+        wanted: list[ComputeAction | MessageAction] = [Forward(*key)]
+        if not forward_only:
+            split = key in self.done[BackwardInput]
+            wanted += [BackwardInput(*key), BackwardWeight(*key)] if split else [Backward(*key)]
+        if self.has_messages:  # receives were asked for by what uses them
+            if stage > 0 and self.placement[stage - 1] != self.placement[stage]:
+                wanted.append(SendForward(stage - 1, microbatch))
+            if not forward_only and stage + 1 < self.num_stages and self.placement[stage + 1] != self.placement[stage]:
+                wanted.append(SendBackward(stage + 1, microbatch))
+        return [action for action in wanted if (action.stage, action.microbatch) not in self.done[type(action)]]
+
+
+def _waits_for(action: ComputeAction, other: ComputeAction) -> bool:
+    """Whether `action` uses what `other` of the same rank computes."""
+    if action.microbatch != other.microbatch:
+        return False
+    if isinstance(action, Forward):
+        return isinstance(other, Forward) and other.stage == action.stage - 1
+    if isinstance(action, BackwardWeight):
+        return isinstance(other, BackwardInput) and other.stage == action.stage
+    if isinstance(other, Forward):
+        return other.stage == action.stage
+    return not isinstance(other, BackwardWeight) and other.stage == action.stage + 1
+
+
+def peer_stage(action: MessageAction) -> int:
+    """The stage at the other end of a message; it may not exist."""
+    return action.stage + (1 if isinstance(action, SendForward | ReceiveBackward) else -1)
+
+
+def matching(action: MessageAction) -> MessageAction:
+    """The receive of a send, and the send of a receive."""
+    return _MATCHING[type(action)](peer_stage(action), action.microbatch)
+
+
+_MATCHING: dict[type, type[MessageAction]] = {
+    SendForward: ReceiveForward,
+    ReceiveForward: SendForward,
+    SendBackward: ReceiveBackward,
+    ReceiveBackward: SendBackward,
+}

@@ -1,0 +1,122 @@
+"""Passes that add what is not computation: messages between stages, and the collectives of data parallelism.
+
+[Note: one global order] Messages are written into a program in one order over all ranks: that in which they would leave
+if links took no time. Every rank has its part of it. So ranks that run their messages one at a time, each holding both
+ends (NCCL on one stream), never wait in a circle: the first message of the order that has not run yet is the next one
+of both its ranks.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterator
+
+from lightning_d9d.errors import ScheduleError
+from lightning_d9d.schedule.actions import (
+    Action,
+    BackwardWeight,
+    Forward,
+    MessageAction,
+    ReduceGradients,
+    Reshard,
+    SendBackward,
+    SendForward,
+    Unshard,
+    compute_parts,
+)
+from lightning_d9d.schedule.check import matching, peer_stage
+from lightning_d9d.schedule.program import Program
+from lightning_d9d.schedule.simulate import Span, simulate
+
+
+def add_messages(program: Program) -> Program:
+    """Add the sends and receives that a program of compute actions needs.
+
+    A send follows directly what makes its content. Its receive is posted before the action which the receiving rank
+    runs or ends when the message leaves: early enough that nobody waits for it, and no earlier, as it holds a buffer.
+    Stages on one rank hand over without.
+
+    Raises:
+        ScheduleError: The program is illegal, deadlocks, or has messages.
+    """
+    if program.has_messages:
+        raise ScheduleError("the program has sends and receives already; add them to compute actions alone")
+    spans = _by_rank(program)
+    ends = [[span.end for span in of_rank] for of_rank in spans]
+    behind: list[list[tuple[int, MessageAction]]] = [[] for _ in program.ranks]
+    """For each rank its messages, each with the position of the compute action that it comes behind (-1: none)."""
+    for time, rank, position, send in _sends(program, spans):
+        behind[rank].append((position, send))
+        receiver = program.placement[peer_stage(send)]
+        ended = bisect_left(ends[receiver], time) - 1
+        last = behind[receiver][-1][0] if behind[receiver] else -1
+        behind[receiver].append((max(last, ended), matching(send)))
+    ranks = (tuple(_woven(*rank)) for rank in zip(program.ranks, behind, strict=True))
+    return Program(tuple(ranks), program.placement, program.num_microbatches)
+
+
+def _by_rank(program: Program) -> list[list[Span]]:
+    """When the actions run, with links that take no time. Every action takes some, so no two depend at one moment."""
+    spans = iter(simulate(program).spans)
+    return [[next(spans) for _ in actions] for actions in program.ranks]
+
+
+def _sends(program: Program, spans: list[list[Span]]) -> list[tuple[float, int, int, MessageAction]]:
+    """The one global order: time, rank, position of what makes the content, and send."""
+    order: list[tuple[float, int, int, MessageAction]] = []
+    for rank, of_rank in enumerate(spans):
+        for position, span in enumerate(of_rank):
+            for part in compute_parts(span.action):
+                if isinstance(part, BackwardWeight):
+                    continue
+                send = (SendForward if isinstance(part, Forward) else SendBackward)(part.stage, part.microbatch)
+                receiver = peer_stage(send)
+                if 0 <= receiver < program.num_stages and program.placement[receiver] != rank:
+                    order.append((span.end, rank, position, send))
+    return sorted(order, key=lambda sent: sent[:3])
+
+
+def _woven(actions: tuple[Action, ...], messages: list[tuple[int, MessageAction]]) -> Iterator[Action]:
+    """`actions` with each message behind its position."""
+    waiting = deque(messages)
+    for position in range(-1, len(actions)):
+        if position >= 0:
+            yield actions[position]
+        while waiting and waiting[0][0] == position:
+            yield waiting.popleft()[1]
+
+
+def add_data_parallel(program: Program) -> Program:
+    """Add when a rank gathers, frees and reduces its stages, for parameters that are sharded over data ranks.
+
+    A stage is gathered while the stage used before it runs for the first time (the first two at the start), freed after
+    its last use, and its gradients are reduced as soon as the last microbatch's are there. Collectives of a rank are in
+    one order, which is the same on all its data-parallel replicas, as they run the same program.
+    """
+    return Program(
+        tuple(tuple(_with_collectives(actions)) for actions in program.ranks),
+        program.placement,
+        program.num_microbatches,
+    )
+
+
+def _with_collectives(actions: tuple[Action, ...]) -> Iterator[Action]:
+    uses = [[part.stage for part in compute_parts(action)] for action in actions]
+    first_use = list(dict.fromkeys(stage for stages in uses for stage in stages))
+    last_use = {stage: position for position, stages in enumerate(uses) for stage in stages}
+    trained = {part.stage for action in actions for part in compute_parts(action) if not isinstance(part, Forward)}
+    gathered: set[int] = set()
+    for position, action in enumerate(actions):
+        needed = [first_use.index(stage) + 2 for stage in uses[position]]
+        for stage in first_use[: max(needed, default=0)]:
+            if stage not in gathered:
+                gathered.add(stage)
+                yield Unshard(stage)
+        yield action
+        for stage in uses[position]:
+            if last_use[stage] == position:
+                last_use[stage] = -1
+                yield Reshard(stage)
+                if stage in trained:
+                    yield ReduceGradients(stage)

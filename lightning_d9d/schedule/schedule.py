@@ -1,0 +1,185 @@
+"""`Schedule`, from which all schedules come, and the program that a user has written down."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from lightning_d9d.errors import ScheduleError
+from lightning_d9d.schedule.actions import Action, Backward, BackwardInput, BackwardWeight, Forward
+from lightning_d9d.schedule.check import check
+from lightning_d9d.schedule.communications import add_messages
+from lightning_d9d.schedule.program import Program, loop_placement, merge_backwards
+from lightning_d9d.schedule.simulate import simulate
+
+_SEARCHED = 1000
+"""How far from a number of microbatches that cannot be taken one that can is looked for."""
+
+_Kind = TypeVar("_Kind", Forward, Backward, BackwardInput, BackwardWeight)
+
+
+class Schedule(ABC):
+    """The order in which pipeline ranks run forwards and backwards.
+
+    A subclass gives `order`, and where they differ `stages_per_rank`, `placement` and `takes`. It keeps its arguments
+    as attributes, by which ranks check that they have the same schedule.
+    """
+
+    stages_per_rank: int = 1
+
+    @abstractmethod
+    def order(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterable[Action]:
+        """What pipeline rank `rank` of `num_ranks` runs: `Forward`, and `Backward` or its two halves, or pairs.
+
+        Messages between ranks are added by `program`; an order that has some must have all. `num_microbatches` is a
+        number that `takes` takes.
+        """
+
+    def placement(self, num_ranks: int) -> tuple[int, ...]:
+        """For each stage its rank; by default stages go round and round over the ranks."""
+        return loop_placement(num_ranks, self.stages_per_rank)
+
+    def takes(self, num_ranks: int, num_microbatches: int) -> bool:
+        """Whether it has an order for this number of microbatches (at least 1) on `num_ranks` ranks."""
+        return True
+
+    def stages_of(self, rank: int, num_ranks: int) -> list[int]:
+        """The stages on `rank`, ascending."""
+        return [stage for stage, holder in enumerate(self.placement(num_ranks)) if holder == rank]
+
+    def compute(self, num_ranks: int, num_microbatches: int) -> Program:
+        """The program of compute actions alone, unchecked.
+
+        Raises:
+            ScheduleError: The number of microbatches is none it takes. The message names the nearest that it takes.
+        """
+        self._check_numbers(num_ranks, num_microbatches)
+        ranks = (tuple(self.order(rank, num_ranks, num_microbatches)) for rank in range(num_ranks))
+        return Program(tuple(ranks), self.placement(num_ranks), num_microbatches)
+
+    def program(self, num_ranks: int, num_microbatches: int) -> Program:
+        """What `num_ranks` pipeline ranks run for a batch of `num_microbatches`, with messages. Checked.
+
+        Raises:
+            ScheduleError: The number of microbatches is none it takes, or `order` gives an illegal program.
+        """
+        program = self.compute(num_ranks, num_microbatches)
+        if not program.has_messages:
+            return add_messages(merge_backwards(program))
+        simulate(program, rendezvous=True)  # refuses what is illegal or has no one order of messages
+        return program
+
+    def forward_only(self, num_ranks: int, num_microbatches: int) -> Program:
+        """The forwards of a batch with messages, for validation and prediction; any number of microbatches.
+
+        Ranks prefer their later stages, so that microbatches leave the pipeline as soon as they can.
+        """
+        _check_positive("num_ranks", num_ranks)
+        _check_positive("num_microbatches", num_microbatches)
+        placement = self.placement(num_ranks)
+        return add_messages(Program(_deepest_first(placement, num_microbatches), placement, num_microbatches))
+
+    def _check_numbers(self, num_ranks: int, num_microbatches: int) -> None:
+        name = type(self).__name__
+        _check_positive("num_ranks", num_ranks)
+        _check_positive(f"{name}.stages_per_rank", self.stages_per_rank)
+        if num_microbatches >= 1 and self.takes(num_ranks, num_microbatches):
+            return
+        fewer = range(num_microbatches - 1, max(0, num_microbatches - _SEARCHED), -1)
+        more = range(max(1, num_microbatches + 1), num_microbatches + _SEARCHED)
+        nearest = [next((n for n in side if self.takes(num_ranks, n)), None) for side in (fewer, more)]
+        legal = " or ".join(str(n) for n in nearest if n is not None) or "none near"
+        raise ScheduleError(
+            f"{name} on {num_ranks} pipeline ranks takes no {num_microbatches} microbatches; nearest it takes: {legal}"
+        )
+
+
+def _check_positive(name: str, value: int) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise ScheduleError(f"{name}={value!r} must be a whole number of at least 1")
+
+
+def _deepest_first(placement: tuple[int, ...], num_microbatches: int) -> tuple[tuple[Forward, ...], ...]:
+    """For each rank its forwards, if all take equally long and a rank runs the last of its stages that has an input."""
+    num_stages = len(placement)
+    ranks: list[list[Forward]] = [[] for _ in range(max(placement) + 1)]
+    num_done = [0] * num_stages
+    while num_done[-1] < num_microbatches:
+        available = [num_microbatches, *num_done[:-1]]
+        busy: set[int] = set()
+        for stage in reversed(range(num_stages)):
+            rank = placement[stage]
+            if rank not in busy and num_done[stage] < available[stage]:
+                busy.add(rank)
+                ranks[rank].append(Forward(stage, num_done[stage]))
+                num_done[stage] += 1
+    return tuple(map(tuple, ranks))
+
+
+class StageCursor:
+    """Hands out a stage's actions in the order of microbatches, for schedules written as loops."""
+
+    def __init__(self, stage: int) -> None:
+        self.stage = stage
+        self.num_forwards = 0
+        """Forwards handed out so far."""
+        self.num_backwards = 0
+        """Backwards handed out so far, full and of inputs."""
+        self.split: deque[int] = deque()
+        """Microbatches whose input backward is handed out and whose weight backward is not."""
+
+    def next(self, kind: type[_Kind]) -> _Kind:
+        """The next action of this kind; a weight backward of the oldest microbatch that had its input backward."""
+        if kind is BackwardWeight:
+            return kind(self.stage, self.split.popleft())
+        if kind is Forward:
+            self.num_forwards += 1
+            return kind(self.stage, self.num_forwards - 1)
+        if kind is BackwardInput:
+            self.split.append(self.num_backwards)
+        self.num_backwards += 1
+        return kind(self.stage, self.num_backwards - 1)
+
+
+class WrittenProgram(Schedule):
+    """A program that somebody wrote down, for one number of ranks and of microbatches.
+
+    Args:
+        text: A line for each pipeline rank, actions between spaces or commas: "0F0 0B0". Where stages are and how many
+            microbatches there are follows from the forwards. Sends and receives are added if there are none.
+        path: A file with such text instead, such as a CSV file.
+    """
+
+    def __init__(self, text: str | None = None, path: str | Path | None = None) -> None:
+        if (text is None) == (path is None):
+            raise ScheduleError(f"WrittenProgram(text={text!r}, path={path!r}) needs one of both")
+        self.text = text
+        self.path = path
+        self.written = Program.parse(Path(path).read_text(encoding="utf-8") if path is not None else text or "")
+        check(self.written)
+        self.stages_per_rank = max(self.written.placement.count(rank) for rank in range(self.written.num_ranks))
+
+    def placement(self, num_ranks: int) -> tuple[int, ...]:
+        """As written.
+
+        Raises:
+            ScheduleError: It is written for another number of ranks.
+        """
+        if num_ranks != self.written.num_ranks:
+            raise ScheduleError(
+                f"the written program has {self.written.num_ranks} lines, but there are {num_ranks} pipeline ranks; "
+                "write one line for each"
+            )
+        return self.written.placement
+
+    def takes(self, num_ranks: int, num_microbatches: int) -> bool:
+        """Only the number that is written."""
+        return num_microbatches == self.written.num_microbatches
+
+    def order(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
+        """As written."""
+        self.placement(num_ranks)
+        return iter(self.written.ranks[rank])

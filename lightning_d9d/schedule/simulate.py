@@ -1,0 +1,385 @@
+"""Runs a program on paper: when every action starts and ends, how long ranks are idle, what they keep in memory.
+
+[Note: the machine] Every rank runs its compute actions one after the other, each as soon as what it waits for is there.
+Messages and data-parallel collectives run beside them:
+
+- A message starts when it is sent, takes `transfer` on its link (one message at a time from one rank to another), and
+  arrives `latency` later. The receiver need not be ready. With `rendezvous=True` each rank has its messages, sends and
+  receives alike, run one at a time in the order of its program, and each holds both ends: NCCL on one stream. Orders
+  that cross are a deadlock there.
+- Collectives of a rank run one at a time in its order. The first use of a stage waits for its `Unshard`.
+- A program without messages is run as if all ranks saw what the others computed, at once.
+
+[Note: live activations] A microbatch is live in a stage from the start of its forward to the end of its backward; of a
+split one, to the end of its weight backward. In a forward-only program it is live during the forward.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import NamedTuple
+
+from lightning_d9d.errors import ScheduleError
+from lightning_d9d.schedule.actions import (
+    COMPUTE,
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    ComputeAction,
+    DataParallelAction,
+    Forward,
+    MessageAction,
+    Overlapped,
+    ReceiveBackward,
+    ReceiveForward,
+    ReduceGradients,
+    SendBackward,
+    SendForward,
+    Unshard,
+    compute_parts,
+)
+from lightning_d9d.schedule.check import check, matching, peer_stage
+from lightning_d9d.schedule.program import Program
+
+PerStage = float | Sequence[float]
+"""One number for all stages, or one for each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """How long actions take, in any one unit of time, and how much memory a live microbatch takes, in any unit."""
+
+    forward: PerStage = 1.0
+    backward_input: PerStage = 1.0
+    backward_weight: PerStage = 1.0
+    backward: PerStage | None = None
+    """A full backward; None: input and weight backward together."""
+    overlapped: float = 1.0
+    """What a pair takes of the sum of its two."""
+    unshard: PerStage = 0.0
+    reduce_gradients: PerStage = 0.0
+    transfer: float = 0.0
+    """How long a message holds its link."""
+    latency: float = 0.0
+    """From when a message left its link until it is there."""
+    activation: PerStage = 1.0
+    """Memory of one live microbatch in a stage."""
+    durations: Mapping[Action, float] = field(default_factory=dict)
+    """Times of single actions, such as measured ones; they come before those above. A message's is its send's."""
+
+    def check(self, num_stages: int) -> None:
+        """Refuse costs that are for another number of stages, or negative.
+
+        Raises:
+            ScheduleError: The message names field and value.
+        """
+        for each in fields(self):
+            value = getattr(self, each.name)
+            numbers = [value]
+            if isinstance(value, Mapping):
+                numbers = list(value.values())
+            elif isinstance(value, Sequence):
+                numbers = value
+                if len(numbers) != num_stages:
+                    raise ScheduleError(
+                        f"Costs.{each.name} has {len(numbers)} numbers for {num_stages} stages; give one for each"
+                    )
+            if any(number is not None and number < 0 for number in numbers):
+                raise ScheduleError(f"Costs.{each.name}={value!r} must not be negative")
+
+    def duration(self, action: Action) -> float:
+        """How long `action` takes."""
+        if action in self.durations:
+            return self.durations[action]
+        match action:
+            case Forward(stage):
+                return _of_stage(self.forward, stage)
+            case BackwardInput(stage):
+                return _of_stage(self.backward_input, stage)
+            case BackwardWeight(stage):
+                return _of_stage(self.backward_weight, stage)
+            case Backward(stage) if self.backward is not None:
+                return _of_stage(self.backward, stage)
+            case Backward(stage):
+                return _of_stage(self.backward_input, stage) + _of_stage(self.backward_weight, stage)
+            case Overlapped(first, second):
+                return self.overlapped * (self.duration(first) + self.duration(second))
+            case Unshard(stage):
+                return _of_stage(self.unshard, stage)
+            case ReduceGradients(stage):
+                return _of_stage(self.reduce_gradients, stage)
+            case SendForward() | SendBackward():
+                return self.transfer
+        return 0.0
+
+
+def _of_stage(cost: PerStage, stage: int) -> float:
+    return cost[stage] if isinstance(cost, Sequence) else cost
+
+
+class Span(NamedTuple):
+    """When a rank ran an action. A message has one on either side, from its start to its arrival."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a program does in time and memory."""
+
+    program: Program
+    spans: tuple[Span, ...]
+    """Of all actions, rank by rank in the order of the program."""
+    step_time: float
+    """From the start of the first action to the end of the last."""
+    compute_time: tuple[float, ...]
+    """For each rank the time in compute actions."""
+    peak_activations: tuple[int, ...]
+    """For each rank the most (stage, microbatch) live at once. [Note: live activations]."""
+    peak_memory: tuple[float, ...]
+    """The same, weighted by `Costs.activation`."""
+
+    @property
+    def bubble_ratio(self) -> float:
+        """The share of all ranks' time in which they compute nothing, from 0 to 1."""
+        return bubble_ratio(self.spans)
+
+
+def bubble_ratio(spans: Iterable[Span]) -> float:
+    """The share of time in which ranks compute nothing, from the first start to the last end over all ranks, 0 to 1.
+
+    Args:
+        spans: Simulated, or measured by clocks that agree.
+    """
+    spans = list(spans)
+    if not spans:
+        return 0.0
+    computed = sum(span.end - span.start for span in spans if isinstance(span.action, (*COMPUTE, Overlapped)))
+    step_time = max(span.end for span in spans) - min(span.start for span in spans)
+    return 1 - computed / (step_time * len({span.rank for span in spans})) if step_time else 0.0
+
+
+def simulate(program: Program, costs: Costs | None = None, *, rendezvous: bool = False) -> Simulation:
+    """Run `program` on paper. [Note: the machine].
+
+    Args:
+        program: With or without messages. It is checked.
+        costs: What actions take; by default 1 for F, I and W, 2 for B, and nothing for all else.
+        rendezvous: Whether a message needs both ends at once, in each rank's order.
+
+    Raises:
+        ScheduleError: `check` refuses the program, `Costs.check` the costs, or ranks wait for one another in a circle.
+    """
+    check(program)
+    costs = costs or Costs()
+    costs.check(program.num_stages)
+    run = _Run(program, costs, rendezvous)
+    run.run()
+    spans = tuple(span for rank in run.ranks for span in rank.spans)
+    memory = [_peak(actions, run.costs, program.is_forward_only) for actions in program.ranks]
+    return Simulation(
+        program,
+        spans,
+        step_time=max((span.end for span in spans), default=0.0),
+        compute_time=tuple(rank.compute_time for rank in run.ranks),
+        peak_activations=tuple(count for count, _ in memory),
+        peak_memory=tuple(weighted for _, weighted in memory),
+    )
+
+
+class _Rank:
+    """Where one rank stands."""
+
+    def __init__(self, rank: int, actions: tuple[Action, ...]) -> None:
+        self.rank = rank
+        self.actions = actions
+        self.position = 0
+        self.time = 0.0
+        self.compute_time = 0.0
+        self.collectives_end = 0.0
+        self.unsharded_at: dict[int, float] = {}
+        self.spans: list[Span] = []
+        self.messages: list[tuple[int, MessageAction]] = []
+        """Messages with their positions in `spans`, to be filled in when they have arrived."""
+        self.posted: deque[tuple[float, MessageAction]] = deque()
+        """With rendezvous, messages that wait for their turn, and since when."""
+        self.messages_end = 0.0
+
+    def add(self, action: Action, start: float, end: float) -> None:
+        self.spans.append(Span(self.rank, action, start, end))
+
+
+class _Run:
+    """Lets every rank go on as far as it can, again and again.
+
+    All times follow from those of what an action waits for, so the order in which ranks go on does not matter.
+    """
+
+    def __init__(self, program: Program, costs: Costs, rendezvous: bool) -> None:
+        self.placement = program.placement
+        self.num_stages = program.num_stages
+        self.has_messages = program.has_messages
+        self.costs = costs
+        self.of_kind: dict[tuple[type, int], float] = {}
+        """(kind of action, stage) -> duration, where no action has its own."""
+        self.rendezvous = rendezvous
+        self.ranks = [_Rank(rank, actions) for rank, actions in enumerate(program.ranks)]
+        # (stage, microbatch) -> time
+        self.forward_end: dict[tuple[int, int], float] = {}
+        self.gradient_end: dict[tuple[int, int], float] = {}
+        self.transfers: dict[MessageAction, tuple[float, float]] = {}
+        """Receive -> start and arrival."""
+        self.link_free: dict[tuple[int, int], float] = {}
+
+    def run(self) -> None:
+        """Fill in the spans of all ranks, or raise what they wait for."""
+        goes_on = True
+        while goes_on:
+            goes_on = False
+            for rank in self.ranks:
+                goes_on |= self.advance(rank)
+        if any(rank.position < len(rank.actions) or rank.posted for rank in self.ranks):
+            raise ScheduleError(self.deadlock())
+        for rank in self.ranks:
+            for position, action in rank.messages:
+                receive = matching(action) if isinstance(action, SendForward | SendBackward) else action
+                rank.spans[position] = Span(rank.rank, action, *self.transfers[receive])
+
+    def duration(self, action: Action) -> float:
+        if self.costs.durations or isinstance(action, Overlapped):
+            return self.costs.duration(action)
+        key = type(action), action.stage
+        if key not in self.of_kind:
+            self.of_kind[key] = self.costs.duration(action)
+        return self.of_kind[key]
+
+    def advance(self, rank: _Rank) -> bool:
+        """Whether the rank could do anything."""
+        before = rank.position
+        while rank.position < len(rank.actions):
+            action = rank.actions[rank.position]
+            if isinstance(action, (*COMPUTE, Overlapped)):
+                if not self.compute(rank, action):
+                    break
+            elif isinstance(action, DataParallelAction):
+                self.collective(rank, action)
+            else:
+                self.message(rank, action)
+            rank.position += 1
+        return self.deliver(rank) or rank.position > before
+
+    def compute(self, rank: _Rank, action: ComputeAction | Overlapped) -> bool:
+        parts = compute_parts(action)
+        start = rank.time
+        for part in parts:
+            ready = self.ready_at(part)
+            if ready is None:
+                return False
+            start = max(start, ready, rank.unsharded_at.get(part.stage, 0.0))
+        duration = self.duration(action)
+        rank.time = end = start + duration
+        rank.compute_time += duration
+        for part in parts:
+            if isinstance(part, Forward):
+                self.forward_end[part.stage, part.microbatch] = end
+            elif not isinstance(part, BackwardWeight):
+                self.gradient_end[part.stage, part.microbatch] = end
+        rank.add(action, start, end)
+        return True
+
+    def ready_at(self, action: ComputeAction) -> float | None:
+        """When what `action` gets from another stage is there; None: not known yet."""
+        stage, microbatch = action.stage, action.microbatch
+        if isinstance(action, Forward):
+            before, ends, receive = stage - 1, self.forward_end, ReceiveForward
+        else:
+            before, ends, receive = stage + 1, self.gradient_end, ReceiveBackward
+        if isinstance(action, BackwardWeight) or not 0 <= before < self.num_stages:
+            return 0.0  # after what this rank did before
+        if self.has_messages and self.placement[before] != self.placement[stage]:
+            transfer = self.transfers.get(receive(stage, microbatch))
+            return None if transfer is None else transfer[1]
+        return ends.get((before, microbatch))
+
+    def collective(self, rank: _Rank, action: DataParallelAction) -> None:
+        start = max(rank.time, rank.collectives_end)
+        rank.collectives_end = end = start + self.duration(action)
+        if isinstance(action, Unshard):
+            rank.unsharded_at[action.stage] = end
+        rank.add(action, start, end)
+
+    def message(self, rank: _Rank, action: MessageAction) -> None:
+        rank.messages.append((len(rank.spans), action))
+        rank.add(action, rank.time, rank.time)
+        if self.rendezvous:
+            rank.posted.append((rank.time, action))
+        elif isinstance(action, SendForward | SendBackward):
+            link = rank.rank, self.placement[peer_stage(action)]
+            start = max(rank.time, self.link_free.get(link, 0.0))
+            self.link_free[link] = end = start + self.duration(action)
+            self.transfers[matching(action)] = start, end + self.costs.latency
+
+    def deliver(self, rank: _Rank) -> bool:
+        """Run this rank's posted messages while the other end's turn has come too. Whether any was."""
+        delivered = False
+        while rank.posted:
+            posted, action = rank.posted[0]
+            peer = self.ranks[self.placement[peer_stage(action)]]
+            if not peer.posted or peer.posted[0][1] != matching(action):
+                break
+            peer_posted, peer_action = peer.posted.popleft()
+            rank.posted.popleft()
+            sends = isinstance(action, SendForward | SendBackward)
+            send, receive = (action, peer_action) if sends else (peer_action, action)
+            start = max(posted, peer_posted, rank.messages_end, peer.messages_end)
+            rank.messages_end = peer.messages_end = end = start + self.duration(send)
+            self.transfers[receive] = start, end + self.costs.latency
+            delivered = True
+        return delivered
+
+    def deadlock(self) -> str:
+        """The circle of ranks that wait for one another."""
+        rank = next(rank for rank in self.ranks if rank.position < len(rank.actions) or rank.posted)
+        circle: list[int] = []
+        texts: list[str] = []
+        while rank.rank not in circle:
+            circle.append(rank.rank)
+            text, rank = self.blocked(rank)
+            texts.append(text)
+        waits = "; ".join(texts[circle.index(rank.rank) :])
+        return f"deadlock: {waits}. Put one of these actions earlier on its rank, before the one that is in its way"
+
+    def blocked(self, rank: _Rank) -> tuple[str, _Rank]:
+        """What a rank that cannot go on waits for, and whose turn it is."""
+        if rank.posted:
+            _, action = rank.posted[0]
+            peer = self.ranks[self.placement[peer_stage(action)]]
+            return f"rank {rank.rank} in {action} waits for {matching(action)} of rank {peer.rank}", peer
+        action = rank.actions[rank.position]
+        part = next(part for part in compute_parts(action) if self.ready_at(part) is None)
+        forward = isinstance(part, Forward)
+        other = part.stage - 1 if forward else part.stage + 1
+        peer = self.ranks[self.placement[other]]
+        awaited = f"{other}F{part.microbatch}" if forward else f"the backward {other}B{part.microbatch}"
+        return f"rank {rank.rank} at {action} waits for {awaited} of rank {peer.rank}", peer
+
+
+def _peak(actions: Sequence[Action], costs: Costs, forward_only: bool) -> tuple[int, float]:
+    """The most that is live at once in this order: microbatches, and their memory."""
+    count = most = 0
+    memory = most_memory = 0.0
+    for part in (part for action in actions for part in compute_parts(action)):
+        if isinstance(part, Forward):
+            count += 1
+            memory += _of_stage(costs.activation, part.stage)
+            most, most_memory = max(most, count), max(most_memory, memory)
+        if forward_only or isinstance(part, Backward | BackwardWeight):
+            count -= 1
+            memory -= _of_stage(costs.activation, part.stage)
+    return most, most_memory
