@@ -17,10 +17,7 @@ from torch import Tensor
 
 from lightning_d9d.checkpoint import is_directory, open_directory, remove_directory
 from lightning_d9d.errors import StateError
-from lightning_d9d.mesh.agreement import Ranks
-
-_MAX_NAMED = 3
-
+from lightning_d9d.mesh.agreement import MAX_NAMED, Ranks, first_of
 
 UNREADABLE = (OSError, RuntimeError, EOFError, pickle.UnpicklingError, KeyError, ValueError)
 """What torch raises for a file that is no checkpoint."""
@@ -70,7 +67,7 @@ def unreadable(path: str | Path, error: BaseException) -> StateError:
         return StateError(f"checkpoint {str(path)!r} does not exist; give another ckpt_path")
     if Path(path).is_dir():
         found = sorted(each.name for each in Path(path).iterdir() if is_directory(each) or each.suffix == ".ckpt")
-        what = f"no checkpoint, but {', '.join(found[:_MAX_NAMED])} in it may be" if found else "none, or incomplete"
+        what = f"no checkpoint, but {', '.join(found[:MAX_NAMED])} in it may be" if found else "none, or incomplete"
         return StateError(f"checkpoint {str(path)!r} is a directory without values.pt: it is {what}")
     if named := re.search(r"GLOBAL (\S+)|add_safe_globals\(\[(\S+)\]\)", str(error)):
         return StateError(
@@ -146,8 +143,7 @@ def load_weights(module: L.LightningModule, state: Mapping[str, Any], strict: bo
             *(f"{name} is not in the file" for name in ours if name not in theirs),
             *(f"{name} is not in the model" for name in theirs if name not in ours),
         ] or [str(error)]
-        more = f"; and {len(differences) - _MAX_NAMED} more" if len(differences) > _MAX_NAMED else ""
         raise StateError(
-            f"checkpoint {str(path)!r} is of another model: {'; '.join(differences[:_MAX_NAMED])}{more}. Build the "
-            "module as it was when it was saved, or give another ckpt_path"
+            f"checkpoint {str(path)!r} is of another model: {first_of(differences)}. Build the module as it was when "
+            "it was saved, or give another ckpt_path"
         ) from error

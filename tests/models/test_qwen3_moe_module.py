@@ -149,5 +149,11 @@ def test_a_checkpoint_has_what_load_from_checkpoint_needs(tmp_path, mode):
     assert all(torch.equal(weight, module.state_dict()[name]) for name, weight in loaded.state_dict().items())
     other = Qwen3MoePretraining.load_from_checkpoint(tmp_path / "step.ckpt", learning_rate=0.5)
     assert (other.learning_rate, other.config) == (0.5, module.config)
+    if mode == "consolidated":  # as of a module that kept no arguments
+        file = torch.load(tmp_path / "step.ckpt", weights_only=True)
+        del file["qwen3_moe_arguments"]
+        torch.save(file, tmp_path / "stock.ckpt")
+        stock = Qwen3MoePretraining.load_from_checkpoint(tmp_path / "stock.ckpt", preset="tiny")
+        assert stock.config == module.config
     logits = run.predict(module, batches)  # labels in the batch do no harm
     assert logits[0].shape == (2, 16, module.config.vocab_size)

@@ -130,7 +130,7 @@ class Qwen3MoePretraining(D9DModule):
         if "config" in saved:
             saved["config"] = Qwen3MoeConfig.from_dict(saved["config"], source=str(checkpoint_path))
         if "preset" in kwargs:
-            del saved["config"]
+            saved.pop("config", None)  # not every file has one
         known = inspect.signature(cls.__init__).parameters
         saved = {name: value for name, value in saved.items() if name in known}
         return super().load_from_checkpoint(checkpoint_path, *args, **{**saved, **kwargs})
