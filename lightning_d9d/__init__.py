@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from lightning_d9d.errors import ConfigError, RankError, ScheduleError, StateError
 from lightning_d9d.mesh import MeshConfig, MeshDomains
-from lightning_d9d.pipeline.types import StageInfo, StageInputs, WeightedLoss
+from lightning_d9d.pipeline import BlockSequence, StageInfo, StageInputs, WeightedLoss
 from lightning_d9d.strategy.checkpoints import CheckpointConfig
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.ranks import TimeoutConfig
@@ -16,6 +16,7 @@ from lightning_d9d.strategy.strategy import D9DStrategy
 from lightning_d9d.sync.buckets import GradSyncConfig
 
 __all__ = [
+    "BlockSequence",
     "CheckpointConfig",
     "ConfigError",
     "D9DModule",

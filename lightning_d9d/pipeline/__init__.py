@@ -1,4 +1,10 @@
 """Running a program of forward and backward actions over microbatches.
 
-`types.py`: what a module hands over. `microbatch.py`: cutting a batch. `executor.py`: the loop over actions.
+`types.py`: what a module hands over. `partition.py`: cutting a model into stages. `microbatch.py`: cutting a batch.
+`executor.py`: the loop over actions.
 """
+
+from lightning_d9d.pipeline.partition import BlockSequence, cut_evenly, distribute_layers
+from lightning_d9d.pipeline.types import StageInfo, StageInputs, WeightedLoss
+
+__all__ = ["BlockSequence", "StageInfo", "StageInputs", "WeightedLoss", "cut_evenly", "distribute_layers"]

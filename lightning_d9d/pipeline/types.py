@@ -15,6 +15,8 @@ class StageInfo:
 
     index: int
     num_stages: int
+    layers: range | None = None
+    """The layers of the stage by their index in the whole model, where the strategy cuts; None lets the module cut."""
 
     @property
     def is_first(self) -> bool:
