@@ -31,7 +31,7 @@ from lightning_d9d.models.qwen3_moe import (
     load_huggingface,
     save_huggingface,
 )
-from lightning_d9d.modules import LMHead
+from lightning_d9d.pipeline.types import StageInfo
 from tests.harness.compare import assert_bitwise_equal, assert_close_named
 from tests.harness.ranks import RankContext
 from tests.harness.tolerances import Kind
@@ -100,10 +100,8 @@ def assert_same_directory(actual: Path, expected: Path) -> None:
 
 
 def assert_same_weights(actual: nn.Module, expected: Qwen3MoeForCausalLM) -> None:
-    """Of a stage, those that it has; the head of a stage with tied embeddings is the embedding."""
+    """Of a stage, those that it has."""
     for name, parameter in actual.named_parameters():
-        if expected.config.tie_word_embeddings:
-            name = name.replace("lm_head", "model.embed_tokens")
         assert_bitwise_equal(name, parameter, expected.get_parameter(name).to(parameter.dtype))
 
 
@@ -293,23 +291,12 @@ def test_fused_experts(rank: RankContext, layout: str, tmp_path: Path) -> None:
 # Stages
 
 
-def stage_of(model: Qwen3MoeForCausalLM, index: int, num_stages: int = 2) -> Qwen3MoeForCausalLM:
-    """Makes a stage of a whole model: some layers, the first with the embedding, the last with norm and head."""
-    config, inner = model.config, model.model
-    bounds = [round(config.num_hidden_layers * n / num_stages) for n in range(num_stages + 1)]
-    for layer in list(inner.layers):
-        if int(layer) not in range(bounds[index], bounds[index + 1]):
-            del inner.layers[layer]
-    if index == num_stages - 1 and config.tie_word_embeddings:
-        if config.vocab_splits is None:
-            model.lm_head = LMHead(config.vocab_size, config.hidden_size, initializer_range=1.0)
-        else:
-            model.lm_head = make_model(seed=5, vocab_splits=config.vocab_splits).lm_head
-    if index > 0:
-        del inner.embed_tokens
-    if index < num_stages - 1:
-        del inner.norm, model.lm_head
-    return model
+def make_stage(index: int, num_stages: int = 2, seed: int = 0, **changes: Any) -> Qwen3MoeForCausalLM:
+    """With the values of `make_model` of the same seed."""
+    whole = make_model(seed, **changes)
+    stage = Qwen3MoeForCausalLM(whole.config, StageInfo(index, num_stages))
+    stage.load_state_dict({name: whole.get_parameter(name) for name in stage.state_dict()})
+    return stage
 
 
 @pytest.mark.ranks(4)
@@ -317,7 +304,7 @@ def stage_of(model: Qwen3MoeForCausalLM, index: int, num_stages: int = 2) -> Qwe
 def test_two_stages_of_two_shards(rank: RankContext, variant: str, tmp_path: Path) -> None:
     changes = VARIANTS[variant]
     save_huggingface(make_model(**changes), tmp_path / "one")
-    with sharded(rank, stage_of(make_model(seed=1, **changes), rank.rank // 2), STAGES_OF_SHARDS) as stage:
+    with sharded(rank, make_stage(rank.rank // 2, seed=1, **changes), STAGES_OF_SHARDS) as stage:
         load_huggingface(stage, tmp_path / "one")
         assert_same_weights(stage, make_model(**changes))
         save_huggingface(stage, tmp_path / "many", max_shard_bytes=40_000)
@@ -342,7 +329,7 @@ def test_several_stages_on_a_rank(
 ) -> None:
     changes = VARIANTS[variant]
     save_huggingface(make_model(**changes), tmp_path / "one")
-    stages = nn.ModuleList(stage_of(make_model(seed=1, **changes), index, 3) for index in on_rank[rank.rank])
+    stages = nn.ModuleList(make_stage(index, 3, seed=1, **changes) for index in on_rank[rank.rank])
     load_huggingface(stages, tmp_path / "one")  # type: ignore[arg-type]
     for stage in stages:
         assert_same_weights(stage, make_model(**changes))
@@ -352,7 +339,7 @@ def test_several_stages_on_a_rank(
 
 def test_a_stage_alone_is_loaded_but_not_saved(one: Path) -> None:
     """In one process, as when a stage is looked at in a notebook."""
-    stage = stage_of(make_model(seed=1), 1)
+    stage = make_stage(1, seed=1)
     load_huggingface(stage, one)
     assert_same_weights(stage, make_model())
     with pytest.raises(StateError, match=r"no rank holds model\.embed_tokens\.weight"):
@@ -405,7 +392,7 @@ def test_a_file_that_only_the_second_stage_reads(
     if rank.rank == 0:
         damage(path)
     rank.barrier()
-    stage = stage_of(make_model(seed=1), rank.rank)
+    stage = make_stage(rank.rank, seed=1)
     with pytest.raises(StateError, match=message) as error:
         load_huggingface(stage, one)
     assert path.name in str(error.value)
@@ -428,7 +415,7 @@ def test_names_that_belong_to_no_stage(rank: RankContext, one: Path) -> None:
         index.write_text(json.dumps(values))
     rank.barrier()
     with pytest.raises(StateError, match=r"1 missing: model\.norm.*1 unexpected: model\.layers\.3\.mlp\.up_proj"):
-        load_huggingface(stage_of(make_model(), rank.rank), one)
+        load_huggingface(make_stage(rank.rank), one)
 
 
 @pytest.mark.ranks(2)
@@ -468,7 +455,7 @@ def test_a_full_disk_on_one_rank(rank: RankContext, moment: str) -> None:
 
     owner, name = (os, "fsync") if moment == "at the end" else (Path, "open")
     original = getattr(owner, name)
-    with sharded(rank, stage_of(make_model(), rank.rank // 2), STAGES_OF_SHARDS) as stage:
+    with sharded(rank, make_stage(rank.rank // 2), STAGES_OF_SHARDS) as stage:
         if rank.rank == 2:
             setattr(owner, name, full)
         try:
@@ -498,8 +485,7 @@ def test_an_existing_directory_is_refused_on_all_ranks(rank: RankContext, one: P
 def test_shards_that_are_no_whole(rank: RankContext) -> None:
     """A parameter of one rank is a shard, of a mesh whose other rank has none."""
     mesh = init_device_mesh(rank.device.type, (2,))
-    model = make_model().to(rank.device)
-    stage = stage_of(model, rank.rank)
+    stage = make_stage(rank.rank).to(rank.device)
     if rank.rank == 1:
         norm = stage.model.norm
         norm.weight = nn.Parameter(distribute_tensor(norm.weight.detach(), mesh, [Shard(0)], src_data_rank=None))

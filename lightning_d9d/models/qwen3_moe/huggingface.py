@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -38,15 +37,15 @@ def load_huggingface(model: nn.Module | Sequence[nn.Module], directory: str | Pa
     Reads one `model.safetensors` or the files of an index, with an expert a tensor (as published) or all experts of a
     layer in one (as in the memory of transformers 5). Values are cast to the dtype of each parameter. Of DTensors each
     rank reads its own slices, whatever their meshes and placements: no values travel, and besides the model one slice
-    is in memory. Tied embeddings also fill a stage's `lm_head.weight`.
+    is in memory. Of tied embeddings first and last stage each read their own.
 
     Collective over the default process group where there is one, also for models that are whole on every rank: all
     names, shapes and dtypes are checked on all ranks before the first parameter changes on any, and what fails on one
     rank raises on all. It does not matter which rank holds what.
 
     Args:
-        model: A `Qwen3MoeForCausalLM`; or a stage of one, a module with some of its parameters under the names that
-            they have in the whole model and the whole model's `config`; or all stages of this rank.
+        model: A `Qwen3MoeForCausalLM`, whole or a stage; or any module with some of its parameters, under the names
+            that they have in the whole model, and the whole model's `config`; or all stages of this rank.
         directory: On every rank.
 
     Raises:
@@ -113,7 +112,7 @@ def save_huggingface(
     with ranks.agreed(failure):
         stages, config = _stages(model)
         whole = _parameter_shapes(config)
-        local = _local_shards(stages, whole)
+        local = dict(_local_shards(stages, whole))
     layout = _layout(config, whole, stacked=whole if fused_experts else ())
     with complete_directory(Path(directory), overwrite, failure) as folder:
         stored_dtype = write_tensors(folder, local, layout, dtype, max_shard_bytes, failure)
@@ -138,14 +137,15 @@ def _stages(model: nn.Module | Sequence[nn.Module]) -> tuple[list[nn.Module], Qw
 
 
 def _parameter_shapes(config: Qwen3MoeConfig) -> dict[str, tuple[int, ...]]:
-    """Of the whole model, with the head that a stage without the embedding has if the two are tied."""
+    """Of the whole model."""
     with torch.device("meta"):
-        whole = Qwen3MoeForCausalLM(dataclasses.replace(config, tie_word_embeddings=False))
+        whole = Qwen3MoeForCausalLM(config)
     return {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()}
 
 
-def _local_shards(stages: Iterable[nn.Module], whole: Mapping[str, tuple[int, ...]]) -> dict[str, LocalShard]:
-    local = {}
+def _local_shards(stages: Iterable[nn.Module], whole: Mapping[str, tuple[int, ...]]) -> list[tuple[str, LocalShard]]:
+    """This rank's parameters. A name comes twice if two stages of the rank have it without sharing the parameter."""
+    local: dict[nn.Parameter, tuple[str, LocalShard]] = {}
     for stage in stages:
         for name, parameter in stage.named_parameters():
             if tuple(parameter.shape) != whole.get(name):
@@ -158,8 +158,8 @@ def _local_shards(stages: Iterable[nn.Module], whole: Mapping[str, tuple[int, ..
                 raise StateError(
                     f"The parameter of {name} is on the meta device: call model.to_empty(device=...) first."
                 )
-            local[name] = LocalShard(values, tuple(local_ranges(parameter)))
-    return local
+            local[parameter] = name, LocalShard(values, tuple(local_ranges(parameter)))
+    return list(local.values())
 
 
 def _layout(
@@ -184,19 +184,18 @@ def _pieces(config: Qwen3MoeConfig, name: str, shape: tuple[int, ...], is_stacke
         splits = config.vocab_splits or {}
         starts = dict(zip(splits, accumulate(splits.values(), initial=0), strict=False))
         start = starts.get(owner.rpartition(".")[2], 0)
-        is_embedding = name.startswith(_EMBEDDING) or config.tie_word_embeddings
-        tensor = _EMBEDDING_TENSOR if is_embedding else _HEAD_TENSOR
+        tensor = _EMBEDDING_TENSOR if name.startswith(_EMBEDDING) else _HEAD_TENSOR
         yield Piece(box, tensor, (range(start, start + shape[0]), *box[1:]))
     else:
         yield Piece(box, name, box)
 
 
 def _targets(
-    layout: Mapping[str, Sequence[Piece]], local: Mapping[str, LocalShard]
+    layout: Mapping[str, Sequence[Piece]], local: Iterable[tuple[str, LocalShard]]
 ) -> dict[str, list[tuple[Index, Tensor]]]:
     """What this rank needs of each tensor of the files, and where it goes."""
     targets: dict[str, list[tuple[Index, Tensor]]] = {}
-    for name, shard in local.items():
+    for name, shard in local:
         for piece in layout[name]:
             if overlap := piece.overlap(shard.box):
                 in_box, in_tensor = overlap

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from lightning_d9d.errors import ConfigError
 from lightning_d9d.models.qwen3_moe.config import Qwen3MoeConfig
 from lightning_d9d.modules import (
     GroupedQueryAttention,
@@ -18,6 +19,31 @@ from lightning_d9d.modules import (
     rope_tables,
 )
 from lightning_d9d.modules.lm_head import Reduction
+from lightning_d9d.pipeline.partition import check_layers, distribute_layers
+from lightning_d9d.pipeline.types import StageInfo
+
+
+def layers_of_stages(config: Qwen3MoeConfig, num_stages: int, before: int = 0, after: int | None = None) -> list[range]:
+    """The layers of each stage: equally many, where embedding and head count as virtual layers.
+
+    Args:
+        config: Of the whole model.
+        num_stages: Of the whole pipeline.
+        before: Virtual layers of the first stage. To look up an embedding costs next to nothing.
+        after: Virtual layers of the last stage. None takes the compute of the head, in layers and rounded, or as much
+            of it as leaves the last stage a layer: its matrix products over those of a token in all layers (without
+            the scores of attention, which depend on the length of the sequence).
+
+    Raises:
+        ConfigError: A stage would have no layer.
+    """
+    num_layers = config.num_hidden_layers
+    if after is None:
+        head = config.vocab_size * config.hidden_size
+        all_layers = config.num_active_parameters - head * (1 if config.tie_word_embeddings else 2)
+        most = (num_layers + before - num_stages) // max(1, num_stages - 1)
+        after = max(0, min(round(num_layers * head / all_layers), most))
+    return distribute_layers(num_layers, num_stages, before, after)
 
 
 class CausalLMOutput(NamedTuple):
@@ -28,6 +54,10 @@ class CausalLMOutput(NamedTuple):
 
     loss: Tensor | None = None
     """Cross-entropy of each label `[batch, seq]`, or the sum of all; when there were labels."""
+
+    hidden_states: tuple[Tensor, ...] | None = None
+    """The embeddings, then the output of each layer, the last one after the final norm: `num_hidden_layers + 1` of
+    shape `[batch, seq, hidden]`, when they were asked for."""
 
 
 class Qwen3MoeLayer(nn.Module):
@@ -71,36 +101,99 @@ class Qwen3MoeLayer(nn.Module):
 
 
 class Qwen3MoeModel(nn.Module):
-    """Embedding, decoder layers and final norm. `layers` is keyed by the layer's index in the whole model."""
+    """Embedding, decoder layers and final norm, or what one stage has of them.
 
-    def __init__(self, config: Qwen3MoeConfig) -> None:
+    The first stage has the embedding, each stage its layers, the last the norm. `layers` is keyed by the layer's index
+    in the whole model, so parameters have the same names in a stage as in the whole.
+
+    Args:
+        config: Of the whole model.
+        stage: What to build; `stage.layers`, if given, else `layers_of_stages(config, stage.num_stages)`.
+    """
+
+    def __init__(self, config: Qwen3MoeConfig, stage: StageInfo = StageInfo(0, 1)) -> None:
         super().__init__()
         self.config = config
-        hidden, std = config.hidden_size, config.initializer_range
-        if config.vocab_splits is None:
-            self.embed_tokens = TokenEmbedding(config.vocab_size, hidden, initializer_range=std)
+        self.stage = stage
+        if stage.layers is None:
+            layers = layers_of_stages(config, stage.num_stages)[stage.index]
         else:
-            self.embed_tokens = SplitTokenEmbedding(config.vocab_splits, hidden, initializer_range=std)
-        self.layers = nn.ModuleDict(
-            {str(index): Qwen3MoeLayer(config, index) for index in range(config.num_hidden_layers)}
-        )
-        self.norm = RMSNorm(hidden, config.rms_norm_eps)
+            layers = check_layers(stage.layers, config.num_hidden_layers)
+        if stage.is_first:
+            self.embed_tokens = token_embedding(config)
+        self.layers = nn.ModuleDict({str(index): Qwen3MoeLayer(config, index) for index in layers})
+        if stage.is_last:
+            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Hidden states `[batch, seq, hidden]` after the final norm, of ids `[batch, seq]`."""
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        hidden_states: Tensor | None = None,
+        snapshots: tuple[Tensor, ...] | None = None,
+        output_hidden_states: bool = False,
+    ) -> dict[str, Any]:
+        """The stage's part of the way from ids to hidden states.
+
+        Args:
+            input_ids: On the first stage: integers, shape `[batch, seq]`.
+            position_ids: Integers, shape `[batch, seq]` or `[1, seq]`, the same on every stage; default 0, 1, 2, ...
+            hidden_states: On later stages: shape `[batch, seq, hidden]`, from the stage before.
+            snapshots: On later stages: from the stage before, where it has some.
+            output_hidden_states: On the first stage: whether to take snapshots; later stages add theirs if they get
+                some.
+
+        Returns:
+            `hidden_states`, on the last stage after the final norm, and with snapshots `snapshots`: what came into each
+            layer so far and, on the last stage, once more its `hidden_states`.
+
+        Raises:
+            ConfigError: The first stage got no ids or a later one no hidden states.
+        """
+        x = self._into_layers(input_ids, hidden_states)
+        if self.stage.is_first and output_hidden_states:
+            snapshots = ()
         if position_ids is None:
-            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)
-        x = self.embed_tokens(input_ids)
+            position_ids = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
         rope = rope_tables(position_ids, self.config.head_dim, self.config.rope_theta, x.dtype)
         for layer in self.layers.values():
+            if snapshots is not None:
+                snapshots = (*snapshots, x)
             x = layer(x, rope)
-        return self.norm(x)
+        if self.stage.is_last:
+            x = self.norm(x)
+            if snapshots is not None:
+                snapshots = (*snapshots, x)
+        return {"hidden_states": x} if snapshots is None else {"hidden_states": x, "snapshots": snapshots}
+
+    def _into_layers(self, input_ids: Tensor | None, hidden_states: Tensor | None) -> Tensor:
+        given, needed = (input_ids, "input_ids") if self.stage.is_first else (hidden_states, "hidden_states")
+        if given is None:
+            raise ConfigError(
+                f"stage {self.stage.index} of {self.stage.num_stages} was called without {needed}: the first stage "
+                "takes input_ids, a later one what the stage before it returns, as keyword arguments"
+            )
+        return self.embed_tokens(given) if self.stage.is_first else given
+
+
+def token_embedding(config: Qwen3MoeConfig) -> TokenEmbedding | SplitTokenEmbedding:
+    """The embedding of the whole vocabulary, in parts if the config has `vocab_splits`."""
+    hidden, std = config.hidden_size, config.initializer_range
+    if config.vocab_splits is None:
+        return TokenEmbedding(config.vocab_size, hidden, initializer_range=std)
+    return SplitTokenEmbedding(config.vocab_splits, hidden, initializer_range=std)
 
 
 class Qwen3MoeForCausalLM(nn.Module):
-    """Qwen3-MoE that predicts the next token (https://arxiv.org/abs/2505.09388), on one device.
+    """Qwen3-MoE that predicts the next token (https://arxiv.org/abs/2505.09388), or one stage of it, on one device.
 
-    Parameters have the names that transformers 5 uses in memory. With tied embeddings the head has no parameter.
+    Parameters have the names that transformers 5 uses in memory, in a stage too. The last stage has the head. With tied
+    embeddings the head has no parameter: it takes `model.embed_tokens.weight`, which first and last stage then both
+    have, and whose gradient is the sum of theirs.
+
+    Args:
+        config: Of the whole model.
+        stage: What to build, as in `Qwen3MoeModel`; the default is the whole model.
 
     Example:
         >>> model = Qwen3MoeForCausalLM(Qwen3MoeConfig.preset("tiny"))
@@ -111,13 +204,18 @@ class Qwen3MoeForCausalLM(nn.Module):
         torch.Size([2, 15])
     """
 
-    def __init__(self, config: Qwen3MoeConfig) -> None:
+    def __init__(self, config: Qwen3MoeConfig, stage: StageInfo = StageInfo(0, 1)) -> None:
         super().__init__()
         self.config = config
-        self.model = Qwen3MoeModel(config)
+        self.stage = stage
+        self.model = Qwen3MoeModel(config, stage)
+        if not stage.is_last:
+            return
         hidden, std = config.hidden_size, config.initializer_range
         if config.tie_word_embeddings:
             self.lm_head = LMHead(None, hidden, initializer_range=std)
+            if not stage.is_first:
+                self.model.embed_tokens = token_embedding(config)
         elif config.vocab_splits is None:
             self.lm_head = LMHead(config.vocab_size, hidden, initializer_range=std)
         else:
@@ -125,25 +223,42 @@ class Qwen3MoeForCausalLM(nn.Module):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         labels: Tensor | None = None,
         position_ids: Tensor | None = None,
         reduction: Reduction = "none",
-    ) -> CausalLMOutput:
+        hidden_states: Tensor | None = None,
+        snapshots: tuple[Tensor, ...] | None = None,
+        output_hidden_states: bool = False,
+    ) -> CausalLMOutput | dict[str, Any]:
         """Logits of the next token at each place, or the loss against labels.
 
+        Stages are chained as `later(**earlier(input_ids, position_ids=...), position_ids=..., labels=...)`.
+
         Args:
-            input_ids: integers, shape `[batch, seq]`; with `vocab_splits`, ids over all parts in order.
-            labels: the id that follows each place (already shifted), shape `[batch, seq]`; -100 is ignored.
+            input_ids: integers, shape `[batch, seq]`; with `vocab_splits`, ids over all parts in order. Of the first
+                stage.
+            labels: the id that follows each place (already shifted), shape `[batch, seq]`; -100 is ignored. Of the last
+                stage.
             position_ids: integers, shape `[batch, seq]` or `[1, seq]`; default 0, 1, 2, ... Attention is causal in the
-                order of the sequence, whatever the positions.
+                order of the sequence, whatever the positions. The same on every stage.
             reduction: "none" gives `loss` the shape of `labels`, 0 where ignored; "sum" makes it one number.
+            hidden_states: shape `[batch, seq, hidden]`, what the stage before returned under this name.
+            snapshots: the same.
+            output_hidden_states: whether `.hidden_states` of the output has those of every layer; of the first stage.
 
         Returns:
-            `.logits` in the model's dtype when `labels` is None, else `.loss` in float32 (float64 in float64).
+            `.logits` in the model's dtype when `labels` is None, else `.loss` in float32 (float64 in float64). A stage
+            that is not the last returns the dictionary of `Qwen3MoeModel.forward`.
+
+        Raises:
+            ConfigError: The first stage got no ids or a later one no hidden states.
         """
-        x = self.model(input_ids, position_ids)
+        output = self.model(input_ids, position_ids, hidden_states, snapshots, output_hidden_states)
+        if not self.stage.is_last:
+            return output
+        x, snapshots = output["hidden_states"], output.get("snapshots")
         tied = {"weight": self.model.embed_tokens.weight} if self.config.tie_word_embeddings else {}
         if labels is None:
-            return CausalLMOutput(logits=self.lm_head(x, **tied))
-        return CausalLMOutput(loss=self.lm_head(x, labels, reduction, **tied))
+            return CausalLMOutput(logits=self.lm_head(x, **tied), hidden_states=snapshots)
+        return CausalLMOutput(loss=self.lm_head(x, labels, reduction, **tied), hidden_states=snapshots)
