@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -12,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_d9d import ConfigError, D9DStrategy
-from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoePretraining
+from lightning_d9d import ConfigError, D9DStrategy, StageInfo
+from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3MoePretraining, save_huggingface
+from tests.harness.compare import assert_bitwise_equal
 from tests.strategy.plain import trainer
 
 CONFIG = Qwen3MoeConfig(
@@ -101,22 +104,101 @@ def test_loss_and_perplexity_weigh_every_label_that_counts_the_same(options: dic
     assert result["val_perplexity"] == pytest.approx(math.exp(expected), rel=1e-5)
 
 
-def test_tokens_per_second_starts_anew_with_each_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Time stands still inside a fit but for one second a batch; an hour passes between two fits."""
+class Clock:
+    """Stands still but for one second a batch of `Ticking`."""
+
     now = 0.0
 
-    class Ticking(Qwen3MoePretraining):
-        def on_after_backward(self) -> None:
-            nonlocal now
-            now += 1.0
 
-    monkeypatch.setattr("lightning_d9d.models.qwen3_moe.module.time.perf_counter", lambda: now)
-    module = Ticking(CONFIG)
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("lightning_d9d.models.qwen3_moe.module.time.perf_counter", lambda: clock.now)
+    return clock
+
+
+class Ticking(Qwen3MoePretraining):
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(CONFIG)
+        self.clock = clock
+
+    def on_after_backward(self) -> None:
+        self.clock.now += 1.0
+
+
+def test_tokens_per_second_starts_anew_with_each_fit(clock: Clock) -> None:
+    module = Ticking(clock)
     for _ in range(2):
         run = trainer(D9DStrategy(), max_epochs=1)
         run.fit(module, DataLoader(rows(4), batch_size=2))
         assert run.callback_metrics["tokens_per_s"] == 16
-        now += 3600
+        clock.now += 3600
+
+
+class ThreeDataRanks(D9DStrategy):
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        return {"num_replicas": 3, "rank": 0}
+
+
+@pytest.mark.parametrize(("strategy", "expected"), [(D9DStrategy, 16), (ThreeDataRanks, 48), (lambda: "auto", 16)])
+def test_tokens_per_second_count_each_data_rank_once(clock: Clock, strategy: Any, expected: float) -> None:
+    run = trainer(strategy(), max_epochs=1, use_distributed_sampler=False)
+    run.fit(Ticking(clock), DataLoader(rows(4), batch_size=2))
+    assert run.callback_metrics["tokens_per_s"] == expected
+
+
+def stages_of(module: Qwen3MoePretraining, num_stages: int) -> list[list[str]]:
+    """Which layers each stage has."""
+    with torch.device("meta"):
+        stages = [module.configure_stage(StageInfo(index, num_stages)) for index in range(num_stages)]
+    assert [hasattr(stage, "lm_head") for stage in stages] == [False] * (num_stages - 1) + [True]
+    return [list(stage.model.layers) for stage in stages]  # type: ignore[union-attr, operator]
+
+
+def test_stages_are_cut_by_default_with_virtual_layers_or_by_hand() -> None:
+    config = dataclasses.replace(CONFIG, num_hidden_layers=5)
+    wide = dataclasses.replace(config, vocab_size=200)  # the head computes as much as 1.8 layers
+    assert stages_of(Qwen3MoePretraining(config), 2) == [["0", "1", "2"], ["3", "4"]]
+    assert stages_of(Qwen3MoePretraining(wide), 2) == [["0", "1", "2", "3"], ["4"]]
+    assert stages_of(Qwen3MoePretraining(wide, virtual_layers_after=0), 2) == [["0", "1", "2"], ["3", "4"]]
+    before = Qwen3MoePretraining(config, virtual_layers_before=3, virtual_layers_after=0)
+    assert stages_of(before, 2) == [["0"], ["1", "2", "3", "4"]]
+    by_hand = Qwen3MoePretraining(config, layers_per_stage=[1, 1, 3])
+    assert stages_of(by_hand, 3) == [["0"], ["1"], ["2", "3", "4"]]
+    assert stages_of(by_hand, 1) == [["0", "1", "2", "3", "4"]]  # the same module on one rank
+    with pytest.raises(ConfigError, match=r"layers_per_stage=\[1, 1, 3\] has 3 stages.*pipeline has 2 stages"):
+        by_hand.configure_stage(StageInfo(0, 2))
+    stage = by_hand.configure_stage(StageInfo(1, 3, layers=range(2, 4)))  # as a schedule that cuts
+    assert list(stage.model.layers) == ["2", "3"]  # type: ignore[union-attr]
+
+
+def with_stages(module: Qwen3MoePretraining, *stages: StageInfo) -> Qwen3MoePretraining:
+    module.stages.extend(map(module.configure_stage, stages))
+    return module
+
+
+def test_the_whole_network_is_not_on_a_rank_of_a_pipeline() -> None:
+    module = with_stages(Qwen3MoePretraining(preset="tiny"), StageInfo(0, 4), StageInfo(3, 4))
+    with pytest.raises(ConfigError, match=r"2 of the network's 4 stages.*save_huggingface\(list\(module.stages\)"):
+        _ = module.model
+    with pytest.raises(ConfigError, match="is built when a Trainer starts"):
+        _ = Qwen3MoePretraining(CONFIG).model
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_stages_start_from_pretrained_weights(tmp_path: Path, tied: bool) -> None:
+    config = dataclasses.replace(CONFIG, num_hidden_layers=3, tie_word_embeddings=tied)
+    whole = Qwen3MoeForCausalLM(config)
+    save_huggingface(whole, tmp_path / "whole")
+    module = Qwen3MoePretraining(config, pretrained=str(tmp_path / "whole"))
+    with_stages(module, StageInfo(0, 3), StageInfo(1, 3), StageInfo(2, 3)).on_stages_built()
+    names = [name for stage in module.stages for name, _ in stage.named_parameters()]
+    assert set(names) == {name for name, _ in whole.named_parameters()}
+    assert names.count("model.embed_tokens.weight") == 1 + tied
+    for stage in module.stages:
+        for name, parameter in stage.named_parameters():
+            assert_bitwise_equal(name, parameter, whole.get_parameter(name))
 
 
 def test_a_sequence_without_labels_gives_logits() -> None:
@@ -129,7 +211,8 @@ def test_a_sequence_without_labels_gives_logits() -> None:
 def test_a_checkpoint_has_what_load_from_checkpoint_needs(tmp_path, mode):
     from lightning_d9d import CheckpointConfig
 
-    module = Qwen3MoePretraining(preset="tiny", learning_rate=0.125)
+    cut = {"layers_per_stage": [3, 1], "virtual_layers_before": 1, "virtual_layers_after": 2}
+    module = Qwen3MoePretraining(preset="tiny", learning_rate=0.125, **cut)
     run = L.Trainer(
         strategy=D9DStrategy(checkpoint=CheckpointConfig(mode=mode)),
         accelerator="cpu",
@@ -146,6 +229,7 @@ def test_a_checkpoint_has_what_load_from_checkpoint_needs(tmp_path, mode):
     loaded = Qwen3MoePretraining.load_from_checkpoint(tmp_path / "step.ckpt")
     assert loaded.config == module.config
     assert loaded.learning_rate == 0.125
+    assert {name: getattr(loaded, name) for name in cut} == cut
     assert all(torch.equal(weight, module.state_dict()[name]) for name, weight in loaded.state_dict().items())
     other = Qwen3MoePretraining.load_from_checkpoint(tmp_path / "step.ckpt", learning_rate=0.5)
     assert (other.learning_rate, other.config) == (0.5, module.config)

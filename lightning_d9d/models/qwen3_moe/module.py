@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 import time
@@ -18,8 +19,9 @@ from torchmetrics import Metric
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.models.qwen3_moe.config import Qwen3MoeConfig
 from lightning_d9d.models.qwen3_moe.huggingface import load_huggingface
-from lightning_d9d.models.qwen3_moe.model import Qwen3MoeForCausalLM
+from lightning_d9d.models.qwen3_moe.model import Qwen3MoeForCausalLM, layers_of_stages
 from lightning_d9d.optim import parameter_groups
+from lightning_d9d.pipeline.partition import cut_by_hand
 from lightning_d9d.pipeline.types import StageInfo, StageInputs, WeightedLoss
 from lightning_d9d.strategy.checkpoint_files import read_value
 from lightning_d9d.strategy.module import D9DModule
@@ -62,6 +64,9 @@ class Qwen3MoePretraining(D9DModule):
 
     Logs `train_loss`, `grad_norm`, `tokens_per_s` (of all ranks), `val_loss`, `val_perplexity` and the same for test.
 
+    On a pipeline the layers are spread over the stages so that each computes as much: the first stage has the embedding
+    besides, which is cheap, and the last the head, which counts as some virtual layers.
+
     Args:
         config: The model's size. Give this or `preset`.
         preset: A size by name, "tiny", "30b-a3b" or "235b-a22b", or the path of a Hugging Face `config.json` or of the
@@ -72,6 +77,10 @@ class Qwen3MoePretraining(D9DModule):
         warmup_steps: Steps of linear warm-up; then cosine decay over the Trainer's steps.
         final_learning_rate_fraction: Where the cosine ends, as a fraction of the peak.
         pretrained: Directory with Hugging Face weights to start from.
+        layers_per_stage: Number of layers of each pipeline stage, in place of the virtual layers.
+        virtual_layers_before: For how many layers the embedding counts on the first stage.
+        virtual_layers_after: For how many layers the head counts on the last stage; by default as many as compute as
+            much, or fewer if the last stage would have no layer (48 layers of "30b-a3b" on 4 stages: 13, 13, 13, 9).
     """
 
     def __init__(
@@ -84,6 +93,9 @@ class Qwen3MoePretraining(D9DModule):
         warmup_steps: int = 100,
         final_learning_rate_fraction: float = 0.1,
         pretrained: str | None = None,
+        layers_per_stage: list[int] | None = None,
+        virtual_layers_before: int = 0,
+        virtual_layers_after: int | None = None,
     ) -> None:
         super().__init__()
         if warmup_steps < 0:
@@ -95,6 +107,9 @@ class Qwen3MoePretraining(D9DModule):
         self.warmup_steps = warmup_steps
         self.final_learning_rate_fraction = final_learning_rate_fraction
         self.pretrained = pretrained
+        self.layers_per_stage = layers_per_stage
+        self.virtual_layers_before = virtual_layers_before
+        self.virtual_layers_after = virtual_layers_after
         self.val_perplexity = Perplexity()
         self.test_perplexity = Perplexity()
         self._clock: tuple[float, int] | None = None  # when, and how many tokens, since the last log
@@ -106,11 +121,25 @@ class Qwen3MoePretraining(D9DModule):
             raise ConfigError("the network is built when a Trainer starts; call configure_model() to have it before")
         stage = self.stages[0]
         assert isinstance(stage, Qwen3MoeForCausalLM)
+        if stage.stage.num_stages > 1:
+            raise ConfigError(
+                f"this rank has {len(self.stages)} of the network's {stage.stage.num_stages} stages, which are in "
+                "`stages`; for all of it save_huggingface(list(module.stages), directory) on every rank, then "
+                "load_huggingface into Qwen3MoeForCausalLM(module.config)"
+            )
         return stage
 
     def configure_stage(self, stage: StageInfo) -> nn.Module:
-        """The whole network."""
-        return Qwen3MoeForCausalLM(self.config)
+        """The stage's part of the network, cut by the strategy, by `layers_per_stage` or with virtual layers."""
+        if stage.layers is None:
+            stage = dataclasses.replace(stage, layers=self._layers_of_stages(stage.num_stages)[stage.index])
+        return Qwen3MoeForCausalLM(self.config, stage)
+
+    def _layers_of_stages(self, num_stages: int) -> list[range]:
+        if self.layers_per_stage is not None and num_stages > 1:
+            num_layers = self.config.num_hidden_layers
+            return cut_by_hand(self.layers_per_stage, num_layers, num_stages, "layers_per_stage")
+        return layers_of_stages(self.config, num_stages, self.virtual_layers_before, self.virtual_layers_after)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the arguments, so that `load_from_checkpoint` needs none."""
@@ -121,6 +150,9 @@ class Qwen3MoePretraining(D9DModule):
             "betas": tuple(self.betas),
             "warmup_steps": self.warmup_steps,
             "final_learning_rate_fraction": self.final_learning_rate_fraction,
+            "layers_per_stage": self.layers_per_stage,
+            "virtual_layers_before": self.virtual_layers_before,
+            "virtual_layers_after": self.virtual_layers_after,
         }
 
     @classmethod
@@ -138,7 +170,7 @@ class Qwen3MoePretraining(D9DModule):
     def on_stages_built(self) -> None:
         """Load the pretrained weights."""
         if self.pretrained is not None:
-            load_huggingface(self.model, self.pretrained)
+            load_huggingface(list(self.stages), self.pretrained)
 
     def microbatch_inputs(self, microbatch: Any) -> StageInputs:
         """Token ids and labels (the last stage makes the loss; in predict there are none)."""
@@ -175,7 +207,8 @@ class Qwen3MoePretraining(D9DModule):
         """Count tokens; every `log_every_n_steps` batches log the rate."""
         assert self._clock is not None
         start, tokens = self._clock
-        tokens += batch["input_ids"].numel() * self.trainer.world_size
+        ranks = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1}  # of a pipeline all read the same
+        tokens += batch["input_ids"].numel() * ranks["num_replicas"]
         self._clock = (start, tokens)
         if (batch_idx + 1) % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
             now = time.perf_counter()
