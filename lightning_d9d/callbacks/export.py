@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import lightning as L
+from torch import nn
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.models.qwen3_moe import Qwen3MoeForCausalLM, save_huggingface
@@ -25,7 +26,7 @@ class HuggingFaceExport(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Raises `ConfigError` before the training if the export could not be written after it."""
-        whole_model(pl_module, self)
+        qwen3_moe_stages(pl_module, self)
         if not self.overwrite and self.directory.exists() and any(self.directory.iterdir()):
             raise ConfigError(
                 f"HuggingFaceExport(directory={str(self.directory)!r}): the directory is not empty; choose another "
@@ -35,7 +36,7 @@ class HuggingFaceExport(L.Callback):
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Writes; on all ranks, as `save_huggingface` is collective."""
-        save_huggingface(whole_model(pl_module, self), self.directory, overwrite=self.overwrite)
+        save_huggingface(qwen3_moe_stages(pl_module, self), self.directory, overwrite=self.overwrite)
 
 
 def make_folder(trainer: L.Trainer, folder: Path, callback: str) -> None:
@@ -50,12 +51,16 @@ def make_folder(trainer: L.Trainer, folder: Path, callback: str) -> None:
         raise ConfigError(f"{callback} cannot be written: no right to write to {folder}; give another place")
 
 
-def whole_model(module: L.LightningModule, callback: L.Callback) -> Qwen3MoeForCausalLM:
-    """The Qwen3-MoE inside a LightningModule; `ConfigError` in the name of the callback if there is none."""
-    for part in module.modules():
-        if isinstance(part, Qwen3MoeForCausalLM):
-            return part
-    raise ConfigError(
-        f"{type(callback).__name__} needs a module that holds a whole Qwen3MoeForCausalLM on every rank, but "
-        f"{type(module).__name__} does not; leave the callback out."
-    )
+def qwen3_moe_stages(module: nn.Module, callback: L.Callback) -> list[Qwen3MoeForCausalLM]:
+    """The Qwen3-MoE inside a module: the whole one, or this rank's stages of it.
+
+    Raises:
+        ConfigError: In the name of the callback: there is none.
+    """
+    found = [part for part in module.modules() if isinstance(part, Qwen3MoeForCausalLM)]
+    if not found:
+        raise ConfigError(
+            f"{type(callback).__name__} needs a module that holds a Qwen3MoeForCausalLM, or stages of one, on every "
+            f"rank, but {type(module).__name__} does not; leave the callback out."
+        )
+    return found if found[0].stage.num_stages > 1 else found[:1]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import lightning as L
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_d9d.callbacks.export import whole_model
+from lightning_d9d.callbacks.export import qwen3_moe_stages
 from lightning_d9d.models.qwen3_moe import Qwen3MoeForCausalLM
+from lightning_d9d.strategy.eval_step import predict
+from lightning_d9d.strategy.module import D9DModule
 
 
 class TextSample(L.Callback):
@@ -35,27 +37,40 @@ class TextSample(L.Callback):
         self.context_length = context_length
         self.seed = seed
 
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Raises `ConfigError` before the training if there is no model to generate with."""
+        qwen3_moe_stages(pl_module, self)
+
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Generates and prints, on rank 0."""
-        if not trainer.is_global_zero:
-            return
+        """Generates on all ranks, as a part of the model may be on each, and prints on rank 0."""
         with trainer.precision_plugin.forward_context():
-            text = self.generate(whole_model(pl_module, self))
+            text = self.generate(pl_module)
         trainer.print(f"--- {self.num_characters} generated characters ---\n{self.prompt}{text}\n---")
 
     @torch.no_grad()
-    def generate(self, model: Qwen3MoeForCausalLM) -> str:
-        """The text that follows the prompt."""
-        device = next(model.parameters()).device
+    def generate(self, module: nn.Module) -> str:
+        """The text that follows the prompt, the same on every rank. Collective over the ranks that share the model.
+
+        Args:
+            module: A `Qwen3MoeForCausalLM`, or a LightningModule with one or with this rank's stages of one.
+        """
+        stages = qwen3_moe_stages(module, self)
+        device = next(stages[0].parameters()).device
         generator = torch.Generator(device).manual_seed(self.seed)
         tokens = torch.tensor(list(self.prompt.encode()), device=device)
-        was_training = model.training
-        model.eval()
+        were_training = [stage.training for stage in stages]
+        for stage in stages:
+            stage.eval()
         for _ in range(self.num_characters):
-            tokens = torch.cat([tokens, self._next_token(model, tokens, generator)])
-        model.train(was_training)
+            logits = self._logits(module, stages, tokens[None, -self.context_length :])[0, -1, :256]
+            probabilities = torch.softmax(logits.float() / self.temperature, dim=-1)
+            tokens = torch.cat([tokens, torch.multinomial(probabilities, 1, generator=generator)])
+        for stage, was_training in zip(stages, were_training, strict=True):
+            stage.train(was_training)
         return bytes(tokens[-self.num_characters :].tolist()).decode("utf-8", errors="replace")
 
-    def _next_token(self, model: Qwen3MoeForCausalLM, tokens: Tensor, generator: torch.Generator) -> Tensor:
-        logits = model(tokens[None, -self.context_length :]).logits[0, -1, :256]
-        return torch.multinomial(torch.softmax(logits.float() / self.temperature, dim=-1), 1, generator=generator)
+    def _logits(self, module: nn.Module, stages: list[Qwen3MoeForCausalLM], input_ids: Tensor) -> Tensor:
+        if stages[0].stage.num_stages == 1:
+            return stages[0](input_ids).logits
+        assert isinstance(module, D9DModule), "only the strategy cuts a model into stages, of a D9DModule"
+        return predict(module, {"input_ids": input_ids})

@@ -114,9 +114,25 @@ def test_a_place_that_cannot_be_written_is_refused_before_training(folder: Path,
         fit(folder, make(folder / "a.py" / "out" / "x"))
 
 
-def test_export_refuses_another_model(tmp_path: Path):
+@pytest.mark.parametrize("callback", [HuggingFaceExport("export"), TextSample()], ids=lambda each: type(each).__name__)
+def test_another_model_is_refused_before_training(callback: L.Callback):
     class Other(L.LightningModule):
         pass
 
-    with pytest.raises(ConfigError, match=r"HuggingFaceExport needs a module.*Other does not"):
-        HuggingFaceExport(tmp_path / "export").on_fit_start(L.Trainer(logger=False), Other())
+    with pytest.raises(ConfigError, match=rf"{type(callback).__name__} needs a module.*Other does not"):
+        callback.on_fit_start(L.Trainer(logger=False), Other())
+
+
+def test_of_two_whole_models_the_first_is_exported_and_asked(tmp_path: Path):
+    class Distilled(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.student, self.teacher = Qwen3MoeForCausalLM(CONFIG), Qwen3MoeForCausalLM(CONFIG)
+
+    module = Distilled()
+    HuggingFaceExport(tmp_path / "export").on_fit_end(L.Trainer(logger=False), module)
+    loaded = Qwen3MoeForCausalLM(CONFIG)
+    load_huggingface(loaded, tmp_path / "export")
+    assert torch.equal(loaded.lm_head.weight, module.student.lm_head.weight)
+    sample = TextSample(num_characters=5)
+    assert sample.generate(module) == sample.generate(module.student)
