@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -54,7 +55,7 @@ class MeshDomains:
         """Build the domains on the ranks of the default process group, and warm their groups up. Collective.
 
         Where one axis has all ranks, as in plain data parallelism, nothing is built before it is asked for: its group
-        is the default one (only a pipeline's neighbours are to be connected). One rank alone needs no network either;
+        is the default one. One rank alone needs no network either;
         without a default process group one of a single rank is made then.
 
         Args:
@@ -161,7 +162,8 @@ class MeshDomains:
         Args:
             axes: Axes of one domain, in its order.
             lane: Groups over the same ranks in other lanes are other groups, whose collectives can overlap: "moe" for
-                experts' all-to-all, "reduce" for gradients, "pipeline" for activations, "default" for all else.
+                experts' all-to-all, "reduce" for gradients, "pipeline" and "pipeline_backward" for activations and
+                their gradients, "default" for all else.
             backend: "gloo", "nccl", ...; by default that of the default process group.
             high_priority: On nccl, its kernels run before other work of the GPU.
 
@@ -177,7 +179,42 @@ class MeshDomains:
             lane=lane,
             backend=backend,
             high_priority=high_priority,
-            neighbours=axes == ("pp",),
+        )
+        pool.warm_up(self.device_type)
+        self._described.setdefault(pooled, description)
+        return pooled.group
+
+    def pipeline_group(
+        self, parts: Sequence[Sequence[int]], *axes: str, lane: Lane = "default", neighbours: bool = False
+    ) -> dist.ProcessGroup:
+        """The ranks of some pipeline ranks that else differ from this one along some axes alone, as a process group.
+
+        Collective over all ranks. This rank's group is that of the part that has its pipeline rank; without one it is
+        this rank alone.
+
+        Args:
+            parts: Pipeline ranks that go together, in parts of equal size, equal on all ranks.
+            axes: Further axes of `batch` along which the group's ranks differ.
+            lane: As for `group`.
+            neighbours: They will exchange messages; connect them now.
+        """
+        shape = self._shapes["batch"]
+        ranks = torch.arange(self.config.world_size).view(*shape.values())  # [pp, dp, cp, tp]
+        along = [axis for axis, name in enumerate(shape) if name in axes]
+        alone = sorted({*range(shape["pp"])} - {rank for part in parts for rank in part})
+        cut: list[tuple[int, ...]] = []
+        for part in [*parts, *([rank] for rank in alone)]:
+            members = along if len(part) > 1 else []
+            of_part = ranks[list(part)].movedim([0, *members], list(range(-1 - len(members), 0)))
+            cut += map(tuple, of_part.reshape(-1, math.prod(of_part.shape[of_part.ndim - 1 - len(members) :])).tolist())
+        pool = self._open()
+        description = f"pp{[list(part) for part in parts]}+{'+'.join(axes)}|batch"
+        pooled = pool.group(
+            tuple(tuple(sorted(group)) for group in cut),
+            description=description,
+            lane=lane,
+            high_priority=neighbours,
+            neighbours=neighbours,
         )
         pool.warm_up(self.device_type)
         self._described.setdefault(pooled, description)
@@ -244,7 +281,7 @@ class MeshDomains:
             groups = {}
             for cut, users in self._partitions().items():
                 description = _description(users)
-                pooled = pool.group(cut, description=description, neighbours=users[0][1] == "pp")
+                pooled = pool.group(cut, description=description)
                 self._described[pooled] = description
                 groups |= dict.fromkeys(users, pooled.group)
             for domain, shape in self._shapes.items():
@@ -258,8 +295,7 @@ class MeshDomains:
         return self._pool
 
     def _needs_groups(self) -> bool:
-        is_default = [len(cut[0]) in (1, self.config.world_size) for cut in self._partitions()]
-        return self.config.pipeline_parallel > 1 or not all(is_default)
+        return not all(len(cut[0]) in (1, self.config.world_size) for cut in self._partitions())
 
     def _partitions(self) -> dict[Partition, list[tuple[str, str]]]:
         """All partitions in the order in which their groups are made, with the (domain, axis) that need each."""

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from lightning_d9d.errors import ConfigError
 
-Lane = Literal["default", "moe", "reduce", "pipeline"]
+Lane = Literal["default", "moe", "reduce", "pipeline", "pipeline_backward"]
 Partition = tuple[tuple[int, ...], ...]
 """All ranks in groups; see `partition`."""
 
@@ -136,7 +136,7 @@ class GroupPool:
         """This rank's group of a partition. Collective over all ranks.
 
         Args:
-            cut: All ranks in groups.
+            cut: All ranks in groups, the largest first.
             description: For people and torch's flight recorder; that of the first call stays.
             lane: Equal partitions in another lane have another group.
             backend: "gloo", "nccl", ...; by default the default group's.
@@ -222,7 +222,11 @@ class GroupPool:
             own = dist.split_group(split_ranks=[list(ranks) for ranks in cut], **settings)
         else:
             for ranks in cut:  # every rank takes part in making every group, else torch numbers them differently
-                group = dist.new_group(list(ranks), backend=backend, **settings)
+                if len(ranks) == 1 and self._rank not in ranks:
+                    continue
+                group = dist.new_group(
+                    list(ranks), backend=backend, use_local_synchronization=len(ranks) == 1, **settings
+                )
                 own = group if self._rank in ranks else own
         assert isinstance(own, dist.ProcessGroup)
         return own

@@ -1,10 +1,11 @@
-"""Runs a program: a loop over forward and backward actions of the microbatches of one batch."""
+"""Runs programs: a loop over the actions of one batch on one rank of a pipeline."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -12,8 +13,28 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from lightning_d9d.errors import ConfigError, ScheduleError
+from lightning_d9d.pipeline.stage import Stage
+from lightning_d9d.pipeline.timeline import Timeline
+from lightning_d9d.pipeline.totals import BatchTotals, as_weighted
+from lightning_d9d.pipeline.transfer import Layout, Messages
+from lightning_d9d.pipeline.trees import put_together
 from lightning_d9d.pipeline.types import StageInputs, WeightedLoss
-from lightning_d9d.schedule import Action, Backward, Forward
+from lightning_d9d.schedule import (
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Overlapped,
+    ReceiveBackward,
+    ReceiveForward,
+    ReduceGradients,
+    Reshard,
+    SendBackward,
+    SendForward,
+    Unshard,
+    compute_parts,
+)
 
 
 class MicrobatchHooks(Protocol):
@@ -32,124 +53,356 @@ class MicrobatchHooks(Protocol):
         ...
 
 
-@dataclass
-class BatchTotals:
-    """Sums over the microbatches of one batch on this rank: name -> (sum of values, sum of weights), detached."""
+class DataParallel(Protocol):
+    """What the executor tells data parallelism of a stage. Collective over the ranks that hold the same stages."""
 
-    loss: tuple[Tensor, Tensor] | None = None
-    metrics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    loss_is_mean: bool | None = None
+    def unshard(self, stage: int) -> None:
+        """Gather its parameters: its actions come next."""
+        ...
 
-    def add_loss(self, loss: WeightedLoss, is_mean: bool) -> None:
-        """Add one microbatch's loss."""
-        if self.loss_is_mean not in (None, is_mean):
-            raise ConfigError("microbatch_loss returned a Tensor for some microbatches and a WeightedLoss for others")
-        self.loss = _add(self.loss, loss)
-        self.loss_is_mean = is_mean
+    def reshard(self, stage: int) -> None:
+        """Let go of what was gathered: all its actions have run."""
+        ...
 
-    def add_metrics(self, metrics: Mapping[str, Tensor | WeightedLoss], rows: int) -> None:
-        """Add one microbatch's metrics; means weigh `rows`."""
-        for name, value in metrics.items():
-            self.metrics[name] = _add(self.metrics.get(name), as_weighted(value, rows, f"microbatch_metrics[{name!r}]"))
+    def last_backward(self, stage: int) -> None:
+        """The coming full backward is its last: gradients may be summed over ranks as they become complete."""
+        ...
 
-
-def _add(total: tuple[Tensor, Tensor] | None, part: WeightedLoss) -> tuple[Tensor, Tensor]:
-    value, weight = part.value_sum.detach(), part.weight.detach()
-    return (value, weight) if total is None else (total[0] + value, total[1] + weight)
+    def reduce(self, stage: int) -> None:
+        """All its gradients are there: begin to sum what is left of them."""
+        ...
 
 
-def weighted_mean(value_sum: Tensor, weight: Tensor) -> Tensor:
-    """value_sum / weight, and a sum of nothing (weight 0) as it is, without asking the host."""
-    return value_sum / torch.where(weight == 0, 1.0, weight)
+@dataclass(frozen=True)
+class Cut:
+    """A batch in microbatches."""
 
+    microbatches: Sequence[Any]
+    rows: Sequence[int]
+    """Rows of each, the weight of a loss that is a mean."""
+    num_fillers: int = 0
+    """How many of the last ones are there for the schedule's sake: they run, and count nothing."""
 
-def as_weighted(value: Tensor | WeightedLoss, rows: int, name: str) -> WeightedLoss:
-    """A mean over `rows` rows as a sum with that weight; a `WeightedLoss` as it is.
-
-    Raises:
-        ConfigError: The value is neither, or not a scalar.
-    """
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return WeightedLoss(value.reshape(()) * rows, torch.full((), float(rows), device=value.device))
-    if isinstance(value, WeightedLoss) and value.value_sum.numel() == 1 and value.weight.numel() == 1:
-        return WeightedLoss(value.value_sum.reshape(()), value.weight.reshape(()))
-    shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
-    raise ConfigError(
-        f"{name} returned {type(value).__name__}{shape}; return a scalar Tensor (a mean over the microbatch) or "
-        "WeightedLoss(value_sum, weight) of two scalars"
-    )
+    def counts(self, microbatch: int) -> bool:
+        """Whether it is no filler."""
+        return microbatch < len(self.microbatches) - self.num_fillers
 
 
 class Executor:
     """Runs programs over the stages this rank holds.
 
-    `forward_context` opens the precision context (autocast) around each forward and its loss; backwards run outside.
+    Args:
+        stages: This rank's, by index in the whole model.
+        num_stages: Of the whole model.
+        hooks: What a module says of microbatches.
+        forward_context: Opens the precision context (autocast) around each forward and its loss; backwards run outside.
+        messages: To and from stages on other ranks; None where there are none.
+        timeline: Notes when actions run.
     """
 
     def __init__(
-        self, stages: nn.ModuleList, hooks: MicrobatchHooks, forward_context: Callable[[], AbstractContextManager]
+        self,
+        stages: Mapping[int, nn.Module],
+        num_stages: int,
+        hooks: MicrobatchHooks,
+        forward_context: Callable[[], AbstractContextManager],
+        messages: Messages | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
-        self.stages = stages
+        self.stages = {index: Stage(module) for index, module in stages.items()}
+        self.num_stages = num_stages
         self.hooks = hooks
         self.forward_context = forward_context
+        self.messages = messages
+        self.timeline = timeline
 
-    def run(
+    def train(
         self,
         actions: Sequence[Action],
-        microbatches: Sequence[Any],
-        rows: Sequence[int],
+        cut: Cut,
         scale: Callable[[BatchTotals], Tensor | float],
-        before_last_backward: Callable[[], None],
+        data_parallel: DataParallel | None = None,
     ) -> BatchTotals:
-        """Run one stage's program, leaving gradients in `.grad`.
+        """Run this rank's part of a program, leaving gradients in `.grad`. Collective over the pipeline's ranks.
 
         Args:
-            actions: Forward and backward actions on the microbatches.
-            microbatches: What `split_batch` made of the batch.
-            rows: Rows of each microbatch, the weight of a loss that is a mean.
+            actions: This rank's of a program with messages.
+            cut: The same batch on all ranks of the pipeline.
             scale: Gives the factor on a value sum before its backward, from the totals so far.
-            before_last_backward: Called once, before the backward after which no gradient of this batch arrives.
+            data_parallel: Gathers parameters and sums gradients over ranks; None where that is not for this batch.
+
+        Returns:
+            The totals, on the rank of the last stage; empty on others.
         """
-        totals = BatchTotals()
-        losses: dict[int, Tensor] = {}
-        num_backwards = sum(isinstance(action, Backward) for action in actions)
-        for action in actions:
-            if not isinstance(action, Forward | Backward):
-                raise ScheduleError(f"{action} cannot be run yet; choose a schedule of forwards and full backwards")
-            m = action.microbatch
-            with record_function(str(action)):
-                if isinstance(action, Forward):
-                    with self.forward_context():
-                        losses[m] = self.forward(microbatches[m], rows[m], totals)
-                else:
-                    num_backwards -= 1
-                    if num_backwards == 0:
-                        before_last_backward()
-                    (losses.pop(m) * scale(totals)).backward()
-        return totals
+        batch = _Batch(self, cut, scale=scale, data_parallel=data_parallel)
+        self._run(actions, batch)
+        return batch.totals
 
-    def forward(self, microbatch: Any, rows: int, totals: BatchTotals) -> Tensor:
-        """Forward and loss of one microbatch, added to `totals`. Returns the value sum with its graph."""
-        output = self.output(microbatch)
-        loss = self.hooks.microbatch_loss(output, microbatch)
-        weighted = as_weighted(loss, rows, "microbatch_loss")
-        totals.add_loss(weighted, is_mean=isinstance(loss, Tensor))
-        with torch.no_grad():
-            totals.add_metrics(self.hooks.microbatch_metrics(output, microbatch), rows)
-        return weighted.value_sum
+    def evaluate(self, actions: Sequence[Action], cut: Cut) -> BatchTotals:
+        """Run a forward-only program without gradients, for its losses and metrics. Otherwise as `train`."""
+        batch = _Batch(self, cut)
+        self._run(actions, batch)
+        return batch.totals
 
-    def forward_only(self, microbatches: Sequence[Any], rows: Sequence[int]) -> BatchTotals:
-        """Forward and loss of each microbatch."""
-        totals = BatchTotals()
-        for microbatch, num in zip(microbatches, rows, strict=True):
-            self.forward(microbatch, num, totals)
-        return totals
+    def outputs(self, actions: Sequence[Action], cut: Cut, take: Callable[[Any], Any]) -> list[Any]:
+        """What `take` makes of the last stage's output of each microbatch; nothing on ranks without that stage.
 
-    def output(self, microbatch: Any) -> Any:
-        """The last stage's output for one microbatch."""
-        inputs = self.hooks.microbatch_inputs(microbatch)
-        if not isinstance(inputs, StageInputs):
-            raise ConfigError(
-                f"microbatch_inputs returned {type(inputs).__name__}; return StageInputs(first={{...}}, shared={{...}})"
-            )
-        return self.stages[0](**inputs.first, **inputs.shared)
+        Collective over the pipeline's ranks.
+        """
+        batch = _Batch(self, cut, take=take)
+        self._run(actions, batch)
+        return [batch.taken[microbatch] for microbatch in sorted(batch.taken)]
+
+    def _run(self, actions: Sequence[Action], batch: _Batch) -> None:
+        action: Action | None = None
+        for each in actions:
+            for part in compute_parts(each):
+                batch.backwards_left[part.stage] += isinstance(part, Backward | BackwardWeight)
+                batch.splits |= isinstance(part, BackwardInput)
+        try:
+            for action in actions:
+                with record_function(str(action)):
+                    batch.run(action)
+            if self.messages is not None:
+                self.messages.finish()
+        except BaseException as error:
+            for stage in self.stages.values():
+                stage.drop()
+            if self.messages is not None:
+                self.messages.drop()
+            error.add_note(f"while running {action} of {len(batch.cut.microbatches)} microbatches: {_in_words(action)}")
+            raise
+
+
+class _Batch:
+    """One batch on its way through this rank's stages."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        cut: Cut,
+        *,
+        scale: Callable[[BatchTotals], Tensor | float] | None = None,
+        data_parallel: DataParallel | None = None,
+        take: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self.executor = executor
+        self.cut = cut
+        self.scale = scale
+        self.data_parallel = data_parallel
+        self.take = take
+        self.totals = BatchTotals()
+        self.taken: dict[int, Any] = {}
+        self.backwards_left: Counter[int] = Counter()
+        """By stage, how many actions are to come that complete a microbatch's gradients."""
+        self.splits = False
+        """Whether backwards come in two halves."""
+        self._inputs: dict[int, tuple[StageInputs, Hashable]] = {}
+        self._outputs: dict[tuple[int, int], tuple[Layout, list[Tensor]]] = {}
+        """What stages put out that has not been sent or handed to a stage of this rank; by (stage, microbatch)."""
+        self._layouts: dict[tuple[int, int], Layout] = {}
+        """Of outputs that went to another rank and whose gradients are to come."""
+        self._gradients: dict[tuple[int, int], list[Tensor]] = {}
+        """Of inputs, to be sent or handed to a stage of this rank."""
+        self._losses: dict[int, Tensor] = {}
+
+    def run(self, action: Action) -> None:
+        match action:
+            case Forward(stage, microbatch):
+                self._forward(stage, microbatch)
+            case Backward(stage, microbatch) | BackwardInput(stage, microbatch) | BackwardWeight(stage, microbatch):
+                self._backward(action, stage, microbatch)
+            case Overlapped(first, second):
+                self.run(first)
+                self.run(second)
+            case Unshard(stage) | Reshard(stage) | ReduceGradients(stage):
+                self._collective(action, stage)
+            case _:
+                self._message(action)
+
+    # Compute
+
+    def _forward(self, stage: int, microbatch: int) -> None:
+        executor = self.executor
+        inputs, _ = self._inputs_of(microbatch)
+        arguments: Mapping[str, Any] = inputs.shared if stage else {**inputs.first, **inputs.shared}
+        received, trained = self._received(stage, microbatch) if stage else (None, [])
+        with self._timed(Forward(stage, microbatch)), executor.forward_context():
+            running = executor.stages[stage]
+            output = running.forward(microbatch, trained, received, arguments, self.splits)
+            is_last = stage == executor.num_stages - 1
+            outputs = self._finish(microbatch, output) if is_last else self._hand_on(stage, microbatch, output)
+            if torch.is_grad_enabled():
+                running.keep(microbatch, outputs)
+
+    def _received(self, stage: int, microbatch: int) -> tuple[Any, list[Tensor]]:
+        """The stage's input as leaves of its graph, and those of its tensors that get a gradient."""
+        if stage - 1 in self.executor.stages:
+            layout, tensors = self._outputs.pop((stage - 1, microbatch))
+            tensors = [tensor.detach() for tensor in tensors]
+        else:
+            layout, tensors = self._messages.receive_forward(stage, microbatch)
+        trained = [
+            t.requires_grad_() for t, expected in zip(tensors, layout.tensors, strict=True) if expected.requires_grad
+        ]
+        return put_together(layout.skeleton, tensors), trained
+
+    def _hand_on(self, stage: int, microbatch: int, output: Any) -> list[Tensor]:
+        layout, tensors = Layout.of(output, stage)
+        self._outputs[stage, microbatch] = (layout, tensors)
+        if torch.is_grad_enabled() and stage + 1 not in self.executor.stages:
+            self._layouts[stage, microbatch] = layout
+        return tensors
+
+    def _finish(self, microbatch: int, output: Any) -> list[Tensor]:
+        """The loss of the last stage's output, added to the totals."""
+        if self.take is not None:
+            self.taken[microbatch] = self.take(output)
+            return []
+        totals = self.totals if self.cut.counts(microbatch) else BatchTotals()
+        loss = loss_of(
+            self.executor.hooks, output, self.cut.microbatches[microbatch], self.cut.rows[microbatch], totals
+        )
+        if self.scale is not None:
+            if not loss.requires_grad:
+                raise ConfigError(
+                    "microbatch_loss returned a loss without gradient: no parameter that needs one had a part in it; "
+                    "leave some unfrozen, and keep detach() and no_grad() out of it"
+                )
+            self._losses[microbatch] = loss.detach()
+        return [loss]
+
+    def _backward(self, action: Action, stage: int, microbatch: int) -> None:
+        running = self.executor.stages[stage]
+        if not isinstance(action, BackwardInput):
+            self.backwards_left[stage] -= 1
+            is_last = self.backwards_left[stage] == 0
+            if is_last and isinstance(action, Backward) and self.data_parallel is not None:
+                self.data_parallel.last_backward(stage)
+        if isinstance(action, BackwardWeight):
+            with self._timed(action):
+                running.backward_weight(microbatch)
+            return
+        gradients = self._gradients_of_output(stage, microbatch)
+        with self._timed(action):
+            run = running.backward if isinstance(action, Backward) else running.backward_input
+            of_inputs = run(microbatch, gradients)
+        if stage > 0:
+            self._gradients[stage, microbatch] = of_inputs
+
+    def _gradients_of_output(self, stage: int, microbatch: int) -> list[Tensor]:
+        if stage == self.executor.num_stages - 1:
+            assert self.scale is not None
+            loss = self._losses.pop(microbatch)
+            factor = self.scale(self.totals) if self.cut.counts(microbatch) else 0.0
+            return [factor.to(loss) if isinstance(factor, Tensor) else torch.full_like(loss, factor)]
+        if stage + 1 in self.executor.stages:
+            return self._gradients.pop((stage + 1, microbatch))
+        return self._messages.receive_backward(stage, microbatch)
+
+    def _timed(self, action: Action) -> AbstractContextManager:
+        return _NOT_TIMED if self.executor.timeline is None else self.executor.timeline.span(action)
+
+    # Messages and collectives
+
+    def _message(self, action: Action) -> None:
+        messages = self._messages
+        match action:
+            case SendForward(stage, microbatch):
+                layout, tensors = self._outputs.pop((stage, microbatch))
+                messages.send_forward(stage, self._inputs_of(microbatch)[1], layout, tensors)
+            case ReceiveForward(stage, microbatch):
+                messages.post_forward(stage, microbatch, self._inputs_of(microbatch)[1])
+            case SendBackward(stage, microbatch):
+                messages.send_backward(stage, self._gradients.pop((stage, microbatch)))
+            case ReceiveBackward(stage, microbatch):
+                messages.post_backward(stage, microbatch, self._layouts.pop((stage, microbatch)))
+
+    def _collective(self, action: Action, stage: int) -> None:
+        if self.data_parallel is None:
+            return
+        match action:
+            case Unshard():
+                self.data_parallel.unshard(stage)
+            case Reshard():
+                self.data_parallel.reshard(stage)
+            case ReduceGradients():
+                self.data_parallel.reduce(stage)
+
+    @property
+    def _messages(self) -> Messages:
+        if self.executor.messages is None:
+            raise ScheduleError("the program has messages, but this run has one pipeline rank")
+        return self.executor.messages
+
+    def _inputs_of(self, microbatch: int) -> tuple[StageInputs, Hashable]:
+        """The keyword arguments of a microbatch, and its signature. [Note: layouts] in `transfer.py`."""
+        if microbatch not in self._inputs:
+            inputs = stage_inputs(self.executor.hooks, self.cut.microbatches[microbatch])
+            shapes = _shapes((inputs.first, inputs.shared))
+            self._inputs[microbatch] = inputs, (torch.is_grad_enabled(), shapes)
+        return self._inputs[microbatch]
+
+
+def stage_inputs(hooks: MicrobatchHooks, microbatch: Any) -> StageInputs:
+    """What the hook returns, if it is what it should be.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    inputs = hooks.microbatch_inputs(microbatch)
+    if not isinstance(inputs, StageInputs):
+        raise ConfigError(
+            f"microbatch_inputs returned {type(inputs).__name__}; return StageInputs(first={{...}}, shared={{...}})"
+        )
+    return inputs
+
+
+def loss_of(hooks: MicrobatchHooks, output: Any, microbatch: Any, rows: int, totals: BatchTotals) -> Tensor:
+    """The value sum of a microbatch with its graph; loss and metrics are added to `totals`."""
+    loss = hooks.microbatch_loss(output, microbatch)
+    weighted = as_weighted(loss, rows, "microbatch_loss")
+    totals.add_loss(weighted, is_mean=isinstance(loss, Tensor))
+    with torch.no_grad():
+        totals.add_metrics(hooks.microbatch_metrics(output, microbatch), rows)
+    return weighted.value_sum
+
+
+class _NotTimed(AbstractContextManager):
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+_NOT_TIMED = _NotTimed()
+_WORDS = {
+    Forward: "forward",
+    Backward: "backward",
+    BackwardInput: "input backward",
+    BackwardWeight: "weight backward",
+    SendForward: "sending the output",
+    SendBackward: "sending the input's gradient",
+    ReceiveForward: "receiving the input",
+    ReceiveBackward: "receiving the output's gradient",
+}
+
+
+def _in_words(action: Action | None) -> str:
+    if action is None:
+        return "before the first action"
+    parts: tuple[Any, ...] = compute_parts(action) or (action,)
+    return ", ".join(
+        f"{_WORDS.get(type(part), type(part).__name__)} of stage {part.stage}"
+        + (f", microbatch {part.microbatch}" if hasattr(part, "microbatch") else "")
+        for part in parts
+    )
+
+
+def _shapes(value: Any) -> Hashable:
+    """Shapes and dtypes of the tensors in a tree, and values of what else tells microbatches apart."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    if isinstance(value, Mapping):
+        return tuple((str(key), _shapes(each)) for key, each in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(map(_shapes, value))
+    return value if value is None or isinstance(value, bool | int | float | str) else type(value).__name__

@@ -1,156 +1,105 @@
-"""From a stage built on the meta device to one with storage and initial weights."""
+"""A stage at work: its module, and what it keeps of each microbatch from forward to backward.
+
+[Note: what is kept] Between forward and backward a microbatch keeps its graph, held by the edges of the outputs that
+want a gradient, and the inputs that get one. Outputs themselves are not kept: they are gone when they are sent. After
+an input backward only what weight gradients are made of is left (`lightning_d9d.ops.weight_gradients`), and after the
+last backward nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from lightning_d9d.errors import ConfigError
-from lightning_d9d.mesh.seeds import derived
-from lightning_d9d.mesh.sharding import local_ranges
-from lightning_d9d.pipeline.initial_weights import InitialValue, draw_local
-
-_WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})  # of checkpoint_wrapper and torch.compile
+from lightning_d9d.ops.weight_gradients import WeightGradients, put_off
 
 
-def materialize(stage: nn.Module, device: torch.device, seed: int) -> None:
-    """Give every meta parameter and buffer of `stage` storage on `device` and its initial value, in place. Local.
+@dataclass
+class _Microbatch:
+    """[Note: what is kept]."""
 
-    Values follow from (seed, name) alone: equal bits wherever the stage lies, on any device, however its tensors are
-    sharded; of a DTensor each rank gets its own slice. Random numbers are drawn on the CPU in float32, then cast.
+    inputs: list[Tensor]
+    edges: list[GradientEdge] = field(default_factory=list)
+    weights: WeightGradients | None = None
 
-    - A submodule with `initial_values()` is drawn in blocks of rows, and only the blocks that this rank has rows of.
-    - Any other has a `reset_parameters()`, which runs on the CPU on whole tensors with torch's random state seeded by
-      (seed, submodule name); the slices are cut afterwards. The rest of the model takes no memory meanwhile.
 
-    Of the two the one that the more derived class defines is taken. Children come before their parents, so that a
-    parent's reset may set constants in them. Tensors that are not on the meta device (a pretrained part, say) keep
-    their value and move to `device`. What several submodules share stays shared and starts as the first of them says.
+class Stage:
+    """Runs one stage's module forward and backward, microbatch by microbatch, in any order.
 
-    Raises:
-        ConfigError: A submodule owns meta tensors for which it has neither, or which neither gives a value.
+    Args:
+        module: The stage's part of the model.
     """
-    made: dict[int, tuple[Tensor, Tensor]] = {}  # by identity, which lasts as long as the meta tensor is kept
-    for name, module in _children_first(stage, set()):
-        for key, tensor in _owned(module).items():
-            if id(tensor) in made:
-                _assign(module, key, made[id(tensor)][1])
-        metas = {key: tensor for key, tensor in _owned(module).items() if tensor.is_meta}
-        if metas:
-            for key, local in _initial_slices(module, name, metas, seed):
-                meta = metas[key]
-                if id(meta) not in made:
-                    made[id(meta)] = (meta, _stored_like(meta, local, device))
-                _assign(module, key, made[id(meta)][1])
-    stage.to(device)  # what was not on the meta device; and `fully_shard` takes notice of its new parameters
 
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._live: dict[int, _Microbatch] = {}
 
-def _children_first(module: nn.Module, seen: set[nn.Module], name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    if module in seen:
-        return
-    seen.add(module)
-    for key, child in module.named_children():
-        yield from _children_first(child, seen, name if key in _WRAPPERS else f"{name}.{key}" if name else key)
-    yield name, module
+    def forward(
+        self, microbatch: int, inputs: Sequence[Tensor], received: Any, arguments: Mapping[str, Any], splits: bool
+    ) -> Any:
+        """The module's output.
 
+        Args:
+            microbatch: Its index.
+            inputs: Tensors of `received` that get a gradient, in order.
+            received: What the stage before put out; None on the first.
+            arguments: Keyword arguments of this stage.
+            splits: Whether its backward comes in two halves, so that weight gradients are to be put off.
+        """
+        if not torch.is_grad_enabled():
+            return self._call(received, arguments)
+        live = self._live[microbatch] = _Microbatch(list(inputs), weights=WeightGradients() if splits else None)
+        if live.weights is None:
+            return self._call(received, arguments)
+        with put_off(live.weights):
+            return self._call(received, arguments)
 
-def _initial_slices(
-    module: nn.Module, name: str, metas: Mapping[str, Tensor], seed: int
-) -> Iterator[tuple[str, Tensor]]:
-    """What this rank holds of each meta tensor of the module, on the CPU."""
-    if _is_drawn_by_rows(module):
-        values: Mapping[str, InitialValue] = module.initial_values()  # type: ignore[operator]
-        for key, meta in metas.items():
-            if key not in values:
-                raise ConfigError(
-                    f"initial_values() of submodule {name!r} ({type(module).__name__}) says nothing of {key!r}, which "
-                    "was built on the meta device; add it"
-                )
-            yield key, draw_local(values[key], meta, seed=seed, name=f"{name}.{key}" if name else key)
-    else:
-        for key, whole in _reset_on_cpu(module, name, metas, seed).items():
-            yield key, whole[tuple(slice(r.start, r.stop) for r in local_ranges(metas[key]))].to(metas[key].dtype)
+    def _call(self, received: Any, arguments: Mapping[str, Any]) -> Any:
+        if received is None:
+            return self.module(**arguments)
+        if isinstance(received, Mapping):
+            return self.module(**received, **arguments)
+        return self.module(received, **arguments)
 
+    def keep(self, microbatch: int, outputs: Sequence[Tensor]) -> None:
+        """Keep the graph of the outputs (or of the loss) for the backward, and not the outputs."""
+        self._live[microbatch].edges = [get_gradient_edge(output) for output in outputs if output.requires_grad]
 
-def _is_drawn_by_rows(module: nn.Module) -> bool:
-    for ancestor in type(module).__mro__:
-        if "initial_values" in vars(ancestor):
-            return True
-        if "reset_parameters" in vars(ancestor):
-            return False
-    return False
+    def backward(self, microbatch: int, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """The whole backward. Returns the gradients of the inputs, and forgets the microbatch.
 
+        Args:
+            microbatch: Its index.
+            gradients: Of the outputs that want one, in order.
+        """
+        of_inputs = self.backward_input(microbatch, gradients)
+        self.backward_weight(microbatch)
+        return of_inputs
 
-def _reset_on_cpu(module: nn.Module, name: str, metas: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
-    """The whole initial values of the meta tensors; the module's own tensors are as before."""
-    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-    if reset is None:
-        raise ConfigError(
-            f"submodule {name!r} ({type(module).__name__}) owns {', '.join(metas)} on the meta device but has no "
-            "reset_parameters() to give values; add one, or build that part under torch.device('cpu')"
-        )
-    owned = _owned(module)
-    scratch = {id(tensor): _scratch(tensor) for tensor in owned.values()}
-    for key, tensor in owned.items():
-        _assign(module, key, scratch[id(tensor)])
-    with _seeded_on_cpu(derived(seed, name)):
-        reset()
-    after = _owned(module)
-    for key, tensor in owned.items():
-        _assign(module, key, tensor)
-    for key in metas:
-        value = after[key]
-        if value.is_floating_point() and value.numel() > 0 and value.isnan().all():
-            raise ConfigError(
-                f"reset_parameters() of submodule {name!r} ({type(module).__name__}) gives no value to {key!r}, which "
-                "was built on the meta device; set it there"
-            )
-    return {key: after[key].detach() for key in metas}
+    def backward_input(self, microbatch: int, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """As `backward`, but without the weight gradients that can be put off."""
+        live = self._live[microbatch]
+        edges, inputs = live.edges, live.inputs
+        live.edges, live.inputs = [], []
+        if edges:
+            run = torch.autograd.backward if live.weights is None else live.weights.backward
+            run(edges, gradients)
+        taken = [torch.zeros_like(each) if each.grad is None else each.grad for each in inputs]
+        for each in inputs:
+            each.grad = None
+        return taken
 
+    def backward_weight(self, microbatch: int) -> None:
+        """The weight gradients that were put off; forgets the microbatch."""
+        weights = self._live.pop(microbatch).weights
+        if weights is not None:
+            weights.accumulate()
 
-def _scratch(tensor: Tensor) -> Tensor:
-    """A whole CPU tensor for a reset to write to; its dtype makes random numbers those of a float32 model."""
-    is_parameter, dtype = isinstance(tensor, nn.Parameter), tensor.dtype
-    if tensor.is_floating_point():
-        dtype = torch.float32 if is_parameter else torch.promote_types(dtype, torch.float32)
-    if tensor.is_meta or isinstance(tensor, DTensor):
-        whole = torch.full(tensor.shape, float("nan") if dtype.is_floating_point else 0, dtype=dtype, device="cpu")
-    else:
-        whole = tensor.detach().to("cpu", dtype, copy=True)
-    return nn.Parameter(whole, tensor.requires_grad) if is_parameter else whole
-
-
-@contextmanager
-def _seeded_on_cpu(seed: int) -> Generator[None]:
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.promote_types(default, torch.float32))
-    try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
-            torch.default_generator.manual_seed(seed)
-            yield
-    finally:
-        torch.set_default_dtype(default)
-
-
-def _stored_like(meta: Tensor, local: Tensor, device: torch.device) -> Tensor:
-    if local.untyped_storage().nbytes() != local.nbytes:  # a slice would keep the whole alive
-        local = local.clone()
-    stored: Any = local.to(device)
-    if isinstance(meta, DTensor):
-        stored = DTensor.from_local(
-            stored, meta.device_mesh, meta.placements, run_check=False, shape=meta.shape, stride=meta.stride()
-        )
-    return nn.Parameter(stored, meta.requires_grad) if isinstance(meta, nn.Parameter) else stored
-
-
-def _owned(module: nn.Module) -> dict[str, Tensor]:
-    return {k: t for k, t in (*module._parameters.items(), *module._buffers.items()) if t is not None}
-
-
-def _assign(module: nn.Module, key: str, tensor: Tensor) -> None:
-    (module._parameters if key in module._parameters else module._buffers)[key] = tensor  # type: ignore[index]
+    def drop(self) -> None:
+        """Forget all microbatches, after an error."""
+        self._live.clear()

@@ -23,6 +23,7 @@ from lightning_d9d.schedule.actions import (
     SendBackward,
     SendForward,
     Unshard,
+    compute_parts,
     parse,
 )
 from lightning_d9d.schedule.breadth_first import GPipe, LoopedBFS
@@ -100,6 +101,7 @@ __all__ = [
     "add_messages",
     "bubble_ratio",
     "check",
+    "compute_parts",
     "loop_placement",
     "merge_backwards",
     "parse",

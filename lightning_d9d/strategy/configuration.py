@@ -14,6 +14,7 @@ from lightning_d9d.mesh.collectives import first_difference
 from lightning_d9d.strategy.module import D9DModule
 
 _DATA = ("data_parallel_replicate",)
+_OF_D9D_MODULES = ("pipeline_parallel",)
 _OF_PLAIN_MODULES = ("data_parallel_shard", "tensor_parallel")
 _TRAINER_SETTINGS = (
     "max_epochs",
@@ -32,21 +33,23 @@ def check_degrees(config: MeshConfig) -> None:
     """Raise `ConfigError` for a degree that the strategy has no use for yet."""
     for field in fields(config):
         degree = getattr(config, field.name)
-        if degree != 1 and field.name not in (*_DATA, *_OF_PLAIN_MODULES):
+        used = (*_DATA, *_OF_D9D_MODULES, *_OF_PLAIN_MODULES)
+        if degree != 1 and field.name not in used:
             raise ConfigError(
                 f"MeshConfig.{field.name}={degree}: D9DStrategy has no use for it so far, only for "
-                f"{', '.join((*_DATA, *_OF_PLAIN_MODULES))}. Other meshes can be built with MeshDomains.build"
+                f"{', '.join(used)}. Other meshes can be built with MeshDomains.build"
             )
 
 
-def check_degrees_of(module: D9DModule, config: MeshConfig) -> None:
-    """Raise `ConfigError` for a degree that is for modules that shard themselves so far."""
-    for name in _OF_PLAIN_MODULES:
+def check_degrees_of(module: L.LightningModule, config: MeshConfig) -> None:
+    """Raise `ConfigError` for a degree that is for modules of the other kind."""
+    is_d9d = isinstance(module, D9DModule)
+    for name in _OF_PLAIN_MODULES if is_d9d else _OF_D9D_MODULES:
         if (degree := getattr(config, name)) != 1:
-            raise ConfigError(
-                f"MeshConfig.{name}={degree}: a D9DModule such as {type(module).__name__} is trained as data-parallel "
-                "replicas so far; give these ranks to data_parallel_replicate"
-            )
+            what, remedy = "trained as data-parallel replicas so far", "give these ranks to data_parallel_replicate"
+            if not is_d9d:
+                what, remedy = "a plain LightningModule, which has no stages", f"make it a D9DModule, or {remedy}"
+            raise ConfigError(f"MeshConfig.{name}={degree}: {type(module).__name__} is {what}; {remedy}")
 
 
 def check_equal_configuration(settings: Mapping[str, object], trainer: L.Trainer) -> None:

@@ -9,33 +9,34 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from lightning_d9d.pipeline.executor import Executor, weighted_mean
+from lightning_d9d.pipeline.totals import weighted_mean
 
 if TYPE_CHECKING:
     from lightning_d9d.strategy.module import D9DModule
 
 
 def evaluate(module: D9DModule, batch: Any, prefix: str) -> dict[str, Tensor]:
-    """Run a batch and log `<prefix>_loss` and the metrics.
+    """Run a batch and log `<prefix>_loss` and the metrics. Collective over the pipeline.
 
     Lightning sums each logged value times its weight over batches and ranks and divides by the summed weights at the
     end of the epoch, so the result is exact however tokens are spread.
 
     Returns:
-        "loss", the batch's mean on this rank, "weight", what it was divided by, and the metrics.
+        "loss", the batch's mean on this data rank, "weight", what it was divided by, and the metrics.
     """
-    microbatches = module.microbatches(batch)
+    pipeline = module.pipeline
+    cut = module.cut(batch)
     with module.schedule_running():
-        totals = Executor(module.stages, module, nullcontext).forward_only(
-            microbatches, [module.rows_of(m) for m in microbatches]
-        )
-    assert totals.loss is not None
-    result = {"weight": totals.loss[1]}
-    for name, (value, weight) in {"loss": totals.loss, **totals.metrics}.items():
-        result[name] = weighted_mean(value, weight)
+        totals = module.executor(nullcontext).evaluate(pipeline.forward_only(len(cut.microbatches)), cut)
+    reported, sums = pipeline.report(prefix, totals)
+    values, weights = pipeline.sum(sums).unbind(1)
+    means = weighted_mean(values, weights).to(reported.dtype)
+    result = {"weight": weights[0]}
+    for name, mean, weight in zip(("loss", *reported.metrics), means, weights, strict=True):
+        result[name] = mean
         module.log(
             f"{prefix}_{name}",
-            result[name],
+            mean,
             on_step=False,
             on_epoch=True,
             prog_bar=name == "loss",
@@ -46,11 +47,18 @@ def evaluate(module: D9DModule, batch: Any, prefix: str) -> dict[str, Tensor]:
 
 
 def predict(module: D9DModule, batch: Any) -> Any:
-    """`predict_output` of a batch; parts from several microbatches are joined along dim 0."""
-    executor = Executor(module.stages, module, nullcontext)
+    """`predict_output` of a batch; parts of several microbatches are joined along dim 0. Collective over the pipeline.
+
+    Returns:
+        The same on every rank of the pipeline; None on those without the last stage if the module is told not to share.
+    """
+    pipeline = module.pipeline
+    cut = module.cut(batch)
     with module.schedule_running():
-        parts = [module.predict_output(executor.output(m)) for m in module.microbatches(batch)]
-    return parts[0] if len(parts) == 1 else tree_map(_join, *parts)
+        actions = pipeline.forward_only(len(cut.microbatches))
+        parts = module.executor(nullcontext).outputs(actions, cut, module.predict_output)
+    whole = None if not parts else parts[0] if len(parts) == 1 else tree_map(_join, *parts)
+    return pipeline.share_tree(whole) if module.share_predictions else whole
 
 
 def _join(*parts: Any) -> Any:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -11,15 +11,19 @@ import lightning as L
 import torch
 from lightning.pytorch.core.saving import _load_state
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_d9d.checkpoint import is_directory, open_directory
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.pipeline.executor import BatchTotals, Executor, weighted_mean
+from lightning_d9d.pipeline.executor import Cut, Executor, loss_of, stage_inputs
+from lightning_d9d.pipeline.initial_weights import materialize
 from lightning_d9d.pipeline.microbatch import MicrobatchCount, num_rows, split_rows
-from lightning_d9d.pipeline.stage import materialize
+from lightning_d9d.pipeline.totals import BatchTotals, weighted_mean
 from lightning_d9d.pipeline.types import StageInfo, StageInputs, WeightedLoss
+from lightning_d9d.schedule import OneForwardOneBackward
 from lightning_d9d.strategy.checkpoint_files import unreadable
 from lightning_d9d.strategy.eval_step import evaluate, predict
+from lightning_d9d.strategy.pipeline import Pipeline
 
 
 class D9DModule(L.LightningModule):
@@ -30,7 +34,14 @@ class D9DModule(L.LightningModule):
     The same module runs under Lightning's own strategies, where all stages are built on the device.
 
     Checkpoints name parameters as the stages do, without a stage number. `self.stages` are this rank's stages.
+
+    A name that several stages have is one parameter (tied embeddings): it starts equal, its gradients are summed over
+    the stages, the norm counts it once, and it is saved once.
     """
+
+    share_predictions: bool = True
+    """Whether `predict` returns the same on every rank of a pipeline. Otherwise those without the last stage get None,
+    and nothing is sent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,13 +107,30 @@ class D9DModule(L.LightningModule):
         strategy = None if self._trainer is None else self.trainer.strategy
         device = torch.device("cpu") if strategy is None else strategy.root_device
         seed: int = getattr(strategy, "seed", torch.initial_seed())  # ranks that nobody seeded agree on one
-        stage_info = StageInfo(0, 1)
-        with torch.device("meta"):
-            stage = self.configure_stage(stage_info)
-        self.parallelize_stage(stage, None, None)
-        materialize(stage, device, seed)
-        self.stages.append(stage)
+        for info in self.pipeline.stages:
+            with torch.device("meta"):
+                stage = self.configure_stage(info)
+            self.parallelize_stage(stage, None, None)
+            materialize(stage, device, seed)
+            self.stages.append(stage)
+        share_equal_names(self.stages)
         self.on_stages_built()
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """Where this rank is in the pipeline; under a stock strategy it is alone, with one stage."""
+        strategy = None if self._trainer is None else self.trainer.strategy
+        return getattr(strategy, "pipeline", None) or Pipeline(OneForwardOneBackward(), None, self.device)
+
+    def executor(self, forward_context: Callable[[], AbstractContextManager]) -> Executor:
+        """What runs programs over this rank's stages."""
+        pipeline = self.pipeline
+        return Executor(self.indexed_stages, len(pipeline.placement), self, forward_context, pipeline.messages)
+
+    @property
+    def indexed_stages(self) -> dict[int, nn.Module]:
+        """This rank's stages by index in the whole model."""
+        return dict(zip((info.index for info in self.pipeline.stages), self.stages, strict=True))
 
     @classmethod
     def load_from_checkpoint(
@@ -163,7 +191,9 @@ class D9DModule(L.LightningModule):
         """One batch under a stock strategy; `D9DStrategy` runs `train_step.TrainStep` instead."""
         totals = BatchTotals()
         with self.schedule_running():
-            value_sum = Executor(self.stages, self, nullcontext).forward(batch, self.rows_of(batch), totals)
+            inputs = stage_inputs(self, batch)
+            output = self.stages[0](**inputs.first, **inputs.shared)
+            value_sum = loss_of(self, output, batch, self.rows_of(batch), totals)
         assert totals.loss is not None
         loss = weighted_mean(value_sum, totals.loss[1])
         metrics = {name: weighted_mean(*pair) for name, pair in totals.metrics.items()}
@@ -184,13 +214,26 @@ class D9DModule(L.LightningModule):
 
     # For the steps
 
-    def microbatches(self, batch: Any, check: bool = False) -> list[Any]:
+    def cut(self, batch: Any, check: bool = False, trains: bool = False) -> Cut:
         """Cut a batch as the strategy is configured (a stock strategy does not cut).
 
         Args:
             batch: What the dataloader gave this rank.
-            check: Raise `ConfigError` unless it divides exactly, as the first training batch must.
+            check: Raise unless it divides exactly, as the first training batch must.
+            trains: Fill up with copies of the last microbatch to a number that the schedule takes.
+
+        Raises:
+            ConfigError: It does not divide.
+            ScheduleError: The schedule does not take that number of microbatches.
         """
+        microbatches = self._microbatches(batch, check)
+        num_fillers = 0
+        if trains and not check:
+            num_fillers = self.pipeline.num_taken(len(microbatches)) - len(microbatches)
+        rows = [self.rows_of(microbatch) for microbatch in microbatches]
+        return Cut([*microbatches, *microbatches[-1:] * num_fillers], [*rows, *rows[-1:] * num_fillers], num_fillers)
+
+    def _microbatches(self, batch: Any, check: bool) -> list[Any]:
         strategy = None if self._trainer is None else self.trainer.strategy
         count: MicrobatchCount | None = getattr(strategy, "microbatch_count", None)
         if count is None or count.is_one:
@@ -241,13 +284,48 @@ class D9DModule(L.LightningModule):
 def _drop_stage_prefix(module: D9DModule, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
     for key in [key for key in state if key.startswith(f"{prefix}stages.")]:
         name = prefix + key.removeprefix(f"{prefix}stages.").split(".", 1)[1]
-        if name in state:
+        if name in state and not _is_same(state[name], state[key]):
             raise ConfigError(f"two tensors of {type(module).__name__} are named {name!r}; names must be global")
         state[name] = state.pop(key)
 
 
 def _add_stage_prefix(module: D9DModule, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    taken = set()
     for index, stage in enumerate(module.stages):
         for name in stage.state_dict(keep_vars=True):
             if prefix + name in state:
-                state[f"{prefix}stages.{index}.{name}"] = state.pop(prefix + name)
+                state[f"{prefix}stages.{index}.{name}"] = state[prefix + name]
+                taken.add(prefix + name)
+    for name in taken:
+        del state[name]
+
+
+def share_equal_names(stages: Iterable[nn.Module]) -> None:
+    """Let stages of one rank share the parameters and buffers whose names are equal.
+
+    Raises:
+        ConfigError: Their shapes or dtypes differ.
+    """
+    first: dict[str, Tensor] = {}
+    for stage in stages:
+        for name, module in stage.named_modules():
+            for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is None:
+                    continue
+                full = f"{name}.{key}" if name else key
+                known = first.setdefault(full, tensor)
+                if (known.shape, known.dtype) != (tensor.shape, tensor.dtype):
+                    raise ConfigError(
+                        f"two stages name tensors of shapes {list(known.shape)} {known.dtype} and "
+                        f"{list(tensor.shape)} {tensor.dtype} {full!r}; names are global: a layer keeps its index in "
+                        "the whole model"
+                    )
+                (module._parameters if key in module._parameters else module._buffers)[key] = known  # type: ignore[index]
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two entries of a state dict are one tensor."""
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return False
+    one, other = (t.to_local() if isinstance(t, DTensor) else t for t in (one, other))
+    return one.data_ptr() == other.data_ptr() and one.shape == other.shape

@@ -172,6 +172,11 @@ class RankedStrategy(ParallelStrategy):
         """The ranks over which batches are split; None for one process."""
         return self._group
 
+    @property
+    def stage_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same pipeline stages; None for all ranks."""
+        return self.mesh.group("dp", "cp", "tp") if self.mesh.sizes["pp"] > 1 else None
+
     # Timeouts, failures, the end
 
     def set_step_timeout(self) -> None:

@@ -33,19 +33,24 @@ def is_sharded(module: nn.Module) -> bool:
     return any(isinstance(tensor, DTensor) for tensor in (*module.parameters(), *module.buffers()))
 
 
-def check_layout(module: nn.Module, mesh: MeshDomains) -> None:
+def check_layout(module: nn.Module, mesh: MeshDomains, group: dist.ProcessGroup | None) -> None:
     """Check that what differs between ranks is a DTensor, and that degrees above 1 are made use of. Collective.
 
     A plain tensor means a copy: ranks that read the same samples must hold the same values, or a checkpoint would
     keep one of several. (Ranks that read other samples get rank 0's copy afterwards, as under DDP.)
+
+    Args:
+        module: Built.
+        mesh: Of all ranks.
+        group: Of the ranks that hold the same stages; None for all.
 
     Raises:
         RankError: Names, shapes, dtypes or placements differ between ranks.
         ConfigError: The values of a plain tensor differ, or no parameter lies on an axis; on every rank.
     """
     tensors = dict([*module.named_parameters(), *module.named_buffers()])
-    check_equal_tensors(tensors)
-    if mesh.dp_size < mesh.sizes["world"]:
+    check_equal_tensors(tensors, group)
+    if mesh.sizes["cp"] * mesh.sizes["tp"] > 1:
         plain = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
         _check_copies(plain, mesh)
     meshes = [_ranks(p.device_mesh) for p in module.parameters() if isinstance(p, DTensor)]

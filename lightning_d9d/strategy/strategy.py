@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from typing import Any, cast
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_info
@@ -21,6 +22,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torchmetrics import Metric
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshConfig
@@ -31,13 +33,15 @@ from lightning_d9d.strategy.checkpoints import CheckpointConfig, CheckpointedStr
 from lightning_d9d.strategy.configuration import check_degrees_of
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.optimizer_step import OptimizerStep, takes_scalars
+from lightning_d9d.strategy.pipeline import Pipeline, Tie
 from lightning_d9d.strategy.precision import check_precision
 from lightning_d9d.strategy.progress import LateProgress
 from lightning_d9d.strategy.ranks import TimeoutConfig
+from lightning_d9d.strategy.replicas import Replicas, parts_of
 from lightning_d9d.strategy.sharding import check_layout, is_sharded, local, make_replicas_equal, not_yet_summed
 from lightning_d9d.strategy.train_step import TrainStep, cast_gradients
-from lightning_d9d.sync.buckets import GradientBuckets, GradSyncConfig
-from lightning_d9d.sync.norm import clip_gradients_by_norm, clip_gradients_by_value, gradient_norm
+from lightning_d9d.sync.buckets import GradientBuckets, GradSyncConfig, Part
+from lightning_d9d.sync.norm import clip_gradients_by_norm, clip_gradients_by_value
 
 _HOOKS_ON_GRADIENTS = (
     "on_after_backward",
@@ -58,11 +62,13 @@ class D9DStrategy(CheckpointedStrategy):
     DistributedDataParallel: gradients are means over ranks.
 
     Args:
-        mesh: Parallel degrees; by default every rank is a replica. So far `data_parallel_replicate`, and for plain
-            modules that shard themselves in `configure_model` `data_parallel_shard` and `tensor_parallel`.
-        schedule: Order of forwards and backwards of a D9DModule's microbatches: "1f1b" (default), "gpipe", or an object
-            of a class of `lightning_d9d.schedule` or your own; so far with one stage a rank.
-        microbatch_size: Rows of a microbatch. By default a batch is one microbatch.
+        mesh: Parallel degrees; by default every rank is a replica. So far `pipeline_parallel` for D9DModules,
+            `data_parallel_replicate`, and for plain modules that shard themselves in `configure_model`
+            `data_parallel_shard` and `tensor_parallel`.
+        schedule: Order of forwards and backwards of a D9DModule's microbatches, and where its stages are: "1f1b"
+            (default), another name of `lightning_d9d.schedule.SCHEDULES`, or an object of a class of
+            `lightning_d9d.schedule` or your own.
+        microbatch_size: Rows of a microbatch. By default 1 in a pipeline, else a batch is one microbatch.
         num_microbatches: The number of microbatches instead.
         grad_sync: Dtype and size of the gradient buckets.
         checkpoint: Whether checkpoints are files or directories.
@@ -90,14 +96,14 @@ class D9DStrategy(CheckpointedStrategy):
     ) -> None:
         super().__init__(checkpoint, mesh=mesh, timeouts=timeouts, process_group_backend=process_group_backend)
         self.schedule = resolve_schedule(schedule)
-        if self.schedule.stages_per_rank != 1:
-            raise ConfigError(
-                f"schedule={schedule!r} has {self.schedule.stages_per_rank} stages a rank, but so far there is one "
-                "stage in all; choose '1f1b', 'gpipe' or 'zero_bubble'"
-            )
+        if (microbatch_size, num_microbatches) == (None, None) and self.mesh_config.pipeline_parallel > 1:
+            microbatch_size = 1
         self.microbatch_count = MicrobatchCount(microbatch_size, num_microbatches)
         self.grad_sync = grad_sync
         self.skip_nonfinite = skip_nonfinite
+        self.pipeline: Pipeline | None = None
+        """Where this rank is in the pipeline; from `setup_environment` to `teardown`."""
+        self._tied: dict[nn.Parameter, Tie] = {}
         self._late_progress: LateProgress | None = None
         self._parameters: list[nn.Parameter] = []
         self._has_buffers = False
@@ -106,6 +112,7 @@ class D9DStrategy(CheckpointedStrategy):
         self._train_step: TrainStep | None = None
         self._optimizer_step: OptimizerStep | None = None
         self._norm: Tensor | None = None
+        self._grouped_metrics: list[Metric] = []
         self._is_described = False
         self._sync_gradients = True
         self._window_is_open = False
@@ -125,6 +132,13 @@ class D9DStrategy(CheckpointedStrategy):
         }
 
     # Setting up and tearing down
+
+    def setup_environment(self) -> None:
+        """Join the process group and find this rank's place in the pipeline. Collective."""
+        super().setup_environment()
+        assert self.lightning_module is not None
+        check_degrees_of(self.lightning_module, self.mesh_config)
+        self.pipeline = Pipeline(self.schedule, self.mesh if self.world_size > 1 else None, self.root_device)
 
     @property
     def precision_plugin(self) -> Precision:
@@ -156,10 +170,12 @@ class D9DStrategy(CheckpointedStrategy):
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         if self.world_size > 1:
-            check_layout(self.model, self.mesh)
+            check_layout(self.model, self.mesh, self.stage_group)
             tensors = [*self.model.parameters(), *self.model.buffers()]
-            broadcast_tensors(tensor for tensor in tensors if not isinstance(tensor, DTensor))
+            self._broadcast_replicas(tensors)
             make_replicas_equal(tensors)
+            self._find_tied()
+            self._sum_metrics_over_data_ranks()
         if is_sharded(self.model):
             for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
                 loop.inference_mode = False  # DTensors know no inference tensors
@@ -169,6 +185,25 @@ class D9DStrategy(CheckpointedStrategy):
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
             self._setup_gradients(self.lightning_module)
+
+    def _broadcast_replicas(self, tensors: Iterable[Tensor]) -> None:
+        """Overwrite what is not sharded by the first's among the ranks that hold the same stages. Collective."""
+        group = self.stage_group
+        first = 0 if group is None else dist.get_process_group_ranks(group)[0]
+        broadcast_tensors((tensor for tensor in tensors if not isinstance(tensor, DTensor)), group, first)
+
+    def _find_tied(self) -> None:
+        """Find the parameters that several ranks of the pipeline hold, by their names. Collective."""
+        assert self.pipeline is not None
+        self._tied = self.pipeline.find_tied(self._parameter_names())
+
+    def _sum_metrics_over_data_ranks(self) -> None:
+        """Ranks that read the same samples must not count them twice in a torchmetrics metric."""
+        if self.mesh.dp_size < self.world_size and isinstance(self.lightning_module, D9DModule):
+            for metric in self.lightning_module.modules():
+                if isinstance(metric, Metric) and metric.process_group is None:
+                    metric.process_group = self.group
+                    self._grouped_metrics.append(metric)
 
     def model_to_device(self) -> None:
         """Move the module to this process's device."""
@@ -198,12 +233,14 @@ class D9DStrategy(CheckpointedStrategy):
             self._buckets.remove()
         self._buckets = self._train_step = self._bucket_needs = self._late_progress = None
         self._parameters = []
+        self.pipeline, self._tied = None, {}
+        while self._grouped_metrics:
+            self._grouped_metrics.pop().process_group = None
         self._window_is_open = self._buffers_are_stale = False
 
     def _check_module(self, module: L.LightningModule) -> None:
         if isinstance(module, D9DModule):
             module.check_overrides()
-            check_degrees_of(module, self.mesh_config)
             if len(module.stages) == 0:
                 raise ConfigError(
                     f"{type(module).__name__} has no stages: its configure_model must call super().configure_model()"
@@ -229,7 +266,6 @@ class D9DStrategy(CheckpointedStrategy):
         assert self.model is not None
         self._parameters = list(self.model.parameters())
         self._has_buffers = any(True for _ in self.model.buffers())
-        self._update_buckets()
         self._optimizer_step = OptimizerStep(self.root_device)
         if self.skip_nonfinite and not module.automatic_optimization:
             raise ConfigError(
@@ -241,15 +277,15 @@ class D9DStrategy(CheckpointedStrategy):
         if isinstance(module, D9DModule):
             self._train_step = TrainStep(
                 module,
-                self.schedule,
-                self._buckets,
                 self.group,
                 self.precision_plugin.forward_context,
                 cuts_batches=not self.microbatch_count.is_one,
                 optimizer_step=self._optimizer_step,
+                tied=self._tied,
             )
             if self.root_device.type != "cpu":
                 self._late_progress = LateProgress(module.trainer, self.root_device)
+        self._update_buckets()
 
     def _defers_scaling(self, module: D9DModule) -> bool:
         """Whether the optimizer can take division and clipping as a factor, without anybody noticing."""
@@ -289,18 +325,20 @@ class D9DStrategy(CheckpointedStrategy):
             self._buckets.remove()
             self._buckets = None
         trained = list(itertools.compress(self._parameters, needs_gradient))
-        data_ranks = 1 if self.world_size == 1 else self.mesh.dp_size
+        group = self.group if self.world_size > 1 and self.mesh.dp_size > 1 else None
         if self.world_size > 1 and is_sharded(module):
             trained = not_yet_summed(trained, self.mesh)
         dtype = None if self.grad_sync.dtype == "auto" else getattr(torch, self.grad_sync.dtype)
         if dtype is None and isinstance(module, D9DModule) and trained:
             dtype = functools.reduce(torch.promote_types, {p.dtype for p in trained}, torch.float32)
-        if (data_ranks > 1 and trained) or (
-            accumulates and any(p.dtype != dtype for p in trained if dtype is not None)
-        ):
-            self._buckets = GradientBuckets(trained, self.group, dtype=dtype, bucket_mb=self.grad_sync.bucket_mb)
+        widens = accumulates and any(p.dtype != dtype for p in trained if dtype is not None)
+        stages = module.indexed_stages if isinstance(module, D9DModule) else {}
+        parts, part_of_stage = parts_of(trained, stages, self._tied, group)
+        parts = [part if part.group is not None or widens else Part([], None) for part in parts]
+        if any(part.parameters for part in parts):
+            self._buckets = GradientBuckets(parts, dtype=dtype, bucket_mb=self.grad_sync.bucket_mb)
         if self._train_step is not None:
-            self._train_step.buckets = self._buckets
+            self._train_step.replicas = None if self._buckets is None else Replicas(self._buckets, part_of_stage)
 
     def process_dataloader(self, dataloader: object) -> object:
         """Refuse an empty training set of a D9DModule; Lightning would warn and train on nothing.
@@ -364,7 +402,7 @@ class D9DStrategy(CheckpointedStrategy):
                 buckets.finish(divisor=self.mesh.dp_size if self.world_size > 1 else 1)
         clips_values = self.lightning_module.trainer.gradient_clip_algorithm == "value"
         if self.skip_nonfinite and clips_values and self._sync_gradients:
-            self._norm = gradient_norm(self._parameters)  # clipping by value hides what is infinite
+            self._norm = self._gradient_norm()  # clipping by value hides what is infinite
         self._buffers_are_stale = self._has_buffers and self._sync_gradients and self.world_size > 1
         self._window_is_open = not self._sync_gradients
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
@@ -398,7 +436,7 @@ class D9DStrategy(CheckpointedStrategy):
         if not self.skip_nonfinite:
             norm = None
         elif norm is None:
-            norm = gradient_norm(self._parameters)
+            norm = self._gradient_norm()
         if self._train_step is not None:
             self._train_step.step(optimizer, norm, **kwargs)
         else:
@@ -474,9 +512,12 @@ class D9DStrategy(CheckpointedStrategy):
         """After a step replicas' buffers (running means) differ; rank 0's are everyone's, as in DDP. Collective."""
         if self._buffers_are_stale:
             assert self.model is not None
-            buffers = self.model.buffers()  # of now: a module may have assigned a new tensor
-            broadcast_tensors(buffer for buffer in buffers if not isinstance(buffer, DTensor))
+            self._broadcast_replicas(self.model.buffers())  # of now: a module may have assigned a new tensor
             self._buffers_are_stale = False
+
+    def _gradient_norm(self) -> Tensor:
+        assert self.pipeline is not None
+        return self.pipeline.norm(self._parameters, self._tied)
 
     def _log_gradient_norm(self) -> None:
         assert self._train_step is not None

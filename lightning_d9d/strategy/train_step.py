@@ -14,6 +14,9 @@ stock Lightning does: it is scaled by rows / (rows of the batch) / (accumulated 
 the number of ranks. Where the total weight of a window is known before its first backward (it is one batch, and batches
 are not cut or `microbatch_weight` is given), the losses are scaled by it and no pass over the gradients is needed.
 
+[Note: pipelines] All ranks of a pipeline read the same batch and run their part of one program. Loss and metrics are
+made where the last stage is and are 0 elsewhere, so that one sum over all ranks makes them equal everywhere.
+
 [Note: one factor] Where the optimizer multiplies gradients by a factor as it reads them (torch's fused ones) and nobody
 looks at them between backward and step, division and clipping become that factor and cost no pass over the gradients.
 
@@ -24,8 +27,8 @@ and after a batch that was the last of one. So gradients that never met a step a
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -33,16 +36,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh.collectives import all_gather_object
-from lightning_d9d.pipeline.executor import BatchTotals, Executor, weighted_mean
+from lightning_d9d.pipeline.executor import Cut
+from lightning_d9d.pipeline.totals import BatchTotals, weighted_mean
 from lightning_d9d.strategy.optimizer_step import OptimizerStep
-from lightning_d9d.sync.buckets import GradientBuckets
-from lightning_d9d.sync.norm import clip_factor, clip_gradients_by_norm, gradient_norm
+from lightning_d9d.strategy.pipeline import Reported, Tie
+from lightning_d9d.strategy.replicas import Replicas
+from lightning_d9d.sync.norm import clip_factor, clip_gradients_by_norm
 
 if TYPE_CHECKING:
-    from lightning_d9d.schedule import Schedule
     from lightning_d9d.strategy.module import D9DModule
 
 
@@ -51,32 +56,32 @@ class TrainStep:
 
     Args:
         module: The module with its stages built and on their device.
-        schedule: Makes a program from a number of microbatches.
-        buckets: Gradient buckets, or None where nothing is reduced or accumulated.
         group: Ranks over which batches are split, None for one process.
         forward_context: The precision context of a forward.
         cuts_batches: Whether a batch may make more than one microbatch. Equal on all ranks, unlike the number that a
             batch makes: ranks decide by it whether they sum weights between forward and backward.
         optimizer_step: Steps or skips, and counts skips.
+        tied: This rank's parameters that other ranks of the pipeline hold, too.
     """
 
     def __init__(
         self,
         module: D9DModule,
-        schedule: Schedule,
-        buckets: GradientBuckets | None,
         group: dist.ProcessGroup | None,
         forward_context: Callable[[], AbstractContextManager],
         cuts_batches: bool,
         optimizer_step: OptimizerStep,
+        tied: Mapping[nn.Parameter, Tie],
     ) -> None:
         self.module = module
+        self.pipeline = module.pipeline
         self.parameters = list(module.parameters())
-        self.program = functools.cache(lambda num_microbatches: schedule.program(1, num_microbatches).ranks[0])
-        self.buckets = buckets
+        self.tied = tied
+        self.replicas: Replicas | None = None
+        """Sums gradients over ranks; None where nothing is reduced or accumulated."""
         self.group = group
         self.num_ranks = 1 if group is None else dist.get_world_size(group)
-        self.executor = Executor(module.stages, module, forward_context)
+        self.executor = module.executor(forward_context)
         self.cuts_batches = cuts_batches
         self.optimizer_step = optimizer_step
         self.defers = False
@@ -89,7 +94,7 @@ class TrainStep:
         self._window_weight: Tensor | None = None
         self._scaled_before = False
         self._loss_is_mean: bool | None = None
-        self._reduced: tuple[bool | None, list[str]] | None = None
+        self._reported: Reported | None = None
 
     def run(
         self, batch: Any, batch_index: int, accumulated_batches: int, is_last: bool
@@ -110,33 +115,32 @@ class TrainStep:
             for parameter in self.parameters:
                 parameter.grad = None
             self._window_weight = self._loss_is_mean = None
+        if batch_index == 0:
+            self.pipeline.begin_epoch(self.tied)
+        if self._is_first_batch:
+            self._check_same_batch(batch)
         check = self._is_first_batch and batch_index == 0  # resumed, the first may be the short last one of an epoch
-        microbatches = self.module.microbatches(batch, check=check)
+        cut = self.module.cut(batch, check=check, trains=True)
         self._is_first_batch = self._is_new_window = False
-        rows = [self.module.rows_of(m) for m in microbatches]
+        num_rows = sum(cut.rows[: len(cut.rows) - cut.num_fillers])
         is_whole_window = is_first and is_last
-        total_weight = self._known_weight(microbatches) if is_whole_window else None
+        total_weight = self._known_weight(cut) if is_whole_window else None
         weight_is_known_after_forward = is_whole_window and not self.cuts_batches
 
         def scale(totals: BatchTotals) -> Tensor | float:
             nonlocal total_weight
             if totals.loss_is_mean:
-                return 1 / (sum(rows) * accumulated_batches)
+                return 1 / (num_rows * accumulated_batches)
             if total_weight is None and weight_is_known_after_forward:
                 assert totals.loss is not None
                 total_weight = self._sum_over_ranks(totals.loss[1].double())
             return 1.0 if total_weight is None else _inverse(total_weight)
 
+        replicas = self.replicas if is_last else None
         with self.module.schedule_running():
-            totals = self.executor.run(
-                self.program(len(microbatches)),
-                microbatches,
-                rows,
-                scale,
-                before_last_backward=self.buckets.start if self.buckets is not None and is_last else _nothing,
-            )
-        if self.buckets is not None and is_last:
-            self.buckets.finish()
+            totals = self.executor.train(self.pipeline.program(len(cut.microbatches)), cut, scale, replicas)
+        if replicas is not None:
+            replicas.buckets.finish()
         self._scaled_before = total_weight is not None
         loss, metrics = self._reduce(totals)
         self._set_aside()
@@ -161,21 +165,22 @@ class TrainStep:
         if isinstance(divisor, Tensor) or divisor != 1.0:
             gradients = [p.grad for p in self.parameters if p.grad is not None]
             factor = _inverse(divisor) if isinstance(divisor, Tensor) else 1 / divisor
-            if self.defers and gradients:
-                self.factor = self._on_device(factor, gradients[0].device)
-            else:
+            if self.defers:
+                self.factor = self._on_device(factor, self.module.device)
+            elif gradients:  # a pipeline rank may have frozen stages only
                 _scale(gradients, factor)
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """The norm of the gradients as the optimizer will see them, but for clipping. Collective."""
-        norm = gradient_norm(parameters)
+        norm = self.pipeline.norm(parameters, self.tied)
         return norm if self.factor is None else norm * self.factor
 
     def clip(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
         """Clip by the norm over all ranks, which it returns. Collective."""
-        if not self.defers:
-            return clip_gradients_by_norm(parameters, max_norm)
+        parameters = list(parameters)
         norm = self.norm(parameters)
+        if not self.defers:
+            return clip_gradients_by_norm(parameters, max_norm, norm=norm)
         factor = clip_factor(norm, max_norm).float()
         self.factor = factor if self.factor is None else self.factor * factor
         return norm
@@ -188,7 +193,7 @@ class TrainStep:
             norm: Skip also where this norm of the gradients is not finite.
             kwargs: For `optimizer.step`.
         """
-        if self.buckets is not None:
+        if self.replicas is not None:
             cast_gradients(self.parameters)
         skip = None if self._window_weight is None else self._window_weight == 0  # None: a mean of at least one row
         if norm is not None:
@@ -202,10 +207,11 @@ class TrainStep:
             return factor.to(device, torch.float32)
         return torch.full((), factor, dtype=torch.float32, device=device)  # without waiting, unlike a copy
 
-    def _known_weight(self, microbatches: list[Any]) -> Tensor | None:
+    def _known_weight(self, cut: Cut) -> Tensor | None:
         """The total weight of the batch over all ranks if the module can tell it beforehand."""
-        weights = [w for m in microbatches if (w := self.module.microbatch_weight(m)) is not None]
-        if len(weights) < len(microbatches):
+        counted = cut.microbatches[: len(cut.microbatches) - cut.num_fillers]
+        weights = [w for m in counted if (w := self.module.microbatch_weight(m)) is not None]
+        if len(weights) < len(counted):
             return None
         return self._sum_over_ranks(torch.stack([w.detach().double().reshape(()) for w in weights]).sum())
 
@@ -216,36 +222,44 @@ class TrainStep:
 
     def _reduce(self, totals: BatchTotals) -> tuple[Tensor, dict[str, Tensor]]:
         """Sum loss and metrics over ranks in one message and divide each by its weight."""
-        assert totals.loss is not None
-        if self._loss_is_mean not in (None, totals.loss_is_mean):
-            raise ConfigError("microbatch_loss returned a Tensor for some microbatches and a WeightedLoss for others")
-        self._loss_is_mean = totals.loss_is_mean
-        names = sorted(totals.metrics)
-        if self.group is not None:
-            self._check_equal_on_ranks(totals.loss_is_mean, names)
-        pairs = [totals.loss, *(totals.metrics[name] for name in names)]
-        if totals.loss_is_mean:  # each rank's mean counts equally, as in DDP
-            pairs[0] = (totals.loss[0] / totals.loss[1], torch.ones_like(totals.loss[1]))
-        # float64: counts of tokens stay exact beyond 2**24. Shape [names, 2].
-        sums = self._sum_over_ranks(torch.stack([torch.stack([v.double(), w.double()]) for v, w in pairs]))
-        if not totals.loss_is_mean:
+        reported, values = self.pipeline.report("train", totals)
+        if self._reported is None:
+            self._check_equal_on_ranks(reported)
+            self._reported = reported
+        self._loss_is_mean = reported.loss_is_mean
+        if reported.loss_is_mean and totals.loss is not None:  # each rank's mean counts equally, as in DDP
+            values[0] = torch.stack([values[0, 0] / values[0, 1], values.new_ones(())])
+        sums = self._sum_over_ranks(self.pipeline.sum(values))
+        if not reported.loss_is_mean:
             weight = sums[0, 1]
             self._window_weight = weight if self._window_weight is None else self._window_weight + weight
-        dtype = torch.promote_types(totals.loss[0].dtype, torch.float32)
-        loss, *metrics = weighted_mean(*sums.unbind(1)).to(dtype).unbind()
-        return loss, dict(zip(names, metrics, strict=True))
+        loss, *metrics = weighted_mean(*sums.unbind(1)).to(reported.dtype).unbind()
+        return loss, dict(zip(reported.metrics, metrics, strict=True))
 
-    def _check_equal_on_ranks(self, loss_is_mean: bool | None, names: list[str]) -> None:
-        """Ranks add up loss and metrics by position. The first batch is compared over ranks, others with the first."""
-        ours = (loss_is_mean, names)
-        of_ranks = [self._reduced, ours]
-        if self._reduced is None:
-            self._reduced, *_ = of_ranks = all_gather_object(ours, self.group)
-        if any(of_rank != ours for of_rank in of_ranks):
+    def _check_equal_on_ranks(self, reported: Reported) -> None:
+        """Ranks add up loss and metrics by position."""
+        of_ranks = [reported] if self.group is None else all_gather_object(reported, self.group)
+        for theirs in of_ranks:
+            if theirs != reported:
+                raise ConfigError(
+                    f"rank {dist.get_rank()}: the first batch gave {reported}, on another rank {theirs}. Return the "
+                    "same names on every rank: WeightedLoss(0, 0) where there is nothing to count"
+                )
+
+    def _check_same_batch(self, batch: Any) -> None:
+        """The first batch: ranks of a pipeline must read the same."""
+        if self.pipeline.group is None:
+            return
+        digest = hashlib.sha256()
+        for leaf in tree_leaves(batch):
+            if isinstance(leaf, Tensor):
+                digest.update(f"{leaf.dtype} {list(leaf.shape)}".encode())
+                digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        if len(set(all_gather_object(digest.hexdigest(), self.pipeline.group))) > 1:
             raise ConfigError(
-                f"rank {dist.get_rank()}: (loss is a mean, names of microbatch_metrics) is {ours} in this batch; on "
-                f"other ranks or in the first batch it was {next(o for o in of_ranks if o != ours)}. Return the same "
-                "names on every rank in every batch: WeightedLoss(0, 0) where there is nothing to count"
+                f"rank {dist.get_rank()}: the ranks of its pipeline read different first batches, but each runs stages "
+                "of the same one. Let data depend on the data-parallel rank alone "
+                "(strategy.distributed_sampler_kwargs), and seed what is shuffled alike on all ranks"
             )
 
     def _set_aside(self) -> None:
@@ -277,7 +291,3 @@ def _scale(gradients: list[Tensor], factor: Tensor | float) -> None:
 def _inverse(weight: Tensor) -> Tensor:
     """1 / weight, and 0 where weight is 0, without asking the host."""
     return torch.where(weight == 0, 0.0, 1 / weight)
-
-
-def _nothing() -> None:
-    pass

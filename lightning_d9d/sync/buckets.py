@@ -4,9 +4,11 @@
 A *window* is everything between two optimizer steps: microbatches and accumulated batches. When autograd has put a
 parameter's first gradient of the window in place, the bucket *adopts* it: copies it into its slice of the flat buffer
 (casting to the bucket's dtype) and makes that view the parameter's `.grad`, so that later gradients add in place.
-`start()` announces the last backward of the window. From then on a bucket is *complete* once each of its parameters
-has received a gradient, and is *launched* (one asynchronous SUM all-reduce) when those before it are: all ranks
-launch in the same order, whatever order gradients arrive in. `finish()` launches the rest and waits.
+Parameters come in *parts*, such as a pipeline's stages, whose gradients are complete at different times. `start(part)`
+announces its last backward of the window. From then on a bucket is *complete* once each of its parameters has received
+a gradient, and all buckets of a part are after `complete(part)`. A complete bucket is *launched* (one asynchronous SUM
+all-reduce) when those before it are: all ranks launch in the same order, whatever order gradients arrive in. `finish()`
+launches the rest and waits.
 
 A parameter that got no gradient on this rank contributes zeros. Behind the gradients each bucket carries one flag a
 parameter, so the same all-reduce tells who was used anywhere: a parameter that no rank used keeps `grad is None`, as
@@ -15,10 +17,10 @@ under DistributedDataParallel. Only ranks with an unused parameter read flags (a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -46,10 +48,24 @@ class GradSyncConfig:
             raise ConfigError(f"GradSyncConfig.bucket_mb={self.bucket_mb!r} must be greater than 0")
 
 
+class Part(NamedTuple):
+    """Parameters whose gradients are complete at about the same time."""
+
+    parameters: list[nn.Parameter]
+    """With `requires_grad`, or frozen since they received a gradient, in the order the module names them; buckets take
+    them in reverse, about the order in which backward reaches them."""
+    group: dist.ProcessGroup | None
+    """Ranks that hold replicas; None keeps gradients local (buffers still accumulate in their dtype)."""
+
+
 class _Bucket:
     """Parameters of one dtype and device, their views, and the flat buffer: gradients, then one flag a parameter."""
 
-    def __init__(self, parameters: list[nn.Parameter], dtype: torch.dtype) -> None:
+    def __init__(
+        self, parameters: list[nn.Parameter], dtype: torch.dtype, part: int, group: dist.ProcessGroup | None
+    ) -> None:
+        self.part = part
+        self.group = group
         self.parameters = parameters
         self.num_elements = sum(p.numel() for p in parameters)
         self.flat = torch.zeros(self.num_elements + len(parameters), dtype=dtype, device=parameters[0].device)
@@ -77,7 +93,7 @@ class _Bucket:
         view.copy_(parameter.grad.detach())
         parameter.grad = view
 
-    def launch(self, group: dist.ProcessGroup | None) -> None:
+    def launch(self) -> None:
         self.launched = True
         self.used = [p.grad is not None for p in self.parameters]
         for index, used in enumerate(self.used):
@@ -85,13 +101,13 @@ class _Bucket:
                 self.adopt(index)
             else:
                 self.views[index].zero_()
-        if group is None:
+        if self.group is None:
             return
         if all(self.used):
             self.flags.fill_(1)
         else:
             self.flags.copy_(torch.tensor(self.used, dtype=self.flags.dtype))
-        self.work = dist.all_reduce(self.flat, group=group, async_op=True)
+        self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
 
     def wait(self, divisor: float) -> None:
         """Wait for the sum, divide it, and hand gradients that other ranks made to parameters unused here."""
@@ -109,30 +125,25 @@ class _Bucket:
 
 
 class GradientBuckets:
-    """The gradients of replicated parameters in flat buffers, all-reduced over `group` as they become complete.
+    """The gradients of replicated parameters in flat buffers, all-reduced over their ranks as they become complete.
 
-    Collective: every rank of `group` builds it with equal parameters in equal order, and calls `start` and `finish`
-    the same number of times.
+    Collective: every rank of a part's group builds it with equal parameters in equal order, and calls `finish` as
+    often. A rank that is in the groups of several parts has them in the same order as its peers.
 
     Args:
-        parameters: Parameters with `requires_grad`, or frozen since they received a gradient, in the order the module
-            names them; buckets take them in reverse, about the order in which backward reaches them.
-        group: Ranks that hold replicas; None keeps gradients local (buffers still accumulate in `dtype`).
+        parts: Launched from the last to the first.
         dtype: Of the buffers; None keeps each parameter's own.
         bucket_mb: Size limit of a bucket in MiB.
     """
 
-    def __init__(
-        self,
-        parameters: Iterable[nn.Parameter],
-        group: dist.ProcessGroup | None,
-        *,
-        dtype: torch.dtype | None = None,
-        bucket_mb: float = 32.0,
-    ) -> None:
-        self.group = group
-        self.buckets = [_Bucket(*args) for args in _fill(list(parameters)[::-1], dtype, int(bucket_mb * 2**20))]
-        self._armed = False
+    def __init__(self, parts: Sequence[Part], *, dtype: torch.dtype | None = None, bucket_mb: float = 32.0) -> None:
+        self.buckets = [
+            _Bucket(parameters, bucket_dtype, index, part.group)
+            for index, part in reversed([*enumerate(parts)])
+            for parameters, bucket_dtype in _fill(part.parameters[::-1], dtype, int(bucket_mb * 2**20))
+        ]
+        self._armed: set[int] = set()
+        self._completed: set[int] = set()
         self._next = 0
         self._handles = []
         for bucket in self.buckets:
@@ -148,9 +159,14 @@ class GradientBuckets:
         """What the buffers take on this rank."""
         return sum(bucket.flat.numel() * bucket.flat.element_size() for bucket in self.buckets)
 
-    def start(self) -> None:
-        """Announce that the coming backward is the last of the window: complete buckets may leave from now on."""
-        self._armed = True
+    def start(self, part: int = 0) -> None:
+        """Announce that the coming backward is the part's last of the window: its complete buckets may leave."""
+        self._armed.add(part)
+
+    def complete(self, part: int = 0) -> None:
+        """Announce that all gradients of the part are there: its buckets may leave."""
+        self._completed.add(part)
+        self._launch_complete()
 
     def finish(self, divisor: float = 1.0) -> None:
         """Launch what is left in order, wait for all sums (on CUDA the stream waits, not the host) and divide them.
@@ -162,7 +178,8 @@ class GradientBuckets:
             self._launch_next()
         for bucket in self.buckets:
             bucket.wait(divisor)
-        self._armed = False
+        self._armed.clear()
+        self._completed.clear()
         self._next = 0
 
     def remove(self) -> None:
@@ -179,17 +196,19 @@ class GradientBuckets:
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
         bucket.adopt(index)
-        if not self._armed:
-            return
-        bucket.arrived.add(index)
+        if bucket.part in self._armed:
+            bucket.arrived.add(index)
+            self._launch_complete()
+
+    def _launch_complete(self) -> None:
         while self._next < len(self.buckets) and self._is_complete(self.buckets[self._next]):
             self._launch_next()
 
     def _is_complete(self, bucket: _Bucket) -> bool:
-        return len(bucket.arrived) == len(bucket.parameters)
+        return bucket.part in self._completed or len(bucket.arrived) == len(bucket.parameters)
 
     def _launch_next(self) -> None:
-        self.buckets[self._next].launch(self.group)
+        self.buckets[self._next].launch()
         self._next += 1
 
 

@@ -1,0 +1,60 @@
+"""Loss and metrics of a batch, added up over its microbatches as sums with weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.pipeline.types import WeightedLoss
+
+
+@dataclass
+class BatchTotals:
+    """Sums over the microbatches of one batch on this rank: name -> (sum of values, sum of weights), detached."""
+
+    loss: tuple[Tensor, Tensor] | None = None
+    metrics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    loss_is_mean: bool | None = None
+
+    def add_loss(self, loss: WeightedLoss, is_mean: bool) -> None:
+        """Add one microbatch's loss."""
+        if self.loss_is_mean not in (None, is_mean):
+            raise ConfigError("microbatch_loss returned a Tensor for some microbatches and a WeightedLoss for others")
+        self.loss = _add(self.loss, loss)
+        self.loss_is_mean = is_mean
+
+    def add_metrics(self, metrics: Mapping[str, Tensor | WeightedLoss], rows: int) -> None:
+        """Add one microbatch's metrics; means weigh `rows`."""
+        for name, value in metrics.items():
+            self.metrics[name] = _add(self.metrics.get(name), as_weighted(value, rows, f"microbatch_metrics[{name!r}]"))
+
+
+def _add(total: tuple[Tensor, Tensor] | None, part: WeightedLoss) -> tuple[Tensor, Tensor]:
+    value, weight = part.value_sum.detach(), part.weight.detach()
+    return (value, weight) if total is None else (total[0] + value, total[1] + weight)
+
+
+def weighted_mean(value_sum: Tensor, weight: Tensor) -> Tensor:
+    """value_sum / weight, and a sum of nothing (weight 0) as it is, without asking the host."""
+    return value_sum / torch.where(weight == 0, 1.0, weight)
+
+
+def as_weighted(value: Tensor | WeightedLoss, rows: int, name: str) -> WeightedLoss:
+    """A mean over `rows` rows as a sum with that weight; a `WeightedLoss` as it is.
+
+    Raises:
+        ConfigError: The value is neither, or not a scalar.
+    """
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return WeightedLoss(value.reshape(()) * rows, torch.full((), float(rows), device=value.device))
+    if isinstance(value, WeightedLoss) and value.value_sum.numel() == 1 and value.weight.numel() == 1:
+        return WeightedLoss(value.value_sum.reshape(()), value.weight.reshape(()))
+    shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+    raise ConfigError(
+        f"{name} returned {type(value).__name__}{shape}; return a scalar Tensor (a mean over the microbatch) or "
+        "WeightedLoss(value_sum, weight) of two scalars"
+    )

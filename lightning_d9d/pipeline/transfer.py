@@ -1,0 +1,220 @@
+"""Messages between stages on different ranks: the tensors of a tree, one after the other, to or from one rank.
+
+[Note: layouts] A message has no header: the receiver knows from the *layout* how many tensors come and of which shapes.
+A stage's layout follows from the shapes of the microbatch, its *signature*, which every rank of a pipeline knows, for
+all read the same batch. The first message of each signature is preceded by its layout, for which the receiver waits on
+the host; later ones are not, so no step of known shapes waits. Frozen or trained is part of a layout: `forget` lets the
+next message of every signature bring it anew.
+
+[Note: links] Each pair of ranks has a process group of its own for either direction of the model. nccl runs the
+messages of one group one at a time, so in a group of all ranks a receive that waits for one neighbour would hold up a
+send to the other.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.pipeline.trees import Skeleton, take_apart
+
+
+class Link(NamedTuple):
+    """How this rank reaches another rank of its pipeline. [Note: links]."""
+
+    peer: int
+    """Its global rank."""
+    forward: dist.ProcessGroup
+    """For what stages put out."""
+    backward: dist.ProcessGroup
+    """For gradients."""
+
+
+class TensorLayout(NamedTuple):
+    """What a receiver must know of a tensor."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a receiver must know of a stage's output."""
+
+    skeleton: Skeleton
+    tensors: tuple[TensorLayout, ...]
+
+    @classmethod
+    def of(cls, output: Any, stage: int) -> tuple[Layout, list[Tensor]]:
+        """The layout of an output, and its tensors.
+
+        Raises:
+            ConfigError: It has a DTensor, whose mesh the next stage's ranks are not on.
+        """
+        tensors, skeleton = take_apart(output)
+        for tensor in tensors:
+            if isinstance(tensor, DTensor):
+                raise ConfigError(
+                    f"stage {stage} put out a DTensor placed {tensor.placements}; return what this rank holds, "
+                    "tensor.to_local()"
+                )
+        return cls(skeleton, tuple(TensorLayout(t.shape, t.dtype, t.requires_grad) for t in tensors)), tensors
+
+    @property
+    def trained(self) -> list[TensorLayout]:
+        """The tensors that want a gradient, in order."""
+        return [tensor for tensor in self.tensors if tensor.requires_grad]
+
+
+class _Sent(NamedTuple):
+    work: dist.Work
+    tensor: Tensor
+
+
+class _Posted(NamedTuple):
+    works: list[dist.Work]
+    tensors: list[Tensor]
+    layout: Layout | None
+
+
+class Messages:
+    """What this rank has on the way, by stage and microbatch.
+
+    Args:
+        placement: For each stage its pipeline rank.
+        links: By pipeline rank, those that have a stage next to one of this rank's.
+        device: Where tensors go.
+    """
+
+    def __init__(self, placement: Sequence[int], links: Mapping[int, Link], device: torch.device) -> None:
+        self.placement = placement
+        self.links = links
+        self.device = device
+        self.num_calls = 0
+        """Messages handed to torch so far, one a tensor."""
+        self._layouts: dict[tuple[int, Hashable], Layout] = {}
+        self._sent: list[_Sent] = []
+        self._forward: dict[tuple[int, int], _Posted] = {}
+        self._backward: dict[tuple[int, int], _Posted] = {}
+
+    def forget(self) -> None:
+        """Let layouts travel again. All ranks of a pipeline call it between the same two steps."""
+        self._layouts.clear()
+
+    # What stages put out
+
+    def send_forward(self, stage: int, signature: Hashable, layout: Layout, tensors: Sequence[Tensor]) -> None:
+        """Send the output of `stage` to the rank of the next one. Does not wait.
+
+        Raises:
+            ConfigError: Its layout is not what it was for microbatches of the same shapes.
+        """
+        link = self.links[self.placement[stage + 1]]
+        known = self._layouts.get((stage, signature))
+        if known is None:
+            self._layouts[stage, signature] = layout
+            content = torch.frombuffer(bytearray(pickle.dumps(layout)), dtype=torch.uint8).to(self.device)
+            self._send(torch.tensor([content.numel()], device=self.device), link.peer, link.forward)
+            self._send(content, link.peer, link.forward)
+        elif known != layout:
+            raise ConfigError(
+                f"stage {stage} put out {_described(layout)} for a microbatch, after {_described(known)} for one of "
+                "the same shapes in this epoch; the next stage takes what follows from shapes alone. Pad outputs to a "
+                "size that follows from the inputs' shapes, and freeze or unfreeze parameters between epochs"
+            )
+        for tensor in tensors:
+            self._send(tensor.detach().contiguous(), link.peer, link.forward)
+
+    def post_forward(self, stage: int, microbatch: int, signature: Hashable) -> None:
+        """Take buffers for the input of `stage` and start receiving. Waits for a layout that is not known."""
+        link = self.links[self.placement[stage - 1]]
+        layout = self._layouts.get((stage - 1, signature))
+        if layout is None:
+            size = self._receive_now(torch.empty(1, dtype=torch.int64, device=self.device), link)
+            content = self._receive_now(torch.empty(int(size), dtype=torch.uint8, device=self.device), link)
+            layout = self._layouts[stage - 1, signature] = pickle.loads(content.cpu().numpy().tobytes())
+        self._forward[stage, microbatch] = self._post(layout.tensors, link.peer, link.forward, layout)
+
+    def receive_forward(self, stage: int, microbatch: int) -> tuple[Layout, list[Tensor]]:
+        """The input of `stage`, once it is there (on CUDA the stream waits, not the host)."""
+        posted = self._arrived(self._forward, stage, microbatch)
+        assert posted.layout is not None
+        return posted.layout, posted.tensors
+
+    # Gradients
+
+    def send_backward(self, stage: int, gradients: Sequence[Tensor]) -> None:
+        """Send the gradients of the input of `stage` to the rank of the stage before. Does not wait."""
+        link = self.links[self.placement[stage - 1]]
+        for gradient in gradients:
+            self._send(gradient.contiguous(), link.peer, link.backward)
+
+    def post_backward(self, stage: int, microbatch: int, layout: Layout) -> None:
+        """Take buffers for the gradients of the output of `stage` and start receiving."""
+        link = self.links[self.placement[stage + 1]]
+        self._backward[stage, microbatch] = self._post(layout.trained, link.peer, link.backward, None)
+
+    def receive_backward(self, stage: int, microbatch: int) -> list[Tensor]:
+        """The gradients of the output of `stage`, once they are there (on CUDA the stream waits, not the host)."""
+        return self._arrived(self._backward, stage, microbatch).tensors
+
+    def finish(self) -> None:
+        """Return when nothing that was sent is needed any more (on CUDA the stream waits, not the host)."""
+        for sent in self._sent:
+            sent.work.wait()
+        self._sent.clear()
+
+    def drop(self) -> None:
+        """Forget everything on the way, after an error."""
+        self._sent.clear()
+        self._forward.clear()
+        self._backward.clear()
+        self._layouts.clear()
+
+    def _send(self, tensor: Tensor, peer: int, group: dist.ProcessGroup) -> None:
+        waiting = []
+        for sent in self._sent:
+            if sent.work.is_completed():
+                sent.work.wait()  # does not; it lets go of the tensor
+            else:
+                waiting.append(sent)
+        work = dist.isend(tensor, peer, group)
+        assert work is not None
+        self.num_calls += 1
+        self._sent = [*waiting, _Sent(work, tensor)]
+
+    def _post(
+        self, layouts: Sequence[TensorLayout], peer: int, group: dist.ProcessGroup, layout: Layout | None
+    ) -> _Posted:
+        tensors = [torch.empty(each.shape, dtype=each.dtype, device=self.device) for each in layouts]
+        works = [dist.irecv(tensor, peer, group) for tensor in tensors]
+        self.num_calls += len(works)
+        return _Posted([work for work in works if work is not None], tensors, layout)
+
+    def _arrived(self, posted: dict[tuple[int, int], _Posted], stage: int, microbatch: int) -> _Posted:
+        of_microbatch = posted.pop((stage, microbatch))
+        for work in of_microbatch.works:
+            work.wait()
+        return of_microbatch
+
+    def _receive_now(self, tensor: Tensor, link: Link) -> Tensor:
+        dist.recv(tensor, link.peer, link.forward)
+        self.num_calls += 1
+        return tensor
+
+
+def _described(layout: Layout) -> str:
+    tensors = []
+    for shape, dtype, requires_grad in layout.tensors:
+        text = f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+        tensors.append(f"{text} with gradient" if requires_grad else text)
+    return f"({', '.join(tensors)})"

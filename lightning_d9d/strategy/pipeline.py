@@ -1,0 +1,231 @@
+"""A rank's place in the pipeline: which stages it has, and how it reaches the ranks that have the others."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.mesh.collectives import all_gather_object
+from lightning_d9d.pipeline.totals import BatchTotals
+from lightning_d9d.pipeline.transfer import Link, Messages
+from lightning_d9d.pipeline.trees import put_together, take_apart
+from lightning_d9d.pipeline.types import StageInfo
+from lightning_d9d.schedule import Action, Schedule, add_data_parallel
+from lightning_d9d.sync.norm import gradient_norm
+
+T = TypeVar("T")
+
+
+class Reported(NamedTuple):
+    """What the totals of a batch are, apart from their values."""
+
+    loss_is_mean: bool | None
+    metrics: tuple[str, ...]
+    """Names, sorted."""
+    dtype: torch.dtype
+    """Of the loss; at least float32."""
+
+
+class Tie(NamedTuple):
+    """What a parameter that several ranks of a pipeline hold has in common with its copies."""
+
+    name: str
+    ranks: tuple[int, ...]
+    """The pipeline ranks that hold it."""
+    counts_here: bool
+    """Whether this rank has it in its norm."""
+    group: dist.ProcessGroup
+    """All ranks with a copy that gets gradients of its own: of the holders and of all data ranks."""
+
+
+class Pipeline:
+    """One rank's part of a pipeline.
+
+    Args:
+        schedule: Places stages and makes programs.
+        mesh: Of several ranks; links are made here then, so this is collective over all of them. None for one process.
+        device: Where messages go.
+    """
+
+    def __init__(self, schedule: Schedule, mesh: MeshDomains | None, device: torch.device) -> None:
+        self.schedule = schedule
+        self.mesh = mesh
+        self.device = device
+        self.num_ranks = 1 if mesh is None else mesh.sizes["pp"]
+        self.rank = 0 if mesh is None else mesh.coordinates["pp"]
+        self.placement = schedule.placement(self.num_ranks)
+        self.group: dist.ProcessGroup | None = None
+        """The ranks of this pipeline; None where it is one."""
+        self.messages: Messages | None = None
+        if mesh is not None and self.num_ranks > 1:
+            self.group = mesh.group("pp")
+            self.messages = Messages(self.placement, self._links(mesh, self.group), device)
+        self._reported: dict[str, Reported] = {}
+        self._has_ties = False
+        self.program = functools.cache(self._program)
+        self.forward_only = functools.cache(self._forward_only)
+
+    @property
+    def stages(self) -> list[StageInfo]:
+        """This rank's, ascending."""
+        return [StageInfo(i, len(self.placement)) for i in self.schedule.stages_of(self.rank, self.num_ranks)]
+
+    @property
+    def last_rank(self) -> int:
+        """The pipeline rank on which losses are made."""
+        return self.placement[-1]
+
+    def num_taken(self, num_microbatches: int) -> int:
+        """The least number from this one on that the schedule takes; this one if none near is."""
+        counts = range(num_microbatches, num_microbatches + 4 * self.num_ranks)
+        return next((n for n in counts if self.schedule.takes(self.num_ranks, n)), num_microbatches)
+
+    def find_tied(self, names: Mapping[nn.Parameter, str]) -> dict[nn.Parameter, Tie]:
+        """The parameters that other ranks of the pipeline hold, too, by their names. Collective over all ranks."""
+        if self.group is None:
+            return {}
+        assert self.mesh is not None
+        of_ranks = all_gather_object(set(names.values()), self.group)
+        every_name = set().union(*of_ranks)
+        holders = {name: tuple(r for r, theirs in enumerate(of_ranks) if name in theirs) for name in every_name}
+        groups: dict[tuple[int, ...], dist.ProcessGroup] = {
+            ranks: self.mesh.pipeline_group([ranks], "dp")
+            for ranks in sorted({ranks for ranks in holders.values() if len(ranks) > 1})
+        }
+        self._has_ties = bool(groups)
+        return {
+            parameter: Tie(name, holders[name], holders[name][0] == self.rank, groups[holders[name]])
+            for parameter, name in names.items()
+            if len(holders[name]) > 1
+        }
+
+    def norm(self, parameters: Iterable[nn.Parameter], tied: Mapping[nn.Parameter, Tie]) -> Tensor:
+        """The norm of all gradients of the model, each tied parameter counted once. Collective."""
+        counted = [parameter for parameter in parameters if parameter not in tied or tied[parameter].counts_here]
+        return gradient_norm(counted, pipeline_group=self.group)
+
+    def begin_epoch(self, tied: Mapping[nn.Parameter, Tie]) -> None:
+        """Take notice of what callbacks froze and unfroze between epochs. Collective over the pipeline.
+
+        Raises:
+            ConfigError: A tied parameter is frozen on some ranks only.
+        """
+        if self.messages is not None:
+            self.messages.forget()
+        if self._has_ties:
+            ours = {tie.name: parameter.requires_grad for parameter, tie in tied.items()}
+            of_ranks = all_gather_object(ours, self.group)
+            for name, is_trained in ours.items():
+                if any(theirs.get(name, is_trained) != is_trained for theirs in of_ranks):
+                    raise ConfigError(
+                        f"parameter {name!r} is on several stages and frozen on some of them only; set requires_grad "
+                        "of every parameter with that name, on all ranks"
+                    )
+
+    def report(self, kind: str, totals: BatchTotals) -> tuple[Reported, Tensor]:
+        """What the totals of a batch are, on all ranks of the pipeline, and the values of this one.
+
+        Collective over the pipeline the first time for each kind.
+
+        Args:
+            kind: Of batch: "train", "val", ...
+            totals: Empty but where the last stage is.
+
+        Returns:
+            And `[1 + metrics, 2]`, value sums and weights, the loss first, in float64, in which counts of tokens stay
+            exact beyond 2**24. They are 0 on ranks without the last stage: a sum over the pipeline makes them equal.
+
+        Raises:
+            ConfigError: It is not what it was in the first batch.
+        """
+        ours = None
+        if totals.loss is not None:
+            dtype = torch.promote_types(totals.loss[0].dtype, torch.float32)
+            ours = Reported(totals.loss_is_mean, tuple(sorted(totals.metrics)), dtype)
+        if kind not in self._reported:
+            reported = self.share(ours)
+            assert reported is not None
+            self._reported[kind] = reported
+        reported = self._reported[kind]
+        if ours is None:
+            return reported, torch.zeros(1 + len(reported.metrics), 2, dtype=torch.float64, device=self.device)
+        if ours != reported:
+            raise ConfigError(
+                f"a {kind} batch gave {_described(ours)}, the first one {_described(reported)}; return the same names "
+                "and the same kind of loss for every microbatch: WeightedLoss(0, 0) where there is nothing to count"
+            )
+        assert totals.loss is not None
+        pairs = [totals.loss, *(totals.metrics[name] for name in reported.metrics)]
+        return reported, torch.stack([torch.stack([value.double(), weight.double()]) for value, weight in pairs])
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over the ranks of the pipeline, in place. Collective over them."""
+        if self.group is not None:
+            dist.all_reduce(values, group=self.group)
+        return values
+
+    def share(self, value: T) -> T:
+        """The last stage's picklable value on every rank of the pipeline. Collective over them."""
+        return value if self.group is None else all_gather_object(value, self.group)[self.last_rank]
+
+    def share_tree(self, tree: Any) -> Any:
+        """The last stage's tree of tensors on every rank of the pipeline. Collective over them."""
+        if self.group is None:
+            return tree
+        tensors, skeleton = take_apart(tree)
+        layout = self.share((skeleton, [(tensor.shape, tensor.dtype) for tensor in tensors]))
+        source = dist.get_process_group_ranks(self.group)[self.last_rank]
+        if self.rank != self.last_rank:
+            skeleton = layout[0]
+            tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in layout[1]]
+        tensors = [tensor.to(self.device).contiguous() for tensor in tensors]
+        for tensor in tensors:
+            dist.broadcast(tensor, source, group=self.group)
+        return put_together(skeleton, tensors)
+
+    def _program(self, num_microbatches: int) -> Sequence[Action]:
+        program = add_data_parallel(self.schedule.program(self.num_ranks, num_microbatches))
+        return program.ranks[self.rank]
+
+    def _forward_only(self, num_microbatches: int) -> Sequence[Action]:
+        return self.schedule.forward_only(self.num_ranks, num_microbatches).ranks[self.rank]
+
+    def _links(self, mesh: MeshDomains, group: dist.ProcessGroup) -> dict[int, Link]:
+        """By pipeline rank, those whose stages are next to this rank's."""
+        global_ranks = dist.get_process_group_ranks(group)
+        links = {}
+        for pairs in disjoint_pairs(self.placement):
+            forward = mesh.pipeline_group(pairs, lane="pipeline", neighbours=True)
+            backward = mesh.pipeline_group(pairs, lane="pipeline_backward", neighbours=True)
+            for pair in pairs:
+                if self.rank in pair:
+                    peer = pair[1 - pair.index(self.rank)]
+                    links[peer] = Link(global_ranks[peer], forward, backward)
+        return links
+
+
+def disjoint_pairs(placement: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """The pairs of ranks with stages next to each other, in lists in which each rank is at most once.
+
+    Process groups of one list can be made together.
+    """
+    lists: list[list[tuple[int, int]]] = []
+    for pair in sorted({(min(two), max(two)) for two in pairwise(placement) if two[0] != two[1]}):
+        free = next((pairs for pairs in lists if not {*pair} & {rank for other in pairs for rank in other}), None)
+        if free is None:
+            lists.append([pair])
+        else:
+            free.append(pair)
+    return lists
+
+
+def _described(reported: Reported) -> str:
+    return f"{'a mean' if reported.loss_is_mean else 'a WeightedLoss'} and the metrics {list(reported.metrics)}"
