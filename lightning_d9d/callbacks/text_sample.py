@@ -13,7 +13,7 @@ from lightning_d9d.strategy.module import D9DModule
 
 
 class TextSample(L.Callback):
-    """Prints text that the model generates when `fit` ends. Tokens are bytes (`ByteTextDataModule`).
+    """Prints text that the model generates when its training ends. Tokens are bytes (`ByteTextDataModule`).
 
     Args:
         prompt: What the text begins with; at least one character.
@@ -41,11 +41,14 @@ class TextSample(L.Callback):
         """Raises `ConfigError` before the training if there is no model to generate with."""
         qwen3_moe_stages(pl_module, self)
 
-    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Generates on all ranks, as a part of the model may be on each, and prints on rank 0."""
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Generates on all ranks, as each may have a part of the model, and prints on rank 0.
+
+        Not when `fit` ends: then stages can no longer reach one another.
+        """
         with trainer.precision_plugin.forward_context():
             text = self.generate(pl_module)
-        trainer.print(f"--- {self.num_characters} generated characters ---\n{self.prompt}{text}\n---")
+        pl_module.print(f"--- {self.num_characters} generated characters ---\n{self.prompt}{text}\n---")
 
     @torch.no_grad()
     def generate(self, module: nn.Module) -> str:
