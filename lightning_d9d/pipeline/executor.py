@@ -153,6 +153,11 @@ class Executor:
         self._run(actions, batch)
         return [batch.taken[microbatch] for microbatch in sorted(batch.taken)]
 
+    def close(self) -> None:
+        """Leave the modules as they were."""
+        for stage in self.stages.values():
+            stage.close()
+
     def _run(self, actions: Sequence[Action], batch: _Batch) -> None:
         action: Action | None = None
         for each in actions:

@@ -8,7 +8,7 @@ last backward nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from lightning_d9d.ops.linear import split_linears
 from lightning_d9d.ops.weight_gradients import WeightGradients, put_off
 
 
@@ -37,6 +38,7 @@ class Stage:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        self._unsplit: Callable[[], None] | None = None
         self._live: dict[int, _Microbatch] = {}
 
     def forward(
@@ -53,6 +55,8 @@ class Stage:
         """
         if not torch.is_grad_enabled():
             return self._call(received, arguments)
+        if splits and self._unsplit is None:
+            self._unsplit = split_linears(self.module)
         live = self._live[microbatch] = _Microbatch(list(inputs), weights=WeightGradients() if splits else None)
         if live.weights is None:
             return self._call(received, arguments)
@@ -103,3 +107,10 @@ class Stage:
     def drop(self) -> None:
         """Forget all microbatches, after an error."""
         self._live.clear()
+
+    def close(self) -> None:
+        """Leave the module as it was."""
+        self.drop()
+        if self._unsplit is not None:
+            self._unsplit()
+            self._unsplit = None

@@ -191,7 +191,7 @@ class CheckpointedStrategy(RankedStrategy):
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Give the module the weights, as hooks left them, however its tensors are sharded. Local.
+        """Give the module the weights, as hooks left them, however its tensors are sharded. Collective in a pipeline.
 
         Raises:
             StateError: They are another model's, with what differs.
@@ -199,6 +199,10 @@ class CheckpointedStrategy(RankedStrategy):
         module = self.lightning_module
         assert module is not None
         state = _laid_out_like(module.state_dict(), checkpoint["state_dict"])
+        if self._opened is None and self.is_pipelined:  # a file has all stages
+            own = module.state_dict().keys()
+            of_others = Ranks().merge(dict.fromkeys(own)).keys() - own
+            state = {name: value for name, value in state.items() if name not in of_others}
         load_weights(module, state, strict, self._checkpoint_path)
 
     def _load_weights(self, opened: Checkpoint) -> dict[str, Any]:
@@ -213,8 +217,14 @@ class CheckpointedStrategy(RankedStrategy):
         """Give optimizers their state, however their parameters are sharded. Collective for directories.
 
         Raises:
-            StateError: Their number or their parameters differ from what was saved.
+            StateError: Their number or their parameters differ from what was saved, or a file is to go on in a pipeline.
         """
+        if self._opened is None and self.is_pipelined:
+            raise StateError(
+                f"checkpoint {str(self._checkpoint_path)!r} is a file, which has optimizer state by position; a "
+                "pipeline needs it by name. Go on from it without a pipeline and D9DStrategy saves a directory, or load "
+                "the weights alone, with load_from_checkpoint"
+            )
         states: Any = checkpoint["optimizer_states"]
         num_saved = len(states) if self._opened is None else states
         if num_saved != len(self.optimizers):

@@ -46,11 +46,13 @@ def evaluate(module: D9DModule, batch: Any, prefix: str) -> dict[str, Tensor]:
     return result
 
 
-def predict(module: D9DModule, batch: Any) -> Any:
+def predict(module: D9DModule, batch: Any, share: bool = True) -> Any:
     """`predict_output` of a batch; parts of several microbatches are joined along dim 0. Collective over the pipeline.
 
-    Returns:
-        The same on every rank of the pipeline; None on those without the last stage if the module is told not to share.
+    Args:
+        module: Whose stages run.
+        batch: The same on every rank of the pipeline.
+        share: Send the result from the last stage to all ranks; otherwise the others get None.
     """
     pipeline = module.pipeline
     cut = module.cut(batch)
@@ -58,7 +60,7 @@ def predict(module: D9DModule, batch: Any) -> Any:
         actions = pipeline.forward_only(len(cut.microbatches))
         parts = module.executor(nullcontext).outputs(actions, cut, module.predict_output)
     whole = None if not parts else parts[0] if len(parts) == 1 else tree_map(_join, *parts)
-    return pipeline.share_tree(whole) if module.share_predictions else whole
+    return pipeline.share_tree(whole) if share else whole
 
 
 def _join(*parts: Any) -> Any:

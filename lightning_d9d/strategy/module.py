@@ -210,7 +210,7 @@ class D9DModule(L.LightningModule):
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         """`predict_output` of one batch."""
-        return predict(self, batch)
+        return predict(self, batch, share=self.share_predictions)
 
     # For the steps
 

@@ -173,9 +173,14 @@ class RankedStrategy(ParallelStrategy):
         return self._group
 
     @property
+    def is_pipelined(self) -> bool:
+        """Whether ranks hold different stages."""
+        return self.world_size > 1 and self.mesh.sizes["pp"] > 1
+
+    @property
     def stage_group(self) -> dist.ProcessGroup | None:
         """The ranks that hold the same pipeline stages; None for all ranks."""
-        return self.mesh.group("dp", "cp", "tp") if self.mesh.sizes["pp"] > 1 else None
+        return self.mesh.group("dp", "cp", "tp") if self.is_pipelined else None
 
     # Timeouts, failures, the end
 

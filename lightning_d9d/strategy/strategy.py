@@ -231,6 +231,8 @@ class D9DStrategy(CheckpointedStrategy):
     def _drop_gradients(self) -> None:
         if self._buckets is not None:
             self._buckets.remove()
+        if self._train_step is not None:
+            self._train_step.executor.close()
         self._buckets = self._train_step = self._bucket_needs = self._late_progress = None
         self._parameters = []
         self.pipeline, self._tied = None, {}
@@ -241,6 +243,11 @@ class D9DStrategy(CheckpointedStrategy):
     def _check_module(self, module: L.LightningModule) -> None:
         if isinstance(module, D9DModule):
             module.check_overrides()
+            if self.is_pipelined and self.checkpoint_config.mode == "consolidated":
+                raise ConfigError(
+                    "CheckpointConfig.mode='consolidated' with a pipeline: no rank has the whole model; choose "
+                    "'sharded', which load_from_checkpoint reads in one process, too"
+                )
             if len(module.stages) == 0:
                 raise ConfigError(
                     f"{type(module).__name__} has no stages: its configure_model must call super().configure_model()"

@@ -1,0 +1,190 @@
+"""Validation, test, prediction, checkpoints and metrics in a pipeline: what one process gives, on every rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+from torchmetrics import MeanMetric, SumMetric
+
+from lightning_d9d import CheckpointConfig, ConfigError, D9DStrategy, MeshConfig, StateError
+from tests.harness.compare import assert_close_named, assert_tensors_close
+from tests.harness.ranks import RankContext
+from tests.harness.tolerances import Kind
+from tests.strategy.pipelined import Pipelined, token_rows
+from tests.strategy.plain import trainer
+
+
+class Evaluated(Pipelined):
+    """Keeps what hooks see, and counts batches in a torchmetrics metric."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.count, self.mean = SumMetric(), MeanMetric()
+        self.seen: list[dict[str, Tensor]] = []
+        self.calls: list[str] = []
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.seen.append(outputs)
+        self.count.update(len(batch["ids"]))
+        self.mean.update(outputs["loss"], outputs["weight"])
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("rows", self.count.compute())
+        self.log("loss_again", self.mean.compute())
+        self.count.reset()
+        self.mean.reset()
+        self.calls.append(f"validation at step {self.global_step}")
+
+
+def loader(rows: Any, data_ranks: int = 1, data_rank: int = 0) -> DataLoader:
+    return DataLoader(rows, batch_size=3, sampler=DistributedSampler(rows, data_ranks, data_rank, shuffle=False))
+
+
+def of_one_process(**options: Any) -> Evaluated:
+    L.seed_everything(7, verbose=False)
+    module = Evaluated(**options)
+    module.configure_model()
+    return module
+
+
+def whole_losses(module: Evaluated, rows: Any) -> tuple[Tensor, Tensor]:
+    """Mean loss of all tokens, and logits of all rows."""
+    (stage,) = module.stages
+    total, count, logits = torch.zeros((), dtype=torch.float64), 0, []
+    with torch.no_grad():
+        for row in rows:
+            row = {key: value.unsqueeze(0) for key, value in row.items()}
+            output = stage(row["ids"], row["scale"])
+            loss = module.microbatch_loss(output, row)
+            total, count = total + loss.value_sum, count + int(loss.weight)
+            logits.append(output.logits)
+    return total / count, torch.cat(logits)
+
+
+@pytest.mark.ranks(4)
+def test_evaluation_and_prediction_equal_one_process(rank: RankContext) -> None:
+    rows = token_rows(8)
+    mesh = MeshConfig(pipeline_parallel=2, data_parallel_replicate=2)
+    reference = of_one_process()
+    loss, logits = whole_losses(reference, rows)
+    for schedule in ("1f1b", "zero_bubble_v"):
+        L.seed_everything(7, verbose=False)
+        module = Evaluated()
+        run = trainer(D9DStrategy(mesh=mesh, schedule=schedule), 4, rank.device.type, precision="64-true")
+        data_rank = rank.rank % 2
+        (result,) = run.validate(module, loader(rows, 2, data_rank), verbose=False)
+        assert_close_named("val_loss", torch.tensor(result["val_loss"]), loss, kind=Kind.LOSS)
+        assert result["rows"] == len(rows)
+        assert_close_named("by torchmetrics", torch.tensor(result["loss_again"]), loss.float(), kind=Kind.LOSS)
+        (tested,) = run.test(module, loader(rows, 2, data_rank), verbose=False)
+        assert tested["test_loss"] == result["val_loss"]
+        assert tested["test_accuracy"] == result["val_accuracy"]
+        assert len({str(each) for each in rank.all_gather_object([result, tested])}) == 1
+        predicted = run.predict(module, loader(rows, 2, data_rank))
+        assert predicted is not None
+        assert_close_named("logits", torch.cat(predicted), logits[data_rank::2], kind=Kind.OUTPUT)
+        module.share_predictions = False
+        predicted = run.predict(module, loader(rows, 2, data_rank))
+        has_last_stage = (rank.rank // 2 == 1) is (schedule == "1f1b")
+        assert all((each is not None) is has_last_stage for each in predicted)
+
+
+@pytest.mark.ranks(2)
+def test_validation_in_the_middle_of_an_epoch(rank: RankContext) -> None:
+    """Evaluation between training batches, of other shapes, leaves training as it is without."""
+    rows, states = token_rows(12), []
+    for interval in (1.0, 0.5):
+        L.seed_everything(7, verbose=False)
+        module = Evaluated()
+        run = trainer(
+            D9DStrategy(mesh=MeshConfig(pipeline_parallel=2), schedule="interleaved_1f1b"),
+            2,
+            rank.device.type,
+            precision="64-true",
+            max_epochs=2,
+            val_check_interval=interval,
+            num_sanity_val_steps=2,
+        )
+        run.fit(module, loader(rows), DataLoader(token_rows(4, lengths=(3,)), batch_size=4))
+        assert module.calls == [f"validation at step {s}" for s in ([0, 4, 8] if interval == 1 else [0, 2, 4, 6, 8])]
+        assert run.global_step == 8
+        states.append(module.state_dict())
+    assert_tensors_close(*states)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("tied", [False, True])
+def test_checkpoints_go_from_and_to_pipelines(rank: RankContext, tied: bool) -> None:
+    """Four steps in one go on two stages; two steps there, then two in other stages; one process goes on likewise."""
+    rows = token_rows(12)
+
+    def fit(
+        schedule: str, max_steps: int, path: Path | None = None, alone: bool = False
+    ) -> tuple[Evaluated, L.Trainer]:
+        L.seed_everything(7, verbose=False)
+        module = Evaluated(tied=tied)
+        mesh = None if alone else MeshConfig(pipeline_parallel=2)
+        run = trainer(
+            D9DStrategy(mesh=mesh, schedule=schedule, microbatch_size=1),
+            1 if alone else 2,
+            rank.device.type,
+            precision="64-true",
+            max_steps=max_steps,
+        )
+        run.fit(module, loader(rows), ckpt_path=path)
+        return module, run
+
+    whole, _ = fit("1f1b", 4)
+    _, run = fit("zero_bubble_v", 2)
+    path = rank.tmp_dir / "two_steps"
+    run.save_checkpoint(path)
+    resumed, run = fit("1f1b", 4, path)
+    assert run.global_step == 4
+    assert_tensors_close(resumed.state_dict(), whole.state_dict())
+    expected = {}
+    for theirs in rank.all_gather_object(whole.state_dict()):
+        expected |= theirs
+    loaded = Evaluated.load_from_checkpoint(path, tied=tied)
+    assert set(loaded.state_dict()) == set(expected)
+    run.save_checkpoint(rank.tmp_dir / "four_steps")
+    loaded = Evaluated.load_from_checkpoint(rank.tmp_dir / "four_steps", tied=tied)
+    assert_tensors_close(loaded.state_dict(), expected)
+
+
+@pytest.mark.ranks(2)
+def test_a_single_file_is_refused(rank: RankContext) -> None:
+    module = Evaluated()
+    strategy = D9DStrategy(mesh=MeshConfig(pipeline_parallel=2), checkpoint=CheckpointConfig(mode="consolidated"))
+    run = trainer(strategy, 2, rank.device.type, precision="64-true", max_steps=1)
+    with pytest.raises(ConfigError, match="consolidated.*sharded"):
+        run.fit(module, loader(token_rows(4)))
+
+
+@pytest.mark.ranks(2)
+def test_files_of_one_process_give_pipelines_their_weights(rank: RankContext) -> None:
+    rows = token_rows(6)
+    L.seed_everything(7, verbose=False)
+    module, path = Evaluated(), rank.tmp_dir / "file.ckpt"
+    if rank.rank == 0:
+        alone = L.Trainer(
+            accelerator="cpu", devices=1, precision="64-true", max_steps=2, logger=False, enable_progress_bar=False
+        )
+        alone.fit(module, loader(rows))
+        alone.save_checkpoint(path)
+    rank.barrier()
+    (expected,) = rank.all_gather_object(module.state_dict())[:1]
+    resumed = Evaluated()
+    strategy = D9DStrategy(mesh=MeshConfig(pipeline_parallel=2))
+    run = trainer(strategy, 2, rank.device.type, precision="64-true", max_steps=3)
+    run.validate(resumed, loader(rows), ckpt_path=path, verbose=False)
+    ours = resumed.state_dict()
+    assert_tensors_close(ours, {name: expected[name] for name in ours})
+    with pytest.raises(StateError, match="file, which has optimizer state by position"):
+        run.fit(Evaluated(), loader(rows), ckpt_path=path)
