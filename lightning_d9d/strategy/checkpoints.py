@@ -217,13 +217,13 @@ class CheckpointedStrategy(RankedStrategy):
         """Give optimizers their state, however their parameters are sharded. Collective for directories.
 
         Raises:
-            StateError: Their number or their parameters differ from what was saved, or a file is to go on in a pipeline.
+            StateError: Their number or their parameters differ from what was saved, or a pipeline was given a file.
         """
         if self._opened is None and self.is_pipelined:
             raise StateError(
                 f"checkpoint {str(self._checkpoint_path)!r} is a file, which has optimizer state by position; a "
-                "pipeline needs it by name. Go on from it without a pipeline and D9DStrategy saves a directory, or load "
-                "the weights alone, with load_from_checkpoint"
+                "pipeline needs it by name. Go on from it without a pipeline, and D9DStrategy saves a directory; or "
+                "load the weights alone, with load_from_checkpoint"
             )
         states: Any = checkpoint["optimizer_states"]
         num_saved = len(states) if self._opened is None else states

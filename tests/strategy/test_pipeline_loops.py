@@ -163,7 +163,7 @@ def test_a_single_file_is_refused(rank: RankContext) -> None:
     module = Evaluated()
     strategy = D9DStrategy(mesh=MeshConfig(pipeline_parallel=2), checkpoint=CheckpointConfig(mode="consolidated"))
     run = trainer(strategy, 2, rank.device.type, precision="64-true", max_steps=1)
-    with pytest.raises(ConfigError, match="consolidated.*sharded"):
+    with pytest.raises(ConfigError, match=r"consolidated.*sharded"):
         run.fit(module, loader(token_rows(4)))
 
 
