@@ -11,7 +11,8 @@ Messages and data-parallel collectives run beside them:
 - A program without messages is run as if all ranks saw what the others computed, at once.
 
 [Note: live activations] A microbatch is live in a stage from the start of its forward to the end of its backward; of a
-split one, to the end of its weight backward. In a forward-only program it is live during the forward.
+split one, to the end of its weight backward, perhaps with other memory from its input backward on. In a forward-only
+program it is live during the forward.
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ class Costs:
     """From when a message left its link until it is there."""
     activation: PerStage = 1.0
     """Memory of one live microbatch in a stage."""
+    weight_activation: PerStage | None = None
+    """The same between its input and its weight backward; None: no other."""
     durations: Mapping[Action, float] = field(default_factory=dict)
     """Times of single actions, such as measured ones; they come before those above. A message's is its send's."""
 
@@ -143,7 +146,7 @@ class Simulation:
     peak_activations: tuple[int, ...]
     """For each rank the most (stage, microbatch) live at once. [Note: live activations]."""
     peak_memory: tuple[float, ...]
-    """The same, weighted by `Costs.activation`."""
+    """The most memory of those live at once, by `Costs.activation` and `Costs.weight_activation`."""
 
     @property
     def bubble_ratio(self) -> float:
@@ -375,11 +378,15 @@ def _peak(actions: Sequence[Action], costs: Costs, forward_only: bool) -> tuple[
     count = most = 0
     memory = most_memory = 0.0
     for part in (part for action in actions for part in compute_parts(action)):
+        whole = _of_stage(costs.activation, part.stage)
+        kept = whole if costs.weight_activation is None else _of_stage(costs.weight_activation, part.stage)
         if isinstance(part, Forward):
             count += 1
-            memory += _of_stage(costs.activation, part.stage)
-            most, most_memory = max(most, count), max(most_memory, memory)
+            memory += whole
+        elif isinstance(part, BackwardInput):
+            memory += kept - whole
+        most, most_memory = max(most, count), max(most_memory, memory)
         if forward_only or isinstance(part, Backward | BackwardWeight):
             count -= 1
-            memory -= _of_stage(costs.activation, part.stage)
+            memory -= kept if isinstance(part, BackwardWeight) else whole
     return most, most_memory
