@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -96,6 +96,27 @@ def materialize(stage: nn.Module, device: torch.device, seed: int) -> None:
                     made[id(meta)] = (meta, _stored_like(meta, local, device))
                 _assign(module, key, made[id(meta)][1])
     stage.to(device)  # what was not on the meta device; and `fully_shard` takes notice of its new parameters
+
+
+def share_equal_names(stages: Iterable[nn.Module]) -> None:
+    """Let stages of one rank share the parameters and buffers whose names are equal.
+
+    Raises:
+        ConfigError: Their shapes or dtypes differ.
+    """
+    first: dict[str, Tensor] = {}
+    for stage in stages:
+        for name, module in stage.named_modules(remove_duplicate=False):
+            for key, tensor in _owned(module).items():
+                full = f"{name}.{key}" if name else key
+                known = first.setdefault(full, tensor)
+                if (known.shape, known.dtype) != (tensor.shape, tensor.dtype):
+                    raise ConfigError(
+                        f"two stages name tensors of shapes {list(known.shape)} {known.dtype} and "
+                        f"{list(tensor.shape)} {tensor.dtype} {full!r}; names are global: a layer keeps its index in "
+                        "the whole model"
+                    )
+                _assign(module, key, known)
 
 
 def _children_first(module: nn.Module, seen: set[nn.Module], name: str = "") -> Iterator[tuple[str, nn.Module]]:

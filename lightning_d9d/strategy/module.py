@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Self, cast
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from lightning_d9d.checkpoint import is_directory, open_directory
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.pipeline.executor import Cut, Executor, loss_of, stage_inputs
-from lightning_d9d.pipeline.initial_weights import materialize
+from lightning_d9d.pipeline.initial_weights import materialize, share_equal_names
 from lightning_d9d.pipeline.microbatch import MicrobatchCount, num_rows, split_rows
 from lightning_d9d.pipeline.totals import BatchTotals, weighted_mean
 from lightning_d9d.pipeline.types import StageInfo, StageInputs, WeightedLoss
@@ -298,29 +298,6 @@ def _add_stage_prefix(module: D9DModule, state: dict[str, Any], prefix: str, *_:
                 taken.add(prefix + name)
     for name in taken:
         del state[name]
-
-
-def share_equal_names(stages: Iterable[nn.Module]) -> None:
-    """Let stages of one rank share the parameters and buffers whose names are equal.
-
-    Raises:
-        ConfigError: Their shapes or dtypes differ.
-    """
-    first: dict[str, Tensor] = {}
-    for stage in stages:
-        for name, module in stage.named_modules():
-            for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is None:
-                    continue
-                full = f"{name}.{key}" if name else key
-                known = first.setdefault(full, tensor)
-                if (known.shape, known.dtype) != (tensor.shape, tensor.dtype):
-                    raise ConfigError(
-                        f"two stages name tensors of shapes {list(known.shape)} {known.dtype} and "
-                        f"{list(tensor.shape)} {tensor.dtype} {full!r}; names are global: a layer keeps its index in "
-                        "the whole model"
-                    )
-                (module._parameters if key in module._parameters else module._buffers)[key] = known  # type: ignore[index]
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -75,7 +75,9 @@ def test_one_group_for_each_partition(mesh: str, expected: int) -> None:
     assert len(cuts) == expected
     with fake_world(config.world_size // 3, config.world_size):
         domains = MeshDomains.build(config, "cpu")
-        assert num_groups() == (1 if mesh in ("replicas", "tensor") else expected)  # these need the default group only
+        assert num_groups() == (
+            1 if mesh in ("replicas", "tensor", "pipeline") else expected
+        )  # these need the default group only
         assert domains.flat.size() == config.world_size
         assert num_groups() == expected
         domains.close()
@@ -186,29 +188,39 @@ def test_groups_are_called_by_all_their_axes() -> None:
         assert domains.group("dp", "cp", lane="reduce").group_desc == "dp+cp|batch@reduce"
 
 
-def test_every_group_is_warmed_up_and_neighbours_of_the_pipeline_exchange_messages(
-    recorder: Recorder, tmp_path: Path
-) -> None:
+def test_every_group_is_warmed_up_and_linked_ranks_exchange_messages(recorder: Recorder, tmp_path: Path) -> None:
     config = MeshConfig(pipeline_parallel=4, data_parallel_shard=2, tensor_parallel=2)
+    pairs = [(0, 1), (2, 3)], [(1, 2)]
     for rank in range(16):
         with fake_world(rank, 16):
             recorder.start(tmp_path / str(rank))
             domains = MeshDomains.build(config, "cpu")
+            links = []
             for _ in range(2):  # once is enough
-                domains.group("pp", lane="pipeline")
+                links = [domains.pipeline_group(each, lane="pipeline", neighbours=True) for each in pairs]
             recorder.stop()
             entries = read(tmp_path / str(rank))
             reduced = [entry.group for entry in entries if entry.operator == "allreduce"]
             used = [pooled.group.group_name for pooled in pool().groups if len(pooled.ranks) > 1]
             assert reduced == used
-            for lane in "default", "pipeline":
-                group = domains.group("pp", lane=lane)
-                ranks, stage = dist.get_process_group_ranks(group), rank // 4
-                messages = [entry for entry in entries if entry.is_message and entry.group == group.group_name]
-                neighbours = sorted({ranks[stage - 1], ranks[(stage + 1) % 4]})
-                assert sorted(e.peer for e in messages if e.operator == "send" and e.peer is not None) == neighbours
-                assert sorted(e.peer for e in messages if e.operator == "receive" and e.peer is not None) == neighbours
+            stage, rest = divmod(rank, 4)
+            for of_stage, link in zip(({0: 1, 1: 0, 2: 3, 3: 2}, {1: 2, 2: 1}), links, strict=True):
+                peers = [4 * of_stage[stage] + rest] if stage in of_stage else []
+                assert dist.get_process_group_ranks(link) == sorted([rank, *peers])
+                messages = [entry for entry in entries if entry.is_message and entry.group == link.group_name]
+                for operator in ("send", "receive"):
+                    assert {e.peer for e in messages if e.operator == operator} == set(peers)
     assert not mismatches([read(tmp_path / str(rank)) for rank in range(16)])
+
+
+def test_ranks_of_some_stages_and_all_data_ranks() -> None:
+    config = MeshConfig(pipeline_parallel=3, data_parallel_replicate=2, tensor_parallel=2)
+    for rank in range(12):
+        with fake_world(rank, 12):
+            group = MeshDomains.build(config, "cpu").pipeline_group([(0, 2)], "dp")
+            tensor = rank % 2
+            expected = [rank] if rank // 4 == 1 else [tensor, 2 + tensor, 8 + tensor, 10 + tensor]
+            assert dist.get_process_group_ranks(group) == expected
 
 
 @pytest.mark.ranks(4)
