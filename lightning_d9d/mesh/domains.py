@@ -208,7 +208,7 @@ class MeshDomains:
             of_part = ranks[list(part)].movedim([0, *members], list(range(-1 - len(members), 0)))
             cut += map(tuple, of_part.reshape(-1, math.prod(of_part.shape[of_part.ndim - 1 - len(members) :])).tolist())
         pool = self._open()
-        description = f"pp{[list(part) for part in parts]}+{'+'.join(axes)}|batch"
+        description = "+".join([f"pp ({'; '.join(' '.join(map(str, part)) for part in parts)})", *axes]) + "|batch"
         pooled = pool.group(
             tuple(tuple(sorted(group)) for group in cut),
             description=description,

@@ -1,16 +1,16 @@
 """What stages hand over: trees of tensors, taken apart and put together again.
 
-A tree is a tensor, or a list, tuple, NamedTuple, mapping or dataclass of trees, or whatever torch's pytree knows; all
-else in it (None, numbers, texts) is carried as it is.
+A tree is a tensor, or a list, tuple, NamedTuple, mapping or dataclass of trees; all else in it (None, numbers, texts)
+is carried as it is.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 
 class _Hole(NamedTuple):
@@ -19,48 +19,59 @@ class _Hole(NamedTuple):
     place: int
 
 
+class _Branch(NamedTuple):
+    """A container: by names (fields, keys) or, without, by position."""
+
+    kind: type
+    names: tuple[Any, ...] | None
+    children: tuple[Any, ...]
+
+
 class Skeleton(NamedTuple):
     """A tree without its tensors; picklable if what else is in it is."""
 
-    spec: TreeSpec
-    leaves: tuple[Any, ...]
-
-
-class _Dataclass(NamedTuple):
-    kind: type
-    fields: Skeleton
+    root: Any
 
 
 def take_apart(tree: Any) -> tuple[list[Tensor], Skeleton]:
     """The tensors of a tree in a fixed order, and the rest."""
     tensors: list[Tensor] = []
-    return tensors, _skeleton(tree, tensors)
+    return tensors, Skeleton(_without(tree, tensors))
 
 
 def put_together(skeleton: Skeleton, tensors: list[Tensor]) -> Any:
     """The tree whose tensors these are."""
-    leaves = [_leaf(leaf, tensors) for leaf in skeleton.leaves]
-    return tree_unflatten(leaves, skeleton.spec)
+    return _filled(skeleton.root, tensors)
 
 
-def _skeleton(tree: Any, tensors: list[Tensor]) -> Skeleton:
-    leaves, spec = tree_flatten(tree)
-    rest: list[Any] = []
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            rest.append(_Hole(len(tensors)))
-            tensors.append(leaf)
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            fields = {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf) if field.init}
-            rest.append(_Dataclass(type(leaf), _skeleton(fields, tensors)))
-        else:
-            rest.append(leaf)
-    return Skeleton(spec, tuple(rest))
+def _without(tree: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(tree, Tensor):
+        tensors.append(tree)
+        return _Hole(len(tensors) - 1)
+    names: tuple[Any, ...] | None = None
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        names = tuple(field.name for field in dataclasses.fields(tree) if field.init)
+        values = [getattr(tree, name) for name in names]
+    elif isinstance(tree, Mapping):
+        names, values = tuple(tree), list(tree.values())
+    elif isinstance(tree, list | tuple):
+        values = list(tree)
+    else:
+        return tree
+    return _Branch(type(tree), names, tuple(_without(value, tensors) for value in values))
 
 
-def _leaf(leaf: Any, tensors: list[Tensor]) -> Any:
-    if isinstance(leaf, _Hole):
-        return tensors[leaf.place]
-    if isinstance(leaf, _Dataclass):
-        return leaf.kind(**put_together(leaf.fields, tensors))
-    return leaf
+def _filled(node: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(node, _Hole):
+        return tensors[node.place]
+    if not isinstance(node, _Branch):
+        return node
+    values = [_filled(child, tensors) for child in node.children]
+    if dataclasses.is_dataclass(node.kind):
+        assert node.names is not None
+        return node.kind(**dict(zip(node.names, values, strict=True)))
+    if node.names is not None:
+        return node.kind(zip(node.names, values, strict=True))  # type: ignore[call-arg]
+    if hasattr(node.kind, "_fields"):
+        return node.kind(*values)
+    return node.kind(values)  # type: ignore[call-arg]
