@@ -74,11 +74,12 @@ def test_quickstart(tmp_path: Path):
     assert_results(tmp_path, "loss_curve.png", "huggingface")
 
 
-@pytest.mark.parametrize("launcher", ["lightning", "torchrun"])
+@pytest.mark.parametrize("launcher", ["lightning", "torchrun", "pipeline"])
 def test_yaml_on_two_processes(launcher: str, tmp_path: Path):
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     command = ("-m", *(torchrun if launcher == "torchrun" else ()), *(("-m", *FIT) if launcher == "torchrun" else FIT))
-    result = run(*command, *SHORT, output=tmp_path)
+    more = ("--config", str(EXAMPLES / "pipeline.yaml")) if launcher == "pipeline" else ()
+    result = run(*command, *more, *SHORT, output=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "All distributed processes registered. Starting with 2 processes" in result.stderr
     assert "max_steps=4` reached" in result.stderr
