@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_d9d.modules.initial_values import Constant, DrawnByRows, Normal
+from lightning_d9d.ops import linear
 
 Reduction = Literal["none", "sum"]
 
@@ -74,7 +75,7 @@ class SplitLMHead(nn.ModuleDict):
 
 
 def _logits_or_loss(x: Tensor, weight: Tensor, labels: Tensor | None, reduction: Reduction) -> Tensor:
-    logits = F.linear(x, weight)
+    logits = linear(x, weight)
     if labels is None:
         return logits
     logits = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))

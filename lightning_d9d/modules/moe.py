@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_d9d.modules.dispatch import LocalDispatch
 from lightning_d9d.modules.experts import GroupedExperts
 from lightning_d9d.modules.initial_values import Constant, DrawnByRows, Normal
+from lightning_d9d.ops import linear
 
 
 class TopKRouter(DrawnByRows):
@@ -36,7 +36,7 @@ class TopKRouter(DrawnByRows):
             Indices of the experts and their weights, both `[tokens, top_k]`. The weights are probabilities, in float32
             at least, scaled to sum to one for each token if `normalize` was set.
         """
-        logits = F.linear(x, self.weight)
+        logits = linear(x, self.weight)
         probabilities = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
         weights, indices = probabilities.topk(self.top_k, dim=-1)
         if self.normalize:

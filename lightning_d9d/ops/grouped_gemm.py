@@ -4,6 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_d9d.ops.linear import autocast_dtype
+from lightning_d9d.ops.weight_gradients import AT_ONCE, WeightGradients, receiver
+
 _NATIVE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -13,7 +16,8 @@ def grouped_gemm(x: Tensor, weight: Tensor, offsets: Tensor, *, padded: bool = F
     Runs on `torch.nn.functional.grouped_mm`, without reading `offsets` on the host where that has a grouped kernel;
     float64, rows whose stride is not a multiple of 16 bytes, and devices without it take an exact loop over the groups,
     which does read them. Differentiable in `x` and `weight`; a group without rows gives its matrix a zero gradient.
-    Under autocast both factors are cast as `torch.nn.functional.linear` would.
+    Under autocast both factors are cast as `torch.nn.functional.linear` would. Inside `put_off`, and with a leaf as
+    `weight`, the gradient of `weight` is put off; see `lightning_d9d.ops.weight_gradients`.
 
     Args:
         x: rows sorted by group, shape `[rows, in]`.
@@ -25,17 +29,23 @@ def grouped_gemm(x: Tensor, weight: Tensor, offsets: Tensor, *, padded: bool = F
     Returns:
         Shape `[rows, out]`, in the dtype of `x`.
     """
-    device_type = x.device.type
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
-        x, weight = x.to(dtype), weight.to(dtype)
-    if not _runs_natively(x, weight):
-        return grouped_gemm_reference(x, weight, offsets)
+    gradients = receiver(x, weight)
+    x = x.to(autocast_dtype(x))
+    native = _runs_natively(x, weight)
+
+    def product(x: Tensor) -> Tensor:
+        if gradients is None or gradients is AT_ONCE:
+            return _GroupedProduct.apply(x, weight, offsets, native, None)
+        return _GroupedProduct.apply(x, weight.detach(), offsets, native, (gradients, weight))
+
+    if not native:
+        return product(x)
+    x = x.contiguous()
     if not padded:
-        return _native(x, weight, offsets)
+        return product(x)
     # grouped_mm leaves rows after the last group unwritten in the result and in the gradient of x: select in both.
     is_row = torch.arange(len(x), device=x.device).unsqueeze(-1) < offsets[-1]
-    return torch.where(is_row, _native(torch.where(is_row, x, 0), weight, offsets), 0)
+    return torch.where(is_row, product(torch.where(is_row, x, 0)), 0)
 
 
 def grouped_gemm_reference(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
@@ -53,18 +63,45 @@ def _runs_natively(x: Tensor, weight: Tensor) -> bool:
     return aligned and x.dtype in _NATIVE_DTYPES and x.device.type in ("cpu", "cuda", "meta")
 
 
-def _native(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    product = F.grouped_mm(x.contiguous(), weight.contiguous().transpose(-2, -1), offs=offsets)
-    return _ContiguousGradient.apply(product)
-
-
-class _ContiguousGradient(torch.autograd.Function):
-    """Identity with a contiguous gradient: grouped_mm's backward rejects expanded ones, such as that of a sum."""
+class _GroupedProduct(torch.autograd.Function):
+    """Groups of rows times matrices; `later` names the leaf behind a detached weight, and who takes its gradient."""
 
     @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        return x.view_as(x)
+    def forward(
+        ctx, x: Tensor, weight: Tensor, offsets: Tensor, native: bool, later: tuple[WeightGradients, Tensor] | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, offsets)
+        ctx.native, ctx.later = native, later
+        weight = weight.to(autocast_dtype(weight))
+        if not native:
+            return grouped_gemm_reference(x, weight, offsets)
+        return F.grouped_mm(x, weight.contiguous().transpose(-2, -1), offs=offsets)
 
     @staticmethod
-    def backward(ctx, *grad_outputs: Tensor) -> Tensor:
-        return grad_outputs[0].contiguous()
+    def backward(ctx, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, offsets = ctx.saved_tensors
+        dy = grad_outputs[0].contiguous()  # grouped_mm rejects expanded ones, such as the gradient of a sum
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            weight = weight.to(dy.dtype)
+            if ctx.native:
+                dx = F.grouped_mm(dy, weight.contiguous(), offs=offsets)
+            else:
+                dx = grouped_gemm_reference(dy, weight.transpose(-2, -1), offsets)
+        weight_gradient = _native_weight_gradient if ctx.native else _weight_gradient
+        if ctx.needs_input_grad[1]:
+            dw = weight_gradient(dy, x, offsets)
+        elif ctx.later is not None:
+            gradients, trained_weight = ctx.later
+            gradients.add(trained_weight, weight_gradient, dy, x, offsets)
+        return dx, dw, None, None, None
+
+
+def _native_weight_gradient(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
+    return F.grouped_mm(dy.transpose(0, 1), x, offs=offsets)
+
+
+def _weight_gradient(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
+    ends = offsets.tolist()
+    groups = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    return torch.stack([dy[rows].t() @ x[rows] for rows in groups])

@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from lightning_d9d.modules import SparseMoE, SwiGLU
-from tests.harness.compare import assert_close_named
+from lightning_d9d.ops import WeightGradients, put_off
+from tests.harness.compare import assert_bitwise_equal, assert_close_named
 from tests.harness.tolerances import Kind
 
 HIDDEN, INTERMEDIATE, NUM_EXPERTS, TOP_K = 32, 48, 8, 3
@@ -103,3 +104,18 @@ def test_swiglu_equals_one_expert():
     x = torch.randn(6, HIDDEN)
     offsets = torch.tensor([0] + [6] * (NUM_EXPERTS - 1), dtype=torch.int32)
     assert_close_named("output", moe.experts(x, torch.full((6,), 0.5), offsets), 0.5 * mlp(x), kind=Kind.OUTPUT)
+
+
+@pytest.mark.parametrize("intermediate", [INTERMEDIATE, 45], ids=["native", "fallback"])
+def test_weight_gradients_can_wait(intermediate):
+    moe = make_moe(intermediate=intermediate)
+    x = torch.randn(2, 9, HIDDEN, requires_grad=True)
+    expected = torch.autograd.grad(moe(x).square().sum(), [x, *moe.parameters()])
+    gradients = WeightGradients()
+    with put_off(gradients):
+        loss = moe(x).square().sum()
+    gradients.backward(loss)
+    assert all(parameter.grad is None for parameter in moe.parameters())
+    gradients.accumulate()
+    for (name, tensor), gradient in zip([("x", x), *moe.named_parameters()], expected, strict=True):
+        assert_bitwise_equal(name, tensor.grad, gradient)

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from lightning_d9d.modules import LMHead, SplitLMHead, SplitTokenEmbedding, TokenEmbedding
+from lightning_d9d.ops import WeightGradients, put_off
 from tests.harness.compare import assert_bitwise_equal, assert_close_named
 from tests.harness.tolerances import Kind
 
@@ -80,3 +81,25 @@ def test_all_labels_ignored_or_none_at_all():
         loss.backward()
         assert loss.item() == 0.0
         assert not head.weight.grad.any()
+
+
+@pytest.mark.parametrize("is_tied", [False, True], ids=["own weight", "tied to the embedding"])
+def test_weight_gradient_of_the_head_can_wait(is_tied):
+    embedding = TokenEmbedding(VOCAB, HIDDEN, initializer_range=1.0).double()
+    head = LMHead(None if is_tied else VOCAB, HIDDEN, initializer_range=1.0).double()
+    ids, labels = torch.randint(VOCAB, (2, 2, 9))
+    parameters = [*embedding.parameters(), *head.parameters()]
+
+    def loss():
+        return head(embedding(ids).sin(), labels, "sum", embedding.weight if is_tied else None)
+
+    expected = torch.autograd.grad(loss(), parameters)
+    gradients = WeightGradients()
+    with put_off(gradients):
+        total = loss()
+    gradients.backward(total)
+    assert embedding.weight.grad is not None  # looking up does not wait
+    assert is_tied or head.weight.grad is None
+    gradients.accumulate()
+    for parameter, gradient in zip(parameters, expected, strict=True):
+        assert_close_named("gradient", parameter.grad, gradient)

@@ -1,9 +1,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
-from lightning_d9d.ops import grouped_gemm
-from tests.harness.compare import assert_close_named
+from lightning_d9d.ops import WeightGradients, grouped_gemm, put_off
+from tests.harness.compare import assert_bitwise_equal, assert_close_named
 from tests.harness.tolerances import Kind
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
@@ -118,3 +119,98 @@ def test_a_gradient_is_computed_only_where_one_is_wanted(device):
     _, expected_dx, expected_dw = by_hand(x, weight, gradient, [6, 10])
     assert_close_named("dx", dx, expected_dx.float())
     assert_close_named("dweight", dw, expected_dw.float())
+
+
+def run(x, weight, gradient, offsets, *, split, forward=grouped_gemm, **options):
+    """The result, what the weight has after the input backward, and the gradients."""
+    gradients = WeightGradients()
+    if split:
+        with put_off(gradients):
+            y = forward(x, weight, offsets, **options)
+        gradients.backward(y, gradient)
+    else:
+        y = forward(x, weight, offsets, **options)
+        y.backward(gradient)
+    first = weight.grad
+    gradients.accumulate()
+    dx, dw = x.grad, weight.grad
+    x.grad = weight.grad = None
+    return y, first, dx, dw
+
+
+@on_every_device
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", GROUP_SIZES.values(), ids=GROUP_SIZES.keys())
+@pytest.mark.parametrize(("num_out", "num_after"), [(48, 0), (7, 0), (48, 5)], ids=["native", "loop", "padded"])
+def test_weight_gradient_put_off_equals_bit_by_bit(sizes, num_out, num_after, dtype, device):
+    operands = make(sizes, 32, num_out, dtype, device, num_after)
+    options = {"padded": num_after > 0}
+    y, first, dx, dw = run(*operands, split=True, **options)
+    assert first is None
+    expected_y, expected_first, expected_dx, expected_dw = run(*operands, split=False, **options)
+    assert expected_first is expected_dw
+    for name, ours, theirs in (("y", y, expected_y), ("dx", dx, expected_dx), ("dweight", dw, expected_dw)):
+        assert_bitwise_equal(name, ours, theirs)
+
+
+@pytest.mark.parametrize("num_out", [48, 7], ids=["native", "loop"])
+def test_weight_gradient_put_off_under_autocast(num_out):
+    operands = make([6, 0, 10], 32, num_out, torch.float32)
+    operands[2].copy_(operands[2].bfloat16())
+    forward = torch.autocast("cpu", torch.bfloat16)(grouped_gemm)
+    _, first, dx, dw = run(*operands, split=True, forward=forward)
+    assert first is None
+    assert dw.dtype == torch.float32
+    _, _, expected_dx, expected_dw = run(*operands, split=False, forward=forward)
+    assert_bitwise_equal("dx", dx, expected_dx)
+    assert_bitwise_equal("dweight", dw, expected_dw)
+
+
+@on_every_device
+@pytest.mark.parametrize("num_out", [48, 7], ids=["native", "loop"])
+def test_weight_gradient_put_off_with_recomputation(num_out, device):
+    operands = make([6, 0, 10], 32, num_out, torch.float32, device)
+    calls = []
+
+    def forward(x, weight, offsets):
+        def counted(x):
+            calls.append(x)
+            return grouped_gemm(x.sin(), weight, offsets).cos()
+
+        return checkpoint(counted, x, use_reentrant=False)
+
+    _, first, dx, dw = run(*operands, split=True, forward=forward)
+    assert first is None
+    assert len(calls) == 2
+    _, _, expected_dx, expected_dw = run(*operands, split=False, forward=forward)
+    assert_bitwise_equal("dx", dx, expected_dx)
+    assert_bitwise_equal("dweight", dw, expected_dw)
+
+
+@pytest.mark.parametrize("num_out", [48, 7], ids=["native", "loop"])
+def test_weights_that_are_no_leaves_do_not_wait(num_out):
+    operands = make([6, 0, 10], 32, num_out, torch.float32)
+
+    def forward(x, weight, offsets):
+        return grouped_gemm(x, 2 * weight, offsets)
+
+    _, first, _, dw = run(*operands, split=True, forward=forward)
+    assert first is dw
+    assert_bitwise_equal("dweight", dw, run(*operands, split=False, forward=forward)[-1])
+
+
+def test_frozen_weight_inside_put_off():
+    x, weight, gradient, offsets = make([6, 0, 10], 32, 48, torch.float32)
+    _, first, dx, dw = run(x, weight.detach(), gradient, offsets, split=True)
+    assert first is dw is None
+    assert_bitwise_equal("dx", dx, run(x, weight.detach(), gradient, offsets, split=False)[2])
+
+
+def test_compiled():
+    operands = make([6, 0, 10], 32, 48, torch.bfloat16)
+    compiled = torch.compile(lambda *args: grouped_gemm(*args).sin(), backend="aot_eager")
+    actual = run(*operands, split=True, forward=compiled)
+    expected = run(*operands, split=False, forward=lambda *args: grouped_gemm(*args).sin())
+    assert actual[1] is actual[3]  # nothing waits there
+    for name, ours, theirs in zip(("y", "dweight", "dx", "dweight"), actual, expected, strict=True):
+        assert_close_named(name, ours, theirs)

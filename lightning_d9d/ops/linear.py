@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_d9d.ops.weight_gradients import AT_ONCE, WeightGradients, receiver
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`torch.nn.functional.linear`, whose weight gradient can wait.
+
+    Inside `put_off` and with a leaf as `weight`, the gradients of `weight` and `bias` are put off, and equal bit by bit
+    those of `torch.nn.functional.linear`, also under autocast; see `lightning_d9d.ops.weight_gradients`.
+
+    Args:
+        x: shape `[..., in]`.
+        weight: shape `[out, in]`.
+        bias: shape `[out]`.
+
+    Returns:
+        Shape `[..., out]`.
+    """
+    gradients = receiver(x, weight, bias)
+    if gradients is None or x.dim() < 2:
+        return F.linear(x, weight, bias)
+    x = x.to(autocast_dtype(x))
+    if gradients is AT_ONCE:
+        return _Linear.apply(x, weight, bias, None)
+    trained_bias = bias if bias is not None and bias.requires_grad else None
+    return _Linear.apply(x, weight.detach(), None if bias is None else bias.detach(), (gradients, weight, trained_bias))
+
+
+def autocast_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype to which `torch.nn.functional.linear` casts `tensor`: its own without autocast, and for float64."""
+    device_type = tensor.device.type
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        return tensor.dtype if tensor.dtype == torch.float64 else torch.get_autocast_dtype(device_type)
+    return tensor.dtype
+
+
+def split_linears(module: nn.Module) -> Callable[[], None]:
+    """Makes every `torch.nn.Linear` in `module` call `linear`, so that its weight gradient can be put off.
+
+    Sets an attribute `forward` on each of them, except on those whose class or owner has replaced `forward`. Copies and
+    pickles of `module` keep it; outside `put_off` it changes nothing.
+
+    Returns:
+        A function that takes the attributes away again.
+    """
+    split = [
+        part
+        for part in module.modules()
+        if isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward and "forward" not in vars(part)
+    ]
+    for part in split:
+        part.forward = partial(_forward, part)
+
+    def undo() -> None:
+        while split:
+            del split.pop().forward
+
+    return undo
+
+
+def _forward(module: nn.Linear, input: Tensor) -> Tensor:
+    return linear(input, module.weight, module.bias)
+
+
+class _Linear(torch.autograd.Function):
+    """`F.linear` and its gradients; `later` names the leaves behind detached weights, and who takes their gradients."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        later: tuple[WeightGradients, Tensor, Tensor | None] | None,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.later = later
+        if bias is not None:
+            bias = bias.to(autocast_dtype(bias))
+        y = F.linear(x.flatten(0, -2), weight.to(autocast_dtype(weight)), bias)
+        # Detached, since autograd forbids to modify a view that a Function returns.
+        return y.view(*x.shape[:-1], y.shape[-1]).detach()
+
+    @staticmethod
+    def backward(ctx, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        shape = x.shape
+        x, dy = x.flatten(0, -2), grad_outputs[0].flatten(0, -2)
+        dw = db = None
+        if ctx.later is not None:
+            gradients, trained_weight, trained_bias = ctx.later
+            gradients.add(trained_weight, _weight_gradient, dy, x)
+            if trained_bias is not None:
+                gradients.add(trained_bias, _bias_gradient, dy)
+        else:
+            dw = _weight_gradient(dy, x)
+            if ctx.needs_input_grad[2]:
+                db = _bias_gradient(dy)
+        return (dy @ weight.to(dy.dtype)).view(shape), dw, db, None
+
+
+def _weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    return dy.t() @ x
+
+
+def _bias_gradient(dy: Tensor) -> Tensor:
+    return dy.sum(0)
