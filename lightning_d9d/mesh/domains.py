@@ -81,6 +81,11 @@ class MeshDomains:
             ) from error
 
     @property
+    def timeout_seconds(self) -> float | None:
+        """After how long collectives fail; None is torch's own limit."""
+        return self._timeout_seconds
+
+    @property
     def regular(self) -> DeviceMesh:
         """One axis for each degree, but for experts."""
         return self._mesh("regular")

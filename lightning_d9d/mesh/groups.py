@@ -14,6 +14,9 @@ same ones. This is not for speed alone. DTensor caches what it has worked out by
 names are equal to it whatever their groups: with new groups it would go on with those of the earlier mesh.
 
 All ranks must ask for new groups in the same order, as with `torch.distributed.new_group`.
+
+A message that was sent and never received would meet the first receive of a later run. Who leaves a group behind like
+this says so with `abandon`, and the ranks that ask for it the next time get a new one.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.mesh.collectives import all_gather_object
 
 Lane = Literal["default", "moe", "reduce", "pipeline", "pipeline_backward"]
 Partition = tuple[tuple[int, ...], ...]
@@ -66,6 +70,8 @@ class PooledGroup:
     is_warm: bool = False
     are_connected: bool = False
     """The neighbours."""
+    is_abandoned: bool = False
+    """This rank has left it with messages under way."""
 
 
 class GroupPool:
@@ -154,6 +160,8 @@ class GroupPool:
         if len(cut[0]) == 1:  # alone: nothing to wait for, whatever the lane
             cut, lane, high_priority = tuple((rank,) for rank in range(dist.get_world_size())), "default", False
         key = (cut, lane, backend, high_priority)
+        if neighbours and key in self._by_key and self._is_abandoned_anywhere(key):
+            _destroy(self._by_key.pop(key).group)
         if key not in self._by_key:
             is_world = len(cut) == 1 and (lane, backend, high_priority) == ("default", own_backend, False)
             self._by_key[key] = PooledGroup(
@@ -206,6 +214,9 @@ class GroupPool:
         if self._owns_world:
             dist.destroy_process_group()
 
+    def _is_abandoned_anywhere(self, key: tuple[Partition, Lane, str, bool]) -> bool:
+        return any(all_gather_object(self._by_key[key].is_abandoned, self._world))
+
     def _make(
         self, cut: Partition, description: str, lane: Lane, backend: str, high_priority: bool
     ) -> dist.ProcessGroup:
@@ -242,9 +253,24 @@ def _exchange_with_neighbours(pooled: PooledGroup, token: torch.Tensor) -> None:
         work.wait()
 
 
-def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Let collectives of a group fail after this long. Local.
+def abandon(group: dist.ProcessGroup) -> None:
+    """Messages of the group may be under way for good, after an error: a later run gets a new one. Local."""
+    pool = GroupPool.living()
+    for pooled in () if pool is None else pool.groups:
+        pooled.is_abandoned |= pooled.group is group
 
-    The one place that uses a private name of torch: 2.11 and 2.13 have no public setter.
+
+def _destroy(group: dist.ProcessGroup) -> None:
+    """Also where messages are under way. Public in torch is only what waits for them."""
+    if dist.get_backend(group) == "nccl":
+        dist.distributed_c10d._abort_process_group(group)
+    else:
+        dist.destroy_process_group(group)
+
+
+def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Let collectives of a group fail after this long, and on gloo not its messages. Local.
+
+    torch 2.11 and 2.13 have no public setter.
     """
     dist.distributed_c10d._set_pg_timeout(timeout, group)

@@ -168,6 +168,7 @@ class Executor:
             for action in actions:
                 with record_function(str(action)):
                     batch.run(action)
+            action = None
             if self.messages is not None:
                 self.messages.finish()
         except BaseException as error:
@@ -175,7 +176,10 @@ class Executor:
                 stage.drop()
             if self.messages is not None:
                 self.messages.drop()
-            error.add_note(f"while running {action} of {len(batch.cut.microbatches)} microbatches: {_in_words(action)}")
+            error.add_note(
+                f"at {_in_words(action)} (stages 0 to {self.num_stages - 1}, "
+                f"microbatches 0 to {len(batch.cut.microbatches) - 1})"
+            )
             raise
 
 
@@ -388,15 +392,18 @@ _WORDS = {
     SendBackward: "sending the input's gradient",
     ReceiveForward: "receiving the input",
     ReceiveBackward: "receiving the output's gradient",
+    Unshard: "gathering the parameters",
+    Reshard: "letting go of the parameters",
+    ReduceGradients: "summing the gradients",
 }
 
 
 def _in_words(action: Action | None) -> str:
     if action is None:
-        return "before the first action"
+        return "the end of the schedule"
     parts: tuple[Any, ...] = compute_parts(action) or (action,)
-    return ", ".join(
-        f"{_WORDS.get(type(part), type(part).__name__)} of stage {part.stage}"
+    return f"{action} of the schedule: " + " and ".join(
+        f"{_WORDS[type(part)]} of stage {part.stage}"
         + (f", microbatch {part.microbatch}" if hasattr(part, "microbatch") else "")
         for part in parts
     )

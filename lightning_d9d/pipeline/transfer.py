@@ -9,13 +9,18 @@ next message of every signature bring it anew.
 [Note: links] Each pair of ranks has a process group of its own for either direction of the model. nccl runs the
 messages of one group one at a time, so in a group of all ranks a receive that waits for one neighbour would hold up a
 send to the other.
+
+[Note: after an error] A rank that raises in the middle of a schedule leaves messages that it never sends and others
+that it never takes. The watchdog ends ranks that wait for it. Where all ranks raise and live on, a message from before
+would be taken for one of the next run: the links are abandoned, and the next run gets new ones.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +29,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.mesh.groups import abandon
 from lightning_d9d.pipeline.trees import Skeleton, take_apart
 
 
@@ -78,12 +84,14 @@ class Layout:
 class _Sent(NamedTuple):
     work: dist.Work
     tensor: Tensor
+    peer: int
 
 
 class _Posted(NamedTuple):
     works: list[dist.Work]
     tensors: list[Tensor]
     layout: Layout | None
+    peer: int
 
 
 class Messages:
@@ -93,12 +101,20 @@ class Messages:
         placement: For each stage its pipeline rank.
         links: By pipeline rank, those that have a stage next to one of this rank's.
         device: Where tensors go.
+        limit_seconds: For how long the host waits for one, as of now; None: as long as the link's group was made with.
     """
 
-    def __init__(self, placement: Sequence[int], links: Mapping[int, Link], device: torch.device) -> None:
+    def __init__(
+        self,
+        placement: Sequence[int],
+        links: Mapping[int, Link],
+        device: torch.device,
+        limit_seconds: Callable[[], float | None] = lambda: None,
+    ) -> None:
         self.placement = placement
         self.links = links
         self.device = device
+        self.limit_seconds = limit_seconds
         self.num_calls = 0
         """Messages handed to torch so far, one a tensor."""
         self._layouts: dict[tuple[int, Hashable], Layout] = {}
@@ -170,11 +186,14 @@ class Messages:
     def finish(self) -> None:
         """Return when nothing that was sent is needed any more (on CUDA the stream waits, not the host)."""
         for sent in self._sent:
-            sent.work.wait()
+            self._wait(sent.work, f"for rank {sent.peer} to take a message")
         self._sent.clear()
 
     def drop(self) -> None:
-        """Forget everything on the way, after an error."""
+        """Forget everything on the way, and the links. [Note: after an error]."""
+        for link in self.links.values():
+            abandon(link.forward)
+            abandon(link.backward)
         self._sent.clear()
         self._forward.clear()
         self._backward.clear()
@@ -184,13 +203,13 @@ class Messages:
         waiting = []
         for sent in self._sent:
             if sent.work.is_completed():
-                sent.work.wait()  # does not; it lets go of the tensor
+                self._wait(sent.work, f"for rank {sent.peer}")  # does not; it lets go of the tensor
             else:
                 waiting.append(sent)
         work = dist.isend(tensor, peer, group)
         assert work is not None
         self.num_calls += 1
-        self._sent = [*waiting, _Sent(work, tensor)]
+        self._sent = [*waiting, _Sent(work, tensor, peer)]
 
     def _post(
         self, layouts: Sequence[TensorLayout], peer: int, group: dist.ProcessGroup, layout: Layout | None
@@ -198,18 +217,31 @@ class Messages:
         tensors = [torch.empty(each.shape, dtype=each.dtype, device=self.device) for each in layouts]
         works = [dist.irecv(tensor, peer, group) for tensor in tensors]
         self.num_calls += len(works)
-        return _Posted([work for work in works if work is not None], tensors, layout)
+        return _Posted([work for work in works if work is not None], tensors, layout, peer)
 
     def _arrived(self, posted: dict[tuple[int, int], _Posted], stage: int, microbatch: int) -> _Posted:
         of_microbatch = posted.pop((stage, microbatch))
         for work in of_microbatch.works:
-            work.wait()
+            self._wait(work, f"for a message from rank {of_microbatch.peer}")
         return of_microbatch
 
     def _receive_now(self, tensor: Tensor, link: Link) -> Tensor:
-        dist.recv(tensor, link.peer, link.forward)
+        work = dist.irecv(tensor, link.peer, link.forward)
+        assert work is not None
         self.num_calls += 1
+        self._wait(work, f"for the first message of its kind from rank {link.peer}")
         return tensor
+
+    def _wait(self, work: dist.Work, what: str) -> None:
+        seconds = self.limit_seconds()
+        try:
+            if self.device.type == "cpu" and seconds is not None:  # gloo's own limit is the first of the group
+                work.wait(timedelta(seconds=seconds))
+            else:
+                work.wait()
+        except RuntimeError as error:
+            error.add_note(f"while waiting {what}")
+            raise
 
 
 def _described(layout: Layout) -> str:

@@ -67,7 +67,8 @@ class Pipeline:
         self.messages: Messages | None = None
         if mesh is not None and self.num_ranks > 1:
             self.group = mesh.group("pp")
-            self.messages = Messages(self.placement, self._links(mesh, self.group), device)
+            links = self._links(mesh, self.group)
+            self.messages = Messages(self.placement, links, device, lambda: mesh.timeout_seconds)
         self._reported: dict[str, Reported] = {}
         self._has_ties = False
         self.program = functools.cache(self._program)
