@@ -340,8 +340,10 @@ class D9DStrategy(CheckpointedStrategy):
             dtype = functools.reduce(torch.promote_types, {p.dtype for p in trained}, torch.float32)
         widens = accumulates and any(p.dtype != dtype for p in trained if dtype is not None)
         stages = module.indexed_stages if isinstance(module, D9DModule) else {}
+        # autograd may make a gradient of memory that a split backward keeps; in a bucket it has its own
+        keeps_local = widens or (self.pipeline is not None and isinstance(module, D9DModule) and self.pipeline.splits)
         parts, part_of_stage = parts_of(trained, stages, self._tied, group)
-        parts = [part if part.group is not None or widens else Part([], None) for part in parts]
+        parts = [part if part.group is not None or keeps_local else Part([], None) for part in parts]
         if any(part.parameters for part in parts):
             self._buckets = GradientBuckets(parts, dtype=dtype, bucket_mb=self.grad_sync.bucket_mb)
         if self._train_step is not None:

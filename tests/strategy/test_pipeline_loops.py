@@ -8,17 +8,19 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 from torchmetrics import MeanMetric, SumMetric
 
-from lightning_d9d import CheckpointConfig, ConfigError, D9DStrategy, MeshConfig, StateError
+from lightning_d9d import CheckpointConfig, ConfigError, D9DStrategy, MeshConfig, StageInfo, StateError
+from lightning_d9d.schedule import ZeroBubble
 from tests.harness.compare import assert_close_named, assert_tensors_close
 from tests.harness.ranks import RankContext
 from tests.harness.tolerances import Kind
 from tests.strategy.pipelined import Pipelined, token_rows
 from tests.strategy.plain import trainer
+from tests.strategy.staged import Staged, staged_rows
 
 
 class Evaluated(Pipelined):
@@ -188,3 +190,35 @@ def test_files_of_one_process_give_pipelines_their_weights(rank: RankContext) ->
     assert_tensors_close(ours, {name: expected[name] for name in ours})
     with pytest.raises(StateError, match="file, which has optimizer state by position"):
         run.fit(Evaluated(), loader(rows), ckpt_path=path)
+
+
+class Shifted(Staged):
+    """Autograd makes the gradient of `table` of the memory of the product's."""
+
+    def configure_stage(self, stage: StageInfo) -> nn.Module:
+        return Shift(super().configure_stage(stage))
+
+
+class Shift(nn.Module):
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers, self.linear = layers, nn.Linear(4, 4)
+        self.table = nn.Parameter(torch.empty(4))
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.table)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.linear(self.layers(input)) + self.table.unsqueeze(0)
+
+
+def test_split_backwards_where_a_gradient_shares_memory() -> None:
+    """With one row a microbatch, what `table` gets is the memory that the weight backward of `linear` reads."""
+    weights = []
+    for schedule in ("1f1b", ZeroBubble()):
+        L.seed_everything(7, verbose=False)
+        module = Shifted()
+        run = trainer(D9DStrategy(schedule=schedule, microbatch_size=1), max_steps=2)
+        run.fit(module, DataLoader(staged_rows(8), batch_size=4))
+        weights.append(module.state_dict())
+    assert_tensors_close(*weights)
