@@ -1,4 +1,7 @@
-"""`python -m tests.benchmarks [names] [--device cpu|cuda] [--repeats N] [--output file.json] [--quick]`."""
+"""`python -m tests.benchmarks [names] [--device cpu|cuda] [--repeats N] [--output file.json] [--quick]`.
+
+Tables and pictures go to the directory `$OUT`, if it is set.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +20,18 @@ import torch
 
 from tests.benchmarks.frame import MIN_STEP_SECONDS, run_case
 
-NAMES = ("strategy_overhead", "mesh_build")
+NAMES = ("strategy_overhead", "mesh_build", "pipeline")
 
 
 def main() -> int:
     """Runs benchmarks one after another, prints a table for each case and writes the JSON. 1 if a target is missed."""
     arguments = _parse()
     results = []
+    directory = os.environ.get("OUT")
     for name in arguments.names or NAMES:
-        for case in import_module(f"tests.benchmarks.{name}").cases(arguments.device, arguments.quick):
+        module = import_module(f"tests.benchmarks.{name}")
+        selected = {"schedules": arguments.schedules, "microbatches": arguments.microbatches}
+        for case in module.cases(arguments.device, arguments.quick, **selected if name == "pipeline" else {}):
             if arguments.device == "cuda" and torch.cuda.device_count() < case.num_processes:
                 print(f"{name}, {case.name}: left out, needs {case.num_processes} GPUs", flush=True)
                 continue
@@ -35,11 +41,14 @@ def main() -> int:
             result = {"benchmark": name, **run_case(case, arguments.device)}
             result["load_average"] = [load_before, os.getloadavg()[0]]
             results.append(result)
-            print(table(result, arguments.device), flush=True)
-    if arguments.output is not None:
-        report = {"quick": arguments.quick, "machine": machine(arguments.device), "results": results}
-        arguments.output.write_text(json.dumps(report, indent=1) + "\n")
-    verdicts = [c["ratio"].get("verdict") for r in results for c in r["contenders"].values() if "ratio" in c]
+            print(getattr(module, "table", table)(result, arguments.device), flush=True)
+            if arguments.output is not None:
+                report = {"quick": arguments.quick, "machine": machine(arguments.device), "results": results}
+                arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+            if directory and hasattr(module, "write"):
+                module.write(result, Path(directory), arguments.device)
+    contenders = [contender for result in results for contender in result["contenders"].values()]
+    verdicts = [c[kind].get("verdict") for c in contenders for kind in ("ratio", "pair") if kind in c]
     return int("missed" in verdicts)
 
 
@@ -49,6 +58,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, help="rounds to time; more of them narrow the interval")
     parser.add_argument("--output", type=Path, help="JSON file for raw samples, conditions and the machine")
+    parser.add_argument("--schedules", nargs="+", help="of `pipeline`; the first is the peer of the others")
+    parser.add_argument("--microbatches", nargs="+", type=int, help="of `pipeline`")
     parser.add_argument("--quick", action="store_true", help="small and short: shows that it runs, judges nothing")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(NAMES):

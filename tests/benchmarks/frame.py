@@ -50,6 +50,10 @@ class Case:
     """The contender that all others are divided by; the first."""
     limits: Mapping[str, float] = field(default_factory=dict)
     """Contender -> the largest ratio to the peer that meets the target."""
+    pairs: Mapping[str, tuple[str, float | None]] = field(default_factory=dict)
+    """Contender -> another one that it is divided by, too, and the largest such ratio that meets a target."""
+    afterwards: Callable[[Mapping[str, Contender], torch.device], Mapping[str, dict[str, Any]]] | None = None
+    """Measures more when the rounds are over, by contender, for JSON. Collective; rank 0's is kept."""
     num_processes: int = 1
     warmup_steps: int = 4
     block_steps: int = 2
@@ -117,14 +121,20 @@ def summarize(case: Case, measured: dict[str, dict[str, Any]]) -> dict[str, Any]
         values |= {"median_seconds": median, "quartiles_seconds": [low, high]}
         if name == case.peer:
             continue
-        ratio = ratio_of_pairs(samples, peer)
-        values["ratio"] = asdict(ratio)
-        if name in case.limits:
-            long_enough = statistics.median(peer) >= MIN_STEP_SECONDS
-            verdict = ratio.verdict(case.limits[name]) if long_enough else "steps too short"
-            values["ratio"] |= {"limit": case.limits[name], "verdict": verdict}
+        values["ratio"] = _judged(samples, peer, case.limits.get(name))
+    for name, (other, limit) in case.pairs.items():
+        samples, theirs = (measured[each]["seconds_per_step"] for each in (name, other))
+        measured[name]["pair"] = {"peer": other, **_judged(samples, theirs, limit)}
     plan = {name: getattr(case, name) for name in ("peer", "num_processes", "warmup_steps", "block_steps", "repeats")}
     return {"case": case.name, **plan, "conditions": dict(case.conditions), "contenders": measured}
+
+
+def _judged(samples: Sequence[float], peer: Sequence[float], limit: float | None) -> dict[str, Any]:
+    ratio = ratio_of_pairs(samples, peer)
+    if limit is None:
+        return asdict(ratio)
+    long_enough = statistics.median(peer) >= MIN_STEP_SECONDS
+    return asdict(ratio) | {"limit": limit, "verdict": ratio.verdict(limit) if long_enough else "steps too short"}
 
 
 def measure(case: Case, device: torch.device) -> dict[str, dict[str, Any]]:
@@ -146,7 +156,7 @@ def measure(case: Case, device: torch.device) -> dict[str, dict[str, Any]]:
         before = torch.cuda.memory_allocated(device) if on_cuda else 0
         contenders[name] = build(device)
         contenders[name].run(case.warmup_steps)
-        _synchronize(device)
+        synchronize(device)
         peak = torch.cuda.max_memory_allocated(device) - before if on_cuda else None
         loss = _over_ranks(contenders[name].loss(), device, dist.ReduceOp.SUM) / case.num_processes
         measured[name] = {"peak_memory_bytes": peak, "warmup_loss": loss, "seconds_per_step": []}
@@ -158,13 +168,16 @@ def measure(case: Case, device: torch.device) -> dict[str, dict[str, Any]]:
             seconds = _block(contenders[name], case.block_steps, device)
             if round_index >= 0:
                 measured[name]["seconds_per_step"].append(seconds)
+    if case.afterwards is not None:
+        for name, values in case.afterwards(contenders, device).items():
+            measured[name] |= values
     for contender in contenders.values():
         contender.close()
     return measured
 
 
 def _block(contender: Contender, steps: int, device: torch.device) -> float:
-    _synchronize(device)
+    synchronize(device)
     start = time.perf_counter()
     contender.run(steps)
     if device.type == "cuda":
@@ -172,7 +185,8 @@ def _block(contender: Contender, steps: int, device: torch.device) -> float:
     return _over_ranks((time.perf_counter() - start) / steps, device, dist.ReduceOp.MAX)
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Returns when the device is through with all it was given, on every rank. Collective."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     _over_ranks(0.0, device, dist.ReduceOp.MAX)

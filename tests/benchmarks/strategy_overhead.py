@@ -47,6 +47,7 @@ def cases(device_type: str, quick: bool) -> list[Case]:
         model = replace(Qwen3MoeConfig.preset("tiny"), vocab_size=1024)
         work = Work(config=model, precision="32-true", batch_size=8, sequence_length=128)
     limit = 1.01 if device_type == "cuda" else 1.05
+    rounds: dict[str, Any]
     if quick:
         rounds = dict(warmup_steps=4, block_steps=1, repeats=2)
     elif device_type == "cuda":  # the host runs ahead of the device: only blocks of many steps show the steady state

@@ -1,0 +1,75 @@
+"""That the contenders of `pipeline` do the same work, and what is measured of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_d9d.schedule import Backward, BackwardInput, Costs, Forward, Span, check, resolve_schedule
+from tests.benchmarks.frame import measure, summarize
+from tests.benchmarks.pipeline import QUICK, TORCH, Ours, Torchs, case, table, write
+from tests.benchmarks.pipeline_probe import mean_costs, serial
+from tests.harness.compare import assert_tensors_close
+from tests.harness.ranks import RankContext
+
+WORK = replace(QUICK, num_ranks=2, num_microbatches=4)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("schedule", TORCH)
+def test_gradients_and_losses_are_torchs(rank: RankContext, schedule: str) -> None:
+    gradients, losses = [], []
+    for build in (Ours, Torchs):
+        contender = build(WORK, schedule, rank.device)
+        contender.run(2)
+        gradients.append(
+            {
+                f"{index} {name}": parameter.grad.clone()
+                for index, stage in contender.stages.items()
+                for name, parameter in stage.named_parameters()
+                if parameter.grad is not None
+            }
+        )
+        losses.append(contender.loss())
+    contender.close()
+    assert_tensors_close(*gradients)
+    assert len(gradients[0]) == sum(len(list(stage.parameters())) for stage in contender.stages.values())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert sum(rank.all_gather_object(losses[0])) == pytest.approx(5.5, abs=0.2)  # the log of 256 ids
+
+
+@pytest.mark.ranks(2)
+def test_what_is_measured(rank: RankContext) -> None:
+    compared = case(WORK, ["1f1b", "zero_bubble_v"], judges=True, warmup_steps=1, repeats=2)
+    measured = measure(compared, rank.device)
+    values = measured["zero_bubble_v"]
+    assert len(values["spans"]) == 4 * 4 * 3 - 4  # stage 0 runs its backwards as a whole
+    assert 0 < values["simulated_bubble"] < 1
+    assert 0 < values["bubble"] < 1
+    assert values["messages"] == measured["zero_bubble_v, torch"]["messages"] == [16, 16]
+    assert all(0 < seconds < 1e-2 for seconds in values["host_seconds_per_action"])
+    if rank.rank == 0:
+        result = {"benchmark": "pipeline", **summarize(compared, measured)}
+        write(result, rank.tmp_dir, "cpu")
+        assert (rank.tmp_dir / "4-microbatches-zero_bubble_v.png").stat().st_size > 0
+        assert table(result, "cpu").count("\n|") == 4
+
+
+@pytest.mark.parametrize("schedule", TORCH)
+def test_one_microbatch_after_another(schedule: str) -> None:
+    program = serial(resolve_schedule(schedule).program(4, 8))
+    check(program)
+    assert program.num_microbatches == 2
+
+
+def test_mean_costs_are_of_each_stage_and_kind() -> None:
+    spans = [
+        Span(0, Forward(0, 0), 0.0, 1.0),
+        Span(0, Forward(0, 1), 1.0, 4.0),
+        Span(1, Backward(1, 0), 1.0, 3.0),
+        Span(1, BackwardInput(1, 1), 3.0, 4.0),
+    ]
+    assert mean_costs(spans, 2) == Costs(
+        forward=[2.0, 0.0], backward=[0.0, 2.0], backward_input=[0.0, 1.0], backward_weight=[0.0, 0.0]
+    )
