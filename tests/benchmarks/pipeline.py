@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 
 from lightning_d9d import MeshConfig, StageInfo, StageInputs, WeightedLoss
+from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshDomains
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from lightning_d9d.modules import experts
@@ -330,8 +331,11 @@ def write(result: Mapping[str, Any], directory: Path, device_type: str) -> None:
         if spans:
             bubble = f"bubble {values['bubble']:.1%}, {values['simulated_bubble']:.1%} simulated"
             title = f"{name}, {result['case']}, ms: {bubble}"
-            for ending in ("png", "svg"):
-                plot(spans, directory / f"{stem}-{name}.{ending}", title)
+            try:
+                for ending in ("png", "svg"):
+                    plot(spans, directory / f"{stem}-{name}.{ending}", title)
+            except ConfigError as error:  # nothing that draws is installed
+                print(error, flush=True)
 
 
 def clear_gradients(stages: Mapping[int, nn.Module]) -> None:
