@@ -68,7 +68,7 @@ class Costs:
     """From when a message left its link until it is there."""
     activation: PerStage = 1.0
     """Memory of one live microbatch in a stage."""
-    weight_activation: PerStage | None = None
+    split_activation: PerStage | None = None
     """The same between its input and its weight backward; None: no other."""
     durations: Mapping[Action, float] = field(default_factory=dict)
     """Times of single actions, such as measured ones; they come before those above. A message's is its send's."""
@@ -146,7 +146,7 @@ class Simulation:
     peak_activations: tuple[int, ...]
     """For each rank the most (stage, microbatch) live at once. [Note: live activations]."""
     peak_memory: tuple[float, ...]
-    """The most memory of those live at once, by `Costs.activation` and `Costs.weight_activation`."""
+    """The most memory of those live at once, by `Costs.activation` and `Costs.split_activation`."""
 
     @property
     def bubble_ratio(self) -> float:
@@ -379,7 +379,7 @@ def _peak(actions: Sequence[Action], costs: Costs, forward_only: bool) -> tuple[
     memory = most_memory = 0.0
     for part in (part for action in actions for part in compute_parts(action)):
         whole = _of_stage(costs.activation, part.stage)
-        kept = whole if costs.weight_activation is None else _of_stage(costs.weight_activation, part.stage)
+        kept = whole if costs.split_activation is None else _of_stage(costs.split_activation, part.stage)
         if isinstance(part, Forward):
             count += 1
             memory += whole

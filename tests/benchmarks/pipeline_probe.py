@@ -155,7 +155,7 @@ def _predicted_bytes(ours: Ours) -> list[int]:
         whole.append(after - before)
         before, after, _ = of_ranks[rank].get(BackwardInput(stage, 1), (0, 0, 0))
         kept.append(max(0, whole[-1] + after - before))
-    live = simulate(ours.program, Costs(activation=whole, weight_activation=kept)).peak_memory
+    live = simulate(ours.program, Costs(activation=whole, split_activation=kept)).peak_memory
     gradients = sum(p.nbytes for stage in ours.stages.values() for p in stage.parameters())
     while_running = [
         peak - (max(before, after) if isinstance(action, Forward) else before)

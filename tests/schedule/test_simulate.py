@@ -122,8 +122,8 @@ def test_a_split_backward_keeps_activations_until_its_weight_backward() -> None:
     simulation = simulate(program, Costs(activation=[1.0, 10.0]))
     assert simulation.peak_activations == (3,)
     assert simulation.peak_memory == (12.0,)
-    assert simulate(program, Costs(activation=[1.0, 10.0], weight_activation=[1.0, 4.0])).peak_memory == (11.0,)
-    assert simulate(program, Costs(activation=[1.0, 10.0], weight_activation=[1.0, 12.0])).peak_memory == (14.0,)
+    assert simulate(program, Costs(activation=[1.0, 10.0], split_activation=[1.0, 4.0])).peak_memory == (11.0,)
+    assert simulate(program, Costs(activation=[1.0, 10.0], split_activation=[1.0, 12.0])).peak_memory == (14.0,)
     assert simulate(Program.parse("0F0 0F1 1F0 1F1")).peak_activations == (1,)
     assert simulate(ZeroBubble().program(4, 8), Costs(activation=2.5)).peak_memory == (10.0,) * 4
 
