@@ -135,6 +135,11 @@ class WeightGradients:
         note = _Note(compute, tensors, tuple(tensor._version for tensor in tensors))
         self._notes.setdefault(weight, []).append(note)
 
+    @property
+    def noted(self) -> list[Tensor]:
+        """The tensors that `accumulate` will read."""
+        return [tensor for notes in self._notes.values() for note in notes for tensor in note.tensors]
+
     def accumulate(self) -> None:
         """The weight backward: add what was put off into the `.grad` of the weights, and forget it.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -138,12 +139,14 @@ class Executor:
         self._run(actions, batch)
         return batch.totals
 
+    @torch.no_grad()
     def evaluate(self, actions: Sequence[Action], cut: Cut) -> BatchTotals:
         """Run a forward-only program without gradients, for its losses and metrics. Otherwise as `train`."""
         batch = _Batch(self, cut)
         self._run(actions, batch)
         return batch.totals
 
+    @torch.no_grad()
     def outputs(self, actions: Sequence[Action], cut: Cut, take: Callable[[Any], Any]) -> list[Any]:
         """What `take` makes of the last stage's output of each microbatch; nothing on ranks without that stage.
 
@@ -286,7 +289,8 @@ class _Batch:
         if not isinstance(action, BackwardInput):
             self.backwards_left[stage] -= 1
             is_last = self.backwards_left[stage] == 0
-            if is_last and isinstance(action, Backward) and self.data_parallel is not None:
+            at_once = isinstance(action, Backward) and not self.splits  # else a weight may get its gradient in two goes
+            if is_last and at_once and self.data_parallel is not None:
                 self.data_parallel.last_backward(stage)
         if isinstance(action, BackwardWeight):
             with self._timed(action):
@@ -417,4 +421,6 @@ def _shapes(value: Any) -> Hashable:
         return tuple((str(key), _shapes(each)) for key, each in value.items())
     if isinstance(value, list | tuple):
         return tuple(map(_shapes, value))
+    if dataclasses.is_dataclass(value):
+        return tuple((each.name, _shapes(getattr(value, each.name))) for each in dataclasses.fields(value))
     return value if value is None or isinstance(value, bool | int | float | str) else type(value).__name__

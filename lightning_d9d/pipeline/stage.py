@@ -4,17 +4,23 @@
 want a gradient, and the inputs that get one. Outputs themselves are not kept: they are gone when they are sent. After
 an input backward only what weight gradients are made of is left (`lightning_d9d.ops.weight_gradients`), and after the
 last backward nothing.
+
+[Note: one memory] A parameter's first gradient of a window is whatever tensor autograd has at hand, perhaps a view of
+what it also gives to an input or to another parameter (`x.view(shape) + weight.view(shape)`). Later gradients are added
+to it in place. The input's may wait then for the stage before, or be on its way there; so what shares memory is copied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed.tensor import DTensor
 
 from lightning_d9d.ops.linear import split_linears
 from lightning_d9d.ops.weight_gradients import WeightGradients, put_off
@@ -90,13 +96,19 @@ class Stage:
         live = self._live[microbatch]
         edges, inputs = live.edges, live.inputs
         live.edges, live.inputs = [], []
+        first = [parameter for parameter in self._parameters if parameter.grad is None]
         if edges:
             run = torch.autograd.backward if live.weights is None else live.weights.backward
             run(edges, gradients)
         taken = [torch.zeros_like(each) if each.grad is None else each.grad for each in inputs]
         for each in inputs:
             each.grad = None
+        _keep_apart(first, taken if live.weights is None else [*taken, *live.weights.noted])
         return taken
+
+    @cached_property
+    def _parameters(self) -> list[nn.Parameter]:
+        return list(self.module.parameters())
 
     def backward_weight(self, microbatch: int) -> None:
         """The weight gradients that were put off; forgets the microbatch."""
@@ -114,3 +126,19 @@ class Stage:
         if self._unsplit is not None:
             self._unsplit()
             self._unsplit = None
+
+
+def _keep_apart(parameters: Iterable[nn.Parameter], others: Iterable[Tensor]) -> None:
+    """Copy gradients whose memory others or gradients before them have, too. [Note: one memory]."""
+    received = [parameter for parameter in parameters if parameter.grad is not None]
+    taken = {_address(other) for other in others} if received else set()
+    for parameter in received:
+        assert parameter.grad is not None
+        if _address(parameter.grad) in taken:
+            parameter.grad = parameter.grad.clone()
+        taken.add(_address(parameter.grad))
+
+
+def _address(tensor: Tensor) -> int:
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage().data_ptr()

@@ -21,6 +21,7 @@ import pickle
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh.groups import abandon
-from lightning_d9d.pipeline.trees import Skeleton, take_apart
+from lightning_d9d.pipeline.trees import Skeleton, in_words, others, take_apart
 
 
 class Link(NamedTuple):
@@ -42,6 +43,10 @@ class Link(NamedTuple):
     """For what stages put out."""
     backward: dist.ProcessGroup
     """For gradients."""
+
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.Size)
+"""What goes to the next stage as it is."""
 
 
 class TensorLayout(NamedTuple):
@@ -64,9 +69,16 @@ class Layout:
         """The layout of an output, and its tensors.
 
         Raises:
-            ConfigError: It has a DTensor, whose mesh the next stage's ranks are not on.
+            ConfigError: It has a DTensor, whose mesh the next stage's ranks are not on, or an object that may hide
+                tensors.
         """
         tensors, skeleton = take_apart(output)
+        for other in others(skeleton):
+            if not isinstance(other, _PLAIN):
+                raise ConfigError(
+                    f"stage {stage} put out a {type(other).__name__}; return tensors and plain values in lists, "
+                    "tuples, NamedTuples, dicts and dataclasses"
+                )
         for tensor in tensors:
             if isinstance(tensor, DTensor):
                 raise ConfigError(
@@ -132,11 +144,17 @@ class Messages:
         """Send the output of `stage` to the rank of the next one. Does not wait.
 
         Raises:
-            ConfigError: Its layout is not what it was for microbatches of the same shapes.
+            ConfigError: Its layout is not what it was for microbatches of the same shapes, or it is on another device.
         """
         link = self.links[self.placement[stage + 1]]
         known = self._layouts.get((stage, signature))
         if known is None:
+            for tensor in tensors:
+                if tensor.device.type != self.device.type:
+                    raise ConfigError(
+                        f"stage {stage} put out a tensor on {tensor.device}; move it to {self.device}, from where "
+                        "messages to other ranks go"
+                    )
             self._layouts[stage, signature] = layout
             content = torch.frombuffer(bytearray(pickle.dumps(layout)), dtype=torch.uint8).to(self.device)
             self._send(torch.tensor([content.numel()], device=self.device), link.peer, link.forward)
@@ -249,4 +267,4 @@ def _described(layout: Layout) -> str:
     for shape, dtype, requires_grad in layout.tensors:
         text = f"{str(dtype).removeprefix('torch.')}{list(shape)}"
         tensors.append(f"{text} with gradient" if requires_grad else text)
-    return f"({', '.join(tensors)})"
+    return f"({in_words(layout.skeleton, tensors)})"

@@ -7,6 +7,7 @@ is carried as it is.
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -44,6 +45,20 @@ def put_together(skeleton: Skeleton, tensors: list[Tensor]) -> Any:
     return _filled(skeleton.root, tensors)
 
 
+def others(skeleton: Skeleton) -> list[Any]:
+    """What a tree carries beside tensors: None, numbers, texts."""
+    return [leaf for leaf in _leaves(skeleton.root) if not isinstance(leaf, _Hole)]
+
+
+def in_words(skeleton: Skeleton, tensors: list[str]) -> str:
+    """The leaves of a tree in order, tensors by these texts."""
+    return ", ".join(tensors[leaf.place] if isinstance(leaf, _Hole) else repr(leaf) for leaf in _leaves(skeleton.root))
+
+
+def _leaves(node: Any) -> list[Any]:
+    return [leaf for child in node.children for leaf in _leaves(child)] if isinstance(node, _Branch) else [node]
+
+
 def _without(tree: Any, tensors: list[Tensor]) -> Any:
     if isinstance(tree, Tensor):
         tensors.append(tree)
@@ -58,7 +73,8 @@ def _without(tree: Any, tensors: list[Tensor]) -> Any:
         values = list(tree)
     else:
         return tree
-    return _Branch(type(tree), names, tuple(_without(value, tensors) for value in values))
+    kind = dict if isinstance(tree, defaultdict) else type(tree)  # its function need not travel
+    return _Branch(kind, names, tuple(_without(value, tensors) for value in values))
 
 
 def _filled(node: Any, tensors: list[Tensor]) -> Any:
@@ -71,7 +87,7 @@ def _filled(node: Any, tensors: list[Tensor]) -> Any:
         assert node.names is not None
         return node.kind(**dict(zip(node.names, values, strict=True)))
     if node.names is not None:
-        return node.kind(zip(node.names, values, strict=True))  # type: ignore[call-arg]
+        return node.kind(dict(zip(node.names, values, strict=True)))  # type: ignore[call-arg]
     if hasattr(node.kind, "_fields"):
         return node.kind(*values)
     return node.kind(values)  # type: ignore[call-arg]

@@ -12,19 +12,20 @@ from lightning_d9d.schedule import (
     Forward,
     Overlapped,
     Program,
+    add_messages,
 )
 
 Compute = Forward | Backward | BackwardInput | BackwardWeight
 
 
 @st.composite
-def programs(draw: st.DrawFn, pairs: bool = True) -> Program:
-    """A program of compute actions, of at most 4 ranks, 5 stages and 4 microbatches.
+def programs(draw: st.DrawFn, pairs: bool = True, num_ranks: int | None = None) -> Program:
+    """A program of compute actions, of at most 4 ranks (or of `num_ranks`), 5 stages and 4 microbatches.
 
     Work is laid out in one order over all ranks, in which every action may come next whose inputs are there, and each
     rank gets its part of it. Two that come next to one another on one rank may become a pair.
     """
-    num_ranks = draw(st.integers(1, 4))
+    num_ranks = num_ranks or draw(st.integers(1, 4))
     more_stages = draw(st.integers(0, 5 - num_ranks))
     placement = tuple(
         draw(st.permutations([*range(num_ranks), *(draw(st.integers(0, num_ranks - 1)) for _ in range(more_stages))]))
@@ -64,3 +65,28 @@ def programs(draw: st.DrawFn, pairs: bool = True) -> Program:
 
 def _independent(first: Compute, second: Compute) -> bool:
     return first.microbatch != second.microbatch
+
+
+@st.composite
+def broken(draw: st.DrawFn, num_ranks: int | None = None) -> Program:
+    """A legal program with one change: left out, doubled, moved, sent to another rank, or another kind of action."""
+    program = draw(programs(pairs=draw(st.booleans()), num_ranks=num_ranks))
+    if draw(st.booleans()):
+        program = add_messages(program)
+    ranks = [list(actions) for actions in program.ranks]
+    rank = draw(st.integers(0, len(ranks) - 1))
+    place = draw(st.integers(0, len(ranks[rank]) - 1))
+    action = ranks[rank][place]
+    match draw(st.sampled_from(["leave out", "double", "move", "other rank", "swap"])):
+        case "leave out":
+            del ranks[rank][place]
+        case "double":
+            ranks[rank].insert(draw(st.integers(0, len(ranks[rank]))), action)
+        case "move":
+            ranks[rank].insert(draw(st.integers(0, len(ranks[rank]) - 1)), ranks[rank].pop(place))
+        case "other rank":
+            ranks[draw(st.integers(0, len(ranks) - 1))].append(ranks[rank].pop(place))
+        case _:
+            other = draw(st.integers(0, len(ranks[rank]) - 1))
+            ranks[rank][place], ranks[rank][other] = ranks[rank][other], ranks[rank][place]
+    return Program(tuple(map(tuple, ranks)), program.placement, program.num_microbatches)

@@ -24,7 +24,7 @@ from lightning_d9d.schedule import (
     simulate,
 )
 from lightning_d9d.schedule.check import matching
-from tests.schedule.programs import programs
+from tests.schedule.programs import broken, programs
 from tests.schedule.reference import Machine, Stuck
 
 # The same examples every time; a slow machine is no failure.
@@ -102,31 +102,6 @@ def test_passes_keep_programs_legal_and_text_reads_back(program: Program) -> Non
     reduced = [str(action) for actions in whole.ranks for action in actions if "REDUCE" in str(action)]
     stages = [] if program.is_forward_only else [f"{stage}REDUCE_GRAD" for stage in range(program.num_stages)]
     assert sorted(reduced) == sorted(stages)
-
-
-@st.composite
-def broken(draw: st.DrawFn) -> Program:
-    """A legal program with one change: left out, doubled, moved, sent to another rank, or another kind of action."""
-    program = draw(programs(pairs=draw(st.booleans())))
-    if draw(st.booleans()):
-        program = add_messages(program)
-    ranks = [list(actions) for actions in program.ranks]
-    rank = draw(st.integers(0, len(ranks) - 1))
-    place = draw(st.integers(0, len(ranks[rank]) - 1))
-    action = ranks[rank][place]
-    match draw(st.sampled_from(["leave out", "double", "move", "other rank", "swap"])):
-        case "leave out":
-            del ranks[rank][place]
-        case "double":
-            ranks[rank].insert(draw(st.integers(0, len(ranks[rank]))), action)
-        case "move":
-            ranks[rank].insert(draw(st.integers(0, len(ranks[rank]) - 1)), ranks[rank].pop(place))
-        case "other rank":
-            ranks[draw(st.integers(0, len(ranks) - 1))].append(ranks[rank].pop(place))
-        case _:
-            other = draw(st.integers(0, len(ranks[rank]) - 1))
-            ranks[rank][place], ranks[rank][other] = ranks[rank][other], ranks[rank][place]
-    return Program(tuple(map(tuple, ranks)), program.placement, program.num_microbatches)
 
 
 @settings(STABLE, max_examples=500)

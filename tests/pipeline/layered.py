@@ -1,0 +1,232 @@
+"""A model of twelve small layers, its parts on the ranks of a pipeline, and what one process makes of it."""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from lightning_d9d.mesh import MeshConfig, MeshDomains
+from lightning_d9d.ops import linear
+from lightning_d9d.pipeline.executor import Cut, Executor
+from lightning_d9d.pipeline.totals import BatchTotals
+from lightning_d9d.pipeline.types import StageInfo, StageInputs, WeightedLoss
+from lightning_d9d.schedule import Schedule
+from lightning_d9d.strategy.module import share_equal_names
+from lightning_d9d.strategy.pipeline import Pipeline
+from lightning_d9d.strategy.replicas import Replicas, parts_of
+from lightning_d9d.sync.buckets import GradientBuckets
+from tests.harness.compare import assert_close_named, assert_tensors_close
+from tests.harness.ranks import RankContext
+from tests.harness.tolerances import Kind
+
+NUM_LAYERS, WIDTH, VOCAB = 12, 4, 7
+KINDS: dict[str, dict[str, Any]] = {
+    "all trained": {},
+    "half frozen": {"frozen": ("embedding", *(f"layers.{i}." for i in range(NUM_LAYERS // 2)))},
+    "shared": {"shared": True},
+    "tied": {"tied": True},
+    "recompute": {"recompute": True},
+}
+
+
+def dtype_on(device: torch.device) -> torch.dtype:
+    return torch.float64 if device.type == "cpu" else torch.bfloat16
+
+
+class Layer(nn.Module):
+    """A product whose weight gradient can wait, a gain whose gradient cannot; `shared` meets the weight both ways."""
+
+    def __init__(self, shared: bool, recompute: bool) -> None:
+        super().__init__()
+        self.shared, self.recompute = shared, recompute
+        self.weight = nn.Parameter(torch.empty(WIDTH, WIDTH))
+        self.bias, self.gain = nn.Parameter(torch.empty(WIDTH)), nn.Parameter(torch.empty(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self._run, x, use_reentrant=False) if self.recompute else self._run(x)
+
+    def _run(self, x: Tensor) -> Tensor:
+        x = x + linear(x * self.gain, self.weight, self.bias).tanh()
+        return linear(x, self.weight) + x * self.weight.diagonal() if self.shared else x
+
+
+class Part(nn.Module):
+    """One stage; its weights follow from their names."""
+
+    def __init__(
+        self,
+        stage: StageInfo,
+        tied: bool = False,
+        shared: bool = False,
+        recompute: bool = False,
+        frozen: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__()
+        self.stage = stage
+        if stage.is_first or (tied and stage.is_last):
+            self.embedding = nn.Embedding(VOCAB, WIDTH)
+        first, last = (i * NUM_LAYERS // stage.num_stages for i in (stage.index, stage.index + 1))
+        self.layers = nn.ModuleDict({str(i): Layer(shared, recompute) for i in range(first, last)})
+        if stage.is_last and not tied:
+            self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        for name, parameter in self.named_parameters():
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.bfloat16).float() * 0.7
+            parameter.requires_grad_(not (frozen and name.startswith(frozen)))
+
+    def forward(self, hidden: Tensor, scale: Tensor, positions: Tensor | None = None) -> Any:
+        if self.stage.is_first:
+            positions = torch.arange(hidden.shape[1], device=hidden.device)
+            hidden = self.embedding(hidden)
+        assert positions is not None
+        for layer in self.layers.values():
+            hidden = layer(hidden) * scale
+        if not self.stage.is_last:
+            return {"hidden": hidden, "positions": positions}
+        weight = self.head.weight if hasattr(self, "head") else self.embedding.weight
+        return linear(hidden + positions.unsqueeze(-1) * 0.01, weight)
+
+
+class Tokens:
+    """Hooks: token losses of ids `[rows, seq]`, weighted by the labels that count."""
+
+    def microbatch_inputs(self, microbatch: Mapping[str, Tensor]) -> StageInputs:
+        return StageInputs(first={"hidden": microbatch["ids"]}, shared={"scale": microbatch["scale"]})
+
+    def microbatch_loss(self, output: Tensor, microbatch: Mapping[str, Tensor]) -> WeightedLoss:
+        logits, labels = output.flatten(0, 1), microbatch["labels"].flatten()
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        return WeightedLoss(nn.functional.cross_entropy(logits, labels, reduction="sum"), (labels != -100).sum())
+
+    def microbatch_metrics(self, output: Tensor, microbatch: Mapping[str, Tensor]) -> dict[str, WeightedLoss]:
+        labels = microbatch["labels"]
+        return {"logits": WeightedLoss(output.double().abs().sum(), (labels != -100).sum())}
+
+
+def microbatches(count: int, device: torch.device) -> list[dict[str, Tensor]]:
+    """Of 1 or 2 rows and 3 to 5 tokens; the same whatever the count."""
+    generator = torch.Generator().manual_seed(5)
+    made = []
+    for i in range(count):
+        shape = (1 + i % 2, 3 + i % 3)
+        ids = torch.randint(VOCAB, shape, generator=generator)
+        labels = torch.where(torch.rand(shape, generator=generator) < 0.3, -100, ids.roll(-1))
+        labels[0, 0] = 1
+        scale = 1 + 0.1 * torch.randn(*shape, 1, generator=generator)
+        made.append({"ids": ids.to(device), "labels": labels.to(device), "scale": scale.to(device, dtype_on(device))})
+    return made
+
+
+def cut_of(count: int, device: torch.device, num_fillers: int = 0) -> Cut:
+    made = microbatches(count - num_fillers, device)
+    made += made[-1:] * num_fillers
+    return Cut(made, [len(each["ids"]) for each in made], num_fillers)
+
+
+class Expected(NamedTuple):
+    """Of the first microbatches of a batch together."""
+
+    gradients: dict[str, Tensor]
+    norm: Tensor
+    loss: Tensor
+    weight: int
+    metric: Tensor
+
+
+def of_one_process(kind: str, count: int, device: torch.device) -> list[Expected]:
+    """For 1, 2, ... microbatches what plain autograd gives in float64."""
+    whole = Part(StageInfo(0, 1), **KINDS[kind]).to(device, torch.float64)
+    hooks, sums, total, weight, metric = Tokens(), [], torch.zeros((), device=device), 0, torch.zeros((), device=device)
+    for each in microbatches(count, device):
+        output = whole(each["ids"], each["scale"].double())
+        loss = hooks.microbatch_loss(output, each)
+        loss.value_sum.backward()
+        total, weight = total + loss.value_sum.detach(), weight + int(loss.weight)
+        metric = metric + output.detach().abs().sum()
+        gradients = {n: p.grad / weight for n, p in whole.named_parameters() if p.grad is not None}
+        norm = torch.stack([g.norm() for g in gradients.values()]).norm()
+        sums.append(Expected(gradients, norm, total / weight, weight, metric / weight))
+    return sums
+
+
+@contextmanager
+def pipeline_mesh(rank: RankContext) -> Iterator[MeshDomains]:
+    """All ranks as one pipeline."""
+    mesh = MeshDomains.build(MeshConfig(pipeline_parallel=rank.world_size), rank.device.type)
+    yield mesh
+    mesh.close()
+
+
+class Rig:
+    """This rank's stages under an executor, as the strategy puts them together. Collective."""
+
+    def __init__(
+        self, schedule: Schedule, mesh: MeshDomains | None, device: torch.device, options: Mapping[str, Any]
+    ) -> None:
+        self.device = device
+        self.pipeline = Pipeline(schedule, mesh, device)
+        self.stages = {info.index: Part(info, **options).to(device, dtype_on(device)) for info in self.pipeline.stages}
+        share_equal_names(self.stages.values())
+        self.names = {p: name for stage in self.stages.values() for name, p in stage.named_parameters()}
+        self.tied = self.pipeline.find_tied(self.names)
+        parts, part_of_stage = parts_of([p for p in self.names if p.requires_grad], self.stages, self.tied, None)
+        dtype = None if device.type == "cpu" else torch.float32
+        self.replicas = Replicas(GradientBuckets(parts, dtype=dtype, bucket_mb=1e-4), part_of_stage)
+        num_stages = len(self.pipeline.placement)
+        self.executor = Executor(self.stages, num_stages, Tokens(), nullcontext, self.pipeline.messages)
+        self.outputs: list[weakref.ref[Tensor]] = []
+        """Every tensor that a stage put out in the last run."""
+        for stage in self.stages.values():
+            stage.register_forward_hook(self._note)
+
+    def _note(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        self.outputs += [weakref.ref(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+
+    def train(self, actions: Sequence[Any], cut: Cut, weight: int) -> BatchTotals:
+        """Gradients of the mean over `weight` tokens, summed over ties."""
+        self.outputs.clear()
+        for parameter in self.names:
+            parameter.grad = None
+        totals = self.executor.train(actions, cut, lambda totals: 1 / weight, self.replicas)
+        self.replicas.buckets.finish()
+        return totals
+
+    def check(self, num_microbatches: int, expected: Expected, num_fillers: int = 0) -> None:
+        """Train on so many microbatches and fillers; compare, and see that nothing is left."""
+        cut = cut_of(num_microbatches + num_fillers, self.device, num_fillers)
+        totals = self.train(self.pipeline.program(len(cut.microbatches)), cut, expected.weight)
+        ours = {name: p.grad for p, name in self.names.items() if p.requires_grad}
+        assert_tensors_close(ours, {name: expected.gradients[name] for name in ours})
+        assert_close_named("norm", self.pipeline.norm(self.names, self.tied), expected.norm)
+        self.check_totals(totals, expected)
+        self.check_nothing_left()
+
+    def check_totals(self, totals: BatchTotals, expected: Expected) -> None:
+        if self.pipeline.rank != self.pipeline.last_rank:
+            assert totals == BatchTotals()
+            return
+        assert totals.loss is not None
+        value, weight = totals.loss
+        assert int(weight) == expected.weight
+        assert_close_named("loss", value / weight, expected.loss, kind=Kind.LOSS)
+        value, weight = totals.metrics["logits"]
+        assert int(weight) == expected.weight
+        kind = dtype_on(self.device)
+        assert_close_named("metric", (value / weight).to(kind), expected.metric, kind=Kind.OUTPUT)
+
+    def check_nothing_left(self) -> None:
+        assert all(not stage._live for stage in self.executor.stages.values())
+        assert all(output() is None for output in self.outputs)
+        messages = self.pipeline.messages
+        assert messages is None or not (messages._sent or messages._forward or messages._backward)
+
+    def close(self) -> None:
+        self.replicas.buckets.remove()
