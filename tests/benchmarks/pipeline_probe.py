@@ -1,7 +1,7 @@
 """What else there is to know of pipeline steps: bubbles, memory, host time, messages, host syncs.
 
 - *Bubble*: the share of time in which ranks compute nothing, of a step that was timed by events on the device, beside
-  that of the simulator with the mean cost of each stage and kind of action in that step, and free messages.
+  that of the simulator with the mean cost of each stage and kind of action in that step, and of a message.
 - *Memory*: the most that PyTorch had allocated on a rank in a step, above what it had before. The simulator's is what
   one microbatch takes in a stage (measured alone, one microbatch after another), counted through the program, and to it
   come the gradients and the most that one action needs while it runs.
@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -37,19 +36,19 @@ from lightning_d9d.schedule import (
     Costs,
     Forward,
     Program,
-    Span,
     add_messages,
     bubble_ratio,
     compute_parts,
     simulate,
 )
+from lightning_d9d.schedule.spans import mean_costs
 from tests.benchmarks.frame import Contender, synchronize
 
 if TYPE_CHECKING:
     from tests.benchmarks.pipeline import Ours
 
 HOST_REPEATS = 5
-KINDS = {"forward": Forward, "backward": Backward, "backward_input": BackwardInput, "backward_weight": BackwardWeight}
+COSTS = ("forward", "backward", "backward_input", "backward_weight", "latency")
 
 
 def measure(contenders: Mapping[str, Contender], device: torch.device) -> dict[str, dict[str, Any]]:
@@ -78,7 +77,7 @@ def _bubble(ours: Ours) -> dict[str, Any]:
     ours.run(1)
     ours.executor.timeline = None
     spans = timeline.spans()
-    costs = mean_costs(spans, ours.program.num_stages)
+    costs = mean_costs(spans, ours.program.placement)
     simulation = simulate(ours.program, costs)
     start = min(span.start for span in spans)
     return {
@@ -86,22 +85,9 @@ def _bubble(ours: Ours) -> dict[str, Any]:
         "simulated_bubble": simulation.bubble_ratio,
         "timed_seconds": max(span.end for span in spans) - start,
         "simulated_seconds": simulation.step_time,
-        "costs": {kind: getattr(costs, kind) for kind in KINDS},
+        "costs": {name: getattr(costs, name) for name in COSTS},
         "spans": [[span.rank, str(span.action), span.start - start, span.end - start] for span in spans],
     }
-
-
-def mean_costs(spans: Iterable[Span], num_stages: int) -> Costs:
-    """The mean of each stage and kind; 0 for what did not run."""
-    seconds: dict[tuple[type, int], list[float]] = defaultdict(lambda: [0.0])
-    for span in spans:
-        for part in compute_parts(span.action):
-            seconds[type(part), part.stage].append(span.end - span.start)
-    means: dict[str, Any] = {
-        name: [sum(of := seconds[kind, stage]) / max(1, len(of) - 1) for stage in range(num_stages)]
-        for name, kind in KINDS.items()
-    }
-    return Costs(**means)
 
 
 # Memory

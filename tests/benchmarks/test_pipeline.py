@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_d9d.schedule import Backward, BackwardInput, Costs, Forward, Span, check, resolve_schedule
+from lightning_d9d.schedule import check, resolve_schedule
 from tests.benchmarks.frame import measure, summarize
 from tests.benchmarks.pipeline import QUICK, TORCH, Ours, Torchs, case, table, write
-from tests.benchmarks.pipeline_probe import mean_costs, serial
+from tests.benchmarks.pipeline_probe import serial
 from tests.harness.compare import assert_tensors_close
 from tests.harness.ranks import RankContext
 
@@ -61,15 +61,3 @@ def test_one_microbatch_after_another(schedule: str) -> None:
     program = serial(resolve_schedule(schedule).program(4, 8))
     check(program)
     assert program.num_microbatches == 2
-
-
-def test_mean_costs_are_of_each_stage_and_kind() -> None:
-    spans = [
-        Span(0, Forward(0, 0), 0.0, 1.0),
-        Span(0, Forward(0, 1), 1.0, 4.0),
-        Span(1, Backward(1, 0), 1.0, 3.0),
-        Span(1, BackwardInput(1, 1), 3.0, 4.0),
-    ]
-    assert mean_costs(spans, 2) == Costs(
-        forward=[2.0, 0.0], backward=[0.0, 2.0], backward_input=[0.0, 1.0], backward_weight=[0.0, 0.0]
-    )

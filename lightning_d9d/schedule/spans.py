@@ -1,0 +1,81 @@
+"""What the spans of a measured step say about costs."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+
+from lightning_d9d.schedule.actions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    ComputeAction,
+    Forward,
+    compute_parts,
+)
+from lightning_d9d.schedule.simulate import Costs, Span
+
+
+def mean_times(spans: Iterable[Span]) -> dict[tuple[type[ComputeAction], int], float]:
+    """The mean time of the compute actions of each kind and stage; none for what did not run.
+
+    The halves of a pair that runs together are to have spans of their own.
+    """
+    times: dict[tuple[type[ComputeAction], int], list[float]] = defaultdict(list)
+    for span in spans:
+        for part in compute_parts(span.action):
+            times[type(part), part.stage].append(span.end - span.start)
+    return {key: statistics.fmean(of_key) for key, of_key in times.items()}
+
+
+def message_time(spans: Iterable[Span], placement: Sequence[int]) -> float | None:
+    """How long a message is on its way: the median where a rank waited for one. None: no rank did.
+
+    It is the time from the end of what made its content to the start of what took it, if the rank that took it had
+    nothing else to do meanwhile. Clocks of ranks that differ lengthen it in one direction and shorten it in the other.
+
+    Args:
+        spans: Of compute actions.
+        placement: For each stage its rank.
+    """
+    gaps = list(_waits(list(spans), placement))
+    return max(0.0, statistics.median(gaps)) if gaps else None
+
+
+def mean_costs(spans: Iterable[Span], placement: Sequence[int]) -> Costs:
+    """Mean times of each kind and stage, 0 for what did not run, and the time of a message, to simulate the step."""
+    spans = list(spans)
+    times = mean_times(spans)
+
+    def of_stages(kind: type[ComputeAction]) -> list[float]:
+        return [times.get((kind, stage), 0.0) for stage in range(len(placement))]
+
+    return Costs(
+        forward=of_stages(Forward),
+        backward=of_stages(Backward),
+        backward_input=of_stages(BackwardInput),
+        backward_weight=of_stages(BackwardWeight),
+        latency=message_time(spans, placement) or 0.0,
+    )
+
+
+def _waits(spans: list[Span], placement: Sequence[int]) -> Iterator[float]:
+    made = {_content(part): span.end for span in spans for part in compute_parts(span.action)}
+    for rank in set(placement):
+        of_rank = sorted((span for span in spans if span.rank == rank), key=lambda span: span.start)
+        for before, span in pairwise(of_rank):
+            for part in compute_parts(span.action):
+                source = part.stage - 1 if isinstance(part, Forward) else part.stage + 1
+                if isinstance(part, BackwardWeight) or not 0 <= source < len(placement) or placement[source] == rank:
+                    continue
+                end = made.get((isinstance(part, Forward), source, part.microbatch))
+                if end is not None and before.end <= end:
+                    yield span.start - end
+
+
+def _content(part: ComputeAction) -> tuple[bool | None, int, int]:
+    """What it makes for another stage: an output (True), a gradient (False) or nothing (None), of stage, microbatch."""
+    kind = None if isinstance(part, BackwardWeight) else isinstance(part, Forward)
+    return kind, part.stage, part.microbatch
