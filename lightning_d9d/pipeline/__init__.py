@@ -4,7 +4,8 @@
 `executor.py`: the loop over actions.
 """
 
-from lightning_d9d.pipeline.partition import BlockSequence, cut_evenly, distribute_layers
+from lightning_d9d.pipeline.partition import BlockSequence, distribute_layers
 from lightning_d9d.pipeline.types import StageInfo, StageInputs, WeightedLoss
+from lightning_d9d.schedule.partition import cut_evenly
 
 __all__ = ["BlockSequence", "StageInfo", "StageInputs", "WeightedLoss", "cut_evenly", "distribute_layers"]

@@ -1,18 +1,16 @@
-"""Cutting a model's layers into consecutive stages: by count, by weight, by hand."""
+"""Cutting a model's layers into consecutive stages: by count, by hand, and by the weights of blocks."""
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from fractions import Fraction
-from itertools import accumulate, combinations, pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from torch import nn
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.pipeline.types import StageInfo
+from lightning_d9d.schedule.partition import check_num_stages, cut_evenly
 
 
 def distribute_layers(num_layers: int, num_stages: int, before: int = 0, after: int = 0) -> list[range]:
@@ -33,7 +31,7 @@ def distribute_layers(num_layers: int, num_stages: int, before: int = 0, after: 
     Raises:
         ConfigError: A number is negative, or a stage would have no layer.
     """
-    _check_stages(num_layers, num_stages)
+    check_num_stages(num_layers, num_stages)
     if before < 0 or after < 0:
         raise ConfigError(f"{before} virtual layers before and {after} after the layers: both must be at least 0")
     share, more = divmod(num_layers + before + after, num_stages)
@@ -48,62 +46,6 @@ def distribute_layers(num_layers: int, num_stages: int, before: int = 0, after: 
             "virtual layers or fewer stages"
         )
     return _ranges(sizes)
-
-
-def cut_evenly(weights: Sequence[int | float], num_stages: int) -> list[range]:
-    """Cut items into consecutive stages so that the heaviest stage is as light as can be.
-
-    Among such cuts it takes one whose other stages are even too (the least sum of squares), and among these the one
-    whose first stages have more items. Exact: no rounding, whatever the weights.
-
-    Args:
-        weights: Of the items, at least 0; for instance the cost or the number of parameters of each layer.
-        num_stages: At most the number of items.
-
-    Returns:
-        One range of items a stage, in order, none of them empty.
-
-    Raises:
-        ConfigError: There are fewer items than stages, or a weight is negative or not finite.
-    """
-    num_items = len(weights)
-    _check_stages(num_items, num_stages)
-    for index, weight in enumerate(weights):
-        if not (math.isfinite(weight) and weight >= 0):
-            raise ConfigError(f"layer {index} has the weight {weight}; weights must be finite and at least 0")
-    fractions = [Fraction(weight) for weight in weights]
-    unit = math.lcm(*(fraction.denominator for fraction in fractions))
-    starts = [0, *accumulate(int(fraction * unit) for fraction in fractions)]
-    # The least limit under which few enough stages hold everything; to cut these further breaks no limit.
-    heaviest = max(stop - start for start, stop in pairwise(starts))
-    limits = sorted({stop - start for start, stop in combinations(starts, 2) if stop - start >= heaviest})
-    limit = limits[bisect_left(limits, True, key=lambda limit: _num_stages_within(limit, starts) <= num_stages)]
-    # From the last stage to the first: the best cut of items i, i + 1, ... by its first item.
-    best: dict[int, tuple[int, list[range]]] = {num_items: (0, [])}
-    for _ in range(num_stages):
-        longer: dict[int, tuple[int, list[range]]] = {}
-        for first in range(num_items):
-            candidates = []
-            for stop in range(first + 1, num_items + 1):
-                weight = starts[stop] - starts[first]
-                if weight > limit:
-                    break
-                if stop in best:
-                    candidates.append((best[stop][0] + weight**2, -stop))
-            if candidates:
-                squares, minus_stop = min(candidates)
-                longer[first] = (squares, [range(first, -minus_stop), *best[-minus_stop][1]])
-        best = longer
-    return best[0][1]
-
-
-def _num_stages_within(limit: int, starts: Sequence[int]) -> int:
-    """How many stages of at most `limit` the items fill, when each takes what it can."""
-    num_stages, stage_start = 1, 0
-    for start, stop in pairwise(starts):
-        if stop - stage_start > limit:
-            num_stages, stage_start = num_stages + 1, start
-    return num_stages
 
 
 def cut_by_hand(sizes: Sequence[int], num_layers: int, num_stages: int, name: str) -> list[range]:
@@ -139,16 +81,6 @@ def check_layers(layers: range, num_layers: int) -> range:
             f"consecutive ones out of range(0, {num_layers})"
         )
     return layers
-
-
-def _check_stages(num_layers: int, num_stages: int) -> None:
-    if not 1 <= num_stages <= num_layers:
-        raise ConfigError(
-            f"{num_layers} layers cannot be cut into {num_stages} stages, for each has at least one; use 1 to "
-            f"{num_layers} stages (pipeline ranks times stages on each)"
-            if num_layers > 0
-            else f"a model without layers cannot be cut into {num_stages} stages; give it one layer a stage"
-        )
 
 
 def _ranges(sizes: Sequence[int]) -> list[range]:

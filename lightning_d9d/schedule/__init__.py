@@ -3,7 +3,8 @@
 A *schedule* (`schedule.py`: the base class; one file a family) makes a *program* (`program.py`): for every pipeline
 rank the *actions* (`actions.py`) in the order in which it runs them. Passes (`communications.py`) add messages and
 collectives, `check.py` refuses programs that cannot run, `simulate.py` runs them on paper, `plot.py` draws them.
-`resolve_schedule` turns a short name into a schedule.
+`Auto` (`tune.py`) chooses a schedule by what layers cost (`layers.py`, `measured.py`) and cuts them into stages
+(`partition.py`). `resolve_schedule` turns a short name into a schedule.
 """
 
 from __future__ import annotations
@@ -30,11 +31,14 @@ from lightning_d9d.schedule.breadth_first import GPipe, LoopedBFS
 from lightning_d9d.schedule.check import check
 from lightning_d9d.schedule.communications import add_data_parallel, add_messages
 from lightning_d9d.schedule.dual_pipe_v import DualPipeV
+from lightning_d9d.schedule.layers import LayerCosts, Machine, ModelCosts
+from lightning_d9d.schedule.measured import MeasuredCosts, MeasuredStage
 from lightning_d9d.schedule.one_forward_one_backward import Interleaved1F1B, OneForwardOneBackward, ZeroBubble
 from lightning_d9d.schedule.plot import plot
 from lightning_d9d.schedule.program import Program, loop_placement, merge_backwards, v_placement
 from lightning_d9d.schedule.schedule import Schedule, StageCursor, WrittenProgram
 from lightning_d9d.schedule.simulate import Costs, Simulation, Span, bubble_ratio, simulate
+from lightning_d9d.schedule.tune import Auto, Choice
 from lightning_d9d.schedule.zero_bubble_v import ZeroBubbleV
 
 SCHEDULES: dict[str, type[Schedule]] = {
@@ -71,15 +75,22 @@ def resolve_schedule(schedule: str | Schedule | None) -> Schedule:
 __all__ = [
     "SCHEDULES",
     "Action",
+    "Auto",
     "Backward",
     "BackwardInput",
     "BackwardWeight",
+    "Choice",
     "Costs",
     "DualPipeV",
     "Forward",
     "GPipe",
     "Interleaved1F1B",
+    "LayerCosts",
     "LoopedBFS",
+    "Machine",
+    "MeasuredCosts",
+    "MeasuredStage",
+    "ModelCosts",
     "OneForwardOneBackward",
     "Overlapped",
     "Program",

@@ -45,6 +45,8 @@ from lightning_d9d.schedule.actions import (
 from lightning_d9d.schedule.check import check, matching, peer_stage
 from lightning_d9d.schedule.program import Program
 
+_COMPUTES = (*COMPUTE, Overlapped)
+
 PerStage = float | Sequence[float]
 """One number for all stages, or one for each."""
 
@@ -163,7 +165,7 @@ def bubble_ratio(spans: Iterable[Span]) -> float:
     spans = list(spans)
     if not spans:
         return 0.0
-    computed = sum(span.end - span.start for span in spans if isinstance(span.action, (*COMPUTE, Overlapped)))
+    computed = sum(span.end - span.start for span in spans if isinstance(span.action, _COMPUTES))
     step_time = max(span.end for span in spans) - min(span.start for span in spans)
     return 1 - computed / (step_time * len({span.rank for span in spans})) if step_time else 0.0
 
@@ -267,7 +269,7 @@ class _Run:
         before = rank.position
         while rank.position < len(rank.actions):
             action = rank.actions[rank.position]
-            if isinstance(action, (*COMPUTE, Overlapped)):
+            if isinstance(action, _COMPUTES):
                 if not self.compute(rank, action):
                     break
             elif isinstance(action, DataParallelAction):

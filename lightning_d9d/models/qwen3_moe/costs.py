@@ -1,0 +1,96 @@
+"""What the layers of a Qwen3-MoE model cost, for `schedule=Auto(...)`, from its sizes alone."""
+
+from __future__ import annotations
+
+from lightning_d9d.models.qwen3_moe.config import Qwen3MoeConfig
+from lightning_d9d.schedule.layers import LayerCosts, ModelCosts
+
+_FLOAT32 = 4
+_TOKEN_ID = 8
+
+
+def model_costs(config: Qwen3MoeConfig, sequence_length: int, bytes_per_element: int = 2) -> ModelCosts:
+    """Operations and bytes of embedding, decoder layers and head, for one sequence on a rank with whole layers.
+
+    Operations are those of matrix products (two for each multiplication) and of attention, causal: half of the full
+    square, and in its backward two and a half times the forward, for scores are computed again. Each token is computed
+    by its own experts, but all experts' weights are held. Activations are what the modules keep without recomputation.
+    A tied head counts with a matrix of its own, which the last rank has a copy of.
+
+    Args:
+        config: Of the model.
+        sequence_length: Tokens of a row.
+        bytes_per_element: Of weights and activations: 2 for bfloat16.
+    """
+    hidden, vocab = config.hidden_size, config.vocab_size
+    weights, tokens = bytes_per_element, sequence_length * bytes_per_element
+    embedding = LayerCosts(
+        forward_bytes=tokens * 2 * hidden,
+        backward_weight_bytes=tokens * hidden,
+        weight_bytes=weights * vocab * hidden,
+        activation_bytes=sequence_length * _TOKEN_ID,
+        split_activation_bytes=sequence_length * _TOKEN_ID + tokens * hidden,
+        output_bytes=tokens * hidden,
+    )
+    logits = 2 * sequence_length * hidden * vocab
+    # The loss is computed in float32: logits are cast, their log-probabilities kept, and the gradient goes back so.
+    wide = sequence_length * vocab * _FLOAT32
+    head = LayerCosts(
+        forward_flops=logits,
+        backward_input_flops=logits,
+        backward_weight_flops=logits,
+        forward_bytes=tokens * (2 * hidden + vocab) + 3 * wide,
+        backward_input_bytes=tokens * (4 * hidden + vocab) + 3 * wide,
+        weight_bytes=weights * (vocab * hidden + hidden),
+        activation_bytes=tokens * 2 * hidden + wide,
+        split_activation_bytes=tokens * (hidden + vocab),
+    )
+    layers = {is_sparse: _layer(config, sequence_length, bytes_per_element, is_sparse) for is_sparse in (False, True)}
+    return ModelCosts(
+        before=embedding,
+        layers=tuple(layers[config.is_sparse(index)] for index in range(config.num_hidden_layers)),
+        after=head,
+    )
+
+
+def _layer(config: Qwen3MoeConfig, sequence_length: int, bytes_per_element: int, is_sparse: bool) -> LayerCosts:
+    """One decoder layer. Numbers of elements are those of one token."""
+    hidden = config.hidden_size
+    queries = config.num_attention_heads * config.head_dim
+    keys = config.num_key_value_heads * config.head_dim
+    tokens = sequence_length * bytes_per_element
+
+    projections = hidden * (queries + 2 * keys) + queries * hidden
+    num_weights = projections + 2 * config.head_dim + 2 * hidden
+    num_weights += (queries + 2 * keys + hidden) if config.attention_bias else 0
+    if is_sparse:
+        inner, num_copies, router = config.moe_intermediate_size, config.num_experts_per_tok, config.num_experts
+        num_weights += hidden * router + config.num_experts * 3 * hidden * inner
+        copied = num_copies * hidden
+    else:
+        inner, num_copies, router, copied = config.intermediate_size, 1, 0, 0
+        num_weights += 3 * hidden * inner
+    products = projections + hidden * router + num_copies * 3 * hidden * inner
+    wide = num_copies * inner
+    attention = 2 * sequence_length**2 * queries
+
+    # x, normed x; q and k before and after norm and rope, v; what was attended. Then x, normed x, copies for experts;
+    # gate, up, silu(gate), their product, and that with the experts' weights where there are any.
+    kept = 4 * hidden + 3 * queries + 3 * keys + copied + (5 if is_sparse else 4) * wide
+    # Inputs of products, and gradients of their outputs.
+    inputs = hidden + queries + hidden + copied + wide
+    gradients = queries + 2 * keys + hidden + router + 2 * wide + (copied if is_sparse else hidden)
+    # Each of norms, rope, dispatch and SwiGLU as one kernel that reads and writes once.
+    moved = 6 * hidden + 2 * (queries + keys) + 3 * wide + (2 * (hidden + copied) if is_sparse else 0)
+    moved_back = 8 * hidden + 3 * (queries + keys) + 5 * wide + (2 * (hidden + copied) if is_sparse else 0)
+    return LayerCosts(
+        forward_flops=2 * sequence_length * products + attention,
+        backward_input_flops=2 * sequence_length * products + 2.5 * attention,
+        backward_weight_flops=2 * sequence_length * products,
+        forward_bytes=tokens * moved,
+        backward_input_bytes=tokens * moved_back,
+        weight_bytes=bytes_per_element * num_weights,
+        activation_bytes=tokens * kept,
+        split_activation_bytes=tokens * (inputs + gradients),
+        output_bytes=tokens * hidden,
+    )

@@ -1,0 +1,150 @@
+"""What the layers of a model cost, and how fast a machine is: from these two `Auto` predicts a step.
+
+[Note: time of a layer] Products run at `flops_per_second`, or as fast as their weights come out of memory where there
+are too few rows for more; what is not a product moves bytes at `bytes_per_second`. A forward and an input backward read
+the weights of their products once a microbatch, a weight backward writes the gradients of all weights once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, NamedTuple
+
+from lightning_d9d.errors import ScheduleError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCosts:
+    """What one layer computes, moves and keeps for one row of a batch (one sequence), on one rank.
+
+    Bytes that are moved are those of what is not a matrix product or attention, each input and output once.
+
+    Raises:
+        ScheduleError: A number is negative or not finite.
+    """
+
+    forward_flops: float = 0.0
+    backward_input_flops: float = 0.0
+    """For the gradient of the layer's input; attention's whole backward is here."""
+    backward_weight_flops: float = 0.0
+    """For the gradients of the weights."""
+    forward_bytes: float = 0.0
+    backward_input_bytes: float = 0.0
+    backward_weight_bytes: float = 0.0
+    weight_bytes: float = 0.0
+    """Of the parameters, however many rows there are."""
+    activation_bytes: float = 0.0
+    """Kept from forward to backward."""
+    split_activation_bytes: float = 0.0
+    """Kept from input backward to weight backward, where they are split: inputs of products and their gradients."""
+    output_bytes: float = 0.0
+    """What travels to the next stage if the layer is a stage's last, and as gradient back."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self)
+
+
+def check_numbers(of: DataclassInstance) -> None:
+    """Refuse a dataclass in which a float is no finite number of at least 0, or an int no whole number of at least 1.
+
+    Raises:
+        ScheduleError: The message names class, field and value.
+    """
+    for each in fields(of):
+        value = getattr(of, each.name)
+        kind, optional, _ = str(each.type).partition(" | None")
+        if kind not in ("float", "int") or (optional and value is None):
+            continue
+        number, least = ("whole", 1) if kind == "int" else ("finite", 0)
+        is_number = isinstance(value, int) or (kind == "float" and isinstance(value, float) and math.isfinite(value))
+        if not is_number or isinstance(value, bool) or value < least:
+            raise ScheduleError(
+                f"{type(of).__name__}.{each.name}={value!r} must be a {number} number of at least {least}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCosts:
+    """A model as a pipeline sees it: layers between which it can be cut, and what stands before and behind them.
+
+    Raises:
+        ScheduleError: There is no layer.
+    """
+
+    before: LayerCosts = field(default_factory=LayerCosts)
+    """Always on the first stage, such as the embedding."""
+    layers: tuple[LayerCosts, ...]
+    """In order. Each stage has at least one."""
+    after: LayerCosts = field(default_factory=LayerCosts)
+    """Always on the last stage, such as the final norm, the head and the loss."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))
+        if not self.layers:
+            raise ScheduleError("ModelCosts.layers is empty; a pipeline needs at least one layer")
+
+    @property
+    def parts(self) -> tuple[LayerCosts, ...]:
+        """Everything in order: `before`, the layers, `after`."""
+        return (self.before, *self.layers, self.after)
+
+
+class LayerSeconds(NamedTuple):
+    """How long the actions of a layer take."""
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+    backward: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """How fast one rank computes and sends.
+
+    The speeds are of an NVIDIA H200 with torch 2.11 in bfloat16: those that today's library kernels were measured to
+    reach together on the layers and the head of a Qwen3-MoE model. Kernels that are not as good, such as those of plain
+    torch modules, take up to twice as long; `MeasuredCosts` of a run are better than any speed.
+
+    Raises:
+        ScheduleError: A number is negative, or a speed is 0.
+    """
+
+    flops_per_second: float = 580e12
+    """In products: attention 430 to 610e12, projections 670 to 690e12, grouped products 475 to 570e12, head 695e12."""
+    bytes_per_second: float = 4.26e12
+    """From and to memory, reads and writes together, as in a copy."""
+    link_bytes_per_second: float = 160e9
+    """From one pipeline rank to the next: half of what a rank was measured to send in an all-to-all over NVLink."""
+    link_latency: float = 20e-6
+    """Seconds from when a message has left until it is there; assumed."""
+    action_seconds: float = 30e-6
+    """What an action takes beside its kernels; assumed."""
+    overlapped: float = 1.0
+    """What a forward and a backward of an overlapped pair take of the sum of both; less than 1 where one computes while
+    the other's experts exchange tokens."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self)
+        for name in ("flops_per_second", "bytes_per_second", "link_bytes_per_second"):
+            if getattr(self, name) == 0:
+                raise ScheduleError(f"Machine.{name}=0 must be greater than 0")
+
+    def seconds(self, layer: LayerCosts, num_rows: float) -> LayerSeconds:
+        """How long `layer` takes for a microbatch. [Note: time of a layer]."""
+
+        def action(flops: float, moved: float, weight_bytes: float) -> float:
+            products = max(num_rows * flops / self.flops_per_second, weight_bytes / self.bytes_per_second)
+            return products + num_rows * moved / self.bytes_per_second
+
+        weights = layer.weight_bytes
+        forward = action(layer.forward_flops, layer.forward_bytes, weights if layer.forward_flops else 0)
+        inputs = action(
+            layer.backward_input_flops, layer.backward_input_bytes, weights if layer.backward_input_flops else 0
+        )
+        gradients = action(layer.backward_weight_flops, layer.backward_weight_bytes, weights)
+        return LayerSeconds(forward, inputs, gradients, inputs + gradients)

@@ -1,0 +1,127 @@
+"""Cutting items into consecutive stages by their weights."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+from itertools import accumulate, chain, combinations, pairwise, product
+from typing import TypeVar
+
+from lightning_d9d.errors import ConfigError
+
+
+def cut_evenly(weights: Sequence[int | float], num_stages: int) -> list[range]:
+    """Cut items into consecutive stages so that the heaviest stage is as light as can be.
+
+    Among such cuts it takes one whose other stages are even too (the least sum of squares), and among these the one
+    whose first stages have more items. Exact: no rounding, whatever the weights.
+
+    Args:
+        weights: Of the items, at least 0; for instance the cost or the number of parameters of each layer.
+        num_stages: At most the number of items.
+
+    Returns:
+        One range of items a stage, in order, none of them empty.
+
+    Raises:
+        ConfigError: There are fewer items than stages, or a weight is negative or not finite.
+    """
+    num_items = len(weights)
+    check_num_stages(num_items, num_stages)
+    for index, weight in enumerate(weights):
+        if not (math.isfinite(weight) and weight >= 0):
+            raise ConfigError(f"layer {index} has the weight {weight}; weights must be finite and at least 0")
+    fractions = [Fraction(weight) for weight in weights]
+    unit = math.lcm(*(fraction.denominator for fraction in fractions))
+    starts = [0, *accumulate(int(fraction * unit) for fraction in fractions)]
+    # The least limit under which few enough stages hold everything; to cut these further breaks no limit.
+    heaviest = max(stop - start for start, stop in pairwise(starts))
+    limits = sorted({stop - start for start, stop in combinations(starts, 2) if stop - start >= heaviest})
+    limit = limits[bisect_left(limits, True, key=lambda limit: _num_stages_within(limit, starts) <= num_stages)]
+    # From the last stage to the first: the best cut of items i, i + 1, ... by its first item.
+    best: dict[int, tuple[int, list[range]]] = {num_items: (0, [])}
+    for _ in range(num_stages):
+        longer: dict[int, tuple[int, list[range]]] = {}
+        for first in range(num_items):
+            candidates = []
+            for stop in range(first + 1, num_items + 1):
+                weight = starts[stop] - starts[first]
+                if weight > limit:
+                    break
+                if stop in best:
+                    candidates.append((best[stop][0] + weight**2, -stop))
+            if candidates:
+                squares, minus_stop = min(candidates)
+                longer[first] = (squares, [range(first, -minus_stop), *best[-minus_stop][1]])
+        best = longer
+    return best[0][1]
+
+
+def _num_stages_within(limit: int, starts: Sequence[int]) -> int:
+    """How many stages of at most `limit` the items fill, when each takes what it can."""
+    num_stages, stage_start = 1, 0
+    for start, stop in pairwise(starts):
+        if stop - stage_start > limit:
+            num_stages, stage_start = num_stages + 1, start
+    return num_stages
+
+
+def check_num_stages(num_layers: int, num_stages: int) -> None:
+    """Refuse a number of stages of which one would have no layer.
+
+    Raises:
+        ConfigError: The message says which numbers are possible.
+    """
+    if not 1 <= num_stages <= num_layers:
+        raise ConfigError(
+            f"{num_layers} layers cannot be cut into {num_stages} stages, for each has at least one; use 1 to "
+            f"{num_layers} stages (pipeline ranks times stages on each)"
+            if num_layers > 0
+            else f"a model without layers cannot be cut into {num_stages} stages; give it one layer a stage"
+        )
+
+
+_Load = TypeVar("_Load", bound=tuple[int, ...])
+
+
+def level(
+    cut: Sequence[range], placement: Sequence[int], loads: Callable[[Sequence[range]], Sequence[_Load]]
+) -> list[range]:
+    """Move cuts until no item that a stage of the most loaded rank could give away makes loads more level.
+
+    Loads are compared as sorted lists, the largest first. A stage that another one takes an item from gets shorter and
+    that one longer; stages between keep their lengths.
+
+    Args:
+        cut: The stages to begin with.
+        placement: For each stage its rank.
+        loads: For a cut the load of each rank; tuples, of which the first number matters most. Whole numbers, as
+            rounding would look like an improvement.
+
+    Returns:
+        One range of items a stage, in order, none of them empty.
+    """
+    best, of_ranks = list(cut), loads(cut)
+    while True:
+        for moved in _moves(best, placement, sorted(range(len(of_ranks)), key=of_ranks.__getitem__)):
+            found = loads(moved)
+            if sorted(found, reverse=True) < sorted(of_ranks, reverse=True):
+                best, of_ranks = moved, found
+                break
+        else:
+            return best
+
+
+def _moves(cut: Sequence[range], placement: Sequence[int], ranks: Sequence[int]) -> Iterator[list[range]]:
+    """The cuts in which a stage of the last of `ranks` gives an item to another; the first of `ranks` take first."""
+    sizes = [len(each) for each in cut]
+    shortest_first = sorted(range(len(cut)), key=sizes.__getitem__)
+    stages_of = [[stage for stage in shortest_first if placement[stage] == rank] for rank in ranks]
+    for taker, giver in product(chain.from_iterable(stages_of), reversed(stages_of[-1])):
+        if sizes[giver] > 1 and taker != giver:
+            moved = list(sizes)
+            moved[giver] -= 1
+            moved[taker] += 1
+            yield [range(*bounds) for bounds in pairwise(accumulate(moved, initial=0))]

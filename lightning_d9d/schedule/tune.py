@@ -1,0 +1,453 @@
+"""`Auto`: schedule, stages and size of microbatches, chosen on paper before there are parameters or batches.
+
+[Note: the search] Candidates are the schedules of the package with every size of microbatch that divides the batch.
+Each is cut so that its longest stage is as short as can be, and then evened out over the ranks: by memory first, if the
+first cut does not fit. A bound below a candidate's time is known without running it on paper. Those with the lowest
+bounds are run first, and those whose bound is above the best time of the same schedule are not.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, NoReturn, Self
+
+from lightning_d9d.errors import ScheduleError
+from lightning_d9d.schedule.actions import Action, BackwardInput, BackwardWeight, Forward, compute_parts
+from lightning_d9d.schedule.breadth_first import GPipe, LoopedBFS
+from lightning_d9d.schedule.dual_pipe_v import DualPipeV
+from lightning_d9d.schedule.layers import LayerSeconds, Machine, ModelCosts
+from lightning_d9d.schedule.measured import Calibration, MeasuredCosts
+from lightning_d9d.schedule.one_forward_one_backward import Interleaved1F1B, OneForwardOneBackward, ZeroBubble
+from lightning_d9d.schedule.partition import cut_evenly, level
+from lightning_d9d.schedule.program import Program, merge_backwards
+from lightning_d9d.schedule.schedule import Schedule
+from lightning_d9d.schedule.simulate import Costs, simulate
+from lightning_d9d.schedule.zero_bubble_v import ZeroBubbleV
+
+GIB = 2**30
+
+_SCHEDULES: dict[str, Schedule] = {
+    "1f1b": OneForwardOneBackward(),
+    "interleaved_1f1b, 2 stages": Interleaved1F1B(2),
+    "interleaved_1f1b, 4 stages": Interleaved1F1B(4),
+    "zero_bubble": ZeroBubble(1),
+    "zero_bubble, 2 stages": ZeroBubble(2),
+    "zero_bubble_v": ZeroBubbleV(),
+    "dual_pipe_v": DualPipeV(),
+    "gpipe": GPipe(),
+    "looped_bfs, 2 stages": LoopedBFS(2),
+}
+"""What `Auto` chooses from, by the names that its table has. Simple ones first: they win where times are equal."""
+
+_CLOSE = 1.1
+"""Schedules that take more than this times the fastest are not in the table."""
+
+_EQUAL = 1.001
+"""Steps whose times differ by less than this factor count as equally fast; of them the one with least memory wins."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A schedule with everything that follows from it, and what is predicted of it. `str` of it is a table."""
+
+    name: str
+    """Of the schedule with its stages a rank, as in the table."""
+    microbatch_size: int
+    """Rows of a microbatch."""
+    num_microbatches: int
+    layers_of_stage: tuple[range, ...]
+    """For each stage its layers, by their index in `ModelCosts.layers`: what `StageInfo.layers` is to be. What stands
+    before and after the layers is on the first and the last stage."""
+    step_time: float
+    """Predicted seconds of all forwards and backwards of a batch, without collectives and optimizer."""
+    bubble_ratio: float
+    """The share of all ranks' time in which they compute nothing, from 0 to 1."""
+    peak_memory: float
+    """Bytes on the rank that needs most: parameters, gradients and optimizer state of its stages, and activations."""
+    alternatives: tuple[Choice, ...] = ()
+    """The best of each other schedule, fastest first."""
+
+    @property
+    def schedule(self) -> Schedule:
+        """What to run."""
+        return _SCHEDULES[self.name]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The choice in types of JSON."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        values["layers_of_stage"] = [[layers.start, layers.stop] for layers in self.layers_of_stage]
+        values["alternatives"] = [each.to_dict() for each in self.alternatives]
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Read `to_dict()` back.
+
+        Raises:
+            ScheduleError: It names a schedule that this version does not choose from, or is no such dictionary.
+        """
+        try:
+            if values["name"] not in _SCHEDULES:
+                raise ScheduleError(
+                    f"a saved choice names the schedule {values['name']!r}; this version knows {sorted(_SCHEDULES)}. "
+                    "Name a schedule yourself in place of Auto"
+                )
+            return cls(**{
+                **values,
+                "layers_of_stage": tuple(range(*bounds) for bounds in values["layers_of_stage"]),
+                "alternatives": tuple(cls.from_dict(each) for each in values["alternatives"]),
+            })  # fmt: skip
+        except (KeyError, TypeError) as error:
+            raise ScheduleError(f"a saved choice of a schedule cannot be read ({error!r}): {values!r}") from error
+
+    def __str__(self) -> str:
+        header = ("schedule", "microbatches", "step", "bubble", "memory")
+        rows = [header, *(each._row() for each in (self, *self.alternatives))]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+        sizes = ", ".join(str(len(layers)) for layers in self.layers_of_stage)
+        return "\n".join([*lines, f"Auto takes the first, with stages of {sizes} layers"])
+
+    def _row(self) -> tuple[str, ...]:
+        return (
+            self.name,
+            f"{self.num_microbatches} of {self.microbatch_size}",
+            f"{self.step_time * 1e3:.1f} ms",
+            f"{self.bubble_ratio:.1%}",
+            f"{self.peak_memory / GIB:.1f} GiB",
+        )
+
+
+class Auto(Schedule):
+    """Chooses schedule, stages and size of microbatches by what steps are predicted to take.
+
+    It tries the schedules of this package with all sizes of microbatches on paper, under a memory cap. It has no
+    program of its own: `choose` says which schedule to use.
+
+    Args:
+        batch_size: Rows that one data-parallel rank gets for a step.
+        sequence_length: Tokens of a row.
+        memory_gib: What a rank may use, in GiB; leave some for buffers and fragmentation. None: what the device has.
+        costs: A file of `MeasuredCosts`. None: predicted from operations and bytes.
+        machine: How fast ranks compute and send, where `costs` does not say.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        sequence_length: int,
+        memory_gib: float | None = None,
+        costs: str | Path | None = None,
+        machine: Machine = Machine(),
+    ) -> None:
+        for name, value in (("batch_size", batch_size), ("sequence_length", sequence_length)):
+            if not isinstance(value, int) or value < 1:
+                raise ScheduleError(f"Auto.{name}={value!r} must be a whole number of at least 1")
+        if memory_gib is not None and not (math.isfinite(memory_gib) and memory_gib > 0):
+            raise ScheduleError(f"Auto.memory_gib={memory_gib!r} must be greater than 0, or None for no cap")
+        self.batch_size = batch_size
+        self.sequence_length = sequence_length
+        self.memory_gib = memory_gib
+        self.costs = costs
+        self.machine = machine
+
+    @property
+    def stages_per_rank(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Unknown before the choice.
+
+        Raises:
+            ScheduleError: Always.
+        """
+        self._unresolved()
+
+    def placement(self, num_ranks: int) -> tuple[int, ...]:
+        """As `stages_per_rank`."""
+        self._unresolved()
+
+    def takes(self, num_ranks: int, num_microbatches: int) -> bool:
+        """As `stages_per_rank`."""
+        self._unresolved()
+
+    def order(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterable[Action]:
+        """As `stages_per_rank`."""
+        self._unresolved()
+
+    def _unresolved(self) -> NoReturn:
+        raise ScheduleError("Auto has chosen no schedule yet; use the schedule of what its choose() returns")
+
+    def choose(
+        self, num_ranks: int, model: ModelCosts, *, state_ratio: float, device_memory: float | None = None
+    ) -> Choice:
+        """The fastest of all candidates that fit, from a deterministic search. [Note: the search].
+
+        Local; to be certain that all ranks have the same, one chooses and tells the others.
+
+        Args:
+            num_ranks: Pipeline ranks.
+            model: Costs of one row of `sequence_length` tokens on one rank.
+            state_ratio: How many bytes of parameters, gradients and optimizer state a rank keeps for each byte of the
+                weights of its stages: 5 for bf16 weights with fp32 gradients and bf16 Adam on every rank; less where
+                they are sharded.
+            device_memory: The cap in bytes if `memory_gib` is None. None: no cap.
+
+        Raises:
+            ScheduleError: Nothing fits, which the message answers with the least that is needed; there are more ranks
+                than layers; or the file of `costs` is of another model or length of sequence.
+        """
+        if state_ratio < 0 or not math.isfinite(state_ratio):
+            raise ScheduleError(f"state_ratio={state_ratio!r} must be finite and at least 0")
+        if not 1 <= num_ranks <= len(model.layers):
+            raise ScheduleError(
+                f"Auto cannot cut {len(model.layers)} layers for {num_ranks} pipeline ranks; each needs one at least"
+            )
+        cap = device_memory if self.memory_gib is None else self.memory_gib * GIB
+        measured = None if self.costs is None else MeasuredCosts.read(self.costs)
+        calibration = Calibration.none(model) if measured is None else measured.calibrate(model, self.machine)
+        if measured is not None and measured.sequence_length != self.sequence_length:
+            raise ScheduleError(
+                f"{self.costs} was measured with sequences of {measured.sequence_length} tokens, but Auto has "
+                f"sequence_length={self.sequence_length}; measure again"
+            )
+        candidates = []
+        for microbatch_size in (size for size in range(1, self.batch_size + 1) if self.batch_size % size == 0):
+            num_microbatches = self.batch_size // microbatch_size
+            layers = _Layers(model, self.machine, calibration, microbatch_size, state_ratio)
+            cuts: dict[tuple[int, ...], list[list[range]]] = {}
+            for name, schedule in list(_SCHEDULES.items())[: 1 if num_ranks == 1 else None]:
+                placement = schedule.placement(num_ranks)
+                if len(placement) <= len(model.layers) and schedule.takes(num_ranks, num_microbatches):
+                    if placement not in cuts:
+                        cuts[placement] = layers.cuts_for_speed(placement)
+                    candidates += [
+                        _Candidate(name, num_ranks, num_microbatches, layers, cut) for cut in cuts[placement]
+                    ]
+        return _search(candidates, math.inf if cap is None else cap)
+
+
+def _search(candidates: Sequence[_Candidate], cap: float) -> Choice:
+    """The best of each schedule, and of these the best with the others as alternatives."""
+    best: dict[str, Choice] = {}
+    fastest = least = math.inf
+    for candidate in sorted(candidates, key=lambda each: each.bound):
+        limit = min(_CLOSE * fastest, best[candidate.name].step_time if candidate.name in best else math.inf)
+        if candidate.bound >= limit:
+            continue
+        need = candidate.fit(cap)
+        least = min(least, need)
+        if need > cap or candidate.without_messages() >= limit:
+            continue
+        found = candidate.simulated()
+        if found.step_time < limit:
+            best[candidate.name] = found
+            fastest = min(fastest, found.step_time)
+    if not best:
+        raise ScheduleError(
+            f"no schedule fits into {cap / GIB:.1f} GiB a rank; the least that one needs is {least / GIB:.1f} GiB. Use "
+            "more pipeline ranks, shard weights or experts over more ranks, recompute activations, shorten sequences, "
+            "or raise Auto.memory_gib"
+        )
+    chosen = min(
+        (each for each in best.values() if each.step_time <= _EQUAL * fastest), key=lambda each: each.peak_memory
+    )
+    close = (each for each in best.values() if each is not chosen and each.step_time <= _CLOSE * fastest)
+    others = sorted(close, key=lambda each: each.step_time)
+    return replace(chosen, alternatives=tuple(others))
+
+
+class _Layers:
+    """Running totals over a model's layers, for one size of microbatch: layers 3 to 5 take totals[6] - totals[3].
+
+    What stands before and after the layers is counted to the first and the last of them.
+    """
+
+    def __init__(
+        self, model: ModelCosts, machine: Machine, calibration: Calibration, num_rows: int, state_ratio: float
+    ) -> None:
+        self.num_rows = num_rows
+        self.machine = machine
+        parts = model.parts
+        seconds = [
+            LayerSeconds(*map(operator.mul, machine.seconds(part, num_rows), factors))
+            for part, factors in zip(parts, calibration.seconds, strict=True)
+        ]
+        rows = [num_rows * factor for factor in calibration.activation]
+        self.forward = _totals(each.forward for each in seconds)
+        self.backward_input = _totals(each.backward_input for each in seconds)
+        self.backward_weight = _totals(each.backward_weight for each in seconds)
+        self.backward = _totals(each.backward for each in seconds)
+        self.activation = _totals(n * part.activation_bytes for n, part in zip(rows, parts, strict=True))
+        self.split_activation = _totals(n * part.split_activation_bytes for n, part in zip(rows, parts, strict=True))
+        self.state = _totals(state_ratio * part.weight_bytes for part in parts)
+        self.work = list(map(operator.add, self.forward, self.backward))
+        self.transfer = num_rows * max(part.output_bytes for part in parts) / machine.link_bytes_per_second
+        if calibration.link_seconds_per_row is not None:
+            self.transfer = num_rows * calibration.link_seconds_per_row
+
+    def costs(self, cut: Sequence[range]) -> Costs:
+        """Of the stages of a cut."""
+        more = self.machine.action_seconds
+        return Costs(
+            forward=_of_stages(self.forward, cut, more),
+            backward_input=_of_stages(self.backward_input, cut, more),
+            backward_weight=_of_stages(self.backward_weight, cut, more),
+            backward=_of_stages(self.backward, cut, more),
+            overlapped=self.machine.overlapped,
+            transfer=self.transfer,
+            latency=self.machine.link_latency,
+            activation=_of_stages(self.activation, cut),
+            split_activation=_of_stages(self.split_activation, cut),
+        )
+
+    def cuts_for_speed(self, placement: Sequence[int]) -> list[list[range]]:
+        """Where no stage is longer than it must be, and where no rank has more to do than it must.
+
+        Schedules that run one stage of a rank for several microbatches are bound by the first, others by the second.
+        """
+        of_layers = [behind - before for before, behind in pairwise(self.work)]
+        even = cut_evenly(of_layers, len(placement))
+        levelled = level(even, placement, lambda cut: [(load,) for load in self.loads(cut, placement)])
+        return [even] if levelled == even else [even, levelled]
+
+    def loads(self, cut: Sequence[range], placement: Sequence[int]) -> list[int]:
+        """For each rank the nanoseconds of a microbatch in its stages."""
+        return [round(1e9 * seconds) for seconds in _of_ranks(_of_stages(self.work, cut), placement)]
+
+
+def _totals(of_parts: Iterable[float]) -> list[float]:
+    before, *layers, after = of_parts
+    layers[0] += before
+    layers[-1] += after
+    return list(accumulate(layers, initial=0.0))
+
+
+def _of_stages(totals: Sequence[float], cut: Sequence[range], more: float = 0.0) -> list[float]:
+    return [totals[layers.stop] - totals[layers.start] + more for layers in cut]
+
+
+def _of_ranks(of_stages: Sequence[float], placement: Sequence[int]) -> list[float]:
+    sums = [0.0] * (max(placement) + 1)
+    for rank, value in zip(placement, of_stages, strict=True):
+        sums[rank] += value
+    return sums
+
+
+class _Candidate:
+    """A schedule with a number of microbatches of one size, and where it cuts the layers."""
+
+    def __init__(self, name: str, num_ranks: int, num_microbatches: int, layers: _Layers, cut: list[range]) -> None:
+        self.name = name
+        self.schedule = _SCHEDULES[name]
+        self.num_ranks = num_ranks
+        self.num_microbatches = num_microbatches
+        self.placement = self.schedule.placement(num_ranks)
+        self.stages_of = [self.schedule.stages_of(rank, num_ranks) for rank in range(num_ranks)]
+        self.layers = layers
+        self.cut = cut
+        self.bound = self._bound()
+
+    def _bound(self) -> float:
+        """Seconds in which no order of its actions is through, with the cut for speed.
+
+        A rank begins when the first microbatch has come to it, and runs all of them. From its last backward, of inputs
+        where it is split, gradients go back to the first stage.
+        """
+        layers, cut, more = self.layers, self.cut, self.layers.machine.action_seconds
+        forward, whole = _of_stages(layers.forward, cut, more), _of_stages(layers.backward, cut, more)
+        awaited = whole
+        if isinstance(self.schedule, ZeroBubble | ZeroBubbleV | DualPipeV):
+            awaited, weight = _of_stages(layers.backward_input, cut, more), _of_stages(layers.backward_weight, cut)
+            whole = list(map(min, whole, map(operator.add, awaited, weight)))
+        number = self.num_microbatches
+        if isinstance(self.schedule, DualPipeV):
+            number *= min(1.0, layers.machine.overlapped)
+        hop = layers.transfer + layers.machine.link_latency
+        bounds = []
+        for stages in self.stages_of:
+            before = stages[0]  # so many stages, each on another rank
+            begin = sum(forward[:before]) + before * hop
+            end = sum(awaited[:before]) + before * hop
+            all_work = number * sum(forward[stage] + whole[stage] for stage in stages)
+            awaited_work = number * sum(forward[stage] + awaited[stage] for stage in stages)
+            bounds.append(begin + max(all_work, awaited_work + end))
+        return max(bounds)
+
+    def fit(self, cap: float) -> float:
+        """Change the cut if it does not fit. Returns what the rank that needs most needs; it may still be too much."""
+        if math.isinf(cap):
+            return 0.0
+        layers, placement = self.layers, self.placement
+        live = [
+            _largest(_kept(actions, stages))
+            for actions, stages in zip(self.compute().ranks, self.stages_of, strict=True)
+        ]
+
+        def needs(cut: Sequence[range]) -> list[float]:
+            activation, split = _of_stages(layers.activation, cut), _of_stages(layers.split_activation, cut)
+            found = _of_ranks(_of_stages(layers.state, cut), placement)
+            for rank, stages in enumerate(self.stages_of):
+                kept = [*(activation[stage] for stage in stages), *(split[stage] for stage in stages)]
+                found[rank] += max(sum(map(operator.mul, counts, kept)) for counts in live[rank])
+            return found
+
+        def loads(cut: Sequence[range]) -> list[tuple[int, int]]:
+            over = (math.ceil(max(0.0, need - cap)) for need in needs(cut))
+            return list(zip(over, layers.loads(cut, placement), strict=True))
+
+        if max(needs(self.cut)) > cap:
+            self.cut = level(self.cut, placement, loads)
+        return max(needs(self.cut))
+
+    def compute(self) -> Program:
+        """Its actions without messages."""
+        return merge_backwards(self.schedule.compute(self.num_ranks, self.num_microbatches))
+
+    def without_messages(self) -> float:
+        """Seconds that it takes on paper if messages take no time: less than it takes, and cheap to know."""
+        return simulate(self.compute(), self.layers.costs(self.cut)).step_time
+
+    def simulated(self) -> Choice:
+        """What running it on paper says."""
+        program = self.schedule.program(self.num_ranks, self.num_microbatches)
+        simulation = simulate(program, self.layers.costs(self.cut))
+        state = _of_ranks(_of_stages(self.layers.state, self.cut), self.placement)
+        return Choice(
+            name=self.name,
+            microbatch_size=self.layers.num_rows,
+            num_microbatches=self.num_microbatches,
+            layers_of_stage=tuple(self.cut),
+            step_time=simulation.step_time,
+            bubble_ratio=simulation.bubble_ratio,
+            peak_memory=max(map(operator.add, state, simulation.peak_memory)),
+        )
+
+
+def _kept(actions: Sequence[Action], stages: Sequence[int]) -> set[tuple[int, ...]]:
+    """All numbers of kept microbatches that occur: for each stage whole activations, then for each split ones."""
+    place = {stage: index for index, stage in enumerate(stages)}
+    counts = [0] * (2 * len(stages))
+    found = set()
+    for part in (part for action in actions for part in compute_parts(action)):
+        whole, split = place[part.stage], place[part.stage] + len(stages)
+        if isinstance(part, Forward):
+            counts[whole] += 1
+        elif isinstance(part, BackwardWeight):
+            counts[split] -= 1
+        else:
+            counts[whole] -= 1
+            counts[split] += isinstance(part, BackwardInput)
+        found.add(tuple(counts))
+    return found
+
+
+def _largest(found: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Those that no other is at least as large as in every number."""
+    largest: list[tuple[int, ...]] = []
+    for counts in sorted(found, key=sum, reverse=True):
+        if not any(all(map(operator.ge, other, counts)) for other in largest):
+            largest.append(counts)
+    return largest
