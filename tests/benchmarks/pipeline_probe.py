@@ -5,8 +5,8 @@
 - *Memory*: the most that PyTorch had allocated on a rank in a step, above what it had before. The simulator's is what
   one microbatch takes in a stage (measured alone, one microbatch after another), counted through the program, and to it
   come the gradients and the most that one action needs while it runs.
-- *Host time*: of `Executor.train` with stages that compute nothing and messages that nobody sends, over its actions,
-  of which messages are some.
+- *Host time*: of `Executor.train` over its actions, of which messages are some, with modules that compute nothing, a
+  backward that does nothing and messages that nobody sends.
 - *Messages*: tensors handed to torch in a step.
 - *Host syncs*: warnings of `torch.cuda.set_sync_debug_mode` in a step.
 """
@@ -23,10 +23,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import nn
 from torch.distributed.pipelining import schedules
 
 from lightning_d9d.mesh.collectives import all_gather_object
+from lightning_d9d.pipeline.stage import Stage
 from lightning_d9d.pipeline.timeline import Timeline
 from lightning_d9d.schedule import (
     Action,
@@ -180,51 +181,50 @@ class _Sent:
         return True
 
 
-class _NoStage:
-    """Computes nothing."""
+class _Nothing(nn.Module):
+    """In place of a stage's module: computes nothing, but has its parameters."""
 
-    def __init__(self, output: Any, gradients: list[Tensor]) -> None:
+    def __init__(self, module: nn.Module, output: Any) -> None:
+        super().__init__()
+        self.module = module
         self.output = output
-        self.gradients = gradients
 
-    def forward(self, *_: Any) -> Any:
+    def forward(self, **_: Any) -> Any:
         return self.output
-
-    def keep(self, *_: Any) -> None:
-        pass
-
-    def backward(self, *_: Any) -> list[Tensor]:
-        return self.gradients
-
-    def backward_weight(self, *_: Any) -> None:
-        pass
-
-    backward_input = backward
-    drop = close = backward_weight
 
 
 def _host_seconds(ours: Ours) -> float:
     executor, work = ours.executor, ours.work
-    stages = executor.stages
     actions = ours.program.ranks[ours.pipeline.rank]
     shape = 1, work.sequence_length, work.config.hidden_size
-    x = torch.zeros(shape, dtype=work.dtype, device=ours.device, requires_grad=True)
+    hidden = torch.zeros(shape, dtype=work.dtype, device=ours.device, requires_grad=True)
     loss = torch.zeros((), device=ours.device, requires_grad=True)
-    try:
-        executor.stages = {  # type: ignore[assignment]
-            index: _NoStage(
-                SimpleNamespace(loss=loss) if index == executor.num_stages - 1 else {"hidden_states": x}, [x.detach()]
+    stages = executor.stages
+    executor.stages = {
+        index: Stage(
+            _Nothing(
+                module, SimpleNamespace(loss=loss) if index == executor.num_stages - 1 else {"hidden_states": hidden}
             )
-            for index in stages
-        }
-        with mock.patch.multiple(dist, isend=_not_sent, irecv=_not_sent):
+        )
+        for index, module in ours.stages.items()
+    }
+    try:
+        with (
+            mock.patch.multiple(dist, isend=_not_sent, irecv=_not_sent),
+            mock.patch.object(torch.autograd, "backward", _no_backward),
+        ):
             return _fastest(lambda: ours.train(actions)) / len(actions)
     finally:
+        executor.close()
         executor.stages = stages
 
 
 def _not_sent(*_: Any) -> _Sent:
     return _Sent()
+
+
+def _no_backward(*_: Any) -> None:
+    pass
 
 
 def _fastest(run: Callable[[], object]) -> float:
