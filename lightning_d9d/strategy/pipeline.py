@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_d9d.errors import ConfigError
+from lightning_d9d.errors import ConfigError, ScheduleError
 from lightning_d9d.mesh import MeshDomains
 from lightning_d9d.mesh.collectives import all_gather_object
 from lightning_d9d.pipeline.totals import BatchTotals
@@ -53,6 +53,9 @@ class Pipeline:
         schedule: Places stages and makes programs.
         mesh: Of several ranks; links are made here then, so this is collective over all of them. None for one process.
         device: Where messages go.
+
+    Raises:
+        ScheduleError: The schedule gives a rank no stage, or places one on a rank that is not there.
     """
 
     def __init__(self, schedule: Schedule, mesh: MeshDomains | None, device: torch.device) -> None:
@@ -61,7 +64,7 @@ class Pipeline:
         self.device = device
         self.num_ranks = 1 if mesh is None else mesh.sizes["pp"]
         self.rank = 0 if mesh is None else mesh.coordinates["pp"]
-        self.placement = schedule.placement(self.num_ranks)
+        self.placement = _placement(schedule, self.num_ranks)
         self.group: dist.ProcessGroup | None = None
         """The ranks of this pipeline; None where it is one."""
         self.messages: Messages | None = None
@@ -218,6 +221,16 @@ class Pipeline:
                     peer = pair[1 - pair.index(self.rank)]
                     links[peer] = Link(global_ranks[peer], forward, backward)
         return links
+
+
+def _placement(schedule: Schedule, num_ranks: int) -> tuple[int, ...]:
+    placement = tuple(schedule.placement(num_ranks))
+    if {*placement} != {*range(num_ranks)}:
+        raise ScheduleError(
+            f"{type(schedule).__name__} places its {len(placement)} stages on the ranks {list(placement)} of a "
+            f"pipeline of {num_ranks}; give each of the ranks 0 to {num_ranks - 1}, and no other, at least one"
+        )
+    return placement
 
 
 def disjoint_pairs(placement: Sequence[int]) -> list[list[tuple[int, int]]]:

@@ -1,4 +1,4 @@
-"""What `test_faults.py` injects, and the fit it injects it into.
+"""What `test_faults.py` and `test_pipeline_faults.py` inject, and the run they inject it into.
 
 A fault is a callback that acts on one rank at one moment, so that it works for any module (`MODULES`), on the ranks of
 a pool or on processes of their own.
@@ -6,13 +6,14 @@ a pool or on processes of their own.
 
 from __future__ import annotations
 
+import functools
 import os
 import resource
 import signal
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_d9d import D9DStrategy, TimeoutConfig
+from lightning_d9d import D9DModule, D9DStrategy, MeshConfig, TimeoutConfig
+from tests.strategy.pipelined import Pipelined, token_rows
 from tests.strategy.plain import Plain, rows, trainer
 from tests.strategy.staged import Staged, staged_rows
 
@@ -42,50 +44,80 @@ PADDING_BYTES = 2**20
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of module, and the rows it takes."""
+    """A kind of module, the rows it takes, and how it runs."""
 
     make: Callable[[], L.LightningModule]
     rows: Callable[[int], Any]
+    num_stages: int = 1
+    """Each on a rank of its own; in one process there is one."""
+    precision: Any = "32-true"
 
 
-MODULES = {"plain": Kind(Plain, rows), "staged": Kind(Staged, lambda count: staged_rows(count, ignored_every=None))}
+MODULES = {
+    "plain": Kind(Plain, rows),
+    "staged": Kind(Staged, lambda count: staged_rows(count, ignored_every=None)),
+    "pipelined": Kind(Pipelined, token_rows, num_stages=2, precision="64-true"),
+}
 
 
 class Fault(L.Callback):
     """Calls `act`, once, on one rank in one phase.
 
     Args:
-        phase: "setup" is the hook of this name. "forward" and "backward" are inside of the module's, in step `AT_STEP`.
+        phase: "setup" is the hook of this name. "forward" and "backward" are inside of the module's, in step `AT_STEP`
+            where it trains; so are "inputs" and "loss", the hooks of a D9DModule, and "output", that of its stage.
             "save" and "load" are while the checkpoint is a dictionary. "teardown" is after the last batch, when the
             other ranks begin to tear down.
-        rank: Where.
-        act: Gets the module, the first layer's inputs, the last layer's gradient or the checkpoint; in "forward" and
-            "backward" what it returns is taken instead, unless it is None.
+        rank: Where; None for all.
+        act: Gets the module, the first layer's inputs, the last layer's gradient, the stage's output, the microbatch or
+            the checkpoint; in "forward", "backward" and "output" what it returns is taken instead, unless it is None.
+        skip: How often the phase is left alone before, in that step; microbatches come one by one.
     """
 
-    def __init__(self, phase: str, rank: int, act: Callable[[Any], Any]) -> None:
-        self._phase, self._rank, self._act = phase, rank, act
+    def __init__(self, phase: str, rank: int | None, act: Callable[[Any], Any], skip: int = 0) -> None:
+        self.phase, self.rank, self.act, self.skip = phase, rank, act, skip
         self._trainer: L.Trainer | None = None
         self.has_acted = False
 
     def _reach(self, phase: str, value: Any) -> Any:
         trainer = self._trainer
         assert trainer is not None
-        if phase != self._phase or trainer.global_rank != self._rank or self.has_acted:
+        if phase != self.phase or self.rank not in (None, trainer.global_rank) or self.has_acted:
             return None
-        if phase in ("forward", "backward", "save") and trainer.global_step < AT_STEP:
+        if phase not in ("setup", "load", "teardown") and trainer.training and trainer.global_step < AT_STEP:
+            return None
+        if self.skip > 0:
+            self.skip -= 1
             return None
         self.has_acted = True
-        return self._act(value)
+        return self.act(value)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._trainer = trainer
         self._reach("setup", pl_module)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        layers = [layer for layer in pl_module.modules() if isinstance(layer, nn.Linear)]
+        self._put_hooks(pl_module)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._put_hooks(pl_module)
+
+    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._put_hooks(pl_module)
+
+    def _put_hooks(self, module: L.LightningModule) -> None:
+        layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
         layers[0].register_forward_pre_hook(lambda _, inputs: self._reach("forward", inputs))
         layers[-1].weight.register_hook(lambda gradient: self._reach("backward", gradient))
+        if isinstance(module, D9DModule):
+            module.stages[-1].register_forward_hook(lambda _, inputs, output: self._reach("output", output))
+            for phase in ("inputs", "loss"):
+                hook = f"microbatch_{phase}"
+                setattr(module, hook, functools.partial(self._call, phase, getattr(module, hook)))
+
+    def _call(self, phase: str, hook: Callable[..., Any], *args: Any) -> Any:
+        self._reach(phase, args[-1])
+        return hook(*args)
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         self._reach("save", checkpoint)
@@ -95,6 +127,10 @@ class Fault(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._reach("teardown", None)
+
+
+def fail(_: Any) -> None:
+    raise ValueError("bad row")
 
 
 def kill(_: Any) -> None:
@@ -115,6 +151,19 @@ def kill_in_write(checkpoint: dict[str, Any]) -> None:
     """As `fill_disk`, but the kernel kills the process inside the system call."""
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     fill_disk(checkpoint)
+
+
+def terminate(_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def interrupt(_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def widen(output: Any) -> Any:
+    """A stage's output of another form than before."""
+    return replace(output, x=output.x.repeat(1, 1, 2))
 
 
 def be_slow(_: Any) -> None:
@@ -151,17 +200,30 @@ def fit(
     checkpoint: Path | None = None,
     timeouts: TimeoutConfig = TIMEOUTS,
     skip_nonfinite: bool = False,
+    loop: str = "fit",
     **checkpoint_options: Any,
 ) -> Fitted:
-    """`NUM_STEPS` steps; every second one is saved in DIRECTORY/saved."""
+    """`NUM_STEPS` steps; every second one is saved in DIRECTORY/saved. Other loops: as many batches."""
     torch.manual_seed(1)
-    strategy = D9DStrategy(timeouts=timeouts, skip_nonfinite=skip_nonfinite)
+    num_stages = min(MODULES[kind].num_stages, devices)
+    mesh = MeshConfig(pipeline_parallel=num_stages, data_parallel_replicate=devices // num_stages)
+    strategy = D9DStrategy(mesh=mesh, timeouts=timeouts, skip_nonfinite=skip_nonfinite)
     options = {"every_n_train_steps": SAVE_EVERY, "save_top_k": -1, "filename": "{step}", **checkpoint_options}
     callbacks = [ModelCheckpoint(directory / "saved", **options), *([fault] if fault else [])]
-    run = trainer(strategy, devices, device, enable_checkpointing=True, callbacks=callbacks, max_epochs=1)
+    run = trainer(
+        strategy,
+        devices,
+        device,
+        enable_checkpointing=True,
+        callbacks=callbacks,
+        max_epochs=1,
+        precision=MODULES[kind].precision,
+    )
     module = MODULES[kind].make()
-    data = DataLoader(MODULES[kind].rows(4 * devices * NUM_STEPS), batch_size=4)
-    run.fit(module, data, ckpt_path=checkpoint)
+    if isinstance(module, D9DModule):
+        module.share_predictions = False
+    data = DataLoader(MODULES[kind].rows(4 * devices // num_stages * NUM_STEPS), batch_size=4)
+    getattr(run, loop)(module, data, ckpt_path=checkpoint)
     return Fitted(run, strategy, torch.cat([p.detach().reshape(-1).cpu() for p in module.parameters()]))
 
 
@@ -171,33 +233,36 @@ def saved(directory: Path, step: int) -> Path:
 
 
 def run_rank(
-    directory: Path, number: int, port: int, kind: str, phase: str, rank: int, act: Callable[[Any], Any]
+    directory: Path, number: int, num_ranks: int, port: int, kind: str, fault: Fault, loop: str = "fit"
 ) -> None:
-    """One of two processes, as torchrun would start it. Output goes to DIRECTORY/NUMBER.txt.
+    """One of several processes, as torchrun would start it. Output goes to DIRECTORY/NUMBER.txt.
 
     Args:
         directory: For checkpoints, `acted` with the time of the fault, and what Lightning leaves of unfinished files.
         number: This rank.
+        num_ranks: All of them.
         port: For the store.
         kind: One of `MODULES`.
-        phase: Of the fault.
-        rank: Where it happens.
-        act: What happens.
+        fault: The same on all ranks.
+        loop: The Trainer's method.
     """
     with (directory / f"{number}.txt").open("w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
     tempfile.tempdir = str(directory)
     os.environ.update(
-        {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+        {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1"},
+        MASTER_PORT=str(port),
         RANK=str(number),
         LOCAL_RANK=str(number),
         GROUP_RANK="0",
     )
+    act = fault.act
 
     def act_and_tell(value: Any) -> Any:
         (directory / "acted").write_text(str(time.monotonic()))
         return act(value)
 
-    checkpoint = saved(directory / BEFORE, SAVE_EVERY) if phase == "load" else None
-    fit(directory, kind=kind, fault=Fault(phase, rank, act_and_tell), checkpoint=checkpoint)
+    fault.act = act_and_tell
+    checkpoint = saved(directory / BEFORE, SAVE_EVERY) if fault.phase == "load" else None
+    fit(directory, num_ranks, kind=kind, fault=fault, checkpoint=checkpoint, loop=loop)

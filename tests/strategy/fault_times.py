@@ -1,4 +1,4 @@
-"""Runs the tests of the fault table and writes their times into the page: `python -m tests.strategy.fault_times`."""
+"""Runs the tests of the fault tables and writes their times into the page: `python -m tests.strategy.fault_times`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections import defaultdict
 
 import pytest
 
-from tests.strategy.test_faults import PAGE, TABLE, node_id, page_rows
+from tests.strategy import test_faults, test_pipeline_faults
+from tests.strategy.fault_table import PAGE
 
 STARTS_THE_RANKS = "tests/strategy/test_restore.py::test_all_ranks_refuse_it"  # which is not to be measured
 
@@ -29,14 +30,16 @@ class Times:
 
 def main() -> int:
     times = Times()
-    tests = [test for cell in TABLE if (test := node_id(cell)) is not None]
+    tables = [test_faults.TABLE, test_pipeline_faults.TABLE]
+    tests = [test for table in tables for test in table.node_ids]
     exit_code = pytest.main(["-q", STARTS_THE_RANKS, *dict.fromkeys(tests)], plugins=[times])
     if exit_code == 0:
-        rows = page_rows(lambda test: f"{times.seconds[test]:.1f}")
         lines = PAGE.read_text().splitlines()
-        first = lines.index("|---|---|---|---|---|---|") + 1
-        last = next(number for number in range(first, len(lines) + 1) if not "\n".join(lines[number:]).startswith("|"))
-        PAGE.write_text("\n".join([*lines[:first], *rows, *lines[last:]]) + "\n")
+        heads = [number for number, line in enumerate(lines) if line == "|---|---|---|---|---|---|"]
+        for head, table in reversed([*zip(heads, tables, strict=True)]):
+            last = next(number for number in range(head, len(lines) + 1) if not "".join(lines[number:][:1]))
+            lines[head + 1 : last] = table.page_rows(lambda test: f"{times.seconds[test]:.1f}")
+        PAGE.write_text("\n".join(lines) + "\n")
     return exit_code
 
 

@@ -8,16 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import io
-import multiprocessing
-import re
 import signal
 import sys
-import time
 import zipfile
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -29,63 +24,14 @@ from lightning_d9d.cli import main
 from tests.harness.ranks import RankContext
 from tests.strategy import fault_job as job
 from tests.strategy.fault_job import INIT_SECONDS, NUM_STEPS, SAVE_EVERY, SHUTDOWN_SECONDS, STEP_SECONDS, Fault, saved
-from tests.strategy.test_launchers import free_port
+from tests.strategy.fault_table import BODY_SECONDS, ROOT, ByTest, Job, LeftOut, Table
 from tests.strategy.test_shutdown import FORKED_SECONDS
 
-ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "explanation" / "faults.md"
 FILE = "tests/strategy/test_faults.py"
-JOB_SECONDS = 60.0
-BODY_SECONDS = 20.0
 PYTEST_SECONDS = 300.0  # pyproject.toml
-NOTICING_SECONDS = SHUTDOWN_SECONDS + 3.0  # for the other rank to notice, ask, print and exit on a busy machine
 
 FAULTS = ("kill", "stop", "slow", "disk full", "NaN", "corrupt file", "bad YAML")
 PHASES = ("setup", "forward", "backward", "save", "load", "teardown")
-
-
-@dataclass(frozen=True)
-class Job:
-    """Two processes of their own: the fault ends one of them, the other must end by itself."""
-
-    rank: int
-    act: Callable[[Any], Any]
-    exit_code: int
-    """Of the rank with the fault; the other one's is 1."""
-    text: str
-    """In the other's output."""
-    steps: tuple[int, ...]
-    """Checkpoints that are there afterwards, all of which a run goes on from."""
-    waits_seconds: float = 0.0
-    """Until a time limit of the job passes."""
-    kind: str = "plain"
-    """Of `fault_job.MODULES`."""
-
-    @property
-    def limit_seconds(self) -> float:
-        return self.waits_seconds + NOTICING_SECONDS
-
-    @property
-    def ends(self) -> str:
-        steps = ", ".join(map(str, self.steps))
-        return f"rank {1 - self.rank} ends: `{self.text}`" + (f"; saved and good: step {steps}" if steps else "")
-
-
-@dataclass(frozen=True)
-class ByTest:
-    """Here or elsewhere, in living processes or in some of the test's own."""
-
-    node_id: str
-    """Of one test, or of all parameters of one."""
-    limit_seconds: float
-    ends: str
-
-
-@dataclass(frozen=True)
-class LeftOut:
-    """It cannot happen, or is nothing of this kind."""
-
-    reason: str
 
 
 SILENT = "no answer from rank 1"
@@ -98,7 +44,7 @@ NOTHING_WRITTEN = (
 )
 ALL_READ = "files are read, checked and built into objects before setup"
 
-TABLE: dict[tuple[str, str], Job | ByTest | LeftOut] = {
+CELLS: dict[tuple[str, str], Job | ByTest | LeftOut] = {
     ("kill", "setup"): Job(1, job.kill, -signal.SIGKILL, SILENT, ()),
     ("kill", "forward"): ByTest(
         "tests/strategy/test_shutdown.py::test_rank_that_ends_without_a_word[kill--9]",
@@ -186,47 +132,28 @@ TABLE: dict[tuple[str, str], Job | ByTest | LeftOut] = {
     ),
     ("bad YAML", "teardown"): LeftOut(ALL_READ),
 }
-CELLS_WITH_JOBS = {f"{fault}-{phase}": entry for (fault, phase), entry in TABLE.items() if isinstance(entry, Job)}
-JOBS = CELLS_WITH_JOBS | {  # the checkpoints of a D9DModule are directories
-    "kill-save-staged": replace(CELLS_WITH_JOBS["kill-save"], kind="staged"),
-    "disk full-save-staged": replace(CELLS_WITH_JOBS["disk full-save"], kind="staged", text=NO_DISK_FOR_DIRECTORY),
+TABLE = Table(CELLS, f"{FILE}::test_job_whose_other_rank_ends")
+JOBS = TABLE.jobs | {  # the checkpoints of a D9DModule are directories
+    "kill-save-staged": replace(TABLE.jobs["kill-save"], kind="staged"),
+    "disk full-save-staged": replace(TABLE.jobs["disk full-save"], kind="staged", text=NO_DISK_FOR_DIRECTORY),
 }
 
 
-def node_id(cell: tuple[str, str]) -> str | None:
-    """The test of a cell, if it has one."""
-    entry = TABLE[cell]
-    if isinstance(entry, Job):
-        return f"{FILE}::test_job_whose_other_rank_ends[{'-'.join(cell)}]"
-    return entry.node_id if isinstance(entry, ByTest) else None
-
-
-def page_rows(seconds: Callable[[str], str]) -> list[str]:
-    """The rows of the page's table; `seconds` gives a test's time."""
-    rows = []
-    for fault, phase in product(FAULTS, PHASES):
-        entry, test = TABLE[fault, phase], node_id((fault, phase))
-        if isinstance(entry, LeftOut):
-            rows.append(f"| {fault} | {phase} | left out: {entry.reason} | | | |")
-        elif test is not None:
-            name = test.rpartition("/")[2].replace("|", "\\|")
-            rows.append(f"| {fault} | {phase} | {entry.ends} | {seconds(test)} | {entry.limit_seconds:g} | `{name}` |")
-    return rows
-
-
 def test_every_cell_is_tested_or_left_out_with_a_reason(request: pytest.FixtureRequest) -> None:
-    assert list(TABLE) == list(product(FAULTS, PHASES))
-    tests = {test for cell in TABLE if (test := node_id(cell)) is not None}
+    assert list(TABLE.cells) == list(product(FAULTS, PHASES))
+    check_that_tests_exist(TABLE, request)
+
+
+def check_that_tests_exist(table: Table, request: pytest.FixtureRequest) -> None:
     collected: set[str] = set()
-    for file in {test.partition("::")[0] for test in tests}:
+    for file in {test.partition("::")[0] for test in table.node_ids}:
         for item in pytest.Module.from_parent(request.session, path=ROOT / file).collect():
             collected |= {item.nodeid, item.nodeid.partition("[")[0]}
-    assert tests <= collected
+    assert set(table.node_ids) <= collected
 
 
 def test_the_page_shows_the_table() -> None:
-    rows = [row for row in PAGE.read_text().splitlines() if row.startswith(tuple(f"| {fault} |" for fault in FAULTS))]
-    assert [re.sub(r" \| \d+\.\d \| (?=\d+ \|)", " | ? | ", row) for row in rows] == page_rows(lambda test: "?")
+    assert TABLE.shown() == TABLE.page_rows(lambda test: "?")
 
 
 def resume(directory: Path, kind: str, checkpoint: Path) -> None:
@@ -241,35 +168,8 @@ def test_job_whose_other_rank_ends(name: str, tmp_path: Path) -> None:
     phase, cell = name.split("-")[1], JOBS[name]
     if phase == "load":
         job.fit(tmp_path / job.BEFORE, 1, kind=cell.kind)
-    context = multiprocessing.get_context("forkserver")  # has imported everything
-    context.set_forkserver_preload(["tests.strategy.fault_job", "tests.strategy.shutdown_job"])
-    port = free_port(range(25000, 32000))
-    ranks = [
-        context.Process(target=job.run_rank, args=(tmp_path, number, port, cell.kind, phase, cell.rank, cell.act))
-        for number in range(2)
-    ]
-    try:
-        for rank in ranks:
-            rank.start()
-        other, culprit = ranks[1 - cell.rank], ranks[cell.rank]
-        wait([other.sentinel], JOB_SECONDS)
-        ended = time.monotonic()
-        if cell.act is not job.stop:
-            wait([culprit.sentinel], JOB_SECONDS)
-            ended = time.monotonic()
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.join()
-    outputs = [(tmp_path / f"{number}.txt").read_text() for number in range(2)]
-    print(*outputs, sep="\n" + 80 * "=" + "\n")
-    seconds = ended - float((tmp_path / "acted").read_text())
-    print(f"{name}: ended after {seconds:.1f} s")
-    assert (culprit.exitcode, other.exitcode) == (cell.exit_code, 1)
-    assert cell.text in outputs[1 - cell.rank]
-    assert seconds < cell.limit_seconds
-    kept = [saved(tmp_path, step) for step in cell.steps]
-    assert sorted((tmp_path / "saved").glob("step=*")) == kept
+    ended = cell.run(tmp_path, phase)
+    kept = cell.check(ended, tmp_path)
     for path in [saved(tmp_path / job.BEFORE, SAVE_EVERY)] if phase == "load" else kept:
         resume(tmp_path, cell.kind, path)
 
@@ -309,7 +209,7 @@ def test_nan_in_initial_weights(rank: RankContext) -> None:
 
 
 @on_ranks
-@pytest.mark.parametrize("kind", job.MODULES)
+@pytest.mark.parametrize("kind", ["plain", "staged"])
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_nan_on_one_rank(rank: RankContext, phase: str, kind: str) -> None:
     """In an input of the first layer, or in a gradient of the last one while the loss is finite."""
