@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -80,7 +80,7 @@ class Part(nn.Module):
 
 
 class Pipelined(D9DModule):
-    """Token losses of ids `[batch, seq]`, weighted by what is not -100. Keeps gradients, norms and losses."""
+    """Token losses of ids `[batch, seq]`, weighted by what is not -100. Keeps gradients, norms and losses on the CPU."""
 
     def __init__(
         self, tied: bool = False, shared: bool = False, recompute: bool = False, frozen: tuple[str, ...] = ()
@@ -103,7 +103,7 @@ class Pipelined(D9DModule):
     def microbatch_inputs(self, microbatch: Mapping[str, Tensor]) -> StageInputs:
         return StageInputs(first={"hidden": microbatch["ids"]}, shared={"scale": microbatch["scale"]})
 
-    def microbatch_loss(self, output: Output, microbatch: Mapping[str, Tensor]) -> WeightedLoss:
+    def microbatch_loss(self, output: Output, microbatch: Mapping[str, Tensor]) -> Tensor | WeightedLoss:
         logits, labels = output.logits.flatten(0, 1), microbatch["labels"].flatten()
         return WeightedLoss(nn.functional.cross_entropy(logits, labels, reduction="sum"), (labels != -100).sum())
 
@@ -117,16 +117,32 @@ class Pipelined(D9DModule):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.gradients.append(
-            {global_name(n): p.grad.clone() for n, p in self.named_parameters() if p.grad is not None}
+            {global_name(n): p.grad.clone().cpu() for n, p in self.named_parameters() if p.grad is not None}
         )
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(outputs["loss"])
+        self.losses.append(outputs["loss"].cpu())
         if "grad_norm" in self.trainer.callback_metrics:
-            self.norms.append(self.trainer.callback_metrics["grad_norm"])
+            self.norms.append(self.trainer.callback_metrics["grad_norm"].cpu())
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class KnownWeight(Pipelined):
+    """Tells the weight of a microbatch before it is run."""
+
+    def microbatch_weight(self, microbatch: Mapping[str, Tensor]) -> Tensor:
+        return (microbatch["labels"] != -100).sum()
+
+
+class Mean(Pipelined):
+    """A mean over rows for its loss."""
+
+    def microbatch_loss(self, output: Output, microbatch: Mapping[str, Tensor]) -> Tensor:
+        loss = super().microbatch_loss(output, microbatch)
+        assert isinstance(loss, WeightedLoss)
+        return loss.value_sum / len(microbatch["labels"])
 
 
 def global_name(name: str) -> str:
@@ -154,36 +170,46 @@ class Steps(NamedTuple):
     weights: dict[str, Tensor]
 
 
-def plain_steps(module: Pipelined, windows: list[list[list[dict[str, Tensor]]]], clip: float) -> Steps:
+def plain_steps(
+    module: Pipelined,
+    windows: list[list[list[dict[str, Tensor]]]],
+    clip: float,
+    frozen: Sequence[tuple[str, ...]] | None = None,
+) -> Steps:
     """Clipped SGD in plain torch on one stage that is the whole model.
 
     Args:
         module: Its configuration.
         windows: For each step the batches it is made of, each a list of rows.
         clip: Of the norm.
+        frozen: For each step the beginnings of the names that are frozen; by default the module's.
     """
-    alone = Pipelined(module.tied, module.shared, module.recompute, module.frozen)
+    alone = type(module)(module.tied, module.shared, module.recompute, module.frozen)
     alone.configure_model()
     (stage,) = alone.stages
     steps = Steps([], [], [], {})
-    for batches in windows:
+    for batches, names in zip(windows, frozen or [module.frozen] * len(windows), strict=True):
         stage.zero_grad()
-        weight = sum(int((row["labels"] != -100).sum()) for batch in batches for row in batch)
+        for name, parameter in stage.named_parameters():
+            parameter.requires_grad_(not (names and name.startswith(names)))
+        window = torch.zeros((), dtype=torch.float64)
         for batch in batches:
-            total, count = torch.zeros((), dtype=torch.float64), 0
+            total, count = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
             for row in batch:
                 row = {key: value.unsqueeze(0) for key, value in row.items()}
                 loss = alone.microbatch_loss(stage(row["ids"], row["scale"]), row)
-                (loss.value_sum / max(weight, 1)).backward()
-                total, count = total + loss.value_sum.detach(), count + int(loss.weight)
-            steps.losses.append(total / max(count, 1))
-        gradients = {n: p.grad.clone() for n, p in stage.named_parameters() if p.grad is not None}
+                value, weight = (loss, torch.ones(())) if isinstance(loss, Tensor) else (loss.value_sum, loss.weight)
+                value.backward()
+                total, count = total + value.detach(), count + weight
+            steps.losses.append(total / count.clamp(min=1))
+            window = window + count
+        gradients = {n: p.grad / window.clamp(min=1) for n, p in stage.named_parameters() if p.grad is not None}
         norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in gradients.values()]))
         factor = (clip / (norm + 1e-6)).clamp(max=1)
         steps.gradients.append(gradients)
         steps.norms.append(norm)
         with torch.no_grad():
-            for parameter in stage.parameters():
-                if parameter.grad is not None:
-                    parameter -= 0.1 * factor * parameter.grad
+            for name, parameter in stage.named_parameters():
+                if name in gradients:
+                    parameter -= 0.1 * factor * gradients[name]
     return steps._replace(weights=copy.deepcopy(stage.state_dict()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -9,63 +10,164 @@ import pytest
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_d9d import D9DStrategy, MeshConfig
+from lightning_d9d import ConfigError, D9DStrategy, MeshConfig
+from lightning_d9d.schedule import Interleaved1F1B
 from tests.harness.compare import assert_close_named, assert_tensors_close
 from tests.harness.ranks import RankContext
 from tests.harness.tolerances import Kind
-from tests.strategy.pipelined import Pipelined, plain_steps, token_rows
-from tests.strategy.plain import trainer
+from tests.strategy.pipelined import KnownWeight, Mean, Pipelined, plain_steps, token_rows
+from tests.strategy.plain import Plain, loader, trainer
 
 SCHEDULES = ["gpipe", "1f1b", "looped_bfs", "interleaved_1f1b", "zero_bubble", "zero_bubble_v", "dual_pipe_v"]
-KINDS: dict[str, dict[str, Any]] = {
-    "all trained": {},
-    "half frozen": {"frozen": ("embedding", "layers.0", "layers.1", "layers.2", "layers.3")},
-    "shared": {"shared": True},
-    "tied": {"tied": True},
-}
-CLIP = 0.05
+FIRST_HALF = ("embedding", "layers.0", "layers.1", "layers.2", "layers.3")
+CLIP, EPOCHS = 0.05, 2
+TWO_STAGES = MeshConfig(pipeline_parallel=2)
 
 
-def check_fit(
-    rank: RankContext, mesh: MeshConfig, rows: Any, batch_size: int, accumulate: int = 1, **options: Any
-) -> None:
-    module_options = options.pop("module", {})
-    L.seed_everything(7, verbose=False)
-    module = Pipelined(**module_options)
-    data_ranks = mesh.data_parallel_replicate
+class Freeze(L.Callback):
+    """Freezes what `frozen` says of the epoch, and nothing else."""
+
+    def __init__(self, frozen: Callable[[int], tuple[str, ...]]) -> None:
+        self.frozen = frozen
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        names = self.frozen(trainer.current_epoch)
+        for name, parameter in pl_module.named_parameters():
+            parameter.requires_grad_(not (names and name.split(".", 2)[2].startswith(names)))
+
+
+def fit(
+    rank: RankContext, module: Pipelined, mesh: MeshConfig, rows: Any, batch_size: int, accumulate: int, **options: Any
+) -> L.Trainer:
+    """Data ranks get rows by turns."""
     run = trainer(
-        D9DStrategy(mesh=mesh, **options),
+        D9DStrategy(mesh=mesh, **{key: options.pop(key) for key in ("schedule", "microbatch_size") if key in options}),
         rank.world_size,
         rank.device.type,
         precision="64-true",
-        max_epochs=2,
         accumulate_grad_batches=accumulate,
         gradient_clip_val=CLIP,
+        **({"max_epochs": EPOCHS} | options),
     )
-    sampler = DistributedSampler(rows, data_ranks, rank.rank % data_ranks, shuffle=False)  # deals rows out one by one
+    data_ranks = mesh.data_parallel_replicate
+    sampler = DistributedSampler(rows, data_ranks, rank.rank % data_ranks, shuffle=False)
     run.fit(module, DataLoader(rows, batch_size=batch_size, sampler=sampler))
-    batches = [rows[i : i + batch_size * data_ranks] for i in range(0, len(rows), batch_size * data_ranks)]
-    windows = [batches[i : i + accumulate] for i in range(0, len(batches), accumulate)] * 2
+    return run
+
+
+def check_fit(
+    rank: RankContext,
+    mesh: MeshConfig,
+    rows: Any,
+    batch_size: int,
+    accumulate: int = 1,
+    module: Pipelined | None = None,
+    frozen: Callable[[int], tuple[str, ...]] | None = None,
+    **options: Any,
+) -> None:
+    """Gradients, norms, losses and weights of every step are those of plain torch, and equal on all ranks."""
     L.seed_everything(7, verbose=False)
-    expected = plain_steps(module, windows, CLIP)
-    assert len(module.gradients) == len(expected.gradients) == run.global_step
-    for ours, whole, norm, expected_norm in zip(
-        module.gradients, expected.gradients, module.norms[accumulate - 1 :: accumulate], expected.norms, strict=True
-    ):
-        factor = (CLIP / (expected_norm + 1e-6)).clamp(max=1)
+    module = module or Pipelined()
+    if frozen is not None:
+        options["callbacks"] = [Freeze(frozen)]
+    run = fit(rank, module, mesh, rows, batch_size, accumulate, **options)
+    rows_of_batch = batch_size * mesh.data_parallel_replicate
+    batches = [rows[i : i + rows_of_batch] for i in range(0, len(rows), rows_of_batch)]
+    windows = [batches[i : i + accumulate] for i in range(0, len(batches), accumulate)]
+    of_steps = [frozen(e) if frozen is not None else module.frozen for e in range(EPOCHS) for _ in windows]
+    L.seed_everything(7, verbose=False)
+    expected = plain_steps(module, windows * EPOCHS, CLIP, of_steps)
+    assert len(module.gradients) == len(expected.gradients) == run.global_step == len(windows) * EPOCHS
+    for step, (ours, whole) in enumerate(zip(module.gradients, expected.gradients, strict=True)):
         assert_tensors_close(ours, {name: whole[name] for name in ours})
+        assert set().union(*rank.all_gather_object(set(ours))) == set(whole), f"step {step}"
+    steps_after = [i for i in range(len(batches)) if (i + 1) % accumulate == 0 or i == len(batches) - 1]
+    norms = [module.norms[e * len(batches) + i - (accumulate - 1)] for e in range(EPOCHS) for i in steps_after]
+    for norm, expected_norm in zip(norms, expected.norms, strict=True):
         assert_close_named("norm", norm, expected_norm)
-        del factor
-    held = set().union(*rank.all_gather_object(set(module.gradients[0])))
-    assert held == set(expected.gradients[0])
     for loss, plain in zip(module.losses, expected.losses, strict=True):
         assert_close_named("loss", loss * accumulate, plain, kind=Kind.LOSS)
-    ours = module.state_dict()
+    ours = {name: value.cpu() for name, value in module.state_dict().items()}
     assert_tensors_close(ours, {name: expected.weights[name] for name in ours})
+    seen = {name: value.item() for name, value in run.callback_metrics.items()}
+    assert set(seen) == {"train_loss", "train_accuracy", "grad_norm"}
+    seen |= {"losses": [float(loss) for loss in module.losses], "norms": [float(norm) for norm in module.norms]}
+    assert all(theirs == seen for theirs in rank.all_gather_object(seen))
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_two_stages_of_ranks_equal_plain_torch(rank: RankContext, schedule: str, kind: str) -> None:
-    check_fit(rank, MeshConfig(pipeline_parallel=2), token_rows(8), 4, schedule=schedule, module=KINDS[kind])
+def test_two_stages_of_ranks_equal_plain_torch(rank: RankContext, schedule: str) -> None:
+    """Embedding and head are one parameter; every other batch has longer rows."""
+    rows = token_rows(16, lengths=(5, 5, 5, 5, 3, 3, 3, 3))
+    check_fit(rank, TWO_STAGES, rows, 4, module=Pipelined(tied=True), schedule=schedule)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_v"])
+def test_four_ranks_of_stages_equal_plain_torch(rank: RankContext, schedule: str) -> None:
+    """Two accumulated batches a step, the last of an epoch alone and short."""
+    mesh = MeshConfig(pipeline_parallel=4)
+    check_fit(rank, mesh, token_rows(11), 4, 2, module=Pipelined(shared=True, recompute=True), schedule=schedule)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("schedule", "make", "options", "accumulate"),
+    [
+        (Interleaved1F1B(4), Pipelined, {"tied": True}, 2),
+        ("dual_pipe_v", KnownWeight, {"tied": True}, 1),
+        ("zero_bubble", Mean, {"tied": True}, 1),
+        ("1f1b", Pipelined, {"frozen": FIRST_HALF}, 1),
+    ],
+    ids=["interleaved", "known weight", "mean", "frozen"],
+)
+def test_replicas_of_pipelines_equal_plain_torch(
+    rank: RankContext, schedule: Any, make: type[Pipelined], options: dict[str, Any], accumulate: int
+) -> None:
+    """The last batch of an epoch is short: too short for one schedule, which runs fillers then."""
+    mesh = MeshConfig(pipeline_parallel=2, data_parallel_replicate=2)
+    rows = token_rows(16 if make is Mean else 20)  # a mean counts short batches as full ones
+    check_fit(rank, mesh, rows, 4, accumulate, module=make(**options), schedule=schedule)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_v"])
+def test_layers_are_frozen_and_thawed_between_epochs(rank: RankContext, schedule: str) -> None:
+    """The tied embedding on both ranks, and all of the first one's layers."""
+    check_fit(
+        rank,
+        TWO_STAGES,
+        token_rows(8),
+        4,
+        module=Pipelined(tied=True),
+        frozen=lambda epoch: (FIRST_HALF, ())[epoch % 2],
+        schedule=schedule,
+    )
+    check_fit(rank, TWO_STAGES, token_rows(4), 4, frozen=lambda epoch: ((), FIRST_HALF)[epoch % 2], schedule=schedule)
+
+
+@pytest.mark.ranks(2)
+def test_tied_parameters_are_frozen_on_all_stages_or_none(rank: RankContext) -> None:
+    class FrozenHere(Pipelined):
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1 and rank.rank == 0:
+                self.stages[0].get_submodule("embedding").requires_grad_(False)
+
+    with pytest.raises(ConfigError, match=r"'embedding.weight' is on several stages and frozen on some of them only"):
+        fit(rank, FrozenHere(tied=True), TWO_STAGES, token_rows(4), 4, 1)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_of_a_pipeline_read_the_same_data(rank: RankContext) -> None:
+    text = f"rank {rank.rank}: the ranks of its pipeline read different first batches"
+    with pytest.raises(ConfigError, match=text):
+        fit(rank, Pipelined(), TWO_STAGES, token_rows(8)[rank.rank :], 4, 1)
+
+
+@pytest.mark.ranks(2)
+def test_plain_modules_have_no_stages(rank: RankContext) -> None:
+    with pytest.raises(
+        ConfigError, match=r"pipeline_parallel=2: Plain is a plain LightningModule, which has no stages"
+    ):
+        trainer(D9DStrategy(mesh=TWO_STAGES), 2, rank.device.type).fit(Plain(), loader(8))
