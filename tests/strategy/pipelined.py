@@ -80,7 +80,7 @@ class Part(nn.Module):
 
 
 class Pipelined(D9DModule):
-    """Token losses of ids `[batch, seq]`, weighted by what is not -100. Keeps gradients, norms and losses on the CPU."""
+    """Token losses of ids `[batch, seq]`, weighted by what is not -100. Gradients, norms and losses stay on the CPU."""
 
     def __init__(
         self, tied: bool = False, shared: bool = False, recompute: bool = False, frozen: tuple[str, ...] = ()
