@@ -15,7 +15,7 @@ from torch.profiler import record_function
 
 from lightning_d9d.errors import ConfigError, ScheduleError
 from lightning_d9d.pipeline.stage import Stage
-from lightning_d9d.pipeline.timeline import Timeline
+from lightning_d9d.pipeline.timeline import Observer
 from lightning_d9d.pipeline.totals import BatchTotals, as_weighted
 from lightning_d9d.pipeline.transfer import Layout, Messages
 from lightning_d9d.pipeline.trees import put_together
@@ -98,7 +98,7 @@ class Executor:
         hooks: What a module says of microbatches.
         forward_context: Opens the precision context (autocast) around each forward and its loss; backwards run outside.
         messages: To and from stages on other ranks; None where there are none.
-        timeline: Notes when actions run.
+        observer: Wrapped around what each compute action computes; None: nobody looks.
     """
 
     def __init__(
@@ -108,14 +108,14 @@ class Executor:
         hooks: MicrobatchHooks,
         forward_context: Callable[[], AbstractContextManager],
         messages: Messages | None = None,
-        timeline: Timeline | None = None,
+        observer: Observer | None = None,
     ) -> None:
         self.stages = {index: Stage(module) for index, module in stages.items()}
         self.num_stages = num_stages
         self.hooks = hooks
         self.forward_context = forward_context
         self.messages = messages
-        self.timeline = timeline
+        self.observer = observer
 
     def train(
         self,
@@ -239,7 +239,7 @@ class _Batch:
         inputs, _ = self._inputs_of(microbatch)
         arguments: Mapping[str, Any] = inputs.shared if stage else {**inputs.first, **inputs.shared}
         received, trained = self._received(stage, microbatch) if stage else (None, [])
-        with self._timed(Forward(stage, microbatch)), executor.forward_context():
+        with self._observed(Forward(stage, microbatch)), executor.forward_context():
             running = executor.stages[stage]
             output = running.forward(microbatch, trained, received, arguments, self.splits)
             is_last = stage == executor.num_stages - 1
@@ -293,11 +293,11 @@ class _Batch:
             if is_last and at_once and self.data_parallel is not None:
                 self.data_parallel.last_backward(stage)
         if isinstance(action, BackwardWeight):
-            with self._timed(action):
+            with self._observed(action):
                 running.backward_weight(microbatch)
             return
         gradients = self._gradients_of_output(stage, microbatch)
-        with self._timed(action):
+        with self._observed(action):
             run = running.backward if isinstance(action, Backward) else running.backward_input
             of_inputs = run(microbatch, gradients)
         if stage > 0:
@@ -313,8 +313,8 @@ class _Batch:
             return self._gradients.pop((stage + 1, microbatch))
         return self._messages.receive_backward(stage, microbatch)
 
-    def _timed(self, action: Action) -> AbstractContextManager:
-        return _NOT_TIMED if self.executor.timeline is None else self.executor.timeline.span(action)
+    def _observed(self, action: Action) -> AbstractContextManager:
+        return _NOT_OBSERVED if self.executor.observer is None else self.executor.observer.span(action)
 
     # Messages and collectives
 
@@ -381,12 +381,12 @@ def loss_of(hooks: MicrobatchHooks, output: Any, microbatch: Any, rows: int, tot
     return weighted.value_sum
 
 
-class _NotTimed(AbstractContextManager):
+class _NotObserved(AbstractContextManager):
     def __exit__(self, *_: object) -> None:
         pass
 
 
-_NOT_TIMED = _NotTimed()
+_NOT_OBSERVED = _NotObserved()
 _WORDS = {
     Forward: "forward",
     Backward: "backward",

@@ -1,18 +1,30 @@
-"""When the compute actions of a rank really ran."""
+"""Who looks at an executor's compute actions: when they really ran, and what memory they left behind."""
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Generator, Iterable
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from lightning_d9d.mesh.collectives import all_gather_object
-from lightning_d9d.schedule import Action, Span
+from lightning_d9d.schedule import Action, Forward, Span
 
 _Moment = float | torch.cuda.Event
+
+
+class Observer(Protocol):
+    """What an executor tells of its compute actions, one after the other; of a pair both parts."""
+
+    def span(self, action: Action) -> AbstractContextManager[None]:
+        """Around what the action computes, on a rank that has all it needs. Local."""
+        ...
 
 
 class Timeline:
@@ -68,3 +80,49 @@ class Timeline:
             return self._start.elapsed_time(moment) / 1000
         assert isinstance(self._start, float)
         return moment - self._start
+
+
+class ActivationBytes:
+    """How much memory a microbatch keeps in a stage from its forward to its backward. Local.
+
+    On CUDA it is what is allocated after a forward less what was before. Elsewhere it is what autograd saves, without
+    parameters; it does not see what checkpointed functions keep.
+
+    Args:
+        modules: The stages' modules.
+        device: That computes.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], device: torch.device) -> None:
+        self.device = device
+        self._parameters = {_storage(parameter) for module in modules for parameter in module.parameters()}
+        self._of_stage: dict[int, list[int]] = defaultdict(list)
+
+    @contextmanager
+    def span(self, action: Action) -> Generator[None]:
+        """As `Observer.span`."""
+        if not isinstance(action, Forward):
+            yield
+        elif self.device.type == "cuda":
+            before = torch.cuda.memory_allocated(self.device)
+            yield
+            self._of_stage[action.stage].append(torch.cuda.memory_allocated(self.device) - before)
+        else:
+            saved: dict[int, int] = {}
+
+            def pack(tensor: Tensor) -> Tensor:
+                if _storage(tensor) not in self._parameters:
+                    saved[_storage(tensor)] = tensor.untyped_storage().nbytes()
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                yield
+            self._of_stage[action.stage].append(sum(saved.values()))
+
+    def means(self) -> dict[int, float]:
+        """For each stage that ran the mean over microbatches."""
+        return {stage: max(0.0, statistics.fmean(of_stage)) for stage, of_stage in self._of_stage.items()}
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -2,9 +2,9 @@
 
 A *schedule* (`schedule.py`: the base class; one file a family) makes a *program* (`program.py`): for every pipeline
 rank the *actions* (`actions.py`) in the order in which it runs them. Passes (`communications.py`) add messages and
-collectives, `check.py` refuses programs that cannot run, `simulate.py` runs them on paper, `plot.py` draws them.
-`Auto` (`tune.py`) chooses a schedule by what layers cost (`layers.py`, `measured.py`) and cuts them into stages
-(`partition.py`). `resolve_schedule` turns a short name into a schedule.
+collectives, `check.py` refuses programs that cannot run, `simulate.py` runs them on paper, `plot.py` draws them and
+`spans.py` reads costs off real runs. `Auto` (`tune.py`) chooses a schedule by what layers cost (`layers.py`,
+`measured.py`) and cuts them into stages (`partition.py`). `resolve_schedule` turns a short name into a schedule.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from lightning_d9d.schedule.plot import plot
 from lightning_d9d.schedule.program import Program, loop_placement, merge_backwards, v_placement
 from lightning_d9d.schedule.schedule import Schedule, StageCursor, WrittenProgram
 from lightning_d9d.schedule.simulate import Costs, Simulation, Span, bubble_ratio, simulate
+from lightning_d9d.schedule.spans import mean_costs
 from lightning_d9d.schedule.tune import Auto, Choice
 from lightning_d9d.schedule.zero_bubble_v import ZeroBubbleV
 
@@ -114,6 +115,7 @@ __all__ = [
     "check",
     "compute_parts",
     "loop_placement",
+    "mean_costs",
     "merge_backwards",
     "parse",
     "plot",

@@ -37,10 +37,10 @@ def message_time(spans: Iterable[Span], placement: Sequence[int]) -> float | Non
     nothing else to do meanwhile. Clocks of ranks that differ lengthen it in one direction and shorten it in the other.
 
     Args:
-        spans: Of compute actions.
+        spans: Measured ones; of messages none are needed.
         placement: For each stage its rank.
     """
-    gaps = list(_waits(list(spans), placement))
+    gaps = list(_waits([span for span in spans if compute_parts(span.action)], placement))
     return max(0.0, statistics.median(gaps)) if gaps else None
 
 

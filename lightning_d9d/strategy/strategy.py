@@ -27,6 +27,7 @@ from torchmetrics import Metric
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshConfig
 from lightning_d9d.mesh.collectives import all_gather_object, broadcast_tensors
+from lightning_d9d.pipeline.executor import Executor
 from lightning_d9d.pipeline.microbatch import MicrobatchCount, num_tokens
 from lightning_d9d.schedule import Schedule, resolve_schedule
 from lightning_d9d.strategy.checkpoints import CheckpointConfig, CheckpointedStrategy
@@ -484,6 +485,11 @@ class D9DStrategy(CheckpointedStrategy):
         """As `validation_step`."""
         self._begin_evaluation_batch()
         return super().predict_step(*args, **kwargs)
+
+    @property
+    def executor(self) -> Executor | None:
+        """What runs the training programs of a D9DModule on this rank, during a fit; else None."""
+        return None if self._train_step is None else self._train_step.executor
 
     @property
     def num_skipped_steps(self) -> int:

@@ -40,9 +40,9 @@ from lightning_d9d.schedule import (
     add_messages,
     bubble_ratio,
     compute_parts,
+    mean_costs,
     simulate,
 )
-from lightning_d9d.schedule.spans import mean_costs
 from tests.benchmarks.frame import Contender, synchronize
 
 if TYPE_CHECKING:
@@ -74,9 +74,9 @@ def measure(contenders: Mapping[str, Contender], device: torch.device) -> dict[s
 
 
 def _bubble(ours: Ours) -> dict[str, Any]:
-    timeline = ours.executor.timeline = Timeline(ours.device, ours.pipeline.group)
+    timeline = ours.executor.observer = Timeline(ours.device, ours.pipeline.group)
     ours.run(1)
-    ours.executor.timeline = None
+    ours.executor.observer = None
     spans = timeline.spans()
     costs = mean_costs(spans, ours.program.placement)
     simulation = simulate(ours.program, costs)
@@ -130,11 +130,11 @@ class _MemoryProbe:
 def _predicted_bytes(ours: Ours) -> list[int]:
     """For each rank, from one microbatch at a time."""
     probe: Any = _MemoryProbe(ours.device)
-    ours.executor.timeline = probe
+    ours.executor.observer = probe
     _clear(ours)
     ours.train(serial(ours.program).ranks[ours.pipeline.rank])
     synchronize(ours.device)
-    ours.executor.timeline = None
+    ours.executor.observer = None
     of_ranks = all_gather_object(probe.of_action)
     whole, kept = [], []
     for stage, rank in enumerate(ours.program.placement):

@@ -1,0 +1,262 @@
+"""`PipelineTimeline`: one step of a pipeline as it really ran, as a picture and as costs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import platform
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
+
+from lightning_d9d.callbacks.export import make_folder
+from lightning_d9d.errors import ConfigError, ScheduleError
+from lightning_d9d.mesh.collectives import all_gather_object
+from lightning_d9d.pipeline.executor import Executor
+from lightning_d9d.pipeline.microbatch import num_tokens
+from lightning_d9d.pipeline.timeline import ActivationBytes, Timeline
+from lightning_d9d.schedule import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    MeasuredCosts,
+    MeasuredStage,
+    Simulation,
+    Span,
+    bubble_ratio,
+    mean_costs,
+    plot,
+    simulate,
+)
+from lightning_d9d.schedule.spans import mean_times, message_time
+from lightning_d9d.strategy.module import D9DModule
+from lightning_d9d.strategy.strategy import D9DStrategy
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """A step as it ran, and as the simulator runs it with its mean costs."""
+
+    spans: tuple[Span, ...]
+    """Of the compute actions of all ranks of the pipeline, in seconds."""
+    simulation: Simulation
+    """With the mean time of each stage and kind of action, and of a message."""
+
+    @property
+    def bubble_ratio(self) -> float:
+        """The share of time in which ranks computed nothing, from the first action to the last, 0 to 1."""
+        return bubble_ratio(self.spans)
+
+    @property
+    def seconds(self) -> float:
+        """From the start of the first action to the end of the last."""
+        return max(span.end for span in self.spans) - min(span.start for span in self.spans)
+
+
+class _Stage(NamedTuple):
+    """What only the rank that holds a stage knows of it."""
+
+    layers: tuple[int, int] | None
+    activation_bytes: float
+
+
+class PipelineTimeline(L.Callback):
+    """Notes when each forward and backward of one step of a `D9DModule` ran on each rank of the pipeline.
+
+    It writes to the directory, of the pipeline that global rank 0 is in:
+
+    - `timeline.png`, `timeline.svg` and `timeline.html`: a Gantt picture;
+    - `timeline.json`: the same in numbers, and the bubble beside that of the simulator with the mean time of each stage
+      and kind of action, and of a message, in this step;
+    - `costs.json`: what `lightning_d9d.schedule.Auto(costs=...)` reads: the mean times, and for each stage the memory
+      of a microbatch, which is measured in the step before. The layers of a stage are read off the numbers in its
+      parameters' names; without them there is no such file.
+
+    In the measured step actions cost two events more each on CUDA, and before it the ranks of a pipeline wait for each
+    other and for their devices, to start their clocks together. Ranks of one host then agree within some ten
+    microseconds; over a network within the time of a small message. Nothing is measured in other steps.
+
+    If batches are accumulated, the first batch of the step is measured. Needs `D9DStrategy`, and matplotlib and plotly
+    (extra `viz`).
+
+    Args:
+        directory: Is made.
+        step: How many optimizer steps of the fit come before the measured one, for caches and clocks to settle; at
+            least 1.
+    """
+
+    def __init__(self, directory: str | Path, step: int = 10) -> None:
+        if not isinstance(step, int) or step < 1:
+            raise ConfigError(f"PipelineTimeline(step={step!r}) must be a whole number of at least 1")
+        self.directory = Path(directory)
+        self.step = step
+        self.measured: MeasuredStep | None = None
+        """What was measured, on every rank."""
+        self._first_step = 0
+        self._activations: ActivationBytes | None = None
+        self._timeline: Timeline | None = None
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Raises `ConfigError` before the training if nothing can be measured or drawn."""
+        if stage != "fit":
+            return
+        if not (isinstance(trainer.strategy, D9DStrategy) and isinstance(pl_module, D9DModule)):
+            raise ConfigError(
+                f"PipelineTimeline needs a D9DModule under D9DStrategy, but {type(pl_module).__name__} trains under "
+                f"{type(trainer.strategy).__name__}; leave the callback out"
+            )
+        for library in ("matplotlib", "plotly"):
+            if importlib.util.find_spec(library) is None:
+                raise ConfigError(
+                    f"PipelineTimeline needs {library}, which is not installed: pip install 'lightning-d9d[viz]', or "
+                    "leave the callback out"
+                )
+        make_folder(trainer, self.directory, f"PipelineTimeline(directory={str(self.directory)!r})")
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Counts steps from here: those of a resumed run need their warm-up, too."""
+        self._first_step = trainer.global_step
+        self.measured = None
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Begins to look. Collective over the pipeline before the measured step."""
+        step = trainer.global_step - self._first_step
+        if self.measured is not None or step not in (self.step - 1, self.step):
+            return
+        module, executor = _of(trainer, pl_module)
+        if step < self.step:
+            self._activations = executor.observer = ActivationBytes(module.stages, module.device)
+        else:
+            self._timeline = executor.observer = Timeline(module.device, module.pipeline.group)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Looks away; after the measured step writes what was seen. Collective over the pipeline then."""
+        module, executor = _of(trainer, pl_module)
+        executor.observer = None
+        if self._timeline is None:
+            return
+        timeline, self._timeline = self._timeline, None
+        spans = timeline.spans()
+        stages = self._gather_stages(module)
+        pipeline = module.pipeline
+        num_microbatches = sum(isinstance(span.action, Forward) and span.action.stage == 0 for span in spans)
+        program = pipeline.schedule.program(pipeline.num_ranks, num_microbatches)
+        self.measured = MeasuredStep(tuple(spans), simulate(program, mean_costs(spans, pipeline.placement)))
+        if trainer.is_global_zero:
+            self._write(trainer.global_step)
+            self._write_costs(module, batch, stages)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Says so if the fit was too short."""
+        if self.measured is None:
+            rank_zero_warn(f"PipelineTimeline measured nothing: the fit ended before its step {self.step}")
+
+    def _gather_stages(self, module: D9DModule) -> list[_Stage]:
+        """Of all stages of the pipeline. Collective over it."""
+        assert self._activations is not None
+        held = self._activations.means()
+        ours = {index: _Stage(_layers(stage), held[index]) for index, stage in module.indexed_stages.items()}
+        group = module.pipeline.group
+        known: dict[int, _Stage] = {}
+        for theirs in [ours] if group is None else all_gather_object(ours, group):
+            known |= theirs
+        return [known[stage] for stage in sorted(known)]
+
+    def _write(self, step: int) -> None:
+        assert self.measured is not None
+        measured, simulation = self.measured, self.measured.simulation
+        begin = min(span.start for span in measured.spans)
+        spans = [Span(rank, action, start - begin, end - begin) for rank, action, start, end in measured.spans]
+        bubbles = f"bubble {measured.bubble_ratio:.1%}, {simulation.bubble_ratio:.1%} simulated with its mean costs"
+        title = f"step {step} in ms: {bubbles}"
+        in_ms = [Span(rank, action, 1e3 * start, 1e3 * end) for rank, action, start, end in spans]
+        for ending in ("png", "svg", "html"):
+            plot(in_ms, self.directory / f"timeline.{ending}", title)
+        values = {
+            "step": step,
+            "bubble_ratio": measured.bubble_ratio,
+            "simulated_bubble_ratio": simulation.bubble_ratio,
+            "seconds": measured.seconds,
+            "simulated_seconds": simulation.step_time,
+            "spans": [[rank, str(action), start, end] for rank, action, start, end in spans],
+        }
+        (self.directory / "timeline.json").write_text(json.dumps(values) + "\n", encoding="utf-8")
+        rank_zero_info(f"Pipeline in step {step}: {bubbles}; see {self.directory}")
+
+    def _write_costs(self, module: D9DModule, batch: Any, stages: list[_Stage]) -> None:
+        assert self.measured is not None
+        times = mean_times(self.measured.spans)
+        rows = module.cut(batch, trains=True).rows[0]
+        try:
+            measured = MeasuredCosts(
+                machine=_name(module.device),
+                sequence_length=max(1, num_tokens(batch) // module.rows_of(batch)),
+                microbatch_size=rows,
+                stages=tuple(
+                    MeasuredStage(
+                        layers=_known(stage.layers, index),
+                        forward_seconds=times[Forward, index],
+                        backward_seconds=times.get((Backward, index)),
+                        backward_input_seconds=times.get((BackwardInput, index)),
+                        backward_weight_seconds=times.get((BackwardWeight, index)),
+                        activation_bytes=stage.activation_bytes,
+                    )
+                    for index, stage in enumerate(stages)
+                ),
+                link_seconds=message_time(self.measured.spans, module.pipeline.placement),
+            )
+        except ScheduleError as error:
+            rank_zero_warn(f"PipelineTimeline writes no costs.json: {error}")
+        else:
+            measured.write(self.directory / "costs.json")
+
+
+def _of(trainer: L.Trainer, module: L.LightningModule) -> tuple[D9DModule, Executor]:
+    assert isinstance(module, D9DModule)
+    assert isinstance(trainer.strategy, D9DStrategy)
+    executor = trainer.strategy.executor
+    assert executor is not None
+    return module, executor
+
+
+def _layers(stage: nn.Module) -> tuple[int, int] | None:
+    """The first layer of a stage and the one after its last, by the numbers in parameters' names.
+
+    Of several numbered lists (decoder layers, and the parts of a head) the one with most elements is taken.
+    """
+    numbers: dict[str, set[int]] = defaultdict(set)
+    sizes: dict[str, int] = defaultdict(int)
+    for name, parameter in stage.named_parameters():
+        parts = name.split(".")
+        position = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+        if position is not None:
+            of_list = ".".join(parts[:position])
+            numbers[of_list].add(int(parts[position]))
+            sizes[of_list] += parameter.numel()
+    if not numbers:
+        return None
+    of_layers = numbers[max(sizes, key=sizes.__getitem__)]
+    return min(of_layers), max(of_layers) + 1
+
+
+def _known(layers: tuple[int, int] | None, stage: int) -> tuple[int, int]:
+    if layers is None:
+        raise ScheduleError(f"no parameter of stage {stage} has the number of a layer in its name")
+    return layers
+
+
+def _name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return platform.processor() or platform.machine()
