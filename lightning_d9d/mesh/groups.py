@@ -33,6 +33,10 @@ import torch.distributed as dist
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh.collectives import all_gather_object
 
+_MESSAGE_BLOCKS = 8
+"""Thread blocks of nccl's kernel for a message, which computes nothing while it waits for its peer. On an H200 a large
+product ran 11 % slower beside one of nccl's own size and as fast beside this; 16 MiB took 0.13 ms instead of 0.07."""
+
 Lane = Literal["default", "moe", "reduce", "pipeline", "pipeline_backward"]
 Partition = tuple[tuple[int, ...], ...]
 """All ranks in groups; see `partition`."""
@@ -165,7 +169,9 @@ class GroupPool:
         if key not in self._by_key:
             is_world = len(cut) == 1 and (lane, backend, high_priority) == ("default", own_backend, False)
             self._by_key[key] = PooledGroup(
-                group=self._world if is_world else self._make(cut, description, lane, backend, high_priority),
+                group=self._world
+                if is_world
+                else self._make(cut, description, lane, backend, high_priority, for_messages=neighbours),
                 ranks=next(ranks for ranks in cut if self._rank in ranks),
                 lane=lane,
                 description=description,
@@ -218,9 +224,19 @@ class GroupPool:
         return any(all_gather_object(self._by_key[key].is_abandoned, self._world))
 
     def _make(
-        self, cut: Partition, description: str, lane: Lane, backend: str, high_priority: bool
+        self,
+        cut: Partition,
+        description: str,
+        lane: Lane,
+        backend: str,
+        high_priority: bool,
+        for_messages: bool,
     ) -> dist.ProcessGroup:
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if high_priority else None
+        options = None
+        if high_priority or (for_messages and backend == "nccl"):
+            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
+            if for_messages:
+                options.config.max_ctas = _MESSAGE_BLOCKS
         settings: dict[str, Any] = {
             "timeout": self._timeout,
             "pg_options": options,

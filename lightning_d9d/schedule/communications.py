@@ -8,7 +8,7 @@ of both its ranks.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator
 
@@ -33,9 +33,9 @@ from lightning_d9d.schedule.simulate import Span, simulate
 def add_messages(program: Program) -> Program:
     """Add the sends and receives that a program of compute actions needs.
 
-    A send follows directly what makes its content. Its receive is posted before the action which the receiving rank
-    runs or ends when the message leaves: early enough that nobody waits for it, and no earlier, as it holds a buffer.
-    Stages on one rank hand over without.
+    A send follows directly what makes its content. Its receive is posted before the action that the receiving rank runs
+    when the message leaves; if one ends just then, behind it. So nobody waits for it, and it holds a buffer, and on a
+    GPU some of what computes, for no longer than that.
 
     Raises:
         ScheduleError: The program is illegal, deadlocks, or has messages.
@@ -49,7 +49,7 @@ def add_messages(program: Program) -> Program:
     for time, rank, position, send in _sends(program, spans):
         behind[rank].append((position, send))
         receiver = program.placement[peer_stage(send)]
-        ended = bisect_left(ends[receiver], time) - 1
+        ended = bisect_right(ends[receiver], time) - 1
         last = behind[receiver][-1][0] if behind[receiver] else -1
         behind[receiver].append((max(last, ended), matching(send)))
     ranks = (tuple(_woven(*rank)) for rank in zip(program.ranks, behind, strict=True))

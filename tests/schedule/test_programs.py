@@ -77,12 +77,12 @@ def test_what_is_no_pair(text: str) -> None:
 
 ONE_F_ONE_B = """
 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0F2 0SEND_F2 0RECV_B1 0B1 0RECV_B2 0B2
-1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1RECV_F2 1B1 1SEND_B1 1F2 1B2 1SEND_B2
+1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1RECV_F2 1SEND_B1 1F2 1B2 1SEND_B2
 """
 
 
 def test_a_printed_program() -> None:
-    """The picture of 1F1B, in text: sends at once, receives while the message is made."""
+    """The picture of 1F1B, in text: sends at once, receives just before the message leaves."""
     assert str(OneForwardOneBackward().program(2, 3)) == ONE_F_ONE_B.strip()
 
 
