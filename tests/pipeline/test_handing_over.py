@@ -384,7 +384,7 @@ REFUSED: list[tuple[Transform, Hooks, str]] = [
 ]
 
 
-@pytest.mark.ranks(2, record=False)
+@pytest.mark.ranks(2, timeout_seconds=20, record=False)
 def test_what_cannot_be_handed_over_is_refused_where_it_is_made(rank: RankContext) -> None:
     """On the first rank; the second does not take what has been sent before, and nothing of it reaches the next run."""
     for transform, hooks, text in REFUSED:
