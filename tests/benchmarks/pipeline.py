@@ -261,8 +261,8 @@ class Torchs:
 
 class _Stage(pipelining.PipelineStage):
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Without torch 2.11's messages of a rank to itself at the turn of a V, which gloo cannot send."""
-        return [each for each in super()._get_init_p2p_neighbors_ops() if each.group_peer != self.group_rank]
+        """None: ranks are connected. Of torch 2.11's own, gloo cannot send those to oneself at the turn of a V."""
+        return []
 
 
 class TensorsOnly(nn.Module):
