@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -179,16 +180,22 @@ class CheckpointedStrategy(RankedStrategy):
         self._checkpoint_path, self._opened = checkpoint_path, None
         if self.broadcast(is_directory(checkpoint_path)):
             self._opened = open_directory(checkpoint_path)
+            self.go_on_as(self._opened.values)
             checkpoint = {**self._opened.values, "state_dict": self._load_weights(self._opened)}
         else:
             read = functools.partial(super().load_checkpoint, checkpoint_path, weights_only=weights_only)
             with Ranks().agreed(f"checkpoint {str(checkpoint_path)!r} cannot be read"):
                 checkpoint = read_checkpoint(read, checkpoint_path)
+            self.go_on_as(checkpoint)
         ranks = checkpoint.pop(_RANKS, None)
         if ranks is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             self._resumed = self._of_this_rank(ranks)
             checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)  # each rank has its own
         return checkpoint
+
+    @abstractmethod
+    def go_on_as(self, checkpoint: Mapping[str, Any]) -> None:
+        """Called with a checkpoint's values before the weights are loaded. Collective."""
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Give the module the weights, as hooks left them, however its tensors are sharded. Collective in a pipeline.

@@ -20,7 +20,7 @@ from lightning_d9d.pipeline.initial_weights import materialize, share_equal_name
 from lightning_d9d.pipeline.microbatch import MicrobatchCount, num_rows, split_rows
 from lightning_d9d.pipeline.totals import BatchTotals, weighted_mean
 from lightning_d9d.pipeline.types import StageInfo, StageInputs, WeightedLoss
-from lightning_d9d.schedule import OneForwardOneBackward
+from lightning_d9d.schedule import ModelCosts, OneForwardOneBackward
 from lightning_d9d.strategy.checkpoint_files import unreadable
 from lightning_d9d.strategy.eval_step import evaluate, predict
 from lightning_d9d.strategy.pipeline import Pipeline
@@ -96,6 +96,15 @@ class D9DModule(L.LightningModule):
     def predict_output(self, output: Any) -> Any:
         """What `predict` returns for the last stage's output of one microbatch."""
         return output
+
+    def model_costs(self, sequence_length: int, bytes_per_element: int) -> ModelCosts | None:
+        """What the layers cost, for `schedule=Auto(...)`; asked for before there are stages. None: unknown.
+
+        Args:
+            sequence_length: Tokens of a row.
+            bytes_per_element: Of weights and activations.
+        """
+        return None
 
     # What follows from it
 

@@ -53,13 +53,21 @@ class Pipeline:
         schedule: Places stages and makes programs.
         mesh: Of several ranks; links are made here then, so this is collective over all of them. None for one process.
         device: Where messages go.
+        layers: For each stage the layers it is to have; None lets modules cut themselves.
 
     Raises:
         ScheduleError: The schedule gives a rank no stage, or places one on a rank that is not there.
     """
 
-    def __init__(self, schedule: Schedule, mesh: MeshDomains | None, device: torch.device) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        mesh: MeshDomains | None,
+        device: torch.device,
+        layers: Sequence[range] | None = None,
+    ) -> None:
         self.schedule = schedule
+        self.layers = layers
         self.mesh = mesh
         self.device = device
         self.num_ranks = 1 if mesh is None else mesh.sizes["pp"]
@@ -80,7 +88,10 @@ class Pipeline:
     @property
     def stages(self) -> list[StageInfo]:
         """This rank's, ascending."""
-        return [StageInfo(i, len(self.placement)) for i in self.schedule.stages_of(self.rank, self.num_ranks)]
+        return [
+            StageInfo(index, len(self.placement), None if self.layers is None else self.layers[index])
+            for index in self.schedule.stages_of(self.rank, self.num_ranks)
+        ]
 
     @property
     def last_rank(self) -> int:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import lightning as L
@@ -25,11 +26,12 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.mesh import MeshConfig
+from lightning_d9d.mesh import MeshConfig, MeshDomains
 from lightning_d9d.mesh.collectives import all_gather_object, broadcast_tensors
 from lightning_d9d.pipeline.executor import Executor
 from lightning_d9d.pipeline.microbatch import MicrobatchCount, num_tokens
-from lightning_d9d.schedule import Schedule, resolve_schedule
+from lightning_d9d.schedule import Auto, Choice, Schedule, resolve_schedule
+from lightning_d9d.strategy.auto import CHOICE, choose, saved_choice
 from lightning_d9d.strategy.checkpoints import CheckpointConfig, CheckpointedStrategy
 from lightning_d9d.strategy.configuration import check_degrees_of
 from lightning_d9d.strategy.module import D9DModule
@@ -68,7 +70,7 @@ class D9DStrategy(CheckpointedStrategy):
             `data_parallel_shard` and `tensor_parallel`.
         schedule: Order of forwards and backwards of a D9DModule's microbatches, and where its stages are: "1f1b"
             (default), another name of `lightning_d9d.schedule.SCHEDULES`, or an object of a class of
-            `lightning_d9d.schedule` or your own.
+            `lightning_d9d.schedule` or your own. `Auto` chooses one, with microbatches and stages.
         microbatch_size: Rows of a microbatch. By default 1 in a pipeline, else a batch is one microbatch.
         num_microbatches: The number of microbatches instead.
         grad_sync: Dtype and size of the gradient buckets.
@@ -97,6 +99,11 @@ class D9DStrategy(CheckpointedStrategy):
     ) -> None:
         super().__init__(checkpoint, mesh=mesh, timeouts=timeouts, process_group_backend=process_group_backend)
         self.schedule = resolve_schedule(schedule)
+        if isinstance(self.schedule, Auto) and (microbatch_size, num_microbatches) != (None, None):
+            raise ConfigError(
+                f"microbatch_size={microbatch_size}, num_microbatches={num_microbatches} beside schedule=Auto(...), "
+                "which chooses it; leave both out"
+            )
         if (microbatch_size, num_microbatches) == (None, None) and self.mesh_config.pipeline_parallel > 1:
             microbatch_size = 1
         self.microbatch_count = MicrobatchCount(microbatch_size, num_microbatches)
@@ -104,6 +111,7 @@ class D9DStrategy(CheckpointedStrategy):
         self.skip_nonfinite = skip_nonfinite
         self.pipeline: Pipeline | None = None
         """Where this rank is in the pipeline; from `setup_environment` to `teardown`."""
+        self._choice: Choice | None = None
         self._tied: dict[nn.Parameter, Tie] = {}
         self._late_progress: LateProgress | None = None
         self._parameters: list[nn.Parameter] = []
@@ -139,7 +147,49 @@ class D9DStrategy(CheckpointedStrategy):
         super().setup_environment()
         assert self.lightning_module is not None
         check_degrees_of(self.lightning_module, self.mesh_config)
-        self.pipeline = Pipeline(self.schedule, self.mesh if self.world_size > 1 else None, self.root_device)
+        self._choice = None
+        if not isinstance(self.schedule, Auto):
+            self.pipeline = Pipeline(self.schedule, self._mesh_of_ranks, self.root_device)
+        elif not isinstance(self.lightning_module, D9DModule):
+            raise ConfigError(
+                f"schedule=Auto(...): {type(self.lightning_module).__name__} is no D9DModule; leave it out"
+            )
+        else:
+            num_ranks = self.mesh.sizes["pp"] if self.world_size > 1 else 1
+            with self.precision_plugin.module_init_context():
+                dtype = torch.get_default_dtype()
+            self._take(choose(self.schedule, self.lightning_module, num_ranks, dtype, self.root_device))
+
+    @property
+    def _mesh_of_ranks(self) -> MeshDomains | None:
+        return self.mesh if self.world_size > 1 else None
+
+    def _take(self, choice: Choice) -> None:
+        """Run with what `Auto` has chosen. Collective."""
+        self._choice = choice
+        self.microbatch_count = MicrobatchCount(choice.microbatch_size, None)
+        self.pipeline = Pipeline(choice.schedule, self._mesh_of_ranks, self.root_device, choice.layers_of_stage)
+
+    def go_on_as(self, checkpoint: Mapping[str, Any]) -> None:
+        """Take what `Auto` had chosen when the checkpoint was saved, and build those stages. Collective."""
+        module = self.lightning_module
+        if self._choice is None or self.pipeline is None or not isinstance(module, D9DModule):
+            return
+        saved = saved_choice(checkpoint, self.pipeline.num_ranks)
+        if saved is not None and saved != self._choice:
+            rank_zero_info(f"going on with the schedule of the checkpoint:\n{saved}")
+            self._take(saved)
+            module.stages = nn.ModuleList()
+            with self.precision_plugin.module_init_context():
+                module.configure_model()
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """As `CheckpointedStrategy`, with what `Auto` has chosen. Collective."""
+        if self._choice is not None:
+            checkpoint[CHOICE] = self._choice.to_dict()
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @property
     def precision_plugin(self) -> Precision:

@@ -18,11 +18,13 @@ from torchmetrics import Metric
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.models.qwen3_moe.config import Qwen3MoeConfig
+from lightning_d9d.models.qwen3_moe.costs import model_costs
 from lightning_d9d.models.qwen3_moe.huggingface import load_huggingface
 from lightning_d9d.models.qwen3_moe.model import Qwen3MoeForCausalLM, layers_of_stages
 from lightning_d9d.optim import parameter_groups
 from lightning_d9d.pipeline.partition import cut_by_hand
 from lightning_d9d.pipeline.types import StageInfo, StageInputs, WeightedLoss
+from lightning_d9d.schedule import ModelCosts
 from lightning_d9d.strategy.checkpoint_files import read_value
 from lightning_d9d.strategy.module import D9DModule
 
@@ -128,6 +130,10 @@ class Qwen3MoePretraining(D9DModule):
                 "load_huggingface into Qwen3MoeForCausalLM(module.config)"
             )
         return stage
+
+    def model_costs(self, sequence_length: int, bytes_per_element: int) -> ModelCosts:
+        """Of embedding, decoder layers and head."""
+        return model_costs(self.config, sequence_length, bytes_per_element)
 
     def configure_stage(self, stage: StageInfo) -> nn.Module:
         """The stage's part of the network, cut by the strategy, by `layers_per_stage` or with virtual layers."""

@@ -1,0 +1,63 @@
+"""What `schedule=Auto(...)` needs to know of a run, and the choice that all ranks take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_info
+
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.mesh.agreement import Ranks
+from lightning_d9d.schedule import Auto, Choice
+from lightning_d9d.strategy.module import D9DModule
+
+CHOICE = "lightning_d9d_schedule"
+"""Under which name a checkpoint has the choice."""
+_FLOAT32_BYTES = 4
+
+
+def choose(auto: Auto, module: D9DModule, num_ranks: int, dtype: torch.dtype, device: torch.device) -> Choice:
+    """Rank 0's choice, on all ranks. Collective over all ranks.
+
+    Args:
+        auto: Batch size, sequence length, and what else was given.
+        module: Says what its layers cost.
+        num_ranks: Of the pipeline.
+        dtype: Of weights, activations and the two states that Adam keeps of a weight. Gradients are in float32.
+        device: Whose memory is the cap, if it is a GPU and no other is given.
+
+    Raises:
+        ScheduleError: Nothing fits.
+        ConfigError: The module does not say what its layers cost.
+    """
+    ranks = Ranks()
+
+    def on_first() -> dict[str, Any] | None:
+        if not ranks.is_first:
+            return None
+        costs = module.model_costs(auto.sequence_length, dtype.itemsize)
+        if costs is None:
+            raise ConfigError(
+                f"schedule=Auto(...) needs to know what the layers of {type(module).__name__} cost: implement "
+                "model_costs(sequence_length, bytes_per_element) -> ModelCosts, or name a schedule"
+            )
+        memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+        state_ratio = 3 + max(_FLOAT32_BYTES, dtype.itemsize) / dtype.itemsize
+        return auto.choose(num_ranks, costs, state_ratio=state_ratio, device_memory=memory).to_dict()
+
+    (chosen, *_) = ranks.together("no schedule can be chosen", on_first)
+    assert chosen is not None
+    choice = Choice.from_dict(chosen)
+    rank_zero_info(str(choice))
+    return choice
+
+
+def saved_choice(checkpoint: Mapping[str, Any], num_ranks: int) -> Choice | None:
+    """What the run that saved a checkpoint had chosen, if it was for as many pipeline ranks."""
+    if CHOICE not in checkpoint:
+        return None
+    choice = Choice.from_dict(checkpoint[CHOICE])
+    fits = len(choice.schedule.placement(num_ranks)) == len(choice.layers_of_stage)
+    return choice if fits else None
