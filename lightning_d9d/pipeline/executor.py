@@ -169,7 +169,7 @@ class Executor:
                 batch.splits |= isinstance(part, BackwardInput)
         try:
             for action in actions:
-                with record_function(str(action)):
+                with record_function(str(action)) if torch.autograd._profiler_enabled() else _NOT_OBSERVED:
                     batch.run(action)
             action = None
             if self.messages is not None:
