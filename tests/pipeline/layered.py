@@ -28,6 +28,8 @@ from tests.harness.ranks import RankContext
 from tests.harness.tolerances import Kind
 
 NUM_LAYERS, WIDTH, VOCAB = 12, 4, 7
+SCALE = 1 / 64
+"""On the loss before its backward. A power of two: it changes no rounding, also in bfloat16."""
 KINDS: dict[str, dict[str, Any]] = {
     "all trained": {},
     "half frozen": {"frozen": ("embedding", *(f"layers.{i}." for i in range(NUM_LAYERS // 2)))},
@@ -55,7 +57,7 @@ class Layer(nn.Module):
 
     def _run(self, x: Tensor) -> Tensor:
         x = x + linear(x * self.gain, self.weight, self.bias).tanh()
-        return linear(x, self.weight) + x * self.weight.diagonal() if self.shared else x
+        return x + linear(x, self.weight).tanh() * (1 + self.weight.diagonal()) if self.shared else x
 
 
 class Part(nn.Module):
@@ -79,7 +81,8 @@ class Part(nn.Module):
             self.head = nn.Linear(WIDTH, VOCAB, bias=False)
         for name, parameter in self.named_parameters():
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.bfloat16).float() * 0.7
+            drawn = torch.randn(parameter.shape, generator=generator) * 0.2 + name.endswith("gain")
+            parameter.data = drawn.bfloat16().float()
             parameter.requires_grad_(not (frozen and name.startswith(frozen)))
 
     def forward(self, hidden: Tensor, scale: Tensor, positions: Tensor | None = None) -> Any:
@@ -92,7 +95,7 @@ class Part(nn.Module):
         if not self.stage.is_last:
             return {"hidden": hidden, "positions": positions}
         weight = self.head.weight if hasattr(self, "head") else self.embedding.weight
-        return linear(hidden + positions.unsqueeze(-1) * 0.01, weight)
+        return linear(hidden + (positions.unsqueeze(-1) * 0.01).to(hidden), weight)
 
 
 class Tokens:
@@ -142,18 +145,23 @@ class Expected(NamedTuple):
 
 
 def of_one_process(kind: str, count: int, device: torch.device) -> list[Expected]:
-    """For 1, 2, ... microbatches what plain autograd gives in float64."""
-    whole = Part(StageInfo(0, 1), **KINDS[kind]).to(device, torch.float64)
-    hooks, sums, total, weight, metric = Tokens(), [], torch.zeros((), device=device), 0, torch.zeros((), device=device)
+    """For 1, 2, ... microbatches what plain autograd gives, summed in float64."""
+    whole = Part(StageInfo(0, 1), **KINDS[kind]).to(device, dtype_on(device))
+    hooks, sums = Tokens(), []
+    total, weight, metric = torch.zeros((), device=device, dtype=torch.float64), 0, torch.zeros((), device=device)
+    gradients = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in whole.named_parameters() if p.requires_grad}
     for each in microbatches(count, device):
-        output = whole(each["ids"], each["scale"].double())
+        whole.zero_grad()
+        output = whole(each["ids"], each["scale"])
         loss = hooks.microbatch_loss(output, each)
         loss.value_sum.backward()
         total, weight = total + loss.value_sum.detach(), weight + int(loss.weight)
-        metric = metric + output.detach().abs().sum()
-        gradients = {n: p.grad / weight for n, p in whole.named_parameters() if p.grad is not None}
-        norm = torch.stack([g.norm() for g in gradients.values()]).norm()
-        sums.append(Expected(gradients, norm, total / weight, weight, metric / weight))
+        metric = metric + hooks.microbatch_metrics(output.detach(), each)["logits"].value_sum
+        for name, parameter in whole.named_parameters():
+            if parameter.grad is not None:
+                gradients[name] = gradients[name] + parameter.grad * SCALE
+        norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
+        sums.append(Expected(gradients.copy(), norm, total / weight, weight, metric / weight))
     return sums
 
 
@@ -190,24 +198,29 @@ class Rig:
     def _note(self, module: nn.Module, arguments: Any, output: Any) -> None:
         self.outputs += [weakref.ref(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
 
-    def train(self, actions: Sequence[Any], cut: Cut, weight: int) -> BatchTotals:
-        """Gradients of the mean over `weight` tokens, summed over ties."""
+    def train(self, actions: Sequence[Any], cut: Cut) -> BatchTotals:
+        """Gradients of the sum times `SCALE`, summed over ties."""
         self.outputs.clear()
         for parameter in self.names:
             parameter.grad = None
-        totals = self.executor.train(actions, cut, lambda totals: 1 / weight, self.replicas)
+        totals = self.executor.train(actions, cut, lambda totals: SCALE, self.replicas)
         self.replicas.buckets.finish()
         return totals
 
     def check(self, num_microbatches: int, expected: Expected, num_fillers: int = 0) -> None:
         """Train on so many microbatches and fillers; compare, and see that nothing is left."""
         cut = cut_of(num_microbatches + num_fillers, self.device, num_fillers)
-        totals = self.train(self.pipeline.program(len(cut.microbatches)), cut, expected.weight)
-        ours = {name: p.grad for p, name in self.names.items() if p.requires_grad}
+        totals = self.train(self.pipeline.program(len(cut.microbatches)), cut)
+        ours = {name: self._rounded(p.grad) for p, name in self.names.items() if p.requires_grad}
         assert_tensors_close(ours, {name: expected.gradients[name] for name in ours})
-        assert_close_named("norm", self.pipeline.norm(self.names, self.tied), expected.norm)
+        assert_close_named("norm", self._rounded(self.pipeline.norm(self.names, self.tied)), expected.norm)
         self.check_totals(totals, expected)
         self.check_nothing_left()
+
+    def _rounded(self, value: Tensor | None) -> Tensor:
+        """Sums are in a wider dtype than what they are made of."""
+        assert value is not None
+        return value.to(dtype_on(self.device))
 
     def check_totals(self, totals: BatchTotals, expected: Expected) -> None:
         if self.pipeline.rank != self.pipeline.last_rank:
@@ -219,8 +232,7 @@ class Rig:
         assert_close_named("loss", value / weight, expected.loss, kind=Kind.LOSS)
         value, weight = totals.metrics["logits"]
         assert int(weight) == expected.weight
-        kind = dtype_on(self.device)
-        assert_close_named("metric", (value / weight).to(kind), expected.metric, kind=Kind.OUTPUT)
+        assert_close_named("metric", self._rounded(value / weight), expected.metric, kind=Kind.OUTPUT)
 
     def check_nothing_left(self) -> None:
         assert all(not stage._live for stage in self.executor.stages.values())

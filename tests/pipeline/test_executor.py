@@ -57,7 +57,7 @@ def test_every_schedule_is_there() -> None:
     assert len(VARIANTS) == 13
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, timeout_seconds=180)
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks(rank: RankContext, kind: str) -> None:
     with pipeline_mesh(rank) as mesh:
@@ -71,11 +71,12 @@ def test_one_rank(rank: RankContext, kind: str) -> None:
     check_variants(VARIANTS[rank.rank :: 2], COUNTS, kind, None, rank.device)
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, timeout_seconds=180)
 @pytest.mark.parametrize("kind", KINDS)
 def test_four_ranks(rank: RankContext, kind: str) -> None:
+    """Fewer microbatches than ranks, as many as stages, and for one kind others, too."""
     with pipeline_mesh(rank) as mesh:
-        check_variants(VARIANTS, COUNTS, kind, mesh, rank.device)
+        check_variants(VARIANTS, COUNTS if kind == "all trained" else (3, 8), kind, mesh, rank.device)
 
 
 @pytest.mark.ranks(2)

@@ -193,7 +193,7 @@ def test_messages_have_left_when_train_returns(rank: RankContext) -> None:
             works.clear()
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(transfer.dist, "isend", isend)
-                rig.train(rig.pipeline.program(4), cut_of(4, rank.device), 1)
+                rig.train(rig.pipeline.program(4), cut_of(4, rank.device))
             if rank.device.type == "cuda":
                 torch.cuda.synchronize()
             assert len(works) >= 4

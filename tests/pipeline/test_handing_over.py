@@ -25,7 +25,7 @@ from lightning_d9d.strategy.pipeline import Pipeline
 from tests.harness.compare import assert_close_named, assert_tensors_close
 from tests.harness.ranks import RankContext
 from tests.harness.tolerances import Kind
-from tests.pipeline.layered import dtype_on, pipeline_mesh
+from tests.pipeline.layered import pipeline_mesh
 
 NUM_STAGES, WIDTH = 4, 4
 SCHEDULES: list[Schedule] = [Interleaved1F1B(2), ZeroBubble(2), ZeroBubbleV(), LoopedBFS(2)]
@@ -68,7 +68,7 @@ class Link(nn.Module):
     def __init__(self, index: int, transform: Transform, device: torch.device) -> None:
         super().__init__()
         self.index, self.transform = index, transform
-        values = (torch.linspace(0.5, 1.5, WIDTH) + 0.1 * index).to(device, dtype_on(device))
+        values = (torch.linspace(0.5, 1.5, WIDTH) + 0.1 * index).to(device, torch.float64)
         self.weight, self.more = nn.Parameter(values), nn.Parameter(values.sin())
         self.square = nn.Parameter(values.outer(values).cos())
 
@@ -204,7 +204,7 @@ def batch(shapes: Sequence[tuple[int, int]], device: torch.device) -> Cut:
     made = []
     for rows, length in shapes:
         x, scale = torch.randn(rows, length, WIDTH, generator=generator), torch.tensor(0.9)
-        made.append({key: value.to(device, dtype_on(device)) for key, value in {"x": x, "scale": scale}.items()})
+        made.append({key: value.to(device, torch.float64) for key, value in {"x": x, "scale": scale}.items()})
     return Cut(made, [rows for rows, _ in shapes])
 
 
@@ -255,7 +255,7 @@ class Chain:
             assert (each.loss is not None) == (self.pipeline.rank == self.pipeline.last_rank)
             if each.loss is not None:
                 count = len(shapes)
-                assert_close_named("loss", each.loss[0] / count, total.to(each.loss[0]) / count, kind=Kind.LOSS)
+                assert_close_named("loss", each.loss[0] / count, total / count, kind=Kind.LOSS)
         ours = {f"{i}.{name}": p for i, link in self.links.items() for name, p in link.named_parameters()}
         for parameter in ours.values():
             if parameter.grad is None:  # its stage's output was not used
