@@ -127,8 +127,8 @@ MUTATIONS = [
     Mutation(
         "gradients share memory",
         "lightning_d9d/pipeline/stage.py",
-        "        if _address(parameter.grad) in taken:",
-        "        if False:",
+        "        _keep_apart(first,",
+        "        (first,",
         "tests/pipeline/test_handing_over.py -k one_memory",
     ),
     Mutation(
