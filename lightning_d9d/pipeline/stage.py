@@ -7,7 +7,7 @@ last backward nothing.
 
 [Note: one memory] A parameter's first gradient of a window is whatever tensor autograd has at hand, perhaps a view of
 what it also gives to an input or to another parameter (`x.view(shape) + weight.view(shape)`). Later gradients are added
-to it in place. The input's may wait then for the stage before, or be on its way there; so what shares memory is copied.
+to it in place. The input's may wait then for the stage before, or be on its way there; so what overlaps is copied.
 """
 
 from __future__ import annotations
@@ -129,16 +129,35 @@ class Stage:
 
 
 def _keep_apart(parameters: Iterable[nn.Parameter], others: Iterable[Tensor]) -> None:
-    """Copy gradients whose memory others or gradients before them have, too. [Note: one memory]."""
+    """Copy gradients that overlap with others or with one another. [Note: one memory]."""
     received = [parameter for parameter in parameters if parameter.grad is not None]
-    taken = {_address(other) for other in others} if received else set()
-    for parameter in received:
+    if not received:
+        return
+    extents = [(*_extent(other), None) for other in others]
+    extents += [(*_extent(parameter.grad), parameter) for parameter in received if parameter.grad is not None]
+    overlapping: list[nn.Parameter | None] = []
+    end = 0
+    for start, stop, owner in sorted(extents, key=lambda extent: extent[:2]):
+        if start >= end:
+            _separate(overlapping)
+            overlapping = []
+        overlapping.append(owner)
+        end = max(end, stop)
+    _separate(overlapping)
+
+
+def _separate(owners: list[nn.Parameter | None]) -> None:
+    """Copy the gradients of all parameters, but for one if no other (None) is among the owners."""
+    parameters = [owner for owner in owners if owner is not None]
+    for parameter in parameters[0 if None in owners else 1 :]:
         assert parameter.grad is not None
-        if _address(parameter.grad) in taken:
-            parameter.grad = parameter.grad.clone()
-        taken.add(_address(parameter.grad))
+        parameter.grad = parameter.grad.clone()
 
 
-def _address(tensor: Tensor) -> int:
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """Its first address and the one after its last. Gradients in a bucket have one storage, but do not overlap."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage().data_ptr()
+    if local.numel() == 0:
+        return 0, 0
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
+    return local.data_ptr(), local.data_ptr() + elements * local.element_size()

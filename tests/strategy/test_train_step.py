@@ -63,12 +63,14 @@ def test_gradients_equal_plain_torch(cut: dict[str, Any], accumulate: int, kind:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["tokens", "known tokens", "mean"])
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_two_ranks_with_uneven_tokens_equal_one_process(rank: RankContext, accumulate: int, kind: str) -> None:
+@pytest.mark.parametrize(("accumulate", "microbatch_size"), [(1, 2), (2, 2), (1, None)])
+def test_two_ranks_with_uneven_tokens_equal_one_process(
+    rank: RankContext, accumulate: int, microbatch_size: int | None, kind: str
+) -> None:
     rows = staged_rows(24)
     module, reference = recorded(mean=kind == "mean", known_weight=kind == "known tokens")
     run = trainer(
-        D9DStrategy(microbatch_size=2, grad_sync=GradSyncConfig(bucket_mb=0.0005)),
+        D9DStrategy(microbatch_size=microbatch_size, grad_sync=GradSyncConfig(bucket_mb=0.0005)),
         2,
         rank.device.type,
         precision="64-true",
