@@ -141,7 +141,7 @@ class TrainStep:
             totals = self.executor.train(self.pipeline.program(len(cut.microbatches)), cut, scale, replicas)
         if replicas is not None:
             replicas.buckets.finish()
-        self._scaled_before = total_weight is not None
+        self._scaled_before = weight_is_known_after_forward or total_weight is not None  # on ranks without a loss, too
         loss, metrics = self._reduce(totals)
         self._set_aside()
         return loss, metrics

@@ -21,6 +21,7 @@ from tests.strategy.plain import Plain, loader, trainer
 SCHEDULES = ["gpipe", "1f1b", "looped_bfs", "interleaved_1f1b", "zero_bubble", "zero_bubble_v", "dual_pipe_v"]
 FIRST_HALF = ("embedding", "layers.0", "layers.1", "layers.2", "layers.3")
 CLIP, EPOCHS = 0.05, 2
+_OF_STRATEGY = ("schedule", "microbatch_size", "num_microbatches")
 TWO_STAGES = MeshConfig(pipeline_parallel=2)
 
 
@@ -41,7 +42,7 @@ def fit(
 ) -> L.Trainer:
     """Data ranks get rows by turns."""
     run = trainer(
-        D9DStrategy(mesh=mesh, **{key: options.pop(key) for key in ("schedule", "microbatch_size") if key in options}),
+        D9DStrategy(mesh=mesh, **{key: options.pop(key) for key in _OF_STRATEGY if key in options}),
         rank.world_size,
         rank.device.type,
         precision="64-true",
@@ -171,3 +172,11 @@ def test_plain_modules_have_no_stages(rank: RankContext) -> None:
         ConfigError, match=r"pipeline_parallel=2: Plain is a plain LightningModule, which has no stages"
     ):
         trainer(D9DStrategy(mesh=TWO_STAGES), 2, rank.device.type).fit(Plain(), loader(8))
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
+def test_a_batch_that_is_one_microbatch(rank: RankContext, schedule: str) -> None:
+    """Its weight is known on the rank of the last stage before the backward, on others after it."""
+    mesh = MeshConfig(pipeline_parallel=2, data_parallel_replicate=2)
+    check_fit(rank, mesh, token_rows(16), 4, module=Pipelined(tied=True), schedule=schedule, num_microbatches=1)
