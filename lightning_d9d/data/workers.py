@@ -1,4 +1,4 @@
-"""Random numbers in the worker processes of a DataLoader."""
+"""Random numbers of a DataLoader: in which order it reads, and in its worker processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,31 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_d9d.mesh.seeds import seed_for
+from lightning_d9d.mesh.seeds import derived, seed_for
+
+
+def seed_order(loader: DataLoader[Any], seed: int) -> Callable[[], None]:
+    """Let a sampler that draws from torch's global numbers draw from its own, which follow from the seed, in place.
+
+    The global ones differ between ranks, for dropout. A sampler that has a generator keeps it.
+
+    Args:
+        loader: Its sampler draws the order; or the one that Lightning has wrapped to deal samples out to ranks.
+        seed: Of the job.
+
+    Returns:
+        What gives the loader back as it was.
+    """
+    sampler: Any = loader.sampler
+    sampler = getattr(getattr(sampler, "dataset", None), "_sampler", sampler)
+    if getattr(sampler, "generator", loader) is not None:
+        return lambda: None
+    sampler.generator = torch.Generator().manual_seed(derived(seed, "order of samples"))
+
+    def undo() -> None:
+        sampler.generator = None
+
+    return undo
 
 
 def seed_workers(loader: DataLoader[Any], seed: int, coordinates: Mapping[str, int]) -> Callable[[], None]:

@@ -32,7 +32,7 @@ from lightning_d9d.checkpoint import (
     remove_directory,
     save_directory,
 )
-from lightning_d9d.data import can_resume_by_sampler, is_place_of_sampler, make_resumable, seed_workers
+from lightning_d9d.data import can_resume_by_sampler, is_place_of_sampler, make_resumable, seed_order, seed_workers
 from lightning_d9d.errors import ConfigError, StateError
 from lightning_d9d.mesh.agreement import Ranks
 from lightning_d9d.mesh.collectives import gather_object
@@ -252,9 +252,13 @@ class CheckpointedStrategy(RankedStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         """Let a map-style training loader go on in the middle of an epoch; others have their own way, or none.
 
-        Ranks that read the same samples get the same random numbers in worker processes.
+        Ranks that read the same samples read them in the same order, and get the same random numbers in worker
+        processes.
         """
         assert self.lightning_module is not None
+        is_d9d = isinstance(self.lightning_module, D9DModule)
+        if isinstance(dataloader, DataLoader) and self.world_size > 1 and (is_d9d or self.mesh.dp_size == 1):
+            self._undo_loaders.append(seed_order(dataloader, self.seed))
         if self.world_size > 1 and self.mesh.dp_size < self.world_size and isinstance(dataloader, DataLoader):
             self._undo_loaders.append(seed_workers(dataloader, self.seed, self.mesh.coordinates))
         if self.lightning_module.trainer.training:

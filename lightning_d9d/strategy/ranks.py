@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from torch import Tensor
@@ -94,8 +95,15 @@ class RankedStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there is more than one process; Lightning injects samplers and reduces logged values then."""
-        return self.num_nodes * self.num_processes > 1
+        """Whether ranks read different samples; Lightning injects samplers and reduces logged values then.
+
+        Its samplers for training always shuffle. Without data ranks the loader's own order is left as it is.
+        """
+        try:
+            degrees = self.mesh_config.resolve(self.num_nodes * self.num_processes)
+        except ConfigError:  # to be refused in `setup_environment`
+            return False
+        return degrees.data_parallel_replicate * degrees.data_parallel_shard > 1
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
@@ -119,7 +127,8 @@ class RankedStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         check_launcher_is_noticed(self.cluster_environment)
-        if self.is_distributed and not self.cluster_environment.creates_processes_externally:
+        several = self.num_nodes * self.num_processes > 1
+        if several and not self.cluster_environment.creates_processes_externally:
             self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
@@ -127,8 +136,15 @@ class RankedStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         check_number_of_ranks(self.cluster_environment, self.num_processes, self.num_nodes)
         self.mesh_config.resolve(self.world_size)  # before anyone waits for the others
+        assert self.lightning_module is not None
+        callbacks = cast(Any, self.lightning_module.trainer).callbacks
+        if self.world_size > 1 and any(isinstance(callback, BatchSizeFinder) for callback in callbacks):
+            raise ConfigError(
+                f"the batch size cannot be tuned on {self.world_size} ranks, as one of them may run out of memory "
+                "alone; tune it on one"
+            )
         super().setup_environment()
-        if self.is_distributed:  # one process goes on with its random state, as on Lightning's one-device strategy
+        if self.world_size > 1:  # one process goes on with its random state, as on Lightning's one-device strategy
             reset_seed()
         self.set_world_ranks()
         if self.world_size > 1 and not dist.is_initialized():

@@ -8,8 +8,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import BatchSizeFinder
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 from torchmetrics import MeanMetric, SumMetric
 
@@ -18,7 +19,7 @@ from lightning_d9d.schedule import WrittenProgram
 from tests.harness.compare import assert_close_named, assert_tensors_close
 from tests.harness.ranks import RankContext
 from tests.harness.tolerances import Kind
-from tests.strategy.pipelined import Pipelined, token_rows
+from tests.strategy.pipelined import Pipelined, plain_steps, token_rows
 from tests.strategy.plain import trainer
 from tests.strategy.staged import Staged, staged_rows
 
@@ -26,8 +27,8 @@ from tests.strategy.staged import Staged, staged_rows
 class Evaluated(Pipelined):
     """Keeps what hooks see, and counts batches in a torchmetrics metric."""
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.count, self.mean = SumMetric(), MeanMetric()
         self.seen: list[dict[str, Tensor]] = []
         self.calls: list[str] = []
@@ -222,3 +223,32 @@ def test_split_backwards_where_a_gradient_shares_memory() -> None:
         run.fit(module, DataLoader(staged_rows(4, ignored_every=None), batch_size=2))
         weights.append(module.state_dict())
     assert_tensors_close(*weights)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_of_a_pipeline_read_the_loaders_own_order(rank: RankContext) -> None:
+    """Lightning's sampler for several ranks always shuffles. Unequal shuffled orders would raise."""
+    rows: Any = token_rows(8)
+    L.seed_everything(7, verbose=False)
+    module = Evaluated()
+    strategy = D9DStrategy(mesh=MeshConfig(pipeline_parallel=2))
+    trainer(strategy, 2, rank.device.type, precision="64-true", max_epochs=1).fit(
+        module, DataLoader(rows, batch_size=2)
+    )
+    L.seed_everything(7, verbose=False)
+    expected = plain_steps(module, [[rows[i : i + 2]] for i in range(0, 8, 2)], clip=1e9)
+    assert_close_named("losses", torch.stack(module.losses).cpu(), torch.stack(expected.losses), kind=Kind.LOSS)
+    weighted = WeightedRandomSampler([1.0] * 8, 8)
+    for shuffled in (DataLoader(rows, batch_size=2, shuffle=True), DataLoader(rows, batch_size=2, sampler=weighted)):
+        module, strategy = Evaluated(), D9DStrategy(mesh=MeshConfig(pipeline_parallel=2))
+        trainer(strategy, 2, rank.device.type, precision="64-true", max_epochs=2).fit(module, shuffled)
+        assert not torch.equal(torch.stack(module.losses[:4]), torch.stack(module.losses[4:]))
+        assert getattr(shuffled.sampler, "generator", 0) is None
+
+
+@pytest.mark.ranks(2)
+def test_tuning_the_batch_size_is_refused(rank: RankContext) -> None:
+    strategy = D9DStrategy(mesh=MeshConfig(pipeline_parallel=2))
+    run = trainer(strategy, 2, rank.device.type, callbacks=[BatchSizeFinder()])
+    with pytest.raises(ConfigError, match="the batch size cannot be tuned on 2 ranks"):
+        run.fit(Evaluated(), loader(token_rows(4)))
