@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import count, pairwise
+from itertools import count, groupby, pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_d9d.errors import ConfigError, ScheduleError
 from lightning_d9d.mesh import MeshDomains
-from lightning_d9d.mesh.collectives import all_gather_object
+from lightning_d9d.mesh.collectives import all_gather_object, broadcast_tensors
 from lightning_d9d.pipeline.totals import BatchTotals
 from lightning_d9d.pipeline.transfer import Link, Messages
 from lightning_d9d.pipeline.trees import put_together, take_apart
@@ -128,6 +128,12 @@ class Pipeline:
             for parameter, name in names.items()
             if len(holders[name]) > 1
         }
+
+    def make_equal(self, tied: Mapping[nn.Parameter, Tie]) -> None:
+        """Overwrite tied parameters by the first holder's: those in no stage each rank has drawn. Collective."""
+        in_order = sorted(tied, key=lambda parameter: (tied[parameter].ranks, tied[parameter].name))
+        for group, parameters in groupby(in_order, key=lambda parameter: tied[parameter].group):
+            broadcast_tensors(parameters, group, dist.get_process_group_ranks(group)[0])
 
     def norm(self, parameters: Iterable[nn.Parameter], tied: Mapping[nn.Parameter, Tie]) -> Tensor:
         """The norm of all gradients of the model, each tied parameter counted once. Collective."""

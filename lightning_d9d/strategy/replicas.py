@@ -47,8 +47,9 @@ def parts_of(
 ) -> tuple[list[Part], dict[int, int]]:
     """Parameters in parts for `GradientBuckets`, and for each stage the index of its part.
 
-    Tied parameters come first, so that they leave last: their sum waits for the rank that is done last. Then those
-    of no stage or of several; what a stage has alone is complete when the stage is.
+    Tied parameters come first, so that they leave last: their sum waits for the rank that is done last. They are in the
+    order of their names, as their holders' modules may have them in others. Then those of no stage or of several; what
+    a stage has alone is complete when the stage is.
 
     Args:
         trained: All of this rank's.
@@ -61,11 +62,13 @@ def parts_of(
     own: dict[int, list[nn.Parameter]] = {index: [] for index in stages}
     stage_of = {parameter: index for index, stage in stages.items() for parameter in stage.parameters()}
     rest = []
+    for parameter in sorted((p for p in trained if p in tied), key=lambda p: tied[p].name):
+        tie = tied[parameter]
+        by_holders.setdefault(tie.ranks, Part([], tie.group)).parameters.append(parameter)
     for parameter in trained:
         if parameter in tied:
-            tie = tied[parameter]
-            by_holders.setdefault(tie.ranks, Part([], tie.group)).parameters.append(parameter)
-        elif num_stages_of[parameter] == 1:
+            continue
+        if num_stages_of[parameter] == 1:
             own[stage_of[parameter]].append(parameter)
         else:
             rest.append(parameter)

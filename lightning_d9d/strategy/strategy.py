@@ -244,9 +244,10 @@ class D9DStrategy(CheckpointedStrategy):
         broadcast_tensors((tensor for tensor in tensors if not isinstance(tensor, DTensor)), group, first)
 
     def _find_tied(self) -> None:
-        """Find the parameters that several ranks of the pipeline hold, by their names. Collective."""
+        """Find the parameters that several ranks of the pipeline hold, by their names. They start equal. Collective."""
         assert self.pipeline is not None
         self._tied = self.pipeline.find_tied(self._parameter_names())
+        self.pipeline.make_equal(self._tied)
 
     def _sum_metrics_over_data_ranks(self) -> None:
         """Ranks that read the same samples must not count them twice in a torchmetrics metric."""
