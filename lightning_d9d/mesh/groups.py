@@ -165,7 +165,7 @@ class GroupPool:
             cut, lane, high_priority = tuple((rank,) for rank in range(dist.get_world_size())), "default", False
         key = (cut, lane, backend, high_priority)
         if neighbours and key in self._by_key and self._is_abandoned_anywhere(key):
-            _destroy(self._by_key.pop(key).group)
+            _end(self._by_key.pop(key).group)
         if key not in self._by_key:
             is_world = len(cut) == 1 and (lane, backend, high_priority) == ("default", own_backend, False)
             self._by_key[key] = PooledGroup(
@@ -276,10 +276,10 @@ def abandon(group: dist.ProcessGroup) -> None:
         pooled.is_abandoned |= pooled.group is group
 
 
-def _destroy(group: dist.ProcessGroup) -> None:
-    """Also where messages are under way. Public in torch is only what waits for them."""
+def _end(group: dist.ProcessGroup) -> None:
+    """Also where messages are under way. On nccl an aborted group keeps its name: torch names new ones by their number."""
     if dist.get_backend(group) == "nccl":
-        dist.distributed_c10d._abort_process_group(group)
+        group.abort()
     else:
         dist.destroy_process_group(group)
 

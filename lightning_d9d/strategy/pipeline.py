@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import count, groupby, pairwise
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -18,7 +18,7 @@ from lightning_d9d.pipeline.totals import BatchTotals
 from lightning_d9d.pipeline.transfer import Link, Messages
 from lightning_d9d.pipeline.trees import put_together, take_apart
 from lightning_d9d.pipeline.types import StageInfo
-from lightning_d9d.schedule import Action, BackwardInput, Schedule, add_data_parallel, compute_parts
+from lightning_d9d.schedule import Action, Schedule, add_data_parallel
 from lightning_d9d.sync.norm import gradient_norm
 
 T = TypeVar("T")
@@ -97,13 +97,6 @@ class Pipeline:
     def last_rank(self) -> int:
         """The pipeline rank on which losses are made."""
         return self.placement[-1]
-
-    @functools.cached_property
-    def splits(self) -> bool:
-        """Whether the schedule has input backwards."""
-        num_microbatches = next(n for n in count(1) if self.schedule.takes(self.num_ranks, n))
-        program = self.schedule.compute(self.num_ranks, num_microbatches)
-        return any(isinstance(part, BackwardInput) for a in program.ranks[0] for part in compute_parts(a))
 
     def num_taken(self, num_microbatches: int) -> int:
         """The least number from this one on that the schedule takes; this one if none near is."""

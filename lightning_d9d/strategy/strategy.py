@@ -147,13 +147,15 @@ class D9DStrategy(CheckpointedStrategy):
         super().setup_environment()
         assert self.lightning_module is not None
         check_degrees_of(self.lightning_module, self.mesh_config)
-        self._choice = None
+        earlier, self._choice = self._choice, None
         if not isinstance(self.schedule, Auto):
             self.pipeline = Pipeline(self.schedule, self._mesh_of_ranks, self.root_device)
         elif not isinstance(self.lightning_module, D9DModule):
             raise ConfigError(
                 f"schedule=Auto(...): {type(self.lightning_module).__name__} is no D9DModule; leave it out"
             )
+        elif earlier is not None and len(self.lightning_module.stages) > 0:
+            self._take(earlier)  # perhaps a checkpoint's
         else:
             num_ranks = self.mesh.sizes["pp"] if self.world_size > 1 else 1
             with self.precision_plugin.module_init_context():
@@ -392,10 +394,8 @@ class D9DStrategy(CheckpointedStrategy):
             dtype = functools.reduce(torch.promote_types, {p.dtype for p in trained}, torch.float32)
         widens = accumulates and any(p.dtype != dtype for p in trained if dtype is not None)
         stages = module.indexed_stages if isinstance(module, D9DModule) else {}
-        # autograd may make a gradient of memory that a split backward keeps; in a bucket it has its own
-        keeps_local = widens or (self.pipeline is not None and isinstance(module, D9DModule) and self.pipeline.splits)
         parts, part_of_stage = parts_of(trained, stages, self._tied, group)
-        parts = [part if part.group is not None or keeps_local else Part([], None) for part in parts]
+        parts = [part if part.group is not None or widens else Part([], None) for part in parts]
         if any(part.parameters for part in parts):
             self._buckets = GradientBuckets(parts, dtype=dtype, bucket_mb=self.grad_sync.bucket_mb)
         if self._train_step is not None:
