@@ -46,6 +46,7 @@ class D9DModule(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.stages = nn.ModuleList()
+        self._built: list[StageInfo] = []
         self._in_schedule = False
         self.register_state_dict_post_hook(_drop_stage_prefix)
         self.register_load_state_dict_pre_hook(_add_stage_prefix)
@@ -109,21 +110,38 @@ class D9DModule(L.LightningModule):
     # What follows from it
 
     def configure_model(self) -> None:
-        """Build this rank's stages once: on the meta device, then with storage and initial weights on the device."""
+        """Build this rank's stages once: on the meta device, then with storage and initial weights on the device.
+
+        Raises:
+            ConfigError: They were built, for another place in a pipeline.
+        """
         self.check_overrides()
+        infos = self.pipeline.stages
         if len(self.stages) > 0:
+            self._check_built_for(infos)
             return
         strategy = None if self._trainer is None else self.trainer.strategy
         device = torch.device("cpu") if strategy is None else strategy.root_device
         seed: int = getattr(strategy, "seed", torch.initial_seed())  # ranks that nobody seeded agree on one
-        for info in self.pipeline.stages:
+        for info in infos:
             with torch.device("meta"):
                 stage = self.configure_stage(info)
             self.parallelize_stage(stage, None, None)
             materialize(stage, device, seed)
             self.stages.append(stage)
+        self._built = infos
         share_equal_names(self.stages)
         self.on_stages_built()
+
+    def _check_built_for(self, infos: list[StageInfo]) -> None:
+        def places(infos: list[StageInfo]) -> list[tuple[int, int, range | None]]:
+            return [(info.index, info.num_stages, info.layers if info.num_stages > 1 else None) for info in infos]
+
+        if self._built and places(self._built) != places(infos):
+            raise ConfigError(
+                f"{type(self).__name__} holds the stages {self._built} of an earlier run, but this run has {infos} on "
+                "this rank; give it a new module, and a checkpoint of the earlier run as ckpt_path"
+            )
 
     @property
     def pipeline(self) -> Pipeline:

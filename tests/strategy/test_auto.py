@@ -52,6 +52,9 @@ def fit(rank: RankContext, auto: Auto, name: str, path: Path | None = None) -> d
 
     run.callbacks.append(Look())  # type: ignore[attr-defined]
     run.fit(module, DataLoader(rows(16), batch_size=4), ckpt_path=path)
+    run.validate(
+        module, DataLoader(rows(4), batch_size=4), verbose=False
+    )  # with the same stages, a checkpoint's or not
     return {"weights": module.state_dict(), **taken}
 
 

@@ -180,3 +180,19 @@ def test_a_batch_that_is_one_microbatch(rank: RankContext, schedule: str) -> Non
     """Its weight is known on the rank of the last stage before the backward, on others after it."""
     mesh = MeshConfig(pipeline_parallel=2, data_parallel_replicate=2)
     check_fit(rank, mesh, token_rows(16), 4, module=Pipelined(tied=True), schedule=schedule, num_microbatches=1)
+
+
+@pytest.mark.ranks(2)
+def test_a_module_keeps_the_stages_it_was_built_with(rank: RankContext) -> None:
+    module, validation = Pipelined(), DataLoader(token_rows(4), batch_size=4)
+    schedules = ["interleaved_1f1b", "interleaved_1f1b", "zero_bubble_v"]
+    runs = [
+        trainer(D9DStrategy(mesh=TWO_STAGES, schedule=each), 2, rank.device.type, precision="64-true")
+        for each in schedules
+    ]
+    for run in runs[:2]:
+        run.validate(module, validation, verbose=False)
+    with pytest.raises(
+        ConfigError, match=rf"index={rank.rank + 2}, .* of an earlier run, but this run has .*new module"
+    ):
+        runs[2].validate(module, validation, verbose=False)
