@@ -166,6 +166,7 @@ class Executor:
         for each in actions:
             for part in compute_parts(each):
                 batch.backwards_left[part.stage] += isinstance(part, Backward | BackwardWeight)
+                batch.forwards_left[part.microbatch] += isinstance(part, Forward)
                 batch.splits |= isinstance(part, BackwardInput)
         try:
             for action in actions:
@@ -209,7 +210,11 @@ class _Batch:
         """By stage, how many actions are to come that complete a microbatch's gradients."""
         self.splits = False
         """Whether backwards come in two halves."""
-        self._inputs: dict[int, tuple[StageInputs, Hashable]] = {}
+        self.forwards_left: Counter[int] = Counter()
+        """By microbatch, how many forwards are to come that take its keyword arguments."""
+        self._inputs: dict[int, StageInputs] = {}
+        self._signatures: dict[int, Hashable] = {}
+        """[Note: layouts] in `transfer.py`."""
         self._outputs: dict[tuple[int, int], tuple[Layout, list[Tensor]]] = {}
         """What stages put out that has not been sent or handed to a stage of this rank; by (stage, microbatch)."""
         self._layouts: dict[tuple[int, int], Layout] = {}
@@ -236,7 +241,10 @@ class _Batch:
 
     def _forward(self, stage: int, microbatch: int) -> None:
         executor = self.executor
-        inputs, _ = self._inputs_of(microbatch)
+        inputs = self._inputs_of(microbatch)
+        self.forwards_left[microbatch] -= 1
+        if self.forwards_left[microbatch] == 0:
+            del self._inputs[microbatch]
         arguments: Mapping[str, Any] = inputs.shared if stage else {**inputs.first, **inputs.shared}
         received, trained = self._received(stage, microbatch) if stage else (None, [])
         with self._observed(Forward(stage, microbatch)), executor.forward_context():
@@ -323,9 +331,9 @@ class _Batch:
         match action:
             case SendForward(stage, microbatch):
                 layout, tensors = self._outputs.pop((stage, microbatch))
-                messages.send_forward(stage, self._inputs_of(microbatch)[1], layout, tensors)
+                messages.send_forward(stage, self._signature_of(microbatch), layout, tensors)
             case ReceiveForward(stage, microbatch):
-                messages.post_forward(stage, microbatch, self._inputs_of(microbatch)[1])
+                messages.post_forward(stage, microbatch, self._signature_of(microbatch))
             case SendBackward(stage, microbatch):
                 messages.send_backward(stage, self._gradients.pop((stage, microbatch)))
             case ReceiveBackward(stage, microbatch):
@@ -348,13 +356,17 @@ class _Batch:
             raise ScheduleError("the program has messages, but this run has one pipeline rank")
         return self.executor.messages
 
-    def _inputs_of(self, microbatch: int) -> tuple[StageInputs, Hashable]:
-        """The keyword arguments of a microbatch, and its signature. [Note: layouts] in `transfer.py`."""
+    def _inputs_of(self, microbatch: int) -> StageInputs:
+        """The keyword arguments of a microbatch, from its first action on this rank to its last forward."""
         if microbatch not in self._inputs:
-            inputs = stage_inputs(self.executor.hooks, self.cut.microbatches[microbatch])
-            shapes = _shapes((inputs.first, inputs.shared))
-            self._inputs[microbatch] = inputs, (torch.is_grad_enabled(), shapes)
+            inputs = self._inputs[microbatch] = stage_inputs(self.executor.hooks, self.cut.microbatches[microbatch])
+            self._signatures[microbatch] = torch.is_grad_enabled(), _shapes((inputs.first, inputs.shared))
         return self._inputs[microbatch]
+
+    def _signature_of(self, microbatch: int) -> Hashable:
+        if microbatch not in self._signatures:
+            self._inputs_of(microbatch)
+        return self._signatures[microbatch]
 
 
 def stage_inputs(hooks: MicrobatchHooks, microbatch: Any) -> StageInputs:

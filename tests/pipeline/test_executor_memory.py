@@ -6,7 +6,7 @@ import gc
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -17,7 +17,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from lightning_d9d.pipeline import transfer
-from lightning_d9d.pipeline.executor import _Batch
+from lightning_d9d.pipeline.executor import Cut, Executor, _Batch
+from lightning_d9d.pipeline.types import StageInputs
 from lightning_d9d.schedule import (
     SCHEDULES,
     Action,
@@ -174,6 +175,38 @@ def test_nothing_is_kept_longer_than_it_is_needed(rank: RankContext, kind: str) 
             assert watch.num_actions == sum(len(compute_parts(each)) or 1 for each in rig.pipeline.program(6))
             assert num_tensors() <= before
             rig.close()
+
+
+def test_keyword_arguments_go_with_their_last_forward() -> None:
+    """A module may make a mask for each microbatch."""
+    masks: list[weakref.ref[Tensor]] = []
+    num_alive: list[int] = []
+
+    class Masked:
+        def microbatch_inputs(self, microbatch: Any) -> StageInputs:
+            mask = torch.ones(4)
+            masks.append(weakref.ref(mask))
+            return StageInputs(first={"x": microbatch}, shared={"mask": mask})
+
+        def microbatch_loss(self, output: Tensor, microbatch: Any) -> Tensor:
+            num_alive.append(sum(mask() is not None for mask in masks))
+            return output.sum()
+
+        def microbatch_metrics(self, output: Tensor, microbatch: Any) -> dict[str, Any]:
+            return {}
+
+    class Product(nn.Linear):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x + mask)
+
+    schedule = SCHEDULES["interleaved_1f1b"]()
+    stages = {index: Product(4, 4) for index in range(len(schedule.placement(1)))}
+    executor = Executor(stages, len(stages), Masked(), nullcontext)
+    cut = Cut([torch.ones(1, 4)] * 6, [1] * 6)
+    executor.train(schedule.program(1, 6).ranks[0], cut, lambda totals: 1.0)
+    assert len(stages) == 2
+    assert len(masks) == len(num_alive) == 6
+    assert max(num_alive) < 6
 
 
 @pytest.mark.ranks(2)
