@@ -16,6 +16,8 @@ import torch.distributed as dist
 from lightning_d9d import ConfigError
 from lightning_d9d.mesh import MeshConfig, MeshDomains
 from lightning_d9d.mesh.groups import GroupPool, partition
+from lightning_d9d.schedule import OneForwardOneBackward
+from lightning_d9d.strategy.pipeline import Pipeline
 from tests.harness.ranks import RankContext
 from tests.harness.recorder import Recorder
 from tests.harness.records import mismatches, read
@@ -88,16 +90,17 @@ def test_one_group_for_each_partition(mesh: str, expected: int) -> None:
 
 
 @pytest.mark.parametrize("mesh", ["64", "4096"])
-def test_all_lanes_together_have_sixteen_groups(mesh: str) -> None:
+def test_groups_of_all_lanes_and_links_of_the_pipeline(mesh: str) -> None:
     config = MESHES[mesh]
-    with fake_world(0, config.world_size):
+    with fake_world(config.world_size // 2, config.world_size):
         domains = MeshDomains.build(config, "cpu")
+        num_neighbours = 1 if domains.coordinates["pp"] in (0, config.pipeline_parallel - 1) else 2
         for _ in range(2):  # asking again makes none
-            domains.group("pp", lane="pipeline")
             domains.group("ep_shard", lane="moe")
             for axes in ("dp_replicate",), ("ep_replicate",), ("dp", "cp"):
                 domains.group(*axes, lane="reduce")
-            assert num_groups() == 16
+            Pipeline(OneForwardOneBackward(), domains, torch.device("cpu"))
+            assert num_groups() == 15 + 2 * num_neighbours  # links, of two ranks each: one for either direction
 
 
 def test_axes_that_cut_alike_hold_the_same_group() -> None:
