@@ -279,7 +279,7 @@ class _Batch:
         if self.take is not None:
             self.taken[microbatch] = self.take(output)
             return []
-        totals = self.totals if self.cut.counts(microbatch) else BatchTotals()
+        totals = self.totals if self.cut.counts(microbatch) else None
         loss = loss_of(
             self.executor.hooks, output, self.cut.microbatches[microbatch], self.cut.rows[microbatch], totals
         )
@@ -383,13 +383,14 @@ def stage_inputs(hooks: MicrobatchHooks, microbatch: Any) -> StageInputs:
     return inputs
 
 
-def loss_of(hooks: MicrobatchHooks, output: Any, microbatch: Any, rows: int, totals: BatchTotals) -> Tensor:
-    """The value sum of a microbatch with its graph; loss and metrics are added to `totals`."""
+def loss_of(hooks: MicrobatchHooks, output: Any, microbatch: Any, rows: int, totals: BatchTotals | None) -> Tensor:
+    """The value sum of a microbatch with its graph; loss and metrics are added to `totals`. None: it is a filler."""
     loss = hooks.microbatch_loss(output, microbatch)
     weighted = as_weighted(loss, rows, "microbatch_loss")
-    totals.add_loss(weighted, is_mean=isinstance(loss, Tensor))
-    with torch.no_grad():
-        totals.add_metrics(hooks.microbatch_metrics(output, microbatch), rows)
+    if totals is not None:
+        totals.add_loss(weighted, is_mean=isinstance(loss, Tensor))
+        with torch.no_grad():
+            totals.add_metrics(hooks.microbatch_metrics(output, microbatch), rows)
     return weighted.value_sum
 
 

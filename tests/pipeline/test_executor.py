@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from unittest import mock
 
 import pytest
 import torch
@@ -131,6 +132,17 @@ def test_fillers_count_nothing(rank: RankContext) -> None:
             for count, num_fillers in ((1, 3), (3, 1), (2, 4)):
                 rig.check(count, expected[count - 1], num_fillers)
             rig.close()
+
+
+def test_fillers_have_no_metrics() -> None:
+    """The hook may count what it sees."""
+    device = torch.device("cpu")
+    rig = Rig(SCHEDULES["1f1b"](), None, device, KINDS["tied"])
+    hooks = rig.executor.hooks
+    with mock.patch.object(hooks, "microbatch_metrics", wraps=hooks.microbatch_metrics) as metrics:
+        rig.train(rig.pipeline.program(5), cut_of(5, device, num_fillers=3))
+    assert metrics.call_count == 2
+    rig.close()
 
 
 @pytest.mark.ranks(2)
