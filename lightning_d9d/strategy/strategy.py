@@ -43,7 +43,7 @@ from lightning_d9d.strategy.ranks import TimeoutConfig
 from lightning_d9d.strategy.replicas import Replicas, parts_of
 from lightning_d9d.strategy.sharding import check_layout, is_sharded, local, make_replicas_equal, not_yet_summed
 from lightning_d9d.strategy.train_step import TrainStep, cast_gradients
-from lightning_d9d.sync.buckets import GradientBuckets, GradSyncConfig, Part
+from lightning_d9d.sync.buckets import GradientBuckets, GradSyncConfig, Part, bucket_dtype
 from lightning_d9d.sync.norm import clip_gradients_by_norm, clip_gradients_by_value
 
 _HOOKS_ON_GRADIENTS = (
@@ -390,14 +390,13 @@ class D9DStrategy(CheckpointedStrategy):
         if self.world_size > 1 and is_sharded(module):
             trained = not_yet_summed(trained, self.mesh)
         dtype = None if self.grad_sync.dtype == "auto" else getattr(torch, self.grad_sync.dtype)
-        if dtype is None and isinstance(module, D9DModule) and trained:
-            dtype = functools.reduce(torch.promote_types, {p.dtype for p in trained}, torch.float32)
-        widens = accumulates and any(p.dtype != dtype for p in trained if dtype is not None)
+        at_least = torch.float32 if isinstance(module, D9DModule) else None
+        widens = accumulates and any(p.dtype != bucket_dtype(p, dtype, at_least) for p in trained)
         stages = module.indexed_stages if isinstance(module, D9DModule) else {}
         parts, part_of_stage = parts_of(trained, stages, self._tied, group)
         parts = [part if part.group is not None or widens else Part([], None) for part in parts]
         if any(part.parameters for part in parts):
-            self._buckets = GradientBuckets(parts, dtype=dtype, bucket_mb=self.grad_sync.bucket_mb)
+            self._buckets = GradientBuckets(parts, dtype=dtype, at_least=at_least, bucket_mb=self.grad_sync.bucket_mb)
         if self._train_step is not None:
             self._train_step.replicas = None if self._buckets is None else Replicas(self._buckets, part_of_stage)
 

@@ -132,15 +132,23 @@ class GradientBuckets:
 
     Args:
         parts: Launched from the last to the first.
-        dtype: Of the buffers; None keeps each parameter's own.
+        dtype: Of the buffers; None goes by each parameter's own.
+        at_least: Then those are promoted with this; a rank's other parameters, which its peers may lack, play no part.
         bucket_mb: Size limit of a bucket in MiB.
     """
 
-    def __init__(self, parts: Sequence[Part], *, dtype: torch.dtype | None = None, bucket_mb: float = 32.0) -> None:
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        *,
+        dtype: torch.dtype | None = None,
+        at_least: torch.dtype | None = None,
+        bucket_mb: float = 32.0,
+    ) -> None:
         self.buckets = [
-            _Bucket(parameters, bucket_dtype, index, part.group)
+            _Bucket(parameters, kept_in, index, part.group)
             for index, part in reversed([*enumerate(parts)])
-            for parameters, bucket_dtype in _fill(part.parameters[::-1], dtype, int(bucket_mb * 2**20))
+            for parameters, kept_in in _fill(part.parameters[::-1], dtype, at_least, int(bucket_mb * 2**20))
         ]
         self._armed: set[int] = set()
         self._completed: set[int] = set()
@@ -212,19 +220,24 @@ class GradientBuckets:
         self._next += 1
 
 
+def bucket_dtype(parameter: nn.Parameter, dtype: torch.dtype | None, at_least: torch.dtype | None) -> torch.dtype:
+    """Of the buffer that a parameter's gradient is kept in; arguments as for `GradientBuckets`."""
+    return dtype or (parameter.dtype if at_least is None else torch.promote_types(parameter.dtype, at_least))
+
+
 def _fill(
-    parameters: list[nn.Parameter], dtype: torch.dtype | None, limit_bytes: int
+    parameters: list[nn.Parameter], dtype: torch.dtype | None, at_least: torch.dtype | None, limit_bytes: int
 ) -> list[tuple[list[nn.Parameter], torch.dtype]]:
     """Cut the list into runs of one dtype and device, each of at most `limit_bytes` unless one parameter is larger."""
     filled: list[tuple[list[nn.Parameter], torch.dtype]] = []
     room: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}
     for parameter in parameters:
-        bucket_dtype = parameter.dtype if dtype is None else dtype
-        size = parameter.numel() * bucket_dtype.itemsize
-        bucket, left = room.get((bucket_dtype, parameter.device), ([], 0))
+        kept_in = bucket_dtype(parameter, dtype, at_least)
+        size = parameter.numel() * kept_in.itemsize
+        bucket, left = room.get((kept_in, parameter.device), ([], 0))
         if size > left:
             bucket, left = [], limit_bytes
-            filled.append((bucket, bucket_dtype))
+            filled.append((bucket, kept_in))
         bucket.append(parameter)
-        room[bucket_dtype, parameter.device] = (bucket, left - size)
+        room[kept_in, parameter.device] = (bucket, left - size)
     return filled

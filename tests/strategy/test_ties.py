@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -59,6 +59,37 @@ class Tied(D9DModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class WiderHere(nn.Linear):
+    """In float64, which the rest of its stage is not."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.double()).float()
+
+
+class Mixed(Tied):
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.rand(3))
+
+    def configure_stage(self, stage: StageInfo) -> nn.Module:
+        whole = Twice(stage).float()
+        if stage.is_first:
+            whole.register_module("extra", WiderHere(4, 4).double())
+            whole.register_forward_pre_hook(
+                lambda module, _, given: ((), {"x": module.get_submodule("extra")(given["x"])}), with_kwargs=True
+            )
+        return whole
+
+
+@pytest.mark.ranks(2)
+def test_ties_do_not_depend_on_the_dtypes_of_other_parameters(rank: RankContext) -> None:
+    module, rows = Mixed(), torch.arange(16, dtype=torch.float32).view(4, 4) / 8
+    run = trainer(D9DStrategy(mesh=MeshConfig(pipeline_parallel=2)), 2, rank.device.type, max_steps=1)
+    run.fit(module, DataLoader(cast(Any, rows), batch_size=4))
+    theirs = rank.all_gather_object(module.gradients)
+    assert_tensors_close({name: theirs[0][name] for name in theirs[1]}, theirs[1])
+
+
 @pytest.mark.ranks(2)
 def test_tied_parameters_start_equal_and_get_the_sum_of_their_gradients(rank: RankContext) -> None:
     """Ranks draw what is in no stage from random numbers of their own; `materialize` gives stages theirs by name."""
@@ -67,7 +98,7 @@ def test_tied_parameters_start_equal_and_get_the_sum_of_their_gradients(rank: Ra
     run = trainer(
         D9DStrategy(mesh=MeshConfig(pipeline_parallel=2)), 2, rank.device.type, precision="64-true", max_steps=1
     )
-    run.fit(module, DataLoader(list(rows), batch_size=4))
+    run.fit(module, DataLoader(cast(Any, rows), batch_size=4))
     for theirs in rank.all_gather_object((module.start, module.gradients)):
         assert_tensors_close(theirs[0], module.start)
         assert_tensors_close(theirs[1], module.gradients)
