@@ -133,7 +133,7 @@ _ORDER = (  # in which degrees take their ranks: the data degrees get what is le
 
 
 def _leaves_ranks(config: MeshConfig, world_size: int, left: int, taken: list[str]) -> str:
-    name = max(reversed(_DATA_DEGREES), key=lambda name: getattr(config, name))
+    name = max(_DATA_DEGREES, key=lambda name: getattr(config, name))
     degree = getattr(config, name)
     return (
         f"MeshConfig asks for {world_size // left} of {world_size} ranks ({' x '.join(taken) or 'all degrees are 1'}): "

@@ -277,7 +277,7 @@ def abandon(group: dist.ProcessGroup) -> None:
 
 
 def _end(group: dist.ProcessGroup) -> None:
-    """Also where messages are under way. On nccl an aborted group keeps its name: torch names new ones by their number."""
+    """Also where messages are under way. Aborted, it keeps its name: torch names new ones by their number."""
     if dist.get_backend(group) == "nccl":
         group.abort()
     else:

@@ -106,17 +106,38 @@ def share_equal_names(stages: Iterable[nn.Module]) -> None:
     """
     first: dict[str, Tensor] = {}
     for stage in stages:
-        for name, module in stage.named_modules(remove_duplicate=False):
-            for key, tensor in _owned(module).items():
-                full = f"{name}.{key}" if name else key
-                known = first.setdefault(full, tensor)
-                if (known.shape, known.dtype) != (tensor.shape, tensor.dtype):
-                    raise ConfigError(
-                        f"two stages name tensors of shapes {list(known.shape)} {known.dtype} and "
-                        f"{list(tensor.shape)} {tensor.dtype} {full!r}; names are global: a layer keeps its index in "
-                        "the whole model"
-                    )
-                _assign(module, key, known)
+        for name, module, key, tensor in list(_named(stage)):
+            known = first.setdefault(name, tensor)
+            if (known.shape, known.dtype) != (tensor.shape, tensor.dtype):
+                raise ConfigError(
+                    f"two stages name tensors of shapes {list(known.shape)} {known.dtype} and {list(tensor.shape)} "
+                    f"{tensor.dtype} {name!r}; names are global: a layer keeps its index in the whole model"
+                )
+            _assign(module, key, known)
+
+
+def take_tensors(stages: Iterable[nn.Module], earlier: Iterable[nn.Module]) -> list[str]:
+    """Give stages built on the meta device the parameters and buffers of earlier ones, by name, the tensors themselves.
+
+    Returns:
+        The names of tensors that are still on the meta device.
+    """
+    known = {name: tensor for stage in earlier for name, _, _, tensor in _named(stage)}
+    missing = []
+    for stage in stages:
+        for name, module, key, tensor in list(_named(stage)):
+            if name in known and known[name].shape == tensor.shape:
+                _assign(module, key, known[name])
+            elif tensor.is_meta:
+                missing.append(name)
+    return missing
+
+
+def _named(stage: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    """Each tensor with its name in the whole model, its owner, and its name there."""
+    for name, module in stage.named_modules(remove_duplicate=False):
+        for key, tensor in _owned(module).items():
+            yield f"{name}.{key}" if name else key, module, key, tensor
 
 
 def _children_first(module: nn.Module, seen: set[nn.Module], name: str = "") -> Iterator[tuple[str, nn.Module]]:

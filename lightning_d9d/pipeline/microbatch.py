@@ -55,7 +55,9 @@ class MicrobatchCount:
     empty one. Use `check` on the first training batch, which should divide.
     """
 
-    def __init__(self, microbatch_size: int | None, num_microbatches: int | None) -> None:
+    def __init__(
+        self, microbatch_size: int | None, num_microbatches: int | None, rows_expected: int | None = None
+    ) -> None:
         if microbatch_size is not None and num_microbatches is not None:
             raise ConfigError(
                 f"microbatch_size={microbatch_size} and num_microbatches={num_microbatches} are both given; set one"
@@ -65,6 +67,7 @@ class MicrobatchCount:
                 raise ConfigError(f"{name}={value!r} must be an integer of at least 1")
         self.microbatch_size = microbatch_size
         self.num_microbatches = num_microbatches
+        self.rows_expected = rows_expected
 
     @property
     def is_one(self) -> bool:
@@ -79,6 +82,11 @@ class MicrobatchCount:
 
     def check(self, rows: int) -> None:
         """Raise `ConfigError` if `rows` rows do not make equal microbatches."""
+        if self.rows_expected not in (None, rows):
+            raise ConfigError(
+                f"the first batch has {rows} rows, but schedule=Auto(batch_size={self.rows_expected}) chose for "
+                f"that many; give it batch_size={rows}, or the DataLoader another"
+            )
         name = "num_microbatches" if self.microbatch_size is None else "microbatch_size"
         value = self.num_microbatches or self.microbatch_size or 1
         if rows % value != 0:

@@ -70,11 +70,14 @@ class Stage:
             return self._call(received, arguments)
 
     def _call(self, received: Any, arguments: Mapping[str, Any]) -> Any:
-        if received is None:
-            return self.module(**arguments)
-        if isinstance(received, Mapping):
-            return self.module(**received, **arguments)
-        return self.module(received, **arguments)
+        positional = () if received is None or isinstance(received, Mapping) else (received,)
+        named = {**received, **arguments} if isinstance(received, Mapping) else arguments
+        try:
+            return self.module(*positional, **named)
+        except TypeError as error:
+            what = [f"a {type(each).__name__}" for each in positional] + list(named)
+            error.add_note(f"{type(self.module).__name__}.forward was called with {', '.join(what) or 'nothing'}")
+            raise
 
     def keep(self, microbatch: int, outputs: Sequence[Tensor]) -> None:
         """Keep the graph of the outputs (or of the loss) for the backward, and not the outputs."""

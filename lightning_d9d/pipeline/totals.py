@@ -51,9 +51,14 @@ def as_weighted(value: Tensor | WeightedLoss, rows: int, name: str) -> WeightedL
     """
     if isinstance(value, Tensor) and value.numel() == 1:
         return WeightedLoss(value.reshape(()) * rows, torch.full((), float(rows), device=value.device))
-    if isinstance(value, WeightedLoss) and value.value_sum.numel() == 1 and value.weight.numel() == 1:
-        return WeightedLoss(value.value_sum.reshape(()), value.weight.reshape(()))
     shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+    if isinstance(value, WeightedLoss):
+        total, weight = value.value_sum, value.weight
+        if isinstance(total, Tensor) and isinstance(weight, bool | int | float):
+            weight = torch.full((), float(weight), device=total.device)
+        if isinstance(total, Tensor) and isinstance(weight, Tensor) and total.numel() == 1 and weight.numel() == 1:
+            return WeightedLoss(total.reshape(()), weight.reshape(()))
+        shape = f" of {type(total).__name__} and {type(weight).__name__}"
     raise ConfigError(
         f"{name} returned {type(value).__name__}{shape}; return a scalar Tensor (a mean over the microbatch) or "
         "WeightedLoss(value_sum, weight) of two scalars"

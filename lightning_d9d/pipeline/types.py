@@ -45,7 +45,8 @@ class WeightedLoss:
     """A loss given as a sum and the weight to divide it by, such as the number of tokens that count.
 
     Gradients become those of sum(value_sum) / sum(weight) over every microbatch, rank and accumulation step, so a
-    token weighs the same wherever it lies. Both are scalar tensors; `weight` needs no gradient and may be zero.
+    token weighs the same wherever it lies. Both are scalar tensors; `weight` needs no gradient and may be zero. A
+    number is taken for a tensor.
     """
 
     value_sum: Tensor

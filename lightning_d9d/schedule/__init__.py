@@ -65,6 +65,8 @@ def resolve_schedule(schedule: str | Schedule | None) -> Schedule:
         if schedule not in SCHEDULES:
             raise ScheduleError(f"schedule={schedule!r} is unknown; choose one of {sorted(SCHEDULES)}")
         return SCHEDULES[schedule]()
+    if isinstance(schedule, type) and issubclass(schedule, Schedule):
+        raise ScheduleError(f"schedule={schedule.__name__} is a class; give an object, {schedule.__name__}()")
     if not isinstance(schedule, Schedule):
         raise ScheduleError(
             f"schedule={schedule!r} is no schedule; choose one of {sorted(SCHEDULES)}, or an object of a class that "

@@ -57,8 +57,23 @@ class Schedule(ABC):
             ScheduleError: The number of microbatches is none it takes. The message names the nearest that it takes.
         """
         self._check_numbers(num_ranks, num_microbatches)
-        ranks = (tuple(self.order(rank, num_ranks, num_microbatches)) for rank in range(num_ranks))
-        return Program(tuple(ranks), self.placement(num_ranks), num_microbatches)
+        ranks = tuple(self._ordered(rank, num_ranks, num_microbatches) for rank in range(num_ranks))
+        return Program(ranks, self.placement(num_ranks), num_microbatches)
+
+    def _ordered(self, rank: int, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]:
+        order = self.order(rank, num_ranks, num_microbatches)
+        if not isinstance(order, Iterable):
+            raise ScheduleError(
+                f"{type(self).__name__}.order(rank={rank}, ...) returned {order!r}; return or yield actions"
+            )
+        actions = tuple(order)
+        for action in actions:
+            if not isinstance(action, Action):
+                raise ScheduleError(
+                    f"{type(self).__name__}.order(rank={rank}, ...) has {action!r}, which is no action; make one with "
+                    "Forward(stage, microbatch) and the like, or parse('0F1')"
+                )
+        return actions
 
     def program(self, num_ranks: int, num_microbatches: int) -> Program:
         """What `num_ranks` pipeline ranks run for a batch of `num_microbatches`, with messages. Checked.
@@ -158,7 +173,7 @@ class WrittenProgram(Schedule):
             raise ScheduleError(f"WrittenProgram(text={text!r}, path={path!r}) needs one of both")
         self.text = text
         self.path = path
-        self.written = Program.parse(Path(path).read_text(encoding="utf-8") if path is not None else text or "")
+        self.written = Program.parse(_read(path) if path is not None else text or "")
         check(self.written)
         self.stages_per_rank = max(self.written.placement.count(rank) for rank in range(self.written.num_ranks))
 
@@ -183,3 +198,12 @@ class WrittenProgram(Schedule):
         """As written."""
         self.placement(num_ranks)
         return iter(self.written.ranks[rank])
+
+
+def _read(path: str | Path) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScheduleError(
+            f"WrittenProgram(path={str(path)!r}) cannot be read in {str(Path.cwd())!r}: {error}; give another path"
+        ) from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Self, cast
@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from lightning_d9d.checkpoint import is_directory, open_directory
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.mesh.agreement import first_of
 from lightning_d9d.pipeline.executor import Cut, Executor, loss_of, stage_inputs
-from lightning_d9d.pipeline.initial_weights import materialize, share_equal_names
+from lightning_d9d.pipeline.initial_weights import materialize, share_equal_names, take_tensors
 from lightning_d9d.pipeline.microbatch import MicrobatchCount, num_rows, split_rows
 from lightning_d9d.pipeline.totals import BatchTotals, weighted_mean
 from lightning_d9d.pipeline.types import StageInfo, StageInputs, WeightedLoss
@@ -112,36 +113,44 @@ class D9DModule(L.LightningModule):
     def configure_model(self) -> None:
         """Build this rank's stages once: on the meta device, then with storage and initial weights on the device.
 
+        A module that has run takes its tensors along to other stages, if this rank has all of them: in one process,
+        or loaded as a whole.
+
         Raises:
-            ConfigError: They were built, for another place in a pipeline.
+            ConfigError: It has not.
         """
         self.check_overrides()
         infos = self.pipeline.stages
         if len(self.stages) > 0:
-            self._check_built_for(infos)
+            if self._built and _places(self._built) != _places(infos):
+                self._cut_again(infos)
             return
         strategy = None if self._trainer is None else self.trainer.strategy
         device = torch.device("cpu") if strategy is None else strategy.root_device
         seed: int = getattr(strategy, "seed", torch.initial_seed())  # ranks that nobody seeded agree on one
-        for info in infos:
-            with torch.device("meta"):
-                stage = self.configure_stage(info)
-            self.parallelize_stage(stage, None, None)
+        for stage in self._on_meta(infos):
             materialize(stage, device, seed)
             self.stages.append(stage)
         self._built = infos
         share_equal_names(self.stages)
         self.on_stages_built()
 
-    def _check_built_for(self, infos: list[StageInfo]) -> None:
-        def places(infos: list[StageInfo]) -> list[tuple[int, int, range | None]]:
-            return [(info.index, info.num_stages, info.layers if info.num_stages > 1 else None) for info in infos]
+    def _on_meta(self, infos: Iterable[StageInfo]) -> Iterator[nn.Module]:
+        for info in infos:
+            with torch.device("meta"):
+                stage = self.configure_stage(info)
+            self.parallelize_stage(stage, None, None)
+            yield stage
 
-        if self._built and places(self._built) != places(infos):
+    def _cut_again(self, infos: list[StageInfo]) -> None:
+        stages = nn.ModuleList(self._on_meta(infos))
+        if missing := take_tensors(stages, self.stages):
             raise ConfigError(
                 f"{type(self).__name__} holds the stages {self._built} of an earlier run, but this run has {infos} on "
-                "this rank; give it a new module, and a checkpoint of the earlier run as ckpt_path"
+                f"this rank, without {first_of(missing)}; give it a new module, and a checkpoint of the earlier run as "
+                "ckpt_path"
             )
+        self.stages, self._built = stages, infos
 
     @property
     def pipeline(self) -> Pipeline:
@@ -333,3 +342,7 @@ def _is_same(one: Any, other: Any) -> bool:
         return False
     one, other = (t.to_local() if isinstance(t, DTensor) else t for t in (one, other))
     return one.data_ptr() == other.data_ptr() and one.shape == other.shape
+
+
+def _places(infos: Iterable[StageInfo]) -> list[tuple[int, int, range | None]]:
+    return [(info.index, info.num_stages, info.layers if info.num_stages > 1 else None) for info in infos]

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
@@ -27,6 +27,7 @@ from torchmetrics import Metric
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshConfig, MeshDomains
+from lightning_d9d.mesh.agreement import first_of
 from lightning_d9d.mesh.collectives import all_gather_object, broadcast_tensors
 from lightning_d9d.pipeline.executor import Executor
 from lightning_d9d.pipeline.microbatch import MicrobatchCount, num_tokens
@@ -169,7 +170,8 @@ class D9DStrategy(CheckpointedStrategy):
     def _take(self, choice: Choice) -> None:
         """Run with what `Auto` has chosen. Collective."""
         self._choice = choice
-        self.microbatch_count = MicrobatchCount(choice.microbatch_size, None)
+        assert isinstance(self.schedule, Auto)
+        self.microbatch_count = MicrobatchCount(choice.microbatch_size, None, rows_expected=self.schedule.batch_size)
         self.pipeline = Pipeline(choice.schedule, self._mesh_of_ranks, self.root_device, choice.layers_of_stage)
 
     def go_on_as(self, checkpoint: Mapping[str, Any]) -> None:
@@ -249,6 +251,13 @@ class D9DStrategy(CheckpointedStrategy):
         """Find the parameters that several ranks of the pipeline hold, by their names. They start equal. Collective."""
         assert self.pipeline is not None
         self._tied = self.pipeline.find_tied(self._parameter_names())
+        parameters = set(self.model.parameters()) if self.model is not None else set()
+        if parameters and parameters <= self._tied.keys():
+            rank_zero_warn(
+                f"every parameter of rank {self.global_rank} has the name of one on another stage, such as "
+                f"{first_of([tie.name for tie in self._tied.values()])}: they are trained as one. If not meant, "
+                "name layers by their index in the whole model"
+            )
         self.pipeline.make_equal(self._tied)
 
     def _sum_metrics_over_data_ranks(self) -> None:
@@ -562,8 +571,10 @@ class D9DStrategy(CheckpointedStrategy):
         batches = self.lightning_module.trainer.accumulate_grad_batches * self.mesh.dp_size
         weights = sum(local(p).numel() * p.element_size() for p in self._parameters)
         buckets = 0 if self._buckets is None else self._buckets.num_bytes
+        shared = {"on several stages": first_of([t.name for t in self._tied.values()])} if self._tied else {}
         return self.mesh.describe(
             {
+                **shared,
                 "tokens per step": num_tokens(inputs) * batches or "unknown",
                 "GiB per rank": f"{weights / 2**30:.3f} weights, {buckets / 2**30:.3f} gradient buckets",
             }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -263,3 +264,24 @@ def test_a_written_program_is_text_or_a_file(arguments: dict[str, str]) -> None:
 def test_a_written_program_is_checked_at_once() -> None:
     with pytest.raises(ScheduleError, match="rank 0, action 0: 0B0 comes before 0F0; put it behind"):
         WrittenProgram("0B0 0F0")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["0F0", "0B0"], r"Given.order\(rank=0, ...\) has '0F0', which is no action; make one with Forward"),
+        (None, r"Given.order\(rank=0, ...\) returned None; return or yield actions"),
+    ],
+)
+def test_orders_that_are_none(given: Any, message: str) -> None:
+    class Given(Schedule):
+        def order(self, rank: int, num_ranks: int, num_microbatches: int) -> Any:
+            return given
+
+    with pytest.raises(ScheduleError, match=message):
+        Given().program(1, 1)
+
+
+def test_a_written_program_that_is_not_there() -> None:
+    with pytest.raises(ScheduleError, match=r"WrittenProgram\(path='nowhere.csv'\) cannot be read in .*; give another"):
+        WrittenProgram(path="nowhere.csv")

@@ -252,3 +252,34 @@ def test_tuning_the_batch_size_is_refused(rank: RankContext) -> None:
     run = trainer(strategy, 2, rank.device.type, callbacks=[BatchSizeFinder()])
     with pytest.raises(ConfigError, match="the batch size cannot be tuned on 2 ranks"):
         run.fit(Evaluated(), loader(token_rows(4)))
+
+
+def test_a_module_goes_on_with_other_stages_in_one_process() -> None:
+    """As in a notebook: its weights are cut anew, and those that were frozen stay so."""
+    rows = token_rows(8)
+    module, losses = Evaluated(tied=True, frozen=("layers.0",)), []
+    strategies: list[Any] = [D9DStrategy(schedule=s, microbatch_size=1) for s in ("1f1b", "zero_bubble_v", "gpipe")]
+    L.seed_everything(7, verbose=False)
+    trainer(strategies[0], precision="64-true", max_steps=1).fit(module, loader(rows))
+    weights = {name: value.clone() for name, value in module.state_dict().items()}
+    for strategy in [*strategies[1:], "auto"]:
+        run = trainer(strategy, precision="64-true")
+        losses += [result["val_loss"] for result in run.validate(module, loader(rows), verbose=False)]
+        assert_tensors_close(module.state_dict(), weights)
+    for loss in losses[1:]:
+        assert_close_named("val_loss", torch.tensor(loss), torch.tensor(losses[0]), kind=Kind.LOSS)
+    trainer(D9DStrategy(schedule="zero_bubble_v", microbatch_size=1), precision="64-true", max_steps=1).fit(
+        module, loader(rows)
+    )
+    changed = {name for name, value in module.state_dict().items() if not torch.equal(value, weights[name])}
+    assert changed == {name for name in weights if not name.startswith("layers.0")}
+
+
+@pytest.mark.ranks(2)
+def test_a_whole_module_is_cut_for_a_pipeline(rank: RankContext) -> None:
+    whole = of_one_process()
+    loss, _ = whole_losses(whole, token_rows(8))
+    run = trainer(D9DStrategy(mesh=MeshConfig(pipeline_parallel=2)), 2, rank.device.type, precision="64-true")
+    (result,) = run.validate(whole, loader(token_rows(8)), verbose=False)
+    assert_close_named("val_loss", torch.tensor(result["val_loss"]), loss, kind=Kind.LOSS)
+    assert len(whole.state_dict()) < len(of_one_process().state_dict())

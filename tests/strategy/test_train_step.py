@@ -217,6 +217,23 @@ def test_losses_that_are_no_scalars_are_refused(bad: Any) -> None:
         trainer(D9DStrategy()).fit(Wrong(), DataLoader(staged_rows(4), batch_size=4))
 
 
+def test_a_weight_may_be_a_number() -> None:
+    class Numbered(Staged):
+        def microbatch_loss(self, output: Any, microbatch: Any) -> Any:
+            loss = super().microbatch_loss(output, microbatch)
+            return WeightedLoss(loss.value_sum, len(microbatch["y"]))  # type: ignore[arg-type]
+
+    weights = []
+    for kind in (Numbered, Staged):
+        torch.manual_seed(1)
+        module = kind()
+        trainer(D9DStrategy(microbatch_size=1), max_steps=2).fit(
+            module, DataLoader(staged_rows(8, ignored_every=None), batch_size=4)
+        )
+        weights.append(module.state_dict())
+    assert_tensors_close(*weights)
+
+
 class Unstepped(Staged):
     """Windows that do not end by exactly one step."""
 
