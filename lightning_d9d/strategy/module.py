@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.core.saving import _load_state
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torchmetrics import Metric
 
 from lightning_d9d.checkpoint import is_directory, open_directory
 from lightning_d9d.errors import ConfigError
@@ -290,12 +291,25 @@ class D9DModule(L.LightningModule):
 
     @contextmanager
     def schedule_running(self) -> Generator[None]:
-        """While open, `self.log` is refused: microbatch hooks run at different moments on different ranks."""
+        """While open, `self.log` is refused: microbatch hooks run at different moments on different ranks.
+
+        Raises:
+            ConfigError: A torchmetrics metric was updated in a hook that runs on the last stage's ranks alone.
+        """
+        metrics = [m for m in self.modules() if isinstance(m, Metric)] if self.pipeline.group is not None else []
+        num_updates = [metric.update_count for metric in metrics]
         self._in_schedule = True
         try:
             yield
         finally:
             self._in_schedule = False
+        for metric, before in zip(metrics, num_updates, strict=True):
+            if metric.update_count != before:
+                raise ConfigError(
+                    f"a {type(metric).__name__} was updated in a microbatch hook, which in a pipeline runs on the last "
+                    "stage's ranks alone: return values from microbatch_metrics, or update it in "
+                    "on_train_batch_end, on_validation_batch_end, ..., which run on all"
+                )
 
     def log_train_step(self, loss: Tensor, metrics: Mapping[str, Tensor], prog_bar: bool = True) -> None:
         """Log values that are already equal on every rank."""

@@ -99,7 +99,7 @@ def test_impossible_degrees_are_refused_at_once(degrees: dict[str, Any], message
             r"asks for 4 of 24 ranks \(tensor_parallel=2 x data_parallel_replicate=2\): set data_parallel_replicate "
             "to 12 instead of 2, or to -1",
         ),
-        ({}, 4, r"asks for 1 of 4 ranks \(all degrees are 1\): set data_parallel_replicate to 4 instead of 1, or to -1"),
+        ({}, 4, r"asks for 1 of 4 ranks \(all degrees are 1\): set data_parallel_replicate to 4 instead of 1"),
         (
             {"pipeline_parallel": 2, "data_parallel_replicate": -1, "expert_parallel": 4},
             12,

@@ -20,7 +20,6 @@ from lightning_d9d.mesh.sharding import local_ranges
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from lightning_d9d.modules import GroupedExperts, Linear, Normal
 from lightning_d9d.pipeline.initial_weights import ROWS_PER_BLOCK, draw_local, materialize
-
 from tests.harness.ranks import RankContext
 from tests.mesh.fake_world import fake_world
 

@@ -283,3 +283,19 @@ def test_a_whole_module_is_cut_for_a_pipeline(rank: RankContext) -> None:
     (result,) = run.validate(whole, loader(token_rows(8)), verbose=False)
     assert_close_named("val_loss", torch.tensor(result["val_loss"]), loss, kind=Kind.LOSS)
     assert len(whole.state_dict()) < len(of_one_process().state_dict())
+
+
+class Touch(L.Callback):
+    """Updates a metric as a microbatch hook would, but on all ranks: a rank alone with an error ends the others."""
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        with pl_module.schedule_running():
+            pl_module.count.update(1)
+
+
+@pytest.mark.ranks(2)
+def test_metrics_updated_in_microbatch_hooks_are_refused(rank: RankContext) -> None:
+    strategy = D9DStrategy(mesh=MeshConfig(pipeline_parallel=2))
+    run = trainer(strategy, 2, rank.device.type, precision="64-true", callbacks=[Touch()])
+    with pytest.raises(ConfigError, match="a SumMetric was updated in a microbatch hook"):
+        run.validate(Evaluated(), loader(token_rows(3)), verbose=False)
