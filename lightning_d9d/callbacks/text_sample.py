@@ -48,7 +48,8 @@ class TextSample(L.Callback):
         """
         with trainer.precision_plugin.forward_context():
             text = self.generate(pl_module)
-        pl_module.print(f"--- {self.num_characters} generated characters ---\n{self.prompt}{text}\n---")
+        if trainer.is_global_zero:
+            trainer.print(f"--- {self.num_characters} generated characters ---\n{self.prompt}{text}\n---")
 
     @torch.no_grad()
     def generate(self, module: nn.Module) -> str:
