@@ -92,7 +92,7 @@ MUTATIONS = [
     Mutation(
         "fillers count",
         "lightning_d9d/pipeline/executor.py",
-        "return microbatch < len(self.microbatches) - self.num_fillers",
+        "return microbatch < self.num_counted",
         "return True",
         f"{EXECUTOR} -k fillers",
     ),

@@ -84,9 +84,14 @@ class Cut:
     num_fillers: int = 0
     """How many of the last ones are there for the schedule's sake: they run, and count nothing."""
 
+    @property
+    def num_counted(self) -> int:
+        """How many of the first ones are no fillers."""
+        return len(self.microbatches) - self.num_fillers
+
     def counts(self, microbatch: int) -> bool:
         """Whether it is no filler."""
-        return microbatch < len(self.microbatches) - self.num_fillers
+        return microbatch < self.num_counted
 
 
 class Executor:

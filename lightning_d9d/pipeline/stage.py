@@ -106,7 +106,8 @@ class Stage:
         taken = [torch.zeros_like(each) if each.grad is None else each.grad for each in inputs]
         for each in inputs:
             each.grad = None
-        _keep_apart(first, taken if live.weights is None else [*taken, *live.weights.noted])
+        if first:
+            _keep_apart(first, taken if live.weights is None else [*taken, *live.weights.noted])
         return taken
 
     @cached_property

@@ -11,7 +11,6 @@ import lightning as L
 import torch
 from lightning.pytorch.core.saving import _load_state
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from lightning_d9d.checkpoint import is_directory, open_directory
@@ -26,6 +25,7 @@ from lightning_d9d.schedule import ModelCosts, OneForwardOneBackward
 from lightning_d9d.strategy.checkpoint_files import unreadable
 from lightning_d9d.strategy.eval_step import evaluate, predict
 from lightning_d9d.strategy.pipeline import Pipeline
+from lightning_d9d.strategy.sharding import local
 
 
 class D9DModule(L.LightningModule):
@@ -354,7 +354,7 @@ def _is_same(one: Any, other: Any) -> bool:
     """Whether two entries of a state dict are one tensor."""
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return False
-    one, other = (t.to_local() if isinstance(t, DTensor) else t for t in (one, other))
+    one, other = local(one), local(other)
     return one.data_ptr() == other.data_ptr() and one.shape == other.shape
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
@@ -57,10 +57,12 @@ def parts_of(
         tied: Those that other ranks of the pipeline have, too.
         group: Over which all others are summed.
     """
-    num_stages_of = Counter(parameter for stage in stages.values() for parameter in set(stage.parameters()))
+    stages_of: dict[nn.Parameter, list[int]] = defaultdict(list)
+    for index, stage in stages.items():
+        for parameter in stage.parameters():
+            stages_of[parameter].append(index)
     by_holders: dict[tuple[int, ...], Part] = {}
     own: dict[int, list[nn.Parameter]] = {index: [] for index in stages}
-    stage_of = {parameter: index for index, stage in stages.items() for parameter in stage.parameters()}
     rest = []
     for parameter in sorted((p for p in trained if p in tied), key=lambda p: tied[p].name):
         tie = tied[parameter]
@@ -68,8 +70,8 @@ def parts_of(
     for parameter in trained:
         if parameter in tied:
             continue
-        if num_stages_of[parameter] == 1:
-            own[stage_of[parameter]].append(parameter)
+        if len(stages_of[parameter]) == 1:
+            own[stages_of[parameter][0]].append(parameter)
         else:
             rest.append(parameter)
     parts = [*(by_holders[ranks] for ranks in sorted(by_holders)), Part(rest, group)]

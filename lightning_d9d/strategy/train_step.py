@@ -122,7 +122,7 @@ class TrainStep:
         check = self._is_first_batch and batch_index == 0  # resumed, the first may be the short last one of an epoch
         cut = self.module.cut(batch, check=check, trains=True)
         self._is_first_batch = self._is_new_window = False
-        num_rows = sum(cut.rows[: len(cut.rows) - cut.num_fillers])
+        num_rows = sum(cut.rows[: cut.num_counted])
         is_whole_window = is_first and is_last
         total_weight = self._known_weight(cut) if is_whole_window else None
         weight_is_known_after_forward = is_whole_window and not self.cuts_batches
@@ -209,7 +209,7 @@ class TrainStep:
 
     def _known_weight(self, cut: Cut) -> Tensor | None:
         """The total weight of the batch over all ranks if the module can tell it beforehand."""
-        counted = cut.microbatches[: len(cut.microbatches) - cut.num_fillers]
+        counted = cut.microbatches[: cut.num_counted]
         weights = [w for m in counted if (w := self.module.microbatch_weight(m)) is not None]
         if len(weights) < len(counted):
             return None
