@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_d9d.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How a module is spread over the ranks of a mesh.
+
+    Raises:
+        ConfigError: A value that is none of those named below.
+    """
+
+    reshard_after_forward: bool | Literal["auto"] = "auto"
+    """Whether fully sharded parameters are let go of after each forward and gathered again for its backward. False
+    keeps them from a stage's first forward of a batch to its last backward: faster, at the price of the memory of the
+    rank's whole stages. "auto": False in pipelines and with several microbatches, else True. Schedules with split
+    backwards always keep them."""
+
+    recompute: str = "none"
+    """What is not kept from forward to backward, but computed again: "none"; "full", all of each block; "selective",
+    each block but for matrix products, attention, routing and all-to-alls; "attention", each attention module;
+    "every_2" (or another number), all of every second block."""
+
+    expert_dispatch: Literal["auto", "local", "all_to_all"] = "auto"
+    """How tokens come to experts on other ranks. "auto": "local" where a rank has all experts, else "all_to_all"."""
+
+    offload: bool = False
+    """Whether fully sharded parameters, their gradients and the optimizer's state stay in the host's memory."""
+
+    shard_blocks: tuple[str, ...] | None = None
+    """Names of the classes whose modules are gathered one at a time when parameters are fully sharded. By default, of a
+    `D9DModule`'s stage, the entries of its `ModuleList`s and `ModuleDict`s. Plain LightningModules are sharded only
+    where it is given."""
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("reshard_after_forward", (True, False, "auto")),
+            ("expert_dispatch", ("auto", "local", "all_to_all")),
+            ("offload", (True, False)),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(
+                    f"ParallelConfig.{name}={getattr(self, name)!r} must be one of {', '.join(map(repr, allowed))}"
+                )
+        if self.recompute not in ("none", "full", "selective", "attention") and self.every_nth is None:
+            raise ConfigError(
+                f"ParallelConfig.recompute={self.recompute!r} must be 'none', 'full', 'selective', 'attention' or "
+                "'every_2' with any number from 1 on"
+            )
+        if isinstance(self.shard_blocks, str) or self.shard_blocks == ():
+            raise ConfigError(
+                f"ParallelConfig.shard_blocks={self.shard_blocks!r} must be a list of names of classes, such as "
+                '["Block"], or None'
+            )
+        if self.shard_blocks is not None:
+            object.__setattr__(self, "shard_blocks", tuple(self.shard_blocks))  # YAML has lists
+
+    @property
+    def every_nth(self) -> int | None:
+        """The number in `recompute="every_2"`; None for the other kinds."""
+        match = re.fullmatch(r"every_([1-9]\d*)", self.recompute)
+        return int(match[1]) if match else None
