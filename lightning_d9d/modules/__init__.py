@@ -7,7 +7,8 @@ Softmax, norms, rotary tables and losses are computed in float32, or in float64 
 """
 
 from lightning_d9d.modules.attention import GroupedQueryAttention
-from lightning_d9d.modules.dispatch import LocalDispatch
+from lightning_d9d.modules.balance import BalanceConfig, ExpertBalance, update_expert_bias
+from lightning_d9d.modules.dispatch import AllToAllDispatch, Dispatch, LocalDispatch
 from lightning_d9d.modules.embedding import SplitTokenEmbedding, TokenEmbedding
 from lightning_d9d.modules.experts import GroupedExperts
 from lightning_d9d.modules.initial_values import Constant, DrawnByRows, Normal
@@ -19,8 +20,12 @@ from lightning_d9d.modules.norm import RMSNorm
 from lightning_d9d.modules.rope import apply_rope, rope_tables
 
 __all__ = [
+    "AllToAllDispatch",
+    "BalanceConfig",
     "Constant",
+    "Dispatch",
     "DrawnByRows",
+    "ExpertBalance",
     "GroupedExperts",
     "GroupedQueryAttention",
     "LMHead",
@@ -36,4 +41,5 @@ __all__ = [
     "TopKRouter",
     "apply_rope",
     "rope_tables",
+    "update_expert_bias",
 ]

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_d9d.ops.linear import autocast_dtype
+from lightning_d9d.ops.sharded_weights import local_part
 from lightning_d9d.ops.weight_gradients import AT_ONCE, WeightGradients, receiver
 
 _NATIVE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -21,7 +22,9 @@ def grouped_gemm(x: Tensor, weight: Tensor, offsets: Tensor, *, padded: bool = F
 
     Args:
         x: rows sorted by group, shape `[rows, in]`.
-        weight: one matrix a group, shape `[groups, out, in]`, in the dtype of `x`.
+        weight: one matrix a group, shape `[groups, out, in]`, in the dtype of `x`. Or a DTensor that is cut along its
+            first dim: then the groups are those that this rank holds, and its gradient is a DTensor placed alike, to
+            which this rank's rows alone have contributed.
         offsets: int32 on the device of `x`, shape `[groups]`: the row after the last one of each group, not decreasing.
         padded: whether rows may follow `offsets[-1]`. They come out zero and get a zero gradient, at the price of two
             passes over `x` and the result; without the flag `offsets[-1]` must equal the number of rows.
@@ -29,14 +32,14 @@ def grouped_gemm(x: Tensor, weight: Tensor, offsets: Tensor, *, padded: bool = F
     Returns:
         Shape `[rows, out]`, in the dtype of `x`.
     """
-    gradients = receiver(x, weight)
+    gradients, leaf, weight = receiver(x, weight), weight, local_part(weight, x)
     x = x.to(autocast_dtype(x))
     native = _runs_natively(x, weight)
 
     def product(x: Tensor) -> Tensor:
         if gradients is None or gradients is AT_ONCE:
             return _GroupedProduct.apply(x, weight, offsets, native, None)
-        return _GroupedProduct.apply(x, weight.detach(), offsets, native, (gradients, weight))
+        return _GroupedProduct.apply(x, weight.detach(), offsets, native, (gradients, leaf))
 
     if not native:
         return product(x)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_d9d.ops.sharded_weights import is_cut, local_part
 from lightning_d9d.ops.weight_gradients import AT_ONCE, WeightGradients, receiver
 
 
@@ -18,20 +19,26 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Args:
         x: shape `[..., in]`.
-        weight: shape `[out, in]`.
+        weight: shape `[out, in]`. It may be a DTensor: one that is replicated takes a plain `x` too, and its gradient
+            is a DTensor placed alike, to which this rank's rows alone have contributed.
         bias: shape `[out]`.
 
     Returns:
         Shape `[..., out]`.
     """
-    gradients = receiver(x, weight, bias)
+    gradients, leaves = receiver(x, weight, bias), (weight, bias)
+    if not is_cut(weight):  # torch refuses a plain x with one that is: a part of the result would pass for the whole
+        weight, bias = local_part(weight, x), None if bias is None else local_part(bias, x)
     if gradients is None or x.dim() < 2:
         return F.linear(x, weight, bias)
     x = x.to(autocast_dtype(x))
     if gradients is AT_ONCE:
         return _Linear.apply(x, weight, bias, None)
-    trained_bias = bias if bias is not None and bias.requires_grad else None
-    return _Linear.apply(x, weight.detach(), None if bias is None else bias.detach(), (gradients, weight, trained_bias))
+    trained_weight, trained_bias = leaves
+    if trained_bias is not None and not trained_bias.requires_grad:
+        trained_bias = None
+    later = (gradients, trained_weight, trained_bias)
+    return _Linear.apply(x, weight.detach(), None if bias is None else bias.detach(), later)
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype:

@@ -34,6 +34,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from lightning_d9d.ops.sharded_weights import as_gradient
+
 # New gradients that `accumulate` hands to autograd in one call: calls cost the host time, and gradients cost memory.
 _BYTES_AT_ONCE = 256 * 2**20
 
@@ -113,7 +115,7 @@ class WeightGradients:
 
         Args:
             weight: A leaf, on which the op's own node in the graph does not depend.
-            compute: Called without grad mode by `accumulate`.
+            compute: Called without grad mode by `accumulate`. For a DTensor it may give this rank's part.
             tensors: All that it needs; kept until then, and not to be modified in place.
 
         Raises:
@@ -158,8 +160,9 @@ class WeightGradients:
             while notes and num_bytes < _BYTES_AT_ONCE:
                 weight = next(iter(notes))
                 weights.append(weight)
-                gradients.append(_sum(notes.pop(weight)))
-                num_bytes += gradients[-1].nbytes
+                gradient = _sum(notes.pop(weight))
+                gradients.append(as_gradient(gradient, weight))
+                num_bytes += gradient.nbytes
             torch.autograd.backward(weights, gradients)
 
 

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_NAME = "lightning_d9d::all_to_all_rows"
+
+
+def all_to_all_rows(rows: Tensor, received: Sequence[int], sent: Sequence[int], group_name: str) -> Tensor:
+    """Sends consecutive blocks of rows to the ranks of a group and returns those that they sent. Collective.
+
+    One operator, `torch.ops.lightning_d9d.all_to_all_rows`: what is to be kept for a recomputation can name it, and
+    `torch.compile` takes it whole. Its backward is the same exchange the other way, so ranks must agree on whether
+    `rows` requires a gradient, and each takes part in the backward, without rows too. The host waits for nothing.
+
+    Args:
+        rows: shape `[sum(sent), ...]`, with equal dtypes and equal dims after the first on all ranks.
+        received: how many rows come from each rank of the group; what that rank has as `sent` for this one.
+        sent: how many rows go to each rank of the group, in the order of `rows`.
+        group_name: `group_name` of a process group of torch.
+
+    Returns:
+        Shape `[sum(received), ...]`: in new memory, by rank that sent them.
+    """
+    return torch.ops.lightning_d9d.all_to_all_rows(rows, received, sent, group_name)
+
+
+def _new_rows(rows: Tensor, received: Sequence[int], sent: Sequence[int], group_name: str) -> Tensor:
+    return rows.new_empty(sum(received), *rows.shape[1:])
+
+
+def _exchange(rows: Tensor, received: Sequence[int], sent: Sequence[int], group_name: str) -> Tensor:
+    result = _new_rows(rows, received, sent, group_name)
+    group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
+    dist.all_to_all_single(result, rows.contiguous(), list(received), list(sent), group=group)
+    return result
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.received, ctx.sent, ctx.group_name = inputs
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    return all_to_all_rows(gradient, ctx.sent, ctx.received, ctx.group_name), None, None, None
+
+
+# Not torch.library.custom_op, which imports the compiler at the first call.
+torch.library.define(_NAME, "(Tensor rows, SymInt[] received, SymInt[] sent, str group_name) -> Tensor")
+torch.library.impl(_NAME, "CompositeExplicitAutograd", _exchange)
+torch.library.register_fake(_NAME, _new_rows)
+torch.library.register_autograd(_NAME, _backward, setup_context=_setup_context)

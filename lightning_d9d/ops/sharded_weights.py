@@ -1,0 +1,38 @@
+"""Weights that are DTensors, in ops that multiply a plain tensor with the part that this rank holds."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def local_part(weight: Tensor, x: Tensor) -> Tensor:
+    """What this rank multiplies with `x`: its own part of a DTensor, unless `x` is a DTensor as well.
+
+    The gradient comes back as `as_gradient` makes it.
+    """
+    if not isinstance(weight, DTensor) or isinstance(x, DTensor):
+        return weight
+    return weight.to_local(grad_placements=weight.placements)
+
+
+def is_cut(weight: Tensor) -> bool:
+    """Whether no rank holds the whole of it."""
+    return isinstance(weight, DTensor) and not all(placement.is_replicate() for placement in weight.placements)
+
+
+def as_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
+    """What this rank adds to the gradient of `weight`: a DTensor of the same mesh and placements if that is one.
+
+    Nothing is communicated. Also of a replicated weight it is what this rank alone adds.
+    """
+    if not isinstance(weight, DTensor) or isinstance(gradient, DTensor):
+        return gradient
+    return DTensor.from_local(
+        gradient,
+        weight.device_mesh,
+        weight.placements,
+        run_check=False,
+        shape=weight.shape,
+        stride=weight.stride(),
+    )
