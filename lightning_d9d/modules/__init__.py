@@ -7,7 +7,6 @@ Softmax, norms, rotary tables and losses are computed in float32, or in float64 
 """
 
 from lightning_d9d.modules.attention import GroupedQueryAttention
-from lightning_d9d.modules.balance import BalanceConfig, ExpertBalance, update_expert_bias
 from lightning_d9d.modules.dispatch import AllToAllDispatch, Dispatch, LocalDispatch
 from lightning_d9d.modules.embedding import SplitTokenEmbedding, TokenEmbedding
 from lightning_d9d.modules.experts import GroupedExperts
@@ -21,11 +20,9 @@ from lightning_d9d.modules.rope import apply_rope, rope_tables
 
 __all__ = [
     "AllToAllDispatch",
-    "BalanceConfig",
     "Constant",
     "Dispatch",
     "DrawnByRows",
-    "ExpertBalance",
     "GroupedExperts",
     "GroupedQueryAttention",
     "LMHead",
@@ -41,5 +38,4 @@ __all__ = [
     "TopKRouter",
     "apply_rope",
     "rope_tables",
-    "update_expert_bias",
 ]
