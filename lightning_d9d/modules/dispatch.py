@@ -242,7 +242,9 @@ class _CopyRows(torch.autograd.Function):
 class _SumCopies(torch.autograd.Function):
     @staticmethod
     def forward(ctx, copies: Tensor, source_of_copy: Tensor, copies_of_source: Tensor) -> Tensor:
-        ctx.save_for_backward(source_of_copy, copies_of_source)
+        # Not saved in autograd's way, since a recomputation goes on until it has all that was saved so: it would bring
+        # the results of other ranks' experts back once more, for nothing but these.
+        ctx.where = source_of_copy, copies_of_source
         sorted_copies = copies.index_select(0, copies_of_source.flatten())
         if copies_of_source.shape[1] == 1:
             return sorted_copies
@@ -250,4 +252,4 @@ class _SumCopies(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        return _CopyRows.apply(*grad_outputs, *ctx.saved_tensors), None, None
+        return _CopyRows.apply(*grad_outputs, *ctx.where), None, None
