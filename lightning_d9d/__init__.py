@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from lightning_d9d.errors import ConfigError, RankError, ScheduleError, StateError
 from lightning_d9d.mesh import MeshConfig, MeshDomains
+from lightning_d9d.parallel import ParallelConfig
 from lightning_d9d.pipeline import BlockSequence, StageInfo, StageInputs, WeightedLoss
 from lightning_d9d.strategy.checkpoints import CheckpointConfig
 from lightning_d9d.strategy.module import D9DModule
@@ -24,6 +25,7 @@ __all__ = [
     "GradSyncConfig",
     "MeshConfig",
     "MeshDomains",
+    "ParallelConfig",
     "RankError",
     "ScheduleError",
     "StageInfo",

@@ -118,6 +118,24 @@ class MeshConfig:
             "flat": {"world": self.world_size},
         }
 
+    def expert_weights(self) -> dict[str, int]:
+        """As one of `domains`, with `ep_replicate` cut in two.
+
+        Along `ep_fsdp` a copy of the experts is fully sharded: over the ranks of one replica that hold the same ones,
+        if any axis shards data and the copy lies within a replica. Along `ep_dp_replicate` there are copies.
+        """
+        ranks = self.world_size // self.pipeline_parallel
+        replica = ranks // self.data_parallel_replicate
+        shards_data = self.data_parallel_shard * self.context_parallel_shard > 1
+        within_replica = replica // self.expert_parallel if replica % self.expert_parallel == 0 else 1
+        sharded = within_replica if shards_data else 1
+        return {
+            "pp": self.pipeline_parallel,
+            "ep_dp_replicate": ranks // self.expert_parallel // sharded,
+            "ep_fsdp": sharded,
+            "ep_shard": self.expert_parallel,
+        }
+
     def _degrees(self) -> list[tuple[str, int]]:
         return [(field.name, getattr(self, field.name)) for field in fields(self)]
 

@@ -101,6 +101,20 @@ class MeshDomains:
         return self._mesh("expert")
 
     @property
+    def expert_weights(self) -> DeviceMesh:
+        """This rank's part of a view of `expert` for the experts' weights: `ep_dp_replicate`, `ep_fsdp`, `ep_shard`.
+
+        `MeshConfig.expert_weights` says how `ep_replicate` is cut. Collective over all ranks at the first use, which
+        makes the groups that are new.
+        """
+        if "expert_weights" not in self._meshes:
+            shape = self.config.expert_weights()
+            self._open()
+            groups = [self._group(shape, (axis,), "expert_weights") for axis in shape]
+            self._meshes["expert_weights"] = self._device_mesh(shape, groups)
+        return self._meshes["expert_weights"]["ep_dp_replicate", "ep_fsdp", "ep_shard"]
+
+    @property
     def batch(self) -> DeviceMesh:
         """For data: along `dp` ranks read different samples, along `cp` parts of the same ones, along `tp` the same."""
         return self._mesh("batch")
@@ -176,15 +190,13 @@ class MeshDomains:
             ConfigError: No domain has these axes in this order, or there is no such lane.
         """
         domain = self._domain_of(axes, None)
+        options: dict[str, Any] = {"lane": lane, "backend": backend, "high_priority": high_priority}
+        return self._group(self._shapes[domain], axes, domain, **options)
+
+    def _group(self, shape: Mapping[str, int], axes: tuple[str, ...], domain: str, **options: Any) -> dist.ProcessGroup:
         pool = self._open()
         description = f"{'+'.join(axes)}|{domain}"
-        pooled = pool.group(
-            partition(self._shapes[domain], axes),
-            description=description,
-            lane=lane,
-            backend=backend,
-            high_priority=high_priority,
-        )
+        pooled = pool.group(partition(shape, axes), description=description, **options)
         pool.warm_up(self.device_type)
         self._described.setdefault(pooled, description)
         return pooled.group
@@ -282,7 +294,6 @@ class MeshDomains:
             raise RuntimeError("these mesh domains are closed; build new ones with MeshDomains.build")
         if self._pool is None:
             self._pool = pool = GroupPool.acquire(self.device_type, timeout_seconds=self._timeout_seconds)
-            ranks = torch.arange(self.config.world_size, dtype=torch.int)
             groups = {}
             for cut, users in self._partitions().items():
                 description = _description(users)
@@ -290,14 +301,13 @@ class MeshDomains:
                 self._described[pooled] = description
                 groups |= dict.fromkeys(users, pooled.group)
             for domain, shape in self._shapes.items():
-                self._meshes[domain] = DeviceMesh.from_group(
-                    [groups[domain, axis] for axis in shape],
-                    self.device_type,
-                    mesh=ranks.view(*shape.values()),
-                    mesh_dim_names=tuple(shape),
-                )
+                self._meshes[domain] = self._device_mesh(shape, [groups[domain, axis] for axis in shape])
             pool.warm_up(self.device_type)
         return self._pool
+
+    def _device_mesh(self, shape: Mapping[str, int], groups: list[dist.ProcessGroup]) -> DeviceMesh:
+        ranks = torch.arange(self.config.world_size, dtype=torch.int).view(*shape.values())
+        return DeviceMesh.from_group(groups, self.device_type, mesh=ranks, mesh_dim_names=tuple(shape))
 
     def _needs_groups(self) -> bool:
         return not all(len(cut[0]) in (1, self.config.world_size) for cut in self._partitions())

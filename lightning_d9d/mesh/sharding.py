@@ -9,6 +9,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
+def local(tensor: Tensor) -> Tensor:
+    """The part of a DTensor that this rank holds, without a graph; a plain tensor as it is."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 def local_ranges(tensor: Tensor) -> list[range]:
     """For each dim the global indices that this rank holds: all of them unless `tensor` is a DTensor.
 

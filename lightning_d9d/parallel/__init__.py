@@ -1,5 +1,18 @@
 """How a module is spread over the ranks of a mesh: each piece can be used alone, on any module."""
 
 from lightning_d9d.parallel.config import ParallelConfig
+from lightning_d9d.parallel.data import blocks_of, shard_data, weight_mesh
+from lightning_d9d.parallel.expert import shard_experts
+from lightning_d9d.parallel.plan import WHO_SUMS, Layout, Summed, parallelize
 
-__all__ = ["ParallelConfig"]
+__all__ = [
+    "WHO_SUMS",
+    "Layout",
+    "ParallelConfig",
+    "Summed",
+    "blocks_of",
+    "parallelize",
+    "shard_data",
+    "shard_experts",
+    "weight_mesh",
+]

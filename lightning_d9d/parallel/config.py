@@ -4,6 +4,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from lightning_d9d.errors import ConfigError
 
 
@@ -29,6 +31,14 @@ class ParallelConfig:
     expert_dispatch: Literal["auto", "local", "all_to_all"] = "auto"
     """How tokens come to experts on other ranks. "auto": "local" where a rank has all experts, else "all_to_all"."""
 
+    gather_dtype: Literal["float32", "bfloat16"] | None = None
+    """In which dtype fully sharded parameters are gathered and computed with. None: bfloat16 if the Trainer's precision
+    is "bf16-mixed", which then opens no autocast, else the parameters' own."""
+
+    reduce_dtype: Literal["float32", "bfloat16"] | None = None
+    """In which dtype gradients of fully sharded parameters are summed and kept. None: that of `GradSyncConfig`, if it
+    names one, else float32 or the parameters' own if wider."""
+
     offload: bool = False
     """Whether fully sharded parameters, their gradients and the optimizer's state stay in the host's memory."""
 
@@ -41,6 +51,8 @@ class ParallelConfig:
         for name, allowed in (
             ("reshard_after_forward", (True, False, "auto")),
             ("expert_dispatch", ("auto", "local", "all_to_all")),
+            ("gather_dtype", (None, "float32", "bfloat16")),
+            ("reduce_dtype", (None, "float32", "bfloat16")),
             ("offload", (True, False)),
         ):
             if getattr(self, name) not in allowed:
@@ -59,6 +71,12 @@ class ParallelConfig:
             )
         if self.shard_blocks is not None:
             object.__setattr__(self, "shard_blocks", tuple(self.shard_blocks))  # YAML has lists
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype | None, torch.dtype | None]:
+        """Of gathering and of reducing."""
+        gathered, reduced = (name and getattr(torch, name) for name in (self.gather_dtype, self.reduce_dtype))
+        return gathered, reduced
 
     @property
     def every_nth(self) -> int | None:

@@ -13,9 +13,9 @@ from lightning_d9d.mesh import MeshConfig
 from lightning_d9d.mesh.collectives import first_difference
 from lightning_d9d.strategy.module import D9DModule
 
-_DATA = ("data_parallel_replicate",)
+_OF_ALL_MODULES = ("data_parallel_replicate", "data_parallel_shard", "expert_parallel")
 _OF_D9D_MODULES = ("pipeline_parallel",)
-_OF_PLAIN_MODULES = ("data_parallel_shard", "tensor_parallel")
+_OF_PLAIN_MODULES = ("tensor_parallel",)
 _TRAINER_SETTINGS = (
     "max_epochs",
     "max_steps",
@@ -33,7 +33,7 @@ def check_degrees(config: MeshConfig) -> None:
     """Raise `ConfigError` for a degree that the strategy has no use for yet."""
     for field in fields(config):
         degree = getattr(config, field.name)
-        used = (*_DATA, *_OF_D9D_MODULES, *_OF_PLAIN_MODULES)
+        used = (*_OF_ALL_MODULES, *_OF_D9D_MODULES, *_OF_PLAIN_MODULES)
         if degree != 1 and field.name not in used:
             raise ConfigError(
                 f"MeshConfig.{field.name}={degree}: D9DStrategy has no use for it so far, only for "
@@ -46,7 +46,7 @@ def check_degrees_of(module: L.LightningModule, config: MeshConfig) -> None:
     is_d9d = isinstance(module, D9DModule)
     for name in _OF_PLAIN_MODULES if is_d9d else _OF_D9D_MODULES:
         if (degree := getattr(config, name)) != 1:
-            what, remedy = "trained as data-parallel replicas so far", "give these ranks to data_parallel_replicate"
+            what, remedy = "not spread over that axis so far", "give these ranks to data_parallel_replicate"
             if not is_d9d:
                 what, remedy = "a plain LightningModule, which has no stages", f"make it a D9DModule, or {remedy}"
             raise ConfigError(f"MeshConfig.{name}={degree}: {type(module).__name__} is {what}; {remedy}")

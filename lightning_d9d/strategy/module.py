@@ -15,7 +15,10 @@ from torchmetrics import Metric
 
 from lightning_d9d.checkpoint import is_directory, open_directory
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.mesh import MeshDomains
 from lightning_d9d.mesh.agreement import first_of
+from lightning_d9d.mesh.sharding import local
+from lightning_d9d.parallel import ParallelConfig, parallelize
 from lightning_d9d.pipeline.executor import Cut, Executor, loss_of, stage_inputs
 from lightning_d9d.pipeline.initial_weights import materialize, share_equal_names, take_tensors
 from lightning_d9d.pipeline.microbatch import MicrobatchCount, num_rows, split_rows
@@ -25,7 +28,6 @@ from lightning_d9d.schedule import ModelCosts, OneForwardOneBackward
 from lightning_d9d.strategy.checkpoint_files import unreadable
 from lightning_d9d.strategy.eval_step import evaluate, predict
 from lightning_d9d.strategy.pipeline import Pipeline
-from lightning_d9d.strategy.sharding import local
 
 
 class D9DModule(L.LightningModule):
@@ -64,14 +66,18 @@ class D9DModule(L.LightningModule):
         """
         raise NotImplementedError(f"{type(self).__name__} must implement configure_stage(stage) -> nn.Module")
 
-    def parallelize_stage(self, stage: nn.Module, mesh: Any, parallel: Any) -> None:
-        """Change a stage in place before it gets storage: checkpoint or compile blocks, shard parameters.
+    def parallelize_stage(self, stage: nn.Module, mesh: MeshDomains | None, parallel: ParallelConfig) -> None:
+        """Change a stage in place before it gets storage: recompute or compile blocks, shard parameters.
+
+        By default `lightning_d9d.parallel.parallelize`, with the entries of the stage's `ModuleList`s and `ModuleDict`s
+        or the modules of the classes `parallel.shard_blocks` as blocks.
 
         Args:
             stage: What `configure_stage` returned, still on the meta device.
-            mesh: The strategy's mesh domains; None where every rank holds a whole replica.
-            parallel: The strategy's parallel configuration; None likewise.
+            mesh: The strategy's mesh domains; None for one process.
+            parallel: The strategy's parallel configuration.
         """
+        parallelize(stage, mesh, parallel)
 
     def microbatch_inputs(self, microbatch: Any) -> StageInputs:
         """Cut the stages' keyword arguments out of one microbatch."""
@@ -127,7 +133,8 @@ class D9DModule(L.LightningModule):
                 self._cut_again(infos)
             return
         strategy = None if self._trainer is None else self.trainer.strategy
-        device = torch.device("cpu") if strategy is None else strategy.root_device
+        parallel = getattr(strategy, "parallel", ParallelConfig())
+        device = torch.device("cpu") if strategy is None or parallel.offload else strategy.root_device
         seed: int = getattr(strategy, "seed", torch.initial_seed())  # ranks that nobody seeded agree on one
         for stage in self._on_meta(infos):
             materialize(stage, device, seed)
@@ -137,10 +144,12 @@ class D9DModule(L.LightningModule):
         self.on_stages_built()
 
     def _on_meta(self, infos: Iterable[StageInfo]) -> Iterator[nn.Module]:
+        strategy = None if self._trainer is None else self.trainer.strategy
         for info in infos:
             with torch.device("meta"):
                 stage = self.configure_stage(info)
-            self.parallelize_stage(stage, None, None)
+            parallel: ParallelConfig = getattr(strategy, "parallel_in_effect", ParallelConfig())
+            self.parallelize_stage(stage, self.pipeline.mesh, parallel)
             yield stage
 
     def _cut_again(self, infos: list[StageInfo]) -> None:

@@ -10,15 +10,17 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_d9d.errors import ConfigError, ScheduleError
 from lightning_d9d.mesh import MeshDomains
 from lightning_d9d.mesh.collectives import all_gather_object, broadcast_tensors
+from lightning_d9d.mesh.sharding import local
 from lightning_d9d.pipeline.totals import BatchTotals
 from lightning_d9d.pipeline.transfer import Link, Messages
 from lightning_d9d.pipeline.trees import put_together, take_apart
 from lightning_d9d.pipeline.types import StageInfo
-from lightning_d9d.schedule import Action, Schedule, add_data_parallel
+from lightning_d9d.schedule import Action, BackwardInput, Schedule, add_data_parallel, compute_parts
 from lightning_d9d.sync.norm import gradient_norm
 
 T = TypeVar("T")
@@ -43,7 +45,8 @@ class Tie(NamedTuple):
     counts_here: bool
     """Whether this rank has it in its norm."""
     group: dist.ProcessGroup
-    """All ranks with a copy that gets gradients of its own: of the holders and of all data ranks."""
+    """All ranks with a copy that gets gradients of its own: of the holders and of all data ranks. Of a fully sharded
+    parameter the holders alone, as its gradient has been summed over the data ranks."""
 
 
 class Pipeline:
@@ -84,6 +87,7 @@ class Pipeline:
         self._has_ties = False
         self.program = functools.cache(self._program)
         self.forward_only = functools.cache(self._forward_only)
+        self.splits = functools.cache(self._splits)
 
     @property
     def stages(self) -> list[StageInfo]:
@@ -108,16 +112,22 @@ class Pipeline:
         if self.group is None:
             return {}
         assert self.mesh is not None
-        of_ranks = all_gather_object(set(names.values()), self.group)
-        every_name = set().union(*of_ranks)
+        of_ranks = all_gather_object({name: isinstance(p, DTensor) for p, name in names.items()}, self.group)
+        every_name = {name: is_sharded for theirs in of_ranks for name, is_sharded in theirs.items()}
         holders = {name: tuple(r for r, theirs in enumerate(of_ranks) if name in theirs) for name in every_name}
-        groups: dict[tuple[int, ...], dist.ProcessGroup] = {
-            ranks: self.mesh.pipeline_group([ranks], "dp")
-            for ranks in sorted({ranks for ranks in holders.values() if len(ranks) > 1})
+        ties = {(holders[name], is_sharded) for name, is_sharded in every_name.items() if len(holders[name]) > 1}
+        groups: dict[tuple[tuple[int, ...], bool], dist.ProcessGroup] = {
+            (ranks, is_sharded): self.mesh.pipeline_group([ranks], *(() if is_sharded else ("dp",)))
+            for ranks, is_sharded in sorted(ties)
         }
         self._has_ties = bool(groups)
         return {
-            parameter: Tie(name, holders[name], holders[name][0] == self.rank, groups[holders[name]])
+            parameter: Tie(
+                name,
+                holders[name],
+                holders[name][0] == self.rank,
+                groups[holders[name], isinstance(parameter, DTensor)],
+            )
             for parameter, name in names.items()
             if len(holders[name]) > 1
         }
@@ -126,7 +136,7 @@ class Pipeline:
         """Overwrite tied parameters by the first holder's: those in no stage each rank has drawn. Collective."""
         in_order = sorted(tied, key=lambda parameter: (tied[parameter].ranks, tied[parameter].name))
         for group, parameters in groupby(in_order, key=lambda parameter: tied[parameter].group):
-            broadcast_tensors(parameters, group, dist.get_process_group_ranks(group)[0])
+            broadcast_tensors(map(local, parameters), group, dist.get_process_group_ranks(group)[0])
 
     def norm(self, parameters: Iterable[nn.Parameter], tied: Mapping[nn.Parameter, Tie]) -> Tensor:
         """The norm of all gradients of the model, each tied parameter counted once. Collective."""
@@ -215,6 +225,11 @@ class Pipeline:
     def _program(self, num_microbatches: int) -> Sequence[Action]:
         program = add_data_parallel(self.schedule.program(self.num_ranks, num_microbatches))
         return program.ranks[self.rank]
+
+    def _splits(self, num_microbatches: int) -> bool:
+        """Whether backwards come in two halves, on this rank."""
+        actions = self.program(num_microbatches)
+        return any(isinstance(part, BackwardInput) for action in actions for part in compute_parts(action))
 
     def _forward_only(self, num_microbatches: int) -> Sequence[Action]:
         return self.schedule.forward_only(self.num_ranks, num_microbatches).ranks[self.rank]

@@ -15,17 +15,13 @@ from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshDomains
 from lightning_d9d.mesh.collectives import broadcast_tensors, check_equal_tensors, first_difference
 
-_FIELDS = {"dp_shard": "data_parallel_shard", "tp": "tensor_parallel"}
+_FIELDS = {"dp_shard": "data_parallel_shard", "tp": "tensor_parallel", "ep_shard": "expert_parallel"}
 """Axes over which a module's parameters must lie, and the degrees that they come from."""
 _REMEDIES = {
     "dp_shard": 'fully_shard(block, mesh=self.trainer.strategy.mesh.for_axes("dp_cp_shard"))',
     "tp": 'parallelize_module(block, self.trainer.strategy.mesh.for_axes("tp"), plan)',
+    "ep_shard": "lightning_d9d.parallel.shard_experts(module, self.trainer.strategy.mesh, ParallelConfig())",
 }
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The part of a DTensor that this rank holds; a plain tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def is_sharded(module: nn.Module) -> bool:

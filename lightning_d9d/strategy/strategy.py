@@ -6,7 +6,8 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,22 +30,26 @@ from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshConfig, MeshDomains
 from lightning_d9d.mesh.agreement import first_of
 from lightning_d9d.mesh.collectives import all_gather_object, broadcast_tensors
+from lightning_d9d.mesh.sharding import local
+from lightning_d9d.parallel import ParallelConfig
+from lightning_d9d.parallel.data import move, weight_mesh
+from lightning_d9d.parallel.plan import fully_sharded
 from lightning_d9d.pipeline.executor import Executor
 from lightning_d9d.pipeline.microbatch import MicrobatchCount, num_tokens
 from lightning_d9d.schedule import Auto, Choice, Schedule, resolve_schedule
 from lightning_d9d.strategy.auto import CHOICE, choose, saved_choice
 from lightning_d9d.strategy.checkpoints import CheckpointConfig, CheckpointedStrategy
 from lightning_d9d.strategy.configuration import check_degrees_of
+from lightning_d9d.strategy.data_parallel import DataParallelStages
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.optimizer_step import OptimizerStep, takes_scalars
 from lightning_d9d.strategy.pipeline import Pipeline, Tie
 from lightning_d9d.strategy.precision import check_precision
 from lightning_d9d.strategy.progress import LateProgress
 from lightning_d9d.strategy.ranks import TimeoutConfig
-from lightning_d9d.strategy.replicas import Replicas, parts_of
-from lightning_d9d.strategy.sharding import check_layout, is_sharded, local, make_replicas_equal, not_yet_summed
+from lightning_d9d.strategy.sharding import check_layout, is_sharded, make_replicas_equal, not_yet_summed
 from lightning_d9d.strategy.train_step import TrainStep, cast_gradients
-from lightning_d9d.sync.buckets import GradientBuckets, GradSyncConfig, Part, bucket_dtype
+from lightning_d9d.sync.buckets import GradientBuckets, GradSyncConfig
 from lightning_d9d.sync.norm import clip_gradients_by_norm, clip_gradients_by_value
 
 _HOOKS_ON_GRADIENTS = (
@@ -67,13 +72,15 @@ class D9DStrategy(CheckpointedStrategy):
 
     Args:
         mesh: Parallel degrees; by default every rank is a replica. So far `pipeline_parallel` for D9DModules,
-            `data_parallel_replicate`, and for plain modules that shard themselves in `configure_model`
-            `data_parallel_shard` and `tensor_parallel`.
+            `data_parallel_replicate`, `data_parallel_shard`, `expert_parallel`, and `tensor_parallel` for plain modules
+            that shard themselves in `configure_model`.
         schedule: Order of forwards and backwards of a D9DModule's microbatches, and where its stages are: "1f1b"
             (default), another name of `lightning_d9d.schedule.SCHEDULES`, or an object of a class of
             `lightning_d9d.schedule` or your own. `Auto` chooses one, with microbatches and stages.
         microbatch_size: Rows of a microbatch. By default 1 in a pipeline, else a batch is one microbatch.
         num_microbatches: The number of microbatches instead.
+        parallel: How the stages of a D9DModule are spread over ranks: when to let go of fully sharded weights, what to
+            recompute, and more.
         grad_sync: Dtype and size of the gradient buckets.
         checkpoint: Whether checkpoints are files or directories.
         timeouts: Limits for collectives and for stopping.
@@ -92,6 +99,7 @@ class D9DStrategy(CheckpointedStrategy):
         schedule: str | Schedule | None = None,
         microbatch_size: int | None = None,
         num_microbatches: int | None = None,
+        parallel: ParallelConfig = ParallelConfig(),
         grad_sync: GradSyncConfig = GradSyncConfig(),
         checkpoint: CheckpointConfig = CheckpointConfig(),
         timeouts: TimeoutConfig = TimeoutConfig(),
@@ -108,6 +116,7 @@ class D9DStrategy(CheckpointedStrategy):
         if (microbatch_size, num_microbatches) == (None, None) and self.mesh_config.pipeline_parallel > 1:
             microbatch_size = 1
         self.microbatch_count = MicrobatchCount(microbatch_size, num_microbatches)
+        self.parallel = parallel
         self.grad_sync = grad_sync
         self.skip_nonfinite = skip_nonfinite
         self.pipeline: Pipeline | None = None
@@ -135,6 +144,7 @@ class D9DStrategy(CheckpointedStrategy):
             "schedule": (type(self.schedule).__name__, vars(self.schedule)),
             "microbatch_size": self.microbatch_count.microbatch_size,
             "num_microbatches": self.microbatch_count.num_microbatches,
+            "parallel": self.parallel,
             "grad_sync": self.grad_sync,
             "checkpoint": self.checkpoint_config,
             "timeouts": self.timeouts,
@@ -148,6 +158,7 @@ class D9DStrategy(CheckpointedStrategy):
         super().setup_environment()
         assert self.lightning_module is not None
         check_degrees_of(self.lightning_module, self.mesh_config)
+        self._open_groups()
         earlier, self._choice = self._choice, None
         if not isinstance(self.schedule, Auto):
             self.pipeline = Pipeline(self.schedule, self._mesh_of_ranks, self.root_device)
@@ -166,6 +177,23 @@ class D9DStrategy(CheckpointedStrategy):
     @property
     def _mesh_of_ranks(self) -> MeshDomains | None:
         return self.mesh if self.world_size > 1 else None
+
+    def _open_groups(self) -> None:
+        """Make the groups of experts while all ranks are here; a rank may have a stage without any. Collective."""
+        if self.world_size > 1 and self.mesh.sizes["ep_shard"] > 1:
+            self.mesh.group("ep_shard", lane="moe")
+            if weight_mesh(self.mesh) is not None:
+                _ = self.mesh.expert_weights
+
+    @property
+    def parallel_in_effect(self) -> ParallelConfig:
+        """The configuration with the dtypes that follow from precision and `grad_sync`."""
+        gathered, reduced = self.parallel.gather_dtype, self.parallel.reduce_dtype
+        if gathered is None and isinstance(self.precision_plugin, MixedPrecision):
+            gathered = "bfloat16"
+        if reduced is None and self.grad_sync.dtype != "auto":
+            reduced = self.grad_sync.dtype
+        return replace(self.parallel, gather_dtype=gathered, reduce_dtype=reduced)
 
     def _take(self, choice: Choice) -> None:
         """Run with what `Auto` has chosen. Collective."""
@@ -231,6 +259,8 @@ class D9DStrategy(CheckpointedStrategy):
             make_replicas_equal(tensors)
             self._find_tied()
             self._sum_metrics_over_data_ranks()
+        if fully_sharded(self.model) and isinstance(self.precision_plugin, MixedPrecision):
+            vars(self.precision_plugin)["forward_context"] = nullcontext  # weights are gathered in the narrow dtype
         if is_sharded(self.model):
             for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
                 loop.inference_mode = False  # DTensors know no inference tensors
@@ -269,9 +299,9 @@ class D9DStrategy(CheckpointedStrategy):
                     self._grouped_metrics.append(metric)
 
     def model_to_device(self) -> None:
-        """Move the module to this process's device."""
+        """Move the module to this process's device, but for weights that stay in the host's memory."""
         assert self.model is not None
-        self.model.to(self.root_device)
+        move(self.model, self.root_device, offloads=self.parallel.offload)
 
     def teardown(self) -> None:
         """Drop buckets and hooks, so that a notebook can fit again. Collective unless a rank failed.
@@ -297,6 +327,8 @@ class D9DStrategy(CheckpointedStrategy):
         if self._train_step is not None:
             self._train_step.executor.close()
         self._buckets = self._train_step = self._bucket_needs = self._late_progress = None
+        if self.precision_plugin is not None:
+            vars(self.precision_plugin).pop("forward_context", None)
         self._parameters = []
         self.pipeline, self._tied = None, {}
         while self._grouped_metrics:
@@ -395,19 +427,31 @@ class D9DStrategy(CheckpointedStrategy):
             self._buckets.remove()
             self._buckets = None
         trained = list(itertools.compress(self._parameters, needs_gradient))
-        group = self.group if self.world_size > 1 and self.mesh.dp_size > 1 else None
-        if self.world_size > 1 and is_sharded(module):
+        stages: dict[int, nn.Module] = {}
+        if isinstance(module, D9DModule):
+            stages = module.indexed_stages
+        elif self.world_size > 1 and is_sharded(module):
             trained = not_yet_summed(trained, self.mesh)
-        dtype = None if self.grad_sync.dtype == "auto" else getattr(torch, self.grad_sync.dtype)
-        at_least = torch.float32 if isinstance(module, D9DModule) else None
-        widens = accumulates and any(p.dtype != bucket_dtype(p, dtype, at_least) for p in trained)
-        stages = module.indexed_stages if isinstance(module, D9DModule) else {}
-        parts, part_of_stage = parts_of(trained, stages, self._tied, group)
-        parts = [part if part.group is not None or widens else Part([], None) for part in parts]
-        if any(part.parameters for part in parts):
-            self._buckets = GradientBuckets(parts, dtype=dtype, at_least=at_least, bucket_mb=self.grad_sync.bucket_mb)
+        data_parallel = DataParallelStages.build(
+            trained,
+            stages,
+            self._tied,
+            self._mesh_of_ranks,
+            self.grad_sync,
+            at_least=torch.float32 if isinstance(module, D9DModule) else None,
+            accumulates=accumulates,
+            keeps=self._keeps_gathered,
+        )
+        self._buckets = data_parallel.buckets
         if self._train_step is not None:
-            self._train_step.replicas = None if self._buckets is None else Replicas(self._buckets, part_of_stage)
+            self._train_step.data_parallel = data_parallel if data_parallel.has_work else None
+
+    @property
+    def _keeps_gathered(self) -> bool:
+        """Whether fully sharded stages are kept over a batch."""
+        if self.parallel.reshard_after_forward == "auto":
+            return self.is_pipelined or not self.microbatch_count.is_one
+        return not self.parallel.reshard_after_forward
 
     def process_dataloader(self, dataloader: object) -> object:
         """Refuse an empty training set of a D9DModule; Lightning would warn and train on nothing.

@@ -40,11 +40,12 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh.collectives import all_gather_object
+from lightning_d9d.mesh.sharding import local
 from lightning_d9d.pipeline.executor import Cut
 from lightning_d9d.pipeline.totals import BatchTotals, weighted_mean
+from lightning_d9d.strategy.data_parallel import DataParallelStages
 from lightning_d9d.strategy.optimizer_step import OptimizerStep
 from lightning_d9d.strategy.pipeline import Reported, Tie
-from lightning_d9d.strategy.replicas import Replicas
 from lightning_d9d.sync.norm import clip_factor, clip_gradients_by_norm
 
 if TYPE_CHECKING:
@@ -77,8 +78,8 @@ class TrainStep:
         self.pipeline = module.pipeline
         self.parameters = list(module.parameters())
         self.tied = tied
-        self.replicas: Replicas | None = None
-        """Sums gradients over ranks; None where nothing is reduced or accumulated."""
+        self.data_parallel: DataParallelStages | None = None
+        """Gathers parameters and sums gradients over ranks; None where there is nothing to do."""
         self.group = group
         self.num_ranks = 1 if group is None else dist.get_world_size(group)
         self.executor = module.executor(forward_context)
@@ -136,11 +137,19 @@ class TrainStep:
                 total_weight = self._sum_over_ranks(totals.loss[1].double())
             return 1.0 if total_weight is None else _inverse(total_weight)
 
-        replicas = self.replicas if is_last else None
+        num_microbatches = len(cut.microbatches)
+        if self.data_parallel is not None:
+            splits = self.pipeline.splits(num_microbatches)
+            self.data_parallel.begin(is_first=is_first, reduces=is_last, splits=splits)
         with self.module.schedule_running():
-            totals = self.executor.train(self.pipeline.program(len(cut.microbatches)), cut, scale, replicas)
-        if replicas is not None:
-            replicas.buckets.finish()
+            try:
+                totals = self.executor.train(self.pipeline.program(num_microbatches), cut, scale, self.data_parallel)
+            except BaseException:
+                if self.data_parallel is not None:
+                    self.data_parallel.drop()
+                raise
+        if self.data_parallel is not None:
+            self.data_parallel.finish()
         self._scaled_before = weight_is_known_after_forward or total_weight is not None  # on ranks without a loss, too
         loss, metrics = self._reduce(totals)
         self._set_aside()
@@ -168,7 +177,7 @@ class TrainStep:
             if self.defers:
                 self.factor = self._on_device(factor, self.module.device)
             elif gradients:  # a pipeline rank may have frozen stages only
-                _scale(gradients, factor)
+                _scale([local(gradient) for gradient in gradients], factor)
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """The norm of the gradients as the optimizer will see them, but for clipping. Collective."""
@@ -193,7 +202,7 @@ class TrainStep:
             norm: Skip also where this norm of the gradients is not finite.
             kwargs: For `optimizer.step`.
         """
-        if self.replicas is not None:
+        if self.data_parallel is not None:
             cast_gradients(self.parameters)
         skip = None if self._window_weight is None else self._window_weight == 0  # None: a mean of at least one row
         if norm is not None:

@@ -24,9 +24,11 @@ from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.mesh.sharding import local
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +43,15 @@ class GradSyncConfig:
     """Size of a bucket in MiB, counted from local elements and the buffers' dtype. Smaller ones start earlier, larger
     ones use the network better."""
 
+    reduce: Literal["last_microbatch", "every_microbatch"] = "last_microbatch"
+    """When gradients of fully sharded parameters are summed: once, behind the last microbatch of a window, or behind
+    each, for which only a part of the gradients is kept in memory. Replicated parameters' are summed once."""
+
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise ConfigError(f"GradSyncConfig.dtype={self.dtype!r} must be 'auto', 'float32' or 'bfloat16'")
+        if self.reduce not in ("last_microbatch", "every_microbatch"):
+            raise ConfigError(f"GradSyncConfig.reduce={self.reduce!r} must be 'last_microbatch' or 'every_microbatch'")
         if not self.bucket_mb > 0:
             raise ConfigError(f"GradSyncConfig.bucket_mb={self.bucket_mb!r} must be greater than 0")
 
@@ -67,14 +75,11 @@ class _Bucket:
         self.part = part
         self.group = group
         self.parameters = parameters
-        self.num_elements = sum(p.numel() for p in parameters)
-        self.flat = torch.zeros(self.num_elements + len(parameters), dtype=dtype, device=parameters[0].device)
-        gradients, self.flags = self.flat[: self.num_elements], self.flat[self.num_elements :]
-        self.gradients = gradients
-        self.views = [
-            part.view(p.shape)
-            for p, part in zip(parameters, gradients.split([p.numel() for p in parameters]), strict=True)
-        ]
+        sizes = [local(parameter).numel() for parameter in parameters]
+        self.num_elements = sum(sizes)
+        self.flat = torch.zeros(self.num_elements + len(parameters), dtype=dtype, device=local(parameters[0]).device)
+        self.gradients, self.flags = self.flat[: self.num_elements], self.flat[self.num_elements :]
+        self.views = list(map(_laid_out_as, parameters, self.gradients.split(sizes)))
         self.arrived: set[int] = set()
         self.used: list[bool] = []
         self.launched = False
@@ -90,7 +95,7 @@ class _Bucket:
                 f"a parameter of shape {tuple(parameter.shape)} received a {parameter.grad.layout} gradient; gradient "
                 "buckets are dense: build the layer with sparse=False"
             )
-        view.copy_(parameter.grad.detach())
+        local(view).copy_(local(parameter.grad.detach()))
         parameter.grad = view
 
     def launch(self) -> None:
@@ -100,7 +105,7 @@ class _Bucket:
             if used:
                 self.adopt(index)
             else:
-                self.views[index].zero_()
+                local(self.views[index]).zero_()
         if self.group is None:
             return
         if all(self.used):
@@ -124,8 +129,18 @@ class _Bucket:
         self.arrived.clear()
 
 
+def _laid_out_as(parameter: nn.Parameter, part: Tensor) -> Tensor:
+    part = part.view(local(parameter).shape)
+    if not isinstance(parameter, DTensor):
+        return part
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
+
+
 class GradientBuckets:
     """The gradients of replicated parameters in flat buffers, all-reduced over their ranks as they become complete.
+
+    Of a DTensor the part that this rank holds is summed, over the ranks that hold the same part.
 
     Collective: every rank of a part's group builds it with equal parameters in equal order, and calls `finish` as
     often. A rank that is in the groups of several parts has them in the same order as its peers.
@@ -233,7 +248,7 @@ def _fill(
     room: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}
     for parameter in parameters:
         kept_in = bucket_dtype(parameter, dtype, at_least)
-        size = parameter.numel() * kept_in.itemsize
+        size = local(parameter).numel() * kept_in.itemsize
         bucket, left = room.get((kept_in, parameter.device), ([], 0))
         if size > left:
             bucket, left = [], limit_bytes

@@ -24,6 +24,8 @@ _RANKS = (
     "--device cuda or the marker gpu), its collectives are recorded and compared over the ranks"
 )
 
+_MESHES = "meshes: one of the many meshes of tests/meshes that `nox -s tests` leaves out and `nox -s meshes` runs"
+
 
 @dataclass(frozen=True)
 class Need:
@@ -156,7 +158,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     markers = [f"{name}: {need.meaning}; deselected where that is missing" for name, need in NEEDS.items()]
-    for marker in (_RANKS, *markers):
+    for marker in (_RANKS, _MESHES, *markers):
         config.addinivalue_line("markers", marker)
     rank_tests = RankTests(config)
     config.pluginmanager.register(rank_tests, "rank-tests")

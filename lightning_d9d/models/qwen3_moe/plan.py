@@ -1,0 +1,41 @@
+"""How a stage of Qwen3-MoE is spread over ranks."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.models.qwen3_moe.model import Qwen3MoeForCausalLM
+from lightning_d9d.parallel import ParallelConfig, shard_data, shard_experts
+
+
+def parallelize_qwen3_moe(stage: Qwen3MoeForCausalLM, mesh: MeshDomains | None, parallel: ParallelConfig) -> None:
+    """Spread a stage over the ranks, in place, in the order in which the kinds of parallelism go together.
+
+    Each piece can be used alone, on any module.
+
+    Args:
+        stage: On the meta device, or with equal values on all ranks.
+        mesh: Of all ranks; None for one process, where only what concerns a single device is done.
+        parallel: How.
+    """
+    layers = list(stage.model.layers.values())
+    if mesh is None:
+        return
+    shard_experts(stage, mesh, parallel)
+    shard_data(stage, _gathered_together(stage, layers), mesh, parallel)
+
+
+def _gathered_together(stage: Qwen3MoeForCausalLM, layers: list[nn.Module]) -> list[nn.Module | list[nn.Module]]:
+    """Units for `shard_data`: each layer, the embedding, and the final norm with the head.
+
+    A tied embedding is used by two modules, so it is gathered with the stage and kept.
+    """
+    units: list[nn.Module | list[nn.Module]] = [*layers]
+    if stage.config.tie_word_embeddings:
+        return units
+    if stage.stage.is_first:
+        units.insert(0, stage.model.embed_tokens)
+    if stage.stage.is_last:
+        units.append([stage.model.norm, stage.lm_head])
+    return units

@@ -1,0 +1,290 @@
+"""Fully sharded data parallelism: which modules are gathered together, and when, with torch's FSDP2.
+
+[Note: units] `fully_shard` gathers and reduces the parameters of a *unit* in one message. A block of the model is one;
+its experts are one of their own, whose collectives run over other ranks; what is left is gathered with the stage.
+
+[Note: kept or not] By itself FSDP2 lets go of a unit after its forward and again after its backward, where it also
+reduces its gradients. That is right where a batch is one microbatch. In a pipeline it would gather a stage twice for
+each microbatch, and a split backward breaks it: the input backward would let go of what the weight backward needs, and
+no hook would reduce what that computes. So there a stage is *kept*: gathered before its first forward of the batch, let
+go of after its last backward, and reduced once, by the hooks if that is a full backward, so that it overlaps, else by
+hand.
+
+[Note: sums] Gradients are added up over ranks, in float32 at least, and not divided: a `D9DModule` divides all of them
+once. A unit's reduction has every trained parameter in it, with zeros where this rank has no gradient: else ranks that
+use different parameters would send messages of different sizes. So a parameter that no rank used gets zeros, where a
+replicated one would get none.
+
+FSDP2 keeps a sharded gradient in the dtype of its parameter, and has no public way to another one or to reduce outside
+of its hooks. What is used of its inside here is pinned by `tests/parallel/test_data.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.parallel.config import ParallelConfig
+
+
+def weight_mesh(mesh: MeshDomains) -> DeviceMesh | None:
+    """What weights outside of experts are fully sharded over, behind an axis of copies if there are any.
+
+    None where no axis shards data.
+    """
+    if mesh.sizes["dp_cp_shard"] == 1:
+        return None
+    axes = ("dp_replicate", "dp_cp_shard") if mesh.sizes["dp_replicate"] > 1 else ("dp_cp_shard",)
+    return mesh.for_axes(*axes)
+
+
+def shard_data(
+    stage: nn.Module, units: Iterable[nn.Module | list[nn.Module]], mesh: MeshDomains, parallel: ParallelConfig
+) -> None:
+    """Shard the parameters of a stage over the data ranks, in place; nothing where no axis shards data.
+
+    Parameters that already belong to a unit (experts, say) stay there. Collective in the way of `fully_shard`: every
+    rank shards the same.
+
+    Args:
+        stage: On the meta device, or with equal values on all ranks.
+        units: Its modules that are gathered one at a time, or lists of modules that are gathered together and run one
+            after the other, in the order in which they run. The rest of the stage is gathered with the first of them
+            and kept until its backward is done.
+        mesh: Of all ranks.
+        parallel: Says when to let go, the dtype to gather in, and where to keep.
+    """
+    over = weight_mesh(mesh)
+    if over is None:
+        return
+    for unit in (*units, stage):
+        fully_shard(unit, mesh=over, **settings(unit, parallel))
+
+
+def settings(unit: nn.Module | list[nn.Module], parallel: ParallelConfig, casts_inputs: bool = True) -> dict[str, Any]:
+    """The keyword arguments of `fully_shard` for a unit that follow from the configuration.
+
+    Args:
+        unit: What is gathered together.
+        parallel: The configuration.
+        casts_inputs: Whether tensors that the unit is called with are cast to the dtype that it is gathered in.
+    """
+    gathered, reduced = parallel.dtypes
+    if reduced is None:
+        reduced = torch.float32
+        for module in unit if isinstance(unit, list) else [unit]:
+            for parameter in module.parameters():
+                reduced = torch.promote_types(reduced, parameter.dtype)
+    return {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=reduced, cast_forward_inputs=casts_inputs),
+        "offload_policy": CPUOffloadPolicy() if parallel.offload else OffloadPolicy(),
+    }
+
+
+def blocks_of(stage: nn.Module, class_names: Sequence[str] | None = None) -> list[nn.Module]:
+    """The modules of a stage that are treated alike, one after the other.
+
+    Args:
+        stage: The stage.
+        class_names: Of which classes they are; by default the entries of the outermost `ModuleList`s and `ModuleDict`s.
+
+    Raises:
+        ConfigError: The stage has no module of one of these classes.
+    """
+    if class_names is None:
+        return list(_entries(stage))
+    found = [module for module in stage.modules() if type(module).__name__ in class_names]
+    missing = sorted({*class_names} - {type(module).__name__ for module in found})
+    if missing:
+        known = sorted({type(module).__name__ for module in stage.modules()})
+        raise ConfigError(
+            f"ParallelConfig.shard_blocks={list(class_names)}: the module has no {missing[0]}; its parts are of the "
+            f"classes {', '.join(known)}"
+        )
+    return found
+
+
+def _entries(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from child.children()
+        else:
+            yield from _entries(child)
+
+
+def shard_dim(dims: Sequence[int], num_shards: int) -> int:
+    """The dim along which a parameter of this shape is cut: 0, or 1 where dim 0 runs out and dim 1 divides evenly."""
+    return 1 if dims[0] < num_shards and len(dims) > 1 and dims[1] % num_shards == 0 else 0
+
+
+def place(num_shards: int, parameter: nn.Parameter) -> Shard:
+    """`shard_dim` as `fully_shard` asks for it, of what other axes have left of a parameter."""
+    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter  # type: ignore[operator]
+    return Shard(shard_dim(local.shape, num_shards))
+
+
+def move(module: nn.Module, device: torch.device, *, offloads: bool) -> None:
+    """Move a module to a device, in place, but for fully sharded parameters if those stay in the host's memory."""
+    if not offloads:
+        module.to(device)
+        return
+    for part in module.modules():
+        for tensors in (part._parameters, part._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and not isinstance(tensor, DTensor):
+                    moved = tensor.to(device)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    tensors[name] = nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved  # type: ignore[assignment]
+
+
+class FullySharded:
+    """The units of one stage, gathered and reduced as the schedule says. [Note: kept or not].
+
+    Args:
+        stage: With units made by `fully_shard`.
+        keeps: Whether the stage is kept over a batch. It always is if backwards come in two halves.
+        reduces_each: Whether gradients are reduced after each microbatch, not after the last alone.
+    """
+
+    def __init__(self, stage: nn.Module, *, keeps: bool, reduces_each: bool) -> None:
+        self.units = [unit for unit in stage.modules() if isinstance(unit, FSDPModule)]
+        self.keeps = keeps
+        self._keeps_now = keeps
+        self.reduces_each = reduces_each
+        self._reduces = False
+        self._has_announced_last = False
+        self._is_gathered_once = False
+        for unit in self.units:
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
+        self._groups = list(dict.fromkeys(group for unit in self.units for group in _groups_of(unit)))
+        for group in self._groups:
+            group.post_backward = partial(_post_backward, group, type(group).post_backward)
+            for each in group.fsdp_params:
+                each.sharded_param.grad_dtype = None  # lets .grad be wider than the parameter
+
+    def begin(self, *, is_first: bool, reduces: bool, splits: bool) -> None:
+        """A batch begins.
+
+        Args:
+            is_first: Of a window: gradients of an earlier one that met no step are forgotten.
+            reduces: Whether gradients are reduced in this batch.
+            splits: Whether backwards come in two halves.
+
+        Raises:
+            ConfigError: Gradients are to be reduced after each microbatch, but come in two halves.
+        """
+        if splits and self.reduces_each:
+            raise ConfigError(
+                "GradSyncConfig.reduce='every_microbatch' with a schedule that splits backwards, whose gradients come "
+                "in two halves; choose 'last_microbatch', or a schedule with whole backwards such as '1f1b'"
+            )
+        self._reduces = reduces
+        self._keeps_now = self.keeps or splits
+        self._has_announced_last = False
+        for each in self._parameters:
+            unsharded = getattr(each, "_unsharded_param", None)
+            if unsharded is not None:
+                unsharded.requires_grad_(each.sharded_param.requires_grad)  # callbacks freeze the sharded one
+                if is_first:
+                    unsharded.grad = each.unsharded_accumulated_grad = None
+        self._set(reduces=self.reduces_each, keeps=self._keeps_now)
+
+    def unshard(self) -> None:
+        """Start to gather what is kept; forwards wait for it."""
+        if not self._keeps_now:
+            return
+        handles = [unit.unshard(async_op=True) for unit in self.units]
+        if not self._is_gathered_once:  # from now on there are unsharded parameters, the same ones each time
+            for handle in handles:
+                if handle is not None:
+                    handle.wait()
+            self._is_gathered_once = True
+        for each in self._parameters:
+            if each.reduce_dtype is not None and hasattr(each, "_unsharded_param"):
+                each._unsharded_param.grad_dtype = each.reduce_dtype  # weight backwards add up in it
+
+    def reshard(self) -> None:
+        """Let go of what is gathered."""
+        for unit in self.units:
+            unit.reshard()
+
+    def last_backward(self) -> None:
+        """The coming full backward is the last of the batch: its hooks may reduce and let go."""
+        self._has_announced_last = True
+        self._set(reduces=self._reduces or self.reduces_each, keeps=False)
+        self.units[0].set_is_last_backward(True)
+
+    def reduce(self) -> None:
+        """All gradients of the batch are there: reduce them, if no hook has."""
+        if self._has_announced_last or not self._reduces:
+            return
+        self._set(reduces=True, keeps=False)
+        for group in reversed(self._groups):
+            group.post_backward()
+        self.finish()
+
+    def finish(self) -> None:
+        """Wait for the reductions (on CUDA the stream waits, not the host)."""
+        self.units[0].set_is_last_backward(True)
+        _state_of(self.units[0])._root_post_backward_final_callback()
+
+    def drop(self) -> None:
+        """Forget a batch that was broken off."""
+        if _state_of(self.units[0])._is_root is None:
+            return  # before the first forward
+        for group in self._groups:
+            group._training_state = type(group._training_state).IDLE
+            group._post_forward_indices.clear()
+            group._all_gather_result = None
+        for unit in self.units:
+            state = _state_of(unit)
+            state._training_state = type(state._training_state).IDLE
+            state._state_ctx.iter_forward_root = None
+            state._state_ctx.post_backward_final_callback_queued = False
+            state._comm_ctx.post_forward_order.clear()
+        self.reshard()
+
+    @property
+    def _parameters(self) -> Iterator[Any]:
+        return (each for group in self._groups for each in group.fsdp_params)
+
+    def _set(self, *, reduces: bool, keeps: bool) -> None:
+        self.units[0].set_is_last_backward(not self._keeps_now)
+        for unit in self.units:
+            unit.set_reshard_after_backward(not keeps, recurse=False)
+            unit.set_requires_gradient_sync(reduces, recurse=False)
+            if self._keeps_now:
+                unit.set_reshard_after_forward(False, recurse=False)
+
+
+def _post_backward(group: Any, post_backward: Callable[[Any], None], *_: object) -> None:
+    """FSDP2's own, with all trained parameters and in the dtype of the reduction. [Note: sums]."""
+    if group.reduce_grads:
+        if group._reduce_dtype is not None:
+            group._orig_dtype = torch.promote_types(group._reduce_dtype, group._orig_dtype)
+        for each in group.fsdp_params:
+            unsharded = getattr(each, "_unsharded_param", None)
+            if unsharded is None or not unsharded.requires_grad or each.unsharded_accumulated_grad is not None:
+                continue
+            if unsharded.grad is None:
+                unsharded.grad = torch.zeros_like(unsharded)
+    post_backward(group)
+
+
+def _groups_of(unit: FSDPModule) -> list[Any]:
+    group = _state_of(unit)._fsdp_param_group
+    return [] if group is None else [group]
+
+
+def _state_of(unit: FSDPModule) -> Any:
+    return fully_shard.state(unit)  # type: ignore[attr-defined]

@@ -1,0 +1,86 @@
+"""Experts spread over ranks: each rank has some of them whole, or a part of each of some.
+
+[Note: where experts lie] `expert_parallel` consecutive ranks of a pipeline stage hold one copy of the experts between
+them (axis `ep_shard`); the tokens travel. The ranks that hold the same experts (axis `ep_replicate`) have copies of
+them, or, where weights are fully sharded at all, share each copy within a replica: `ep_replicate` is cut in
+`ep_dp_replicate`, along which there are copies as of all other weights, and `ep_fsdp`, along which they are fully
+sharded. A copy of the experts that is larger than a replica is not fully sharded.
+
+[Note: units of their own] A block's gradients are reduced when all of its backward is done. If its experts' were among
+them, that could fall, on one rank, between the two all-to-alls of another rank's backward: both would wait. So experts
+are a unit of their own, reduced over their own ranks.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.modules import SparseMoE
+from lightning_d9d.modules.dispatch import AllToAllDispatch
+from lightning_d9d.parallel.config import ParallelConfig
+from lightning_d9d.parallel.data import place, settings, weight_mesh
+
+
+def shard_experts(module: nn.Module, mesh: MeshDomains, parallel: ParallelConfig) -> None:
+    """Spread the experts of every `SparseMoE` in a module over ranks, in place. [Note: where experts lie].
+
+    Collective in the way of `fully_shard`: every rank shards the same.
+
+    Args:
+        module: On the meta device, or with equal values on all ranks. Its data is not sharded yet.
+        mesh: Of all ranks.
+        parallel: How tokens travel, and for fully sharded experts when to let go of them and in which dtypes.
+
+    Raises:
+        ConfigError: `expert_parallel` does not divide the number of experts, or tokens cannot travel as asked for.
+    """
+    num_parts = mesh.sizes["ep_shard"]
+    _check_dispatch(parallel, num_parts)
+    if num_parts * mesh.sizes["tp"] * mesh.sizes["cp_replicate"] == 1:
+        return  # they lie as all other weights do
+    for moe in [each for each in module.modules() if isinstance(each, SparseMoE)]:
+        if num_parts > 1:
+            num_experts = moe.experts.gate_up_proj.shape[0]
+            moe.dispatch = AllToAllDispatch(num_experts, mesh.group("ep_shard", lane="moe"))
+        _shard(moe.experts, mesh, parallel)
+
+
+def _shard(experts: nn.Module, mesh: MeshDomains, parallel: ParallelConfig) -> None:
+    if weight_mesh(mesh) is None:
+        over = mesh.for_axes("ep_replicate", "ep_shard")
+        for name, parameter in list(experts.named_parameters(recurse=False)):
+            _distribute(experts, name, parameter, over, (Replicate(), Shard(0)))
+        return
+    whole = mesh.expert_weights
+    if mesh.sizes["ep_shard"] > 1:
+        for name, parameter in list(experts.named_parameters(recurse=False)):
+            _distribute(experts, name, parameter, whole["ep_shard"], (Shard(0),))
+    axes = ("ep_dp_replicate", "ep_fsdp") if whole["ep_dp_replicate"].size() > 1 else ("ep_fsdp",)
+    fully_shard(
+        experts,
+        mesh=whole[axes],
+        shard_placement_fn=partial(place, whole["ep_fsdp"].size()),
+        **settings(experts, parallel, casts_inputs=False),
+    )
+
+
+def _distribute(
+    module: nn.Module, name: str, parameter: nn.Parameter, mesh: DeviceMesh, placements: tuple[Replicate | Shard, ...]
+) -> None:
+    distributed = distribute_tensor(parameter.data, mesh, placements, src_data_rank=None)
+    setattr(module, name, nn.Parameter(distributed, parameter.requires_grad))
+
+
+def _check_dispatch(parallel: ParallelConfig, num_parts: int) -> None:
+    if parallel.expert_dispatch == "local" and num_parts > 1:
+        raise ConfigError(
+            f"ParallelConfig.expert_dispatch='local' with MeshConfig.expert_parallel={num_parts}: tokens must reach "
+            "experts on other ranks; leave it 'auto'"
+        )

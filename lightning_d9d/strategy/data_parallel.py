@@ -1,0 +1,189 @@
+"""Which gradients are summed over which ranks, and when they are complete."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.mesh.sharding import local
+from lightning_d9d.parallel.data import FullySharded
+from lightning_d9d.parallel.plan import Layout, bucket_group, fully_sharded, layout_of
+from lightning_d9d.strategy.pipeline import Tie
+from lightning_d9d.sync.buckets import GradientBuckets, GradSyncConfig, Part, bucket_dtype
+
+
+class DataParallelStages:
+    """Tells gradient buckets and fully sharded stages what the executor says of stages. Made by `build`.
+
+    Args:
+        buckets: Of this rank's replicated parameters; None where nothing is reduced or accumulated in any.
+        parts: For each stage the parts of the buckets that its parameters are in.
+        sharded: Stages with fully sharded parameters.
+        tied: Fully sharded parameters that other ranks of the pipeline have, too.
+    """
+
+    def __init__(
+        self,
+        buckets: GradientBuckets | None,
+        parts: Mapping[int, Sequence[int]],
+        sharded: Mapping[int, FullySharded],
+        tied: Mapping[nn.Parameter, Tie],
+    ) -> None:
+        self.buckets = buckets
+        self.parts = parts
+        self.sharded = sharded
+        self.tied = sorted(tied, key=lambda parameter: (tied[parameter].ranks, tied[parameter].name))
+        self.group_of_tie = {parameter: tied[parameter].group for parameter in self.tied}
+        self._reduces = False
+
+    @classmethod
+    def build(
+        cls,
+        trained: Sequence[nn.Parameter],
+        stages: Mapping[int, nn.Module],
+        tied: Mapping[nn.Parameter, Tie],
+        mesh: MeshDomains | None,
+        grad_sync: GradSyncConfig,
+        *,
+        at_least: torch.dtype | None,
+        accumulates: bool,
+        keeps: bool,
+    ) -> DataParallelStages:
+        """For what a rank trains. Collective over the ranks that hold the same stages.
+
+        Args:
+            trained: This rank's parameters that get gradients, but for those that a plain module sums itself.
+            stages: By index; none for a plain module.
+            tied: Parameters that other ranks of the pipeline have, too.
+            mesh: None for one process.
+            grad_sync: Dtype and size of buckets, and when fully sharded gradients are reduced.
+            at_least: What narrower dtypes are promoted to in buckets; None: they are not.
+            accumulates: Whether several backwards add up to a step.
+            keeps: Whether fully sharded stages are kept over a batch.
+        """
+        units = {parameter for stage in stages.values() for parameter in fully_sharded(stage)}
+        in_buckets = [parameter for parameter in trained if parameter not in units]
+
+        def group_of(parameter: nn.Parameter) -> dist.ProcessGroup | None:
+            layout = layout_of(parameter, units) if stages else Layout.REPLICATED
+            return None if mesh is None else bucket_group(layout, mesh)
+
+        dtype = None if grad_sync.dtype == "auto" else getattr(torch, grad_sync.dtype)
+        widens = accumulates and any(p.dtype != bucket_dtype(p, dtype, at_least) for p in in_buckets)
+        parts, parts_of_stage = parts_of(in_buckets, stages, tied, group_of)
+        parts = [part if part.group is not None or widens else Part([], None) for part in parts]
+        buckets = None
+        if any(part.parameters for part in parts):
+            buckets = GradientBuckets(parts, dtype=dtype, at_least=at_least, bucket_mb=grad_sync.bucket_mb)
+        reduces_each = grad_sync.reduce == "every_microbatch"
+        sharded = {
+            index: FullySharded(stage, keeps=keeps, reduces_each=reduces_each)
+            for index, stage in stages.items()
+            if fully_sharded(stage)
+        }
+        tied_shards = {parameter: tie for parameter, tie in tied.items() if parameter in units}
+        return cls(buckets, parts_of_stage, sharded, tied_shards)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything is gathered, reduced or accumulated."""
+        return self.buckets is not None or len(self.sharded) > 0
+
+    def begin(self, *, is_first: bool, reduces: bool, splits: bool) -> None:
+        """A batch begins.
+
+        Args:
+            is_first: Of a window: what an earlier one left is forgotten.
+            reduces: Whether gradients are summed over ranks in it.
+            splits: Whether its backwards come in two halves.
+        """
+        self._reduces = reduces
+        for stage in self.sharded.values():
+            stage.begin(is_first=is_first, reduces=reduces, splits=splits)
+
+    def unshard(self, stage: int) -> None:
+        """Gather what is fully sharded."""
+        if stage in self.sharded:
+            self.sharded[stage].unshard()
+
+    def reshard(self, stage: int) -> None:
+        """Let go of it."""
+        if stage in self.sharded:
+            self.sharded[stage].reshard()
+
+    def last_backward(self, stage: int) -> None:
+        """Buckets and units may leave while it runs."""
+        if self.buckets is not None and self._reduces:
+            for part in self.parts[stage]:
+                self.buckets.start(part)
+        if stage in self.sharded:
+            self.sharded[stage].last_backward()
+
+    def reduce(self, stage: int) -> None:
+        """What is left leaves."""
+        if self.buckets is not None and self._reduces:
+            for part in self.parts[stage]:
+                self.buckets.complete(part)
+        if stage in self.sharded:
+            self.sharded[stage].reduce()
+
+    def finish(self) -> None:
+        """Wait for all sums of the batch (on CUDA the stream waits, not the host)."""
+        if not self._reduces:
+            return
+        if self.buckets is not None:
+            self.buckets.finish()
+        for parameter in self.tied:
+            if parameter.grad is not None:
+                dist.all_reduce(local(parameter.grad), group=self.group_of_tie[parameter])
+
+    def drop(self) -> None:
+        """Forget a batch that was broken off."""
+        for stage in self.sharded.values():
+            stage.drop()
+
+
+def parts_of(
+    trained: Iterable[nn.Parameter],
+    stages: Mapping[int, nn.Module],
+    tied: Mapping[nn.Parameter, Tie],
+    group_of: Callable[[nn.Parameter], dist.ProcessGroup | None],
+) -> tuple[list[Part], dict[int, list[int]]]:
+    """Parameters in parts for `GradientBuckets`, and for each stage the indices of its parts.
+
+    Tied parameters come first, so that they leave last: their sum waits for the rank that is done last. They are in the
+    order of their names, as their holders' modules may have them in others. Then those of no stage or of several; what
+    a stage has alone is complete when the stage is.
+
+    Args:
+        trained: All of this rank's, but for fully sharded ones.
+        stages: By index.
+        tied: Those that other ranks of the pipeline have, too.
+        group_of: Over which each other one is summed.
+    """
+    stages_of: dict[nn.Parameter, list[int]] = defaultdict(list)
+    for index, stage in stages.items():
+        for parameter in stage.parameters():
+            stages_of[parameter].append(index)
+    by_holders: dict[tuple[int, ...], Part] = {}
+    rest: dict[dist.ProcessGroup | None, Part] = {}
+    own: dict[int, dict[dist.ProcessGroup | None, Part]] = {index: {} for index in stages}
+    for parameter in sorted((p for p in trained if p in tied), key=lambda p: tied[p].name):
+        tie = tied[parameter]
+        by_holders.setdefault(tie.ranks, Part([], tie.group)).parameters.append(parameter)
+    for parameter in trained:
+        if parameter not in tied:
+            holders, group = stages_of[parameter], group_of(parameter)
+            by_group = own[holders[0]] if len(holders) == 1 else rest
+            by_group.setdefault(group, Part([], group)).parameters.append(parameter)
+    parts = [*(by_holders[ranks] for ranks in sorted(by_holders)), *rest.values()]
+    of_stages = {}
+    for index, by_group in own.items():
+        of_stages[index] = list(range(len(parts), len(parts) + len(by_group)))
+        parts += by_group.values()
+    return parts, of_stages

@@ -1,0 +1,125 @@
+"""The meshes that are to train as one process does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning_d9d import MeshConfig, ParallelConfig
+from lightning_d9d.sync.buckets import GradSyncConfig
+from tests.meshes.equality import CONFIG
+
+DEGREES = {
+    "pp": "pipeline_parallel",
+    "rep": "data_parallel_replicate",
+    "shard": "data_parallel_shard",
+    "ep": "expert_parallel",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run.
+
+    `mesh` is such as "pp2 rep2 ep2".
+    """
+
+    mesh: str
+    schedule: str = "1f1b"
+    microbatch_size: int | None = None
+    accumulated: int = 1
+    tied: bool = False
+    parallel: ParallelConfig = ParallelConfig()
+    reduce: Any = "last_microbatch"
+    fast: bool = False
+    """Whether it is one of those that always run."""
+
+    @property
+    def config(self) -> MeshConfig:
+        degrees = {}
+        for part in self.mesh.split():
+            name = part.rstrip("0123456789")
+            degrees[DEGREES[name]] = int(part.removeprefix(name))
+        return MeshConfig(**degrees)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.config.world_size
+
+    @property
+    def strategy_options(self) -> dict[str, Any]:
+        return {
+            "mesh": self.config,
+            "schedule": self.schedule,
+            "microbatch_size": self.microbatch_size,
+            "parallel": self.parallel,
+            "grad_sync": GradSyncConfig(reduce=self.reduce),
+        }
+
+    @property
+    def model(self) -> Any:
+        return replace(CONFIG, tie_word_embeddings=self.tied)
+
+    def __str__(self) -> str:
+        parts = [self.mesh.replace(" ", "-")]
+        parts += [self.schedule] if self.schedule != "1f1b" else []
+        parts += [f"mb{self.microbatch_size}"] if self.microbatch_size else []
+        parts += [f"acc{self.accumulated}"] if self.accumulated > 1 else []
+        parts += ["tied"] if self.tied else []
+        parts += [self.reduce] if self.reduce != "last_microbatch" else []
+        defaults = ParallelConfig()
+        for name, value in vars(self.parallel).items():
+            parts += [f"{name}={value}"] if value != getattr(defaults, name) else []
+        return ",".join(parts)
+
+
+KEPT = ParallelConfig(reshard_after_forward=False)
+LET_GO = ParallelConfig(reshard_after_forward=True)
+SCHEDULES = ("gpipe", "looped_bfs", "interleaved_1f1b", "zero_bubble", "zero_bubble_v", "dual_pipe_v")
+
+CASES = [
+    # data
+    Case("rep2", fast=True),
+    Case("rep4"),
+    Case("rep8"),
+    Case("shard2", fast=True),
+    Case("shard2", microbatch_size=2, accumulated=2, fast=True),
+    Case("shard2", microbatch_size=2, accumulated=2, reduce="every_microbatch", fast=True),
+    Case("shard2", microbatch_size=2, parallel=LET_GO, tied=True, fast=True),
+    Case("shard2", microbatch_size=2, parallel=LET_GO, reduce="every_microbatch"),
+    Case("shard2", parallel=KEPT),
+    Case("shard2", parallel=ParallelConfig(offload=True)),
+    Case("shard4"),
+    Case("shard8"),
+    Case("rep2 shard2", fast=True),
+    Case("rep2 shard4"),
+    Case("rep4 shard2"),
+    # experts
+    Case("rep2 ep2", fast=True),
+    Case("shard2 ep2", fast=True),
+    Case("rep4 ep2"),
+    Case("rep4 ep4"),
+    Case("rep8 ep4"),
+    Case("rep8 ep8"),
+    Case("shard4 ep2"),
+    Case("shard4 ep4"),
+    Case("shard8 ep2"),
+    Case("shard8 ep8"),
+    Case("rep2 shard2 ep2", microbatch_size=2, fast=True),
+    Case("rep2 shard2 ep4", fast=True),
+    Case("rep2 shard4 ep2"),
+    Case("rep2 shard4 ep4"),
+    Case("rep2 shard4 ep8", accumulated=2),
+    Case("rep4 shard2 ep4"),
+    # pipelines
+    Case("pp2 shard2", tied=True, fast=True),
+    Case("pp2 shard2", schedule="zero_bubble_v", tied=True, fast=True),
+    Case("pp2 rep2 ep2", schedule="zero_bubble", accumulated=2, fast=True),
+    Case("pp2 shard2 ep2"),
+    *(Case("pp2 shard2 ep2", schedule=schedule, fast=schedule == "dual_pipe_v") for schedule in SCHEDULES),
+    Case("pp2 shard2 ep2", schedule="interleaved_1f1b", parallel=LET_GO),
+    Case("pp2 shard2 ep2", reduce="every_microbatch", accumulated=2),
+    Case("pp2 rep2 shard2 ep2", schedule="dual_pipe_v", accumulated=2),
+    Case("pp2 rep2 shard2 ep4", schedule="zero_bubble_v", tied=True),
+    Case("pp4 shard2 ep2", schedule="zero_bubble"),
+]

@@ -1,0 +1,55 @@
+"""Every mesh trains as one process does: losses, all gradients, the norm, and the weights after each step."""
+
+from __future__ import annotations
+
+import functools
+
+import lightning as L
+import pytest
+import torch
+
+from lightning_d9d import D9DStrategy
+from tests.harness.compare import assert_close_named, assert_tensors_close
+from tests.harness.ranks import RankContext
+from tests.harness.tolerances import Kind, Tolerance
+from tests.meshes.cases import CASES, Case
+from tests.meshes.equality import Steps, on_mesh, on_one_process
+
+FIVE_STEPS = Tolerance(relative=1e-9)
+SEED = 1
+
+
+@functools.cache
+def expected_of(tied: bool, accumulated: int) -> Steps:
+    """Kept by each rank process."""
+    L.seed_everything(SEED, verbose=False)
+    case = Case("rep1", tied=tied)
+    return on_one_process(case.model, accumulated=accumulated)
+
+
+def parameters() -> list:
+    marks = {True: (), False: (pytest.mark.meshes,)}
+    return [
+        pytest.param(case, id=str(case), marks=[pytest.mark.ranks(case.num_ranks), *marks[case.fast]]) for case in CASES
+    ]
+
+
+@pytest.mark.parametrize("case", parameters())
+def test_a_mesh_trains_as_one_process_does(rank: RankContext, case: Case) -> None:
+    expected = expected_of(case.tied, case.accumulated)
+    L.seed_everything(SEED, verbose=False)
+    options = {"accumulate_grad_batches": case.accumulated}
+    actual = on_mesh(rank, D9DStrategy(**case.strategy_options), case.model, **options)
+
+    assert len(actual.weights) == len(expected.weights)
+    for step, weights in enumerate(actual.weights):
+        gradients = actual.gradients[step]
+        assert gradients.keys() == weights.keys()
+        assert_tensors_close(gradients, {n: expected.gradients[step][n] for n in gradients}, tolerance=FIVE_STEPS)
+        assert_tensors_close(weights, {n: expected.weights[step][n] for n in weights}, tolerance=FIVE_STEPS)
+        assert_close_named(f"norm {step}", actual.norms[step], expected.norms[step], tolerance=FIVE_STEPS)
+    for index, (loss, theirs) in enumerate(zip(actual.losses, expected.losses, strict=True)):
+        assert_close_named(f"loss {index}", loss, theirs, kind=Kind.LOSS, tolerance=FIVE_STEPS)
+    held = rank.all_gather_object(set(actual.weights[0]))
+    assert set().union(*held) == set(expected.weights[0])
+    assert all(torch.isfinite(norm) for norm in actual.norms)
