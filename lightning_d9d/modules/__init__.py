@@ -7,6 +7,7 @@ Softmax, norms, rotary tables and losses are computed in float32, or in float64 
 """
 
 from lightning_d9d.modules.attention import GroupedQueryAttention
+from lightning_d9d.modules.balance import BalanceConfig, ExpertBalance, expert_load, update_expert_bias
 from lightning_d9d.modules.dispatch import AllToAllDispatch, Dispatch, LocalDispatch
 from lightning_d9d.modules.embedding import SplitTokenEmbedding, TokenEmbedding
 from lightning_d9d.modules.experts import GroupedExperts
@@ -20,9 +21,11 @@ from lightning_d9d.modules.rope import apply_rope, rope_tables
 
 __all__ = [
     "AllToAllDispatch",
+    "BalanceConfig",
     "Constant",
     "Dispatch",
     "DrawnByRows",
+    "ExpertBalance",
     "GroupedExperts",
     "GroupedQueryAttention",
     "LMHead",
@@ -37,5 +40,7 @@ __all__ = [
     "TokenEmbedding",
     "TopKRouter",
     "apply_rope",
+    "expert_load",
     "rope_tables",
+    "update_expert_bias",
 ]

@@ -3,49 +3,81 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lightning_d9d.modules.dispatch import LocalDispatch
+from lightning_d9d.modules.balance import BalanceConfig, ExpertBalance
+from lightning_d9d.modules.dispatch import Dispatch, LocalDispatch
 from lightning_d9d.modules.experts import GroupedExperts
 from lightning_d9d.modules.initial_values import Constant, DrawnByRows, Normal
+from lightning_d9d.modules.linear import Linear
+from lightning_d9d.modules.mlp import SwiGLU
 from lightning_d9d.ops import linear
 
 
 class TopKRouter(DrawnByRows):
-    """Chooses the experts of each token: softmax over all experts, then the `top_k` most probable."""
+    """Chooses the experts of each token: softmax over all experts, then the `top_k` most probable.
+
+    Everything is computed in float32 (float64 in float64), whatever the model's dtype and also under autocast.
+    """
 
     def __init__(
-        self, hidden_size: int, num_experts: int, top_k: int, *, normalize: bool, initializer_range: float
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        normalize: bool,
+        initializer_range: float,
+        balance: BalanceConfig | None = None,
     ) -> None:
         super().__init__()
         self.top_k = top_k
         self.normalize = normalize
         self.initializer_range = initializer_range
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
+        self.balance = None if balance is None else ExpertBalance(num_experts, balance)
         self.reset_parameters()
 
     def initial_values(self) -> dict[str, Normal | Constant]:
         """A normal weight."""
         return {"weight": Normal(self.initializer_range)}
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Routes tokens.
 
         Args:
-            x: shape `[tokens, hidden]`.
+            x: shape `[..., tokens, hidden]`.
 
         Returns:
-            Indices of the experts and their weights, both `[tokens, top_k]`. The weights are probabilities, in float32
-            at least, scaled to sum to one for each token if `normalize` was set.
+            Indices of the experts and their weights, both `[all tokens, top_k]`, and the router's loss, a scalar; None
+            where none is configured, and without gradient. The weights are probabilities, scaled to sum to one for each
+            token if `normalize` was set.
         """
-        logits = linear(x, self.weight)
-        probabilities = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-        weights, indices = probabilities.topk(self.top_k, dim=-1)
-        if self.normalize:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return indices, weights
+        logits = linear(x, self.weight, dtype=torch.promote_types(self.weight.dtype, torch.float32))
+        probabilities = logits.softmax(-1)
+        loss = None
+        if self.balance is None:
+            indices = probabilities.topk(self.top_k, dim=-1).indices
+        else:
+            indices = self.balance.choose(probabilities, self.top_k)
+            loss = self.balance(logits, probabilities, indices)
+        # The former are the quotients of probabilities, without 0 / 0.
+        weights = logits.gather(-1, indices).softmax(-1) if self.normalize else probabilities.gather(-1, indices)
+        return indices.flatten(0, -2), weights.flatten(0, -2), loss
 
 
 class SparseMoE(nn.Module):
-    """Mixture of SwiGLU experts: each token visits `top_k` of them and gets their weighted sum."""
+    """Mixture of SwiGLU experts: each token visits `top_k` of them and gets their weighted sum.
+
+    Args:
+        hidden_size: Width of tokens.
+        intermediate_size: Inner width of an expert.
+        num_experts: Of them.
+        top_k: How many each token visits.
+        normalize: Whether the weights of a token's experts are scaled to sum to one.
+        initializer_range: Standard deviation of the initial matrices.
+        shared_intermediate_size: Inner width of a further expert that all tokens visit, times a sigmoid of their own;
+            0: there is none.
+        balance: How tokens are spread over experts; None counts and costs nothing.
+    """
 
     def __init__(
         self,
@@ -56,17 +88,35 @@ class SparseMoE(nn.Module):
         *,
         normalize: bool,
         initializer_range: float,
+        shared_intermediate_size: int = 0,
+        balance: BalanceConfig | None = None,
     ) -> None:
         super().__init__()
+        std = initializer_range
         self.gate = TopKRouter(
-            hidden_size, num_experts, top_k, normalize=normalize, initializer_range=initializer_range
+            hidden_size, num_experts, top_k, normalize=normalize, initializer_range=std, balance=balance
         )
-        self.experts = GroupedExperts(num_experts, hidden_size, intermediate_size, initializer_range=initializer_range)
-        self.dispatch = LocalDispatch(num_experts)
+        self.experts = GroupedExperts(num_experts, hidden_size, intermediate_size, initializer_range=std)
+        self.dispatch: Dispatch = LocalDispatch(num_experts)
+        self.has_loss = balance is not None and balance.has_losses
+        self.has_shared_expert = shared_intermediate_size > 0
+        if self.has_shared_expert:
+            self.shared_expert = SwiGLU(hidden_size, shared_intermediate_size, initializer_range=std)
+            self.shared_expert_gate = Linear(hidden_size, 1, initializer_range=std)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Shape `[..., hidden]` to the same shape; any number of tokens, also none."""
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+        """Shape `[..., hidden]` to the same shape; any number of tokens, also none.
+
+        Where a loss of the router is configured, it is returned too: a scalar, or None without gradient.
+        """
         flat = x.flatten(0, -2)
-        tokens = self.dispatch.dispatch(flat, *self.gate(flat))
+        indices, weights, loss = self.gate(x)
+        # Before the rest: a recomputation ends with the last product, and need not bring the results back for this.
+        shared = self.shared_expert_gate(flat).sigmoid() * self.shared_expert(flat) if self.has_shared_expert else None
+        tokens = self.dispatch.dispatch(flat, indices, weights)
         results = self.experts(tokens.x, tokens.weights, tokens.offsets)
-        return self.dispatch.combine(results, tokens).view_as(x)
+        y = self.dispatch.combine(results, tokens)
+        if shared is not None:
+            y = y + shared
+        y = y.view_as(x)
+        return (y, loss) if self.has_loss else y

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -11,7 +12,7 @@ from lightning_d9d.ops.sharded_weights import is_cut, local_part
 from lightning_d9d.ops.weight_gradients import AT_ONCE, WeightGradients, receiver
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
     """`torch.nn.functional.linear`, whose weight gradient can wait.
 
     Inside `put_off` and with a leaf as `weight`, the gradients of `weight` and `bias` are put off, and equal bit by bit
@@ -22,6 +23,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         weight: shape `[out, in]`. It may be a DTensor: one that is replicated takes a plain `x` too, and its gradient
             is a DTensor placed alike, to which this rank's rows alone have contributed.
         bias: shape `[out]`.
+        dtype: compute the product in this dtype, also under autocast, and keep `x` and `weight` for the backward as
+            they are; `x` has two dims or more then.
 
     Returns:
         Shape `[..., out]`.
@@ -29,16 +32,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     gradients, leaves = receiver(x, weight, bias), (weight, bias)
     if not is_cut(weight):  # torch refuses a plain x with one that is: a part of the result would pass for the whole
         weight, bias = local_part(weight, x), None if bias is None else local_part(bias, x)
-    if gradients is None or x.dim() < 2:
-        return F.linear(x, weight, bias)
-    x = x.to(autocast_dtype(x))
-    if gradients is AT_ONCE:
-        return _Linear.apply(x, weight, bias, None)
+    if dtype is None:
+        if gradients is None or x.dim() < 2:
+            return F.linear(x, weight, bias)
+        x = x.to(autocast_dtype(x))
+    if gradients is None or gradients is AT_ONCE:
+        return _Linear.apply(x, weight, bias, None, dtype)
     trained_weight, trained_bias = leaves
     if trained_bias is not None and not trained_bias.requires_grad:
         trained_bias = None
     later = (gradients, trained_weight, trained_bias)
-    return _Linear.apply(x, weight.detach(), None if bias is None else bias.detach(), later)
+    return _Linear.apply(x, weight.detach(), None if bias is None else bias.detach(), later, dtype)
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype:
@@ -47,6 +51,10 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype:
     if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         return tensor.dtype if tensor.dtype == torch.float64 else torch.get_autocast_dtype(device_type)
     return tensor.dtype
+
+
+def _no_autocast(device_type: str) -> AbstractContextManager:
+    return torch.autocast(device_type, enabled=False) if torch.amp.is_autocast_available(device_type) else nullcontext()
 
 
 def split_linears(module: nn.Module) -> Callable[[], None]:
@@ -87,12 +95,14 @@ class _Linear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         later: tuple[WeightGradients, Tensor, Tensor | None] | None,
+        dtype: torch.dtype | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.later = later
         if bias is not None:
-            bias = bias.to(autocast_dtype(bias))
-        y = F.linear(x.flatten(0, -2), weight.to(autocast_dtype(weight)), bias)
+            bias = bias.to(dtype or autocast_dtype(bias))
+        with nullcontext() if dtype is None else _no_autocast(x.device.type):
+            y = F.linear(x.flatten(0, -2).to(dtype or x.dtype), weight.to(dtype or autocast_dtype(weight)), bias)
         # Detached, since autograd forbids to modify a view that a Function returns.
         return y.view(*x.shape[:-1], y.shape[-1]).detach()
 
@@ -101,21 +111,24 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         shape = x.shape
         x, dy = x.flatten(0, -2), grad_outputs[0].flatten(0, -2)
-        dw = db = None
+        dx = dw = db = None
+        if ctx.needs_input_grad[0]:
+            dx = (dy @ weight.to(dy.dtype)).view(shape)
         if ctx.later is not None:
             gradients, trained_weight, trained_bias = ctx.later
             gradients.add(trained_weight, _weight_gradient, dy, x)
             if trained_bias is not None:
                 gradients.add(trained_bias, _bias_gradient, dy)
         else:
-            dw = _weight_gradient(dy, x)
+            if ctx.needs_input_grad[1]:
+                dw = _weight_gradient(dy, x)
             if ctx.needs_input_grad[2]:
                 db = _bias_gradient(dy)
-        return (dy @ weight.to(dy.dtype)).view(shape), dw, db, None
+        return dx, dw, db, None, None
 
 
 def _weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
-    return dy.t() @ x
+    return dy.t() @ x.to(dy.dtype)
 
 
 def _bias_gradient(dy: Tensor) -> Tensor:

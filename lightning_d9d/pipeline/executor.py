@@ -175,7 +175,7 @@ class Executor:
                 batch.splits |= isinstance(part, BackwardInput)
         try:
             for action in actions:
-                with record_function(str(action)) if torch.autograd._profiler_enabled() else _NOT_OBSERVED:
+                with record_function(str(action)) if torch.autograd._profiler_enabled() else _NOTHING:
                     batch.run(action)
             action = None
             if self.messages is not None:
@@ -252,8 +252,9 @@ class _Batch:
             del self._inputs[microbatch]
         arguments: Mapping[str, Any] = inputs.shared if stage else {**inputs.first, **inputs.shared}
         received, trained = self._received(stage, microbatch) if stage else (None, [])
-        with self._observed(Forward(stage, microbatch)), executor.forward_context():
-            running = executor.stages[stage]
+        running = executor.stages[stage]
+        counting = _NOTHING if self.cut.counts(microbatch) else running.without_counting()
+        with self._observed(Forward(stage, microbatch)), executor.forward_context(), counting:
             output = running.forward(microbatch, trained, received, arguments, self.splits)
             is_last = stage == executor.num_stages - 1
             outputs = self._finish(microbatch, output) if is_last else self._hand_on(stage, microbatch, output)
@@ -327,7 +328,7 @@ class _Batch:
         return self._messages.receive_backward(stage, microbatch)
 
     def _observed(self, action: Action) -> AbstractContextManager:
-        return _NOT_OBSERVED if self.executor.observer is None else self.executor.observer.span(action)
+        return _NOTHING if self.executor.observer is None else self.executor.observer.span(action)
 
     # Messages and collectives
 
@@ -399,12 +400,12 @@ def loss_of(hooks: MicrobatchHooks, output: Any, microbatch: Any, rows: int, tot
     return weighted.value_sum
 
 
-class _NotObserved(AbstractContextManager):
+class _Nothing(AbstractContextManager):
     def __exit__(self, *_: object) -> None:
         pass
 
 
-_NOT_OBSERVED = _NotObserved()
+_NOTHING = _Nothing()
 _WORDS = {
     Forward: "forward",
     Backward: "backward",

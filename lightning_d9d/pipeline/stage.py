@@ -12,7 +12,8 @@ to it in place. The input's may wait then for the stage before, or be on its way
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_d9d.ops.linear import split_linears
 from lightning_d9d.ops.weight_gradients import WeightGradients, put_off
+from lightning_d9d.pipeline.types import CountsTokens
 
 
 @dataclass
@@ -68,6 +70,18 @@ class Stage:
             return self._call(received, arguments)
         with put_off(live.weights):
             return self._call(received, arguments)
+
+    @contextmanager
+    def without_counting(self) -> Generator[None]:
+        """While open, modules that count tokens do not: they are a filler's."""
+        counting = [module for module in self.module.modules() if isinstance(module, CountsTokens)]
+        for module in counting:
+            module.counts_tokens = False
+        try:
+            yield
+        finally:
+            for module in counting:
+                module.counts_tokens = True
 
     def _call(self, received: Any, arguments: Mapping[str, Any]) -> Any:
         positional = () if received is None or isinstance(received, Mapping) else (received,)

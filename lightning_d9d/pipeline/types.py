@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -51,3 +51,11 @@ class WeightedLoss:
 
     value_sum: Tensor
     weight: Tensor
+
+
+@runtime_checkable
+class CountsTokens(Protocol):
+    """A module inside a stage that counts the tokens it sees, such as `lightning_d9d.modules.ExpertBalance`."""
+
+    counts_tokens: bool
+    """The stage sets it to False around the forwards of fillers, which are there for the schedule's sake."""

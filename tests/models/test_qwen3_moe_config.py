@@ -28,6 +28,8 @@ def write(tmp_path, **values):
         ("num_key_value_heads", 3),
         ("head_dim", 33),
         ("num_experts", -1),
+        ("shared_expert_intermediate_size", -1),
+        ("shared_expert_intermediate_size", True),
         ("num_experts_per_tok", 9),
         ("num_experts_per_tok", 0),
         ("decoder_sparse_step", 0),
@@ -73,6 +75,7 @@ def test_unknown_preset_names_the_known_ones():
         {"mlp_only_layers": (1, 2), "decoder_sparse_step": 2},
         {"num_experts": 0},
         {"vocab_splits": {"a": 200, "b": 56}},
+        {"shared_expert_intermediate_size": 40, "mlp_only_layers": (1,)},
     ],
     ids=str,
 )
@@ -83,10 +86,15 @@ def test_number_of_parameters(changes):
     assert sum(parameter.numel() for parameter in model.parameters()) == config.num_parameters
 
 
+@pytest.mark.parametrize("shared", [0, 40])
 @pytest.mark.parametrize("tied", [True, False])
-def test_flops_are_those_that_run(tied):
+def test_flops_are_those_that_run(tied, shared):
     config = dataclasses.replace(
-        Qwen3MoeConfig.preset("tiny"), tie_word_embeddings=tied, mlp_only_layers=(1,), num_experts_per_tok=8
+        Qwen3MoeConfig.preset("tiny"),
+        tie_word_embeddings=tied,
+        mlp_only_layers=(1,),
+        num_experts_per_tok=8,
+        shared_expert_intermediate_size=shared,
     )
     model, seq = Qwen3MoeForCausalLM(config), 32
     ids = torch.randint(config.vocab_size, (1, seq))
@@ -108,11 +116,23 @@ def test_defaults_are_those_of_transformers():
 
     ours, theirs = Qwen3MoeConfig(), Reference()
     for field in dataclasses.fields(ours):
-        if field.name in ("vocab_splits", "head_dim", "rope_theta"):  # they have no field for these
+        if field.name in (
+            "vocab_splits",
+            "head_dim",
+            "rope_theta",
+            "shared_expert_intermediate_size",
+        ):  # they have no field for these
             continue
         expected = getattr(theirs, field.name)
         assert getattr(ours, field.name) == (tuple(expected) if isinstance(expected, list) else expected), field.name
     assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+
+
+def test_only_a_shared_expert_adds_a_key():
+    config = Qwen3MoeConfig.preset("tiny")
+    assert "shared_expert_intermediate_size" not in config.to_dict()
+    config = dataclasses.replace(config, shared_expert_intermediate_size=40)
+    assert Qwen3MoeConfig.from_dict(config.to_dict()) == config
 
 
 @pytest.mark.parametrize("version", [4, 5])

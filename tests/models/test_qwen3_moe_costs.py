@@ -17,11 +17,19 @@ from lightning_d9d.modules import LMHead, RMSNorm, rope_tables
 TINY = dataclasses.replace(Qwen3MoeConfig.preset("tiny"), mlp_only_layers=(1,))
 SPARSE, DENSE = 0, 1
 SEQUENCE = 48
+SHARED = dataclasses.replace(TINY, shared_expert_intermediate_size=96)
 QUERIES = TINY.num_attention_heads * TINY.head_dim
 
 
-def decoder_layer(index: int, dtype: torch.dtype, sequence: int) -> tuple[nn.Module, Tensor, tuple[Tensor, Tensor]]:
-    layer = Qwen3MoeLayer(TINY, index).to(dtype)
+of_each_kind = pytest.mark.parametrize(
+    ("config", "index"), [(TINY, SPARSE), (TINY, DENSE), (SHARED, SPARSE)], ids=["sparse", "dense", "shared expert"]
+)
+
+
+def decoder_layer(
+    config: Qwen3MoeConfig, index: int, dtype: torch.dtype, sequence: int
+) -> tuple[nn.Module, Tensor, tuple[Tensor, Tensor]]:
+    layer = Qwen3MoeLayer(config, index).to(dtype)
     rope = rope_tables(torch.arange(sequence)[None], TINY.head_dim, TINY.rope_theta, dtype)
     return layer, torch.randn(1, sequence, TINY.hidden_size, dtype=dtype, requires_grad=True), rope
 
@@ -39,14 +47,14 @@ def counted(layer: nn.Module, *inputs) -> tuple[int, int, int]:
     return forward.get_total_flops(), backwards[0], backwards[1] - backwards[0]
 
 
-@pytest.mark.parametrize("index", [SPARSE, DENSE])
-def test_operations_of_a_decoder_layer(index: int) -> None:
+@of_each_kind
+def test_operations_of_a_decoder_layer(config: Qwen3MoeConfig, index: int) -> None:
     """In float64 experts are plain products, and attention too: the whole square, with two and four products."""
-    layer, x, rope = decoder_layer(index, torch.float64, SEQUENCE)
+    layer, x, rope = decoder_layer(config, index, torch.float64, SEQUENCE)
     square = 2 * SEQUENCE**2 * QUERIES
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         forward, inputs, weights = counted(layer, x, rope)
-    costs = model_costs(TINY, SEQUENCE).layers[index]
+    costs = model_costs(config, SEQUENCE).layers[index]
     assert costs.forward_flops == forward - 2 * square + square
     assert costs.backward_input_flops == inputs - 4 * square + 2.5 * square
     assert costs.backward_weight_flops == weights
@@ -66,6 +74,7 @@ def test_operations_of_the_head() -> None:
         {},
         {"attention_bias": True, "decoder_sparse_step": 2},
         {"num_experts": 0},
+        {"shared_expert_intermediate_size": 40},
         {"tie_word_embeddings": True},
         {"vocab_splits": {"a": 200, "b": 56}},
     ],
@@ -101,12 +110,12 @@ def kept_bytes(module: nn.Module, x: Tensor, *inputs) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
-@pytest.mark.parametrize("index", [SPARSE, DENSE])
-def test_what_a_decoder_layer_keeps(index: int) -> None:
+@of_each_kind
+def test_what_a_decoder_layer_keeps(config: Qwen3MoeConfig, index: int) -> None:
     """All but row statistics and routing. On a CPU torch has norms of several ops, which keep their result as well."""
-    layer, x, rope = decoder_layer(index, torch.float32, 512)
+    layer, x, rope = decoder_layer(config, index, torch.float32, 512)
     normed = 512 * 4 * (2 * TINY.hidden_size + QUERIES + TINY.num_key_value_heads * TINY.head_dim)
-    costs = model_costs(TINY, 512, bytes_per_element=4).layers[index]
+    costs = model_costs(config, 512, bytes_per_element=4).layers[index]
     assert kept_bytes(layer, x, *rope) - normed == pytest.approx(costs.activation_bytes, rel=0.02)
 
 

@@ -88,7 +88,7 @@ def test_only_the_fallback_reads_values_on_the_host():
 
 def test_router_probabilities_are_float32_in_bfloat16():
     moe = make_moe(dtype=torch.bfloat16)
-    indices, weights = moe.gate(torch.randn(5, HIDDEN, dtype=torch.bfloat16))
+    indices, weights, _ = moe.gate(torch.randn(5, HIDDEN, dtype=torch.bfloat16))
     assert indices.shape == weights.shape == (5, TOP_K)
     assert weights.dtype == torch.float32
     assert_close_named("sum", weights.sum(-1), torch.ones(5))

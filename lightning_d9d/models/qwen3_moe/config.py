@@ -103,6 +103,10 @@ class Qwen3MoeConfig:
     norm_topk_prob: bool = False
     """Whether a token's weights over its chosen experts are scaled to sum to one."""
 
+    shared_expert_intermediate_size: int = 0
+    """Inner width of a further expert of each mixture layer that every token visits, times a sigmoid of its own, as in
+    Qwen2-MoE; 0: there is none. `transformers` has no Qwen3-MoE with one: only this package reads such an export."""
+
     decoder_sparse_step: int = 1
     """Every n-th layer is a mixture of experts (counted from one), the others are dense."""
 
@@ -153,7 +157,9 @@ class Qwen3MoeConfig:
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         self._require("num_key_value_heads", heads % kv_heads == 0, f"a divisor of num_attention_heads={heads}")
         self._require("head_dim", self.head_dim % 2 == 0, "even (rotary positions turn pairs)")
-        self._require("num_experts", self.num_experts >= 0, "at least 0")
+        for name in ("num_experts", "shared_expert_intermediate_size"):
+            value = getattr(self, name)
+            self._require(name, type(value) is int and value >= 0, "an integer, at least 0")
         self._require(
             "num_experts_per_tok",
             self.num_experts == 0 or 1 <= self.num_experts_per_tok <= self.num_experts,
@@ -230,6 +236,8 @@ class Qwen3MoeConfig:
             attention += q + 2 * kv + hidden
         dense = 3 * hidden * self.intermediate_size
         sparse = hidden * self.num_experts + 3 * hidden * self.moe_intermediate_size * experts_per_layer
+        if self.shared_expert_intermediate_size:
+            sparse += hidden * (3 * self.shared_expert_intermediate_size + 1)
         num_sparse = self.num_sparse_layers
         layers = self.num_hidden_layers * (attention + 2 * hidden)
         layers += num_sparse * sparse + (self.num_hidden_layers - num_sparse) * dense
@@ -290,6 +298,8 @@ class Qwen3MoeConfig:
         values["mlp_only_layers"] = list(self.mlp_only_layers)
         if self.vocab_splits is None:
             del values["vocab_splits"]
+        if self.shared_expert_intermediate_size == 0:
+            del values["shared_expert_intermediate_size"]
         return {
             "architectures": ["Qwen3MoeForCausalLM"],
             "model_type": "qwen3_moe",

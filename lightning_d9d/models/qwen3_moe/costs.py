@@ -65,24 +65,34 @@ def _layer(config: Qwen3MoeConfig, sequence_length: int, bytes_per_element: int,
     num_weights += (queries + 2 * keys + hidden) if config.attention_bias else 0
     if is_sparse:
         inner, num_copies, router = config.moe_intermediate_size, config.num_experts_per_tok, config.num_experts
-        num_weights += hidden * router + config.num_experts * 3 * hidden * inner
+        shared = config.shared_expert_intermediate_size
+        gated = hidden if shared else 0  # what the shared expert puts out, before its sigmoid
+        num_weights += hidden * router + config.num_experts * 3 * hidden * inner + 3 * hidden * shared + gated
         copied = num_copies * hidden
     else:
-        inner, num_copies, router, copied = config.intermediate_size, 1, 0, 0
+        inner, num_copies, router, shared, gated, copied = config.intermediate_size, 1, 0, 0, 0, 0
         num_weights += 3 * hidden * inner
-    products = projections + hidden * router + num_copies * 3 * hidden * inner
+    products = projections + hidden * router + 3 * hidden * (num_copies * inner + shared) + gated
     wide = num_copies * inner
     attention = 2 * sequence_length**2 * queries
 
     # x, normed x; q and k before and after norm and rope, v; what was attended. Then x, normed x, copies for experts;
     # gate, up, silu(gate), their product, and that with the experts' weights where there are any.
-    kept = 4 * hidden + 3 * queries + 3 * keys + copied + (5 if is_sparse else 4) * wide
+    kept = 4 * hidden + 3 * queries + 3 * keys + copied + (5 if is_sparse else 4) * wide + 4 * shared + gated
     # Inputs of products, and gradients of their outputs.
-    inputs = hidden + queries + hidden + copied + wide
-    gradients = queries + 2 * keys + hidden + router + 2 * wide + (copied if is_sparse else hidden)
+    inputs = hidden + queries + hidden + copied + wide + shared
+    gradients = queries + 2 * keys + hidden + router + 2 * wide + (copied if is_sparse else hidden) + 2 * shared + gated
     # Each of norms, rope, dispatch and SwiGLU as one kernel that reads and writes once.
-    moved = 6 * hidden + 2 * (queries + keys) + 3 * wide + (2 * (hidden + copied) if is_sparse else 0)
-    moved_back = 8 * hidden + 3 * (queries + keys) + 5 * wide + (2 * (hidden + copied) if is_sparse else 0)
+    moved = (
+        6 * hidden + 2 * (queries + keys) + 3 * (wide + shared + gated) + (2 * (hidden + copied) if is_sparse else 0)
+    )
+    moved_back = (
+        8 * hidden
+        + 3 * (queries + keys)
+        + 5 * (wide + shared)
+        + 3 * gated
+        + (2 * (hidden + copied) if is_sparse else 0)
+    )
     return LayerCosts(
         forward_flops=2 * sequence_length * products + attention,
         backward_input_flops=2 * sequence_length * products + 2.5 * attention,

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.models.qwen3_moe.config import Qwen3MoeConfig
 from lightning_d9d.modules import (
+    BalanceConfig,
     GroupedQueryAttention,
     LMHead,
     RMSNorm,
@@ -59,6 +60,10 @@ class CausalLMOutput(NamedTuple):
     """The embeddings, then the output of each layer, the last one after the final norm: `num_hidden_layers + 1` of
     shape `[batch, seq, hidden]`, when they were asked for."""
 
+    router_loss: Tensor | None = None
+    """The sum of all layers' router losses, a scalar in float32 (float64 in float64): means over the tokens of this
+    call. None where no such loss is configured, and without gradient."""
+
 
 class Qwen3MoeLayer(nn.Module):
     """One decoder layer: attention, then a mixture of experts or a dense SwiGLU, each on normed input and added to it.
@@ -66,9 +71,10 @@ class Qwen3MoeLayer(nn.Module):
     Args:
         config: of the whole model.
         index: of this layer in the whole model; decides whether it is sparse.
+        balance: of the load of the experts.
     """
 
-    def __init__(self, config: Qwen3MoeConfig, index: int) -> None:
+    def __init__(self, config: Qwen3MoeConfig, index: int, balance: BalanceConfig | None = None) -> None:
         super().__init__()
         std = config.initializer_range
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -90,14 +96,20 @@ class Qwen3MoeLayer(nn.Module):
                 config.num_experts_per_tok,
                 normalize=config.norm_topk_prob,
                 initializer_range=std,
+                shared_intermediate_size=config.shared_expert_intermediate_size,
+                balance=balance,
             )
         else:
             self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, initializer_range=std)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        """Shape `[batch, seq, hidden]` to the same; `rope` are the tables of `rope_tables`."""
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor | tuple[Tensor, Tensor | None]:
+        """Shape `[batch, seq, hidden]` to the same; `rope` are the tables of `rope_tables`.
+
+        A mixture with a loss of its router returns that too, as `SparseMoE` does.
+        """
         x = x + self.self_attn(self.input_layernorm(x), rope)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        y = self.mlp(self.post_attention_layernorm(x))
+        return (x + y[0], y[1]) if isinstance(y, tuple) else x + y
 
 
 class Qwen3MoeModel(nn.Module):
@@ -109,9 +121,12 @@ class Qwen3MoeModel(nn.Module):
     Args:
         config: Of the whole model.
         stage: What to build; `stage.layers`, if given, else `layers_of_stages(config, stage.num_stages)`.
+        balance: Of the load of the experts; None leaves it to chance.
     """
 
-    def __init__(self, config: Qwen3MoeConfig, stage: StageInfo = StageInfo(0, 1)) -> None:
+    def __init__(
+        self, config: Qwen3MoeConfig, stage: StageInfo = StageInfo(0, 1), balance: BalanceConfig | None = None
+    ) -> None:
         super().__init__()
         self.config = config
         self.stage = stage
@@ -121,7 +136,7 @@ class Qwen3MoeModel(nn.Module):
             layers = check_layers(stage.layers, config.num_hidden_layers)
         if stage.is_first:
             self.embed_tokens = token_embedding(config)
-        self.layers = nn.ModuleDict({str(index): Qwen3MoeLayer(config, index) for index in layers})
+        self.layers = nn.ModuleDict({str(index): Qwen3MoeLayer(config, index, balance) for index in layers})
         if stage.is_last:
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -132,6 +147,7 @@ class Qwen3MoeModel(nn.Module):
         hidden_states: Tensor | None = None,
         snapshots: tuple[Tensor, ...] | None = None,
         output_hidden_states: bool = False,
+        router_loss: Tensor | None = None,
     ) -> dict[str, Any]:
         """The stage's part of the way from ids to hidden states.
 
@@ -142,10 +158,12 @@ class Qwen3MoeModel(nn.Module):
             snapshots: On later stages: from the stage before, where it has some.
             output_hidden_states: On the first stage: whether to take snapshots; later stages add theirs if they get
                 some.
+            router_loss: On later stages: from the stage before, where it has one.
 
         Returns:
-            `hidden_states`, on the last stage after the final norm, and with snapshots `snapshots`: what came into each
-            layer so far and, on the last stage, once more its `hidden_states`.
+            `hidden_states`, on the last stage after the final norm; with snapshots `snapshots`: what came into each
+            layer so far and, on the last stage, once more its `hidden_states`; with losses of routers `router_loss`,
+            their sum so far.
 
         Raises:
             ConfigError: The first stage got no ids or a later one no hidden states.
@@ -159,12 +177,16 @@ class Qwen3MoeModel(nn.Module):
         for layer in self.layers.values():
             if snapshots is not None:
                 snapshots = (*snapshots, x)
-            x = layer(x, rope)
+            y = layer(x, rope)
+            x, loss = y if isinstance(y, tuple) else (y, None)
+            if loss is not None:
+                router_loss = loss if router_loss is None else router_loss + loss
         if self.stage.is_last:
             x = self.norm(x)
             if snapshots is not None:
                 snapshots = (*snapshots, x)
-        return {"hidden_states": x} if snapshots is None else {"hidden_states": x, "snapshots": snapshots}
+        output = {"hidden_states": x, "snapshots": snapshots, "router_loss": router_loss}
+        return {name: value for name, value in output.items() if value is not None}
 
     def _into_layers(self, input_ids: Tensor | None, hidden_states: Tensor | None) -> Tensor:
         given, needed = (input_ids, "input_ids") if self.stage.is_first else (hidden_states, "hidden_states")
@@ -194,6 +216,7 @@ class Qwen3MoeForCausalLM(nn.Module):
     Args:
         config: Of the whole model.
         stage: What to build, as in `Qwen3MoeModel`; the default is the whole model.
+        balance: Of the load of the experts; None leaves it to chance.
 
     Example:
         >>> model = Qwen3MoeForCausalLM(Qwen3MoeConfig.preset("tiny"))
@@ -204,11 +227,13 @@ class Qwen3MoeForCausalLM(nn.Module):
         torch.Size([2, 15])
     """
 
-    def __init__(self, config: Qwen3MoeConfig, stage: StageInfo = StageInfo(0, 1)) -> None:
+    def __init__(
+        self, config: Qwen3MoeConfig, stage: StageInfo = StageInfo(0, 1), balance: BalanceConfig | None = None
+    ) -> None:
         super().__init__()
         self.config = config
         self.stage = stage
-        self.model = Qwen3MoeModel(config, stage)
+        self.model = Qwen3MoeModel(config, stage, balance)
         if not stage.is_last:
             return
         hidden, std = config.hidden_size, config.initializer_range
@@ -230,6 +255,7 @@ class Qwen3MoeForCausalLM(nn.Module):
         hidden_states: Tensor | None = None,
         snapshots: tuple[Tensor, ...] | None = None,
         output_hidden_states: bool = False,
+        router_loss: Tensor | None = None,
     ) -> CausalLMOutput | dict[str, Any]:
         """Logits of the next token at each place, or the loss against labels.
 
@@ -246,19 +272,21 @@ class Qwen3MoeForCausalLM(nn.Module):
             hidden_states: shape `[batch, seq, hidden]`, what the stage before returned under this name.
             snapshots: the same.
             output_hidden_states: whether `.hidden_states` of the output has those of every layer; of the first stage.
+            router_loss: what the stage before returned under this name.
 
         Returns:
-            `.logits` in the model's dtype when `labels` is None, else `.loss` in float32 (float64 in float64). A stage
-            that is not the last returns the dictionary of `Qwen3MoeModel.forward`.
+            `.logits` in the model's dtype when `labels` is None, else `.loss` in float32 (float64 in float64), without
+            `.router_loss`. A stage that is not the last returns the dictionary of `Qwen3MoeModel.forward`.
 
         Raises:
             ConfigError: The first stage got no ids or a later one no hidden states.
         """
-        output = self.model(input_ids, position_ids, hidden_states, snapshots, output_hidden_states)
+        output = self.model(input_ids, position_ids, hidden_states, snapshots, output_hidden_states, router_loss)
         if not self.stage.is_last:
             return output
-        x, snapshots = output["hidden_states"], output.get("snapshots")
+        x = output["hidden_states"]
+        besides = {"hidden_states": output.get("snapshots"), "router_loss": output.get("router_loss")}
         tied = {"weight": self.model.embed_tokens.weight} if self.config.tie_word_embeddings else {}
         if labels is None:
-            return CausalLMOutput(logits=self.lm_head(x, **tied), hidden_states=snapshots)
-        return CausalLMOutput(loss=self.lm_head(x, labels, reduction, **tied), hidden_states=snapshots)
+            return CausalLMOutput(logits=self.lm_head(x, **tied), **besides)
+        return CausalLMOutput(loss=self.lm_head(x, labels, reduction, **tied), **besides)

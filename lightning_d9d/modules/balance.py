@@ -1,0 +1,266 @@
+"""Load balance of mixtures of experts: a bias without a loss, losses of the router, and what the load is.
+
+`ExpertBalance` is the part of a router that does this; a router of one's own can have one, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.modules.initial_values import Constant, DrawnByRows
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalanceConfig:
+    """How tokens are kept evenly spread over experts. Each part is off at its default; the load is counted in any case.
+
+    Raises:
+        ConfigError: A negative or infinite number, or values that contradict each other.
+    """
+
+    bias_rate: float = 0.0
+    """By how much an expert's bias changes after each optimizer step, such as 0.001: up where the expert got fewer
+    tokens than the mean, down where it got more (https://arxiv.org/abs/2408.15664)."""
+
+    sequence_loss: float = 0.0
+    """Coefficient of the balance loss of each sequence (https://arxiv.org/abs/2412.19437), such as 0.0001."""
+
+    global_batch_loss: float = 0.0
+    """Coefficient of the balance loss over the microbatches of all data ranks (https://arxiv.org/abs/2501.11873), such
+    as 0.001. It costs a small all-reduce for each layer and microbatch."""
+
+    z_loss: float = 0.0
+    """Coefficient of the mean squared logsumexp of the router's logits (https://arxiv.org/abs/2202.08906), such as
+    0.001."""
+
+    forced: bool = False
+    """For benchmarks: experts take turns, whatever the router says. The result is no trained model."""
+
+    def __post_init__(self) -> None:
+        for name in ("bias_rate", "sequence_loss", "global_batch_loss", "z_loss"):
+            value = getattr(self, name)
+            if not (isinstance(value, int | float) and 0 <= value < math.inf):
+                raise ConfigError(f"BalanceConfig.{name}={value!r} must be a number of at least 0")
+        if not isinstance(self.forced, bool):
+            raise ConfigError(f"BalanceConfig.forced={self.forced!r} must be true or false")
+        if self.forced and self.bias_rate:
+            raise ConfigError(
+                f"BalanceConfig.bias_rate={self.bias_rate} has no effect where forced=True chooses the experts; leave "
+                "one of them out"
+            )
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether the router has a loss."""
+        return any((self.sequence_loss, self.global_batch_loss, self.z_loss))
+
+
+class ExpertBalance(DrawnByRows):
+    """What a router knows of its experts' load, and what it does about it.
+
+    The bias is float32 whatever the model's dtype, for its steps are too small for others. It is part of checkpoints;
+    the counts are not. Tokens count in forwards with gradient, but not in those that a recomputation
+    (`torch.utils.checkpoint` with `use_reentrant=False`) repeats.
+
+    Args:
+        num_experts: Of the layer.
+        config: Which parts are on.
+    """
+
+    bias: Tensor | None
+    """Added to the probabilities for the choice of experts, float32 `[experts]`; None without a `bias_rate`."""
+
+    tokens_per_expert: Tensor
+    """How many tokens this process sent to each expert since `update_expert_bias`, int64 `[experts]`."""
+
+    def __init__(self, num_experts: int, config: BalanceConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.counts_tokens = True
+        """False while tokens pass that are there for a schedule's sake."""
+        self.group: dist.ProcessGroup | None = None
+        """The ranks whose tokens make up the global batch; None: this process alone."""
+        self.register_buffer("bias", torch.empty(num_experts, dtype=torch.float32) if config.bias_rate else None)
+        self.register_buffer("tokens_per_expert", torch.empty(num_experts, dtype=torch.int64), persistent=False)
+        self.reset_parameters()
+
+    def initial_values(self) -> dict[str, Constant]:
+        """Zeros."""
+        return {name: Constant(0.0) for name, _ in self.named_buffers(recurse=False)}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ExpertBalance:
+        """Let the bias keep its dtype in `module.to(torch.bfloat16)` and the like."""
+
+        def apply(tensor: Tensor) -> Tensor:
+            applied = fn(tensor)
+            keeps_dtype = tensor is self.bias and applied.dtype != tensor.dtype
+            return tensor.to(applied.device) if keeps_dtype else applied
+
+        return super()._apply(apply, recurse)
+
+    def choose(self, probabilities: Tensor, top_k: int) -> Tensor:
+        """The experts of each token.
+
+        Args:
+            probabilities: Shape `[..., experts]`.
+            top_k: How many.
+
+        Returns:
+            Shape `[..., top_k]`.
+        """
+        if self.config.forced:
+            *shape, num_experts = probabilities.shape
+            copies = torch.arange(math.prod(shape) * top_k, device=probabilities.device)
+            return copies.remainder(num_experts).view(*shape, top_k)
+        scores = probabilities.detach()
+        if self.bias is not None:
+            scores = scores + self.bias
+        return scores.topk(top_k, dim=-1).indices
+
+    def forward(self, logits: Tensor, probabilities: Tensor, indices: Tensor) -> Tensor | None:
+        """Counts the tokens of each expert, and makes the router's loss.
+
+        With a `global_batch_loss` it is collective over `group`, except in recomputations.
+
+        Args:
+            logits: Of the router, shape `[..., tokens, experts]`: sequences of tokens.
+            probabilities: Their softmax.
+            indices: The experts of each token, shape `[..., tokens, top_k]`.
+
+        Returns:
+            The sum of all losses times their coefficients, a scalar in the dtype of `probabilities`; None without
+            losses, and without gradient.
+        """
+        if not torch.is_grad_enabled():
+            return None
+        is_repeated = torch._C._current_graph_task_id() != -1
+        config = self.config
+        counts = _count(indices, logits.shape[-1])
+        if self.counts_tokens and not is_repeated:
+            self.tokens_per_expert.add_(counts.sum(0))
+        losses = []
+        if config.sequence_loss:
+            losses.append(config.sequence_loss * sequence_balance_loss(probabilities, counts))
+        if config.global_batch_loss:
+            counts = counts.sum(0) * self.counts_tokens
+            if self.group is not None and not is_repeated:
+                dist.all_reduce(counts, group=self.group)
+            losses.append(config.global_batch_loss * balance_loss(probabilities, counts))
+        if config.z_loss:
+            losses.append(config.z_loss * router_z_loss(logits))
+        return torch.stack(losses).sum() if losses else None
+
+
+def sequence_balance_loss(probabilities: Tensor, counts: Tensor) -> Tensor:
+    """The mean over sequences of `balance_loss`.
+
+    Args:
+        probabilities: Of each expert for each token, shape `[..., tokens, experts]`.
+        counts: How many tokens of each sequence went to each expert, shape `[sequences, experts]`.
+    """
+    num_sequences, num_experts = counts.shape
+    means = probabilities.sum(-2).view(num_sequences, num_experts) / max(1, probabilities.shape[-2])
+    return (means * _relative(counts, means.dtype)).sum() / max(1, num_sequences)
+
+
+def balance_loss(probabilities: Tensor, counts: Tensor) -> Tensor:
+    """`num_experts * sum(f * P)`: 1 where the load is even, more where the probable experts are the busy ones.
+
+    `f` is each expert's fraction of all copies of tokens, without gradient, and `P` its mean probability.
+
+    Args:
+        probabilities: Of each expert for each token of this rank, shape `[..., experts]`.
+        counts: How many tokens went to each expert, perhaps on other ranks, too; shape `[experts]`.
+    """
+    num_experts = len(counts)
+    flat = probabilities.view(-1, num_experts)
+    return _FixedProduct.apply(flat.sum(0) / max(1, len(flat)), _relative(counts, flat.dtype))
+
+
+def router_z_loss(logits: Tensor) -> Tensor:
+    """The mean over tokens of the squared logsumexp of their logits `[..., experts]`; keeps logits small."""
+    squares = logits.logsumexp(-1).square()
+    return squares.sum() / max(1, squares.numel())
+
+
+@torch.no_grad()
+def update_expert_bias(model: nn.Module, rate: float, group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
+    """Moves each bias by `rate` towards an even load, and begins to count anew. Call it after an optimizer step.
+
+    An expert with fewer tokens than the mean of its layer gets `rate` more, one with more tokens `rate` less; where no
+    token was counted nothing changes. Biases stay equal on all ranks. Nothing waits for the host.
+
+    Collective over `group`, in one all-reduce for all layers.
+
+    Args:
+        model: With an `ExpertBalance` in each router; the same layers on all ranks of the group.
+        rate: The step, such as 0.001.
+        group: The ranks whose tokens count together; None is the default process group, where there is one.
+
+    Returns:
+        The tokens of each expert that were counted on all ranks, int64 `[experts]`, by the name of the `ExpertBalance`.
+    """
+    balances = {name: part for name, part in model.named_modules() if isinstance(part, ExpertBalance)}
+    if not balances:
+        return {}
+    counters = [balance.tokens_per_expert for balance in balances.values()]
+    summed = torch.cat(counters)
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(summed, group=group)
+    totals = summed.split([len(counter) for counter in counters])
+    for balance, counts in zip(balances.values(), totals, strict=True):
+        if balance.bias is not None:
+            balance.bias.add_((counts.sum() - len(counts) * counts).sign().to(balance.bias.dtype), alpha=rate)
+    torch._foreach_zero_(counters)
+    return dict(zip(balances, totals, strict=True))
+
+
+def expert_load(counts: Tensor) -> Tensor:
+    """How even a load is, in two numbers that are 1 where it is.
+
+    Args:
+        counts: Tokens of each expert, shape `[experts]`.
+
+    Returns:
+        Float32 `[2]`: the tokens of the busiest expert over the mean, up to the number of experts, and the entropy of
+        the experts' fractions over that of an even load, down to 0 where one expert has all. Where nothing was counted
+        both are 0.
+    """
+    fractions = counts.float() / counts.sum().clamp_min(1)
+    entropy = torch.special.entr(fractions).sum() / math.log(max(2, len(counts)))
+    return torch.stack([fractions.max() * len(counts), entropy])
+
+
+def _count(indices: Tensor, num_experts: int) -> Tensor:
+    """How many tokens of each sequence go to each expert, int64 `[sequences, experts]`, from `[..., tokens, top_k]`."""
+    *sequences, tokens, top_k = indices.shape
+    flat = indices.reshape(math.prod(sequences), tokens * top_k)
+    return flat.new_zeros(len(flat), num_experts).scatter_add_(1, flat, torch.ones_like(flat))
+
+
+def _relative(counts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Counts over their mean along the last dim; 0 where there are none."""
+    return counts.to(dtype) * counts.shape[-1] / counts.sum(-1, keepdim=True).clamp_min(1)
+
+
+class _FixedProduct(torch.autograd.Function):
+    """`(x * factors).sum()` with factors that a recomputation does not make anew: they may come from other ranks.
+
+    It would take what `save_for_backward` has from the repeated forward, in which ranks do not talk to each other.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, factors: Tensor) -> Tensor:
+        ctx.factors = factors
+        return (x * factors).sum()
+
+    @staticmethod
+    def backward(ctx, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return grad_outputs[0] * ctx.factors, None
