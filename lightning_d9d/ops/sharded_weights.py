@@ -11,9 +11,7 @@ def local_part(weight: Tensor, x: Tensor) -> Tensor:
 
     The gradient comes back as `as_gradient` makes it.
     """
-    if not isinstance(weight, DTensor) or isinstance(x, DTensor):
-        return weight
-    return weight.to_local(grad_placements=weight.placements)
+    return weight.to_local() if isinstance(weight, DTensor) and not isinstance(x, DTensor) else weight
 
 
 def is_cut(weight: Tensor) -> bool:

@@ -252,6 +252,21 @@ def test_experts_that_are_fully_sharded_over_replicas(rank: RankContext, split: 
     domains.close()
 
 
+@pytest.mark.gpu
+@pytest.mark.ranks(2)
+def test_the_host_waits_for_nothing_but_the_counts(rank: RankContext) -> None:
+    """A wait that torch knows of raises here; the one for the counts is for an event, which it does not know of."""
+    mesh = init_device_mesh(rank.device.type, (2,))
+    dispatch, experts = AllToAllDispatch(NUM_EXPERTS, mesh.get_group()), shard(make_experts(torch.bfloat16), mesh)
+    tokens = on_device(make_tokens(rank.rank, "unequal numbers", dtype=torch.bfloat16), rank)
+    run(dispatch, experts, tokens)  # what is set up at the first call may wait
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(dispatch, experts, tokens)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.ranks(2)
 def test_a_whole_mixture(rank: RankContext) -> None:
     """With its router, whose parameter each rank holds."""
@@ -300,12 +315,14 @@ def test_weights_that_are_not_finite_raise_on_every_rank(rank: RankContext, valu
     ],
 )
 def test_more_rows_than_can_be_counted_raise_on_every_rank(rank: RankContext, limit: int, message: str) -> None:
-    tokens = on_device(make_tokens(rank.rank, "unequal numbers"), rank)[:3]
-    indices = torch.full_like(tokens[1], NUM_EXPERTS - 1)
+    x, indices, weights, _ = on_device(make_tokens(rank.rank, "unequal numbers"), rank)
+    indices[:] = NUM_EXPERTS - 1
+    if rank.rank == 1 and limit == 17:
+        x = x[:, :1].expand(-1, 2**50)  # there is no memory for copies: the error comes before
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(dispatch, "MAX_ROWS", limit)
         with pytest.raises(ConfigError, match=message):
-            AllToAllDispatch(NUM_EXPERTS, rank.group).dispatch(tokens[0], indices, tokens[2])
+            AllToAllDispatch(NUM_EXPERTS, rank.group).dispatch(x, indices, weights)
 
 
 def test_more_local_rows_than_can_be_counted_raise(monkeypatch: pytest.MonkeyPatch) -> None:
