@@ -86,7 +86,9 @@ def settings(unit: nn.Module | list[nn.Module], parallel: ParallelConfig, casts_
                 reduced = torch.promote_types(reduced, parameter.dtype)
     return {
         "mp_policy": MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=reduced, cast_forward_inputs=casts_inputs),
-        "offload_policy": CPUOffloadPolicy() if parallel.offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
+        if parallel.offload
+        else OffloadPolicy(),
     }
 
 
@@ -190,6 +192,8 @@ class FullySharded:
             )
         self._reduces = reduces
         self._keeps_now = self.keeps or splits
+        for group in self._groups:
+            group._init_mp_dtypes()  # again, for what has been unfrozen
         self._has_announced_last = False
         for each in self._parameters:
             unsharded = getattr(each, "_unsharded_param", None)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshConfig
@@ -16,6 +17,8 @@ from lightning_d9d.strategy.module import D9DModule
 _OF_ALL_MODULES = ("data_parallel_replicate", "data_parallel_shard", "expert_parallel")
 _OF_D9D_MODULES = ("pipeline_parallel",)
 _OF_PLAIN_MODULES = ("tensor_parallel",)
+_SPREAD = ("pipeline_parallel", "data_parallel_shard", "context_parallel_shard", "tensor_parallel", "expert_parallel")
+"""Degrees above 1 with which no rank has the whole module."""
 _TRAINER_SETTINGS = (
     "max_epochs",
     "max_steps",
@@ -50,6 +53,19 @@ def check_degrees_of(module: L.LightningModule, config: MeshConfig) -> None:
             if not is_d9d:
                 what, remedy = "a plain LightningModule, which has no stages", f"make it a D9DModule, or {remedy}"
             raise ConfigError(f"MeshConfig.{name}={degree}: {type(module).__name__} is {what}; {remedy}")
+
+
+def check_callbacks(callbacks: Iterable[L.Callback], config: MeshConfig) -> None:
+    """Raise `ConfigError` for callbacks that copy the module, which is not whole on any rank."""
+    degrees = {field.name: getattr(config, field.name) for field in fields(config)}
+    spread = [f"{name}={degree}" for name, degree in degrees.items() if degree != 1 and name in _SPREAD]
+    for callback in callbacks:
+        if spread and isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+            raise ConfigError(
+                f"the callback {type(callback).__name__} makes a deep copy of the module, but with MeshConfig("
+                f"{', '.join(spread)}) each rank has a part of it, which cannot be copied; leave it out, or train with "
+                "data_parallel_replicate alone"
+            )
 
 
 def check_equal_configuration(settings: Mapping[str, object], trainer: L.Trainer) -> None:

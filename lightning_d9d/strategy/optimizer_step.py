@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from lightning_d9d.errors import ConfigError
 
 
 class OptimizerStep:
@@ -53,6 +56,22 @@ class OptimizerStep:
     def skipped(self) -> Tensor:
         """The number of skipped steps, int64 on the device."""
         return self._skipped
+
+
+def check_layouts(optimizer: Optimizer) -> None:
+    """Raise `ConfigError` for a group of parameters that torch cannot step together."""
+    for group in optimizer.param_groups:
+        parameters = group["params"]
+        if len({isinstance(parameter, DTensor) for parameter in parameters}) < 2:
+            continue
+        on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
+        batched = group.get("fused") or group.get("foreach") or (group.get("foreach", False) is None and not on_cpu)
+        if batched:
+            raise ConfigError(
+                f"a group of {type(optimizer).__name__} has plain parameters and DTensors (experts on several ranks, "
+                "say), which its fused and foreach steps do not take together: give it "
+                "lightning_d9d.optim.parameter_groups(module, weight_decay), or foreach=False"
+            )
 
 
 def takes_scalars(optimizer: Optimizer) -> bool:

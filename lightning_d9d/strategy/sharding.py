@@ -9,11 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshDomains
-from lightning_d9d.mesh.collectives import broadcast_tensors, check_equal_tensors, first_difference
+from lightning_d9d.mesh.collectives import all_gather_object, broadcast_tensors, check_equal_tensors, first_difference
+from lightning_d9d.parallel import ParallelConfig, blocks_of, weight_mesh
+from lightning_d9d.parallel.data import move, settings
 
 _FIELDS = {"dp_shard": "data_parallel_shard", "tp": "tensor_parallel", "ep_shard": "expert_parallel"}
 """Axes over which a module's parameters must lie, and the degrees that they come from."""
@@ -49,12 +52,18 @@ def check_layout(module: nn.Module, mesh: MeshDomains, group: dist.ProcessGroup 
     if mesh.sizes["cp"] * mesh.sizes["tp"] > 1:
         plain = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
         _check_copies(plain, mesh)
-    meshes = [_ranks(p.device_mesh) for p in module.parameters() if isinstance(p, DTensor)]
+    meshes = [parameter.device_mesh for parameter in module.parameters() if isinstance(parameter, DTensor)]
     for axis, field in _FIELDS.items():
         if mesh.sizes[axis] == 1:
             continue
         ranks = set(dist.get_process_group_ranks(mesh.group(axis)))
-        if not any(ranks <= of_parameter for of_parameter in meshes):
+        if axis == "ep_shard":  # its ranks are those of other axes, too
+            lies_on_it = any(axis in (each.mesh_dim_names or ()) for each in meshes)
+        else:
+            lies_on_it = any(ranks <= _ranks(each) for each in meshes)
+        if mesh.sizes["pp"] > 1:  # a stage may have no such parameter
+            lies_on_it = any(all_gather_object(lies_on_it, mesh.group("pp")))
+        if not lies_on_it:
             raise ConfigError(
                 f"MeshConfig.{field}={len(ranks)}, but no parameter of {type(module).__name__} is a DTensor over the "
                 f"axis {axis!r}: ranks would train copies. Shard it in configure_model, such as by {_REMEDIES[axis]}, "
@@ -89,6 +98,39 @@ def make_replicas_equal(tensors: Iterable[Tensor]) -> None:
                     by_group.setdefault(mesh.get_group(axis), []).append(tensor.to_local())
     for group, copies in by_group.items():
         broadcast_tensors(copies, group, dist.get_process_group_ranks(group)[0])
+
+
+def shard_blocks(module: nn.Module, mesh: MeshDomains, parallel: ParallelConfig, device: torch.device) -> None:
+    """Move a plain module to the device and shard the blocks that `parallel.shard_blocks` names, in place. Collective.
+
+    Values are rank 0's. Each block is gathered for its forward and again for its backward. Gradients are means over the
+    data ranks, as FSDP2 makes them by itself; what is in no block is replicated.
+
+    Raises:
+        ConfigError: There are no such blocks, no axis shards data, or a block has no values.
+    """
+    over = weight_mesh(mesh)
+    if over is None:
+        raise ConfigError(
+            f"ParallelConfig.shard_blocks={parallel.shard_blocks} with MeshConfig.data_parallel_shard=1: there is "
+            "nothing to shard over; set data_parallel_shard, such as to -1"
+        )
+    for block in blocks_of(module, parallel.shard_blocks):
+        if any(tensor.is_meta for tensor in (*block.parameters(), *block.buffers())):
+            raise ConfigError(
+                f"ParallelConfig.shard_blocks: a {type(block).__name__} is on the meta device, and nothing would give "
+                "it values; build it on the CPU, or shard it in configure_model and give it values there"
+            )
+        block.to(device)
+        broadcast_tensors([*block.parameters(), *block.buffers()])
+        reshard = parallel.reshard_after_forward
+        fully_shard(
+            block,
+            mesh=over,
+            reshard_after_forward=True if reshard == "auto" else reshard,
+            **settings(block, parallel),
+        )
+    move(module, device, offloads=parallel.offload)
 
 
 def not_yet_summed(parameters: Iterable[nn.Parameter], mesh: MeshDomains) -> list[nn.Parameter]:

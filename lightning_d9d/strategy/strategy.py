@@ -22,6 +22,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -33,21 +34,26 @@ from lightning_d9d.mesh.collectives import all_gather_object, broadcast_tensors
 from lightning_d9d.mesh.sharding import local
 from lightning_d9d.parallel import ParallelConfig
 from lightning_d9d.parallel.data import move, weight_mesh
-from lightning_d9d.parallel.plan import fully_sharded
 from lightning_d9d.pipeline.executor import Executor
 from lightning_d9d.pipeline.microbatch import MicrobatchCount, num_tokens
 from lightning_d9d.schedule import Auto, Choice, Schedule, resolve_schedule
 from lightning_d9d.strategy.auto import CHOICE, choose, saved_choice
 from lightning_d9d.strategy.checkpoints import CheckpointConfig, CheckpointedStrategy
-from lightning_d9d.strategy.configuration import check_degrees_of
+from lightning_d9d.strategy.configuration import check_callbacks, check_degrees_of
 from lightning_d9d.strategy.data_parallel import DataParallelStages
 from lightning_d9d.strategy.module import D9DModule
-from lightning_d9d.strategy.optimizer_step import OptimizerStep, takes_scalars
+from lightning_d9d.strategy.optimizer_step import OptimizerStep, check_layouts, takes_scalars
 from lightning_d9d.strategy.pipeline import Pipeline, Tie
 from lightning_d9d.strategy.precision import check_precision
 from lightning_d9d.strategy.progress import LateProgress
 from lightning_d9d.strategy.ranks import TimeoutConfig
-from lightning_d9d.strategy.sharding import check_layout, is_sharded, make_replicas_equal, not_yet_summed
+from lightning_d9d.strategy.sharding import (
+    check_layout,
+    is_sharded,
+    make_replicas_equal,
+    not_yet_summed,
+    shard_blocks,
+)
 from lightning_d9d.strategy.train_step import TrainStep, cast_gradients
 from lightning_d9d.sync.buckets import GradientBuckets, GradSyncConfig
 from lightning_d9d.sync.norm import clip_gradients_by_norm, clip_gradients_by_value
@@ -131,6 +137,7 @@ class D9DStrategy(CheckpointedStrategy):
         self._train_step: TrainStep | None = None
         self._optimizer_step: OptimizerStep | None = None
         self._norm: Tensor | None = None
+        self._units: list[FSDPModule] = []
         self._grouped_metrics: list[Metric] = []
         self._is_described = False
         self._sync_gradients = True
@@ -158,6 +165,7 @@ class D9DStrategy(CheckpointedStrategy):
         super().setup_environment()
         assert self.lightning_module is not None
         check_degrees_of(self.lightning_module, self.mesh_config)
+        check_callbacks(cast(Any, self.lightning_module.trainer).callbacks, self.mesh_config)
         self._open_groups()
         earlier, self._choice = self._choice, None
         if not isinstance(self.schedule, Auto):
@@ -186,10 +194,15 @@ class D9DStrategy(CheckpointedStrategy):
                 _ = self.mesh.expert_weights
 
     @property
+    def _gathers_narrow(self) -> bool:
+        """Whether fully sharded weights are gathered in the dtype that autocast would cast them to."""
+        return isinstance(self.precision_plugin, MixedPrecision) and isinstance(self.lightning_module, D9DModule)
+
+    @property
     def parallel_in_effect(self) -> ParallelConfig:
         """The configuration with the dtypes that follow from precision and `grad_sync`."""
         gathered, reduced = self.parallel.gather_dtype, self.parallel.reduce_dtype
-        if gathered is None and isinstance(self.precision_plugin, MixedPrecision):
+        if gathered is None and self._gathers_narrow:
             gathered = "bfloat16"
         if reduced is None and self.grad_sync.dtype != "auto":
             reduced = self.grad_sync.dtype
@@ -251,7 +264,10 @@ class D9DStrategy(CheckpointedStrategy):
         if fitting and self._layer_sync is not None:
             self.model = self._layer_sync.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
-        self.model_to_device()
+        if isinstance(self.model, D9DModule) or self.parallel.shard_blocks is None or self.world_size == 1:
+            self.model_to_device()
+        else:
+            shard_blocks(self.model, self.mesh, self.parallel, self.root_device)
         if self.world_size > 1:
             check_layout(self.model, self.mesh, self.stage_group)
             tensors = [*self.model.parameters(), *self.model.buffers()]
@@ -259,8 +275,9 @@ class D9DStrategy(CheckpointedStrategy):
             make_replicas_equal(tensors)
             self._find_tied()
             self._sum_metrics_over_data_ranks()
-        if fully_sharded(self.model) and isinstance(self.precision_plugin, MixedPrecision):
-            vars(self.precision_plugin)["forward_context"] = nullcontext  # weights are gathered in the narrow dtype
+        self._units = [unit for unit in self.model.modules() if isinstance(unit, FSDPModule)]
+        if self._units and self._gathers_narrow:
+            vars(self.precision_plugin)["forward_context"] = nullcontext
         if is_sharded(self.model):
             for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
                 loop.inference_mode = False  # DTensors know no inference tensors
@@ -329,7 +346,7 @@ class D9DStrategy(CheckpointedStrategy):
         self._buckets = self._train_step = self._bucket_needs = self._late_progress = None
         if self.precision_plugin is not None:
             vars(self.precision_plugin).pop("forward_context", None)
-        self._parameters = []
+        self._parameters, self._units = [], []
         self.pipeline, self._tied = None, {}
         while self._grouped_metrics:
             self._grouped_metrics.pop().process_group = None
@@ -376,6 +393,8 @@ class D9DStrategy(CheckpointedStrategy):
             )
         if self.skip_nonfinite or isinstance(module, D9DModule):
             self._check_optimizers()
+        for optimizer in self.optimizers:
+            check_layouts(optimizer)
         if isinstance(module, D9DModule):
             self._train_step = TrainStep(
                 module,
@@ -576,18 +595,18 @@ class D9DStrategy(CheckpointedStrategy):
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own."""
-        self._begin_evaluation_batch()
-        return super().validation_step(*args, **kwargs)
+        with self._evaluation_batch():
+            return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """As `validation_step`."""
-        self._begin_evaluation_batch()
-        return super().test_step(*args, **kwargs)
+        with self._evaluation_batch():
+            return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """As `validation_step`."""
-        self._begin_evaluation_batch()
-        return super().predict_step(*args, **kwargs)
+        with self._evaluation_batch():
+            return super().predict_step(*args, **kwargs)
 
     @property
     def executor(self) -> Executor | None:
@@ -624,9 +643,13 @@ class D9DStrategy(CheckpointedStrategy):
             }
         )
 
-    def _begin_evaluation_batch(self) -> None:
+    @contextmanager
+    def _evaluation_batch(self) -> Generator[None]:
         if self._shutdown is not None:
             self._shutdown.begin_evaluation_batch()
+        yield
+        for unit in self._units:  # of a stage that is kept, or the part of one that is its own unit
+            unit.reshard()
 
     def _sync_buffers(self) -> None:
         """After a step replicas' buffers (running means) differ; rank 0's are everyone's, as in DDP. Collective."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_d9d import MeshConfig, ParallelConfig
@@ -29,7 +29,7 @@ class Case:
     microbatch_size: int | None = None
     accumulated: int = 1
     tied: bool = False
-    parallel: ParallelConfig = ParallelConfig()
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     reduce: Any = "last_microbatch"
     fast: bool = False
     """Whether it is one of those that always run."""

@@ -1,0 +1,373 @@
+"""Fully sharded stages and blocks through a Trainer: precision, evaluation, checkpoints, freezing, failures."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_d9d import (
+    ConfigError,
+    D9DModule,
+    D9DStrategy,
+    MeshConfig,
+    ParallelConfig,
+    StageInfo,
+    StageInputs,
+    WeightedLoss,
+)
+from lightning_d9d.models.qwen3_moe import Qwen3MoePretraining
+from tests.harness.compare import assert_close_named, assert_tensors_close
+from tests.harness.ranks import RankContext
+from tests.harness.tolerances import Kind
+from tests.meshes.equality import CONFIG, Watched, batch_of, on_mesh, on_one_process, whole
+from tests.strategy.plain import trainer
+
+SHARDED = {"data_parallel_shard": 2}
+EXPERTS = {"data_parallel_shard": 2, "expert_parallel": 2}
+
+
+def rows_of(index: int, rank: RankContext) -> DataLoader:
+    batch = batch_of(index)
+    part = len(batch["labels"]) // rank.world_size
+    mine = [{k: v[row] for k, v in batch.items()} for row in range(rank.rank * part, (rank.rank + 1) * part)]
+    return DataLoader(mine, part)  # type: ignore[arg-type]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mesh", [SHARDED, EXPERTS], ids=["weights", "experts"])
+def test_the_first_step_in_float32_is_that_of_one_process(rank: RankContext, mesh: dict[str, int]) -> None:
+    L.seed_everything(1, verbose=False)
+    expected = on_one_process(steps=1, dtype=torch.float32)
+    L.seed_everything(1, verbose=False)
+    actual = on_mesh(rank, D9DStrategy(mesh=MeshConfig(**mesh)), steps=1, precision="32-true")
+    assert_tensors_close(actual.gradients[0], expected.gradients[0])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mesh", [SHARDED, EXPERTS], ids=["weights", "experts"])
+@pytest.mark.parametrize("size", [None, 2], ids=["one microbatch", "several"])
+def test_narrow_weights_have_float32_gradients(rank: RankContext, mesh: dict[str, int], size: int | None) -> None:
+    """bf16-true: shards in bfloat16; sums over microbatches and ranks in float32 up to the optimizer step."""
+    L.seed_everything(1, verbose=False)
+    expected = on_one_process(steps=1, dtype=torch.bfloat16)
+    L.seed_everything(1, verbose=False)
+    strategy = D9DStrategy(mesh=MeshConfig(**mesh), microbatch_size=size)
+    actual = on_mesh(rank, strategy, steps=2, precision="bf16-true")
+    assert {gradient.dtype for gradient in actual.gradients[0].values()} == {torch.float32}
+    assert {weight.dtype for weight in actual.weights[0].values()} == {torch.bfloat16}
+    assert_tensors_close(actual.gradients[0], expected.gradients[0])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mesh", [SHARDED, EXPERTS], ids=["weights", "experts"])
+def test_mixed_precision_gathers_in_bfloat16_without_autocast(rank: RankContext, mesh: dict[str, int]) -> None:
+    L.seed_everything(1, verbose=False)
+    expected = on_one_process(steps=1, dtype=torch.bfloat16)
+    seen: set[Any] = set()
+
+    class Looks(Watched):
+        def microbatch_inputs(self, microbatch: Any) -> StageInputs:
+            layer = self.stages[0].model.layers["0"].self_attn.o_proj
+            layer.register_forward_hook(
+                lambda _, args, y: seen.add((torch.is_autocast_enabled(rank.device.type), y.dtype))
+            )
+            return super().microbatch_inputs(microbatch)
+
+    L.seed_everything(1, verbose=False)
+    module = Looks(CONFIG, 1)
+    strategy = D9DStrategy(mesh=MeshConfig(**mesh))
+    run = trainer(
+        strategy,
+        2,
+        rank.device.type,
+        precision="bf16-mixed",
+        max_epochs=1,
+        use_distributed_sampler=False,
+        gradient_clip_val=1.0,
+    )
+    run.fit(module)
+    assert {parameter.dtype for parameter in module.parameters()} == {torch.float32}
+    assert {gradient.dtype for gradient in module.seen.gradients[0].values()} == {torch.float32}
+    assert seen == {(False, torch.bfloat16)}
+    assert_tensors_close(module.seen.gradients[0], expected.gradients[0])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mesh", [SHARDED, EXPERTS], ids=["weights", "experts"])
+@pytest.mark.parametrize("size", [None, 2], ids=["one microbatch", "several"])
+def test_losses_and_predictions_are_those_of_one_process(
+    rank: RankContext, mesh: dict[str, int], size: int | None
+) -> None:
+    L.seed_everything(1, verbose=False)
+    alone = Qwen3MoePretraining(CONFIG).double()
+    alone.configure_model()
+    batch = batch_of(0)
+    with torch.no_grad():
+        model = alone.model.double()
+        logits = model(batch["input_ids"]).logits
+        loss = model(**batch, reduction="sum").loss / (batch["labels"] != -100).sum()
+
+    L.seed_everything(1, verbose=False)
+    strategy = D9DStrategy(mesh=MeshConfig(**mesh), microbatch_size=size)
+    run = trainer(strategy, 2, rank.device.type, precision="32-true", use_distributed_sampler=False)
+    module = Qwen3MoePretraining(CONFIG)
+    (result,) = run.validate(module, rows_of(0, rank), verbose=False)
+    predicted = run.predict(module, rows_of(0, rank))
+    mine = logits.chunk(2)[rank.rank].float()
+    assert_close_named("logits", torch.cat(predicted), mine, kind=Kind.OUTPUT)  # type: ignore[arg-type]
+    assert_close_named("val_loss", torch.tensor(result["val_loss"]), loss.float(), kind=Kind.LOSS)
+    assert all(isinstance(parameter, DTensor) for parameter in module.parameters())  # nothing stays gathered
+
+
+@pytest.mark.ranks(4)
+def test_a_checkpoint_goes_on_on_another_mesh(rank: RankContext) -> None:
+    """Two steps on one mesh and three on another are five on one process."""
+    L.seed_everything(1, verbose=False)
+    expected = on_one_process()
+    options: dict[str, Any] = {
+        "precision": "64-true",
+        "gradient_clip_val": 0.5,
+        "use_distributed_sampler": False,
+        "enable_checkpointing": True,
+    }
+    path = rank.tmp_dir / "saved"
+    first = D9DStrategy(mesh=MeshConfig(data_parallel_replicate=2, data_parallel_shard=2, expert_parallel=2))
+    L.seed_everything(1, verbose=False)
+    saving = ModelCheckpoint(path, "first", every_n_train_steps=2, save_on_train_epoch_end=False)
+    run = trainer(first, 4, rank.device.type, max_steps=2, callbacks=[saving], **options)
+    run.fit(Watched(CONFIG, 5))
+
+    second = D9DStrategy(mesh=MeshConfig(pipeline_parallel=2, data_parallel_shard=2), schedule="zero_bubble_v")
+    L.seed_everything(7, verbose=False)
+    module = Watched(CONFIG, 5)
+    run = trainer(second, 4, rank.device.type, max_steps=5, **(options | {"enable_checkpointing": False}))
+    run.fit(module, ckpt_path=str(next(path.iterdir())))
+    assert len(module.seen.weights) == 3
+    for weights, theirs in zip(module.seen.weights, expected.weights[2:], strict=True):
+        assert_tensors_close(weights, {name: theirs[name] for name in weights})
+
+
+class Unfreezes(L.Callback):
+    """Trains the embedding, the last norm and the head alone at first."""
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        for name, parameter in pl_module.named_parameters():
+            parameter.requires_grad_("layers" not in name or trainer.current_epoch > 0)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("size", [None, 2], ids=["let go", "kept"])
+def test_layers_can_be_frozen_and_unfrozen(rank: RankContext, size: int | None) -> None:
+    module = Watched(CONFIG, 1)
+    strategy = D9DStrategy(mesh=MeshConfig(**EXPERTS), microbatch_size=size)
+    options: dict[str, Any] = {"gradient_clip_val": 1.0, "use_distributed_sampler": False, "precision": "64-true"}
+    run = trainer(strategy, 2, rank.device.type, max_epochs=2, callbacks=[Unfreezes()], **options)
+    run.fit(module)
+    trained = [{name for name, gradient in step.items() if gradient.any()} for step in module.seen.gradients]
+    assert trained[0]
+    assert not any("layers" in name for name in trained[0])
+    assert trained[1] == {name for name, _ in module._named()}
+
+
+class Branches(D9DModule):
+    """A block that rank 0 uses in part."""
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__()
+        self.fails = fails
+        self.used: dict[str, Tensor] = {}
+
+    def configure_stage(self, stage: StageInfo) -> nn.Module:
+        class Block(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.always, self.sometimes = nn.Linear(4, 4), nn.Linear(4, 4)
+
+            def forward(self, x: Tensor, both: Tensor) -> Tensor:
+                return self.always(x) + (self.sometimes(x) if bool(both.all()) else 0)
+
+        class Stage(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.blocks = nn.ModuleList([Block(), Block()])
+
+            def forward(self, x: Tensor, both: Tensor) -> Tensor:
+                for block in self.blocks:
+                    x = block(x, both)
+                return x
+
+        return Stage()
+
+    def microbatch_inputs(self, microbatch: Mapping[str, Tensor]) -> StageInputs:
+        if self.fails:
+            self.fails = False
+            raise ValueError("on purpose")
+        return StageInputs(first={"x": microbatch["x"]}, shared={"both": microbatch["both"]})
+
+    def microbatch_loss(self, output: Tensor, microbatch: Mapping[str, Tensor]) -> WeightedLoss:
+        return WeightedLoss(output.square().sum(), torch.tensor(float(len(output)), device=output.device))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.used = {name.split(".", 2)[2]: whole(p.grad) for name, p in self.named_parameters()}  # type: ignore[arg-type]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def branch_batches(rank: RankContext) -> DataLoader:
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(rank.rank))
+    both = torch.full((4,), bool(rank.rank))
+    return DataLoader([{"x": row, "both": flag} for row, flag in zip(x, both, strict=True)], 4)  # type: ignore[arg-type]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("size", [None, 2], ids=["let go", "kept"])
+def test_a_rank_may_use_a_part_of_a_block(rank: RankContext, size: int | None) -> None:
+    module = Branches()
+    strategy = D9DStrategy(mesh=MeshConfig(**SHARDED), microbatch_size=size)
+    run = trainer(strategy, 2, rank.device.type, max_steps=1, use_distributed_sampler=False)
+    L.seed_everything(1, verbose=False)
+    run.fit(module, branch_batches(rank))
+    gradients = rank.all_gather_object(module.used)
+    assert_tensors_close(gradients[0], gradients[1])
+    assert all(gradient.any() for gradient in module.used.values())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("size", [None, 2], ids=["let go", "kept"])
+def test_a_module_goes_on_after_a_batch_that_broke(rank: RankContext, size: int | None) -> None:
+    def gradients(fails: bool) -> dict[str, Tensor]:
+        L.seed_everything(1, verbose=False)
+        module = Branches(fails)
+        for _ in range(1 + fails):
+            strategy = D9DStrategy(mesh=MeshConfig(**SHARDED), microbatch_size=size)
+            run = trainer(strategy, 2, rank.device.type, max_steps=1, use_distributed_sampler=False)
+            if module.fails:
+                with pytest.raises(ValueError, match="on purpose"):
+                    run.fit(module, branch_batches(rank))
+            else:
+                run.fit(module, branch_batches(rank))
+        return module.used
+
+    assert_tensors_close(gradients(True), gradients(False))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 2)
+        self.blocks = nn.Sequential(Block(), Block())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.blocks(self.first(x)))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm(self.layer(x).tanh())
+
+
+class PlainBlocks(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01, foreach=False)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_blocks_of_a_plain_module_are_sharded(rank: RankContext, accumulated: int) -> None:
+    data = TensorDataset(torch.randn(16, 4, generator=torch.Generator().manual_seed(0)))
+
+    def trained(mesh: MeshConfig, parallel: ParallelConfig) -> tuple[PlainBlocks, dict[str, Tensor]]:
+        torch.manual_seed(5 + rank.rank)  # rank 0's values are everyone's
+        module = PlainBlocks()
+        run = trainer(
+            D9DStrategy(mesh=mesh, parallel=parallel),
+            2,
+            rank.device.type,
+            max_epochs=2,
+            gradient_clip_val=0.1,
+            accumulate_grad_batches=accumulated,
+        )
+        run.fit(module, DataLoader(data, 2, shuffle=False))
+        return module, {name: whole(parameter.detach()) for name, parameter in module.named_parameters()}
+
+    module, actual = trained(MeshConfig(**SHARDED), ParallelConfig(shard_blocks=("Block",)))
+    assert isinstance(module.net.blocks[0], FSDPModule)
+    assert isinstance(module.net.blocks[0].layer.weight, DTensor)
+    assert not isinstance(module.net.first.weight, DTensor)
+    _, expected = trained(MeshConfig(data_parallel_replicate=2), ParallelConfig())
+    assert_tensors_close(actual, expected)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("mesh", "blocks", "match"),
+    [
+        (SHARDED, ["Blok"], "has no Blok; its parts are of the classes Block, "),
+        ({"data_parallel_replicate": 2}, ["Block"], "data_parallel_shard=1"),
+        (SHARDED, None, "data_parallel_shard=2, but no parameter of PlainBlocks is a DTensor"),
+    ],
+)
+def test_blocks_that_cannot_be_sharded(rank: RankContext, mesh: dict[str, int], blocks: Any, match: str) -> None:
+    parallel = ParallelConfig(shard_blocks=blocks)
+    run = trainer(D9DStrategy(mesh=MeshConfig(**mesh), parallel=parallel), 2, rank.device.type, max_steps=1)
+    with pytest.raises(ConfigError, match=match):
+        run.fit(PlainBlocks(), DataLoader(TensorDataset(torch.randn(16, 4)), 2))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("callback", [StochasticWeightAveraging, WeightAveraging])
+@pytest.mark.parametrize("mesh", [SHARDED, {"pipeline_parallel": 2}], ids=["sharded", "staged"])
+def test_callbacks_that_copy_the_module_are_refused(rank: RankContext, callback: Any, mesh: dict[str, int]) -> None:
+    callbacks = [callback(0.1) if callback is StochasticWeightAveraging else callback()]
+    run = trainer(D9DStrategy(mesh=MeshConfig(**mesh)), 2, rank.device.type, max_steps=1, callbacks=callbacks)
+    with pytest.raises(ConfigError, match=f"{callback.__name__} makes a deep copy"):
+        run.fit(Watched(copy.deepcopy(CONFIG), 1))
+
+
+@pytest.mark.ranks(2)
+def test_a_mixed_group_of_parameters_is_refused_where_torch_cannot_step_it(rank: RankContext) -> None:
+    class Fused(Watched):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=0.1, fused=True)
+
+    mesh = MeshConfig(data_parallel_replicate=2, expert_parallel=2)
+    run = trainer(D9DStrategy(mesh=mesh), 2, rank.device.type, max_steps=1, use_distributed_sampler=False)
+    with pytest.raises(ConfigError, match="plain parameters and DTensors"):
+        run.fit(Fused(CONFIG, 1))
+
+
+@pytest.mark.ranks(2)
+def test_weights_that_stay_in_the_hosts_memory_train_as_others(rank: RankContext) -> None:
+    L.seed_everything(1, verbose=False)
+    expected = on_one_process(steps=2)
+    L.seed_everything(1, verbose=False)
+    parallel = ParallelConfig(offload=True)
+    actual = on_mesh(rank, D9DStrategy(mesh=MeshConfig(**EXPERTS), parallel=parallel), steps=2)
+    for weights, theirs in zip(actual.weights, expected.weights, strict=True):
+        assert_tensors_close(weights, theirs)
