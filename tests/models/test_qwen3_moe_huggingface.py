@@ -18,6 +18,7 @@ from lightning_d9d.models.qwen3_moe import (
     load_huggingface,
     save_huggingface,
 )
+from lightning_d9d.modules import BalanceConfig
 from tests.harness.compare import assert_bitwise_equal, assert_close_named
 from tests.harness.tolerances import Kind
 
@@ -36,6 +37,7 @@ BASE = Qwen3MoeConfig(
     initializer_range=0.2,
     eos_token_id=[7, 9],
 )
+SHARED = {"shared_expert_intermediate_size": 12}
 VARIANTS = [{}, {"tie_word_embeddings": True}, {"vocab_splits": {"text": 90, "special": 6}}, {"attention_bias": True}]
 IDS = torch.arange(40).view(2, 20)
 
@@ -101,6 +103,32 @@ def test_we_load_what_transformers_saves(tmp_path, changes, max_shard_size):
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig.from_json(tmp_path / "theirs"))
     load_huggingface(model, tmp_path / "theirs")
     assert_close_named("logits", model(IDS).logits, reference(IDS).logits, kind=Kind.OUTPUT)
+
+
+def test_a_shared_expert_comes_and_goes_in_the_names_of_qwen2(tmp_path):
+    model = make_model(**SHARED)
+    save_huggingface(model, tmp_path / "saved")
+    tensors = load_file(tmp_path / "saved" / "model.safetensors")
+    assert tensors["model.layers.0.mlp.shared_expert.down_proj.weight"].shape == (32, 12)
+    assert tensors["model.layers.0.mlp.shared_expert_gate.weight"].shape == (1, 32)
+    other = Qwen3MoeForCausalLM(Qwen3MoeConfig.from_json(tmp_path / "saved"))
+    load_huggingface(other, tmp_path / "saved")
+    assert_same_weights(other, model)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.5])
+def test_a_bias_of_experts_is_left_out_with_a_warning(tmp_path, caplog, value):
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(BASE, balance=BalanceConfig(bias_rate=0.1))
+    model.model.layers["0"].mlp.gate.balance.bias[2] = value
+    save_huggingface(model, tmp_path / "saved")
+    assert ("bias of the choice of experts in 1 layers" in caplog.text) == (value != 0)
+    other = Qwen3MoeForCausalLM(Qwen3MoeConfig.from_json(tmp_path / "saved"))
+    load_huggingface(other, tmp_path / "saved")
+    bias = model.state_dict().keys() - other.state_dict().keys()
+    assert bias == {"model.layers.0.mlp.gate.balance.bias"}
+    load_huggingface(model, tmp_path / "saved")
+    assert model.model.layers["0"].mlp.gate.balance.bias[2] == value
 
 
 def test_loads_stacked_experts(tmp_path):

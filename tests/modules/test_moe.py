@@ -3,7 +3,7 @@ import torch
 
 from lightning_d9d.modules import SparseMoE, SwiGLU
 from lightning_d9d.ops import WeightGradients, put_off
-from tests.harness.compare import assert_bitwise_equal, assert_close_named
+from tests.harness.compare import assert_bitwise_equal, assert_close_named, assert_gradients_equal
 from tests.harness.tolerances import Kind
 
 HIDDEN, INTERMEDIATE, NUM_EXPERTS, TOP_K = 32, 48, 8, 3
@@ -86,12 +86,55 @@ def test_only_the_fallback_reads_values_on_the_host():
             make_moe(dtype=torch.bfloat16, intermediate=45)(x)
 
 
-def test_router_probabilities_are_float32_in_bfloat16():
-    moe = make_moe(dtype=torch.bfloat16)
-    indices, weights, _ = moe.gate(torch.randn(5, HIDDEN, dtype=torch.bfloat16))
-    assert indices.shape == weights.shape == (5, TOP_K)
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_router_is_that_of_float32_copies(normalize, autocast):
+    moe = make_moe(normalize, torch.float32 if autocast else torch.bfloat16)
+    x = torch.randn(50, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        indices, weights, _ = moe.gate(x)
+    copy, wide = x.detach().float().requires_grad_(), make_moe(normalize, moe.gate.weight.dtype).gate.float()
+    expected = (copy @ wide.weight.t()).softmax(-1)
+    expected, expected_indices = expected.topk(TOP_K)
+    expected = expected / expected.sum(-1, keepdim=True) if normalize else expected
     assert weights.dtype == torch.float32
-    assert_close_named("sum", weights.sum(-1), torch.ones(5))
+    assert torch.equal(indices, expected_indices)
+    assert_close_named("weights", weights, expected, kind=Kind.GRADIENT)
+    gradient = torch.randn_like(weights)
+    actual = torch.autograd.grad(weights, [x, moe.gate.weight], gradient)
+    assert [each.dtype for each in actual] == [x.dtype, moe.gate.weight.dtype]
+    for ours, theirs in zip(actual, torch.autograd.grad(expected, [copy, wide.weight], gradient), strict=True):
+        assert_close_named("gradient", ours, theirs)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_shared_expert_equals_transformers(normalize):
+    from transformers.models.qwen2_moe.configuration_qwen2_moe import Qwen2MoeConfig
+    from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
+
+    sizes = dict(num_experts=NUM_EXPERTS, num_experts_per_tok=TOP_K, moe_intermediate_size=INTERMEDIATE)
+    config = Qwen2MoeConfig(
+        hidden_size=HIDDEN, shared_expert_intermediate_size=20, norm_topk_prob=normalize, **sizes, hidden_act="silu"
+    )
+    config._experts_implementation = "eager"
+    torch.manual_seed(0)
+    moe = SparseMoE(
+        HIDDEN,
+        INTERMEDIATE,
+        NUM_EXPERTS,
+        TOP_K,
+        normalize=normalize,
+        initializer_range=0.3,
+        shared_intermediate_size=20,
+    )
+    reference = Qwen2MoeSparseMoeBlock(config)
+    reference.load_state_dict(moe.state_dict())
+    x = torch.randn(2, 9, HIDDEN)
+    y, expected = moe(x), reference(x)
+    assert_close_named("output", y, expected, kind=Kind.OUTPUT)
+    y.square().sum().backward()
+    expected.square().sum().backward()
+    assert_gradients_equal(moe, reference)
 
 
 def test_swiglu_equals_one_expert():
@@ -107,9 +150,10 @@ def test_swiglu_equals_one_expert():
 
 
 @pytest.mark.parametrize("intermediate", [INTERMEDIATE, 45], ids=["native", "fallback"])
-def test_weight_gradients_can_wait(intermediate):
-    moe = make_moe(intermediate=intermediate)
-    x = torch.randn(2, 9, HIDDEN, requires_grad=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weight_gradients_can_wait(intermediate, dtype):
+    moe = make_moe(dtype=dtype, intermediate=intermediate)
+    x = torch.randn(2, 9, HIDDEN, dtype=dtype, requires_grad=True)
     expected = torch.autograd.grad(moe(x).square().sum(), [x, *moe.parameters()])
     gradients = WeightGradients()
     with put_off(gradients):

@@ -250,3 +250,36 @@ def test_compiled_modules_do_not_wait():
     assert first == [True] * 6
     for ours, theirs in zip(actual, expected, strict=True):
         assert_close_named("gradient", ours, theirs)
+
+
+@on_every_device
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("run", [backward, split_backward], ids=["whole", "split"])
+def test_a_wider_dtype_is_that_of_copies(run, autocast, device):
+    tensors = make((2, 3, 5), torch.bfloat16, device)
+    copies = [tensor.detach().float().requires_grad_() for tensor in tensors]
+
+    def wide(*tensors):
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+            return linear(*tensors, dtype=torch.float32)
+
+    y, *gradients = run(wide, tensors)
+    expected, *expected_gradients = backward(F.linear, copies)
+    assert_bitwise_equal("y", y, expected)
+    for name, ours, theirs in zip(("dx", "dweight", "dbias"), gradients, expected_gradients, strict=True):
+        assert_bitwise_equal(name, ours, theirs.to(torch.bfloat16))
+
+
+def test_no_wider_copies_are_kept():
+    x, weight, _ = make((6, 5), torch.bfloat16)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda tensor: tensor):
+        linear(x, weight, dtype=torch.float32)
+    assert {tensor.data_ptr() for tensor in kept} == {x.data_ptr(), weight.data_ptr()}
+
+
+def test_a_frozen_weight_gets_no_gradient_in_a_wider_dtype():
+    x, weight, bias = make((6, 5), torch.bfloat16)
+    weight.requires_grad_(False)
+    gradient, of_bias = torch.autograd.grad(linear(x, weight, bias, dtype=torch.float32).sum(), [x, bias])
+    assert gradient.dtype == of_bias.dtype == torch.bfloat16

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_d9d.errors import ConfigError, StateError
+from lightning_d9d.log import logger
 from lightning_d9d.mesh.agreement import Ranks
 from lightning_d9d.mesh.sharding import local_ranges
 from lightning_d9d.models.qwen3_moe.config import Qwen3MoeConfig
@@ -90,6 +91,9 @@ def save_huggingface(
     has two copies of one tensor of the files in memory (an expert's matrix, unless the experts are fused), any other
     rank its slice of it.
 
+    The bias of `BalanceConfig(bias_rate=...)`, which Hugging Face's Qwen3-MoE does not know, is left out, and if it is
+    not zero there is a warning: without it some tokens visit other experts. Checkpoints of the strategy have it.
+
     Args:
         model: As in `load_huggingface`; the stages of all ranks make up the whole model.
         directory: Does not exist yet, or is empty. Of rank 0; all ranks that write reach it under the same name.
@@ -113,6 +117,15 @@ def save_huggingface(
         stages, config = _stages(model)
         whole = _parameter_shapes(config)
         local = dict(_local_shards(stages, whole))
+        biased = {name: "" for stage in stages for name, value in stage.named_buffers() if _is_biased(name, value)}
+    biased = ranks.merge(biased)
+    if biased and ranks.is_first:
+        logger.warning(
+            "%s does not get the bias of the choice of experts in %d layers, which Hugging Face's Qwen3-MoE does not "
+            "know: from there some tokens visit other experts than here. A checkpoint has it",
+            repr(str(directory)),
+            len(biased),
+        )
     layout = _layout(config, whole, stacked=whole if fused_experts else ())
     with complete_directory(Path(directory), overwrite, failure) as folder:
         stored_dtype = write_tensors(folder, local, layout, dtype, max_shard_bytes, failure)
@@ -160,6 +173,10 @@ def _local_shards(stages: Iterable[nn.Module], whole: Mapping[str, tuple[int, ..
                 )
             local[parameter] = name, LocalShard(values, tuple(local_ranges(parameter)))
     return list(local.values())
+
+
+def _is_biased(name: str, buffer: Tensor) -> bool:
+    return name.endswith(".gate.balance.bias") and not buffer.is_meta and bool(buffer.any())
 
 
 def _layout(

@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import re
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim import AdamW
@@ -17,11 +20,15 @@ from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import Metric
 
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.mesh import MeshDomains
 from lightning_d9d.models.qwen3_moe.config import Qwen3MoeConfig
 from lightning_d9d.models.qwen3_moe.costs import model_costs
 from lightning_d9d.models.qwen3_moe.huggingface import load_huggingface
 from lightning_d9d.models.qwen3_moe.model import Qwen3MoeForCausalLM, layers_of_stages
+from lightning_d9d.models.qwen3_moe.plan import parallelize_qwen3_moe
+from lightning_d9d.modules import BalanceConfig, ExpertBalance, expert_load, update_expert_bias
 from lightning_d9d.optim import parameter_groups
+from lightning_d9d.parallel import ParallelConfig
 from lightning_d9d.pipeline.partition import cut_by_hand
 from lightning_d9d.pipeline.types import StageInfo, StageInputs, WeightedLoss
 from lightning_d9d.schedule import ModelCosts
@@ -65,6 +72,9 @@ class Qwen3MoePretraining(D9DModule):
     microbatches, ranks and accumulated batches.
 
     Logs `train_loss`, `grad_norm`, `tokens_per_s` (of all ranks), `val_loss`, `val_perplexity` and the same for test.
+    With `balance` also, for each mixture layer, `expert_load/layer_0` and `expert_entropy/layer_0`, what `expert_load`
+    says of the tokens of a step on all ranks, and `train_router_loss` if there is one; `train_loss` and `val_loss` are
+    the cross-entropy alone.
 
     On a pipeline the layers are spread over the stages so that each computes as much: the first stage has the embedding
     besides, which is cheap, and the last the head, which counts as some virtual layers.
@@ -83,6 +93,7 @@ class Qwen3MoePretraining(D9DModule):
         virtual_layers_before: For how many layers the embedding counts on the first stage.
         virtual_layers_after: For how many layers the head counts on the last stage; by default as many as compute as
             much, or fewer if the last stage would have no layer (48 layers of "30b-a3b" on 4 stages: 13, 13, 13, 9).
+        balance: How tokens are kept evenly spread over the experts. None does nothing, and counts nothing.
     """
 
     def __init__(
@@ -98,6 +109,7 @@ class Qwen3MoePretraining(D9DModule):
         layers_per_stage: list[int] | None = None,
         virtual_layers_before: int = 0,
         virtual_layers_after: int | None = None,
+        balance: BalanceConfig | None = None,
     ) -> None:
         super().__init__()
         if warmup_steps < 0:
@@ -112,9 +124,11 @@ class Qwen3MoePretraining(D9DModule):
         self.layers_per_stage = layers_per_stage
         self.virtual_layers_before = virtual_layers_before
         self.virtual_layers_after = virtual_layers_after
+        self.balance = balance
         self.val_perplexity = Perplexity()
         self.test_perplexity = Perplexity()
         self._clock: tuple[float, int] | None = None  # when, and how many tokens, since the last log
+        self._counted: dict[str, Tensor] | None = None  # after an optimizer step, the tokens of each expert
 
     @property
     def model(self) -> Qwen3MoeForCausalLM:
@@ -139,7 +153,12 @@ class Qwen3MoePretraining(D9DModule):
         """The stage's part of the network, cut by the strategy, by `layers_per_stage` or with virtual layers."""
         if stage.layers is None:
             stage = dataclasses.replace(stage, layers=self._layers_of_stages(stage.num_stages)[stage.index])
-        return Qwen3MoeForCausalLM(self.config, stage)
+        return Qwen3MoeForCausalLM(self.config, stage, self.balance)
+
+    def parallelize_stage(self, stage: nn.Module, mesh: MeshDomains | None, parallel: ParallelConfig) -> None:
+        """`lightning_d9d.models.qwen3_moe.parallelize_qwen3_moe`."""
+        assert isinstance(stage, Qwen3MoeForCausalLM)
+        parallelize_qwen3_moe(stage, mesh, parallel)
 
     def _layers_of_stages(self, num_stages: int) -> list[range]:
         if self.layers_per_stage is not None and num_stages > 1:
@@ -159,6 +178,7 @@ class Qwen3MoePretraining(D9DModule):
             "layers_per_stage": self.layers_per_stage,
             "virtual_layers_before": self.virtual_layers_before,
             "virtual_layers_after": self.virtual_layers_after,
+            "balance": None if self.balance is None else dataclasses.asdict(self.balance),
         }
 
     @classmethod
@@ -167,6 +187,8 @@ class Qwen3MoePretraining(D9DModule):
         saved = read_value(checkpoint_path, _ARGUMENTS) or {}
         if "config" in saved:
             saved["config"] = Qwen3MoeConfig.from_dict(saved["config"], source=str(checkpoint_path))
+        if saved.get("balance") is not None:
+            saved["balance"] = BalanceConfig(**saved["balance"])
         if "preset" in kwargs:
             saved.pop("config", None)  # not every file has one
         known = inspect.signature(cls.__init__).parameters
@@ -188,8 +210,19 @@ class Qwen3MoePretraining(D9DModule):
         )
 
     def microbatch_loss(self, output: Any, microbatch: Any) -> WeightedLoss:
-        """The summed cross-entropy, weighted by the labels that count."""
-        return WeightedLoss(output.loss, self.microbatch_weight(microbatch))
+        """The summed cross-entropy, weighted by the labels that count; with the gradient of the routers' loss, too."""
+        loss, weight = output.loss, self.microbatch_weight(microbatch)
+        if output.router_loss is not None:
+            router_loss = output.router_loss * weight
+            loss = loss + (router_loss - router_loss.detach())  # adds 0, so that train_loss is the cross-entropy
+        return WeightedLoss(loss, weight)
+
+    def microbatch_metrics(self, output: Any, microbatch: Any) -> dict[str, WeightedLoss]:
+        """The routers' loss, if there is one."""
+        if output.router_loss is None:
+            return {}
+        weight = self.microbatch_weight(microbatch)
+        return {"router_loss": WeightedLoss(output.router_loss * weight, weight)}
 
     def microbatch_weight(self, microbatch: Any) -> Tensor:
         """The number of labels that count."""
@@ -200,8 +233,21 @@ class Qwen3MoePretraining(D9DModule):
         return output.logits
 
     def on_train_start(self) -> None:
-        """Forget the clock of an earlier fit."""
+        """Forget the clock and the counts of an earlier fit; from now on each optimizer step balances the experts."""
         self._clock = None
+        for balance in self._balances():
+            balance.tokens_per_expert.zero_()
+            if self.trainer.world_size > 1:
+                balance.group = getattr(self.trainer.strategy, "group", None) or dist.group.WORLD
+        if self.balance is not None:
+            # Not in on_train_batch_end, which comes after that of callbacks: they may save a checkpoint there.
+            for optimizer in self.trainer.optimizers:
+                optimizer.register_step_post_hook(self._balance_experts)
+
+    def on_train_end(self) -> None:
+        """Let go of the ranks of a global batch: a module with a process group cannot be copied."""
+        for balance in self._balances():
+            balance.group = None
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Start the clock where it was stopped (by a validation, say)."""
@@ -221,6 +267,9 @@ class Qwen3MoePretraining(D9DModule):
             rate = torch.tensor(tokens / (now - start))  # on the CPU: the progress bar reads it without a host sync
             self.log("tokens_per_s", rate, prog_bar=True, batch_size=1)
             self._clock = (now, 0)
+        counted, self._counted = self._counted, None
+        if counted is not None and self.trainer.global_step % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+            self._log_load(counted)
 
     def on_validation_start(self) -> None:
         """Stop the clock."""
@@ -255,6 +304,27 @@ class Qwen3MoePretraining(D9DModule):
         )
         scheduler = LambdaLR(optimizer, lambda step: self._learning_rate_factor(step, int(total_steps)))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def _balances(self) -> list[ExpertBalance]:
+        return [part for part in self.modules() if isinstance(part, ExpertBalance)]
+
+    def _balance_experts(self, *_: Any) -> None:
+        """After an optimizer step. Collective over all ranks."""
+        assert self.balance is not None
+        group = getattr(self.trainer.strategy, "stage_group", None)
+        self._counted = update_expert_bias(self, self.balance.bias_rate, group)
+
+    def _log_load(self, counted: Mapping[str, Tensor]) -> None:
+        """The load of all layers, equal on every rank. Collective over the pipeline."""
+        of_layers = torch.zeros(self.config.num_hidden_layers, 2, device=self.device)
+        for name, counts in counted.items():
+            layer = re.search(r"\.layers\.(\d+)\.", name)
+            assert layer is not None
+            of_layers[int(layer[1])] = expert_load(counts)
+        self.pipeline.sum(of_layers)
+        for layer in filter(self.config.is_sparse, range(self.config.num_hidden_layers)):
+            for kind, value in zip(("load", "entropy"), of_layers[layer], strict=True):
+                self.log(f"expert_{kind}/layer_{layer}", value, batch_size=1)
 
     def _check_token_ids(self, input_ids: Tensor) -> None:
         largest = int(input_ids.max())
