@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
@@ -77,7 +78,7 @@ class Balanced(Qwen3MoePretraining):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         named = {name.split(".", 2)[2]: p.grad for name, p in self.named_parameters()}
-        self.gradients.append({_plain(name): g.clone() for name, g in named.items() if g is not None})
+        self.gradients.append({_plain(name): _whole(g).clone() for name, g in named.items() if g is not None})
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(outputs, batch, batch_idx)
@@ -90,6 +91,10 @@ class Balanced(Qwen3MoePretraining):
 
 def _plain(name: str) -> str:
     return name.replace("_checkpoint_wrapped_module.", "")
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def biases_of(module: nn.Module) -> dict[str, Tensor]:
@@ -217,12 +222,21 @@ def test_one_process_equals_plain_torch(recompute: bool) -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
-def test_two_ranks_equal_one_process(rank: RankContext, recompute: bool) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "recompute"),
+    [
+        (MeshConfig(data_parallel_replicate=2), False),
+        (MeshConfig(data_parallel_replicate=2), True),
+        (MeshConfig(data_parallel_replicate=2, expert_parallel=2), False),
+        (MeshConfig(data_parallel_shard=2, expert_parallel=2), False),
+    ],
+    ids=["replicas", "replicas recomputed", "experts", "sharded"],
+)
+def test_two_ranks_equal_one_process(rank: RankContext, mesh: MeshConfig, recompute: bool) -> None:
     """Of 2 accumulated batches of 2 microbatches each; 2 steps."""
     data = rows(16)
     module = Balanced(recompute=recompute)
-    fit(rank, module, data, 2, microbatch_size=1, accumulate_grad_batches=2)
+    fit(rank, module, data, 2, mesh=mesh, microbatch_size=1, accumulate_grad_batches=2)
     windows = [[[[row] for row in data[i : i + 4]] for i in (start, start + 4)] for start in (0, 8)]
     check(module, plain_steps(windows, rank.device), accumulated=2)
     seen = {name: value for name, value in module.logged[-1].items() if name != "tokens_per_s"}
