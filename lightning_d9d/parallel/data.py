@@ -168,7 +168,16 @@ class FullySharded:
         for unit in self.units:
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
-        self._groups = list(dict.fromkeys(group for unit in self.units for group in _groups_of(unit)))
+        self._roots = []
+        self._groups: list[Any] = []
+        for unit in self.units:
+            state = _state_of(unit)
+            state._lazy_init()  # as the first forward would: outer units come first, and take those inside as theirs
+            if state._is_root and unit not in self._roots:
+                self._roots.append(unit)
+                states = dict.fromkeys(state._state_ctx.all_states)  # a unit of two modules is there twice
+                state._state_ctx.all_states[:] = states
+                self._groups += [each._fsdp_param_group for each in states if each._fsdp_param_group]
         for group in self._groups:
             group.post_backward = partial(_post_backward, group, type(group).post_backward)
             for each in group.fsdp_params:
@@ -226,7 +235,8 @@ class FullySharded:
         """The coming full backward is the last of the batch: its hooks may reduce and let go."""
         self._has_announced_last = True
         self._set(reduces=self._reduces or self.reduces_each, keeps=False)
-        self.units[0].set_is_last_backward(True)
+        for root in self._roots:
+            root.set_is_last_backward(True)
 
     def reduce(self) -> None:
         """All gradients of the batch are there: reduce them, if no hook has."""
@@ -239,13 +249,12 @@ class FullySharded:
 
     def finish(self) -> None:
         """Wait for the reductions (on CUDA the stream waits, not the host)."""
-        self.units[0].set_is_last_backward(True)
-        _state_of(self.units[0])._root_post_backward_final_callback()
+        for root in self._roots:
+            root.set_is_last_backward(True)
+            _state_of(root)._root_post_backward_final_callback()
 
     def drop(self) -> None:
         """Forget a batch that was broken off."""
-        if _state_of(self.units[0])._is_root is None:
-            return  # before the first forward
         for group in self._groups:
             group._training_state = type(group._training_state).IDLE
             group._post_forward_indices.clear()
@@ -263,7 +272,8 @@ class FullySharded:
         return (each for group in self._groups for each in group.fsdp_params)
 
     def _set(self, *, reduces: bool, keeps: bool) -> None:
-        self.units[0].set_is_last_backward(not self._keeps_now)
+        for root in self._roots:
+            root.set_is_last_backward(not self._keeps_now)
         for unit in self.units:
             unit.set_reshard_after_backward(not keeps, recurse=False)
             unit.set_requires_gradient_sync(reduces, recurse=False)
@@ -281,13 +291,8 @@ def _post_backward(group: Any, post_backward: Callable[[Any], None], *_: object)
             if unsharded is None or not unsharded.requires_grad or each.unsharded_accumulated_grad is not None:
                 continue
             if unsharded.grad is None:
-                unsharded.grad = torch.zeros_like(unsharded)
+                unsharded.grad = torch.zeros_like(unsharded, dtype=unsharded.grad_dtype)
     post_backward(group)
-
-
-def _groups_of(unit: FSDPModule) -> list[Any]:
-    group = _state_of(unit)._fsdp_param_group
-    return [] if group is None else [group]
 
 
 def _state_of(unit: FSDPModule) -> Any:

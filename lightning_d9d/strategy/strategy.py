@@ -346,6 +346,9 @@ class D9DStrategy(CheckpointedStrategy):
         self._buckets = self._train_step = self._bucket_needs = self._late_progress = None
         if self.precision_plugin is not None:
             vars(self.precision_plugin).pop("forward_context", None)
+        for parameter in self._parameters:
+            if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
+                parameter.grad = None  # of a window that was broken off; a module that moves cannot take it along
         self._parameters, self._units = [], []
         self.pipeline, self._tied = None, {}
         while self._grouped_metrics:

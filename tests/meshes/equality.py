@@ -108,8 +108,13 @@ def optimizer_of(module: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Collective for a DTensor."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone().cpu()
+    """Collective for a DTensor, which may lie in the host's memory while its mesh is one of GPUs."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().clone().cpu()
+    mesh, placements = tensor.device_mesh, tensor.placements
+    local = tensor.to_local().detach().to(mesh.device_type)
+    shape = {"shape": tensor.shape, "stride": tensor.stride()}
+    return DTensor.from_local(local, mesh, placements, run_check=False, **shape).full_tensor().clone().cpu()
 
 
 def on_mesh(
