@@ -365,3 +365,36 @@ def test_one_message_updates_all_layers_on_all_ranks_alike(rank: RankContext) ->
         expected = 0.1 * (counts.mean() - counts).sign().float()
         assert expected.any()
         assert_bitwise_equal(name, model.get_buffer(f"{name}.balance.bias"), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("forced", [False, True])
+def test_cuda_never_waits_for_the_host(forced: bool) -> None:
+    config = BalanceConfig(forced=True, z_loss=0.1) if forced else ALL_LOSSES
+    moe, x = make_moe(config).to("cuda", torch.bfloat16), tokens(2, 64).to("cuda", torch.bfloat16)
+
+    def step() -> None:
+        y, loss = moe(x)
+        (y.sum() + loss).backward()
+        expert_load(update_expert_bias(moe, 0.1)["gate.balance"])
+
+    step()  # libraries may wait when they start
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_cuda_equals_cpu() -> None:
+    losses = []
+    for device in ("cpu", "cuda"):
+        moe = make_moe(ALL_LOSSES).to(device)
+        y, loss = moe(tokens(3, 7).to(device))
+        (y.square().sum() + loss).backward()
+        losses.append((loss, moe.gate.weight.grad, moe.gate.balance.tokens_per_expert))
+    (loss, gradient, counts), (on_gpu, gradient_on_gpu, counts_on_gpu) = losses
+    assert_close_named("loss", on_gpu, loss, kind=Kind.LOSS)
+    assert_close_named("gradient", gradient_on_gpu, gradient)
+    assert counts_on_gpu.tolist() == counts.tolist()
