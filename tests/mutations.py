@@ -140,9 +140,9 @@ MUTATIONS = [
     ),
     Mutation(
         "ties are not summed",
-        "lightning_d9d/strategy/replicas.py",
+        "lightning_d9d/strategy/data_parallel.py",
         "Part([], tie.group)",
-        "Part([], group)",
+        "Part([], None)",
         "tests/strategy/test_pipeline.py -k 'two_stages and gpipe'",
     ),
     Mutation(

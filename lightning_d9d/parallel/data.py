@@ -48,7 +48,12 @@ def weight_mesh(mesh: MeshDomains) -> DeviceMesh | None:
 
 
 def shard_data(
-    stage: nn.Module, units: Iterable[nn.Module | list[nn.Module]], mesh: MeshDomains, parallel: ParallelConfig
+    stage: nn.Module,
+    units: Iterable[nn.Module | list[nn.Module]],
+    mesh: MeshDomains,
+    parallel: ParallelConfig,
+    *,
+    casts_inputs: bool = True,
 ) -> None:
     """Shard the parameters of a stage over the data ranks, in place; nothing where no axis shards data.
 
@@ -62,12 +67,14 @@ def shard_data(
             and kept until its backward is done.
         mesh: Of all ranks.
         parallel: Says when to let go, the dtype to gather in, and where to keep.
+        casts_inputs: Whether floats that a unit is called with are cast to the dtype that it is gathered in.
     """
     over = weight_mesh(mesh)
     if over is None:
         return
+    placed = partial(place, mesh.sizes["dp_cp_shard"])
     for unit in (*units, stage):
-        fully_shard(unit, mesh=over, **settings(unit, parallel))
+        fully_shard(unit, mesh=over, shard_placement_fn=placed, **settings(unit, parallel, casts_inputs))
 
 
 def settings(unit: nn.Module | list[nn.Module], parallel: ParallelConfig, casts_inputs: bool = True) -> dict[str, Any]:

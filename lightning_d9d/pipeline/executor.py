@@ -173,6 +173,8 @@ class Executor:
                 batch.backwards_left[part.stage] += isinstance(part, Backward | BackwardWeight)
                 batch.forwards_left[part.microbatch] += isinstance(part, Forward)
                 batch.splits |= isinstance(part, BackwardInput)
+        for stage in self.stages.values():
+            stage.begin()
         try:
             for action in actions:
                 with record_function(str(action)) if torch.autograd._profiler_enabled() else _NOTHING:

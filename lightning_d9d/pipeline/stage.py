@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -48,6 +47,12 @@ class Stage:
         self.module = module
         self._unsplit: Callable[[], None] | None = None
         self._live: dict[int, _Microbatch] = {}
+        self._without_gradient: list[nn.Parameter] | None = None
+        """Parameters without a gradient in this batch; None before its first backward."""
+
+    def begin(self) -> None:
+        """A batch begins."""
+        self._without_gradient = None
 
     def forward(
         self, microbatch: int, inputs: Sequence[Tensor], received: Any, arguments: Mapping[str, Any], splits: bool
@@ -113,7 +118,9 @@ class Stage:
         live = self._live[microbatch]
         edges, inputs = live.edges, live.inputs
         live.edges, live.inputs = [], []
-        first = [parameter for parameter in self._parameters if parameter.grad is None]
+        first = self._without_gradient
+        if first is None:
+            first = [parameter for parameter in self.module.parameters() if parameter.grad is None]
         if edges:
             run = torch.autograd.backward if live.weights is None else live.weights.backward
             run(edges, gradients)
@@ -122,11 +129,9 @@ class Stage:
             each.grad = None
         if first:
             _keep_apart(first, taken if live.weights is None else [*taken, *live.weights.noted])
+        if first or self._without_gradient is None:
+            self._without_gradient = [parameter for parameter in first if parameter.grad is None]
         return taken
-
-    @cached_property
-    def _parameters(self) -> list[nn.Parameter]:
-        return list(self.module.parameters())
 
     def backward_weight(self, microbatch: int) -> None:
         """The weight gradients that were put off; forgets the microbatch."""

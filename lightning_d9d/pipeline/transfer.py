@@ -18,6 +18,7 @@ would be taken for one of the next run: the links are abandoned, and the next ru
 from __future__ import annotations
 
 import pickle
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -130,7 +131,7 @@ class Messages:
         self.num_calls = 0
         """Messages handed to torch so far, one a tensor."""
         self._layouts: dict[tuple[int, Hashable], Layout] = {}
-        self._sent: list[_Sent] = []
+        self._sent: defaultdict[dist.ProcessGroup, deque[_Sent]] = defaultdict(deque)
         self._forward: dict[tuple[int, int], _Posted] = {}
         self._backward: dict[tuple[int, int], _Posted] = {}
 
@@ -203,8 +204,9 @@ class Messages:
 
     def finish(self) -> None:
         """Return when nothing that was sent is needed any more (on CUDA the stream waits, not the host)."""
-        for sent in self._sent:
-            self._wait(sent.work, f"for rank {sent.peer} to take a message")
+        for on_the_way in self._sent.values():
+            for sent in on_the_way:
+                self._wait(sent.work, f"for rank {sent.peer} to take a message")
         self._sent.clear()
 
     def drop(self) -> None:
@@ -218,16 +220,13 @@ class Messages:
         self._layouts.clear()
 
     def _send(self, tensor: Tensor, peer: int, group: dist.ProcessGroup) -> None:
-        waiting = []
-        for sent in self._sent:
-            if sent.work.is_completed():
-                self._wait(sent.work, f"for rank {sent.peer}")  # does not; it lets go of the tensor
-            else:
-                waiting.append(sent)
+        on_the_way = self._sent[group]
+        while on_the_way and on_the_way[0].work.is_completed():  # in the order in which they were sent
+            self._wait(on_the_way.popleft().work, f"for rank {peer}")  # does not; it lets go of the tensor
         work = dist.isend(tensor, peer, group)
         assert work is not None
         self.num_calls += 1
-        self._sent = [*waiting, _Sent(work, tensor, peer)]
+        on_the_way.append(_Sent(work, tensor, peer))
 
     def _post(
         self, layouts: Sequence[TensorLayout], peer: int, group: dist.ProcessGroup, layout: Layout | None

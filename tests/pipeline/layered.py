@@ -21,7 +21,7 @@ from lightning_d9d.pipeline.types import StageInfo, StageInputs, WeightedLoss
 from lightning_d9d.schedule import Schedule
 from lightning_d9d.strategy.module import share_equal_names
 from lightning_d9d.strategy.pipeline import Pipeline
-from lightning_d9d.strategy.replicas import Replicas, parts_of
+from lightning_d9d.strategy.data_parallel import DataParallelStages, parts_of
 from lightning_d9d.sync.buckets import GradientBuckets
 from tests.harness.compare import assert_close_named, assert_tensors_close
 from tests.harness.ranks import RankContext
@@ -185,9 +185,11 @@ class Rig:
         share_equal_names(self.stages.values())
         self.names = {p: name for stage in self.stages.values() for name, p in stage.named_parameters()}
         self.tied = self.pipeline.find_tied(self.names)
-        parts, part_of_stage = parts_of([p for p in self.names if p.requires_grad], self.stages, self.tied, None)
+        trained = [parameter for parameter in self.names if parameter.requires_grad]
+        parts, parts_of_stage = parts_of(trained, self.stages, self.tied, lambda _: None)
         dtype = None if device.type == "cpu" else torch.float32
-        self.replicas = Replicas(GradientBuckets(parts, dtype=dtype, bucket_mb=1e-4), part_of_stage)
+        self.buckets = GradientBuckets(parts, dtype=dtype, bucket_mb=1e-4)
+        self.data_parallel = DataParallelStages(self.buckets, parts_of_stage, {}, {})
         num_stages = len(self.pipeline.placement)
         self.executor = Executor(self.stages, num_stages, Tokens(), nullcontext, self.pipeline.messages)
         self.outputs: list[weakref.ref[Tensor]] = []
@@ -203,8 +205,9 @@ class Rig:
         self.outputs.clear()
         for parameter in self.names:
             parameter.grad = None
-        totals = self.executor.train(actions, cut, lambda totals: SCALE, self.replicas)
-        self.replicas.buckets.finish()
+        self.data_parallel.begin(is_first=True, reduces=True, splits=False)
+        totals = self.executor.train(actions, cut, lambda totals: SCALE, self.data_parallel)
+        self.data_parallel.finish()
         return totals
 
     def check(self, num_microbatches: int, expected: Expected, num_fillers: int = 0) -> None:
@@ -241,4 +244,4 @@ class Rig:
         assert messages is None or not (messages._sent or messages._forward or messages._backward)
 
     def close(self) -> None:
-        self.replicas.buckets.remove()
+        self.buckets.remove()
