@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import product
+from math import prod
 
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -42,6 +45,20 @@ MESHES = {
         expert_parallel=4,
     ),
 }
+
+
+DATA = ("pipeline_parallel", "data_parallel_replicate", "data_parallel_shard")
+DENSE = (*DATA, "context_parallel_shard", "context_parallel_replicate", "tensor_parallel")
+
+
+def legal_meshes(world_size: int, degrees: Sequence[str] = DENSE) -> Iterator[MeshConfig]:
+    """All meshes of so many ranks that differ from 1 in these degrees and in that of experts."""
+    divisors = [number for number in range(1, world_size + 1) if world_size % number == 0]
+    for chosen in product(divisors, repeat=len(degrees)):
+        if prod(chosen) == world_size:
+            config = MeshConfig(**dict(zip(degrees, chosen, strict=True)))
+            ranks_of_stage = world_size // config.pipeline_parallel
+            yield from (replace(config, expert_parallel=ep) for ep in divisors if ranks_of_stage % ep == 0)
 
 
 @contextmanager

@@ -10,6 +10,8 @@ import pytest
 
 from lightning_d9d import ConfigError
 from lightning_d9d.mesh import MeshConfig
+from lightning_d9d.mesh.groups import partition
+from tests.mesh.fake_world import legal_meshes
 
 
 def test_one_rank_is_the_default() -> None:
@@ -61,6 +63,27 @@ def test_degrees_resolve_where_they_multiply_to_the_world_and_nowhere_else() -> 
             else:
                 with pytest.raises(ConfigError, match=f"{world_size}"):
                     config.resolve(world_size)
+
+
+def test_experts_are_spread_over_whole_stages_whatever_the_other_axes_are() -> None:
+    """Of all 24 ranks none is left out; a copy that is fully sharded lies within one replica."""
+    num_meshes = 0
+    for config in legal_meshes(24):
+        regular, expert, weights = config.domains()["regular"], config.domains()["expert"], config.expert_weights()
+        assert config.resolve(24) == config
+        stages = partition(regular, [axis for axis in regular if axis != "pp"])
+        assert partition(expert, ["ep_replicate", "ep_shard"]) == stages
+        assert partition(weights, ["ep_dp_replicate", "ep_fsdp", "ep_shard"]) == stages
+        assert partition(weights, ["ep_shard"]) == partition(expert, ["ep_shard"])
+        assert partition(weights, ["ep_dp_replicate", "ep_fsdp"]) == partition(expert, ["ep_replicate"])
+        replicas = {frozenset(ranks) for ranks in partition(regular, [*regular][2:])}
+        copies = {frozenset(ranks) for ranks in partition(weights, ["ep_fsdp", "ep_shard"])}
+        if weights["ep_fsdp"] > 1:
+            assert copies == replicas
+        elif config.data_parallel_shard * config.context_parallel_shard > 1:
+            assert not all(any(copy < replica for replica in replicas) for copy in copies)
+        num_meshes += 1
+    assert num_meshes > 1000
 
 
 @pytest.mark.parametrize(
