@@ -4,6 +4,7 @@ from lightning_d9d.parallel.config import ParallelConfig
 from lightning_d9d.parallel.data import blocks_of, shard_data, weight_mesh
 from lightning_d9d.parallel.expert import shard_experts
 from lightning_d9d.parallel.plan import WHO_SUMS, Layout, Summed, parallelize
+from lightning_d9d.parallel.recompute import recompute_activations
 
 __all__ = [
     "WHO_SUMS",
@@ -12,6 +13,7 @@ __all__ = [
     "Summed",
     "blocks_of",
     "parallelize",
+    "recompute_activations",
     "shard_data",
     "shard_experts",
     "weight_mesh",

@@ -21,6 +21,7 @@ from lightning_d9d.mesh import MeshDomains
 from lightning_d9d.parallel.config import ParallelConfig
 from lightning_d9d.parallel.data import blocks_of, shard_data
 from lightning_d9d.parallel.expert import shard_experts
+from lightning_d9d.parallel.recompute import recompute_activations
 
 
 class Layout(StrEnum):
@@ -65,6 +66,7 @@ def parallelize(stage: nn.Module, mesh: MeshDomains | None, parallel: ParallelCo
     blocks = blocks_of(stage, parallel.shard_blocks)
     if mesh is not None:
         shard_experts(stage, mesh, parallel)
+    recompute_activations(stage, parallel, blocks)
     if mesh is not None:
         shard_data(stage, blocks, mesh, parallel)
 

@@ -75,6 +75,7 @@ class Case:
 
 KEPT = ParallelConfig(reshard_after_forward=False)
 LET_GO = ParallelConfig(reshard_after_forward=True)
+RECOMPUTED = [ParallelConfig(recompute=kind) for kind in ("full", "selective", "attention", "every_2")]
 SCHEDULES = ("gpipe", "looped_bfs", "interleaved_1f1b", "zero_bubble", "zero_bubble_v", "dual_pipe_v")
 
 CASES = [
@@ -122,4 +123,11 @@ CASES = [
     Case("pp2 rep2 shard2 ep2", schedule="dual_pipe_v", accumulated=2),
     Case("pp2 rep2 shard2 ep4", schedule="zero_bubble_v", tied=True),
     Case("pp4 shard2 ep2", schedule="zero_bubble"),
+    # recomputation
+    *(Case("shard2 ep2", parallel=each, fast=each is RECOMPUTED[0]) for each in RECOMPUTED),
+    *(
+        Case("pp2 shard2 ep2", schedule="zero_bubble_v", parallel=each, fast=each is RECOMPUTED[1])
+        for each in RECOMPUTED
+    ),
+    Case("pp2 shard2 ep2", schedule="dual_pipe_v", parallel=RECOMPUTED[0]),
 ]

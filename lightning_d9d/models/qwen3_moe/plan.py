@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_d9d.mesh import MeshDomains
 from lightning_d9d.models.qwen3_moe.model import Qwen3MoeForCausalLM
-from lightning_d9d.parallel import ParallelConfig, shard_data, shard_experts
+from lightning_d9d.parallel import ParallelConfig, recompute_activations, shard_data, shard_experts
 
 
 def parallelize_qwen3_moe(stage: Qwen3MoeForCausalLM, mesh: MeshDomains | None, parallel: ParallelConfig) -> None:
@@ -20,10 +20,12 @@ def parallelize_qwen3_moe(stage: Qwen3MoeForCausalLM, mesh: MeshDomains | None, 
         parallel: How.
     """
     layers = list(stage.model.layers.values())
-    if mesh is None:
-        return
-    shard_experts(stage, mesh, parallel)
-    shard_data(stage, _gathered_together(stage, layers), mesh, parallel)
+    if mesh is not None:
+        shard_experts(stage, mesh, parallel)
+    recompute_activations(stage, parallel, layers)
+    if mesh is not None:
+        # hidden states are in the gathered dtype from the embedding on, and the losses of routers stay in their own
+        shard_data(stage, _gathered_together(stage, layers), mesh, parallel, casts_inputs=False)
 
 
 def _gathered_together(stage: Qwen3MoeForCausalLM, layers: list[nn.Module]) -> list[nn.Module | list[nn.Module]]:

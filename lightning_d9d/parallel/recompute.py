@@ -1,0 +1,280 @@
+"""Activations that are computed again in the backward rather than kept since the forward.
+
+[Note: what is recomputed] A recomputed module runs under `torch.utils.checkpoint` (the non-reentrant one): its inputs
+are kept, and the first of its nodes that the backward comes to runs its forward again, up to the last tensor that some
+node needs. The attribute `forward` of the module does it, so nothing has another name, and what hooks do around
+`forward` happens once: FSDP2 gathers a recomputed block for its recomputation, and keeps it for its backward. What is
+gathered inside of a block, such as experts, it gathers in the recomputation, too, and lets go of after the backward.
+
+*Random numbers* are those of the forward again. Their generators are always remembered, for nobody knows beforehand
+which module draws; that takes the host some microseconds a call.
+
+*Split backwards* recompute in the input backward, once. What is put off (`lightning_d9d.ops.weight_gradients`) is put
+off as without recomputation: the products of recomputed inputs wait for the weight backward, and keep these inputs
+until then. So of a microbatch between its two backwards recomputation saves no memory.
+
+[Note: what is kept] "selective" keeps the results of some ops, in the order in which they are made, and gives them back
+in the recomputation, where the same calls come in the same order. Not kept is what nothing needs: results that are made
+after the last tensor that the backward needs, or that are in the hands of nobody when that is saved. Of a mixture of
+experts these are the last product's results, and what comes back from other ranks, its largest tensors. Results that
+are modified in place are made again, and so is attention with dropout: left out, it would leave later modules with
+other random numbers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, noop_context_fn
+
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.modules import GroupedQueryAttention
+from lightning_d9d.parallel.config import ParallelConfig
+from lightning_d9d.parallel.data import blocks_of
+
+ATTENTION: tuple[type[nn.Module], ...] = (GroupedQueryAttention, nn.MultiheadAttention)
+"""What `recompute="attention"` recomputes, if nothing else is said."""
+
+_aten = torch.ops.aten
+_ATTENTION_OPS = {
+    op: [argument.name for argument in op._schema.arguments].index("dropout_p")
+    for op in (
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_cudnn_attention.default,
+        _aten._scaled_dot_product_fused_attention_overrideable.default,
+    )
+}
+"""With the place of the argument that says whether they draw random numbers."""
+_KEPT_OPS = {
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten.baddbmm.default,
+    _aten._grouped_mm.default,
+    _aten.topk.default,
+    torch.ops.lightning_d9d.all_to_all_rows.default,
+    *_ATTENTION_OPS,
+}
+
+
+def recompute_activations(
+    module: nn.Module,
+    parallel: ParallelConfig,
+    blocks: Iterable[nn.Module] | None = None,
+    *,
+    attention: tuple[type[nn.Module], ...] = ATTENTION,
+) -> None:
+    """Let parts of a module forget their activations and compute them again in the backward, in place.
+
+    Names of parameters stay as they are, and so do results and gradients, bit by bit, where ops are deterministic.
+    Without grad mode nothing changes. Copies of the module do as it does. A further call replaces an earlier one.
+
+    To be called before `fully_shard` and after whatever replaces modules. See [Note: what is recomputed].
+
+    Args:
+        module: Any.
+        parallel: `parallel.recompute` says what is recomputed; "none" takes back an earlier call.
+        blocks: Parts of the module, in order; by default what `blocks_of` finds with `parallel.shard_blocks`. Of these
+            "every_2" takes the first, the third and so on.
+        attention: Of which classes the modules are that "attention" recomputes, wherever they are in the module.
+
+    Raises:
+        ConfigError: There is nothing of the kind that is to be recomputed.
+    """
+    for part in module.modules():
+        _undo(part)
+    kind = parallel.recompute
+    if kind == "none":
+        return
+    blocks = blocks_of(module, parallel.shard_blocks) if blocks is None else list(blocks)
+    if kind == "attention":
+        chosen = [part for part in module.modules() if isinstance(part, attention)]
+    else:
+        chosen = blocks[:: parallel.every_nth or 1]
+    # A stage of a pipeline may have no block of its model.
+    has_lists = any(isinstance(part, nn.ModuleList | nn.ModuleDict) for part in module.modules())
+    if not chosen and (blocks or not has_lists):
+        raise ConfigError(_nothing_to_recompute(module, kind, attention))
+    for part in dict.fromkeys(chosen):
+        part.forward = partial(_forward, part, vars(part).get("forward"), kind == "selective")
+
+
+def _nothing_to_recompute(module: nn.Module, kind: str, attention: tuple[type[nn.Module], ...]) -> str:
+    name = type(module).__name__
+    if kind == "attention":
+        classes = " or ".join(each.__name__ for each in attention)
+        return (
+            f"ParallelConfig.recompute='attention': {name} has no {classes}; name the class of its attention, in "
+            "recompute_activations(module, parallel, attention=(MyAttention,)), or choose another kind"
+        )
+    return (
+        f"ParallelConfig.recompute={kind!r}: {name} has no blocks, the entries of a ModuleList or a ModuleDict; name "
+        'their classes, as in ParallelConfig.shard_blocks=["Block"]'
+    )
+
+
+def _undo(module: nn.Module) -> None:
+    forward = vars(module).get("forward")
+    if isinstance(forward, partial) and forward.func is _forward:
+        _, replaced, _ = forward.args
+        del module.forward
+        if replaced is not None:
+            module.forward = replaced
+
+
+def _forward(module: nn.Module, replaced: Any, is_selective: bool, *args: Any, **kwargs: Any) -> Any:
+    """`module.forward`, or what has `replaced` it, under a checkpoint."""
+    forward = partial(type(module).forward, module) if replaced is None else replaced
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    num_positional, names = len(args), tuple(kwargs)
+
+    def run(*values: Any) -> Any:
+        return forward(*values[:num_positional], **dict(zip(names, values[num_positional:], strict=True)))
+
+    # All by position: of keywords torch would save no tensors, and not see whether they are on a GPU that draws.
+    values = (*args, *kwargs.values())
+    return checkpoint(run, *values, use_reentrant=False, context_fn=_contexts if is_selective else noop_context_fn)
+
+
+class _Result(NamedTuple):
+    op: object
+    value: Any
+    versions: list[int]
+    """Of the tensors in it, when it was made."""
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        value = self.value if isinstance(self.value, tuple) else (self.value,)
+        return [part for part in value if isinstance(part, Tensor)]
+
+    @property
+    def is_modified(self) -> bool:
+        return self.versions != [tensor._version for tensor in self.tensors]
+
+    def map(self, change: Any) -> _Result:
+        """With other tensors."""
+        if isinstance(self.value, tuple):
+            value = tuple(change(part) if isinstance(part, Tensor) else part for part in self.value)
+        else:
+            value = change(self.value)
+        return self._replace(value=value)
+
+
+class _Kept:
+    """What one call keeps. [Note: what is kept]."""
+
+    def __init__(self) -> None:
+        self.results: deque[_Result] = deque()
+        self._num_needed = 0
+        self._is_unread = False  # whether only views of the latest result were made since
+        self._passes_unread = False  # whether that was so when a tensor was saved last
+
+    def add(self, op: object, value: Any) -> None:
+        result = _Result(op, value, [])
+        result.versions.extend(tensor._version for tensor in result.tensors)
+        self.results.append(result)
+        # Views of tensors of other classes need not share memory with them.
+        self._is_unread = all(type(tensor) is Tensor for tensor in result.tensors)
+
+    def read(self) -> None:
+        """An op has run."""
+        self._is_unread = False
+
+    def saved(self, tensor: Tensor) -> None:
+        """A tensor is saved for the backward, so the recomputation comes as far as this."""
+        if self._is_unread and self._may_be_latest(tensor):
+            self._is_unread = False
+        self._num_needed = len(self.results) - self._is_unread
+        self._passes_unread = self._is_unread
+
+    def _may_be_latest(self, tensor: Tensor) -> bool:
+        if type(tensor) not in (Tensor, nn.Parameter):
+            return True
+        memory = tensor.untyped_storage().data_ptr()
+        return any(memory == each.untyped_storage().data_ptr() for each in self.results[-1].tensors)
+
+    def close(self) -> None:
+        """The forward is done: what nothing needs is forgotten."""
+        results = [*self.results]
+        self.results.clear()
+        self.results.extend(result.map(Tensor.detach) for result in results[: self._num_needed])
+        if self._passes_unread:  # nobody looks at its values, but the recomputation comes by
+            self.results.append(results[self._num_needed].map(_of_no_memory))
+
+    def take(self, op: object) -> _Result | None:
+        """The next result; None where it must be made again."""
+        if not self.results:
+            return None
+        result = self.results.popleft()
+        if result.op is not op:
+            raise RuntimeError(
+                f"a recomputed module called {op} where its forward had called {result.op}: what it does must not "
+                "depend on anything that changes between forward and backward"
+            )
+        return None if result.is_modified else result
+
+
+def _of_no_memory(tensor: Tensor) -> Tensor:
+    return tensor.new_zeros(()).expand(tensor.shape)
+
+
+def _is_kept(op: Any, args: tuple[Any, ...]) -> bool:
+    if op not in _KEPT_OPS:
+        return False
+    place = _ATTENTION_OPS.get(op)
+    return place is None or len(args) <= place or args[place] == 0.0
+
+
+class _Forward(TorchDispatchMode):
+    def __init__(self, kept: _Kept) -> None:
+        super().__init__()
+        self.kept = kept
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if _is_kept(func, args):
+            self.kept.add(func, result)
+        elif not getattr(func, "is_view", False):
+            self.kept.read()
+        return result
+
+
+class _Recomputation(TorchDispatchMode):
+    def __init__(self, kept: _Kept) -> None:
+        super().__init__()
+        self.kept = kept
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = self.kept.take(func) if _is_kept(func, args) else None
+        return func(*args, **(kwargs or {})) if result is None else result.value
+
+
+@contextmanager
+def _forward_context(kept: _Kept) -> Generator[None]:
+    # Hooks that are pushed replace those before: torch's own of this checkpoint.
+    pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+
+    def pack_and_note(tensor: Tensor) -> Any:
+        kept.saved(tensor)
+        return pack(tensor)
+
+    with saved_tensors_hooks(pack_and_note, unpack), _Forward(kept):
+        yield
+    kept.close()
+
+
+def _contexts() -> tuple[Any, Any]:
+    """Around a forward and its recomputation."""
+    kept = _Kept()
+    return _forward_context(kept), _Recomputation(kept)
