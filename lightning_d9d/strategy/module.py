@@ -11,6 +11,7 @@ import lightning as L
 import torch
 from lightning.pytorch.core.saving import _load_state
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from lightning_d9d.checkpoint import is_directory, open_directory
@@ -51,6 +52,7 @@ class D9DModule(L.LightningModule):
         super().__init__()
         self.stages = nn.ModuleList()
         self._built: list[StageInfo] = []
+        self._spread: Any = None
         self._in_schedule = False
         self.register_state_dict_post_hook(_drop_stage_prefix)
         self.register_load_state_dict_pre_hook(_add_stage_prefix)
@@ -129,6 +131,7 @@ class D9DModule(L.LightningModule):
         self.check_overrides()
         infos = self.pipeline.stages
         if len(self.stages) > 0:
+            self._check_spread_alike()
             if self._built and _places(self._built) != _places(infos):
                 self._cut_again(infos)
             return
@@ -140,8 +143,19 @@ class D9DModule(L.LightningModule):
             materialize(stage, device, seed)
             self.stages.append(stage)
         self._built = infos
+        self._spread = _spread_of(strategy)
         share_equal_names(self.stages)
         self.on_stages_built()
+
+    def _check_spread_alike(self) -> None:
+        """Weights that are spread over ranks stay where they are."""
+        now = _spread_of(None if self._trainer is None else self.trainer.strategy)
+        if now != self._spread and any(isinstance(tensor, DTensor) for tensor in self.stages.state_dict().values()):
+            raise ConfigError(
+                f"{type(self).__name__} holds weights that an earlier run has spread over ranks with {self._spread}, "
+                f"but this run has {now or 'another strategy'}; give it a new module, and a checkpoint of the earlier "
+                "run as ckpt_path"
+            )
 
     def _on_meta(self, infos: Iterable[StageInfo]) -> Iterator[nn.Module]:
         strategy = None if self._trainer is None else self.trainer.strategy
@@ -365,6 +379,11 @@ def _is_same(one: Any, other: Any) -> bool:
         return False
     one, other = local(one), local(other)
     return one.data_ptr() == other.data_ptr() and one.shape == other.shape
+
+
+def _spread_of(strategy: Any) -> Any:
+    """What tells how a strategy spreads weights over ranks; None for one that does not."""
+    return getattr(strategy, "mesh_config", None) and (strategy.mesh_config, strategy.parallel_in_effect)
 
 
 def _places(infos: Iterable[StageInfo]) -> list[tuple[int, int, range | None]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,8 +30,9 @@ from lightning_d9d import (
     StageInputs,
     WeightedLoss,
 )
-from lightning_d9d.models.qwen3_moe import Qwen3MoePretraining
-from tests.harness.compare import assert_close_named, assert_tensors_close
+from lightning_d9d.callbacks import HuggingFaceExport, TextSample
+from lightning_d9d.models.qwen3_moe import Qwen3MoeForCausalLM, Qwen3MoePretraining, load_huggingface
+from tests.harness.compare import assert_bitwise_equal, assert_close_named, assert_tensors_close
 from tests.harness.ranks import RankContext
 from tests.harness.tolerances import Kind
 from tests.meshes.equality import CONFIG, Watched, batch_of, on_mesh, on_one_process, whole
@@ -371,3 +373,35 @@ def test_weights_that_stay_in_the_hosts_memory_train_as_others(rank: RankContext
     actual = on_mesh(rank, D9DStrategy(mesh=MeshConfig(**EXPERTS), parallel=parallel), steps=2)
     for weights, theirs in zip(actual.weights, expected.weights, strict=True):
         assert_tensors_close(weights, theirs)
+
+
+@pytest.mark.ranks(2)
+def test_a_sharded_module_stays_where_it_is(rank: RankContext) -> None:
+    """The same strategy goes on with it; another cannot."""
+    module = Watched(CONFIG, 1)
+    options: dict[str, Any] = {"gradient_clip_val": 1.0, "use_distributed_sampler": False, "max_steps": 1}
+    for _ in range(2):
+        trainer(D9DStrategy(mesh=MeshConfig(**EXPERTS)), 2, rank.device.type, **options).fit(module)
+    assert len(module.seen.weights) == 2
+    run = trainer(D9DStrategy(mesh=MeshConfig(data_parallel_replicate=2)), 2, rank.device.type, **options)
+    with pytest.raises(ConfigError, match="an earlier run has spread over ranks"):
+        run.fit(module)
+
+
+@pytest.mark.ranks(2)
+def test_a_sharded_model_is_exported_whole_and_writes_text(rank: RankContext) -> None:
+    config = dataclasses.replace(CONFIG, vocab_size=256)
+
+    class Bytes(Watched):
+        def train_dataloader(self) -> DataLoader:
+            return rows_of(0, rank)
+
+    module = Bytes(config, 1)
+    sample = TextSample(prompt="a = ", num_characters=3, context_length=8)
+    callbacks = [HuggingFaceExport(rank.tmp_dir / "model"), sample]
+    options: dict[str, Any] = {"gradient_clip_val": 1.0, "use_distributed_sampler": False, "max_steps": 1}
+    trainer(D9DStrategy(mesh=MeshConfig(**EXPERTS)), 2, rank.device.type, callbacks=callbacks, **options).fit(module)
+    loaded = Qwen3MoeForCausalLM(config)
+    load_huggingface(loaded, rank.tmp_dir / "model")
+    for name, weight in module.seen.weights[-1].items():
+        assert_bitwise_equal(name, loaded.get_parameter(name).detach(), weight)

@@ -1,0 +1,227 @@
+"""What is gathered together, where it is cut, and what is used of FSDP2's inside."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group, _fsdp_state
+from torch.distributed.tensor import DTensor
+
+from lightning_d9d import ConfigError, MeshConfig, MeshDomains, ParallelConfig
+from lightning_d9d.parallel import blocks_of, shard_data, weight_mesh
+from lightning_d9d.parallel.data import FullySharded, settings, shard_dim
+from tests.harness.compare import assert_bitwise_equal, assert_close_named
+from tests.harness.ranks import RankContext
+
+
+class Tower(nn.Module):
+    """Blocks in a list and in a dictionary, one level down; a nested list is a block's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.middle = nn.Module()
+        self.middle.listed = nn.ModuleList([nn.Sequential(nn.ModuleList([nn.Linear(4, 4)])[0]), nn.Linear(4, 4)])
+        self.named = nn.ModuleDict({"7": nn.Linear(4, 4)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in (self.first, *self.middle.listed, *self.named.values()):  # type: ignore[misc]
+            x = block(x).tanh()
+        return x
+
+
+def test_blocks_are_the_entries_of_the_outermost_lists() -> None:
+    tower = Tower()
+    assert blocks_of(tower) == [*tower.middle.listed, tower.named["7"]]  # type: ignore[misc]
+    assert blocks_of(tower, ["Sequential"]) == [tower.middle.listed[0]]  # type: ignore[index]
+    with pytest.raises(
+        ConfigError, match=r"shard_blocks=\['Sequential', 'Layer'\]: the module has no Layer; its parts"
+    ):
+        blocks_of(tower, ["Sequential", "Layer"])
+
+
+@pytest.mark.parametrize(
+    ("dims", "num_shards", "dim"),
+    [((8, 6), 4, 0), ((3, 8), 4, 1), ((3, 6), 4, 0), ((3,), 4, 0), ((1, 4, 5), 2, 1), ((2, 4, 5), 2, 0)],
+)
+def test_dim_1_is_cut_where_dim_0_runs_out_and_it_divides(dims: tuple[int, ...], num_shards: int, dim: int) -> None:
+    assert shard_dim(dims, num_shards) == dim
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "expected"),
+    [
+        (torch.float64, {}, (None, torch.float64)),
+        (torch.float32, {}, (None, torch.float32)),
+        (torch.bfloat16, {}, (None, torch.float32)),
+        (torch.float32, {"gather_dtype": "bfloat16"}, (torch.bfloat16, torch.float32)),
+        (torch.bfloat16, {"reduce_dtype": "bfloat16"}, (None, torch.bfloat16)),
+    ],
+)
+def test_dtypes_of_messages(dtype: torch.dtype, options: dict[str, Any], expected: tuple[Any, Any]) -> None:
+    policy = settings(nn.Linear(2, 2, dtype=dtype), ParallelConfig(**options))["mp_policy"]
+    assert (policy.param_dtype, policy.reduce_dtype) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"reshard_after_forward": "never"}, "reshard_after_forward='never' must be one of True, False, 'auto'"),
+        ({"recompute": "every_0"}, "recompute='every_0' must be"),
+        ({"expert_dispatch": "fast"}, "expert_dispatch='fast' must be one of"),
+        ({"gather_dtype": "float16"}, "gather_dtype='float16' must be one of"),
+        ({"shard_blocks": "Block"}, "shard_blocks='Block' must be a list"),
+        ({"shard_blocks": ()}, "must be a list"),
+    ],
+)
+def test_configurations_that_say_nothing(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        ParallelConfig(**options)
+
+
+def test_names_used_of_torchs_inside() -> None:
+    """They are no promise of torch's; this fails first where a version has others."""
+    group = inspect.getsource(_fsdp_param_group.FSDPParamGroup)
+    for name in ("_orig_dtype", "_reduce_dtype", "_init_mp_dtypes", "_post_forward_indices", "_all_gather_result"):
+        assert f"self.{name}" in group
+    for name in ("reduce_grads", "fsdp_params", "_training_state"):
+        assert f"self.{name}" in group
+    assert hasattr(_fsdp_param_group.FSDPParamGroup, "post_backward")
+    parameter = inspect.getsource(_fsdp_param.FSDPParam)
+    for name in ("sharded_param", "_unsharded_param", "unsharded_accumulated_grad", "reduce_dtype"):
+        assert f"self.{name}" in parameter
+    state = inspect.getsource(_fsdp_state)
+    for name in ("all_states", "iter_forward_root", "post_backward_final_callback_queued", "post_forward_order"):
+        assert name in state
+    for name in ("_lazy_init", "_root_post_backward_final_callback"):
+        assert hasattr(_fsdp_state.FSDPState, name)
+
+
+def towers(rank: RankContext, **options: Any) -> tuple[Tower, Tower]:
+    """A sharded one, and the same whole."""
+    torch.manual_seed(0)
+    whole = Tower().to(rank.device, torch.float64)
+    torch.manual_seed(0)
+    tower = Tower().to(rank.device, torch.float64)
+    domains = MeshDomains.build(MeshConfig(data_parallel_shard=2), rank.device.type)
+    shard_data(tower, blocks_of(tower), domains, ParallelConfig(**options))
+    domains.close()
+    return tower, whole
+
+
+def rows(rank: int, microbatch: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * rank + microbatch)
+    return torch.randn(3, 4, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("keeps", [True, False], ids=["kept", "let go"])
+@pytest.mark.parametrize("reduces_each", [True, False], ids=["each", "last"])
+def test_gradients_are_sums_over_microbatches_and_ranks(rank: RankContext, keeps: bool, reduces_each: bool) -> None:
+    tower, whole = towers(rank)
+    stage = FullySharded(tower, keeps=keeps, reduces_each=reduces_each)
+    for window in range(2):
+        tower.zero_grad()
+        whole.zero_grad()
+        stage.begin(is_first=True, reduces=True, splits=False)
+        stage.unshard()
+        for microbatch in range(3):
+            loss = tower(rows(rank.rank, 3 * window + microbatch).to(rank.device)).square().sum()
+            if microbatch == 2:
+                stage.last_backward()
+            loss.backward()
+            for each in range(2):
+                whole(rows(each, 3 * window + microbatch).to(rank.device)).square().sum().backward()
+        stage.reduce()
+        for (name, ours), (_, theirs) in zip(tower.named_parameters(), whole.named_parameters(), strict=True):
+            assert isinstance(ours.grad, DTensor)
+            assert theirs.grad is not None
+            assert_close_named(name, ours.grad.full_tensor(), theirs.grad)
+
+
+@pytest.mark.ranks(2)
+def test_a_kept_stage_is_gathered_and_reduced_once_a_batch(rank: RankContext) -> None:
+    tower, _ = towers(rank)
+    stage = FullySharded(tower, keeps=True, reduces_each=False)
+    calls: list[str] = []
+
+    def counted(name: str) -> Any:
+        call = getattr(_fsdp_param_group, name)
+        return lambda *args, **kwargs: (calls.append(name), call(*args, **kwargs))[1]
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for name in ("foreach_all_gather", "foreach_reduce"):
+            monkeypatch.setattr(_fsdp_param_group, name, counted(name))
+        for _ in range(2):
+            stage.begin(is_first=True, reduces=True, splits=False)
+            stage.unshard()
+            for microbatch in range(3):
+                loss = tower(rows(rank.rank, microbatch).to(rank.device)).sum()
+                if microbatch == 2:
+                    stage.last_backward()
+                loss.backward()
+            stage.reduce()
+            stage.reshard()
+    num_units = 4  # three blocks and the rest
+    assert (calls.count("foreach_all_gather"), calls.count("foreach_reduce")) == (2 * num_units, 2 * num_units)
+
+
+@pytest.mark.ranks(2)
+def test_what_a_broken_window_left_is_not_added(rank: RankContext) -> None:
+    tower, _ = towers(rank)
+    stage = FullySharded(tower, keeps=False, reduces_each=False)
+
+    def gradients() -> list[Tensor]:
+        tower.zero_grad()
+        stage.begin(is_first=True, reduces=True, splits=False)
+        loss = tower(rows(rank.rank, 0).to(rank.device)).sum()
+        stage.last_backward()
+        loss.backward()
+        stage.reduce()
+        return [p.grad.full_tensor() for p in tower.parameters() if isinstance(p.grad, DTensor)]
+
+    expected = gradients()
+    stage.begin(is_first=True, reduces=False, splits=False)
+    loss = tower(rows(rank.rank, 1).to(rank.device)).sum()
+    stage.last_backward()
+    loss.backward()
+    for ours, theirs in zip(gradients(), expected, strict=True):
+        assert_bitwise_equal("gradient", ours, theirs)
+
+
+@pytest.mark.ranks(2)
+def test_units_without_one_around_them(rank: RankContext) -> None:
+    """Each is a root of its own then."""
+    torch.manual_seed(0)
+    tower, whole = Tower().double().to(rank.device), Tower().double().to(rank.device)
+    whole.load_state_dict(tower.state_dict())
+    domains = MeshDomains.build(MeshConfig(data_parallel_shard=2), rank.device.type)
+    for block in blocks_of(tower):
+        fully_shard(block, mesh=weight_mesh(domains))
+    stage = FullySharded(tower, keeps=True, reduces_each=False)
+    stage.begin(is_first=True, reduces=True, splits=True)
+    stage.unshard()
+    tower(rows(rank.rank, 0).to(rank.device)).sum().backward()
+    stage.reshard()
+    stage.reduce()
+    for each in range(2):
+        whole(rows(each, 0).to(rank.device)).sum().backward()
+    assert sum(isinstance(module, FSDPModule) for module in tower.modules()) == 3
+    for (name, ours), (_, theirs) in zip(tower.named_parameters(), whole.named_parameters(), strict=True):
+        if isinstance(ours.grad, DTensor):
+            assert theirs.grad is not None
+            assert_close_named(name, ours.grad.full_tensor(), theirs.grad)
+    domains.close()
+
+
+@pytest.mark.ranks(2)
+def test_split_backwards_cannot_reduce_each_microbatch(rank: RankContext) -> None:
+    tower, _ = towers(rank)
+    stage = FullySharded(tower, keeps=True, reduces_each=True)
+    with pytest.raises(ConfigError, match="reduce='every_microbatch' with a schedule that splits backwards"):
+        stage.begin(is_first=True, reduces=True, splits=True)
