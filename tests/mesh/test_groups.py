@@ -103,6 +103,41 @@ def test_groups_of_all_lanes_and_links_of_the_pipeline(mesh: str) -> None:
             assert num_groups() == 15 + 2 * num_neighbours  # links, of two ranks each: one for either direction
 
 
+@pytest.mark.parametrize(
+    ("config", "without_experts"),
+    [
+        (MESHES["64"], 11),
+        (MESHES["4096"], 11),
+        (
+            MeshConfig(pipeline_parallel=2, data_parallel_replicate=2, data_parallel_shard=16, expert_parallel=4),
+            8,
+        ),
+        (
+            MeshConfig(pipeline_parallel=8, data_parallel_replicate=4, data_parallel_shard=128, expert_parallel=16),
+            8,
+        ),
+    ],
+    ids=["64, every axis", "4096, every axis", "64", "4096"],
+)
+def test_fully_sharded_experts_add_two_groups(config: MeshConfig, without_experts: int) -> None:
+    """Of the ranks that share a copy of the same experts, and a lane for tokens; copies are along `dp_replicate`."""
+    rank = config.world_size // 2
+    with fake_world(rank, config.world_size):
+        domains = MeshDomains.build(config, "cpu")
+        assert num_groups() == without_experts
+        weights, lane = domains.expert_weights, domains.group("ep_shard", lane="moe")
+        assert num_groups() == without_experts + 2
+        assert domains.expert_weights == weights
+        assert domains.group("ep_shard", lane="moe") is lane
+        assert num_groups() == without_experts + 2
+        assert weights.get_group("ep_dp_replicate") is domains.group("dp_replicate")
+        assert weights.get_group("ep_shard") is domains.group("ep_shard")
+        shape = config.expert_weights()
+        for axis in ("ep_dp_replicate", "ep_fsdp", "ep_shard"):
+            ranks = next(ranks for ranks in partition(shape, [axis]) if rank in ranks)
+            assert tuple(dist.get_process_group_ranks(weights.get_group(axis))) == ranks
+
+
 def test_axes_that_cut_alike_hold_the_same_group() -> None:
     with fake_world(3, 64):
         domains = MeshDomains.build(MESHES["64"], "cpu")
