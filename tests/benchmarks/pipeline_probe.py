@@ -60,7 +60,7 @@ def measure(contenders: Mapping[str, Contender], device: torch.device) -> dict[s
         values["messages"] = all_gather_object(_count_messages(contender))
         if device.type == "cuda":
             values["memory_bytes"] = all_gather_object(_peak_bytes(contender, device))
-            values["host_syncs"] = all_gather_object(_host_syncs(contender))
+            values["host_syncs"] = all_gather_object(host_syncs(contender))
         if hasattr(contender, "executor"):
             ours: Any = contender
             values |= _bubble(ours)
@@ -258,7 +258,7 @@ def _count_messages(contender: Any) -> int:
     return count
 
 
-def _host_syncs(contender: Contender) -> list[str]:
+def host_syncs(contender: Contender) -> list[str]:
     """Where; "error" in place of "warn" would leave the other ranks waiting."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
