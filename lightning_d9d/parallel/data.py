@@ -241,6 +241,9 @@ class FullySharded:
     def last_backward(self) -> None:
         """The coming full backward is the last of the batch: its hooks may reduce and let go."""
         self._has_announced_last = True
+        if self._keeps_now:
+            for group in self._groups:  # all is there, but the first unit would prefetch the last of the forward before
+                group._post_forward_indices.clear()
         self._set(reduces=self._reduces or self.reduces_each, keeps=False)
         for root in self._roots:
             root.set_is_last_backward(True)
