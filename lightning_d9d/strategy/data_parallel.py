@@ -70,8 +70,12 @@ class DataParallelStages:
         in_buckets = [parameter for parameter in trained if parameter not in units]
 
         def group_of(parameter: nn.Parameter) -> dist.ProcessGroup | None:
-            layout = layout_of(parameter, units) if stages else Layout.REPLICATED
-            return None if mesh is None else bucket_group(layout, mesh)
+            if mesh is None:
+                return None
+            layout = layout_of(parameter, units)
+            if layout is Layout.EXPERTS and not stages:
+                return mesh.group("ep_replicate")  # also of one rank: a plain module's sums are divided behind it
+            return bucket_group(layout, mesh)
 
         dtype = None if grad_sync.dtype == "auto" else getattr(torch, grad_sync.dtype)
         widens = accumulates and any(p.dtype != bucket_dtype(p, dtype, at_least) for p in in_buckets)

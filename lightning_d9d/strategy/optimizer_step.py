@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
+import lightning as L
 import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_d9d.errors import ConfigError
+
+_HOOKS_ON_GRADIENTS = (
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "configure_gradient_clipping",
+    "clip_gradients",
+    "optimizer_step",
+)
 
 
 class OptimizerStep:
@@ -56,6 +67,29 @@ class OptimizerStep:
     def skipped(self) -> Tensor:
         """The number of skipped steps, int64 on the device."""
         return self._skipped
+
+
+def check_steps_once(optimizer: Optimizer) -> None:
+    """Raise `ConfigError` for an optimizer that needs a closure to call several times."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"{type(optimizer).__name__} runs its closure several times a step; a D9DModule's schedule runs once, and "
+            "skip_nonfinite looks at gradients once: choose an optimizer whose step() works without a closure, or a "
+            "plain LightningModule without skip_nonfinite"
+        )
+
+
+def leaves_gradients_alone(module: L.LightningModule) -> bool:
+    """Whether neither module nor Trainer nor callbacks look at gradients between backward and step, or clip values."""
+    trainer: Any = module.trainer
+    watchers = [(module, L.LightningModule), *((callback, L.Callback) for callback in trainer.callbacks)]
+    return trainer.gradient_clip_algorithm != "value" and not any(
+        is_overridden(hook, watcher, parent)
+        for watcher, parent in watchers
+        for hook in _HOOKS_ON_GRADIENTS
+        if hasattr(parent, hook)
+    )
 
 
 def check_layouts(optimizer: Optimizer) -> None:

@@ -133,17 +133,31 @@ def shard_blocks(module: nn.Module, mesh: MeshDomains, parallel: ParallelConfig,
     move(module, device, offloads=parallel.offload)
 
 
-def not_yet_summed(parameters: Iterable[nn.Parameter], mesh: MeshDomains) -> list[nn.Parameter]:
-    """The parameters whose gradients backward leaves as this data rank's own.
+def not_yet_summed(
+    parameters: Iterable[nn.Parameter], mesh: MeshDomains, fully_sharded: set[nn.Parameter]
+) -> list[nn.Parameter]:
+    """The parameters of a plain module whose gradients backward leaves as this data rank's own.
 
-    Those of DTensors over all data ranks have been summed by what shards them (`fully_shard`).
+    Those of DTensors over all data ranks have been summed by what shards them (`fully_shard`), but for experts.
+
+    Args:
+        parameters: That get gradients.
+        mesh: Of all ranks.
+        fully_sharded: Those that FSDP2 reduces.
 
     Raises:
-        ConfigError: A DTensor lies on other axes only, and there are several data ranks.
+        ConfigError: A DTensor lies on other axes only, and there are several data ranks; or experts are fully sharded.
     """
     left = []
     for parameter in parameters if mesh.dp_size > 1 else ():
-        if not isinstance(parameter, DTensor):
+        axes = parameter.device_mesh.mesh_dim_names or () if isinstance(parameter, DTensor) else ()
+        if "ep_shard" in axes and parameter in fully_sharded:
+            raise ConfigError(
+                "experts of a plain LightningModule are spread over ranks and fully sharded: FSDP2 would divide their "
+                "gradients by other ranks than those that their tokens come from. Make it a D9DModule, or leave the "
+                "experts out of fully_shard"
+            )
+        if not isinstance(parameter, DTensor) or "ep_shard" in axes:
             left.append(parameter)
         elif not (data_ranks := set(dist.get_process_group_ranks(mesh.group("dp")))) <= _ranks(parameter.device_mesh):
             raise ConfigError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, nullcontext
@@ -20,7 +19,6 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -34,6 +32,7 @@ from lightning_d9d.mesh.collectives import all_gather_object, broadcast_tensors
 from lightning_d9d.mesh.sharding import local
 from lightning_d9d.parallel import ParallelConfig
 from lightning_d9d.parallel.data import move, weight_mesh
+from lightning_d9d.parallel.plan import fully_sharded
 from lightning_d9d.pipeline.executor import Executor
 from lightning_d9d.pipeline.microbatch import MicrobatchCount, num_tokens
 from lightning_d9d.schedule import Auto, Choice, Schedule, resolve_schedule
@@ -42,7 +41,13 @@ from lightning_d9d.strategy.checkpoints import CheckpointConfig, CheckpointedStr
 from lightning_d9d.strategy.configuration import check_callbacks, check_degrees_of
 from lightning_d9d.strategy.data_parallel import DataParallelStages
 from lightning_d9d.strategy.module import D9DModule
-from lightning_d9d.strategy.optimizer_step import OptimizerStep, check_layouts, takes_scalars
+from lightning_d9d.strategy.optimizer_step import (
+    OptimizerStep,
+    check_layouts,
+    check_steps_once,
+    leaves_gradients_alone,
+    takes_scalars,
+)
 from lightning_d9d.strategy.pipeline import Pipeline, Tie
 from lightning_d9d.strategy.precision import check_precision
 from lightning_d9d.strategy.progress import LateProgress
@@ -58,13 +63,6 @@ from lightning_d9d.strategy.train_step import TrainStep, cast_gradients
 from lightning_d9d.sync.buckets import GradientBuckets, GradSyncConfig
 from lightning_d9d.sync.norm import clip_gradients_by_norm, clip_gradients_by_value
 
-_HOOKS_ON_GRADIENTS = (
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "configure_gradient_clipping",
-    "clip_gradients",
-    "optimizer_step",
-)
 _SCALAR_DTYPES = {torch.float32, torch.bfloat16}
 """Sums over many tokens overflow in float16, and a float32 factor would round float64 gradients."""
 
@@ -374,16 +372,6 @@ class D9DStrategy(CheckpointedStrategy):
                 "training_step takes whole batches; use accumulate_grad_batches, or make it a D9DModule"
             )
 
-    def _check_optimizers(self) -> None:
-        for optimizer in self.optimizers:
-            closure = inspect.signature(optimizer.step).parameters.get("closure")
-            if closure is not None and closure.default is inspect.Parameter.empty:
-                raise ConfigError(
-                    f"{type(optimizer).__name__} runs its closure several times a step; a D9DModule's schedule runs "
-                    "once, and skip_nonfinite looks at gradients once: choose an optimizer whose step() works without "
-                    "a closure, or a plain LightningModule without skip_nonfinite"
-                )
-
     def _setup_gradients(self, module: L.LightningModule) -> None:
         assert self.model is not None
         self._parameters = list(self.model.parameters())
@@ -394,9 +382,9 @@ class D9DStrategy(CheckpointedStrategy):
                 f"skip_nonfinite=True: {type(module).__name__} steps its optimizers itself (automatic_optimization is "
                 "False); check the gradients there"
             )
-        if self.skip_nonfinite or isinstance(module, D9DModule):
-            self._check_optimizers()
         for optimizer in self.optimizers:
+            if self.skip_nonfinite or isinstance(module, D9DModule):
+                check_steps_once(optimizer)
             check_layouts(optimizer)
         if isinstance(module, D9DModule):
             self._train_step = TrainStep(
@@ -411,24 +399,15 @@ class D9DStrategy(CheckpointedStrategy):
                 self._late_progress = LateProgress(module.trainer, self.root_device)
         self._update_buckets()
 
-    def _defers_scaling(self, module: D9DModule) -> bool:
+    @property
+    def _defers_scaling(self) -> bool:
         """Whether the optimizer can take division and clipping as a factor, without anybody noticing."""
-        clips_values = module.trainer.gradient_clip_algorithm == "value"
-        watchers = [
-            (module, L.LightningModule),
-            *((callback, L.Callback) for callback in cast(Any, module.trainer).callbacks),
-        ]
+        assert self.lightning_module is not None
         return (
             all(takes_scalars(each) and not each._optimizer_step_pre_hooks for each in self.optimizers)
             and {parameter.dtype for parameter in self._parameters} <= _SCALAR_DTYPES
-            and not clips_values
             and type(self.precision_plugin).clip_grad_by_norm is Precision.clip_grad_by_norm
-            and not any(
-                is_overridden(hook, watcher, parent)
-                for watcher, parent in watchers
-                for hook in _HOOKS_ON_GRADIENTS
-                if hasattr(parent, hook)
-            )
+            and leaves_gradients_alone(self.lightning_module)
         )
 
     def _update_buckets(self) -> None:
@@ -453,7 +432,7 @@ class D9DStrategy(CheckpointedStrategy):
         if isinstance(module, D9DModule):
             stages = module.indexed_stages
         elif self.world_size > 1 and is_sharded(module):
-            trained = not_yet_summed(trained, self.mesh)
+            trained = not_yet_summed(trained, self.mesh, fully_sharded(module))
         data_parallel = DataParallelStages.build(
             trained,
             stages,
@@ -496,7 +475,7 @@ class D9DStrategy(CheckpointedStrategy):
         """Decide on what a checkpoint may have changed, too: options of the optimizer, callbacks. Collective."""
         super().on_train_start()
         if self._train_step is not None:
-            defers = self._defers_scaling(self._train_step.module)
+            defers = self._defers_scaling
             self._train_step.defers = all(all_gather_object(defers)) if self.world_size > 1 else defers
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

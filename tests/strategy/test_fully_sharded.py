@@ -32,6 +32,8 @@ from lightning_d9d import (
 )
 from lightning_d9d.callbacks import HuggingFaceExport, TextSample
 from lightning_d9d.models.qwen3_moe import Qwen3MoeForCausalLM, Qwen3MoePretraining, load_huggingface
+from lightning_d9d.modules import SparseMoE
+from lightning_d9d.parallel import shard_experts
 from tests.harness.compare import assert_bitwise_equal, assert_close_named, assert_tensors_close
 from tests.harness.ranks import RankContext
 from tests.harness.tolerances import Kind
@@ -405,3 +407,43 @@ def test_a_sharded_model_is_exported_whole_and_writes_text(rank: RankContext) ->
     load_huggingface(loaded, rank.tmp_dir / "model")
     for name, weight in module.seen.weights[-1].items():
         assert_bitwise_equal(name, loaded.get_parameter(name).detach(), weight)
+
+
+class PlainExperts(L.LightningModule):
+    """A mixture that spreads its experts itself."""
+
+    def configure_model(self) -> None:
+        torch.manual_seed(3)
+        self.moe = SparseMoE(8, 4, num_experts=4, top_k=2, normalize=True, initializer_range=0.5)
+        strategy = self.trainer.strategy
+        assert isinstance(strategy, D9DStrategy)
+        if strategy.mesh.sizes["ep_shard"] > 1:
+            shard_experts(self.moe, strategy.mesh, ParallelConfig())
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return (self.moe(batch[0]) - 1).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01, foreach=False)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("ep", [2, 4])
+def test_a_plain_module_spreads_experts_with_ddps_results(rank: RankContext, ep: int) -> None:
+    data = TensorDataset(torch.randn(32, 3, 8, generator=torch.Generator().manual_seed(0)))
+
+    def trained(mesh: MeshConfig) -> dict[str, Tensor]:
+        module = PlainExperts()
+        run = trainer(D9DStrategy(mesh=mesh), 4, rank.device.type, max_epochs=1, gradient_clip_val=0.1)
+        run.fit(module, DataLoader(data, 4))
+        return {name: whole(parameter.detach()) for name, parameter in module.named_parameters()}
+
+    expected = trained(MeshConfig(data_parallel_replicate=4))
+    assert_tensors_close(trained(MeshConfig(data_parallel_replicate=4, expert_parallel=ep)), expected)
+
+
+@pytest.mark.ranks(2)
+def test_a_plain_module_may_not_shard_experts_fully(rank: RankContext) -> None:
+    run = trainer(D9DStrategy(mesh=MeshConfig(**EXPERTS)), 2, rank.device.type, max_steps=1)
+    with pytest.raises(ConfigError, match="Make it a D9DModule"):
+        run.fit(PlainExperts(), DataLoader(TensorDataset(torch.randn(8, 3, 8)), 2))
