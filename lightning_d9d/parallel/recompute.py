@@ -2,23 +2,23 @@
 
 [Note: what is recomputed] A recomputed module runs under `torch.utils.checkpoint` (the non-reentrant one): its inputs
 are kept, and the first of its nodes that the backward comes to runs its forward again, up to the last tensor that some
-node needs. The attribute `forward` of the module does it, so nothing has another name, and what hooks do around
-`forward` happens once: FSDP2 gathers a recomputed block for its recomputation, and keeps it for its backward. What is
-gathered inside of a block, such as experts, it gathers in the recomputation, too, and lets go of after the backward.
+node has saved. An attribute `forward` of the module does it, so parameters keep their names, and hooks around `forward`
+run once: FSDP2 gathers a recomputed block for its recomputation and keeps it for its backward. So it does with what it
+gathers inside of a block, such as experts.
 
-*Random numbers* are those of the forward again. Their generators are always remembered, for nobody knows beforehand
-which module draws; that takes the host some microseconds a call.
+*Random numbers* of the forward repeat. The generators' states are always remembered, since nobody knows beforehand
+whether a module draws; that is a small part of a block's time on the host.
 
-*Split backwards* recompute in the input backward, once. What is put off (`lightning_d9d.ops.weight_gradients`) is put
-off as without recomputation: the products of recomputed inputs wait for the weight backward, and keep these inputs
-until then. So of a microbatch between its two backwards recomputation saves no memory.
+*Split backwards* recompute once, in the input backward. Weight gradients wait as they do without recomputation
+(`lightning_d9d.ops.weight_gradients`): products keep their inputs, now the recomputed ones, for the weight backward. So
+between its two backwards a microbatch is as large as without recomputation.
 
 [Note: what is kept] "selective" keeps the results of some ops, in the order in which they are made, and gives them back
-in the recomputation, where the same calls come in the same order. Not kept is what nothing needs: results that are made
-after the last tensor that the backward needs, or that are in the hands of nobody when that is saved. Of a mixture of
-experts these are the last product's results, and what comes back from other ranks, its largest tensors. Results that
-are modified in place are made again, and so is attention with dropout: left out, it would leave later modules with
-other random numbers.
+in the recomputation, which makes the same calls in the same order. Not kept is what that does not need: results made
+after the last tensor that is saved, and the latest one before if nothing has read it by then. Of a mixture of experts
+these are what comes back from other ranks and the last product's results, the largest tensors it has. Results that are
+modified in place are made again, and so is attention with dropout: if it were left out, later modules would draw other
+random numbers.
 """
 
 from __future__ import annotations
@@ -76,10 +76,9 @@ def recompute_activations(
 ) -> None:
     """Let parts of a module forget their activations and compute them again in the backward, in place.
 
-    Names of parameters stay as they are, and so do results and gradients, bit by bit, where ops are deterministic.
-    Without grad mode nothing changes. Copies of the module do as it does. A further call replaces an earlier one.
-
-    To be called before `fully_shard` and after whatever replaces modules. See [Note: what is recomputed].
+    Results and gradients stay the same, bit by bit where ops are deterministic, and so do names of parameters. Without
+    grad mode nothing is recomputed. Copies of the module do as it does. A further call replaces an earlier one.
+    Nothing is communicated. See [Note: what is recomputed].
 
     Args:
         module: Any.
