@@ -37,6 +37,7 @@ class Mutation:
 
 DDP = "tests/strategy/test_ddp_equality.py"
 STEP = "tests/strategy/test_train_step.py"
+UNEVEN = "tests/strategy/test_uneven_batches.py"
 EXECUTOR = "tests/pipeline/test_executor.py"
 
 MUTATIONS = [
@@ -193,6 +194,20 @@ MUTATIONS = [
         "        if key not in self._by_key:",
         "        if True:",
         "tests/mesh/test_groups.py",
+    ),
+    Mutation(
+        "means of ranks without data count",
+        "lightning_d9d/strategy/train_step.py",
+        "num_counting = self.module.filling.num_counting or self.num_ranks",
+        "num_counting = self.num_ranks",
+        f"{UNEVEN} -k 'three_and_five and mean'",
+    ),
+    Mutation(
+        "states of loaders are kept when their end was read",
+        "lightning_d9d/strategy/uneven.py",
+        "self._history[-1].states if filling.is_filler else states",
+        "states",
+        f"{UNEVEN} -k 'in_the_middle and counted'",
     ),
     Mutation(
         "ranks end their epochs alone",

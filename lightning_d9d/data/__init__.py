@@ -1,6 +1,22 @@
-"""What batches are read from. `resume.py`: going on in the middle of an epoch; `workers.py`: random numbers."""
+"""What batches are read from.
 
-from lightning_d9d.data.resume import can_resume_by_sampler, is_place_of_sampler, make_resumable
+`ahead.py`: what data ranks tell each other of the next batch; `resume.py`: going on in the middle of an epoch;
+`workers.py`: random numbers.
+"""
+
+from lightning_d9d.data.ahead import END, NOTHING, Agreement, Filling
+from lightning_d9d.data.resume import can_resume_by_sampler, is_place_of_sampler, make_resumable, without_resuming
 from lightning_d9d.data.workers import seed_order, seed_workers
 
-__all__ = ["can_resume_by_sampler", "is_place_of_sampler", "make_resumable", "seed_order", "seed_workers"]
+__all__ = [
+    "END",
+    "NOTHING",
+    "Agreement",
+    "Filling",
+    "can_resume_by_sampler",
+    "is_place_of_sampler",
+    "make_resumable",
+    "seed_order",
+    "seed_workers",
+    "without_resuming",
+]

@@ -112,6 +112,11 @@ def make_resumable(loader: DataLoader[Any], num_read: Callable[[], int]) -> Call
     return undo
 
 
+def without_resuming(sampler: Any) -> Any:
+    """The sampler that a `ResumableSampler` has around; another as it is."""
+    return sampler._order if isinstance(sampler, ResumableSampler) else sampler
+
+
 def is_place_of_sampler(state: object) -> bool:
     """Whether it is a state of a `ResumableSampler`."""
     return isinstance(state, Mapping) and state.keys() == _FROM_THE_START.keys()

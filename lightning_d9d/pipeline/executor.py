@@ -82,7 +82,7 @@ class Cut:
     rows: Sequence[int]
     """Rows of each, the weight of a loss that is a mean."""
     num_fillers: int = 0
-    """How many of the last ones are there for the schedule's sake: they run, and count nothing."""
+    """How many of the last ones are there for the schedule's sake, or other ranks': they run, and count nothing."""
 
     @property
     def num_counted(self) -> int:
@@ -284,12 +284,14 @@ class _Batch:
 
     def _finish(self, microbatch: int, output: Any) -> list[Tensor]:
         """The loss of the last stage's output, added to the totals."""
+        cut = self.cut
+        counts = cut.counts(microbatch)
         if self.take is not None:
-            self.taken[microbatch] = self.take(output)
+            if counts:
+                self.taken[microbatch] = self.take(output)
             return []
-        totals = self.totals if self.cut.counts(microbatch) else None
         loss = loss_of(
-            self.executor.hooks, output, self.cut.microbatches[microbatch], self.cut.rows[microbatch], totals
+            self.executor.hooks, output, cut.microbatches[microbatch], cut.rows[microbatch], self.totals, counts
         )
         if self.scale is not None:
             if not loss.requires_grad:
@@ -323,7 +325,10 @@ class _Batch:
         if stage == self.executor.num_stages - 1:
             assert self.scale is not None
             loss = self._losses.pop(microbatch)
-            factor = self.scale(self.totals) if self.cut.counts(microbatch) else 0.0
+            counts = self.cut.counts(microbatch)
+            is_asked = counts or self.cut.num_counted == 0  # which may be collective over data ranks
+            factor = self.scale(self.totals) if is_asked else 0.0
+            factor = factor if counts else 0.0
             return [factor.to(loss) if isinstance(factor, Tensor) else torch.full_like(loss, factor)]
         if stage + 1 in self.executor.stages:
             return self._gradients.pop((stage + 1, microbatch))
@@ -391,12 +396,14 @@ def stage_inputs(hooks: MicrobatchHooks, microbatch: Any) -> StageInputs:
     return inputs
 
 
-def loss_of(hooks: MicrobatchHooks, output: Any, microbatch: Any, rows: int, totals: BatchTotals | None) -> Tensor:
-    """The value sum of a microbatch with its graph; loss and metrics are added to `totals`. None: it is a filler."""
+def loss_of(
+    hooks: MicrobatchHooks, output: Any, microbatch: Any, rows: int, totals: BatchTotals, counts: bool = True
+) -> Tensor:
+    """The value sum of a microbatch with its graph; unless it is a filler, loss and metrics are added to `totals`."""
     loss = hooks.microbatch_loss(output, microbatch)
     weighted = as_weighted(loss, rows, "microbatch_loss")
-    if totals is not None:
-        totals.add_loss(weighted, is_mean=isinstance(loss, Tensor))
+    totals.add_loss(weighted, is_mean=isinstance(loss, Tensor), counts=counts)
+    if counts:
         with torch.no_grad():
             totals.add_metrics(hooks.microbatch_metrics(output, microbatch), rows)
     return weighted.value_sum

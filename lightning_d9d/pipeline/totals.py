@@ -20,12 +20,13 @@ class BatchTotals:
     metrics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     loss_is_mean: bool | None = None
 
-    def add_loss(self, loss: WeightedLoss, is_mean: bool) -> None:
-        """Add one microbatch's loss."""
+    def add_loss(self, loss: WeightedLoss, is_mean: bool, counts: bool = True) -> None:
+        """Add one microbatch's loss; a filler's tells no more than what kind it is."""
         if self.loss_is_mean not in (None, is_mean):
             raise ConfigError("microbatch_loss returned a Tensor for some microbatches and a WeightedLoss for others")
-        self.loss = _add(self.loss, loss)
         self.loss_is_mean = is_mean
+        if counts:
+            self.loss = _add(self.loss, loss)
 
     def add_metrics(self, metrics: Mapping[str, Tensor | WeightedLoss], rows: int) -> None:
         """Add one microbatch's metrics; means weigh `rows`."""

@@ -41,6 +41,7 @@ from lightning_d9d.strategy.checkpoint_files import AtomicFileIO, load_weights, 
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.ranks import RankedStrategy
 from lightning_d9d.strategy.sharding import is_sharded
+from lightning_d9d.strategy.uneven import TrainingLoader
 
 _RANKS = "lightning_d9d_ranks"
 """What each rank adds to a checkpoint, in the order of ranks."""
@@ -318,9 +319,11 @@ class CheckpointedStrategy(RankedStrategy):
     def _num_batches_read_of(self, loader: Any) -> int:
         """Of one among several: in mode "max_size" a shorter one stays at its end, otherwise it begins again."""
         assert self.lightning_module is not None
-        combined = self.lightning_module.trainer.fit_loop._combined_loader
+        combined, num_read = self.lightning_module.trainer.fit_loop._combined_loader, self._num_batches_read()
+        if isinstance(combined, TrainingLoader):
+            num_read = combined.num_own(num_read)
         ends = combined is not None and combined._mode == "max_size"
-        return min(self._num_batches_read(), len(loader)) if ends else self._num_batches_read()
+        return min(num_read, len(loader)) if ends else num_read
 
     def _gather_ranks(self, checkpoint: Mapping[str, Any]) -> list[dict[str, Any]] | None:
         assert self.lightning_module is not None

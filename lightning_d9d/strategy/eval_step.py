@@ -63,5 +63,13 @@ def predict(module: D9DModule, batch: Any, share: bool = True) -> Any:
     return pipeline.share_tree(whole) if share else whole
 
 
+def run_filler(module: D9DModule, batch: Any) -> None:
+    """Forwards of a batch for other ranks' sake, without a result. Collective over the pipeline and the data ranks."""
+    cut = module.cut(batch)
+    with module.schedule_running():
+        actions = module.pipeline.forward_only(len(cut.microbatches))
+        module.executor(nullcontext).outputs(actions, cut, module.predict_output)
+
+
 def _join(*parts: Any) -> Any:
     return torch.cat(parts) if isinstance(parts[0], Tensor) and parts[0].ndim > 0 else list(parts)

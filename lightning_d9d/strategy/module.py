@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from lightning_d9d.checkpoint import is_directory, open_directory
+from lightning_d9d.data import Filling
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshDomains
 from lightning_d9d.mesh.agreement import first_of
@@ -280,18 +281,35 @@ class D9DModule(L.LightningModule):
         Args:
             batch: What the dataloader gave this rank.
             check: Raise unless it divides exactly, as the first training batch must.
-            trains: Fill up with copies of the last microbatch to a number that the schedule takes.
+            trains: Fill up with copies of the last microbatch to a number that the schedule takes. To the number that
+                ranks agreed on it is filled up anyway; a filler is nothing else than such copies.
 
         Raises:
-            ConfigError: It does not divide.
+            ConfigError: It does not divide, or makes more microbatches than the ranks agreed on.
             ScheduleError: The schedule does not take that number of microbatches.
         """
-        microbatches = self._microbatches(batch, check)
-        num_fillers = 0
-        if trains and not check:
-            num_fillers = self.pipeline.num_taken(len(microbatches)) - len(microbatches)
-        rows = [self.rows_of(microbatch) for microbatch in microbatches]
-        return Cut([*microbatches, *microbatches[-1:] * num_fillers], [*rows, *rows[-1:] * num_fillers], num_fillers)
+        microbatches, filling = self._microbatches(batch, check), self.filling
+        num_counted = 0 if filling.is_filler else len(microbatches)
+        if 0 < filling.num_microbatches < num_counted:
+            raise ConfigError(
+                f"a batch makes {num_counted} microbatches, but when it was read no rank's made more than "
+                f"{filling.num_microbatches}: leave its number of rows as it is in on_before_batch_transfer, "
+                "transfer_batch_to_device and on_after_batch_transfer"
+            )
+        wanted = max(num_counted, filling.num_microbatches, 1)
+        if trains and (not check or wanted > num_counted):
+            wanted = self.pipeline.num_taken(wanted)
+        filled = [*microbatches[:num_counted], *microbatches[-1:] * (wanted - num_counted)]
+        return Cut(filled, [self.rows_of(microbatch) for microbatch in filled], wanted - num_counted)
+
+    def num_microbatches_of(self, batch: Any) -> int:
+        """How many a batch makes as the strategy is configured, without fillers."""
+        return len(self._microbatches(batch, check=False))
+
+    @property
+    def filling(self) -> Filling:
+        """What data ranks have agreed on for the batch whose step is running."""
+        return getattr(None if self._trainer is None else self.trainer.strategy, "filling", Filling())
 
     def _microbatches(self, batch: Any, check: bool) -> list[Any]:
         strategy = None if self._trainer is None else self.trainer.strategy

@@ -161,30 +161,29 @@ class Pipeline:
                         "of every parameter with that name, on all ranks"
                     )
 
-    def report(self, kind: str, totals: BatchTotals) -> tuple[Reported, Tensor]:
+    def report(self, kind: str, totals: BatchTotals, group: dist.ProcessGroup | None = None) -> tuple[Reported, Tensor]:
         """What the totals of a batch are, on all ranks of the pipeline, and the values of this one.
 
-        Collective over the pipeline the first time for each kind.
+        Collective over the pipeline and the group the first time for each kind.
 
         Args:
             kind: Of batch: "train", "val", ...
-            totals: Empty but where the last stage is.
+            totals: Empty but where the last stage is; there, too, for a filler.
+            group: Ranks that add up values of this kind by position; None for this pipeline alone.
 
         Returns:
             And `[1 + metrics, 2]`, value sums and weights, the loss first, in float64, in which counts of tokens stay
             exact beyond 2**24. They are 0 on ranks without the last stage: a sum over the pipeline makes them equal.
 
         Raises:
-            ConfigError: It is not what it was in the first batch.
+            ConfigError: It is not what it was in the first batch, or on other ranks.
         """
         ours = None
         if totals.loss is not None:
             dtype = torch.promote_types(totals.loss[0].dtype, torch.float32)
             ours = Reported(totals.loss_is_mean, tuple(sorted(totals.metrics)), dtype)
         if kind not in self._reported:
-            reported = self.share(ours)
-            assert reported is not None
-            self._reported[kind] = reported
+            self._reported[kind] = _agreed(self.share(ours), group)
         reported = self._reported[kind]
         if ours is None:
             return reported, torch.zeros(1 + len(reported.metrics), 2, dtype=torch.float64, device=self.device)
@@ -271,6 +270,19 @@ def disjoint_pairs(placement: Sequence[int]) -> list[list[tuple[int, int]]]:
         else:
             free.append(pair)
     return lists
+
+
+def _agreed(reported: Reported | None, group: dist.ProcessGroup | None) -> Reported:
+    """What it is on the ranks of a group that have had a first batch; one of them has."""
+    of_ranks = [reported] if group is None else all_gather_object(reported, group)
+    first = next(theirs for theirs in of_ranks if theirs is not None)
+    for theirs in of_ranks:
+        if theirs not in (first, None):
+            raise ConfigError(
+                f"the first batch gave {_described(first)} on a rank and {_described(theirs)} on another. Return the "
+                "same names on every rank: WeightedLoss(0, 0) where there is nothing to count"
+            )
+    return first
 
 
 def _described(reported: Reported) -> str:

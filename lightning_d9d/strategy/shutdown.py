@@ -29,6 +29,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_d9d.errors import ConfigError, RankError
 from lightning_d9d.mesh.collectives import all_gather_object
+from lightning_d9d.strategy.uneven import catch_up
 from lightning_d9d.strategy.watchdog import SAME_NUMBER, RankWatch, end_processes
 
 _run_numbers = itertools.count()  # ranks run the same sequence of fits, so the number names the run on all of them
@@ -46,6 +47,7 @@ class Shutdown:
     - After the training data are set up, ranks compare how many batches they have; one with more would wait for the
       others in its next gradient sum. Where a loader cannot tell beforehand, `RankWatch.end_epoch` finds out.
     - At the end of each evaluation dataloader, before metrics are reduced, ranks meet and compare what they logged.
+      Where forwards are collective, a rank with less data first runs what the others do, see `uneven.py`.
     - A callback in front of all others reports an exception before a callback that saves a checkpoint can block.
 
     Args:
@@ -126,6 +128,7 @@ class Shutdown:
         type(loop).on_advance_end(loop, data_fetcher)  # validates
 
     def _end_evaluation(self, loop: _EvaluationLoop) -> None:
+        catch_up(loop)
         with self._saving_for_requeue():
             self.watch.end_evaluation()
         _check_reduced_names(loop._results)
@@ -193,6 +196,7 @@ class _Reporter(L.Callback):
         self._watch.end_epoch()  # if it ended otherwise than after the last batch
 
     def on_predict_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        catch_up(trainer.predict_loop)
         self._watch.end_evaluation()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:

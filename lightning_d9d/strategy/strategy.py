@@ -13,7 +13,6 @@ from typing import Any, cast
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
@@ -25,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_d9d.data import Filling
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshConfig, MeshDomains
 from lightning_d9d.mesh.agreement import first_of
@@ -36,8 +36,9 @@ from lightning_d9d.parallel.plan import fully_sharded
 from lightning_d9d.pipeline.executor import Executor
 from lightning_d9d.pipeline.microbatch import MicrobatchCount, num_tokens
 from lightning_d9d.schedule import Auto, Choice, Schedule, resolve_schedule
+from lightning_d9d.strategy.aligned import AlignedStrategy
 from lightning_d9d.strategy.auto import CHOICE, choose, saved_choice
-from lightning_d9d.strategy.checkpoints import CheckpointConfig, CheckpointedStrategy
+from lightning_d9d.strategy.checkpoints import CheckpointConfig
 from lightning_d9d.strategy.configuration import check_callbacks, check_degrees_of
 from lightning_d9d.strategy.data_parallel import DataParallelStages
 from lightning_d9d.strategy.module import D9DModule
@@ -67,7 +68,7 @@ _SCALAR_DTYPES = {torch.float32, torch.bfloat16}
 """Sums over many tokens overflow in float16, and a float32 factor would round float64 gradients."""
 
 
-class D9DStrategy(CheckpointedStrategy):
+class D9DStrategy(AlignedStrategy):
     """Trains any LightningModule as data-parallel replicas, and a `D9DModule` microbatch by microbatch.
 
     `D9DStrategy()` runs in one process without a process group (a notebook, say), or in as many as the Trainer has
@@ -229,7 +230,7 @@ class D9DStrategy(CheckpointedStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """As `CheckpointedStrategy`, with what `Auto` has chosen. Collective."""
+        """As the base class, with what `Auto` has chosen. Collective."""
         if self._choice is not None:
             checkpoint[CHOICE] = self._choice.to_dict()
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -279,6 +280,7 @@ class D9DStrategy(CheckpointedStrategy):
         if is_sharded(self.model):
             for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
                 loop.inference_mode = False  # DTensors know no inference tensors
+        self.align_loaders(trainer)
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -454,21 +456,6 @@ class D9DStrategy(CheckpointedStrategy):
             return self.is_pipelined or not self.microbatch_count.is_one
         return not self.parallel.reshard_after_forward
 
-    def process_dataloader(self, dataloader: object) -> object:
-        """Refuse an empty training set of a D9DModule; Lightning would warn and train on nothing.
-
-        Raises:
-            ConfigError: The loader has no batch.
-        """
-        module = self.lightning_module
-        if isinstance(module, D9DModule) and module.trainer.training and sized_len(dataloader) == 0:
-            raise ConfigError(
-                f"the training {type(dataloader).__name__} of {type(module).__name__} has no batch on rank "
-                f"{self.global_rank}: its dataset is empty, or drop_last leaves out all of it; give more data or lower "
-                "batch_size"
-            )
-        return super().process_dataloader(dataloader)
-
     # Steps
 
     def on_train_start(self) -> None:
@@ -491,9 +478,10 @@ class D9DStrategy(CheckpointedStrategy):
             return super().training_step(*args, **kwargs)
         module, trainer = self._train_step.module, self._train_step.module.trainer
         batch, batch_index = args
-        loss, metrics = self._train_step.run(
-            batch, batch_index, trainer.accumulate_grad_batches, is_last=self._sync_gradients
-        )
+        with self.training_batch():
+            loss, metrics = self._train_step.run(
+                batch, batch_index, trainer.accumulate_grad_batches, is_last=self._sync_gradients
+            )
         module.log_train_step(loss, metrics, prog_bar=self._late_progress is None)
         if self._late_progress is not None:
             self._late_progress.show("train_loss", loss)
@@ -575,21 +563,6 @@ class D9DStrategy(CheckpointedStrategy):
         super().on_validation_start()
         self._sync_buffers()
 
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own."""
-        with self._evaluation_batch():
-            return super().validation_step(*args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As `validation_step`."""
-        with self._evaluation_batch():
-            return super().test_step(*args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As `validation_step`."""
-        with self._evaluation_batch():
-            return super().predict_step(*args, **kwargs)
-
     @property
     def executor(self) -> Executor | None:
         """What runs the training programs of a D9DModule on this rank, during a fit; else None."""
@@ -626,10 +599,10 @@ class D9DStrategy(CheckpointedStrategy):
         )
 
     @contextmanager
-    def _evaluation_batch(self) -> Generator[None]:
-        if self._shutdown is not None:
-            self._shutdown.begin_evaluation_batch()
-        yield
+    def evaluation_batch(self, filling: Filling) -> Generator[None]:
+        """For the step of a batch of validation, test or prediction."""
+        with super().evaluation_batch(filling):
+            yield
         for unit in self._units:  # of a stage that is kept, or the part of one that is its own unit
             unit.reshard()
 

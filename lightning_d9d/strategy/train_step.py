@@ -17,6 +17,9 @@ are not cut or `microbatch_weight` is given), the losses are scaled by it and no
 [Note: pipelines] All ranks of a pipeline read the same batch and run their part of one program. Loss and metrics are
 made where the last stage is and are 0 elsewhere, so that one sum over all ranks makes them equal everywhere.
 
+[Note: fillers] A rank without data for a batch that others have runs microbatches that count nothing: it adds neither
+loss nor weight, and zeros to the gradients. Of a loss that is a mean, the means of the ranks that have data count.
+
 [Note: one factor] Where the optimizer multiplies gradients by a factor as it reads them (torch's fused ones) and nobody
 looks at them between backward and step, division and clipping become that factor and cost no pass over the gradients.
 
@@ -45,7 +48,7 @@ from lightning_d9d.pipeline.executor import Cut
 from lightning_d9d.pipeline.totals import BatchTotals, weighted_mean
 from lightning_d9d.strategy.data_parallel import DataParallelStages
 from lightning_d9d.strategy.optimizer_step import OptimizerStep
-from lightning_d9d.strategy.pipeline import Reported, Tie
+from lightning_d9d.strategy.pipeline import Tie
 from lightning_d9d.sync.norm import clip_factor, clip_gradients_by_norm
 
 if TYPE_CHECKING:
@@ -95,7 +98,6 @@ class TrainStep:
         self._window_weight: Tensor | None = None
         self._scaled_before = False
         self._loss_is_mean: bool | None = None
-        self._reported: Reported | None = None
 
     def run(
         self, batch: Any, batch_index: int, accumulated_batches: int, is_last: bool
@@ -124,17 +126,18 @@ class TrainStep:
         cut = self.module.cut(batch, check=check, trains=True)
         self._is_first_batch = self._is_new_window = False
         num_rows = sum(cut.rows[: cut.num_counted])
+        num_counting = self.module.filling.num_counting or self.num_ranks
         is_whole_window = is_first and is_last
         total_weight = self._known_weight(cut) if is_whole_window else None
         weight_is_known_after_forward = is_whole_window and not self.cuts_batches
 
         def scale(totals: BatchTotals) -> Tensor | float:
             nonlocal total_weight
-            if totals.loss_is_mean:
-                return 1 / (num_rows * accumulated_batches)
+            if totals.loss_is_mean:  # `restore` divides by the number of all ranks
+                return self.num_ranks / (num_counting * max(num_rows, 1) * accumulated_batches)
             if total_weight is None and weight_is_known_after_forward:
-                assert totals.loss is not None
-                total_weight = self._sum_over_ranks(totals.loss[1].double())
+                weight = torch.zeros((), device=self.module.device) if totals.loss is None else totals.loss[1]
+                total_weight = self._sum_over_ranks(weight.double())
             return 1.0 if total_weight is None else _inverse(total_weight)
 
         num_microbatches = len(cut.microbatches)
@@ -218,11 +221,11 @@ class TrainStep:
 
     def _known_weight(self, cut: Cut) -> Tensor | None:
         """The total weight of the batch over all ranks if the module can tell it beforehand."""
-        counted = cut.microbatches[: cut.num_counted]
-        weights = [w for m in counted if (w := self.module.microbatch_weight(m)) is not None]
-        if len(weights) < len(counted):
+        weights = [w for m in cut.microbatches if (w := self.module.microbatch_weight(m)) is not None]
+        if len(weights) < len(cut.microbatches):
             return None
-        return self._sum_over_ranks(torch.stack([w.detach().double().reshape(()) for w in weights]).sum())
+        of_microbatches = torch.stack([weight.detach().double().reshape(()) for weight in weights])
+        return self._sum_over_ranks(of_microbatches[: cut.num_counted].sum())
 
     def _sum_over_ranks(self, values: Tensor) -> Tensor:
         if self.group is not None:
@@ -231,10 +234,7 @@ class TrainStep:
 
     def _reduce(self, totals: BatchTotals) -> tuple[Tensor, dict[str, Tensor]]:
         """Sum loss and metrics over ranks in one message and divide each by its weight."""
-        reported, values = self.pipeline.report("train", totals)
-        if self._reported is None:
-            self._check_equal_on_ranks(reported)
-            self._reported = reported
+        reported, values = self.pipeline.report("train", totals, self.group)
         self._loss_is_mean = reported.loss_is_mean
         if reported.loss_is_mean and totals.loss is not None:  # each rank's mean counts equally, as in DDP
             values[0] = torch.stack([values[0, 0] / values[0, 1], values.new_ones(())])
@@ -244,16 +244,6 @@ class TrainStep:
             self._window_weight = weight if self._window_weight is None else self._window_weight + weight
         loss, *metrics = weighted_mean(*sums.unbind(1)).to(reported.dtype).unbind()
         return loss, dict(zip(reported.metrics, metrics, strict=True))
-
-    def _check_equal_on_ranks(self, reported: Reported) -> None:
-        """Ranks add up loss and metrics by position."""
-        of_ranks = [reported] if self.group is None else all_gather_object(reported, self.group)
-        for theirs in of_ranks:
-            if theirs != reported:
-                raise ConfigError(
-                    f"rank {dist.get_rank()}: the first batch gave {reported}, on another rank {theirs}. Return the "
-                    "same names on every rank: WeightedLoss(0, 0) where there is nothing to count"
-                )
 
     def _check_same_batch(self, batch: Any) -> None:
         """The first batch: ranks of a pipeline must read the same."""

@@ -18,11 +18,11 @@ import torch
 from lightning.fabric.utilities import distributed, optimizer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.core import saving
-from lightning.pytorch.loops import evaluation_loop, fetchers, fit_loop, training_epoch_loop
+from lightning.pytorch.loops import evaluation_loop, fetchers, fit_loop, prediction_loop, training_epoch_loop
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.launchers import launcher, subprocess_script
 from lightning.pytorch.strategies.parallel import ParallelStrategy
-from lightning.pytorch.trainer.connectors import signal_connector
+from lightning.pytorch.trainer.connectors import data_connector, signal_connector
 from lightning.pytorch.trainer.connectors.logger_connector import result
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
@@ -86,6 +86,13 @@ USED: dict[str, Callable[[], bool]] = {
     "_last_train_dl_reload_epoch": lambda: calls(
         fit_loop._FitLoop.setup_data, "self._last_train_dl_reload_epoch = trainer.current_epoch"
     ),
+    # strategy/uneven.py replaces `dataloader` of one Trainer's data sources; strategy/aligned.py asks which loop runs
+    "_data_source": lambda: all(
+        calls(loop.setup_data, "_request_dataloader(source)")
+        and calls(data_connector._request_dataloader, "data_source.dataloader()")
+        for loop in (fit_loop._FitLoop, EvaluationLoop, prediction_loop._PredictionLoop)
+    ),
+    "_active_loop": lambda: trainer()._active_loop is None,
     "_optimizer_to_device": lambda: parameters_of(optimizer._optimizer_to_device) == ["optimizer", "device"],
     # strategy/module.py
     "_load_state": lambda: parameters_of(saving._load_state) == ["cls", "checkpoint", "strict", "cls_kwargs_new"],

@@ -1,4 +1,5 @@
-"""Ranks whose data differ in length: training is refused or fails soon with a clear text, evaluation goes on."""
+"""Ranks of plain modules whose data differ in length: training is refused or fails soon with a clear text, evaluation
+goes on. D9DModules are in `test_uneven_batches.py`."""
 
 from __future__ import annotations
 
@@ -45,13 +46,10 @@ def run_trainer(rank: RankContext, **options: Any) -> L.Trainer:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("make", [Plain, Staged])
-def test_unequal_numbers_of_training_batches_are_refused(rank: RankContext, make: Any) -> None:
-    data: Any = rows if make is Plain else staged_rows
-    train: DataLoader = DataLoader(data(8 + 4 * rank.rank), batch_size=4)
+def test_unequal_numbers_of_training_batches_are_refused(rank: RankContext) -> None:
     text = r"rank 0 has 2 training batches and rank 1 has 3 .*False.*DistributedSampler.*limit_train_batches"
     with pytest.raises(ConfigError, match=text):
-        run_trainer(rank).fit(make(), train)
+        run_trainer(rank).fit(Plain(), loader(8 + 4 * rank.rank))
 
 
 @pytest.mark.ranks(2)

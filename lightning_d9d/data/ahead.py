@@ -1,0 +1,90 @@
+"""What data ranks tell each other of their next batch while they compute the one before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+END = 2**62
+"""Place of a rank whose data have ended."""
+NOTHING = END + 1
+"""Place of one that has never had a batch."""
+
+
+@dataclass(frozen=True)
+class Filling:
+    """What ranks have agreed on for one batch. Without arguments: nothing."""
+
+    is_filler: bool = False
+    """This rank has no data for it: it runs a copy of another batch, which counts nothing."""
+    num_microbatches: int = 0
+    """Every rank runs so many; 0: ranks may differ."""
+    num_counting: int | None = None
+    """Data ranks for which it is no filler; None for all."""
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """Where the ranks that are furthest behind are, and what they have there."""
+
+    place: int
+    num_microbatches: int
+    """The most that one of them has."""
+    num_ranks: int
+    """How many they are."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no rank has data."""
+        return self.place >= END
+
+
+class Agreement:
+    """Agrees on one batch after the other, each with a message that is under way while the batch before is computed.
+
+    Ranks `tell` each other the place of their next batch, and `hear` later. Those at the least place use their data in
+    the coming step, the others fill it.
+
+    Args:
+        group: The data ranks, on a backend for the CPU: nobody waits for a device.
+        check: Called with the places of all ranks when they have heard of a place for the first time; may raise.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, check: Callable[[list[int]], None]) -> None:
+        self.group = group
+        self.check = check
+        self._place: int | None = None
+        self._values: list[Tensor] = []
+        self._work: dist.Work | None = None
+        self._heard: Agreed | None = None
+
+    def restart(self) -> None:
+        """Forget what is under way. Every rank has told it, so nobody waits for it."""
+        self._place = self._work = self._heard = None
+
+    def tell(self, place: int, num_microbatches: int) -> None:
+        """Send the place of this rank's next batch and how many microbatches it makes. Collective, without waiting."""
+        own = torch.tensor([place, num_microbatches])
+        self._values = [torch.empty_like(own) for _ in range(dist.get_world_size(self.group))]
+        self._heard, self._work = None, dist.all_gather(self._values, own, group=self.group, async_op=True)
+
+    def hear(self) -> Agreed:
+        """What all ranks have told last. Waits for the message; again and again the same until the next `tell`."""
+        if self._heard is None:
+            assert self._work is not None
+            self._work.wait()
+            told: list[tuple[int, int]] = [tuple(value.tolist()) for value in self._values]  # type: ignore[misc]
+            place = min(told)[0]
+            here = [num_microbatches for theirs, num_microbatches in told if theirs == place]
+            if place != self._place:
+                self.check([theirs for theirs, _ in told])
+            self._place, self._heard = place, Agreed(place, max(here), len(here))
+        return self._heard
+
+    def rank_of(self, index: int) -> int:
+        """The global rank of one of the group."""
+        return dist.get_process_group_ranks(self.group)[index]

@@ -1,0 +1,120 @@
+"""The part of `D9DStrategy` that sees to equal numbers of batches on all data ranks; `uneven.py` has the loaders."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, cast
+
+import lightning as L
+
+from lightning_d9d.data import Filling
+from lightning_d9d.pipeline.microbatch import MicrobatchCount
+from lightning_d9d.strategy.checkpoints import CheckpointedStrategy
+from lightning_d9d.strategy.eval_step import run_filler
+from lightning_d9d.strategy.module import D9DModule
+from lightning_d9d.strategy.uneven import Alignment, align_loaders, begin_evaluation_step, check_lengths, filling_of
+
+
+class AlignedStrategy(CheckpointedStrategy):
+    """Aligns loaders of D9DModules.
+
+    Args:
+        options: For `CheckpointedStrategy`.
+    """
+
+    microbatch_count: MicrobatchCount
+    """How many microbatches a batch makes; the subclass sets it."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.filling = Filling()
+        """What data ranks have agreed on for the batch whose step is running."""
+
+    @property
+    def needs_equal_batches(self) -> bool:
+        """Whether forwards and backwards of a D9DModule may be collective over data ranks.
+
+        Each then runs as many microbatches as the others, also in evaluation. Equal on all ranks.
+        """
+        return self.world_size > 1 and any(self.mesh.sizes[axis] > 1 for axis in ("dp_cp_shard", "ep_shard"))
+
+    @property
+    def is_filler(self) -> bool:
+        """Whether this rank has no data for the current training batch, which is a copy that counts nothing.
+
+        For hooks from `on_train_batch_start` to `on_train_batch_end` that count samples themselves.
+        """
+        return self.lightning_module is not None and filling_of(self.lightning_module.trainer.fit_loop).is_filler
+
+    def align_loaders(self, trainer: L.Trainer) -> None:
+        """Let data ranks of a D9DModule have the same number of batches in this run. Collective."""
+        module = self.lightning_module
+        if isinstance(module, D9DModule):
+            is_alone = self.world_size == 1 or self.mesh.dp_size == 1
+            counts = self.needs_equal_batches and not self.microbatch_count.is_one
+            alignment = Alignment(
+                group=None if is_alone else self.mesh.group("dp", backend="gloo"),
+                in_evaluation=self.needs_equal_batches,
+                num_microbatches=module.num_microbatches_of if counts else None,
+                run_filler=self._run_filler,
+            )
+            self._undo_loaders.append(align_loaders(trainer, alignment))
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Refuse a D9DModule's loader without a batch; Lightning would warn and train on nothing. Collective.
+
+        Raises:
+            ConfigError: The loader has no batch on some rank; on every rank.
+        """
+        module = self.lightning_module
+        if isinstance(module, D9DModule) and (module.trainer.training or self.needs_equal_batches):
+            trains = module.trainer.training
+            what = f"{'training ' if trains else ''}{type(dataloader).__name__} of {type(module).__name__}"
+            check_lengths(dataloader, what, trains, alone=self.world_size == 1)
+        return super().process_dataloader(dataloader)
+
+    def training_batch(self) -> AbstractContextManager[None]:
+        """For the step of a training batch."""
+        assert self.lightning_module is not None
+        return self._filled(filling_of(self.lightning_module.trainer.fit_loop))
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own."""
+        with self.evaluation_batch(self._agreed_on(args[0])):
+            return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As `validation_step`."""
+        with self.evaluation_batch(self._agreed_on(args[0])):
+            return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As `validation_step`."""
+        with self.evaluation_batch(self._agreed_on(args[0])):
+            return super().predict_step(*args, **kwargs)
+
+    @contextmanager
+    def evaluation_batch(self, filling: Filling) -> Generator[None]:
+        """For the step of a batch of validation, test or prediction."""
+        if self._shutdown is not None:
+            self._shutdown.begin_evaluation_batch()
+        with self._filled(filling):
+            yield
+
+    def _agreed_on(self, batch: Any) -> Filling:
+        assert self.lightning_module is not None
+        return begin_evaluation_step(self.lightning_module.trainer._active_loop, batch)
+
+    def _run_filler(self, batch: Any, filling: Filling) -> None:
+        """Forwards of a batch of evaluation that other ranks run alone."""
+        with self.evaluation_batch(filling), self.precision_plugin.forward_context():
+            run_filler(cast(D9DModule, self.lightning_module), batch)
+
+    @contextmanager
+    def _filled(self, filling: Filling) -> Generator[None]:
+        self.filling = filling
+        try:
+            yield
+        finally:
+            self.filling = Filling()

@@ -1,0 +1,387 @@
+"""Loaders of a `D9DModule` that give data ranks different numbers of batches.
+
+Forward and backward of a batch may be collective over data ranks, so each rank must run as many as the others. Where
+lengths are known and equal nothing is done. Elsewhere ranks look one batch ahead and agree, see `data/ahead.py`:
+
+- In training a rank whose data have ended trains on fillers, copies of its last batch, until all have ended. They pass
+  through Lightning's loop, as there is an optimizer step to take.
+- In evaluation and prediction Lightning's loop sees a rank's own batches only. At the end, before ranks meet, those
+  that have had less than others run what is missing: forwards of their last batch, without hooks, loss or result.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import lightning as L
+import torch.distributed as dist
+from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils._pytree import tree_map
+from torch.utils.data import BatchSampler, DataLoader, default_collate
+
+from lightning_d9d.data import END, NOTHING, Agreement, Filling, is_place_of_sampler, without_resuming
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.mesh.agreement import Ranks, first_of
+from lightning_d9d.mesh.collectives import all_gather_object
+
+_REMEDY = "give every data rank at least one batch: more data, or fewer data ranks"
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """How the loaders of a run are made to give all data ranks as many batches."""
+
+    group: dist.ProcessGroup | None
+    """The data ranks, on a backend for the CPU; None where there is one, which needs nobody."""
+    in_evaluation: bool
+    """Also where no gradients are summed: forwards alone are collective."""
+    num_microbatches: Callable[[Any], int] | None
+    """Of a batch, if it must be equal on all ranks and follows from the batch."""
+    run_filler: Callable[[Any, Filling], None]
+    """Run the forwards of a batch that counts nothing."""
+
+
+def align_loaders(trainer: L.Trainer, alignment: Alignment) -> Callable[[], None]:
+    """Let the loops of a Trainer read through `TrainingLoader` and `EvaluationLoader` in this run.
+
+    Returns:
+        What gives them back as they were. Loaders that have been set up stay.
+    """
+    fit_loop: Any = trainer.fit_loop
+    kinds: list[tuple[Any, Callable[[CombinedLoader], CombinedLoader], str]] = [
+        (fit_loop, lambda loader: TrainingLoader(loader, fit_loop, alignment), "max_size_cycle")
+    ]
+    if alignment.in_evaluation and alignment.group is not None:
+        for loop in (fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            by_loader = loop is not trainer.predict_loop
+            kinds.append((loop, lambda loader, by=by_loader: EvaluationLoader(loader, alignment, by), "sequential"))
+    for loop, kind, mode in kinds:
+        _read_through(loop._data_source, kind, mode)
+
+    def undo() -> None:
+        for loop, *_ in kinds:
+            vars(loop._data_source).pop("dataloader", None)
+
+    return undo
+
+
+def _read_through(source: Any, kind: Callable[[CombinedLoader], CombinedLoader], mode: Any) -> None:
+    def dataloader() -> CombinedLoader:
+        loader = type(source).dataloader(source)
+        return kind(loader if isinstance(loader, CombinedLoader) else CombinedLoader(loader, mode))
+
+    source.dataloader = dataloader
+
+
+def check_lengths(loader: object, what: str, trains: bool, alone: bool) -> None:
+    """Refuse a loader that has no batch or, on some ranks only, a length. Collective over all ranks unless `alone`.
+
+    Args:
+        loader: This rank's.
+        what: The loader, for people.
+        trains: Refuse also where no rank has a batch.
+        alone: This is the only rank.
+
+    Raises:
+        ConfigError: On every rank.
+    """
+    lengths = Ranks(alone=alone).all_gather(sized_len(loader))
+    empty = [rank for rank, length in enumerate(lengths) if length == 0]
+    if None in lengths and lengths.count(None) < len(lengths):
+        sized = next(rank for rank, length in enumerate(lengths) if length is not None)
+        raise ConfigError(
+            f"the {what} has a length on rank {sized} and none on rank {lengths.index(None)}; give every rank the same "
+            "kind of dataset"
+        )
+    if empty and (trains or len(empty) < len(lengths)):
+        raise ConfigError(
+            f"the {what} has no batch on rank {first_of(list(map(str, empty)))}: its dataset is empty, or drop_last "
+            "leaves out all of it; give more data or lower batch_size"
+        )
+
+
+class _Described(NamedTuple):
+    """What a rank knows of its loaders before it reads from them."""
+
+    length: int | None
+    """Batches that it has, or takes at most; None if that is not known."""
+    known: Any
+    """What, if it is equal on all ranks, makes numbers of batches and microbatches equal; None if nothing does."""
+
+
+class _AlignedLoader(CombinedLoader):
+    """A CombinedLoader that knows of other ranks.
+
+    Args:
+        loader: Its loaders, not yet set up by Lightning, and its mode.
+        alignment: With whom.
+    """
+
+    def __init__(self, loader: CombinedLoader, alignment: Alignment) -> None:
+        super().__init__(loader.iterables, loader._mode)  # type: ignore[arg-type]
+        self.alignment = alignment
+        self.is_even = True
+        """Whether nothing is to be done in this iteration."""
+        self._agreement = None if alignment.group is None else Agreement(alignment.group, self._check)
+        self._next: Any = None  # the item that has been read ahead: (batch, batch_idx, dataloader_idx), or None
+
+    def _begin(self) -> list[_Described]:
+        """Begin an iteration and find out what ranks know of it. Collective over the data ranks."""
+        super().__iter__()
+        ours = _Described(sized_len(self._iterator), self._known())
+        if self._agreement is None:
+            self.is_even = ours.length is not None
+            return [ours]
+        self._agreement.restart()
+        theirs = all_gather_object(ours, self._agreement.group)
+        self.is_even = ours.known is not None and all(each.known == ours.known for each in theirs)
+        return theirs
+
+    def _known(self) -> Any:
+        """As in `_Described`. Lengths that an IterableDataset tells are not to be relied on."""
+        if any(has_iterable_dataset(loader) for loader in self.flattened):
+            return None
+        lengths = [sized_len(loader) for loader in self.flattened]
+        if None in lengths:
+            return None
+        length = (lengths, self.limits) if self._mode == "sequential" else sized_len(self._iterator)
+        rows = [] if self.alignment.num_microbatches is None else [_rows(loader) for loader in self.flattened]
+        return None if None in rows else (length, rows)
+
+    def _read(self) -> Any:
+        """This rank's next item, or None at the end."""
+        try:
+            return super().__next__()
+        except StopIteration:
+            return None
+
+    def _size(self, item: Any) -> int:
+        count = self.alignment.num_microbatches
+        return 0 if count is None or item is None or item[0] is None else count(item[0])
+
+    def _check(self, places: list[int]) -> None:
+        """Raise `ConfigError` if some rank has nothing to fill with."""
+        raise NotImplementedError
+
+    def _refuse(self, indices: list[int]) -> None:
+        assert self._agreement is not None
+        ranks = [str(self._agreement.rank_of(index)) for index in indices]
+        raise ConfigError(
+            f"rank{'s' * (len(ranks) > 1)} {first_of(ranks)} had no batch and other data ranks had; {_REMEDY}"
+        )
+
+
+@dataclass
+class _HandedOut:
+    filling: Filling
+    states: list[Any]
+    """Of loaders with a state of their own, from which the batch after this one comes; None for others."""
+
+
+class TrainingLoader(_AlignedLoader):
+    """Gives all data ranks the same number of training batches, the last of them fillers where data are short.
+
+    It keeps the states that loaders had before they were read ahead, also with one data rank: Lightning reads ahead
+    itself where there is no length.
+
+    Args:
+        loader: As for `_AlignedLoader`.
+        loop: The fit loop that reads from it.
+        alignment: Likewise.
+    """
+
+    def __init__(self, loader: CombinedLoader, loop: Any, alignment: Alignment) -> None:
+        super().__init__(loader, alignment)
+        self._loop = loop
+        self._agreed_length: int | None = None
+        self._num_handed_out = 0
+        self._filler: Any = None
+        self._has_ended = False
+        self._history: deque[_HandedOut] = deque(
+            maxlen=4
+        )  # Lightning has one ahead, and may save before a batch is done
+
+    def __iter__(self) -> TrainingLoader:
+        described = self._begin()
+        lengths = [each.length for each in described]
+        self._agreed_length = None if None in lengths else max(lengths)  # type: ignore[type-var]
+        self._num_handed_out, self._has_ended = 0, False
+        self._history.clear()
+        if not self.is_even:
+            self._look_ahead(Filling())
+        return self
+
+    def __len__(self) -> int:
+        """The most batches of a data rank, if each of them knows its own."""
+        if self.is_even or self._iterator is None:
+            return super().__len__()
+        if self._agreed_length is None:
+            raise TypeError("some data ranks do not know how many batches they have")
+        return self._agreed_length
+
+    def __next__(self) -> Any:
+        if self.is_even:
+            return super().__next__()
+        item, filling = (self._read(), Filling()) if self._agreement is None else self._agreed(self._agreement)
+        self._has_ended = item is None
+        if item is None:
+            raise StopIteration
+        self._look_ahead(filling)
+        self._num_handed_out += 1
+        batch = tree_map(lambda leaf: leaf, item[0])  # containers of its own: hooks may change them
+        return batch, self._num_handed_out - 1, 0
+
+    def _agreed(self, agreement: Agreement) -> tuple[Any, Filling]:
+        """The next item, which some rank has; None if no rank has one."""
+        agreed = agreement.hear()
+        if agreed.has_ended:
+            return None, Filling()
+        return self._next or self._filler, Filling(self._next is None, agreed.num_microbatches, agreed.num_ranks)
+
+    def filling(self) -> Filling:
+        """Of the batch that is trained on."""
+        return Filling() if self.is_even else self._history[-1 - self._num_ahead()].filling
+
+    def num_own(self, num_batches: int) -> int:
+        """How many of the first batches of an epoch are no fillers on this rank, if its loaders know their lengths."""
+        length = None if self._iterator is None else sized_len(type(self._iterator)(self.flattened))
+        return num_batches if length is None else min(num_batches, length)
+
+    def _look_ahead(self, filling: Filling) -> None:
+        """After a batch, keep the states of loaders, and read the next one. After a filler their end has been read."""
+        states = [None if is_place_of_sampler(each) else copy.deepcopy(each) for each in super()._state_dicts()]
+        self._history.append(_HandedOut(filling, self._history[-1].states if filling.is_filler else states))
+        if self._agreement is None:
+            return
+        if not filling.is_filler:
+            self._next = self._read()
+        if self._next is not None and self._next[0] is not None:
+            self._filler = self._next
+        place = 0 if self._next is not None else END if self._filler is not None else NOTHING
+        self._agreement.tell(place, self._size(self._next))
+
+    def _check(self, places: list[int]) -> None:
+        if min(places) < END and NOTHING in places:
+            self._refuse([index for index, place in enumerate(places) if place == NOTHING])
+
+    # States of loaders
+
+    def _state_dicts(self) -> list[dict[str, Any]]:
+        """Of what was trained on, though more has been read."""
+        states = super()._state_dicts()
+        progress = self._loop.epoch_loop.batch_progress
+        is_at_end = self._next is None and self._agreement is not None
+        if self.is_even or not self._history or self._has_ended or (is_at_end and progress.is_last_batch):
+            return states  # where the epoch is over, those from which the next one begins
+        is_open = progress.current.ready - progress.current.processed
+        earlier = self._history[-1 - min(self._num_ahead() + is_open, len(self._history) - 1)].states
+        return [now if then is None else then for now, then in zip(states, earlier, strict=True)]
+
+    def _num_ahead(self) -> int:
+        """Batches that Lightning has taken and not trained on."""
+        fetcher = self._loop._data_fetcher  # None after a run, from which the strategy keeps the states
+        return 0 if fetcher is None else len(fetcher.batches)
+
+
+class EvaluationLoader(_AlignedLoader):
+    """Tells other data ranks of this one's batches, and runs what they run alone.
+
+    Args:
+        loader: As for `_AlignedLoader`.
+        alignment: Likewise.
+        by_loader: Ranks also meet at the end of each of several loaders in a row.
+    """
+
+    def __init__(self, loader: CombinedLoader, alignment: Alignment, by_loader: bool) -> None:
+        super().__init__(loader, alignment)
+        self.by_loader = by_loader
+        self._handed_out: deque[tuple[int, int]] = deque()  # what was not run yet: places and microbatches
+        self._batch: Any = None
+
+    def __iter__(self) -> EvaluationLoader:
+        self._begin()
+        self._handed_out.clear()
+        self._batch = None
+        if not self.is_even:
+            self._next = self._read()
+            self._agree()
+        return self
+
+    def __next__(self) -> Any:
+        if self.is_even:
+            return super().__next__()
+        if self._next is None:
+            raise StopIteration
+        item = self._next
+        self._handed_out.append(self._told(item))
+        self._next = self._read()
+        return item
+
+    def begin_step(self, batch: Any) -> Filling:
+        """A batch is about to be run on the device. Collective over the data ranks, without waiting for a device."""
+        if self.is_even:
+            return Filling()
+        assert self._agreement is not None
+        agreed = self._agreement.hear()
+        self._handed_out.popleft()
+        self._agree()
+        self._batch = batch
+        return Filling(num_microbatches=agreed.num_microbatches)
+
+    def catch_up(self) -> None:
+        """Run fillers until it is this rank's turn with what Lightning has taken, or no rank has more. Collective."""
+        if self.is_even or self._agreement is None:
+            return
+        while not (agreed := self._agreement.hear()).has_ended:
+            if self._handed_out and self._handed_out[0][0] == agreed.place:
+                return
+            if not self._handed_out:
+                self._next = None  # beyond a limit
+            self._agree()
+            self.alignment.run_filler(self._batch, Filling(True, agreed.num_microbatches))
+        self._batch = None
+
+    def _agree(self) -> None:
+        assert self._agreement is not None
+        self._agreement.tell(*(self._handed_out[0] if self._handed_out else self._told(self._next)))
+
+    def _told(self, item: Any) -> tuple[int, int]:
+        place = END if item is None else item[2] if self.by_loader else 0
+        return place, self._size(item)
+
+    def _check(self, places: list[int]) -> None:
+        if missing := [index for index, place in enumerate(places) if place != min(places)]:
+            self._refuse(missing)
+
+
+def filling_of(fit_loop: Any) -> Filling:
+    """Of the training batch that is trained on."""
+    loader = fit_loop._combined_loader
+    return loader.filling() if isinstance(loader, TrainingLoader) else Filling()
+
+
+def begin_evaluation_step(loop: Any, batch: Any) -> Filling:
+    """A batch of the loop is about to be run. Collective over the data ranks."""
+    loader = loop._combined_loader
+    return loader.begin_step(batch) if isinstance(loader, EvaluationLoader) else Filling()
+
+
+def catch_up(loop: Any) -> None:
+    """At the end of one of the loop's loaders, before ranks meet there. Collective over the data ranks."""
+    if isinstance(loop._combined_loader, EvaluationLoader):
+        loop._combined_loader.catch_up()
+
+
+def _rows(loader: object) -> tuple[int, int] | None:
+    """All rows, and those of a batch, where they tell the rows of each batch."""
+    if not isinstance(loader, DataLoader) or loader.collate_fn is not default_collate:
+        return None
+    batches: Any = without_resuming(loader.batch_sampler)
+    batches = getattr(batches, "_batch_sampler", batches)  # Lightning's, around that of a prediction
+    num_rows = sized_len(batches.sampler) if type(batches) is BatchSampler else None
+    return None if num_rows is None else (num_rows, batches.batch_size)
