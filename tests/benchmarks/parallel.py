@@ -233,16 +233,19 @@ def account(work: Work, mesh: MeshConfig) -> Account:
         (config.num_parameters - experts, mesh.data_parallel_shard, mesh.data_parallel_replicate),
         (experts // mesh.expert_parallel, of_experts["ep_fsdp"], of_experts["ep_dp_replicate"]),
     )
-    held = sum(whole // shards for whole, shards, _ in parts)
+    held = [whole // shards for whole, shards, _ in parts]
     shared = sum(whole * _sent(shards) for whole, shards, _ in parts)
-    copied = sum(whole // shards * 2 * _sent(copies) for whole, shards, copies in parts)
+    copied = sum(each * 2 * _sent(copies) for each, (_, _, copies) in zip(held, parts, strict=True))
+    # Gradients are as narrow as weights where they are neither summed nor accumulated.
+    are_wide = work.num_microbatches > 1 or mesh.data_parallel_shard > 1
+    widths = [wide if are_wide or copies > 1 else width for _, _, copies in parts]
     rows = layers * work.num_tokens * config.num_experts_per_tok
     row_bytes = 4 * config.hidden_size * width + 2 * wide
     counts = layers * work.num_microbatches * (config.num_experts + 1) * 8
     return Account(
-        weights=width * held,
-        gradients=wide * held,
-        moments=2 * width * held,
+        weights=width * sum(held),
+        gradients=sum(each * width for each, width in zip(held, widths, strict=True)),
+        moments=2 * width * sum(held),
         all_gather=width * shared * (1 if work.is_kept else 2),
         reduce_scatter=wide * shared,
         all_reduce=wide * copied,

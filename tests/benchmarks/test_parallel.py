@@ -114,3 +114,8 @@ def test_as_many_layers_as_fit() -> None:
         assert needed_bytes(work) < 0.75 * 150e9
     copy = account(work, meshes(8)[PEER])
     assert copy.held_bytes == 10 * work.config.num_parameters  # 2 of weights, 4 of gradients, 2 * 2 of AdamW
+    of_experts = (
+        6 * 16 * 3 * 2048 * 768
+    )  # 16 of a layer's experts on each of 8 ranks: nobody else adds to their gradients
+    others = work.config.num_parameters - 8 * of_experts
+    assert account(work, meshes(8)["ep"]).gradients == 4 * others + 2 * of_experts
