@@ -143,7 +143,10 @@ def _norm(
         groups = _sharding_groups(layout)
         by_groups.setdefault(frozenset(groups), (groups, []))[1].extend(gradients)
 
-    device = parameters[0].device if parameters else _device_of(pipeline_group)
+    device = parameters[0].device if parameters else torch.device("cpu")
+    for group in (pipeline_group, *(group for groups, _ in by_groups.values() for group in groups)):
+        if device.type == "cpu":  # a frozen stage, or gradients that are kept in the host's memory
+            device = _device_of(group)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for groups, gradients in by_groups.values():
         part = _local_sum(gradients, norm_type, device)

@@ -19,9 +19,9 @@ from lightning_d9d.pipeline.executor import Cut, Executor
 from lightning_d9d.pipeline.totals import BatchTotals
 from lightning_d9d.pipeline.types import StageInfo, StageInputs, WeightedLoss
 from lightning_d9d.schedule import Schedule
+from lightning_d9d.strategy.data_parallel import DataParallelStages, parts_of
 from lightning_d9d.strategy.module import share_equal_names
 from lightning_d9d.strategy.pipeline import Pipeline
-from lightning_d9d.strategy.data_parallel import DataParallelStages, parts_of
 from lightning_d9d.sync.buckets import GradientBuckets
 from tests.harness.compare import assert_close_named, assert_tensors_close
 from tests.harness.ranks import RankContext
