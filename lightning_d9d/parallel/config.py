@@ -44,8 +44,8 @@ class ParallelConfig:
 
     shard_blocks: tuple[str, ...] | None = None
     """Names of the classes whose modules are gathered one at a time when parameters are fully sharded. By default, of a
-    `D9DModule`'s stage, the entries of its `ModuleList`s and `ModuleDict`s. Plain LightningModules are sharded only
-    where it is given."""
+    `D9DModule`'s stage, the entries of its `ModuleList`s and `ModuleDict`s. Plain LightningModules are sharded and
+    recomputed only where it is given."""
 
     def __post_init__(self) -> None:
         for name, allowed in (

@@ -57,8 +57,8 @@ def shard_data(
 ) -> None:
     """Shard the parameters of a stage over the data ranks, in place; nothing where no axis shards data.
 
-    Parameters that already belong to a unit (experts, say) stay there. Collective in the way of `fully_shard`: every
-    rank shards the same.
+    Parameters that already belong to a unit stay there, and experts that are spread over ranks are left alone.
+    Collective in the way of `fully_shard`: every rank shards the same.
 
     Args:
         stage: On the meta device, or with equal values on all ranks.
@@ -73,8 +73,10 @@ def shard_data(
     if over is None:
         return
     placed = partial(place, mesh.sizes["dp_cp_shard"])
+    experts = {parameter for parameter in stage.parameters() if is_of_experts(parameter)}
     for unit in (*units, stage):
-        fully_shard(unit, mesh=over, shard_placement_fn=placed, **settings(unit, parallel, casts_inputs))
+        options = settings(unit, parallel, casts_inputs)
+        fully_shard(unit, mesh=over, shard_placement_fn=placed, ignored_params=experts, **options)
 
 
 def settings(unit: nn.Module | list[nn.Module], parallel: ParallelConfig, casts_inputs: bool = True) -> dict[str, Any]:
@@ -128,6 +130,11 @@ def _entries(module: nn.Module) -> Iterator[nn.Module]:
             yield from child.children()
         else:
             yield from _entries(child)
+
+
+def is_of_experts(parameter: nn.Parameter) -> bool:
+    """Whether it is spread over the ranks of an expert axis."""
+    return isinstance(parameter, DTensor) and "ep_shard" in (parameter.device_mesh.mesh_dim_names or ())
 
 
 def shard_dim(dims: Sequence[int], num_shards: int) -> int:

@@ -4,7 +4,8 @@
 them (axis `ep_shard`); the tokens travel. The ranks that hold the same experts (axis `ep_replicate`) have copies of
 them, or, where weights are fully sharded at all, share each copy within a replica: `ep_replicate` is cut in
 `ep_dp_replicate`, along which there are copies as of all other weights, and `ep_fsdp`, along which they are fully
-sharded. A copy of the experts that is larger than a replica is not fully sharded.
+sharded. A copy of the experts that is as large as a replica or larger is not fully sharded, unless it must be a unit of
+FSDP2 for another reason: to be gathered in another dtype than it is kept in, or to be kept in the host's memory.
 
 [Note: units of their own] A block's gradients are reduced when all of its backward is done. If its experts' were among
 them, that could fall, on one rank, between the two all-to-alls of another rank's backward: both would wait. So experts
@@ -52,8 +53,15 @@ def shard_experts(module: nn.Module, mesh: MeshDomains, parallel: ParallelConfig
         _shard(moe.experts, mesh, parallel)
 
 
+def are_units(mesh: MeshDomains, parallel: ParallelConfig) -> bool:
+    """Whether experts that are spread over ranks are units of FSDP2. [Note: where experts lie]."""
+    return weight_mesh(mesh) is not None and (
+        mesh.config.expert_weights()["ep_fsdp"] > 1 or parallel.gather_dtype is not None or parallel.offload
+    )
+
+
 def _shard(experts: nn.Module, mesh: MeshDomains, parallel: ParallelConfig) -> None:
-    if weight_mesh(mesh) is None:
+    if not are_units(mesh, parallel):
         over = mesh.for_axes("ep_replicate", "ep_shard")
         for name, parameter in list(experts.named_parameters(recurse=False)):
             _distribute(experts, name, parameter, over, (Replicate(), Shard(0)))

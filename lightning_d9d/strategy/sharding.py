@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshDomains
 from lightning_d9d.mesh.collectives import all_gather_object, broadcast_tensors, check_equal_tensors, first_difference
-from lightning_d9d.parallel import ParallelConfig, blocks_of, weight_mesh
+from lightning_d9d.parallel import ParallelConfig, blocks_of, recompute_activations, weight_mesh
 from lightning_d9d.parallel.data import move, settings
 
 _FIELDS = {"dp_shard": "data_parallel_shard", "tp": "tensor_parallel", "ep_shard": "expert_parallel"}
@@ -98,6 +98,23 @@ def make_replicas_equal(tensors: Iterable[Tensor]) -> None:
                     by_group.setdefault(mesh.get_group(axis), []).append(tensor.to_local())
     for group, copies in by_group.items():
         broadcast_tensors(copies, group, dist.get_process_group_ranks(group)[0])
+
+
+def recompute_blocks(module: nn.Module, parallel: ParallelConfig) -> None:
+    """Let the blocks of a plain module that `parallel.shard_blocks` names be recomputed, in place. Local.
+
+    Raises:
+        ConfigError: It names none.
+    """
+    if parallel.recompute == "none":
+        return
+    if parallel.shard_blocks is None:
+        raise ConfigError(
+            f"ParallelConfig.recompute={parallel.recompute!r}: {type(module).__name__} is a plain LightningModule, of "
+            'which nobody knows the blocks; name their classes, as in shard_blocks=["Block"], or call '
+            "lightning_d9d.parallel.recompute_activations in configure_model"
+        )
+    recompute_activations(module, parallel)
 
 
 def shard_blocks(module: nn.Module, mesh: MeshDomains, parallel: ParallelConfig, device: torch.device) -> None:

@@ -31,7 +31,8 @@ from lightning_d9d.mesh.agreement import first_of
 from lightning_d9d.mesh.collectives import all_gather_object, broadcast_tensors
 from lightning_d9d.mesh.sharding import local
 from lightning_d9d.parallel import ParallelConfig
-from lightning_d9d.parallel.data import move, weight_mesh
+from lightning_d9d.parallel.data import move
+from lightning_d9d.parallel.expert import are_units
 from lightning_d9d.parallel.plan import fully_sharded
 from lightning_d9d.pipeline.executor import Executor
 from lightning_d9d.pipeline.microbatch import MicrobatchCount, num_tokens
@@ -58,6 +59,7 @@ from lightning_d9d.strategy.sharding import (
     is_sharded,
     make_replicas_equal,
     not_yet_summed,
+    recompute_blocks,
     shard_blocks,
 )
 from lightning_d9d.strategy.train_step import TrainStep, cast_gradients
@@ -189,7 +191,7 @@ class D9DStrategy(AlignedStrategy):
         """Make the groups of experts while all ranks are here; a rank may have a stage without any. Collective."""
         if self.world_size > 1 and self.mesh.sizes["ep_shard"] > 1:
             self.mesh.group("ep_shard", lane="moe")
-            if weight_mesh(self.mesh) is not None:
+            if are_units(self.mesh, self.parallel_in_effect):
                 _ = self.mesh.expert_weights
 
     @property
@@ -263,6 +265,8 @@ class D9DStrategy(AlignedStrategy):
         if fitting and self._layer_sync is not None:
             self.model = self._layer_sync.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
+        if not isinstance(self.model, D9DModule):
+            recompute_blocks(self.model, self.parallel)
         if isinstance(self.model, D9DModule) or self.parallel.shard_blocks is None or self.world_size == 1:
             self.model_to_device()
         else:

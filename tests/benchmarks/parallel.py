@@ -237,8 +237,8 @@ def account(work: Work, mesh: MeshConfig) -> Account:
     shared = sum(whole * _sent(shards) for whole, shards, _ in parts)
     copied = sum(each * 2 * _sent(copies) for each, (_, _, copies) in zip(held, parts, strict=True))
     # Gradients are as narrow as weights where they are neither summed nor accumulated.
-    are_wide = work.num_microbatches > 1 or mesh.data_parallel_shard > 1
-    widths = [wide if are_wide or copies > 1 else width for _, _, copies in parts]
+    adds_up = work.num_microbatches > 1
+    widths = [wide if adds_up or shards > 1 or copies > 1 else width for _, shards, copies in parts]
     rows = layers * work.num_tokens * config.num_experts_per_tok
     row_bytes = 4 * config.hidden_size * width + 2 * wide
     counts = layers * work.num_microbatches * (config.num_experts + 1) * 8

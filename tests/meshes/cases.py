@@ -102,7 +102,7 @@ CASES = [
     Case("rep4 ep4"),
     Case("rep8 ep4"),
     Case("rep8 ep8"),
-    Case("shard4 ep2"),
+    Case("shard4 ep2", fast=True),
     Case("shard4 ep4"),
     Case("shard8 ep2"),
     Case("shard8 ep8"),

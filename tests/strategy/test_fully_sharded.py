@@ -320,7 +320,7 @@ def test_blocks_of_a_plain_module_are_sharded(rank: RankContext, accumulated: in
         run.fit(module, DataLoader(data, 2, shuffle=False))
         return module, {name: whole(parameter.detach()) for name, parameter in module.named_parameters()}
 
-    module, actual = trained(MeshConfig(**SHARDED), ParallelConfig(shard_blocks=("Block",)))
+    module, actual = trained(MeshConfig(**SHARDED), ParallelConfig(shard_blocks=("Block",), recompute="full"))
     assert isinstance(module.net.blocks[0], FSDPModule)
     assert isinstance(module.net.blocks[0].layer.weight, DTensor)
     assert not isinstance(module.net.first.weight, DTensor)
@@ -332,13 +332,15 @@ def test_blocks_of_a_plain_module_are_sharded(rank: RankContext, accumulated: in
 @pytest.mark.parametrize(
     ("mesh", "blocks", "match"),
     [
-        (SHARDED, ["Blok"], "has no Blok; its parts are of the classes Block, "),
+        (SHARDED, ["Other"], "has no Other; its parts are of the classes Block, "),
         ({"data_parallel_replicate": 2}, ["Block"], "data_parallel_shard=1"),
         (SHARDED, None, "data_parallel_shard=2, but no parameter of PlainBlocks is a DTensor"),
+        ({}, None, "recompute='full': PlainBlocks is a plain LightningModule"),
     ],
 )
 def test_blocks_that_cannot_be_sharded(rank: RankContext, mesh: dict[str, int], blocks: Any, match: str) -> None:
-    parallel = ParallelConfig(shard_blocks=blocks)
+    parallel = ParallelConfig(shard_blocks=blocks, recompute="none" if mesh else "full")
+    mesh = mesh or {"data_parallel_replicate": 2}
     run = trainer(D9DStrategy(mesh=MeshConfig(**mesh), parallel=parallel), 2, rank.device.type, max_steps=1)
     with pytest.raises(ConfigError, match=match):
         run.fit(PlainBlocks(), DataLoader(TensorDataset(torch.randn(16, 4)), 2))
