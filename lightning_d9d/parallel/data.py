@@ -21,8 +21,8 @@ of its hooks. What is used of its inside here is pinned by `tests/parallel/test_
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -72,7 +72,7 @@ def shard_data(
     over = weight_mesh(mesh)
     if over is None:
         return
-    placed = partial(place, mesh.sizes["dp_cp_shard"])
+    placed = functools.partial(place, mesh.sizes["dp_cp_shard"])
     experts = {parameter for parameter in stage.parameters() if is_of_experts(parameter)}
     for unit in (*units, stage):
         options = settings(unit, parallel, casts_inputs)
@@ -148,18 +148,29 @@ def place(num_shards: int, parameter: nn.Parameter) -> Shard:
     return Shard(shard_dim(local.shape, num_shards))
 
 
-def move(module: nn.Module, device: torch.device, *, offloads: bool) -> None:
-    """Move a module to a device, in place, but for fully sharded parameters if those stay in the host's memory."""
-    if not offloads:
-        module.to(device)
-        return
-    for part in module.modules():
-        for tensors in (part._parameters, part._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None and not isinstance(tensor, DTensor):
-                    moved = tensor.to(device)
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    tensors[name] = nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved  # type: ignore[assignment]
+def let_go(units: Iterable[FSDPModule]) -> None:
+    """Let go of what units have gathered, behind forwards without a backward; what FSDP2 noted of them is forgotten."""
+    for unit in units:
+        state = _state_of(unit)
+        if hasattr(state._comm_ctx, "post_forward_order"):  # there since the first forward
+            state._comm_ctx.post_forward_order.clear()
+        if state._fsdp_param_group is not None:
+            state._fsdp_param_group._post_forward_indices.clear()
+        unit.reshard()
+
+
+def reset(units: Sequence[FSDPModule]) -> None:
+    """Forget a forward or backward that was broken off by an exception, and let go."""
+    for unit in units:
+        state = _state_of(unit)
+        state._training_state = type(state._training_state).IDLE
+        state._state_ctx.iter_forward_root = None
+        state._state_ctx.post_backward_final_callback_queued = False
+        state._modules_to_run_forward.clear()
+        if (group := state._fsdp_param_group) is not None:
+            group._training_state = type(group._training_state).IDLE
+            group._all_gather_result = None
+    let_go(units)
 
 
 class FullySharded:
@@ -192,8 +203,11 @@ class FullySharded:
                 states = dict.fromkeys(state._state_ctx.all_states)  # a unit of two modules is there twice
                 state._state_ctx.all_states[:] = states
                 self._groups += [each._fsdp_param_group for each in states if each._fsdp_param_group]
+        self._post_forward = [group.post_forward_mesh_info for group in self._groups]
+        self._reduced: set[nn.Parameter] = set()
+        """Of this window: those that get gradients, or did when it began."""
         for group in self._groups:
-            group.post_backward = partial(_post_backward, group, type(group).post_backward)
+            group.post_backward = functools.partial(_post_backward, group, self._reduced, type(group).post_backward)
             for each in group.fsdp_params:
                 each.sharded_param.grad_dtype = None  # lets .grad be wider than the parameter
 
@@ -218,12 +232,16 @@ class FullySharded:
         for group in self._groups:
             group._init_mp_dtypes()  # again, for what has been unfrozen
         self._has_announced_last = False
+        let_go(self.units)
+        if is_first:
+            self._reduced.clear()
+            self._forget_gradients()
         for each in self._parameters:
-            unsharded = getattr(each, "_unsharded_param", None)
-            if unsharded is not None:
-                unsharded.requires_grad_(each.sharded_param.requires_grad)  # callbacks freeze the sharded one
-                if is_first:
-                    unsharded.grad = each.unsharded_accumulated_grad = None
+            is_trained = each.sharded_param.requires_grad
+            if hasattr(each, "_unsharded_param"):
+                each._unsharded_param.requires_grad_(is_trained)  # callbacks freeze the sharded one
+            if is_trained:
+                self._reduced.add(each.sharded_param)
         self._set(reduces=self.reduces_each, keeps=self._keeps_now)
 
     def unshard(self) -> None:
@@ -272,17 +290,20 @@ class FullySharded:
 
     def drop(self) -> None:
         """Forget a batch that was broken off."""
-        for group in self._groups:
-            group._training_state = type(group._training_state).IDLE
-            group._post_forward_indices.clear()
-            group._all_gather_result = None
-        for unit in self.units:
-            state = _state_of(unit)
-            state._training_state = type(state._training_state).IDLE
-            state._state_ctx.iter_forward_root = None
-            state._state_ctx.post_backward_final_callback_queued = False
-            state._comm_ctx.post_forward_order.clear()
+        reset(self.units)
+
+    def close(self) -> None:
+        """Leave the units as they were."""
         self.reshard()
+        for group, post_forward in zip(self._groups, self._post_forward, strict=True):
+            group.post_forward_mesh_info = post_forward
+            vars(group).pop("post_backward", None)
+        self._forget_gradients()
+
+    def _forget_gradients(self) -> None:
+        for each in self._parameters:
+            if hasattr(each, "_unsharded_param"):
+                each._unsharded_param.grad = each.unsharded_accumulated_grad = None
 
     @property
     def _parameters(self) -> Iterator[Any]:
@@ -294,21 +315,24 @@ class FullySharded:
         for unit in self.units:
             unit.set_reshard_after_backward(not keeps, recurse=False)
             unit.set_requires_gradient_sync(reduces, recurse=False)
-            if self._keeps_now:
-                unit.set_reshard_after_forward(False, recurse=False)
+        for group, post_forward in zip(self._groups, self._post_forward, strict=True):
+            group.post_forward_mesh_info = None if self._keeps_now else post_forward
 
 
-def _post_backward(group: Any, post_backward: Callable[[Any], None], *_: object) -> None:
-    """FSDP2's own, with all trained parameters and in the dtype of the reduction. [Note: sums]."""
+def _post_backward(group: Any, reduced: set[nn.Parameter], post_backward: Callable[[Any], None], *_: object) -> None:
+    """FSDP2's own, with all reduced parameters, in one dtype, and kept in that of the reduction. [Note: sums]."""
     if group.reduce_grads:
         if group._reduce_dtype is not None:
             group._orig_dtype = torch.promote_types(group._reduce_dtype, group._orig_dtype)
-        for each in group.fsdp_params:
-            unsharded = getattr(each, "_unsharded_param", None)
-            if unsharded is None or not unsharded.requires_grad or each.unsharded_accumulated_grad is not None:
-                continue
-            if unsharded.grad is None:
-                unsharded.grad = torch.zeros_like(unsharded, dtype=unsharded.grad_dtype)
+        members = [each for each in group.fsdp_params if hasattr(each, "_unsharded_param")]
+        gradients = [each.unsharded_accumulated_grad for each in members] + [e._unsharded_param.grad for e in members]
+        dtypes = [gradient.dtype for gradient in gradients if gradient is not None]
+        dtype = functools.reduce(torch.promote_types, dtypes) if dtypes else None
+        for each in members:
+            if each.sharded_param in reduced and each.unsharded_accumulated_grad is None:
+                unsharded, each._unsharded_param.grad_dtype = each._unsharded_param, None
+                gradient = torch.zeros_like(unsharded) if unsharded.grad is None else unsharded.grad
+                unsharded.grad = gradient if dtype is None else gradient.to(dtype)
     post_backward(group)
 
 

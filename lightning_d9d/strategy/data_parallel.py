@@ -52,7 +52,7 @@ class DataParallelStages:
         *,
         at_least: torch.dtype | None,
         accumulates: bool,
-        keeps: bool,
+        sharded: Mapping[int, FullySharded],
     ) -> DataParallelStages:
         """For what a rank trains. Collective over the ranks that hold the same stages.
 
@@ -64,7 +64,7 @@ class DataParallelStages:
             grad_sync: Dtype and size of buckets, and when fully sharded gradients are reduced.
             at_least: What narrower dtypes are promoted to in buckets; None: they are not.
             accumulates: Whether several backwards add up to a step.
-            keeps: Whether fully sharded stages are kept over a batch.
+            sharded: Stages with fully sharded parameters.
         """
         units = {parameter for stage in stages.values() for parameter in fully_sharded(stage)}
         in_buckets = [parameter for parameter in trained if parameter not in units]
@@ -84,12 +84,6 @@ class DataParallelStages:
         buckets = None
         if any(part.parameters for part in parts):
             buckets = GradientBuckets(parts, dtype=dtype, at_least=at_least, bucket_mb=grad_sync.bucket_mb)
-        reduces_each = grad_sync.reduce == "every_microbatch"
-        sharded = {
-            index: FullySharded(stage, keeps=keeps, reduces_each=reduces_each)
-            for index, stage in stages.items()
-            if fully_sharded(stage)
-        }
         tied_shards = {parameter: tie for parameter, tie in tied.items() if parameter in units}
         return cls(buckets, parts_of_stage, sharded, tied_shards)
 

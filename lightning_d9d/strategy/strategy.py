@@ -31,7 +31,7 @@ from lightning_d9d.mesh.agreement import first_of
 from lightning_d9d.mesh.collectives import all_gather_object, broadcast_tensors
 from lightning_d9d.mesh.sharding import local
 from lightning_d9d.parallel import ParallelConfig
-from lightning_d9d.parallel.data import move
+from lightning_d9d.parallel.data import FullySharded, let_go, reset
 from lightning_d9d.parallel.expert import are_units
 from lightning_d9d.parallel.plan import fully_sharded
 from lightning_d9d.pipeline.executor import Executor
@@ -43,6 +43,7 @@ from lightning_d9d.strategy.checkpoints import CheckpointConfig
 from lightning_d9d.strategy.configuration import check_callbacks, check_degrees_of
 from lightning_d9d.strategy.data_parallel import DataParallelStages
 from lightning_d9d.strategy.module import D9DModule
+from lightning_d9d.strategy.offload import move
 from lightning_d9d.strategy.optimizer_step import (
     OptimizerStep,
     check_layouts,
@@ -134,6 +135,7 @@ class D9DStrategy(AlignedStrategy):
         self._parameters: list[nn.Parameter] = []
         self._has_buffers = False
         self._buckets: GradientBuckets | None = None
+        self._sharded: dict[int, FullySharded] = {}
         self._bucket_needs: tuple[bool, list[bool]] | None = None
         self._train_step: TrainStep | None = None
         self._optimizer_step: OptimizerStep | None = None
@@ -345,6 +347,9 @@ class D9DStrategy(AlignedStrategy):
     def _drop_gradients(self) -> None:
         if self._buckets is not None:
             self._buckets.remove()
+        for stage in self._sharded.values():
+            stage.close()
+        self._sharded = {}
         if self._train_step is not None:
             self._train_step.executor.close()
         self._buckets = self._train_step = self._bucket_needs = self._late_progress = None
@@ -401,6 +406,12 @@ class D9DStrategy(AlignedStrategy):
                 optimizer_step=self._optimizer_step,
                 tied=self._tied,
             )
+            reduces_each = self.grad_sync.reduce == "every_microbatch"
+            self._sharded = {
+                index: FullySharded(stage, keeps=self._keeps_gathered, reduces_each=reduces_each)
+                for index, stage in module.indexed_stages.items()
+                if fully_sharded(stage)
+            }
             if self.root_device.type != "cpu":
                 self._late_progress = LateProgress(module.trainer, self.root_device)
         self._update_buckets()
@@ -447,7 +458,7 @@ class D9DStrategy(AlignedStrategy):
             self.grad_sync,
             at_least=torch.float32 if isinstance(module, D9DModule) else None,
             accumulates=accumulates,
-            keeps=self._keeps_gathered,
+            sharded=self._sharded,
         )
         self._buckets = data_parallel.buckets
         if self._train_step is not None:
@@ -605,10 +616,13 @@ class D9DStrategy(AlignedStrategy):
     @contextmanager
     def evaluation_batch(self, filling: Filling) -> Generator[None]:
         """For the step of a batch of validation, test or prediction."""
-        with super().evaluation_batch(filling):
-            yield
-        for unit in self._units:  # of a stage that is kept, or the part of one that is its own unit
-            unit.reshard()
+        try:
+            with super().evaluation_batch(filling):
+                yield
+        except BaseException:
+            reset(self._units)
+            raise
+        let_go(self._units)  # of stages that are kept, and of the parts of others that are their own unit
 
     def _sync_buffers(self) -> None:
         """After a step replicas' buffers (running means) differ; rank 0's are everyone's, as in DDP. Collective."""

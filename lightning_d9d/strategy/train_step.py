@@ -42,7 +42,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.mesh.collectives import all_gather_object
+from lightning_d9d.mesh.collectives import all_gather_object, first_difference
 from lightning_d9d.mesh.sharding import local
 from lightning_d9d.pipeline.executor import Cut
 from lightning_d9d.pipeline.totals import BatchTotals, weighted_mean
@@ -119,6 +119,7 @@ class TrainStep:
                 parameter.grad = None
             self._window_weight = self._loss_is_mean = None
         if batch_index == 0:
+            self._check_frozen_alike()
             self.pipeline.begin_epoch(self.tied)
         if self._is_first_batch:
             self._check_same_batch(batch)
@@ -245,6 +246,16 @@ class TrainStep:
         loss, *metrics = weighted_mean(*sums.unbind(1)).to(reported.dtype).unbind()
         return loss, dict(zip(reported.metrics, metrics, strict=True))
 
+    def _check_frozen_alike(self) -> None:
+        """At the start of an epoch: data ranks sum the gradients of the same parameters."""
+        if self.group is None:
+            return
+        lines = [f"{name} {'trained' if p.requires_grad else 'frozen'}" for name, p in self.module.named_parameters()]
+        if difference := first_difference(lines, self.group):
+            raise ConfigError(
+                f"data-parallel ranks train different parameters: {difference}. Set requires_grad alike on all ranks"
+            )
+
     def _check_same_batch(self, batch: Any) -> None:
         """The first batch: ranks of a pipeline must read the same."""
         if self.pipeline.group is None:
@@ -278,13 +289,18 @@ def cast_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 def _scale(gradients: list[Tensor], factor: Tensor | float) -> None:
     """Multiply in place. torch would round a device scalar to a narrow gradient's dtype first: widen those."""
-    if isinstance(factor, Tensor) and any(g.dtype.itemsize < 4 for g in gradients):
-        for gradient in gradients:
-            gradient.copy_(gradient * factor.float() if gradient.dtype.itemsize >= 4 else gradient.float() * factor)
-    elif isinstance(factor, Tensor):
-        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
-    else:
-        torch._foreach_mul_(gradients, factor)
+    by_device: dict[torch.device, list[Tensor]] = {}  # some may be kept in the host's memory
+    for gradient in gradients:
+        by_device.setdefault(gradient.device, []).append(gradient)
+    for device, together in by_device.items():
+        here = factor.to(device) if isinstance(factor, Tensor) else factor
+        if isinstance(here, Tensor) and any(g.dtype.itemsize < 4 for g in together):
+            for gradient in together:
+                gradient.copy_(gradient * here.float() if gradient.dtype.itemsize >= 4 else gradient.float() * here)
+        elif isinstance(here, Tensor):
+            torch._foreach_mul_(together, here.to(together[0].dtype))
+        else:
+            torch._foreach_mul_(together, here)
 
 
 def _inverse(weight: Tensor) -> Tensor:

@@ -34,6 +34,8 @@ from lightning_d9d.models.qwen3_moe.plan import parallelize_qwen3_moe
 from lightning_d9d.modules import BalanceConfig
 from lightning_d9d.optim import parameter_groups
 from lightning_d9d.parallel import ParallelConfig
+from lightning_d9d.parallel.data import FullySharded
+from lightning_d9d.parallel.plan import fully_sharded
 from lightning_d9d.pipeline.executor import Cut, Executor
 from lightning_d9d.pipeline.totals import BatchTotals
 from lightning_d9d.schedule import resolve_schedule
@@ -275,7 +277,9 @@ class Trained:
             GradSyncConfig(),
             at_least=torch.float32,
             accumulates=work.num_microbatches > 1,
-            keeps=work.is_kept,
+            sharded={0: FullySharded(self.stage, keeps=work.is_kept, reduces_each=False)}
+            if fully_sharded(self.stage)
+            else {},
         )
         self.executor = Executor({0: self.stage}, 1, Hooks(device), nullcontext)
         self.program = Pipeline(resolve_schedule("1f1b"), self.mesh, device).program(work.num_microbatches)

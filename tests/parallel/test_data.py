@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_d9d import ConfigError, MeshConfig, MeshDomains, ParallelConfig
 from lightning_d9d.parallel import blocks_of, shard_data, weight_mesh
-from lightning_d9d.parallel.data import FullySharded, settings, shard_dim
+from lightning_d9d.parallel.data import FullySharded, let_go, settings, shard_dim
 from tests.harness.compare import assert_bitwise_equal, assert_close_named
 from tests.harness.ranks import RankContext
 
@@ -89,7 +89,7 @@ def test_names_used_of_torchs_inside() -> None:
     group = inspect.getsource(_fsdp_param_group.FSDPParamGroup)
     for name in ("_orig_dtype", "_reduce_dtype", "_init_mp_dtypes", "_post_forward_indices", "_all_gather_result"):
         assert f"self.{name}" in group
-    for name in ("reduce_grads", "fsdp_params", "_training_state"):
+    for name in ("reduce_grads", "fsdp_params", "_training_state", "post_forward_mesh_info"):
         assert f"self.{name}" in group
     assert hasattr(_fsdp_param_group.FSDPParamGroup, "post_backward")
     parameter = inspect.getsource(_fsdp_param.FSDPParam)
@@ -98,6 +98,7 @@ def test_names_used_of_torchs_inside() -> None:
     state = inspect.getsource(_fsdp_state)
     for name in ("all_states", "iter_forward_root", "post_backward_final_callback_queued", "post_forward_order"):
         assert name in state
+    assert "_modules_to_run_forward" in state
     for name in ("_lazy_init", "_root_post_backward_final_callback"):
         assert hasattr(_fsdp_state.FSDPState, name)
 
@@ -225,3 +226,108 @@ def test_split_backwards_cannot_reduce_each_microbatch(rank: RankContext) -> Non
     stage = FullySharded(tower, keeps=True, reduces_each=True)
     with pytest.raises(ConfigError, match="reduce='every_microbatch' with a schedule that splits backwards"):
         stage.begin(is_first=True, reduces=True, splits=True)
+
+
+@pytest.mark.ranks(2)
+def test_what_is_noted_of_forwards_is_forgotten(rank: RankContext) -> None:
+    """Else it grows with every evaluation, and units are gathered for forwards of long ago."""
+    tower, _ = towers(rank)
+    stage = FullySharded(tower, keeps=False, reduces_each=False)
+    order = fully_shard.state(tower)._comm_ctx.post_forward_order  # type: ignore[attr-defined]
+    with torch.no_grad():
+        for microbatch in range(3):
+            tower(rows(rank.rank, microbatch).to(rank.device))
+    assert len(order) == 3 * 4
+    let_go(stage.units)
+    assert len(order) == 0
+    with torch.no_grad():
+        tower(rows(rank.rank, 0).to(rank.device))
+    stage.begin(is_first=True, reduces=True, splits=False)
+    assert len(order) == 0
+
+
+@pytest.mark.ranks(2)
+def test_a_closed_stage_is_as_before(rank: RankContext) -> None:
+    tower, _ = towers(rank)
+    groups = [fully_shard.state(unit)._fsdp_param_group for unit in tower.modules() if isinstance(unit, FSDPModule)]  # type: ignore[attr-defined]
+    for keeps in (True, False):
+        stage = FullySharded(tower, keeps=keeps, reduces_each=False)
+        if keeps:
+            before = [group.post_forward_mesh_info for group in groups]
+        stage.begin(is_first=True, reduces=False, splits=False)
+        stage.unshard()
+        assert [group.post_forward_mesh_info is None for group in groups] == [keeps or b is None for b in before]
+        tower(rows(rank.rank, 0).to(rank.device)).sum().backward()
+        assert any(each._unsharded_param.grad is not None for group in groups for each in group.fsdp_params)
+        stage.close()
+        assert [group.post_forward_mesh_info for group in groups] == before
+        for group in groups:
+            assert "post_backward" not in vars(group)
+            assert all(each._unsharded_param.grad is None for each in group.fsdp_params)
+            assert all(each.unsharded_accumulated_grad is None for each in group.fsdp_params)
+
+
+class Doubled(nn.Module):
+    """Two linears that are one unit, the second of which fails on demand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(x)
+        if self.fails:
+            raise ValueError("between")
+        return self.two(x)
+
+
+@pytest.mark.ranks(2)
+def test_a_unit_of_two_modules_goes_on_after_an_error_between_them(rank: RankContext) -> None:
+    torch.manual_seed(0)
+    module = Doubled().to(rank.device, torch.float64)
+    domains = MeshDomains.build(MeshConfig(data_parallel_shard=2), rank.device.type)
+    shard_data(module, [[module.one, module.two]], domains, ParallelConfig())
+    stage = FullySharded(module, keeps=False, reduces_each=False)
+    x = rows(rank.rank, 0).to(rank.device)
+    expected = module(x).detach()
+    module.fails = True
+    with pytest.raises(ValueError, match="between"):
+        module(x)
+    module.fails = False
+    stage.drop()
+    assert_bitwise_equal("output", module(x).detach(), expected)
+    domains.close()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("keeps", [True, False], ids=["kept", "let go"])
+def test_one_use_in_a_window_of_narrow_gradients(rank: RankContext, keeps: bool) -> None:
+    """A parameter unused in the last batch, or in the first: FSDP2 reduces gradients of one dtype alone."""
+
+    class Sometimes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.always, self.first, self.last = (nn.Linear(4, 4, bias=False) for _ in range(3))
+
+        def forward(self, x: Tensor, index: int) -> Tensor:
+            return self.always(x) + (self.first(x) if index == 0 else self.last(x))
+
+    torch.manual_seed(0)
+    module = Sometimes().to(rank.device, torch.bfloat16)
+    domains = MeshDomains.build(MeshConfig(data_parallel_shard=2), rank.device.type)
+    shard_data(module, [], domains, ParallelConfig())
+    stage = FullySharded(module, keeps=keeps, reduces_each=False)
+    for index in range(2):
+        stage.begin(is_first=index == 0, reduces=index == 1, splits=False)
+        stage.unshard()
+        loss = module(rows(rank.rank, index).to(rank.device, torch.bfloat16), index).float().sum()
+        stage.last_backward()
+        loss.backward()
+        stage.reduce()
+        stage.reshard()
+    for parameter in module.parameters():
+        assert isinstance(parameter.grad, DTensor)
+        assert parameter.grad.dtype == torch.float32
+        assert parameter.grad.full_tensor().any()
+    domains.close()

@@ -21,6 +21,7 @@ from lightning_d9d.mesh.groups import partition
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig
 from lightning_d9d.modules import SparseMoE
 from lightning_d9d.parallel import WHO_SUMS, Layout, ParallelConfig, Summed, parallelize
+from lightning_d9d.parallel.data import FullySharded
 from lightning_d9d.parallel.plan import bucket_group, fully_sharded, layout_of
 from lightning_d9d.strategy.data_parallel import DataParallelStages
 from lightning_d9d.sync.buckets import GradSyncConfig
@@ -184,8 +185,9 @@ def test_ranks_sum_as_the_table_says(
     parameters = [*stage.parameters()]
     units = fully_sharded(stage)
     assert {layout_of(parameter, units) for parameter in parameters} == {*layouts}
+    sharded = {0: FullySharded(stage, keeps=True, reduces_each=False)} if units else {}
     data_parallel = DataParallelStages.build(
-        parameters, {0: stage}, {}, mesh, GradSyncConfig(), at_least=torch.float32, accumulates=False, keeps=True
+        parameters, {0: stage}, {}, mesh, GradSyncConfig(), at_least=torch.float32, accumulates=False, sharded=sharded
     )
     data_parallel.begin(is_first=True, reduces=True, splits=False)
     data_parallel.unshard(0)

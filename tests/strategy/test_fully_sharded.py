@@ -449,3 +449,18 @@ def test_a_plain_module_may_not_shard_experts_fully(rank: RankContext) -> None:
     run = trainer(D9DStrategy(mesh=MeshConfig(**EXPERTS)), 2, rank.device.type, max_steps=1)
     with pytest.raises(ConfigError, match="Make it a D9DModule"):
         run.fit(PlainExperts(), DataLoader(TensorDataset(torch.randn(8, 3, 8)), 2))
+
+
+class FreezesOnRank0(L.Callback):
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.global_rank == 0:
+            next(pl_module.parameters()).requires_grad_(False)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mesh", [SHARDED, {"data_parallel_replicate": 2}], ids=["sharded", "replicas"])
+def test_ranks_train_the_same_parameters(rank: RankContext, mesh: dict[str, int]) -> None:
+    options: dict[str, Any] = {"use_distributed_sampler": False, "max_steps": 1, "callbacks": [FreezesOnRank0()]}
+    run = trainer(D9DStrategy(mesh=MeshConfig(**mesh)), 2, rank.device.type, **options)
+    with pytest.raises(ConfigError, match="data-parallel ranks train different parameters"):
+        run.fit(Watched(CONFIG, 1))
