@@ -113,15 +113,21 @@ def blocks_of(stage: nn.Module, class_names: Sequence[str] | None = None) -> lis
     """
     if class_names is None:
         return list(_entries(stage))
-    found = [module for module in stage.modules() if type(module).__name__ in class_names]
-    missing = sorted({*class_names} - {type(module).__name__ for module in found})
+    found = [module for module in stage.modules() if class_name(module) in class_names]
+    missing = sorted({*class_names} - {class_name(module) for module in found})
     if missing:
-        known = sorted({type(module).__name__ for module in stage.modules()})
+        known = sorted({class_name(module) for module in stage.modules()})
         raise ConfigError(
             f"ParallelConfig.shard_blocks={list(class_names)}: the module has no {missing[0]}; its parts are of the "
             f"classes {', '.join(known)}"
         )
     return found
+
+
+def class_name(module: nn.Module) -> str:
+    """Of its class, which `fully_shard` exchanges for one that is derived from `FSDPModule` and it."""
+    cls = type(module)
+    return (cls.__bases__[1] if isinstance(module, FSDPModule) and len(cls.__bases__) > 1 else cls).__name__
 
 
 def _entries(module: nn.Module) -> Iterator[nn.Module]:

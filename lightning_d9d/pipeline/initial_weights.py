@@ -117,25 +117,49 @@ def share_equal_names(stages: Iterable[nn.Module]) -> None:
 
 
 def take_tensors(stages: Iterable[nn.Module], earlier: Iterable[nn.Module]) -> list[str]:
-    """Give stages built on the meta device the parameters and buffers of earlier ones, by name, the tensors themselves.
+    """Give stages built on the meta device the parameters and buffers of earlier ones, by name. Local.
+
+    They get the tensors themselves, but where a whole one is to be a DTensor, a copy of what this rank holds of it.
+    DTensors are taken where they lie alike. Afterwards `stage.to(device)`, which `fully_shard` takes notice of.
 
     Returns:
         The names of tensors that are still on the meta device.
     """
     known = {name: tensor for stage in earlier for name, _, _, tensor in _named(stage)}
+    cut: dict[int, Tensor] = {}
     missing = []
     for stage in stages:
         for name, module, key, tensor in list(_named(stage)):
-            if name in known and known[name].shape == tensor.shape:
-                _assign(module, key, known[name])
-            elif tensor.is_meta:
-                missing.append(name)
+            taken = known.get(name)
+            if taken is None or not _can_become(taken, tensor):
+                if tensor.is_meta:
+                    missing.append(name)
+                continue
+            if isinstance(tensor, DTensor) and not isinstance(taken, DTensor):
+                if id(taken) not in cut:
+                    cut[id(taken)] = _stored_like(tensor, _slice(taken.detach(), tensor), taken.device)
+                    cut[id(taken)].requires_grad_(taken.requires_grad)
+                taken = cut[id(taken)]
+            _assign(module, key, taken)
     return missing
+
+
+def _can_become(tensor: Tensor, target: Tensor) -> bool:
+    if tensor.shape != target.shape or not isinstance(tensor, DTensor):
+        return tensor.shape == target.shape
+    lies_on = (tensor.device_mesh, tensor.placements)
+    return isinstance(target, DTensor) and lies_on == (target.device_mesh, target.placements)
+
+
+def _slice(whole: Tensor, target: Tensor) -> Tensor:
+    """What this rank holds of it, if it is cut as the target is."""
+    return whole[tuple(slice(r.start, r.stop) for r in local_ranges(target))]
 
 
 def _named(stage: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
     """Each tensor with its name in the whole model, its owner, and its name there."""
-    for name, module in stage.named_modules(remove_duplicate=False):
+    for path, module in stage.named_modules(remove_duplicate=False):
+        name = ".".join(part for part in path.split(".") if part not in _WRAPPERS)
         for key, tensor in _owned(module).items():
             yield f"{name}.{key}" if name else key, module, key, tensor
 
@@ -164,7 +188,7 @@ def _initial_slices(
             yield key, draw_local(values[key], meta, seed=seed, name=f"{name}.{key}" if name else key)
     else:
         for key, whole in _reset_on_cpu(module, name, metas, seed).items():
-            yield key, whole[tuple(slice(r.start, r.stop) for r in local_ranges(metas[key]))].to(metas[key].dtype)
+            yield key, _slice(whole, metas[key]).to(metas[key].dtype)
 
 
 def _is_drawn_by_rows(module: nn.Module) -> bool:

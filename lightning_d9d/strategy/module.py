@@ -11,13 +11,12 @@ import lightning as L
 import torch
 from lightning.pytorch.core.saving import _load_state
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from lightning_d9d.checkpoint import is_directory, open_directory
 from lightning_d9d.data import Filling
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.mesh import MeshConfig, MeshDomains
 from lightning_d9d.mesh.agreement import first_of
 from lightning_d9d.mesh.sharding import local
 from lightning_d9d.parallel import ParallelConfig, parallelize
@@ -30,6 +29,7 @@ from lightning_d9d.schedule import ModelCosts, OneForwardOneBackward
 from lightning_d9d.strategy.checkpoint_files import unreadable
 from lightning_d9d.strategy.eval_step import evaluate, predict
 from lightning_d9d.strategy.pipeline import Pipeline
+from lightning_d9d.strategy.sharding import differing, is_sharded
 
 
 class D9DModule(L.LightningModule):
@@ -53,7 +53,7 @@ class D9DModule(L.LightningModule):
         super().__init__()
         self.stages = nn.ModuleList()
         self._built: list[StageInfo] = []
-        self._spread: Any = None
+        self._spread = (MeshConfig(), ParallelConfig())
         self._in_schedule = False
         self.register_state_dict_post_hook(_drop_stage_prefix)
         self.register_load_state_dict_pre_hook(_add_stage_prefix)
@@ -123,8 +123,8 @@ class D9DModule(L.LightningModule):
     def configure_model(self) -> None:
         """Build this rank's stages once: on the meta device, then with storage and initial weights on the device.
 
-        A module that has run takes its tensors along to other stages, if this rank has all of them: in one process,
-        or loaded as a whole.
+        A module that has run, or was loaded, is built again where this run has other stages or spreads them otherwise.
+        They take the tensors along if this rank has all of them: whole, or as DTensors that lie alike.
 
         Raises:
             ConfigError: It has not.
@@ -132,56 +132,72 @@ class D9DModule(L.LightningModule):
         self.check_overrides()
         infos = self.pipeline.stages
         if len(self.stages) > 0:
-            self._check_spread_alike()
-            if self._built and _places(self._built) != _places(infos):
-                self._cut_again(infos)
+            if self._built and self._must_change(infos):
+                self._build_again(infos)
             return
-        strategy = None if self._trainer is None else self.trainer.strategy
-        parallel = getattr(strategy, "parallel", ParallelConfig())
-        device = torch.device("cpu") if strategy is None or parallel.offload else strategy.root_device
-        seed: int = getattr(strategy, "seed", torch.initial_seed())  # ranks that nobody seeded agree on one
+        seed: int = getattr(self._strategy, "seed", torch.initial_seed())  # ranks that nobody seeded agree on one
         for stage in self._on_meta(infos):
-            materialize(stage, device, seed)
+            materialize(stage, self._device_of_stages, seed)
             self.stages.append(stage)
-        self._built = infos
-        self._spread = _spread_of(strategy)
+        self._built, self._spread = infos, self._spread_now
         share_equal_names(self.stages)
         self.on_stages_built()
 
-    def _check_spread_alike(self) -> None:
-        """Weights that are spread over ranks stay where they are."""
-        now = _spread_of(None if self._trainer is None else self.trainer.strategy)
-        if now != self._spread and any(isinstance(tensor, DTensor) for tensor in self.stages.state_dict().values()):
-            raise ConfigError(
-                f"{type(self).__name__} holds weights that an earlier run has spread over ranks with {self._spread}, "
-                f"but this run has {now or 'another strategy'}; give it a new module, and a checkpoint of the earlier "
-                "run as ckpt_path"
-            )
+    @property
+    def _strategy(self) -> Any:
+        return None if self._trainer is None else self.trainer.strategy
+
+    @property
+    def _device_of_stages(self) -> torch.device:
+        strategy = self._strategy
+        parallel = getattr(strategy, "parallel", ParallelConfig())
+        return torch.device("cpu") if strategy is None or parallel.offload else strategy.root_device
+
+    @property
+    def _spread_now(self) -> tuple[MeshConfig, ParallelConfig]:
+        """What this run spreads stages with, without what has no effect where no axis shards."""
+        mesh = MeshConfig() if self.pipeline.mesh is None else self.pipeline.mesh.config
+        parallel: ParallelConfig = getattr(self._strategy, "parallel_in_effect", ParallelConfig())
+        plain = MeshConfig(
+            pipeline_parallel=mesh.pipeline_parallel, data_parallel_replicate=mesh.data_parallel_replicate
+        )
+        if mesh != plain:
+            return mesh, parallel
+        return MeshConfig(), ParallelConfig(recompute=parallel.recompute, shard_blocks=parallel.shard_blocks)
+
+    def _must_change(self, infos: list[StageInfo]) -> bool:
+        if _places(self._built) != _places(infos):
+            return True
+        has_configuration = hasattr(self._strategy, "parallel_in_effect")  # others run whole stages as they are
+        return self._spread != self._spread_now and (has_configuration or is_sharded(self.stages))
 
     def _on_meta(self, infos: Iterable[StageInfo]) -> Iterator[nn.Module]:
-        strategy = None if self._trainer is None else self.trainer.strategy
         for info in infos:
             with torch.device("meta"):
                 stage = self.configure_stage(info)
-            parallel: ParallelConfig = getattr(strategy, "parallel_in_effect", ParallelConfig())
+            parallel: ParallelConfig = getattr(self._strategy, "parallel_in_effect", ParallelConfig())
             self.parallelize_stage(stage, self.pipeline.mesh, parallel)
             yield stage
 
-    def _cut_again(self, infos: list[StageInfo]) -> None:
+    def _build_again(self, infos: list[StageInfo]) -> None:
         stages = nn.ModuleList(self._on_meta(infos))
         if missing := take_tensors(stages, self.stages):
+            before, now = differing(self._spread, self._spread_now)
+            if _places(self._built) != _places(infos):
+                before, now = [f"the stages {self._built}", *before], [f"{infos} on this rank", *now]
             raise ConfigError(
-                f"{type(self).__name__} holds the stages {self._built} of an earlier run, but this run has {infos} on "
-                f"this rank, without {first_of(missing)}; give it a new module, and a checkpoint of the earlier run as "
-                "ckpt_path"
+                f"{type(self).__name__} holds the weights for {', '.join(before)} of an earlier run, but this run has "
+                f"{', '.join(now)}, and cannot make {first_of(missing)} of them; give it a new module, and a "
+                "checkpoint of the earlier run as ckpt_path"
             )
-        self.stages, self._built = stages, infos
+        for stage in stages:
+            stage.to(self._device_of_stages)
+        self.stages, self._built, self._spread = stages, infos, self._spread_now
 
     @property
     def pipeline(self) -> Pipeline:
         """Where this rank is in the pipeline; under a stock strategy it is alone, with one stage."""
-        strategy = None if self._trainer is None else self.trainer.strategy
-        return getattr(strategy, "pipeline", None) or Pipeline(OneForwardOneBackward(), None, self.device)
+        return getattr(self._strategy, "pipeline", None) or Pipeline(OneForwardOneBackward(), None, self.device)
 
     def executor(self, forward_context: Callable[[], AbstractContextManager]) -> Executor:
         """What runs programs over this rank's stages."""
@@ -309,11 +325,10 @@ class D9DModule(L.LightningModule):
     @property
     def filling(self) -> Filling:
         """What data ranks have agreed on for the batch whose step is running."""
-        return getattr(None if self._trainer is None else self.trainer.strategy, "filling", Filling())
+        return getattr(self._strategy, "filling", Filling())
 
     def _microbatches(self, batch: Any, check: bool) -> list[Any]:
-        strategy = None if self._trainer is None else self.trainer.strategy
-        count: MicrobatchCount | None = getattr(strategy, "microbatch_count", None)
+        count: MicrobatchCount | None = getattr(self._strategy, "microbatch_count", None)
         if count is None or count.is_one:
             return [batch]
         if type(self).split_batch is not D9DModule.split_batch and count.num_microbatches is not None:
@@ -397,11 +412,6 @@ def _is_same(one: Any, other: Any) -> bool:
         return False
     one, other = local(one), local(other)
     return one.data_ptr() == other.data_ptr() and one.shape == other.shape
-
-
-def _spread_of(strategy: Any) -> Any:
-    """What tells how a strategy spreads weights over ranks; None for one that does not."""
-    return getattr(strategy, "mesh_config", None) and (strategy.mesh_config, strategy.parallel_in_effect)
 
 
 def _places(infos: Iterable[StageInfo]) -> list[tuple[int, int, range | None]]:

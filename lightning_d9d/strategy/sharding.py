@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.mesh import MeshConfig, MeshDomains
 from lightning_d9d.mesh.collectives import all_gather_object, broadcast_tensors, check_equal_tensors, first_difference
 from lightning_d9d.parallel import ParallelConfig, blocks_of, recompute_activations, weight_mesh
-from lightning_d9d.parallel.data import settings
+from lightning_d9d.parallel.data import class_name, settings
 from lightning_d9d.strategy.offload import move
 
 _FIELDS = {"dp_shard": "data_parallel_shard", "tp": "tensor_parallel", "ep_shard": "expert_parallel"}
@@ -27,10 +28,26 @@ _REMEDIES = {
     "ep_shard": "lightning_d9d.parallel.shard_experts(module, self.trainer.strategy.mesh, ParallelConfig())",
 }
 
+_SHARDED_WITH = "_sharded_with"
+"""The attribute in which a block of a plain module keeps the configuration that it was sharded with."""
+
 
 def is_sharded(module: nn.Module) -> bool:
     """Whether some parameter or buffer is a DTensor."""
     return any(isinstance(tensor, DTensor) for tensor in (*module.parameters(), *module.buffers()))
+
+
+def differing(
+    one: tuple[MeshConfig, ParallelConfig], other: tuple[MeshConfig, ParallelConfig]
+) -> tuple[list[str], list[str]]:
+    """The fields in which two configurations differ, with the values of each."""
+    pairs = [
+        (f"{type(a).__name__}.{field.name}=", getattr(a, field.name), getattr(b, field.name))
+        for a, b in zip(one, other, strict=True)
+        for field in fields(a)
+        if getattr(a, field.name) != getattr(b, field.name)
+    ]
+    return [f"{name}{a!r}" for name, a, _ in pairs], [f"{name}{b!r}" for name, _, b in pairs]
 
 
 def check_layout(module: nn.Module, mesh: MeshDomains, group: dist.ProcessGroup | None) -> None:
@@ -122,10 +139,11 @@ def shard_blocks(module: nn.Module, mesh: MeshDomains, parallel: ParallelConfig,
     """Move a plain module to the device and shard the blocks that `parallel.shard_blocks` names, in place. Collective.
 
     Values are rank 0's. Each block is gathered for its forward and again for its backward. Gradients are means over the
-    data ranks, as FSDP2 makes them by itself; what is in no block is replicated.
+    data ranks, as FSDP2 makes them by itself; what is in no block is replicated. Blocks that an earlier run has sharded
+    stay as they are.
 
     Raises:
-        ConfigError: There are no such blocks, no axis shards data, or a block has no values.
+        ConfigError: There are no such blocks, no axis shards data, a block has no values, or it was sharded otherwise.
     """
     over = weight_mesh(mesh)
     if over is None:
@@ -133,7 +151,11 @@ def shard_blocks(module: nn.Module, mesh: MeshDomains, parallel: ParallelConfig,
             f"ParallelConfig.shard_blocks={parallel.shard_blocks} with MeshConfig.data_parallel_shard=1: there is "
             "nothing to shard over; set data_parallel_shard, such as to -1"
         )
+    configuration = (mesh.config, parallel)
     for block in blocks_of(module, parallel.shard_blocks):
+        if isinstance(block, FSDPModule):
+            _check_sharded_alike(block, configuration)
+            continue
         if any(tensor.is_meta for tensor in (*block.parameters(), *block.buffers())):
             raise ConfigError(
                 f"ParallelConfig.shard_blocks: a {type(block).__name__} is on the meta device, and nothing would give "
@@ -148,7 +170,24 @@ def shard_blocks(module: nn.Module, mesh: MeshDomains, parallel: ParallelConfig,
             reshard_after_forward=True if reshard == "auto" else reshard,
             **settings(block, parallel),
         )
+        vars(block)[_SHARDED_WITH] = configuration
     move(module, device, offloads=parallel.offload)
+
+
+def _check_sharded_alike(block: nn.Module, configuration: tuple[MeshConfig, ParallelConfig]) -> None:
+    earlier = vars(block).get(_SHARDED_WITH)
+    name = class_name(block)
+    if earlier is None:
+        raise ConfigError(
+            f"ParallelConfig.shard_blocks names {name}, but the module has applied fully_shard to a {name} itself; "
+            "leave out one of the two"
+        )
+    if earlier != configuration:
+        before, now = differing(earlier, configuration)
+        raise ConfigError(
+            f"a {name} is sharded for {', '.join(before)} of an earlier run, but this run has {', '.join(now)}; give "
+            "it a new module, and a checkpoint of the earlier run as ckpt_path"
+        )
 
 
 def not_yet_summed(
