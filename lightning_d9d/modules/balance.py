@@ -191,7 +191,9 @@ def router_z_loss(logits: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def update_expert_bias(model: nn.Module, rate: float, group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
+def update_expert_bias(
+    model: nn.Module, rate: float, group: dist.ProcessGroup | None = None, skip: Tensor | None = None
+) -> dict[str, Tensor]:
     """Moves each bias by `rate` towards an even load, and begins to count anew. Call it after an optimizer step.
 
     An expert with fewer tokens than the mean of its layer gets `rate` more, one with more tokens `rate` less; where no
@@ -203,6 +205,7 @@ def update_expert_bias(model: nn.Module, rate: float, group: dist.ProcessGroup |
         model: With an `ExpertBalance` in each router; the same layers on all ranks of the group.
         rate: The step, such as 0.001.
         group: The ranks whose tokens count together; None is the default process group, where there is one.
+        skip: A bool on the device, equal on all ranks: begin to count anew, but leave the biases alone. None: never.
 
     Returns:
         The tokens of each expert that were counted on all ranks, int64 `[experts]`, by the name of the `ExpertBalance`.
@@ -217,7 +220,8 @@ def update_expert_bias(model: nn.Module, rate: float, group: dist.ProcessGroup |
     totals = summed.split([len(counter) for counter in counters])
     for balance, counts in zip(balances.values(), totals, strict=True):
         if balance.bias is not None:
-            balance.bias.add_((counts.sum() - len(counts) * counts).sign().to(balance.bias.dtype), alpha=rate)
+            direction = (counts.sum() - len(counts) * counts).sign().to(balance.bias.dtype)
+            balance.bias.add_(direction if skip is None else direction.masked_fill(skip, 0.0), alpha=rate)
     torch._foreach_zero_(counters)
     return dict(zip(balances, totals, strict=True))
 

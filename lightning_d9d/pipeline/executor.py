@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -104,6 +104,7 @@ class Executor:
         forward_context: Opens the precision context (autocast) around each forward and its loss; backwards run outside.
         messages: To and from stages on other ranks; None where there are none.
         observer: Wrapped around what each compute action computes; None: nobody looks.
+        stage_context: Opened inside the other one, around a stage alone: losses are made outside.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class Executor:
         forward_context: Callable[[], AbstractContextManager],
         messages: Messages | None = None,
         observer: Observer | None = None,
+        stage_context: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:
         self.stages = {index: Stage(module) for index, module in stages.items()}
         self.num_stages = num_stages
@@ -121,6 +123,7 @@ class Executor:
         self.forward_context = forward_context
         self.messages = messages
         self.observer = observer
+        self.stage_context = stage_context
 
     def train(
         self,
@@ -257,7 +260,8 @@ class _Batch:
         running = executor.stages[stage]
         counting = _NOTHING if self.cut.counts(microbatch) else running.without_counting()
         with self._observed(Forward(stage, microbatch)), executor.forward_context(), counting:
-            output = running.forward(microbatch, trained, received, arguments, self.splits)
+            with executor.stage_context():
+                output = running.forward(microbatch, trained, received, arguments, self.splits)
             is_last = stage == executor.num_stages - 1
             outputs = self._finish(microbatch, output) if is_last else self._hand_on(stage, microbatch, output)
             if torch.is_grad_enabled():

@@ -44,21 +44,27 @@ def weighted_mean(value_sum: Tensor, weight: Tensor) -> Tensor:
     return value_sum / torch.where(weight == 0, 1.0, weight)
 
 
+def _wide(value: Tensor) -> Tensor:
+    """As a scalar in a dtype in which sums over microbatches do not lose the last ones."""
+    value = value.reshape(())
+    return value.to(torch.promote_types(value.dtype, torch.float32)) if value.is_floating_point() else value
+
+
 def as_weighted(value: Tensor | WeightedLoss, rows: int, name: str) -> WeightedLoss:
-    """A mean over `rows` rows as a sum with that weight; a `WeightedLoss` as it is.
+    """A mean over `rows` rows as a sum with that weight; a `WeightedLoss` as it is. Floats in float32 at least.
 
     Raises:
         ConfigError: The value is neither, or not a scalar.
     """
     if isinstance(value, Tensor) and value.numel() == 1:
-        return WeightedLoss(value.reshape(()) * rows, torch.full((), float(rows), device=value.device))
+        return WeightedLoss(_wide(value) * rows, torch.full((), float(rows), device=value.device))
     shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
     if isinstance(value, WeightedLoss):
         total, weight = value.value_sum, value.weight
         if isinstance(total, Tensor) and isinstance(weight, bool | int | float):
             weight = torch.full((), float(weight), device=total.device)
         if isinstance(total, Tensor) and isinstance(weight, Tensor) and total.numel() == 1 and weight.numel() == 1:
-            return WeightedLoss(total.reshape(()), weight.reshape(()))
+            return WeightedLoss(_wide(total), _wide(weight))
         shape = f" of {type(total).__name__} and {type(weight).__name__}"
     raise ConfigError(
         f"{name} returned {type(value).__name__}{shape}; return a scalar Tensor (a mean over the microbatch) or "

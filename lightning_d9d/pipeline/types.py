@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ class WeightedLoss:
 
     Gradients become those of sum(value_sum) / sum(weight) over every microbatch, rank and accumulation step, so a
     token weighs the same wherever it lies. Both are scalar tensors; `weight` needs no gradient and may be zero. A
-    number is taken for a tensor.
+    number is taken for a tensor. Floats are added up in float32 at least, whatever their dtype; under mixed precision
+    `microbatch_loss` runs in autocast on any mesh, where `torch.nn.functional.cross_entropy` sums in float32, too.
     """
 
     value_sum: Tensor
@@ -55,7 +56,22 @@ class WeightedLoss:
 
 @runtime_checkable
 class CountsTokens(Protocol):
-    """A module inside a stage that counts the tokens it sees, such as `lightning_d9d.modules.ExpertBalance`."""
+    """A module inside a stage that counts the tokens it sees, such as `lightning_d9d.modules.ExpertBalance`.
+
+    Its buffers that are not persistent are what this rank has counted: others never overwrite them.
+    """
 
     counts_tokens: bool
     """The stage sets it to False around the forwards of fillers, which are there for the schedule's sake."""
+
+
+def shared_buffers(module: nn.Module) -> list[Tensor]:
+    """The buffers of a module that replicas have in common: all but what is counted. See `CountsTokens`."""
+    counts = {
+        buffer
+        for part in module.modules()
+        if part._non_persistent_buffers_set and isinstance(part, CountsTokens)
+        for name, buffer in part.named_buffers(recurse=False)
+        if name in part._non_persistent_buffers_set
+    }
+    return [buffer for buffer in module.buffers() if buffer not in counts]

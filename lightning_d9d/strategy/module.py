@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -11,6 +12,8 @@ import lightning as L
 import torch
 from lightning.pytorch.core.saving import _load_state
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
 from lightning_d9d.checkpoint import is_directory, open_directory
@@ -55,6 +58,7 @@ class D9DModule(L.LightningModule):
         self._built: list[StageInfo] = []
         self._spread = (MeshConfig(), ParallelConfig())
         self._in_schedule = False
+        self._step_hook: RemovableHandle | None = None
         self.register_state_dict_post_hook(_drop_stage_prefix)
         self.register_load_state_dict_pre_hook(_add_stage_prefix)
 
@@ -108,6 +112,15 @@ class D9DModule(L.LightningModule):
     def predict_output(self, output: Any) -> Any:
         """What `predict` returns for the last stage's output of one microbatch."""
         return output
+
+    def on_after_optimizer_step(self, skipped: Tensor | None) -> None:
+        """Called on all ranks after each optimizer step, before callbacks see the end of the batch.
+
+        Args:
+            skipped: Whether the step was left out (no token had any weight, or see `D9DStrategy.skip_nonfinite`): a
+                bool on the device, equal on all ranks, to be read there without waiting. None: it was not. Lightning's
+                own strategies do not call this after a step that their loss scaler left out.
+        """
 
     def model_costs(self, sequence_length: int, bytes_per_element: int) -> ModelCosts | None:
         """What the layers cost, for `schedule=Auto(...)`; asked for before there are stages. None: unknown.
@@ -202,7 +215,16 @@ class D9DModule(L.LightningModule):
     def executor(self, forward_context: Callable[[], AbstractContextManager]) -> Executor:
         """What runs programs over this rank's stages."""
         pipeline = self.pipeline
-        return Executor(self.indexed_stages, len(pipeline.placement), self, forward_context, pipeline.messages)
+        # Weights that FSDP2 gathers in bfloat16 need no autocast; the loss and the metrics do, as on any mesh.
+        no_autocast = partial(torch.autocast, pipeline.device.type, enabled=False)
+        return Executor(
+            self.indexed_stages,
+            len(pipeline.placement),
+            self,
+            forward_context,
+            pipeline.messages,
+            stage_context=no_autocast if any(isinstance(each, FSDPModule) for each in self.stages) else nullcontext,
+        )
 
     @property
     def indexed_stages(self) -> dict[int, nn.Module]:
@@ -266,6 +288,7 @@ class D9DModule(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """One batch under a stock strategy; `D9DStrategy` runs `train_step.TrainStep` instead."""
+        self._watch_optimizer()
         totals = BatchTotals()
         with self.schedule_running():
             inputs = stage_inputs(self, batch)
@@ -276,6 +299,13 @@ class D9DModule(L.LightningModule):
         metrics = {name: weighted_mean(*pair) for name, pair in totals.metrics.items()}
         self.log_train_step(loss.detach(), metrics)
         return loss
+
+    def _watch_optimizer(self) -> None:
+        """Under a stock strategy; with each batch anew, as each fit has its own optimizer."""
+        if self._step_hook is not None:
+            self._step_hook.remove()
+        for optimizer in self.trainer.optimizers:  # one, or none
+            self._step_hook = optimizer.register_step_post_hook(lambda *_: self.on_after_optimizer_step(None))
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
         """Loss and metrics of one batch; logs `val_loss`, exact over batches and ranks at the end of the epoch."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import lightning as L
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 
@@ -20,12 +23,23 @@ class LateProgress:
         self._copied = torch.Event(device)
         self._is_copying = False
 
-    def show(self, name: str, value: Tensor) -> None:
-        """Show the value given before this one, if it has arrived, and send this one."""
+    def show(self, name: str, value: Tensor) -> float | None:
+        """Show the value given before this one, which is returned, and send this one; nothing if it is on its way."""
+        earlier = None
         if self._is_copying:
             if not self._copied.query():
-                return
-            self._metrics._progress_bar_metrics[name] = self._host.item()
+                return None
+            earlier = self._metrics._progress_bar_metrics[name] = self._host.item()
         self._host.copy_(value, non_blocking=True)
         self._copied.record()
         self._is_copying = True
+        return earlier
+
+
+def warn_of_nonfinite(loss: float) -> None:
+    """Warn, once, of a `train_loss` that is on the host anyway."""
+    if not math.isfinite(loss):
+        rank_zero_warn(
+            "train_loss is NaN or infinite, in this step or in one before; so are weights by now, perhaps. Go on from "
+            "a checkpoint; D9DStrategy(skip_nonfinite=True) leaves out steps whose gradients are not finite"
+        )

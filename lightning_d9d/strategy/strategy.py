@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -36,6 +36,7 @@ from lightning_d9d.parallel.expert import are_units
 from lightning_d9d.parallel.plan import fully_sharded
 from lightning_d9d.pipeline.executor import Executor
 from lightning_d9d.pipeline.microbatch import MicrobatchCount, num_tokens
+from lightning_d9d.pipeline.types import shared_buffers
 from lightning_d9d.schedule import Auto, Choice, Schedule, resolve_schedule
 from lightning_d9d.strategy.aligned import AlignedStrategy
 from lightning_d9d.strategy.auto import CHOICE, choose, saved_choice
@@ -53,7 +54,7 @@ from lightning_d9d.strategy.optimizer_step import (
 )
 from lightning_d9d.strategy.pipeline import Pipeline, Tie
 from lightning_d9d.strategy.precision import check_precision
-from lightning_d9d.strategy.progress import LateProgress
+from lightning_d9d.strategy.progress import LateProgress, warn_of_nonfinite
 from lightning_d9d.strategy.ranks import TimeoutConfig
 from lightning_d9d.strategy.sharding import (
     check_layout,
@@ -275,14 +276,12 @@ class D9DStrategy(AlignedStrategy):
             shard_blocks(self.model, self.mesh, self.parallel, self.root_device)
         if self.world_size > 1:
             check_layout(self.model, self.mesh, self.stage_group)
-            tensors = [*self.model.parameters(), *self.model.buffers()]
+            tensors = [*self.model.parameters(), *shared_buffers(self.model)]
             self._broadcast_replicas(tensors)
             make_replicas_equal(tensors)
             self._find_tied()
             self._sum_metrics_over_data_ranks()
         self._units = [unit for unit in self.model.modules() if isinstance(unit, FSDPModule)]
-        if self._units and self._gathers_narrow:
-            vars(self.precision_plugin)["forward_context"] = nullcontext
         if is_sharded(self.model):
             for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
                 loop.inference_mode = False  # DTensors know no inference tensors
@@ -353,8 +352,6 @@ class D9DStrategy(AlignedStrategy):
         if self._train_step is not None:
             self._train_step.executor.close()
         self._buckets = self._train_step = self._bucket_needs = self._late_progress = None
-        if self.precision_plugin is not None:
-            vars(self.precision_plugin).pop("forward_context", None)
         for parameter in self._parameters:
             if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
                 parameter.grad = None  # of a window that was broken off; a module that moves cannot take it along
@@ -386,7 +383,7 @@ class D9DStrategy(AlignedStrategy):
     def _setup_gradients(self, module: L.LightningModule) -> None:
         assert self.model is not None
         self._parameters = list(self.model.parameters())
-        self._has_buffers = any(True for _ in self.model.buffers())
+        self._has_buffers = len(shared_buffers(self.model)) > 0
         self._optimizer_step = OptimizerStep(self.root_device)
         if self.skip_nonfinite and not module.automatic_optimization:
             raise ConfigError(
@@ -498,8 +495,9 @@ class D9DStrategy(AlignedStrategy):
                 batch, batch_index, trainer.accumulate_grad_batches, is_last=self._sync_gradients
             )
         module.log_train_step(loss, metrics, prog_bar=self._late_progress is None)
-        if self._late_progress is not None:
-            self._late_progress.show("train_loss", loss)
+        shown = loss.item() if self._late_progress is None else self._late_progress.show("train_loss", loss)
+        if shown is not None and not self.skip_nonfinite:
+            warn_of_nonfinite(shown)
         return loss
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -628,7 +626,7 @@ class D9DStrategy(AlignedStrategy):
         """After a step replicas' buffers (running means) differ; rank 0's are everyone's, as in DDP. Collective."""
         if self._buffers_are_stale:
             assert self.model is not None
-            self._broadcast_replicas(self.model.buffers())  # of now: a module may have assigned a new tensor
+            self._broadcast_replicas(shared_buffers(self.model))  # of now: a module may have assigned a new tensor
             self._buffers_are_stale = False
 
     def _gradient_norm(self) -> Tensor:

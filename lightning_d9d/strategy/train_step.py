@@ -199,7 +199,7 @@ class TrainStep:
         return norm
 
     def step(self, optimizer: Optimizer, norm: Tensor | None = None, **kwargs: Any) -> None:
-        """Step the optimizer, or skip the step of a window whose total weight is zero.
+        """Step the optimizer, or skip the step of a window whose total weight is zero; then tell the module.
 
         Args:
             optimizer: The only one.
@@ -213,6 +213,7 @@ class TrainStep:
             skip = ~norm.isfinite() if skip is None else skip | ~norm.isfinite()
         factor, self.factor = self.factor, None
         self.optimizer_step(optimizer, skip, factor, **kwargs)
+        self.module.on_after_optimizer_step(skip)
 
     @staticmethod
     def _on_device(factor: Tensor | float, device: torch.device) -> Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +44,7 @@ CONFIG = Qwen3MoeConfig(
 )
 BALANCE = BalanceConfig(bias_rate=0.01, sequence_loss=0.2, z_loss=0.1)
 LEARNING_RATE, SEED = 0.1, 3
+_OF_STRATEGY = ("mesh", "schedule", "microbatch_size", "skip_nonfinite")
 Batch = dict[str, Tensor]
 
 
@@ -175,7 +177,7 @@ def fit(rank: RankContext | None, module: Balanced, data: list[Batch], batch_siz
     """Data ranks get rows by turns."""
     L.seed_everything(SEED, verbose=False)
     num_ranks = 1 if rank is None else rank.world_size
-    strategy = {key: options.pop(key) for key in ("mesh", "schedule", "microbatch_size") if key in options}
+    strategy = {key: options.pop(key) for key in _OF_STRATEGY if key in options}
     data_ranks = num_ranks // strategy.get("mesh", MeshConfig(pipeline_parallel=1)).pipeline_parallel
     run = trainer(
         D9DStrategy(**strategy),
@@ -302,6 +304,88 @@ def test_a_stock_strategy_balances_and_validation_counts_nothing() -> None:
     run.fit(module, loader, loader)
     check(module, plain_steps([[[[row]]] for row in data], torch.device("cpu")))
     assert "val_router_loss" not in run.callback_metrics
+
+
+class LeavesOut(Balanced):
+    """No label counts in the second batch; keeps what this rank has counted before each step."""
+
+    def __init__(self, fused: bool = False, by_itself: bool = False) -> None:
+        super().__init__(BalanceConfig(bias_rate=0.1))
+        self.fused, self.by_itself = fused, by_itself
+        self.counts: list[dict[str, Tensor]] = []
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE, fused=self.fused)
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
+    ) -> None:
+        if self.by_itself and batch_idx == 1:
+            assert optimizer_closure is not None
+            optimizer_closure()
+        else:
+            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        parts = {name: part for name, part in self.named_modules() if isinstance(part, ExpertBalance)}
+        self.counts.append(
+            {n.split("layers.")[1].split(".")[0]: part.tokens_per_expert.clone() for n, part in parts.items()}
+        )
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("way", ["on the host", "on the device", "by the module"])
+def test_a_step_that_is_left_out_moves_no_bias(rank: RankContext, way: str) -> None:
+    """Nor do its tokens, unless it was the module that left it out; ranks count their own."""
+    by_itself = way == "by the module"
+    module = LeavesOut(fused=way == "on the device", by_itself=by_itself)
+    data = rows(12)
+    for row in data[4:8]:
+        row["labels"] = torch.full_like(row["labels"], -100)
+    run = fit(rank, module, data, 2, mesh=MeshConfig(data_parallel_replicate=2))
+    strategy = run.strategy
+    assert isinstance(strategy, D9DStrategy)
+    assert strategy.num_skipped_steps == (not by_itself)
+    counts = rank.all_gather_object(module.counts)
+    for layer in ("0", "2", "3"):
+        summed = [sum(each[layer] for each in of_ranks) for of_ranks in zip(*counts, strict=True)]
+        copies_of_batch = 2 * (2 * 5) * CONFIG.num_experts_per_tok
+        copies = [copies_of_batch, 2 * copies_of_batch] if by_itself else [copies_of_batch] * 3
+        assert [int(each.sum()) for each in summed] == copies  # type: ignore[union-attr]
+        first, last = (0.1 * (each.float().mean() - each).sign() for each in (summed[0], summed[-1]))  # type: ignore[union-attr, operator]
+        for index, expected in enumerate([first, first, first + last]):
+            assert_bitwise_equal(f"layer {layer}, batch {index}", module.biases[index][layer], expected)
+        assert not torch.equal(counts[0][0][layer], counts[1][0][layer])
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("skips", [False, True], ids=["not asked for", "skip_nonfinite"])
+def test_a_router_that_is_no_number_shows(value: float, skips: bool, recwarn: pytest.WarningsRecorder) -> None:
+    """In the loss, of which there is a warning; or its step and its counts are left out."""
+
+    class Broken(Balanced):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            super().on_train_batch_start(batch, batch_idx)
+            if batch_idx == 1:
+                self.before = {name: p.detach().clone() for name, p in self.named_parameters()}
+                with torch.no_grad():
+                    self.get_parameter("stages.0.model.layers.0.mlp.gate.weight")[0, 0] = value
+
+    module = Broken(BalanceConfig(bias_rate=0.1))
+    run = fit(None, module, rows(4), 2, skip_nonfinite=skips)
+    strategy = run.strategy
+    assert isinstance(strategy, D9DStrategy)
+    changed = {name for name, p in module.named_parameters() if not torch.equal(p, module.before[name])}
+    warned = [str(each.message) for each in recwarn if "train_loss is NaN or infinite" in str(each.message)]
+    assert not module.losses[1].isfinite()
+    assert strategy.num_skipped_steps == skips
+    assert len(warned) == (not skips)
+    if skips:
+        assert changed == {"stages.0.model.layers.0.mlp.gate.weight"}
+        for layer, bias in module.biases[1].items():
+            assert_bitwise_equal(layer, bias, module.biases[0][layer])
+    else:
+        assert len(changed) > 1
 
 
 def test_without_balance_there_is_nothing() -> None:

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_d9d import (
+    BlockSequence,
     ConfigError,
     D9DModule,
     D9DStrategy,
@@ -108,6 +109,70 @@ def test_mixed_precision_gathers_in_bfloat16_without_autocast(rank: RankContext,
     assert {gradient.dtype for gradient in module.seen.gradients[0].values()} == {torch.float32}
     assert seen == {(False, torch.bfloat16)}
     assert_tensors_close(module.seen.gradients[0], expected.gradients[0])
+
+
+class Classifier(D9DModule):
+    """Keeps what its hooks make of narrow outputs, by hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[str, Tensor] = {}
+
+    def configure_stage(self, stage: StageInfo) -> nn.Module:
+        return BlockSequence([nn.Linear(8, 8), nn.Linear(8, 50)], stage)
+
+    def microbatch_inputs(self, microbatch: Mapping[str, Tensor]) -> StageInputs:
+        return StageInputs(first={"input": microbatch["x"]})
+
+    def _summed(self, hook: str, output: Tensor, microbatch: Mapping[str, Tensor]) -> WeightedLoss:
+        name = f"{hook} {'train' if self.trainer.training else 'val'}"
+        total = nn.functional.cross_entropy(output, microbatch["y"], reduction="sum")
+        self.made[name] = total.detach()
+        return WeightedLoss(total, torch.tensor(float(len(output)), device=output.device))
+
+    def microbatch_loss(self, output: Tensor, microbatch: Mapping[str, Tensor]) -> WeightedLoss:
+        return self._summed("loss", output, microbatch)
+
+    def microbatch_metrics(self, output: Tensor, microbatch: Mapping[str, Tensor]) -> dict[str, WeightedLoss]:
+        return {"sum": self._summed("metric", output, microbatch)}
+
+    def predict_output(self, output: Tensor) -> Tensor:
+        self.made["predict"] = nn.functional.cross_entropy(output, output.argmax(-1), reduction="sum")
+        return output
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.ranks(2)
+def test_losses_are_made_in_autocast_on_any_mesh(rank: RankContext) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = [
+        {"x": torch.randn(8, generator=generator), "y": torch.randint(50, (), generator=generator)} for _ in range(400)
+    ]
+    data: Any = DataLoader(rows, 400)  # type: ignore[arg-type]
+
+    def made(mesh: dict[str, int]) -> dict[str, Tensor]:
+        L.seed_everything(1, verbose=False)
+        module = Classifier()
+        run = trainer(
+            D9DStrategy(mesh=MeshConfig(**mesh)),
+            2,
+            rank.device.type,
+            max_steps=1,
+            precision="bf16-mixed",
+            use_distributed_sampler=False,
+        )
+        run.validate(module, data, verbose=False)
+        run.predict(module, data)
+        run.fit(module, data)
+        return module.made
+
+    actual, expected = made(SHARDED), made({"data_parallel_replicate": 2})
+    names = ["loss train", "loss val", "metric train", "metric val", "predict"]
+    assert sorted(actual) == sorted(expected) == names
+    assert {total.dtype for total in actual.values()} == {torch.float32}
+    assert_tensors_close(actual, expected)
 
 
 @pytest.mark.ranks(2)

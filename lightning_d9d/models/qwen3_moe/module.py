@@ -233,16 +233,18 @@ class Qwen3MoePretraining(D9DModule):
         return output.logits
 
     def on_train_start(self) -> None:
-        """Forget the clock and the counts of an earlier fit; from now on each optimizer step balances the experts."""
+        """Forget the clock and the counts of an earlier fit."""
         self._clock = None
         for balance in self._balances():
             balance.tokens_per_expert.zero_()
             if self.trainer.world_size > 1:
                 balance.group = getattr(self.trainer.strategy, "group", None) or dist.group.WORLD
+
+    def on_after_optimizer_step(self, skipped: Tensor | None) -> None:
+        """Balance the experts; after a step that was left out only begin to count anew. Collective over all ranks."""
         if self.balance is not None:
-            # Not in on_train_batch_end, which comes after that of callbacks: they may save a checkpoint there.
-            for optimizer in self.trainer.optimizers:
-                optimizer.register_step_post_hook(self._balance_experts)
+            group = getattr(self.trainer.strategy, "stage_group", None)
+            self._counted = update_expert_bias(self, self.balance.bias_rate, group, skipped)
 
     def on_train_end(self) -> None:
         """Let go of the ranks of a global batch: a module with a process group cannot be copied."""
@@ -307,12 +309,6 @@ class Qwen3MoePretraining(D9DModule):
 
     def _balances(self) -> list[ExpertBalance]:
         return [part for part in self.modules() if isinstance(part, ExpertBalance)]
-
-    def _balance_experts(self, *_: Any) -> None:
-        """After an optimizer step. Collective over all ranks."""
-        assert self.balance is not None
-        group = getattr(self.trainer.strategy, "stage_group", None)
-        self._counted = update_expert_bias(self, self.balance.bias_rate, group)
 
     def _log_load(self, counted: Mapping[str, Tensor]) -> None:
         """The load of all layers, equal on every rank. Collective over the pipeline."""
