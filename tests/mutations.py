@@ -205,7 +205,7 @@ MUTATIONS = [
     Mutation(
         "buffers stay each rank's own",
         "lightning_d9d/strategy/strategy.py",
-        "            self._broadcast_replicas(self.model.buffers())",
+        "            self._broadcast_replicas(shared_buffers(self.model))",
         "            pass",
         f"{DDP} -k 'bitwise and norm'",
     ),
