@@ -154,13 +154,6 @@ MUTATIONS = [
         "tests/parallel/test_plan.py -k ranks_sum",
     ),
     Mutation(
-        "split backwards let go of their weights",
-        "lightning_d9d/parallel/data.py",
-        "self._keeps_now = self.keeps or splits",
-        "self._keeps_now = False",
-        "tests/meshes -k 'pp2-shard2 and zero_bubble_v and tied'",
-    ),
-    Mutation(
         "a unit leaves out what this rank did not use",
         "lightning_d9d/parallel/data.py",
         "            if each.sharded_param in reduced and each.unsharded_accumulated_grad is None:",
