@@ -12,11 +12,12 @@ from lightning_d9d.checkpoint.directory import (
     save_directory,
 )
 from lightning_d9d.checkpoint.metadata import StoredTensor
-from lightning_d9d.checkpoint.optimizers import load_optimizer_state, optimizer_state
+from lightning_d9d.checkpoint.optimizers import fit_scheduler_state, load_optimizer_state, optimizer_state
 
 __all__ = [
     "Checkpoint",
     "StoredTensor",
+    "fit_scheduler_state",
     "is_directory",
     "load_optimizer_state",
     "open_directory",

@@ -84,6 +84,34 @@ def load_optimizer_state(
     checkpoint.ranks.together(failure, lambda: optimizer.load_state_dict(state))
 
 
+def fit_scheduler_state(state: dict[str, Any], optimizer: Optimizer) -> None:
+    """Change the state of a learning rate scheduler, in place, to the parameter groups that an optimizer has now.
+
+    Groups may be others than when it was saved: `parameter_groups` makes them by mesh. What a scheduler keeps for each
+    group follows from the groups, whose learning rates have been loaded by the names of parameters, or is the same for
+    all.
+
+    Raises:
+        StateError: Something else that it keeps for each group differs between them.
+    """
+    groups = optimizer.param_groups
+    known = {"base_lrs": "initial_lr", "_last_lr": "lr"}
+    saved = {len(state[key]) for key in known if isinstance(state.get(key), list)}
+    for key, values in list(state.items()):
+        if key in known and all(known[key] in group for group in groups):
+            state[key] = [group[known[key]] for group in groups]
+        elif key == "_schedulers":
+            for each in values:
+                fit_scheduler_state(each, optimizer)
+        elif isinstance(values, list) and values and {len(values)} == saved != {len(groups)}:
+            if any(value != values[0] for value in values):
+                raise StateError(
+                    f"a learning rate scheduler was saved with {key}={values}, one for each of the optimizer's groups, "
+                    f"of which there are {len(groups)} now; group the parameters as they were"
+                )
+            state[key] = values[:1] * len(groups)
+
+
 def _prepare(
     optimizer: Optimizer, names: Mapping[nn.Parameter, str], prefix: str, checkpoint: Checkpoint
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -153,9 +153,10 @@ _ORDER = (  # in which degrees take their ranks: the data degrees get what is le
 def _leaves_ranks(config: MeshConfig, world_size: int, left: int, taken: list[str]) -> str:
     name = max(_DATA_DEGREES, key=lambda name: getattr(config, name))
     degree = getattr(config, name)
+    experts = "" if config.expert_parallel == 1 else "; expert_parallel takes no ranks of its own"
     return (
         f"MeshConfig asks for {world_size // left} of {world_size} ranks ({' x '.join(taken) or 'all degrees are 1'}): "
-        f"set {name} to {degree * left} instead of {degree}, or to {_FILL} for whatever is left"
+        f"set {name} to {degree * left} instead of {degree}, or to {_FILL} for whatever is left{experts}"
     )
 
 

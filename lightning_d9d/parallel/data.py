@@ -5,10 +5,9 @@ its experts are one of their own, whose collectives run over other ranks; what i
 
 [Note: kept or not] By itself FSDP2 lets go of a unit after its forward and again after its backward, where it also
 reduces its gradients. That is right where a batch is one microbatch. In a pipeline it would gather a stage twice for
-each microbatch, and a split backward breaks it: the input backward would let go of what the weight backward needs, and
-no hook would reduce what that computes. So there a stage is *kept*: gathered before its first forward of the batch, let
-go of after its last backward, and reduced once, by the hooks if that is a full backward, so that it overlaps, else by
-hand.
+each microbatch, and of a split backward no hook would reduce what its weight backward computes. So there a stage is
+*kept*: gathered before its first forward of the batch, let go of after its last backward, and reduced once, by the
+hooks if that is a full backward, so that it overlaps, else by hand.
 
 [Note: sums] Gradients are added up over ranks, in float32 at least, and not divided: a `D9DModule` divides all of them
 once. A unit's reduction has every trained parameter in it, with zeros where this rank has no gradient: else ranks that
@@ -22,7 +21,7 @@ of its hooks. What is used of its inside here is pinned by `tests/parallel/test_
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -179,6 +178,22 @@ def reset(units: Sequence[FSDPModule]) -> None:
     let_go(units)
 
 
+class _Trained:
+    """All parameters that get gradients now."""
+
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        return parameter.requires_grad
+
+
+def reduce_all(unit: FSDPModule) -> None:
+    """Let the reduction of a unit have all of its trained parameters, used on this rank or not. [Note: sums].
+
+    Gradients stay in the dtype of their parameters, and are divided as FSDP2 does.
+    """
+    if (group := _state_of(unit)._fsdp_param_group) is not None:
+        group.post_backward = functools.partial(_post_backward, group, _Trained(), type(group).post_backward, False)
+
+
 class FullySharded:
     """The units of one stage, gathered and reduced as the schedule says. [Note: kept or not].
 
@@ -213,7 +228,8 @@ class FullySharded:
         self._reduced: set[nn.Parameter] = set()
         """Of this window: those that get gradients, or did when it began."""
         for group in self._groups:
-            group.post_backward = functools.partial(_post_backward, group, self._reduced, type(group).post_backward)
+            post_backward = type(group).post_backward
+            group.post_backward = functools.partial(_post_backward, group, self._reduced, post_backward, True)
             for each in group.fsdp_params:
                 each.sharded_param.grad_dtype = None  # lets .grad be wider than the parameter
 
@@ -325,10 +341,12 @@ class FullySharded:
             group.post_forward_mesh_info = None if self._keeps_now else post_forward
 
 
-def _post_backward(group: Any, reduced: set[nn.Parameter], post_backward: Callable[[Any], None], *_: object) -> None:
+def _post_backward(
+    group: Any, reduced: Container[nn.Parameter], post_backward: Callable[[Any], None], keeps_wide: bool, *_: object
+) -> None:
     """FSDP2's own, with all reduced parameters, in one dtype, and kept in that of the reduction. [Note: sums]."""
     if group.reduce_grads:
-        if group._reduce_dtype is not None:
+        if keeps_wide and group._reduce_dtype is not None:
             group._orig_dtype = torch.promote_types(group._reduce_dtype, group._orig_dtype)
         members = [each for each in group.fsdp_params if hasattr(each, "_unsharded_param")]
         gradients = [each.unsharded_accumulated_grad for each in members] + [e._unsharded_param.grad for e in members]

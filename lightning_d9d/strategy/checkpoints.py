@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 
 from lightning_d9d.checkpoint import (
     Checkpoint,
+    fit_scheduler_state,
     is_directory,
     load_optimizer_state,
     open_directory,
@@ -247,6 +248,11 @@ class CheckpointedStrategy(RankedStrategy):
             else:
                 load_optimizer_state(optimizer, names, _OPTIMIZER.format(index), self._opened)
             _optimizer_to_device(optimizer, self.root_device)
+        if self._opened is not None:  # Lightning loads schedulers behind this
+            assert self.lightning_module is not None
+            configs = self.lightning_module.trainer.lr_scheduler_configs
+            for config, state in zip(configs, checkpoint.get("lr_schedulers", []), strict=False):
+                fit_scheduler_state(state, config.scheduler.optimizer)  # type: ignore[arg-type]
 
     # Going on in the middle of an epoch
 

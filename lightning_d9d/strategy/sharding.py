@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshConfig, MeshDomains
 from lightning_d9d.mesh.collectives import all_gather_object, broadcast_tensors, check_equal_tensors, first_difference
 from lightning_d9d.parallel import ParallelConfig, blocks_of, recompute_activations, weight_mesh
-from lightning_d9d.parallel.data import class_name, settings
+from lightning_d9d.parallel.data import class_name, reduce_all, settings
 from lightning_d9d.strategy.offload import move
 
 _FIELDS = {"dp_shard": "data_parallel_shard", "tp": "tensor_parallel", "ep_shard": "expert_parallel"}
@@ -170,6 +171,7 @@ def shard_blocks(module: nn.Module, mesh: MeshDomains, parallel: ParallelConfig,
             reshard_after_forward=True if reshard == "auto" else reshard,
             **settings(block, parallel),
         )
+        reduce_all(cast(FSDPModule, block))
         vars(block)[_SHARDED_WITH] = configuration
     move(module, device, offloads=parallel.offload)
 

@@ -16,7 +16,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 from lightning_d9d import ConfigError, StateError
-from lightning_d9d.checkpoint import load_optimizer_state, open_directory, optimizer_state, save_directory
+from lightning_d9d.checkpoint import (
+    fit_scheduler_state,
+    load_optimizer_state,
+    open_directory,
+    optimizer_state,
+    save_directory,
+)
 from lightning_d9d.mesh import MeshConfig, MeshDomains
 from tests.harness.compare import assert_bitwise_equal, assert_close_named
 from tests.harness.ranks import RankContext
@@ -320,3 +326,26 @@ def test_a_missing_tensor(tmp_path: Path) -> None:
     save_directory(tmp_path / "checkpoint", tensors, {}, named_values=named_values)
     with pytest.raises(StateError, match=r"optimizers.0.2.weight.exp_avg is not in the checkpoint"):
         load(tmp_path / "checkpoint", network, AdamW(network.parameters()))
+
+
+def test_a_scheduler_fits_other_groups() -> None:
+    first, second = (nn.Parameter(torch.zeros(2)) for _ in range(2))
+    optimizer = torch.optim.SGD([{"params": [first], "lr": 0.1}, {"params": [second], "lr": 0.2}])
+    warm, then = (torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5) for _ in range(2))
+    scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, then], milestones=[2])
+    state = copy.deepcopy(scheduler.state_dict())
+    for each in (state, *state["_schedulers"]):
+        for key in {"base_lrs", "_last_lr", "lr_lambdas"} & each.keys():
+            each[key] = each[key][:1] * 3  # of three groups
+    fit_scheduler_state(state, optimizer)
+    assert state["_last_lr"] == [group["lr"] for group in optimizer.param_groups]
+    for each in state["_schedulers"]:
+        assert each["base_lrs"] == [0.1, 0.2]
+        assert len(each["lr_lambdas"]) == 2
+
+
+def test_a_scheduler_that_tells_other_groups_apart_is_refused() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
+    state = {"_last_lr": [0.1, 0.1], "min_lrs": [0.0, 0.01], "best": 1.0}
+    with pytest.raises(StateError, match=r"min_lrs=\[0.0, 0.01\], one for each of the optimizer's groups, of which"):
+        fit_scheduler_state(state, optimizer)

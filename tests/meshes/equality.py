@@ -85,7 +85,9 @@ class Watched(Qwen3MoePretraining):
         return DataLoader(data, rows)  # type: ignore[arg-type]
 
     def configure_optimizers(self) -> Any:
-        return optimizer_of(self)
+        optimizer = optimizer_of(self)
+        constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)  # it counts, and keeps rates by group
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": constant, "interval": "step"}}
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.seen.gradients.append({n: whole(p.grad) for n, p in self._named() if p.grad is not None})

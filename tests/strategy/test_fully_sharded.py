@@ -72,7 +72,10 @@ def test_narrow_weights_have_float32_gradients(rank: RankContext, mesh: dict[str
     L.seed_everything(1, verbose=False)
     strategy = D9DStrategy(mesh=MeshConfig(**mesh), microbatch_size=size)
     actual = on_mesh(rank, strategy, steps=2, precision="bf16-true")
-    assert {gradient.dtype for gradient in actual.gradients[0].values()} == {torch.float32}
+    # With one microbatch those of experts are neither added up nor summed over ranks.
+    dtypes = {name: gradient.dtype for name, gradient in actual.gradients[0].items()}
+    alone = size is None and "expert_parallel" in mesh
+    assert {dtype for name, dtype in dtypes.items() if not (alone and ".experts." in name)} == {torch.float32}
     assert {weight.dtype for weight in actual.weights[0].values()} == {torch.bfloat16}
     assert_tensors_close(actual.gradients[0], expected.gradients[0])
 
@@ -203,7 +206,15 @@ def test_losses_and_predictions_are_those_of_one_process(
 
 
 @pytest.mark.ranks(4)
-def test_a_checkpoint_goes_on_on_another_mesh(rank: RankContext) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "schedule"),
+    [
+        ({"pipeline_parallel": 2, "data_parallel_shard": 2}, "zero_bubble_v"),
+        ({"data_parallel_replicate": 4, "expert_parallel": 2}, "1f1b"),
+    ],
+    ids=["pipeline", "other groups of parameters"],
+)
+def test_a_checkpoint_goes_on_on_another_mesh(rank: RankContext, mesh: dict[str, int], schedule: str) -> None:
     """Two steps on one mesh and three on another are five on one process."""
     L.seed_everything(1, verbose=False)
     expected = on_one_process()
@@ -220,7 +231,7 @@ def test_a_checkpoint_goes_on_on_another_mesh(rank: RankContext) -> None:
     run = trainer(first, 4, rank.device.type, max_steps=2, callbacks=[saving], **options)
     run.fit(Watched(CONFIG, 5))
 
-    second = D9DStrategy(mesh=MeshConfig(pipeline_parallel=2, data_parallel_shard=2), schedule="zero_bubble_v")
+    second = D9DStrategy(mesh=MeshConfig(**mesh), schedule=schedule)
     L.seed_everything(7, verbose=False)
     module = Watched(CONFIG, 5)
     run = trainer(second, 4, rank.device.type, max_steps=5, **(options | {"enable_checkpointing": False}))
@@ -509,9 +520,10 @@ def test_a_plain_module_spreads_experts_with_ddps_results(rank: RankContext, ep:
     assert_tensors_close(trained(MeshConfig(data_parallel_replicate=4, expert_parallel=ep)), expected)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(4)
 def test_a_plain_module_may_not_shard_experts_fully(rank: RankContext) -> None:
-    run = trainer(D9DStrategy(mesh=MeshConfig(**EXPERTS)), 2, rank.device.type, max_steps=1)
+    mesh = MeshConfig(data_parallel_shard=4, expert_parallel=2)
+    run = trainer(D9DStrategy(mesh=mesh), 4, rank.device.type, max_steps=1)
     with pytest.raises(ConfigError, match="Make it a D9DModule"):
         run.fit(PlainExperts(), DataLoader(TensorDataset(torch.randn(8, 3, 8)), 2))
 
@@ -529,3 +541,41 @@ def test_ranks_train_the_same_parameters(rank: RankContext, mesh: dict[str, int]
     run = trainer(D9DStrategy(mesh=MeshConfig(**mesh)), 2, rank.device.type, **options)
     with pytest.raises(ConfigError, match="data-parallel ranks train different parameters"):
         run.fit(Watched(CONFIG, 1))
+
+
+class Sometimes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        return self.always(x) + (self.sometimes(x) if both else 0)
+
+
+class PlainSometimes(L.LightningModule):
+    """Rank 0 alone uses all of its block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Sometimes()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.block(batch[0], self.trainer.global_rank == 0).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_may_use_a_part_of_a_plain_modules_block(rank: RankContext) -> None:
+    data = TensorDataset(torch.randn(8, 4, generator=torch.Generator().manual_seed(0)))
+
+    def trained(mesh: MeshConfig, parallel: ParallelConfig) -> dict[str, Tensor]:
+        torch.manual_seed(5)
+        module = PlainSometimes()
+        run = trainer(D9DStrategy(mesh=mesh, parallel=parallel), 2, rank.device.type, max_epochs=1)
+        run.fit(module, DataLoader(data, 2))
+        return {name: whole(parameter.detach()) for name, parameter in module.named_parameters()}
+
+    actual = trained(MeshConfig(**SHARDED), ParallelConfig(shard_blocks=("Sometimes",)))
+    assert_tensors_close(actual, trained(MeshConfig(data_parallel_replicate=2), ParallelConfig()))

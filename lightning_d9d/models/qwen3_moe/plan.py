@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_d9d.mesh import MeshDomains
 from lightning_d9d.models.qwen3_moe.model import Qwen3MoeForCausalLM
-from lightning_d9d.parallel import ParallelConfig, recompute_activations, shard_data, shard_experts
+from lightning_d9d.parallel import ParallelConfig, blocks_of, recompute_activations, shard_data, shard_experts
 
 
 def parallelize_qwen3_moe(stage: Qwen3MoeForCausalLM, mesh: MeshDomains | None, parallel: ParallelConfig) -> None:
@@ -20,6 +20,8 @@ def parallelize_qwen3_moe(stage: Qwen3MoeForCausalLM, mesh: MeshDomains | None, 
         parallel: How.
     """
     layers = list(stage.model.layers.values())
+    if parallel.shard_blocks is not None:
+        layers = blocks_of(stage, parallel.shard_blocks)
     if mesh is not None:
         shard_experts(stage, mesh, parallel)
     recompute_activations(stage, parallel, layers)
