@@ -49,6 +49,14 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup | None
             _broadcast_chunk(chunk, group, source)
 
 
+def device_of_messages(group: dist.ProcessGroup | None) -> torch.device:
+    """What messages of a group lie on, whatever tensors they are made of: the CPU on gloo and without a group."""
+    accelerator = torch.accelerator.current_accelerator()
+    if group is None or accelerator is None or dist.get_backend(group) == "gloo":
+        return torch.device("cpu")
+    return accelerator
+
+
 def check_equal_tensors(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
     """Check that all ranks hold tensors of the same names, shapes, dtypes and placements in the same order. Collective.
 

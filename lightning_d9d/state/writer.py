@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_d9d.errors import StateError
 from lightning_d9d.mesh.agreement import Ranks
+from lightning_d9d.mesh.collectives import device_of_messages
 from lightning_d9d.state.format import INDEX_FILE, WEIGHTS_FILE, num_bytes, write_json, write_safetensors
 from lightning_d9d.state.layout import Box, LocalShard, Piece, tensor_shapes
 
@@ -170,7 +171,7 @@ def _write_file(path: Path, tensors: Mapping[str, _StoredTensor], local: Mapping
 def _put_together(tensor: _StoredTensor, local: Mapping[str, LocalShard], rank: int) -> Tensor:
     """The whole tensor, on the CPU, from this rank's slices and those of the others."""
     whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    device = next(iter(local.values())).values.device  # that of messages
+    device = device_of_messages(dist.group.WORLD)  # the parameters may be on the CPU again, after a run
     for name, piece, owners in tensor.sources:
         received: list[tuple[Tensor, Tensor, int]] = []
         for box, owner in owners.items():
@@ -196,7 +197,7 @@ def _send(tensor: _StoredTensor, local: Mapping[str, LocalShard], rank: int) -> 
             continue
         overlap = piece.overlap(local[name].box)
         if overlap is not None:
-            message = local[name].values[overlap[0]].to(tensor.dtype).contiguous()
+            message = local[name].values[overlap[0]].to(device_of_messages(dist.group.WORLD), tensor.dtype).contiguous()
             _exchange([dist.P2POp(dist.isend, message, tensor.writer)])
 
 

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.mesh.collectives import device_of_messages
 
 _Layout = tuple[DeviceMesh, tuple[Placement, ...]] | None
 """Mesh and placements of a DTensor; None for a plain tensor, which is the same on all ranks."""
@@ -146,7 +147,7 @@ def _norm(
     device = parameters[0].device if parameters else torch.device("cpu")
     for group in (pipeline_group, *(group for groups, _ in by_groups.values() for group in groups)):
         if device.type == "cpu":  # a frozen stage, or gradients that are kept in the host's memory
-            device = _device_of(group)
+            device = device_of_messages(group)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for groups, gradients in by_groups.values():
         part = _local_sum(gradients, norm_type, device)
@@ -212,11 +213,3 @@ def _layout(tensor: Tensor) -> _Layout:
 
 def _described(layout: _Layout) -> str:
     return "a plain tensor" if layout is None else f"placed {layout[1]} on {layout[0]}"
-
-
-def _device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """What messages of the group lie on."""
-    accelerator = torch.accelerator.current_accelerator()
-    if group is None or accelerator is None or dist.get_backend(group) == "gloo":
-        return torch.device("cpu")
-    return accelerator

@@ -76,7 +76,7 @@ class Balanced(Qwen3MoePretraining):
                 layers[name] = checkpoint_wrapper(layer)  # type: ignore[index, operator]
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE)
+        return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE, foreach=False)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         named = {name.split(".", 2)[2]: p.grad for name, p in self.named_parameters()}
@@ -329,7 +329,7 @@ class LeavesOut(Balanced):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         parts = {name: part for name, part in self.named_modules() if isinstance(part, ExpertBalance)}
         self.counts.append(
-            {n.split("layers.")[1].split(".")[0]: part.tokens_per_expert.clone() for n, part in parts.items()}
+            {n.split("layers.")[1].split(".")[0]: part.tokens_per_expert.clone().cpu() for n, part in parts.items()}
         )
 
 
@@ -354,7 +354,7 @@ def test_a_step_that_is_left_out_moves_no_bias(rank: RankContext, way: str) -> N
         assert [int(each.sum()) for each in summed] == copies  # type: ignore[union-attr]
         first, last = (0.1 * (each.float().mean() - each).sign() for each in (summed[0], summed[-1]))  # type: ignore[union-attr, operator]
         for index, expected in enumerate([first, first, first + last]):
-            assert_bitwise_equal(f"layer {layer}, batch {index}", module.biases[index][layer], expected)
+            assert_bitwise_equal(f"layer {layer}, batch {index}", module.biases[index][layer].cpu(), expected)
         assert not torch.equal(counts[0][0][layer], counts[1][0][layer])
 
 

@@ -318,8 +318,9 @@ def count_all_reduces(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 def test_the_global_batch_loss_has_the_load_of_all_ranks(rank: RankContext, recompute: bool) -> None:
     """One all-reduce for each forward, and none in a recomputation. Rank 1 has fewer tokens."""
-    of_ranks = [tokens(2, 5, seed=1), tokens(1, 3, seed=2)]
-    moe, alone = make_moe(BalanceConfig(global_batch_loss=1.0)), make_router(None)
+    of_ranks = [tokens(2, 5, seed=1).to(rank.device), tokens(1, 3, seed=2).to(rank.device)]
+    moe = make_moe(BalanceConfig(global_batch_loss=1.0)).to(rank.device)
+    alone = make_router(None).to(rank.device)
     moe.gate.balance.group = dist.group.WORLD
     x = of_ranks[rank.rank].requires_grad_()
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -328,7 +329,7 @@ def test_the_global_batch_loss_has_the_load_of_all_ranks(rank: RankContext, reco
         loss.backward()
         assert len(all_reduces) == 1
     indices = torch.cat([alone(each)[0] for each in of_ranks])
-    fractions = torch.tensor(count_by_hand(indices), dtype=torch.float64) / indices.numel()
+    fractions = torch.tensor(count_by_hand(indices), dtype=torch.float64, device=rank.device) / indices.numel()
     means = (x.flatten(0, 1) @ alone.weight.t()).softmax(-1).mean(0)
     expected = NUM_EXPERTS * (fractions * means).sum()
     assert_close_named("loss", loss, expected, kind=Kind.LOSS)
@@ -337,29 +338,29 @@ def test_the_global_batch_loss_has_the_load_of_all_ranks(rank: RankContext, reco
 
 @pytest.mark.ranks(2)
 def test_fillers_are_no_part_of_the_global_batch(rank: RankContext) -> None:
-    moe = make_moe(BalanceConfig(global_batch_loss=1.0))
+    moe = make_moe(BalanceConfig(global_batch_loss=1.0)).to(rank.device)
     moe.gate.balance.group = dist.group.WORLD
     moe.gate.balance.counts_tokens = rank.rank == 0
-    _, loss = moe(tokens(2, 5, seed=rank.rank))
+    _, loss = moe(tokens(2, 5, seed=rank.rank).to(rank.device))
     if rank.rank == 0:
-        alone = make_moe(BalanceConfig(global_batch_loss=1.0))
-        assert_bitwise_equal("loss", loss, alone(tokens(2, 5, seed=0))[1])
+        alone = make_moe(BalanceConfig(global_batch_loss=1.0)).to(rank.device)
+        assert_bitwise_equal("loss", loss, alone(tokens(2, 5, seed=0).to(rank.device))[1])
 
 
 @pytest.mark.ranks(2)
 def test_one_message_updates_all_layers_on_all_ranks_alike(rank: RankContext) -> None:
     config = BalanceConfig(bias_rate=0.1)
-    model = nn.Sequential(make_router(config), make_router(config))
+    model = nn.Sequential(make_router(config), make_router(config)).to(rank.device)
     for layer, router in enumerate(model):
-        router(tokens(4, seed=2 * layer + rank.rank))
+        router(tokens(4, seed=2 * layer + rank.rank).to(rank.device))
     with pytest.MonkeyPatch.context() as monkeypatch:
         all_reduces = count_all_reduces(monkeypatch)
         update_expert_bias(model, 0.1)
         assert all_reduces == [torch.int64]
-    one = nn.Sequential(make_router(config), make_router(config))
+    one = nn.Sequential(make_router(config), make_router(config)).to(rank.device)
     for layer, router in enumerate(one):
         for source in range(2):
-            router(tokens(4, seed=2 * layer + source))
+            router(tokens(4, seed=2 * layer + source).to(rank.device))
     for name, router in one.named_children():
         counts = router.balance.tokens_per_expert.double()
         expected = 0.1 * (counts.mean() - counts).sign().float()

@@ -16,6 +16,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.fabric.utilities import distributed, optimizer
+from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.core import saving
 from lightning.pytorch.loops import evaluation_loop, fetchers, fit_loop, prediction_loop, training_epoch_loop
@@ -94,6 +95,11 @@ USED: dict[str, Callable[[], bool]] = {
     ),
     "_active_loop": lambda: trainer()._active_loop is None,
     "_optimizer_to_device": lambda: parameters_of(optimizer._optimizer_to_device) == ["optimizer", "device"],
+    # strategy/offload.py moves a module as its `to` does, but for some tensors
+    "_device": lambda: (
+        calls(_DeviceDtypeModuleMixin.to, "_update_properties") and L.LightningModule()._device is not None
+    ),
+    "_apply": lambda: calls(torch.nn.Module.to, "self._apply(convert)"),
     # strategy/module.py
     "_load_state": lambda: parameters_of(saving._load_state) == ["cls", "checkpoint", "strict", "cls_kwargs_new"],
     # strategy/ranks.py, strategy/strategy.py
