@@ -375,9 +375,11 @@ def check_resumed(make: Any, batches: list[Any], folder: Path, accumulate: int, 
             assert_bitwise_equal(f"{path.name} {name}", weight, whole.state_dict()[name])
 
 
-@pytest.mark.ranks(2, timeout_seconds=120)
-@pytest.mark.parametrize("make", RESUMABLE)
-@pytest.mark.parametrize(("num_batches", "accumulate"), [(2, 1), (1, 2)])
+@pytest.mark.ranks(2, timeout_seconds=240)
+@pytest.mark.parametrize(
+    ("make", "num_batches", "accumulate"),
+    [*((make, 2, 1) for make in RESUMABLE), *((make, 1, 2) for make in RESUMABLE if make != "with workers")],
+)  # many workers are started, which takes long
 def test_a_run_goes_on_in_the_middle_of_an_epoch(
     rank: RankContext, make: str, num_batches: int, accumulate: int
 ) -> None:
