@@ -33,7 +33,7 @@ class ParallelConfig:
 
     gather_dtype: Literal["float32", "bfloat16"] | None = None
     """In which dtype fully sharded parameters are gathered and computed with. None: bfloat16 if the Trainer's precision
-    is "bf16-mixed", which then opens no autocast, else the parameters' own."""
+    is "bf16-mixed", whose autocast is then off inside of stages, else the parameters' own."""
 
     reduce_dtype: Literal["float32", "bfloat16"] | None = None
     """In which dtype gradients of fully sharded parameters are summed and kept. None: that of `GradSyncConfig`, if it

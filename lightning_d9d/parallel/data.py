@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.mesh.sharding import local
 from lightning_d9d.parallel.config import ParallelConfig
 
 
@@ -149,8 +150,7 @@ def shard_dim(dims: Sequence[int], num_shards: int) -> int:
 
 def place(num_shards: int, parameter: nn.Parameter) -> Shard:
     """`shard_dim` as `fully_shard` asks for it, of what other axes have left of a parameter."""
-    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter  # type: ignore[operator]
-    return Shard(shard_dim(local.shape, num_shards))
+    return Shard(shard_dim(local(parameter).shape, num_shards))
 
 
 def let_go(units: Iterable[FSDPModule]) -> None:

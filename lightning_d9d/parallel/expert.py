@@ -62,14 +62,11 @@ def are_units(mesh: MeshDomains, parallel: ParallelConfig) -> bool:
 
 def _shard(experts: nn.Module, mesh: MeshDomains, parallel: ParallelConfig) -> None:
     if not are_units(mesh, parallel):
-        over = mesh.for_axes("ep_replicate", "ep_shard")
-        for name, parameter in list(experts.named_parameters(recurse=False)):
-            _distribute(experts, name, parameter, over, (Replicate(), Shard(0)))
+        _distribute(experts, mesh.for_axes("ep_replicate", "ep_shard"), (Replicate(), Shard(0)))
         return
     whole = mesh.expert_weights
     if mesh.sizes["ep_shard"] > 1:
-        for name, parameter in list(experts.named_parameters(recurse=False)):
-            _distribute(experts, name, parameter, whole["ep_shard"], (Shard(0),))
+        _distribute(experts, whole["ep_shard"], (Shard(0),))
     axes = ("ep_dp_replicate", "ep_fsdp") if whole["ep_dp_replicate"].size() > 1 else ("ep_fsdp",)
     fully_shard(
         experts,
@@ -79,11 +76,10 @@ def _shard(experts: nn.Module, mesh: MeshDomains, parallel: ParallelConfig) -> N
     )
 
 
-def _distribute(
-    module: nn.Module, name: str, parameter: nn.Parameter, mesh: DeviceMesh, placements: tuple[Replicate | Shard, ...]
-) -> None:
-    distributed = distribute_tensor(parameter.data, mesh, placements, src_data_rank=None)
-    setattr(module, name, nn.Parameter(distributed, parameter.requires_grad))
+def _distribute(experts: nn.Module, mesh: DeviceMesh, placements: tuple[Replicate | Shard, ...]) -> None:
+    for name, parameter in list(experts.named_parameters(recurse=False)):
+        distributed = distribute_tensor(parameter.data, mesh, placements, src_data_rank=None)
+        setattr(experts, name, nn.Parameter(distributed, parameter.requires_grad))
 
 
 def _check_dispatch(parallel: ParallelConfig, num_parts: int) -> None:

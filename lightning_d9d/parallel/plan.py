@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from enum import StrEnum
-from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -19,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshDomains
 from lightning_d9d.parallel.config import ParallelConfig
-from lightning_d9d.parallel.data import blocks_of, shard_data
+from lightning_d9d.parallel.data import blocks_of, is_of_experts, shard_data
 from lightning_d9d.parallel.expert import shard_experts
 from lightning_d9d.parallel.recompute import recompute_activations
 
@@ -73,13 +72,9 @@ def parallelize(stage: nn.Module, mesh: MeshDomains | None, parallel: ParallelCo
 
 def fully_sharded(module: nn.Module) -> set[nn.Parameter]:
     """The parameters that FSDP2 reduces, in their sharded form."""
-    states: dict[int, Any] = {
-        id(state := fully_shard.state(unit)): state  # type: ignore[attr-defined]
-        for unit in module.modules()
-        if isinstance(unit, FSDPModule)
-    }
-    groups = [state._fsdp_param_group for state in states.values() if state._fsdp_param_group is not None]
-    return {each.sharded_param for group in groups for each in group.fsdp_params}
+    units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+    groups = [fully_shard.state(unit)._fsdp_param_group for unit in units]  # type: ignore[attr-defined]
+    return {each.sharded_param for group in groups if group is not None for each in group.fsdp_params}
 
 
 def layout_of(parameter: nn.Parameter, fully_sharded: set[nn.Parameter]) -> Layout:
@@ -93,12 +88,12 @@ def layout_of(parameter: nn.Parameter, fully_sharded: set[nn.Parameter]) -> Layo
         ConfigError: It lies in a way that the table does not know.
     """
     axes = parameter.device_mesh.mesh_dim_names or () if isinstance(parameter, DTensor) else ()
-    is_expert = "ep_shard" in axes
     if parameter in fully_sharded:
-        return Layout.EXPERTS_FULLY_SHARDED if is_expert or "ep_fsdp" in axes else Layout.FULLY_SHARDED
+        of_experts = is_of_experts(parameter) or "ep_fsdp" in axes
+        return Layout.EXPERTS_FULLY_SHARDED if of_experts else Layout.FULLY_SHARDED
     if not isinstance(parameter, DTensor):
         return Layout.REPLICATED
-    if is_expert:
+    if is_of_experts(parameter):
         return Layout.EXPERTS
     raise ConfigError(
         f"a parameter of shape {tuple(parameter.shape)} is a DTensor placed {parameter.placements} on the axes "

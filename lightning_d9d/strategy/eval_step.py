@@ -54,21 +54,22 @@ def predict(module: D9DModule, batch: Any, share: bool = True) -> Any:
         batch: The same on every rank of the pipeline.
         share: Send the result from the last stage to all ranks; otherwise the others get None.
     """
-    pipeline = module.pipeline
-    cut = module.cut(batch)
-    with module.schedule_running():
-        actions = pipeline.forward_only(len(cut.microbatches))
-        parts = module.executor(nullcontext).outputs(actions, cut, module.predict_output)
+    parts = _outputs(module, batch)
     whole = None if not parts else parts[0] if len(parts) == 1 else tree_map(_join, *parts)
-    return pipeline.share_tree(whole) if share else whole
+    return module.pipeline.share_tree(whole) if share else whole
 
 
 def run_filler(module: D9DModule, batch: Any) -> None:
     """Forwards of a batch for other ranks' sake, without a result. Collective over the pipeline and the data ranks."""
+    _outputs(module, batch)
+
+
+def _outputs(module: D9DModule, batch: Any) -> list[Any]:
+    """Of each microbatch that counts, on the last stage's ranks."""
     cut = module.cut(batch)
     with module.schedule_running():
         actions = module.pipeline.forward_only(len(cut.microbatches))
-        module.executor(nullcontext).outputs(actions, cut, module.predict_output)
+        return module.executor(nullcontext).outputs(actions, cut, module.predict_output)
 
 
 def _join(*parts: Any) -> Any:

@@ -18,7 +18,7 @@ from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshConfig, MeshDomains
 from lightning_d9d.mesh.collectives import all_gather_object, broadcast_tensors, check_equal_tensors, first_difference
 from lightning_d9d.parallel import ParallelConfig, blocks_of, recompute_activations, weight_mesh
-from lightning_d9d.parallel.data import class_name, reduce_all, settings
+from lightning_d9d.parallel.data import class_name, is_of_experts, reduce_all, settings
 from lightning_d9d.strategy.offload import move
 
 _FIELDS = {"dp_shard": "data_parallel_shard", "tp": "tensor_parallel", "ep_shard": "expert_parallel"}
@@ -209,14 +209,13 @@ def not_yet_summed(
     """
     left = []
     for parameter in parameters if mesh.dp_size > 1 else ():
-        axes = parameter.device_mesh.mesh_dim_names or () if isinstance(parameter, DTensor) else ()
-        if "ep_shard" in axes and parameter in fully_sharded:
+        if is_of_experts(parameter) and parameter in fully_sharded:
             raise ConfigError(
                 "experts of a plain LightningModule are spread over ranks and fully sharded: FSDP2 would divide their "
                 "gradients by other ranks than those that their tokens come from. Make it a D9DModule, or leave the "
                 "experts out of fully_shard"
             )
-        if not isinstance(parameter, DTensor) or "ep_shard" in axes:
+        if not isinstance(parameter, DTensor) or is_of_experts(parameter):
             left.append(parameter)
         elif not (data_ranks := set(dist.get_process_group_ranks(mesh.group("dp")))) <= _ranks(parameter.device_mesh):
             raise ConfigError(

@@ -25,10 +25,10 @@ from typing import Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh.sharding import local
+from lightning_d9d.ops.sharded_weights import as_gradient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,11 +130,7 @@ class _Bucket:
 
 
 def _laid_out_as(parameter: nn.Parameter, part: Tensor) -> Tensor:
-    part = part.view(local(parameter).shape)
-    if not isinstance(parameter, DTensor):
-        return part
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(part, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
+    return as_gradient(part.view(local(parameter).shape), parameter)
 
 
 class GradientBuckets:

@@ -12,7 +12,6 @@ FSDP2 leaves no gradients. A contender with and without sums is one object: they
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -27,7 +26,6 @@ from torch.optim import AdamW
 from lightning_d9d import GradSyncConfig, MeshConfig
 from lightning_d9d.mesh import MeshDomains
 from lightning_d9d.mesh.collectives import all_gather_object
-from lightning_d9d.mesh.sharding import local, local_ranges
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from lightning_d9d.models.qwen3_moe.costs import model_costs
 from lightning_d9d.models.qwen3_moe.plan import parallelize_qwen3_moe
@@ -43,7 +41,7 @@ from lightning_d9d.strategy.data_parallel import DataParallelStages
 from lightning_d9d.strategy.pipeline import Pipeline
 from lightning_d9d.strategy.train_step import cast_gradients
 from tests.benchmarks.frame import Case, Contender
-from tests.benchmarks.pipeline import Hooks
+from tests.benchmarks.pipeline import Hooks, fill_by_name
 from tests.benchmarks.pipeline_probe import host_syncs
 
 PEER = "ep1"
@@ -53,7 +51,6 @@ LEAST_OF_PEER = 0.70
 """Tokens/s of experts over all ranks, of those of whole copies."""
 MEMORY_SHARE = 0.75
 """Of a GPU, that all contenders take together; the rest is for the allocator, nccl and cuBLAS."""
-_DEVIATION = 0.02
 
 
 def meshes(num_ranks: int) -> dict[str, MeshConfig]:
@@ -119,12 +116,7 @@ class Work:
         stage.to_empty(device=device)
         for buffer in stage.buffers():
             buffer.zero_()
-        for name, parameter in stage.named_parameters():
-            seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6])
-            generator = torch.Generator(device).manual_seed(seed)
-            whole = torch.empty(parameter.shape, dtype=self.dtype, device=device)
-            whole.normal_(0 if parameter.ndim > 1 else 1, _DEVIATION, generator=generator)
-            local(parameter.data).copy_(whole[tuple(slice(r.start, r.stop) for r in local_ranges(parameter))])
+        fill_by_name(stage, device)
         return stage
 
     def microbatches(self, rank: int, device: torch.device) -> list[dict[str, Tensor]]:

@@ -29,6 +29,7 @@ from torch.distributed import pipelining
 from lightning_d9d import MeshConfig, StageInfo, StageInputs, WeightedLoss
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.mesh.sharding import local, local_ranges
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from lightning_d9d.modules import experts
 from lightning_d9d.pipeline.executor import Cut, Executor
@@ -114,11 +115,7 @@ class Work:
         with torch.device("meta"):
             stage = Qwen3MoeForCausalLM(self.config, replace(info, layers=range(first, first + per_stage)))
         stage.to(self.dtype).to_empty(device=device)
-        for name, parameter in stage.named_parameters():
-            seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6])
-            generator = torch.Generator(device).manual_seed(seed)
-            with torch.no_grad():
-                parameter.normal_(0 if parameter.ndim > 1 else 1, _DEVIATION, generator=generator)
+        fill_by_name(stage, device)
         return stage
 
     def tokens(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -337,6 +334,16 @@ def write(result: Mapping[str, Any], directory: Path, device_type: str) -> None:
                     plot(spans, directory / f"{stem}-{name}.{ending}", title)
             except ConfigError as error:  # nothing that draws is installed
                 print(error, flush=True)
+
+
+def fill_by_name(stage: nn.Module, device: torch.device) -> None:
+    """Give each parameter values that follow from its name, of a DTensor the part that this rank holds."""
+    for name, parameter in stage.named_parameters():
+        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6])
+        generator = torch.Generator(device).manual_seed(seed)
+        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        whole.normal_(0 if parameter.ndim > 1 else 1, _DEVIATION, generator=generator)
+        local(parameter.data).copy_(whole[tuple(slice(r.start, r.stop) for r in local_ranges(parameter))])
 
 
 def clear_gradients(stages: Mapping[int, nn.Module]) -> None:
