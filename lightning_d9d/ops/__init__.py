@@ -2,12 +2,29 @@
 
 `grouped_gemm` is the product of sorted tokens with their experts' matrices; `linear` and `split_linears` are products
 with one. Both can put their weight gradients off, with `WeightGradients` and `put_off`, for split backwards.
-`all_to_all_rows` brings rows to other ranks.
+`all_to_all_rows` brings rows to other ranks; `gather_dim`, `scatter_sum`, `sum_over` and `share_gradient` are the
+collectives of computations that ranks share.
+`attention` attends causally, within documents if there are some.
 """
 
 from lightning_d9d.ops.all_to_all import all_to_all_rows
+from lightning_d9d.ops.attention import attention, document_mask
+from lightning_d9d.ops.collectives import gather_dim, scatter_sum, share_gradient, sum_over
 from lightning_d9d.ops.grouped_gemm import grouped_gemm
 from lightning_d9d.ops.linear import linear, split_linears
 from lightning_d9d.ops.weight_gradients import WeightGradients, put_off
 
-__all__ = ["WeightGradients", "all_to_all_rows", "grouped_gemm", "linear", "put_off", "split_linears"]
+__all__ = [
+    "WeightGradients",
+    "all_to_all_rows",
+    "attention",
+    "document_mask",
+    "gather_dim",
+    "grouped_gemm",
+    "linear",
+    "put_off",
+    "scatter_sum",
+    "share_gradient",
+    "split_linears",
+    "sum_over",
+]

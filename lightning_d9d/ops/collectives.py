@@ -1,0 +1,196 @@
+"""Collectives on plain tensors through which gradients flow.
+
+Ranks that compute one scalar loss together, each from what it holds, have one copy of that loss; what a rank calls the
+gradient of a tensor is the derivative of this loss by its own copy or part of the tensor. The backward of each
+collective follows from that.
+
+All are collective over the group, in the backward too, so its ranks must agree on whether `x` requires a gradient. A
+group of one rank gets `x` back without a message. The host waits for nothing. Those with a message in the forward are
+one operator each (`torch.ops.lightning_d9d.<name>`): what is to be kept for a recomputation can name it, and
+`torch.compile` takes it whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_d9d.errors import ConfigError
+
+# Torch 2.12 and before know them by the second names alone, which later ones deprecate.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def gather_dim(x: Tensor, dim: int, group_name: str) -> Tensor:
+    """Joins the parts of all ranks along a dim, in the order of ranks. Collective.
+
+    Its backward is `scatter_sum`. Nothing is copied beyond the message where all dims before `dim` have length 1.
+
+    Args:
+        x: This rank's part, with an equal shape and dtype on all ranks.
+        dim: Along which the parts follow each other.
+        group_name: `group_name` of a process group of torch.
+
+    Returns:
+        The whole, `group size` times as long along `dim`.
+    """
+    return x if _size(group_name) == 1 else torch.ops.lightning_d9d.gather_dim(x, dim, group_name)
+
+
+def scatter_sum(x: Tensor, dim: int, group_name: str) -> Tensor:
+    """Sums over the ranks, and leaves each its part of the sum along a dim: the first rank the first. Collective.
+
+    Its backward is `gather_dim`. Nothing is copied beyond the message where all dims before `dim` have length 1.
+
+    Args:
+        x: This rank's summand, with an equal shape and dtype on all ranks.
+        dim: Which is cut; its length is a multiple of the group's size.
+        group_name: `group_name` of a process group of torch.
+
+    Returns:
+        This rank's part, in the dtype of `x`.
+
+    Raises:
+        ConfigError: The length of `dim` is no multiple of the group's size.
+    """
+    size = _size(group_name)
+    if size == 1:
+        return x
+    if x.shape[dim] % size:
+        raise ConfigError(
+            f"dim {dim} of a tensor {list(x.shape)} has length {x.shape[dim]}, which {size} ranks cannot share "
+            f"equally; pad it to a multiple of {size}"
+        )
+    return torch.ops.lightning_d9d.scatter_sum(x, dim, group_name)
+
+
+def sum_over(x: Tensor, group_name: str, *, sums_gradients: bool) -> Tensor:
+    """The sum over the ranks, on each of them. Collective.
+
+    Args:
+        x: This rank's summand, with an equal shape and dtype on all ranks.
+        group_name: `group_name` of a process group of torch.
+        sums_gradients: Whether ranks compute different things with the sum, so that the gradient of a summand is the
+            sum of theirs: one more message in the backward. False where all compute the same: each rank's gradient of
+            the sum is the gradient of its summand.
+
+    Returns:
+        In the shape and dtype of `x`.
+    """
+    return x if _size(group_name) == 1 else torch.ops.lightning_d9d.sum_over(x, group_name, sums_gradients)
+
+
+def share_gradient(x: Tensor, group_name: str) -> Tensor:
+    """A tensor that all ranks hold, for use in computations that differ: sums the gradient over the ranks. Collective.
+
+    Only the backward has a message.
+
+    Args:
+        x: Equal on all ranks.
+        group_name: `group_name` of a process group of torch.
+
+    Returns:
+        A view of `x`.
+    """
+    return x if _size(group_name) == 1 else _ShareGradient.apply(x, group_name)
+
+
+def _size(group_name: str) -> int:
+    return dist.distributed_c10d._get_group_size_by_name(group_name)  # type: ignore[arg-type]
+
+
+def _group(group_name: str) -> dist.ProcessGroup:
+    return dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
+
+
+def _new_whole(x: Tensor, dim: int, group_name: str) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] *= _size(group_name)
+    return x.new_empty(shape)
+
+
+def _gather(x: Tensor, dim: int, group_name: str) -> Tensor:
+    whole = _new_whole(x, dim, group_name)
+    dim %= x.dim()
+    # A message has the ranks as its first dim. Where no dim before is longer than 1, that is the order of the whole.
+    is_in_order = x.shape[:dim].numel() == 1
+    parts = whole if is_in_order else torch.empty_like(whole)
+    _all_gather(parts.view(-1), x.contiguous().view(-1), group=_group(group_name))
+    if not is_in_order:
+        size = _size(group_name)
+        whole.unflatten(dim, (size, -1)).copy_(parts.view(size, *x.shape).movedim(0, dim))
+    return whole
+
+
+def _new_part(x: Tensor, dim: int, group_name: str) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] //= _size(group_name)
+    return x.new_empty(shape)
+
+
+def _scatter(x: Tensor, dim: int, group_name: str) -> Tensor:
+    part = _new_part(x, dim, group_name)
+    parts = x.unflatten(dim, (_size(group_name), -1)).movedim(dim % x.dim(), 0).contiguous()
+    _reduce_scatter(part.view(-1), parts.view(-1), group=_group(group_name))
+    return part
+
+
+def _new_sum(x: Tensor, group_name: str, sums_gradients: bool) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _sum(x: Tensor, group_name: str, sums_gradients: bool) -> Tensor:
+    result = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(result, group=_group(group_name))
+    return result
+
+
+class _ShareGradient(torch.autograd.Function):
+    """No operator, which could not return its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group_name: str) -> Tensor:
+        ctx.group_name = group_name
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return sum_over(grad_outputs[0], ctx.group_name, sums_gradients=True), None
+
+
+def _keep_dim(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.dim, ctx.group_name = inputs
+
+
+def _gather_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    return scatter_sum(gradient, ctx.dim, ctx.group_name), None, None
+
+
+def _scatter_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    return gather_dim(gradient, ctx.dim, ctx.group_name), None, None
+
+
+def _keep_sums_gradients(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.group_name, ctx.sums_gradients = inputs
+
+
+def _sum_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    if ctx.sums_gradients:
+        gradient = sum_over(gradient, ctx.group_name, sums_gradients=True)
+    return gradient, None, None
+
+
+# Not torch.library.custom_op, which imports the compiler at the first call.
+for _name, _arguments, _run, _fake, _keep, _backward in (
+    ("gather_dim", "int dim, str group_name", _gather, _new_whole, _keep_dim, _gather_backward),
+    ("scatter_sum", "int dim, str group_name", _scatter, _new_part, _keep_dim, _scatter_backward),
+    ("sum_over", "str group_name, bool sums_gradients", _sum, _new_sum, _keep_sums_gradients, _sum_backward),
+):
+    torch.library.define(f"lightning_d9d::{_name}", f"(Tensor x, {_arguments}) -> Tensor")
+    torch.library.impl(f"lightning_d9d::{_name}", "CompositeExplicitAutograd", _run)
+    torch.library.register_fake(f"lightning_d9d::{_name}", _fake)
+    torch.library.register_autograd(f"lightning_d9d::{_name}", _backward, setup_context=_keep)
