@@ -17,7 +17,7 @@ from lightning_d9d.modules.lm_head import LMHead, SplitLMHead
 from lightning_d9d.modules.mlp import SwiGLU
 from lightning_d9d.modules.moe import SparseMoE, TopKRouter
 from lightning_d9d.modules.norm import RMSNorm
-from lightning_d9d.modules.rope import apply_rope, rope_tables
+from lightning_d9d.modules.rope import apply_rope, document_positions, rope_tables
 
 __all__ = [
     "AllToAllDispatch",
@@ -40,6 +40,7 @@ __all__ = [
     "TokenEmbedding",
     "TopKRouter",
     "apply_rope",
+    "document_positions",
     "expert_load",
     "rope_tables",
     "update_expert_bias",

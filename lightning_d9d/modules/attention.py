@@ -1,11 +1,16 @@
 from __future__ import annotations
 
-import torch.nn.functional as F
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 from lightning_d9d.modules.linear import Linear
 from lightning_d9d.modules.norm import RMSNorm
 from lightning_d9d.modules.rope import apply_rope
+from lightning_d9d.ops import attention
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""Of queries, keys, values and documents, as `lightning_d9d.ops.attention`."""
 
 
 class GroupedQueryAttention(nn.Module):
@@ -13,6 +18,8 @@ class GroupedQueryAttention(nn.Module):
 
     Queries and keys are normalised per head (RMSNorm over head_dim), then turned by their position. See
     https://arxiv.org/abs/2305.13245 for the grouping.
+
+    `attend` is what mixes values, `lightning_d9d.ops.attention`; set it to something else that is called alike.
     """
 
     def __init__(
@@ -38,13 +45,15 @@ class GroupedQueryAttention(nn.Module):
         self.o_proj = linear(num_heads * head_dim, hidden_size)
         self.q_norm = RMSNorm(head_dim, norm_eps)
         self.k_norm = RMSNorm(head_dim, norm_eps)
+        self.attend: Attend = attention
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        """Attends within each row of the batch.
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], documents: Tensor | None = None) -> Tensor:
+        """Attends within each row of the batch, or within each of its documents.
 
         Args:
             x: shape `[batch, seq, hidden]`.
             rope: tables of `rope_tables` for the positions of `x`.
+            documents: what `attend` takes: integers, shape `[batch, seq]`, equal for tokens of one document.
 
         Returns:
             Shape `[batch, seq, hidden]`.
@@ -54,5 +63,4 @@ class GroupedQueryAttention(nn.Module):
         k = apply_rope(self.k_norm(self.k_proj(x).unflatten(-1, heads)), *rope)
         v = self.v_proj(x).unflatten(-1, heads)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-        return self.o_proj(attended.transpose(1, 2).flatten(-2))
+        return self.o_proj(self.attend(q, k, v, documents).transpose(1, 2).flatten(-2))

@@ -1,7 +1,22 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+
+def document_positions(document_ids: Tensor) -> Tensor:
+    """Positions that begin at 0 with each document; the host waits for nothing.
+
+    Args:
+        document_ids: integers, shape `[batch, seq]`. A document is a run of equal ids.
+
+    Returns:
+        int64 of the same shape.
+    """
+    places = torch.arange(document_ids.shape[1], device=document_ids.device)
+    begins = torch.where(document_ids[:, 1:] != document_ids[:, :-1], places[1:], 0)
+    return places - F.pad(begins.cummax(1).values, (1, 0))  # where the latest document begins, at each place
 
 
 def rope_tables(position_ids: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -123,9 +123,9 @@ def test_positions_equal_transformers():
     assert_close_named("shared", model(ids, position_ids=positions[:1]).logits[0], logits[0], kind=Kind.OUTPUT)
 
 
-def loss_and_gradients(model, batch):
+def loss_and_gradients(model, batch, **options):
     ids, _, labels = batch
-    loss = model(ids, shift(labels), reduction="sum").loss
+    loss = model(ids, shift(labels), reduction="sum", **options).loss
     loss.backward()
     return loss, {name: parameter.grad for name, parameter in model.named_parameters()}
 
@@ -224,23 +224,27 @@ def test_meta_model_is_materialized_part_by_part(changes):
     assert model(make_batch()[0]).logits.isfinite().all()
 
 
+@pytest.mark.parametrize("has_documents", [False, True])
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0)])
-def test_no_tokens(shape):
+def test_no_tokens(shape, has_documents):
     model = Qwen3MoeForCausalLM(BASE)
     ids = torch.zeros(shape, dtype=torch.long)
-    assert model(ids).logits.shape == (*shape, BASE.vocab_size)
-    assert model(ids, ids).loss.shape == shape
-    model(ids, ids, reduction="sum").loss.backward()
+    documents = {"document_ids": ids} if has_documents else {}
+    assert model(ids, **documents).logits.shape == (*shape, BASE.vocab_size)
+    assert model(ids, ids, **documents).loss.shape == shape
+    model(ids, ids, reduction="sum", **documents).loss.backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         assert not parameter.grad.any(), name
 
 
-def test_forward_and_backward_never_wait_for_the_host():
+@pytest.mark.parametrize("has_documents", [False, True])
+def test_forward_and_backward_never_wait_for_the_host(has_documents):
     with torch.device("meta"):  # without values, whatever would read one on the host raises
         model = Qwen3MoeForCausalLM(BASE).to(torch.bfloat16)
         ids = torch.zeros(2, 7, dtype=torch.long)
-        model(ids, ids, reduction="sum").loss.backward()
+        documents = {"document_ids": ids} if has_documents else {}
+        model(ids, ids, reduction="sum", **documents).loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
@@ -255,23 +259,29 @@ def test_a_position_sees_no_later_token():
 
 
 @pytest.mark.gpu
-def test_cuda_equals_cpu():
+@pytest.mark.parametrize("has_documents", [False, True])
+def test_cuda_equals_cpu(has_documents):
     model, _ = make_pair(BASE)
-    loss, gradients = loss_and_gradients(model, make_batch())
+    ids, is_token, labels = make_batch()
+    documents = {"document_ids": is_token} if has_documents else {}
+    loss, gradients = loss_and_gradients(model, (ids, is_token, labels), **documents)
     model.zero_grad(set_to_none=True)
-    batch = tuple(tensor.cuda() for tensor in make_batch())
-    cuda_loss, cuda_gradients = loss_and_gradients(model.cuda(), batch)
+    batch = tuple(tensor.cuda() for tensor in (ids, is_token, labels))
+    documents = {name: tensor.cuda() for name, tensor in documents.items()}
+    cuda_loss, cuda_gradients = loss_and_gradients(model.cuda(), batch, **documents)
     assert_close_named("loss", cuda_loss.cpu(), loss, kind=Kind.OUTPUT)
     assert_tensors_close({name: gradient.cpu() for name, gradient in cuda_gradients.items()}, gradients)
 
 
 @pytest.mark.gpu
-def test_cuda_never_waits_for_the_host():
+@pytest.mark.parametrize("has_documents", [False, True])
+def test_cuda_never_waits_for_the_host(has_documents):
     model = Qwen3MoeForCausalLM(BASE).to("cuda", torch.bfloat16)
     ids = make_batch()[0].cuda()
-    model(ids, ids, reduction="sum").loss.backward()  # libraries may wait when they start
+    documents = {"document_ids": ids} if has_documents else {}
+    model(ids, ids, reduction="sum", **documents).loss.backward()  # libraries may wait when they start
     torch.cuda.set_sync_debug_mode("error")
     try:
-        model(ids, ids, reduction="sum").loss.backward()
+        model(ids, ids, reduction="sum", **documents).loss.backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")

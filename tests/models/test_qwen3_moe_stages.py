@@ -80,7 +80,14 @@ def positions() -> Tensor:
     return torch.randint(3000, (4, 33), generator=torch.Generator().manual_seed(2))
 
 
-@pytest.mark.parametrize("options", [{}, {"position_ids": positions()}], ids=["in order", "positions"])
+def document_ids() -> Tensor:
+    return torch.randint(3, (4, 33), generator=torch.Generator().manual_seed(3)).sort(1).values
+
+
+OPTIONS = {"in order": {}, "positions": {"position_ids": positions()}, "documents": {"document_ids": document_ids()}}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 def test_stages_are_the_whole_model(num_stages: int, variant: str, options: dict[str, Any]) -> None:

@@ -17,9 +17,12 @@ from lightning_d9d.modules import (
     SplitTokenEmbedding,
     SwiGLU,
     TokenEmbedding,
+    document_positions,
     rope_tables,
 )
 from lightning_d9d.modules.lm_head import Reduction
+from lightning_d9d.ops import attention, document_mask
+from lightning_d9d.ops.linear import autocast_dtype
 from lightning_d9d.pipeline.partition import check_layers, distribute_layers
 from lightning_d9d.pipeline.types import StageInfo
 
@@ -102,12 +105,14 @@ class Qwen3MoeLayer(nn.Module):
         else:
             self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, initializer_range=std)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor | tuple[Tensor, Tensor | None]:
-        """Shape `[batch, seq, hidden]` to the same; `rope` are the tables of `rope_tables`.
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], documents: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """Shape `[batch, seq, hidden]` to the same; `rope` and `documents` as in `GroupedQueryAttention`.
 
         A mixture with a loss of its router returns that too, as `SparseMoE` does.
         """
-        x = x + self.self_attn(self.input_layernorm(x), rope)
+        x = x + self.self_attn(self.input_layernorm(x), rope, documents)
         y = self.mlp(self.post_attention_layernorm(x))
         return (x + y[0], y[1]) if isinstance(y, tuple) else x + y
 
@@ -148,17 +153,21 @@ class Qwen3MoeModel(nn.Module):
         snapshots: tuple[Tensor, ...] | None = None,
         output_hidden_states: bool = False,
         router_loss: Tensor | None = None,
+        document_ids: Tensor | None = None,
     ) -> dict[str, Any]:
         """The stage's part of the way from ids to hidden states.
 
         Args:
             input_ids: On the first stage: integers, shape `[batch, seq]`.
-            position_ids: Integers, shape `[batch, seq]` or `[1, seq]`, the same on every stage; default 0, 1, 2, ...
+            position_ids: Integers, shape `[batch, seq]` or `[1, seq]`, the same on every stage; default 0, 1, 2, ...,
+                with `document_ids` from 0 on in each run of equal ids.
             hidden_states: On later stages: shape `[batch, seq, hidden]`, from the stage before.
             snapshots: On later stages: from the stage before, where it has some.
             output_hidden_states: On the first stage: whether to take snapshots; later stages add theirs if they get
                 some.
             router_loss: On later stages: from the stage before, where it has one.
+            document_ids: Integers, shape `[batch, seq]`, the same on every stage: tokens attend only to tokens of their
+                row that have the same id. Default: to all of their row. Always causally.
 
         Returns:
             `hidden_states`, on the last stage after the final norm; with snapshots `snapshots`: what came into each
@@ -166,18 +175,22 @@ class Qwen3MoeModel(nn.Module):
             their sum so far.
 
         Raises:
-            ConfigError: The first stage got no ids or a later one no hidden states.
+            ConfigError: The first stage got no ids or a later one no hidden states, or `document_ids` have another
+                shape than `input_ids`.
         """
         x = self._into_layers(input_ids, hidden_states)
+        documents = self._documents(document_ids, input_ids, autocast_dtype(x))
         if self.stage.is_first and output_hidden_states:
             snapshots = ()
-        if position_ids is None:
+        if position_ids is None and document_ids is not None:
+            position_ids = document_positions(document_ids)
+        elif position_ids is None:
             position_ids = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
         rope = rope_tables(position_ids, self.config.head_dim, self.config.rope_theta, x.dtype)
         for layer in self.layers.values():
             if snapshots is not None:
                 snapshots = (*snapshots, x)
-            y = layer(x, rope)
+            y = layer(x, rope, documents)
             x, loss = y if isinstance(y, tuple) else (y, None)
             if loss is not None:
                 router_loss = loss if router_loss is None else router_loss + loss
@@ -196,6 +209,20 @@ class Qwen3MoeModel(nn.Module):
                 "takes input_ids, a later one what the stage before it returns, as keyword arguments"
             )
         return self.embed_tokens(given) if self.stage.is_first else given
+
+    def _documents(self, document_ids: Tensor | None, input_ids: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        """What the layers attend with: one mask for all, or the ids where some layer attends in another way."""
+        if document_ids is None:
+            return None
+        if input_ids is not None and document_ids.shape != input_ids.shape:
+            raise ConfigError(
+                f"document_ids have shape {list(document_ids.shape)}, but input_ids {list(input_ids.shape)}: give each "
+                "token the id of its document, and padding an id of its own"
+            )
+        layers: list[Any] = [*self.layers.values()]
+        if all(layer.self_attn.attend is attention for layer in layers):
+            return document_mask(document_ids, dtype)
+        return document_ids
 
 
 def token_embedding(config: Qwen3MoeConfig) -> TokenEmbedding | SplitTokenEmbedding:
@@ -256,6 +283,7 @@ class Qwen3MoeForCausalLM(nn.Module):
         snapshots: tuple[Tensor, ...] | None = None,
         output_hidden_states: bool = False,
         router_loss: Tensor | None = None,
+        document_ids: Tensor | None = None,
     ) -> CausalLMOutput | dict[str, Any]:
         """Logits of the next token at each place, or the loss against labels.
 
@@ -266,22 +294,29 @@ class Qwen3MoeForCausalLM(nn.Module):
                 stage.
             labels: the id that follows each place (already shifted), shape `[batch, seq]`; -100 is ignored. Of the last
                 stage.
-            position_ids: integers, shape `[batch, seq]` or `[1, seq]`; default 0, 1, 2, ... Attention is causal in the
-                order of the sequence, whatever the positions. The same on every stage.
+            position_ids: integers, shape `[batch, seq]` or `[1, seq]`; default 0, 1, 2, ..., with `document_ids` from 0
+                on in each run of equal ids. Attention is causal in the order of the sequence, whatever the positions.
+                The same on every stage.
             reduction: "none" gives `loss` the shape of `labels`, 0 where ignored; "sum" makes it one number.
             hidden_states: shape `[batch, seq, hidden]`, what the stage before returned under this name.
             snapshots: the same.
             output_hidden_states: whether `.hidden_states` of the output has those of every layer; of the first stage.
             router_loss: what the stage before returned under this name.
+            document_ids: integers, shape `[batch, seq]`, the same on every stage: tokens attend only to tokens of their
+                row that have the same id, so padding is a document of its own. Default: one document a row. Labels are
+                taken as they are, across borders too.
 
         Returns:
             `.logits` in the model's dtype when `labels` is None, else `.loss` in float32 (float64 in float64), without
             `.router_loss`. A stage that is not the last returns the dictionary of `Qwen3MoeModel.forward`.
 
         Raises:
-            ConfigError: The first stage got no ids or a later one no hidden states.
+            ConfigError: The first stage got no ids or a later one no hidden states, or `document_ids` have another
+                shape than `input_ids`.
         """
-        output = self.model(input_ids, position_ids, hidden_states, snapshots, output_hidden_states, router_loss)
+        output = self.model(
+            input_ids, position_ids, hidden_states, snapshots, output_hidden_states, router_loss, document_ids
+        )
         if not self.stage.is_last:
             return output
         x = output["hidden_states"]

@@ -68,8 +68,11 @@ class Qwen3MoePretraining(D9DModule):
     """Next-token training of Qwen3-MoE.
 
     Batches are mappings with `input_ids` and `labels`, integers `[batch, seq]`; labels are already shifted, -100 does
-    not count. `position_ids` `[batch, seq]` are optional. Every label that counts weighs the same over all
-    microbatches, ranks and accumulated batches.
+    not count. `document_ids` `[batch, seq]` are optional: tokens attend only to tokens of their row that have the same
+    id. Rows may so be packed with documents or padded on either side, where padding has an id of its own and labels of
+    -100. Labels are the data's matter at borders too: that of a document's last token should be -100, or the next one's
+    first token is predicted from it. `position_ids` `[batch, seq]` are optional, and by default begin at 0 with each
+    document. Every label that counts weighs the same over all microbatches, ranks and accumulated batches.
 
     Logs `train_loss`, `grad_norm`, `tokens_per_s` (of all ranks), `val_loss`, `val_perplexity` and the same for test.
     With `balance` also, for each mixture layer, `expert_load/layer_0` and `expert_entropy/layer_0`, what `expert_load`
@@ -202,7 +205,7 @@ class Qwen3MoePretraining(D9DModule):
 
     def microbatch_inputs(self, microbatch: Any) -> StageInputs:
         """Token ids and labels (the last stage makes the loss; in predict there are none)."""
-        shared = {"position_ids": microbatch["position_ids"]} if "position_ids" in microbatch else {}
+        shared = {name: microbatch[name] for name in ("position_ids", "document_ids") if name in microbatch}
         predicts = self._trainer is not None and self.trainer.predicting
         labels = None if predicts else microbatch.get("labels")
         return StageInputs(
