@@ -4,6 +4,7 @@
 with one. Both can put their weight gradients off, with `WeightGradients` and `put_off`, for split backwards.
 `all_to_all_rows` brings rows to other ranks; `gather_dim`, `scatter_sum`, `sum_over` and `share_gradient` are the
 collectives of computations that ranks share.
+`vocab_parallel_embedding` and `vocab_parallel_cross_entropy` are of a vocabulary that lies on several ranks.
 `attention` attends causally, within documents if there are some.
 """
 
@@ -12,6 +13,7 @@ from lightning_d9d.ops.attention import attention, document_mask
 from lightning_d9d.ops.collectives import gather_dim, scatter_sum, share_gradient, sum_over
 from lightning_d9d.ops.grouped_gemm import grouped_gemm
 from lightning_d9d.ops.linear import linear, split_linears
+from lightning_d9d.ops.vocab_parallel import vocab_parallel_cross_entropy, vocab_parallel_embedding
 from lightning_d9d.ops.weight_gradients import WeightGradients, put_off
 
 __all__ = [
@@ -27,4 +29,6 @@ __all__ = [
     "share_gradient",
     "split_linears",
     "sum_over",
+    "vocab_parallel_cross_entropy",
+    "vocab_parallel_embedding",
 ]
