@@ -76,7 +76,13 @@ def shard_data(
     experts = {parameter for parameter in stage.parameters() if is_of_experts(parameter)}
     for unit in (*units, stage):
         options = settings(unit, parallel, casts_inputs)
-        fully_shard(unit, mesh=over, shard_placement_fn=placed, ignored_params=experts, **options)
+        fully_shard(as_unit(unit), mesh=over, shard_placement_fn=placed, ignored_params=experts, **options)
+
+
+def as_unit(unit: nn.Module | list[nn.Module]) -> nn.Module | list[nn.Module]:
+    """A unit as `fully_shard` takes it: torch 2.11 refuses a `ModuleDict` by itself, even one with a forward."""
+    is_container = isinstance(unit, nn.ModuleList | nn.ModuleDict)
+    return [unit] if is_container and type(unit).forward is not nn.Module.forward else unit
 
 
 def settings(unit: nn.Module | list[nn.Module], parallel: ParallelConfig, casts_inputs: bool = True) -> dict[str, Any]:

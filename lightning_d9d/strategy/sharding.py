@@ -18,7 +18,7 @@ from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshConfig, MeshDomains
 from lightning_d9d.mesh.collectives import all_gather_object, broadcast_tensors, check_equal_tensors, first_difference
 from lightning_d9d.parallel import ParallelConfig, blocks_of, recompute_activations, weight_mesh
-from lightning_d9d.parallel.data import class_name, is_of_experts, reduce_all, settings
+from lightning_d9d.parallel.data import as_unit, class_name, is_of_experts, reduce_all, settings
 from lightning_d9d.strategy.offload import move
 
 _FIELDS = {"dp_shard": "data_parallel_shard", "tp": "tensor_parallel", "ep_shard": "expert_parallel"}
@@ -166,7 +166,7 @@ def shard_blocks(module: nn.Module, mesh: MeshDomains, parallel: ParallelConfig,
         broadcast_tensors([*block.parameters(), *block.buffers()])
         reshard = parallel.reshard_after_forward
         fully_shard(
-            block,
+            as_unit(block),
             mesh=over,
             reshard_after_forward=True if reshard == "auto" else reshard,
             **settings(block, parallel),

@@ -14,9 +14,16 @@ from torch.distributed.tensor import DTensor
 
 from lightning_d9d import ConfigError, MeshConfig, MeshDomains, ParallelConfig
 from lightning_d9d.parallel import blocks_of, shard_data, weight_mesh
-from lightning_d9d.parallel.data import FullySharded, let_go, settings, shard_dim
+from lightning_d9d.parallel.data import FullySharded, as_unit, let_go, settings, shard_dim
 from tests.harness.compare import assert_bitwise_equal, assert_close_named
 from tests.harness.ranks import RankContext
+
+
+class Only(nn.ModuleDict):
+    """A dictionary that is a block itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self["only"](x)
 
 
 class Tower(nn.Module):
@@ -27,7 +34,7 @@ class Tower(nn.Module):
         self.first = nn.Linear(4, 4)
         self.middle = nn.Module()
         self.middle.listed = nn.ModuleList([nn.Sequential(nn.ModuleList([nn.Linear(4, 4)])[0]), nn.Linear(4, 4)])
-        self.named = nn.ModuleDict({"7": nn.Linear(4, 4)})
+        self.named = nn.ModuleDict({"7": Only({"only": nn.Linear(4, 4)})})
 
     def forward(self, x: Tensor) -> Tensor:
         for block in (self.first, *self.middle.listed, *self.named.values()):  # type: ignore[misc]
@@ -203,7 +210,7 @@ def test_units_without_one_around_them(rank: RankContext) -> None:
     whole.load_state_dict(tower.state_dict())
     domains = MeshDomains.build(MeshConfig(data_parallel_shard=2), rank.device.type)
     for block in blocks_of(tower):
-        fully_shard(block, mesh=weight_mesh(domains))
+        fully_shard(as_unit(block), mesh=weight_mesh(domains))
     stage = FullySharded(tower, keeps=True, reduces_each=False)
     stage.begin(is_first=True, reduces=True, splits=True)
     stage.unshard()
