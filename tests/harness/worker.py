@@ -111,6 +111,8 @@ def _close_groups() -> list[str]:
     pool = pools.GroupPool.living() if pools else None
     kept = [dist.group.WORLD, *(pooled.group for pooled in (pool.groups if pool else ()))]
     others = [group for group in dist.distributed_c10d._world.pg_map if group not in kept]
+    if others and pool:
+        pool.close()  # torch names groups by their number: with fewer, a new one would get the name of one that is kept
     for group in others:
         dist.destroy_process_group(group)
     _clear_sharding_prop_cache()  # DTensor takes equal meshes for one, and would go on with groups that are gone
