@@ -1,6 +1,10 @@
 """Load balance of mixtures of experts: a bias without a loss, losses of the router, and what the load is.
 
 `ExpertBalance` is the part of a router that does this; a router of one's own can have one, too.
+
+[Note: sequences on several ranks] Ranks may share sequences: each has equally many tokens of each (`spread_sequences`).
+A loss on a rank then is a mean over its own tokens, with the counts of experts that one process would have, so the mean
+of these losses over the ranks is the loss of one process. Taking it is the model's part, once for all layers.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from torch import Tensor, nn
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.modules.initial_values import Constant, DrawnByRows
+from lightning_d9d.ops import sum_over
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +35,8 @@ class BalanceConfig:
     tokens than the mean, down where it got more (https://arxiv.org/abs/2408.15664)."""
 
     sequence_loss: float = 0.0
-    """Coefficient of the balance loss of each sequence (https://arxiv.org/abs/2412.19437), such as 0.0001."""
+    """Coefficient of the balance loss of each sequence (https://arxiv.org/abs/2412.19437), such as 0.0001. Where ranks
+    share sequences it costs a small all-reduce for each layer and microbatch."""
 
     global_batch_loss: float = 0.0
     """Coefficient of the balance loss over the microbatches of all data ranks (https://arxiv.org/abs/2501.11873), such
@@ -87,6 +93,10 @@ class ExpertBalance(DrawnByRows):
         """False while tokens pass that are there for a schedule's sake."""
         self.group: dist.ProcessGroup | None = None
         """The ranks whose tokens make up the global batch; None: this process alone."""
+        self.sequence_group_name: str | None = None
+        """Of the ranks that share this one's sequences, if there are any: `spread_sequences`."""
+        self.sequence_rank = 0
+        """Which of them this one is."""
         self.register_buffer("bias", torch.empty(num_experts, dtype=torch.float32) if config.bias_rate else None)
         self.register_buffer("tokens_per_expert", torch.empty(num_experts, dtype=torch.int64), persistent=False)
         self.reset_parameters()
@@ -108,6 +118,9 @@ class ExpertBalance(DrawnByRows):
     def choose(self, probabilities: Tensor, top_k: int) -> Tensor:
         """The experts of each token.
 
+        Forced, the copies of all tokens take turns one after the other, first those of the first rank that shares the
+        sequences, then those of the second and so on.
+
         Args:
             probabilities: Shape `[..., experts]`.
             top_k: How many.
@@ -117,7 +130,8 @@ class ExpertBalance(DrawnByRows):
         """
         if self.config.forced:
             *shape, num_experts = probabilities.shape
-            copies = torch.arange(math.prod(shape) * top_k, device=probabilities.device)
+            num_copies = math.prod(shape) * top_k
+            copies = torch.arange(num_copies, device=probabilities.device) + self.sequence_rank * num_copies
             return copies.remainder(num_experts).view(*shape, top_k)
         scores = probabilities.detach()
         if self.bias is not None:
@@ -127,16 +141,17 @@ class ExpertBalance(DrawnByRows):
     def forward(self, logits: Tensor, probabilities: Tensor, indices: Tensor) -> Tensor | None:
         """Counts the tokens of each expert, and makes the router's loss.
 
-        With a `global_batch_loss` it is collective over `group`, except in recomputations.
+        With a `global_batch_loss` it is collective over `group`, and with a `sequence_loss` over the ranks that share
+        the sequences, except in recomputations.
 
         Args:
-            logits: Of the router, shape `[..., tokens, experts]`: sequences of tokens.
+            logits: Of the router, shape `[..., tokens, experts]`: sequences of tokens, or this rank's part of each.
             probabilities: Their softmax.
             indices: The experts of each token, shape `[..., tokens, top_k]`.
 
         Returns:
             The sum of all losses times their coefficients, a scalar in the dtype of `probabilities`; None without
-            losses, and without gradient.
+            losses, and without gradient. [Note: sequences on several ranks].
         """
         if not torch.is_grad_enabled():
             return None
@@ -147,7 +162,10 @@ class ExpertBalance(DrawnByRows):
             self.tokens_per_expert.add_(counts.sum(0))
         losses = []
         if config.sequence_loss:
-            losses.append(config.sequence_loss * sequence_balance_loss(probabilities, counts))
+            of_sequences = counts
+            if self.sequence_group_name is not None and not is_repeated:
+                of_sequences = sum_over(counts, self.sequence_group_name, sums_gradients=False)
+            losses.append(config.sequence_loss * sequence_balance_loss(probabilities, of_sequences))
         if config.global_batch_loss:
             counts = counts.sum(0) * self.counts_tokens
             if self.group is not None and not is_repeated:
@@ -162,12 +180,13 @@ def sequence_balance_loss(probabilities: Tensor, counts: Tensor) -> Tensor:
     """The mean over sequences of `balance_loss`.
 
     Args:
-        probabilities: Of each expert for each token, shape `[..., tokens, experts]`.
-        counts: How many tokens of each sequence went to each expert, shape `[sequences, experts]`.
+        probabilities: Of each expert for each token of this rank, shape `[..., tokens, experts]`.
+        counts: How many tokens of each sequence went to each expert, perhaps on other ranks, too; shape
+            `[sequences, experts]`.
     """
     num_sequences, num_experts = counts.shape
     means = probabilities.sum(-2).view(num_sequences, num_experts) / max(1, probabilities.shape[-2])
-    return (means * _relative(counts, means.dtype)).sum() / max(1, num_sequences)
+    return _FixedProduct.apply(means, _relative(counts, means.dtype)) / max(1, num_sequences)
 
 
 def balance_loss(probabilities: Tensor, counts: Tensor) -> Tensor:
@@ -188,6 +207,19 @@ def router_z_loss(logits: Tensor) -> Tensor:
     """The mean over tokens of the squared logsumexp of their logits `[..., experts]`; keeps logits small."""
     squares = logits.logsumexp(-1).square()
     return squares.sum() / max(1, squares.numel())
+
+
+def spread_sequences(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Lets each `ExpertBalance` of a module know that ranks share sequences. Not collective.
+
+    Args:
+        module: Of this rank, in which it meets equally many tokens of each sequence as the others do.
+        group: All ranks with tokens of the same sequences; if it is this one alone, its sequences are whole.
+    """
+    for part in module.modules():
+        if isinstance(part, ExpertBalance):
+            part.sequence_group_name = group.group_name if group.size() > 1 else None
+            part.sequence_rank = group.rank()
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_d9d import ConfigError
 from lightning_d9d.modules import BalanceConfig, ExpertBalance, SparseMoE, TopKRouter, expert_load, update_expert_bias
+from lightning_d9d.modules.balance import spread_sequences
 from lightning_d9d.pipeline.initial_weights import materialize
 from tests.harness.compare import assert_bitwise_equal, assert_close_named
 from tests.harness.ranks import RankContext
@@ -366,6 +367,69 @@ def test_one_message_updates_all_layers_on_all_ranks_alike(rank: RankContext) ->
         expected = 0.1 * (counts.mean() - counts).sign().float()
         assert expected.any()
         assert_bitwise_equal(name, model.get_buffer(f"{name}.balance.bias"), expected)
+
+
+def check_spread_sequences(
+    rank: RankContext, sharing: dist.ProcessGroup, whole_batches: dist.ProcessGroup | None, *, recompute: bool = False
+) -> None:
+    """Ranks of `sharing` have some tokens of each sequence; as many ranks as data ranks do it again with whole ones.
+
+    Args:
+        whole_batches: One rank of each group of `sharing`, this one among them.
+    """
+    data_rank, size, part = rank.rank // sharing.size(), sharing.size(), sharing.rank()
+    whole = tokens(3, 8, seed=data_rank).to(rank.device).requires_grad_()
+    one = make_moe(ALL_LOSSES).to(rank.device)
+    one.gate.balance.group = whole_batches
+    _, expected = one(whole)
+    expected.backward()
+
+    moe = make_moe(ALL_LOSSES).to(rank.device)
+    moe.gate.balance.group = dist.group.WORLD
+    spread_sequences(moe, sharing)
+    x = whole.detach()[:, part::size].requires_grad_()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        all_reduces = count_all_reduces(monkeypatch)
+        _, loss = checkpoint(moe, x, use_reentrant=False) if recompute else moe(x)
+        (loss / size).backward()
+        assert len(all_reduces) == 2  # of sequences, of the global batch
+
+    sums = {"loss": loss.detach() / size, "weight": moe.gate.weight.grad, "counts": moe.gate.balance.tokens_per_expert}
+    for summed in sums.values():
+        dist.all_reduce(summed, group=sharing)
+    assert_close_named("loss", sums["loss"], expected, kind=Kind.LOSS)
+    assert_close_named("gradient of the weight", sums["weight"], one.gate.weight.grad)
+    assert_close_named("gradient of own tokens", x.grad, whole.grad[:, part::size])
+    assert sums["counts"].tolist() == one.gate.balance.tokens_per_expert.tolist()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+def test_sequences_on_two_ranks(rank: RankContext, recompute: bool) -> None:
+    check_spread_sequences(rank, rank.group, None, recompute=recompute)
+
+
+@pytest.mark.ranks(4)
+def test_sequences_on_four_ranks(rank: RankContext) -> None:
+    check_spread_sequences(rank, rank.group, None)
+
+
+@pytest.mark.ranks(4)
+def test_sequences_on_two_ranks_of_four(rank: RankContext) -> None:
+    sharing, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
+    whole_batches, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
+    check_spread_sequences(rank, sharing, whole_batches)
+    for group in (sharing, whole_batches):
+        dist.destroy_process_group(group)
+
+
+@pytest.mark.ranks(2)
+def test_forced_experts_take_turns_over_ranks(rank: RankContext) -> None:
+    moe = make_moe(BalanceConfig(forced=True)).to(rank.device)
+    spread_sequences(moe, rank.group)
+    moe(tokens(1, 2).to(rank.device))
+    expected = [[1, 1, 1, 1, 0, 0], [1, 1, 0, 0, 1, 1]]
+    assert moe.gate.balance.tokens_per_expert.tolist() == expected[rank.rank]
 
 
 @pytest.mark.gpu
