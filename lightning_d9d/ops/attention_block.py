@@ -1,0 +1,221 @@
+"""Attention of some queries to some keys, with which attention to all keys can be put together block by block.
+
+A block's result comes with the logarithm of the sum of its exponentiated scores, natural and in float32 (float64 for
+float64), from which `merge` knows how much each of two results weighs. The backward of a block takes result and
+logarithm of the whole, so gradients of blocks are parts of a sum. See https://arxiv.org/abs/2205.14135 for the
+arithmetic and https://arxiv.org/abs/2310.01889 for blocks on several devices.
+
+None of these is differentiable itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
+
+_MAX_SCORES = 1 << 24
+"""How many scores the reference has in memory at a time, unless those of one query a head are more."""
+
+_aten = torch.ops.aten
+
+
+def attention_block(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    q_documents: Tensor | None = None,
+    k_documents: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attends with queries to a block of keys; several query heads may share one head of keys and values.
+
+    Runs on cuDNN's or flash attention's kernels where these can, else, and always with documents, on
+    `attention_block_reference`.
+
+    Args:
+        q: shape `[batch, heads, queries, head_dim]`.
+        k: shape `[batch, kv_heads, keys, head_dim]`; `kv_heads` divides `heads`, and head h has keys of
+            `h // (heads / kv_heads)`.
+        v: shape of `k`.
+        causal: whether queries and keys are those of the same tokens, so that each query attends to the keys up to its
+            own; else each attends to all.
+        q_documents: integers, shape `[batch, queries]`: a query attends only to keys with its own number. With
+            `k_documents` or not at all.
+        k_documents: integers, shape `[batch, keys]`.
+
+    Returns:
+        The result, shape and dtype of `q`, and the logarithms, shape `[batch, heads, queries]`: 0 and -inf for a query
+        without any key.
+    """
+    kernel = _kernel(q, k, v, causal, q_documents)
+    if kernel == "cudnn":
+        out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
+        return out, lse.view(q.shape[:-1])
+    if kernel == "flash":
+        out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+        return out, lse
+    return attention_block_reference(q, k, v, causal=causal, q_documents=q_documents, k_documents=k_documents)
+
+
+def attention_block_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool,
+    q_documents: Tensor | None = None,
+    k_documents: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a block of keys contributes to the gradients of attention.
+
+    Args:
+        grad_out: gradient of the result, shape of `q`.
+        q: as in `attention_block`, as are `k`, `v`, `causal`, `q_documents` and `k_documents`.
+        k: see `q`.
+        v: see `q`.
+        out: what these queries got from all their keys, in this block and others.
+        lse: the logarithms of that.
+        causal: see `q`.
+        q_documents: see `q`.
+        k_documents: see `q`.
+
+    Returns:
+        The summands of the gradients of `q`, `k` and `v`, in their shapes and dtypes.
+    """
+    kernel = _kernel(q, k, v, causal, q_documents)
+    if kernel is None:
+        return attention_block_backward_reference(
+            grad_out, q, k, v, out, lse, causal=causal, q_documents=q_documents, k_documents=k_documents
+        )
+    lengths = (q.shape[2], k.shape[2])
+    no_seed = torch.empty(2, dtype=torch.int64, device=q.device)  # without dropout nothing reads it
+    if kernel == "cudnn":
+        return _aten._scaled_dot_product_cudnn_attention_backward(
+            grad_out, q, k, v, out, lse.unsqueeze(-1), no_seed, no_seed, None, None, None, *lengths, 0.0, causal
+        )
+    return _aten._scaled_dot_product_flash_attention_backward(
+        grad_out, q, k, v, out, lse, None, None, *lengths, 0.0, causal, no_seed, no_seed
+    )
+
+
+def merge(out: Tensor, lse: Tensor, out2: Tensor, lse2: Tensor) -> None:
+    """Adds the result of a further block to that of others, in place.
+
+    Args:
+        out: the others' result, shape `[batch, heads, queries, head_dim]`, in float32 (float64 for float64).
+        lse: the others' logarithms, shape `[batch, heads, queries]`, in the dtype of `out`.
+        out2: the further block's result, shape of `out`, in any dtype.
+        lse2: its logarithms.
+    """
+    total = torch.logaddexp(lse, lse2)
+    weight = (lse2 - _finite(total)).exp_()
+    out.lerp_(out2.to(out.dtype), weight.unsqueeze(-1))
+    lse.copy_(total)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """In which results and gradients of blocks are summed: float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def attention_block_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    q_documents: Tensor | None = None,
+    k_documents: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`attention_block` in plain torch and wide arithmetic, with the scores of some queries at a time."""
+    k, v = k.to(wide(k.dtype)), v.to(wide(v.dtype))
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=k.dtype)
+    for rows in _chunks(q, k):
+        scores = _scores(q, k, rows, causal, q_documents, k_documents)
+        log_sums = scores.logsumexp(-1)
+        out[:, :, rows] = _probabilities(scores, log_sums).matmul(v).view(q[:, :, rows].shape)
+        lse[:, :, rows] = log_sums.view(lse[:, :, rows].shape)
+    return out, lse
+
+
+def attention_block_backward_reference(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool,
+    q_documents: Tensor | None = None,
+    k_documents: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`attention_block_backward` in plain torch and wide arithmetic, with the scores of some queries at a time."""
+    k_wide, v_wide = k.to(wide(k.dtype)), v.to(wide(v.dtype))
+    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k_wide), torch.zeros_like(v_wide)
+    for rows in _chunks(q, k):
+        scores = _scores(q, k_wide, rows, causal, q_documents, k_documents)
+        probabilities = _probabilities(scores, lse[:, :, rows].reshape(scores.shape[:-1]))
+        gradient, result = (_grouped(t[:, :, rows], k_wide) for t in (grad_out, out))
+        dv += probabilities.mT @ gradient
+        d_scores = gradient @ v_wide.mT - (gradient * result).sum(-1, keepdim=True)
+        d_scores *= probabilities * q.shape[-1] ** -0.5
+        dq[:, :, rows] = d_scores.matmul(k_wide).view(q[:, :, rows].shape)
+        dk += d_scores.mT @ _grouped(q[:, :, rows], k_wide)
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _kernel(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, documents: Tensor | None
+) -> Literal["cudnn", "flash"] | None:
+    """What can run a block here; `torch.nn.attention.sdpa_kernel` narrows it down as for torch's own attention."""
+    if not q.is_cuda or documents is not None or q.shape[-1] % 8:
+        return None
+    parameters = SDPAParams(q, k, v, None, 0.0, causal, True)
+    if can_use_cudnn_attention(parameters):
+        return "cudnn"
+    return "flash" if can_use_flash_attention(parameters) else None
+
+
+def _chunks(q: Tensor, k: Tensor) -> Iterator[slice]:
+    """Of queries."""
+    batch, heads, num_queries, _ = q.shape
+    length = max(1, _MAX_SCORES // (batch * heads * k.shape[2]))
+    return (slice(start, min(start + length, num_queries)) for start in range(0, num_queries, length))
+
+
+def _grouped(rows: Tensor, k: Tensor) -> Tensor:
+    """As wide as `k`, `[batch, kv_heads, group * rows, head_dim]`: heads that share keys follow each other."""
+    return rows.to(k.dtype).reshape(*k.shape[:2], -1, rows.shape[-1])
+
+
+def _scores(
+    q: Tensor, k: Tensor, rows: slice, causal: bool, q_documents: Tensor | None, k_documents: Tensor | None
+) -> Tensor:
+    """Shape `[batch, kv_heads, group * rows, keys]`, -inf where a query does not attend."""
+    scores = _grouped(q[:, :, rows], k) @ (k.mT * q.shape[-1] ** -0.5)
+    by_row = scores.unflatten(2, (-1, rows.stop - rows.start))
+    if causal:
+        places = torch.arange(k.shape[2], device=k.device)
+        by_row.masked_fill_(places > places[rows].unsqueeze(-1), float("-inf"))
+    if q_documents is not None and k_documents is not None:
+        differ = q_documents[:, rows].unsqueeze(-1) != k_documents.unsqueeze(-2)
+        by_row.masked_fill_(differ[:, None, None], float("-inf"))
+    return scores
+
+
+def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
+    return scores.sub_(_finite(lse).unsqueeze(-1)).exp_()
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """Of a query without any key +inf, which makes its probabilities 0, where -inf would make them NaN."""
+    return lse.masked_fill(lse == float("-inf"), float("inf"))

@@ -1,0 +1,433 @@
+"""Context parallelism: attention over sequences of which each rank holds a part.
+
+[Note: who holds what] A sequence is cut into `2 * size` equal chunks, and rank r holds chunks r and `2 * size - 1 - r`,
+an early and a late one (`SequenceCut`). So all ranks have the same number of pairs of queries and keys under a causal
+mask. With its own tokens rank r attends causally, as to a sequence of their own, since its chunks are in order. Of the
+tokens of a rank before it only the early chunk counts, for all its queries; of those of a rank after it both chunks do,
+but for its late queries alone. All of these are whole blocks, without a causal border inside, of equal size.
+
+[Note: partial results] Each block gives a result and its logarithm (`lightning_d9d.ops.attention_block`), which are
+summed in float32, in an order that depends on the rank only. Kept for the backward are what came in and what goes out:
+keys and values of other ranks come again. Their gradients travel and are summed in float32, too.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.modules import GroupedQueryAttention
+from lightning_d9d.ops import all_to_all_rows, attention, gather_dim
+from lightning_d9d.ops.attention_block import attention_block, attention_block_backward, merge, wide
+from lightning_d9d.ops.collectives import _all_gather, _reduce_scatter
+
+
+@dataclass(frozen=True)
+class SequenceCut:
+    """Which part of a sequence a rank holds. [Note: who holds what]. Nothing is communicated."""
+
+    rank: int
+    """This one's among those that share sequences."""
+    size: int
+    """How many share sequences; one holds them whole."""
+
+    def cut(self, whole: Tensor, dim: int) -> Tensor:
+        """This rank's part of a tensor that has whole sequences along `dim`; of one rank the tensor itself.
+
+        Raises:
+            ConfigError: The sequences cannot be cut so.
+        """
+        if self.size == 1:
+            return whole
+        length, divisor = whole.shape[dim], 2 * self.size
+        if length % divisor:
+            below = length - length % divisor
+            legal = " or ".join(str(each) for each in (below, below + divisor) if each)
+            raise ConfigError(
+                f"a sequence of {length} tokens cannot be cut over {self.size} ranks of context parallelism, which "
+                f"takes a multiple of {divisor}: pad or shorten it to {legal}, or change context_parallel_shard or "
+                "context_parallel_replicate of MeshConfig"
+            )
+        chunks = whole.chunk(divisor, dim)
+        return torch.cat([chunks[self.rank], chunks[-1 - self.rank]], dim)
+
+    def positions(self, local_length: int, device: torch.device) -> Tensor:
+        """Where this rank's tokens are in the whole sequence, int64, shape `[local_length]`.
+
+        Raises:
+            ConfigError: The length is odd, so not that of two chunks.
+        """
+        return self.cut(torch.arange(local_length * self.size, device=device), 0)
+
+    def join(self, parts: Tensor | Sequence[Tensor], dim: int) -> Tensor:
+        """Whole sequences along `dim`, from the parts of all ranks: one after the other along `dim`, or as a list."""
+        if not isinstance(parts, Tensor):
+            parts = torch.cat([*parts], dim)
+        if self.size == 1:
+            return parts
+        chunks = parts.chunk(2 * self.size, dim)
+        return torch.cat([*chunks[::2], *chunks[:0:-2]], dim)
+
+
+class ContextAttention(ABC):
+    """Causal attention over sequences that are spread over the ranks of a group.
+
+    A call, and its backward, is collective over the group, for equal shapes and dtypes. All ranks agree on whether
+    documents are given and gradients required. The host waits for nothing.
+
+    Args:
+        group: The ranks that share sequences. Only its name is kept, so that modules with it can be copied.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.cut = SequenceCut(group.rank(), group.size())
+        self.group_name = group.group_name
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Attends with this rank's queries to the whole sequences, as `lightning_d9d.ops.attention` on one device.
+
+        Args:
+            q: shape `[batch, heads, local seq, head_dim]`: this rank's part, as `SequenceCut` has it.
+            k: shape `[batch, kv_heads, local seq, head_dim]`.
+            v: shape of `k`.
+            documents: integers, shape `[batch, local seq]`: a token attends only to tokens of its row with its own
+                number, also on other ranks.
+
+        Returns:
+            Shape and dtype of `q`.
+
+        Raises:
+            ConfigError: The local sequence has an odd length, or the heads do not fit the kind.
+        """
+        if self.cut.size > 1 and q.shape[2] % 2:
+            raise ConfigError(
+                f"rank {self.cut.rank} of {self.cut.size} of context parallelism has {q.shape[2]} tokens of each "
+                "sequence, not two equal chunks: cut sequences with SequenceCut"
+            )
+        if documents is not None:
+            documents = gather_dim(documents, 1, self.group_name)
+        return self._attend(q, k, v, documents)
+
+    @abstractmethod
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
+        """`documents` are those of all ranks, one after the other."""
+
+
+class GatherAttention(ContextAttention):
+    """Causal attention for which each rank gathers the keys and values of all.
+
+    They are gathered while the rank attends to its own, and again in the backward, where one message brings all
+    gradients home. Takes the memory of whole sequences of keys and values, in the backward also of their gradients in
+    float32, for one layer at a time.
+
+    One operator computes it, `torch.ops.lightning_d9d.gather_attention`: what is to be kept for a recomputation can
+    name it.
+    """
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
+        return torch.ops.lightning_d9d.gather_attention(q, k, v, documents, self.group_name)[0]
+
+
+class RingAttention(ContextAttention):
+    """Causal attention for which keys and values go round the ranks, as in https://arxiv.org/abs/2310.01889.
+
+    While a rank attends to the keys and values of one rank, those of the next are on their way. In the backward they go
+    round once more, and their gradients with them. Takes the memory of two ranks' keys and values, in the backward also
+    of their gradients in float32.
+
+    One operator computes it, `torch.ops.lightning_d9d.ring_attention`: what is to be kept for a recomputation can name
+    it.
+    """
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
+        return torch.ops.lightning_d9d.ring_attention(q, k, v, documents, self.group_name)[0]
+
+
+class HeadsAttention(ContextAttention):
+    """Causal attention for which each rank takes some heads of whole sequences, as in https://arxiv.org/abs/2309.14509.
+
+    One all-to-all brings queries, keys and values to the ranks of their heads, another the results back. In between is
+    `lightning_d9d.ops.attention`.
+
+    The ranks must be able to share the heads of queries, and those of keys and values, equally.
+    """
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
+        size, heads = self.cut.size, [t.shape[1] for t in (q, k, v)]
+        common = math.gcd(*heads)
+        if common % size:
+            legal = " or ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+            raise ConfigError(
+                f"context='heads' over {size} ranks: {heads[0]} query heads and {heads[1]} key/value heads (of one "
+                f"rank of tensor parallelism) cannot be shared equally. {legal} ranks can; context='gather' and 'ring' "
+                "take any number of heads"
+            )
+        by_rank = torch.cat([t.unflatten(1, (size, -1)) for t in (q, k, v)], dim=2).transpose(0, 1)
+        whole = self.cut.join(self._exchange(by_rank).movedim(0, 2).flatten(2, 3), dim=2)
+        q, k, v = whole.split([num // size for num in heads], dim=1)
+        out = attention(q, k, v, None if documents is None else self.cut.join(documents, dim=1))
+        by_rank = torch.stack([SequenceCut(rank, size).cut(out, dim=2) for rank in range(size)])
+        return self._exchange(by_rank).transpose(0, 1).flatten(1, 2)
+
+    def _exchange(self, by_rank: Tensor) -> Tensor:
+        """Sends `by_rank[r]` to rank r; returns what came from each, in their order."""
+        once = [1] * self.cut.size
+        return all_to_all_rows(by_rank, once, once, self.group_name)
+
+
+KINDS: dict[str, type[ContextAttention]] = {"gather": GatherAttention, "ring": RingAttention, "heads": HeadsAttention}
+
+
+def shard_context(stage: nn.Module, group: dist.ProcessGroup, kind: str) -> None:
+    """Let each `GroupedQueryAttention` of a module attend over the ranks of a group, in place. Local.
+
+    Args:
+        stage: Any module. From then on it takes this rank's part of sequences, as `SequenceCut` cuts them.
+        group: The ranks that share sequences.
+        kind: "gather", "ring" or "heads": see `GatherAttention`, `RingAttention` and `HeadsAttention`.
+
+    Raises:
+        ConfigError: There is no such kind.
+    """
+    if kind not in KINDS:
+        raise ConfigError(f"context={kind!r} must be one of {', '.join(map(repr, KINDS))}")
+    attend = KINDS[kind](group)
+    for module in stage.modules():
+        if isinstance(module, GroupedQueryAttention):
+            module.attend = attend
+
+
+class _Block(NamedTuple):
+    """Some of this rank's queries and some keys and values."""
+
+    ranks: slice
+    """Whose keys and values."""
+    rows: slice
+    """Which of this rank's queries."""
+    keys: slice
+    """Which of each rank's keys."""
+    mask: dict[str, Any]
+    """The last arguments of `attention_block`."""
+
+    def attend(self, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """`q` are all of this rank's queries, `kv` the block's keys and values."""
+        return attention_block(q[:, :, self.rows], kv[0], kv[1], **self.mask)
+
+    def gradients(self, grad_out: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the block's queries, and of its `kv`."""
+        grad_out, q, out, lse = (t[:, :, self.rows] for t in (grad_out, q, out, lse))
+        dq, dk, dv = attention_block_backward(grad_out, q, kv[0], kv[1], out, lse, **self.mask)
+        return dq, torch.stack((dk, dv))
+
+
+class _Blocks:
+    """What this rank's queries attend to. [Note: who holds what]."""
+
+    def __init__(self, q: Tensor, documents: Tensor | None, group_name: str) -> None:
+        self.group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
+        self.rank, self.size = self.group.rank(), self.group.size()
+        self.own = slice(self.rank, self.rank + 1)
+        self._half = q.shape[2] // 2
+        self._documents = None if documents is None else documents.unflatten(1, (self.size, -1))
+
+    def with_keys_of(self, ranks: slice) -> _Block:
+        """Of consecutive ranks: some before this one, some after it, or it alone."""
+        rows = slice(self._half if ranks.start > self.rank else 0, None)
+        keys = slice(self._half if ranks.start < self.rank else None)
+        mask = {
+            "causal": ranks == self.own,
+            "q_documents": self._documents_of(self.own, rows),
+            "k_documents": self._documents_of(ranks, keys),
+        }
+        return _Block(ranks, rows, keys, mask)
+
+    def _documents_of(self, ranks: slice, places: slice) -> Tensor | None:
+        return None if self._documents is None else self._documents[:, ranks, places].flatten(1)
+
+    @property
+    def of_others(self) -> list[_Block]:
+        """As few as possible."""
+        others = [slice(0, self.rank), slice(self.rank + 1, self.size)]
+        return [self.with_keys_of(ranks) for ranks in others if ranks.start < ranks.stop]
+
+
+def _gather_attention(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, group_name: str
+) -> tuple[Tensor, Tensor]:
+    blocks = _Blocks(q, documents, group_name)
+    own_kv = torch.stack((k, v))
+    gathered = _gather(own_kv, blocks.group)
+    out, lse = blocks.with_keys_of(blocks.own).attend(q, own_kv)
+    out = out.to(wide(q.dtype))
+    kv = gathered()
+    for block in blocks.of_others:
+        partial = block.attend(q, _in_a_row(kv, block))
+        merge(out[:, :, block.rows], lse[:, :, block.rows], *partial)
+    return torch.empty_like(q).copy_(out), lse
+
+
+def _gather_attention_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    documents: Tensor | None,
+    group_name: str,
+) -> tuple[Tensor, ...]:
+    blocks = _Blocks(q, documents, group_name)
+    own_kv = torch.stack((k, v))
+    gathered = _gather(own_kv, blocks.group)
+    dq, own_dkv = blocks.with_keys_of(blocks.own).gradients(grad_out, q, own_kv, out, lse)
+    dq = dq.to(wide(q.dtype))
+    kv = gathered()
+    dkv = torch.zeros_like(kv, dtype=dq.dtype)
+    dkv[blocks.rank] = own_dkv
+    for block in blocks.of_others:
+        dq_part, dkv_part = block.gradients(grad_out, q, _in_a_row(kv, block), out, lse)
+        dq[:, :, block.rows] += dq_part
+        by_rank = dkv[block.ranks, ..., block.keys, :]
+        by_rank.copy_(dkv_part.unflatten(-2, (len(by_rank), -1)).movedim(-3, 0))
+    summed = torch.empty_like(dkv[0])
+    _reduce_scatter(summed, dkv.flatten(0, 1), group=blocks.group)
+    return _in_form_of((q, k, v), (dq, *summed))
+
+
+def _gather(tensor: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+    """Starts to gather the tensors of all ranks; the result waits, for all with ranks as a further first dim."""
+    gathered = tensor.new_empty(group.size(), *tensor.shape)
+    work = _all_gather(gathered.flatten(0, 1), tensor, group=group, async_op=True)
+
+    def wait() -> Tensor:
+        assert work is not None
+        work.wait()
+        return gathered
+
+    return wait
+
+
+def _in_a_row(kv: Tensor, block: _Block) -> Tensor:
+    """Of `[ranks, 2, batch, kv_heads, local seq, head_dim]` the block's, in the order of ranks."""
+    return kv[block.ranks, ..., block.keys, :].movedim(0, -3).flatten(-3, -2)
+
+
+def _ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, group_name: str
+) -> tuple[Tensor, Tensor]:
+    blocks = _Blocks(q, documents, group_name)
+    out = lse = q  # until its own block, the first, is there
+    for block, kv in _go_round(torch.stack((k, v)), blocks):
+        partial = block.attend(q, kv)
+        if block.ranks == blocks.own:
+            out, lse = partial[0].to(wide(q.dtype)), partial[1]
+        else:
+            merge(out[:, :, block.rows], lse[:, :, block.rows], *partial)
+    return torch.empty_like(q).copy_(out), lse
+
+
+def _ring_attention_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    documents: Tensor | None,
+    group_name: str,
+) -> tuple[Tensor, ...]:
+    blocks = _Blocks(q, documents, group_name)
+    dq = torch.zeros_like(q, dtype=wide(q.dtype))
+    dkv: Callable[[], Tensor] | None = None
+    for block, kv in _go_round(torch.stack((k, v)), blocks):
+        dq_part, dkv_part = block.gradients(grad_out, q, kv, out, lse)
+        dq[:, :, block.rows] += dq_part
+        if dkv is None:
+            sum_so_far = dkv_part.to(dq.dtype)
+        else:
+            sum_so_far = dkv()
+            sum_so_far[..., block.keys, :] += dkv_part
+        dkv = _pass_on(sum_so_far, blocks)
+    assert dkv is not None
+    return _in_form_of((q, k, v), (dq, *dkv()))
+
+
+def _go_round(kv: Tensor, blocks: _Blocks) -> Iterator[tuple[_Block, Tensor]]:
+    """The block of each rank's keys, and these with their values, this rank's first; passes them on meanwhile."""
+    for step in range(blocks.size):
+        next_kv = _pass_on(kv, blocks) if step < blocks.size - 1 else None
+        rank = (blocks.rank - step) % blocks.size
+        block = blocks.with_keys_of(slice(rank, rank + 1))
+        yield block, kv[..., block.keys, :]
+        if next_kv is not None:
+            kv = next_kv()
+
+
+def _pass_on(tensor: Tensor, blocks: _Blocks) -> Callable[[], Tensor]:
+    """Starts to send a tensor to the next rank; the result waits for that of the rank before."""
+    if blocks.size == 1:
+        return lambda: tensor
+    received = torch.empty_like(tensor)
+    messages = [
+        dist.P2POp(dist.isend, tensor, group=blocks.group, group_peer=(blocks.rank + 1) % blocks.size),
+        dist.P2POp(dist.irecv, received, group=blocks.group, group_peer=(blocks.rank - 1) % blocks.size),
+    ]
+    works = dist.batch_isend_irecv(messages)
+
+    def wait() -> Tensor:
+        for work in works:
+            work.wait()
+        return received
+
+    return wait
+
+
+def _in_form_of(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """With their dtypes and order in memory, as `_new_gradients` tells the compiler."""
+    return tuple(torch.empty_like(t).copy_(value) for t, value in zip(tensors, values, strict=True))
+
+
+def _new_results(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
+
+
+def _new_gradients(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _register(name: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
+    """One operator for the forward and one for its backward, which `torch.compile` takes whole."""
+    name, backward_name = f"lightning_d9d::{name}", f"lightning_d9d::{name}_backward"
+    qkv, rest = "Tensor q, Tensor k, Tensor v", "Tensor? documents, str group_name"
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        q, k, v, documents, ctx.group_name = inputs
+        ctx.save_for_backward(q, k, v, *output, documents)
+        ctx.mark_non_differentiable(output[1])
+
+    def differentiate(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        operator = getattr(torch.ops.lightning_d9d, backward_name.split("::")[1])
+        return *operator(grad_out, *ctx.saved_tensors, ctx.group_name), None, None
+
+    # Not torch.library.custom_op, which imports the compiler at the first call.
+    torch.library.define(name, f"({qkv}, {rest}) -> (Tensor, Tensor)")
+    torch.library.impl(name, "CompositeExplicitAutograd", forward)
+    torch.library.register_fake(name, _new_results)
+    torch.library.register_autograd(name, differentiate, setup_context=keep)
+    torch.library.define(
+        backward_name, f"(Tensor grad_out, {qkv}, Tensor out, Tensor lse, {rest}) -> (Tensor, Tensor, Tensor)"
+    )
+    torch.library.impl(backward_name, "CompositeExplicitAutograd", backward)
+    torch.library.register_fake(backward_name, _new_gradients)
+
+
+_register("gather_attention", _gather_attention, _gather_attention_backward)
+_register("ring_attention", _ring_attention, _ring_attention_backward)
