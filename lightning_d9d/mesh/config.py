@@ -118,6 +118,21 @@ class MeshConfig:
             "flat": {"world": self.world_size},
         }
 
+    def split_tensor(self, num_shards: int) -> dict[str, dict[str, int]]:
+        """Those of `domains` that have `tp`, which is cut in two there: `tp_shard`, and `tp_replicate`, copies of each.
+
+        For weights of which there are fewer parts than tensor-parallel ranks: heads of keys and values.
+
+        Args:
+            num_shards: How many parts there are; it divides `tensor_parallel`.
+        """
+        cut = {"tp_shard": num_shards, "tp_replicate": self.tensor_parallel // num_shards}
+        return {
+            name: {axis: size for axis, size in shape.items() if axis != "tp"} | cut
+            for name, shape in self.domains().items()
+            if "tp" in shape
+        }
+
     def expert_weights(self) -> dict[str, int]:
         """As one of `domains`, with `ep_replicate` cut in two.
 

@@ -44,6 +44,7 @@ class MeshDomains:
         self.device_type = device_type
         self._timeout_seconds = timeout_seconds
         self._shapes = config.domains()
+        self._tensor_shapes: dict[str, dict[str, int]] = {}
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._pool: GroupPool | None = None
         self._meshes: dict[str, DeviceMesh] = {}
@@ -115,6 +116,56 @@ class MeshDomains:
         return self._meshes["expert_weights"]["ep_dp_replicate", "ep_fsdp", "ep_shard"]
 
     @property
+    def weights(self) -> DeviceMesh:
+        """A view of `dense` for weights outside of experts: `dp_cp_replicate`, `dp_cp_shard`, `tp`.
+
+        Along `dp_cp_replicate` there are copies: it is `dp_replicate` and `cp_replicate` in one. In place of `tp` there
+        are `tp_shard` and `tp_replicate` after `split_tensor`. What torch shall combine, such as tensor and data
+        parallelism of one module, are parts of this one mesh. Collective over all ranks at the first use, which makes
+        the groups that are new.
+        """
+        if "weights" not in self._meshes:
+            shape = self._tensor_shapes.get("dense", self._shapes["dense"])
+            tensor = [axis for axis in shape if axis.startswith("tp")]
+            self._open()
+            axes = [("pp",), ("dp_replicate", "cp_replicate"), ("dp_cp_shard",), *((axis,) for axis in tensor)]
+            groups = [self._group(shape, each, "dense") for each in axes]
+            ranks = torch.arange(self.config.world_size, dtype=torch.int).view(*shape.values())
+            ranks = ranks.movedim([*shape].index("cp_replicate"), 2).flatten(1, 2)
+            names = ("pp", "dp_cp_replicate", "dp_cp_shard", *tensor)
+            self._meshes["weights"] = DeviceMesh.from_group(groups, self.device_type, mesh=ranks, mesh_dim_names=names)
+        return self._meshes["weights"]["dp_cp_replicate", "dp_cp_shard", *self.tensor_axes]
+
+    @property
+    def tensor_axes(self) -> tuple[str, ...]:
+        """The axes of `weights` for tensor parallelism."""
+        return ("tp_shard", "tp_replicate") if self._tensor_shapes else ("tp",)
+
+    def split_tensor(self, num_shards: int) -> None:
+        """Cut `tp` in two, as `MeshConfig.split_tensor`, for all modules on this mesh, before `weights` is used.
+
+        Nothing changes where there are as many parts as ranks, or more. Collective over all ranks.
+
+        Raises:
+            ConfigError: The number does not divide `tp`, or it was cut otherwise, or `weights` is in use.
+        """
+        tp = self.sizes["tp"]
+        if num_shards >= tp or self._tensor_shapes.get("dense", {}).get("tp_shard") == num_shards:
+            return
+        if tp % num_shards:
+            raise ConfigError(
+                f"tensor_parallel={tp} cannot be cut in {num_shards} equal parts: one of the two must divide the other"
+            )
+        if "weights" in self._meshes:
+            raise ConfigError(
+                f"tensor_parallel={tp} is in use as {'x'.join(self.tensor_axes)}, and cannot be cut in {num_shards} "
+                "parts besides: let all attention modules have as many heads of keys and values"
+            )
+        self._tensor_shapes = self.config.split_tensor(num_shards)
+        _ = self.weights
+        self.group("dp", "cp", "tp_replicate")
+
+    @property
     def batch(self) -> DeviceMesh:
         """For data: along `dp` ranks read different samples, along `cp` parts of the same ones, along `tp` the same."""
         return self._mesh("batch")
@@ -127,13 +178,14 @@ class MeshDomains:
     @property
     def sizes(self) -> dict[str, int]:
         """The size of each axis of any domain. Builds nothing."""
-        return {axis: size for shape in self._shapes.values() for axis, size in shape.items()}
+        shapes = (*self._shapes.values(), *self._tensor_shapes.values())
+        return {axis: size for shape in shapes for axis, size in shape.items()}
 
     @property
     def coordinates(self) -> dict[str, int]:
         """Where this rank is along each axis of any domain. Builds nothing."""
         found = {}
-        for shape in self._shapes.values():
+        for shape in (*self._shapes.values(), *self._tensor_shapes.values()):
             rest = self._rank
             for axis, size in reversed(shape.items()):
                 rest, found[axis] = divmod(rest, size)
@@ -191,7 +243,8 @@ class MeshDomains:
         """
         domain = self._domain_of(axes, None)
         options: dict[str, Any] = {"lane": lane, "backend": backend, "high_priority": high_priority}
-        return self._group(self._shapes[domain], axes, domain, **options)
+        shape = self._shapes[domain] if {*axes} <= {*self._shapes[domain]} else self._tensor_shapes[domain]
+        return self._group(shape, axes, domain, **options)
 
     def _group(self, shape: Mapping[str, int], axes: tuple[str, ...], domain: str, **options: Any) -> dist.ProcessGroup:
         pool = self._open()
@@ -276,7 +329,7 @@ class MeshDomains:
         """
         if self._pool is not None:
             self._pool.release()
-        self._pool, self._meshes, self._closed = None, {}, True
+        self._pool, self._meshes, self._tensor_shapes, self._closed = None, {}, {}, True
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self.config, self.device_type, self._timeout_seconds)
@@ -323,7 +376,7 @@ class MeshDomains:
     def _domain_of(self, axes: tuple[str, ...], domain: str | None) -> str:
         """The first domain, or this one, that has the axes in this order."""
         shapes = self._shapes if domain is None else {domain: self._shapes.get(domain, {})}
-        for name, shape in shapes.items():
+        for name, shape in (*shapes.items(), *(self._tensor_shapes if domain is None else {}).items()):
             if axes and tuple(axis for axis in shape if axis in axes) == axes:
                 return name
         known = "; ".join(f"{name}: {', '.join(shape)}" for name, shape in self._shapes.items())

@@ -1,17 +1,27 @@
-"""Which part of a DTensor this rank holds."""
+"""Which part of a DTensor this rank holds, and making DTensors of parameters."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
 
 
 def local(tensor: Tensor) -> Tensor:
     """The part of a DTensor that this rank holds, without a graph; a plain tensor as it is."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def distribute(module: nn.Module, name: str, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
+    """Make a parameter that a module owns a DTensor, in place; each rank keeps its part of its own values. Local."""
+    parameter = module.get_parameter(name)
+    distributed = distribute_tensor(parameter.data, mesh, placements, src_data_rank=None)
+    setattr(module, name, nn.Parameter(distributed, parameter.requires_grad))
 
 
 def local_ranges(tensor: Tensor) -> list[range]:

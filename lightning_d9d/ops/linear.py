@@ -12,7 +12,14 @@ from lightning_d9d.ops.sharded_weights import is_cut, local_part
 from lightning_d9d.ops.weight_gradients import AT_ONCE, WeightGradients, receiver
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    own_part: bool = False,
+) -> Tensor:
     """`torch.nn.functional.linear`, whose weight gradient can wait.
 
     Inside `put_off` and with a leaf as `weight`, the gradients of `weight` and `bias` are put off, and equal bit by bit
@@ -25,12 +32,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, dtype: torc
         bias: shape `[out]`.
         dtype: compute the product in this dtype, also under autocast, and keep `x` and `weight` for the backward as
             they are; `x` has two dims or more then.
+        own_part: a plain `x` is multiplied with the part that this rank holds of a DTensor that is cut, and the result
+            is this rank's own. Otherwise torch refuses such a weight.
 
     Returns:
         Shape `[..., out]`.
     """
     gradients, leaves = receiver(x, weight, bias), (weight, bias)
-    if not is_cut(weight):  # torch refuses a plain x with one that is: a part of the result would pass for the whole
+    if own_part or not is_cut(weight):  # torch refuses what is: a part of the result would pass for the whole
         weight, bias = local_part(weight, x), None if bias is None else local_part(bias, x)
     if dtype is None:
         if gradients is None or x.dim() < 2:

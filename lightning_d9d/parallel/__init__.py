@@ -1,20 +1,26 @@
 """How a module is spread over the ranks of a mesh: each piece can be used alone, on any module."""
 
 from lightning_d9d.parallel.config import ParallelConfig
+from lightning_d9d.parallel.context import shard_context
 from lightning_d9d.parallel.data import blocks_of, shard_data, weight_mesh
 from lightning_d9d.parallel.expert import shard_experts
 from lightning_d9d.parallel.plan import WHO_SUMS, Layout, Summed, parallelize
 from lightning_d9d.parallel.recompute import recompute_activations
+from lightning_d9d.parallel.tensor import shard_tensors
+from lightning_d9d.parallel.tokens import TokenPart
 
 __all__ = [
     "WHO_SUMS",
     "Layout",
     "ParallelConfig",
     "Summed",
+    "TokenPart",
     "blocks_of",
     "parallelize",
     "recompute_activations",
+    "shard_context",
     "shard_data",
     "shard_experts",
+    "shard_tensors",
     "weight_mesh",
 ]

@@ -31,6 +31,19 @@ class ParallelConfig:
     expert_dispatch: Literal["auto", "local", "all_to_all"] = "auto"
     """How tokens come to experts on other ranks. "auto": "local" where a rank has all experts, else "all_to_all"."""
 
+    context: Literal["gather", "ring", "heads"] = "gather"
+    """How attention sees sequences that are spread over ranks (context parallelism). "gather": each rank gathers the
+    keys and values of all. "ring": they travel from rank to rank while those that are there are attended to, and no
+    rank holds all. "heads": an all-to-all gives each rank whole sequences, for some heads."""
+
+    pad_sequences: bool = False
+    """Whether sequences whose tokens the ranks of context and tensor parallelism cannot share evenly are padded at
+    their end, with labels that do not count. Otherwise they are refused."""
+
+    sequence_parallel: bool = True
+    """Between matrices that are cut over the ranks of tensor parallelism, each rank has a slice of the tokens. It
+    cannot be switched off: norms and experts would compute the same tokens on all of these ranks."""
+
     gather_dtype: Literal["float32", "bfloat16"] | None = None
     """In which dtype fully sharded parameters are gathered and computed with. None: bfloat16 if the Trainer's precision
     is "bf16-mixed", whose autocast is then off inside of stages, else the parameters' own."""
@@ -51,6 +64,9 @@ class ParallelConfig:
         for name, allowed in (
             ("reshard_after_forward", (True, False, "auto")),
             ("expert_dispatch", ("auto", "local", "all_to_all")),
+            ("context", ("gather", "ring", "heads")),
+            ("pad_sequences", (True, False)),
+            ("sequence_parallel", (True,)),
             ("gather_dtype", (None, "float32", "bfloat16")),
             ("reduce_dtype", (None, "float32", "bfloat16")),
             ("offload", (True, False)),

@@ -34,9 +34,9 @@ from lightning_d9d.ops.collectives import _all_gather, _reduce_scatter
 class SequenceCut:
     """Which part of a sequence a rank holds. [Note: who holds what]. Nothing is communicated."""
 
-    rank: int
+    rank: int = 0
     """This one's among those that share sequences."""
-    size: int
+    size: int = 1
     """How many share sequences; one holds them whole."""
 
     def cut(self, whole: Tensor, dim: int) -> Tensor:

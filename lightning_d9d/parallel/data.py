@@ -39,12 +39,12 @@ from lightning_d9d.parallel.config import ParallelConfig
 def weight_mesh(mesh: MeshDomains) -> DeviceMesh | None:
     """What weights outside of experts are fully sharded over, behind an axis of copies if there are any.
 
-    None where no axis shards data.
+    A part of `MeshDomains.weights`, so collective at the first use. None where no axis shards data.
     """
     if mesh.sizes["dp_cp_shard"] == 1:
         return None
-    axes = ("dp_replicate", "dp_cp_shard") if mesh.sizes["dp_replicate"] > 1 else ("dp_cp_shard",)
-    return mesh.for_axes(*axes)
+    num_copies = mesh.sizes["dp_replicate"] * mesh.sizes["cp_replicate"]
+    return mesh.weights[("dp_cp_replicate", "dp_cp_shard") if num_copies > 1 else ("dp_cp_shard",)]
 
 
 def shard_data(

@@ -19,14 +19,15 @@ from functools import partial
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.mesh.sharding import distribute
 from lightning_d9d.modules import SparseMoE
 from lightning_d9d.modules.dispatch import AllToAllDispatch
 from lightning_d9d.parallel.config import ParallelConfig
-from lightning_d9d.parallel.data import place, settings, weight_mesh
+from lightning_d9d.parallel.data import place, settings
 
 
 def shard_experts(module: nn.Module, mesh: MeshDomains, parallel: ParallelConfig) -> None:
@@ -55,7 +56,7 @@ def shard_experts(module: nn.Module, mesh: MeshDomains, parallel: ParallelConfig
 
 def are_units(mesh: MeshDomains, parallel: ParallelConfig) -> bool:
     """Whether experts that are spread over ranks are units of FSDP2. [Note: where experts lie]."""
-    return weight_mesh(mesh) is not None and (
+    return mesh.sizes["dp_cp_shard"] > 1 and (
         mesh.config.expert_weights()["ep_fsdp"] > 1 or parallel.gather_dtype is not None or parallel.offload
     )
 
@@ -77,9 +78,8 @@ def _shard(experts: nn.Module, mesh: MeshDomains, parallel: ParallelConfig) -> N
 
 
 def _distribute(experts: nn.Module, mesh: DeviceMesh, placements: tuple[Replicate | Shard, ...]) -> None:
-    for name, parameter in list(experts.named_parameters(recurse=False)):
-        distributed = distribute_tensor(parameter.data, mesh, placements, src_data_rank=None)
-        setattr(experts, name, nn.Parameter(distributed, parameter.requires_grad))
+    for name, _ in list(experts.named_parameters(recurse=False)):
+        distribute(experts, name, mesh, placements)
 
 
 def _check_dispatch(parallel: ParallelConfig, num_parts: int) -> None:

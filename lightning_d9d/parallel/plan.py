@@ -2,7 +2,8 @@
 
 Tokens are split over the ranks of a pipeline stage. The gradient of the whole batch is the sum of what each rank's
 tokens contribute, so for each parameter every axis of the ranks must be summed over exactly once: by somebody, and by
-nobody else.
+nobody else. (With tensor parallelism ranks compute one loss together, each for its slice of the tokens or its part of
+the matrices; what a rank has then of a gradient is a summand of the whole in the same way.)
 """
 
 from __future__ import annotations
@@ -27,7 +28,11 @@ class Layout(StrEnum):
     """How a parameter lies on the ranks of its stage."""
 
     REPLICATED = "replicated"
+    TENSOR = "cut over tensor ranks"
+    TENSOR_SHARED = "cut over tensor ranks, of which several have the same part"
     FULLY_SHARDED = "fully sharded"
+    TENSOR_FULLY_SHARDED = "cut over tensor ranks, then fully sharded"
+    TENSOR_SHARED_FULLY_SHARDED = "cut over tensor ranks, of which several have the same part, then fully sharded"
     EXPERTS = "experts"
     EXPERTS_FULLY_SHARDED = "experts, fully sharded"
 
@@ -38,12 +43,31 @@ class Summed(StrEnum):
     IN_BUCKETS = "the all-reduce of gradient buckets"
     BY_REDUCE_SCATTER = "the reduce-scatter of its FSDP2 unit"
     BY_ALL_REDUCE = "the all-reduce of its FSDP2 unit"
-    WITH_TOKENS = "the all-to-alls, which bring the tokens of all these ranks"
+    AFTERWARDS = "an all-reduce of the shards, when their unit is reduced"
+    WITH_TOKENS = "the messages of activations, which bring the tokens of all these ranks"
 
 
+_BY_FSDP = {
+    "dp_replicate": Summed.BY_ALL_REDUCE,
+    "dp_cp_shard": Summed.BY_REDUCE_SCATTER,
+    "cp_replicate": Summed.BY_ALL_REDUCE,
+}
 WHO_SUMS: dict[Layout, dict[str, Summed]] = {
-    Layout.REPLICATED: {"dp": Summed.IN_BUCKETS},
-    Layout.FULLY_SHARDED: {"dp_replicate": Summed.BY_ALL_REDUCE, "dp_cp_shard": Summed.BY_REDUCE_SCATTER},
+    Layout.REPLICATED: {"dp": Summed.IN_BUCKETS, "cp": Summed.IN_BUCKETS, "tp": Summed.IN_BUCKETS},
+    Layout.TENSOR: {"dp": Summed.IN_BUCKETS, "cp": Summed.IN_BUCKETS, "tp": Summed.WITH_TOKENS},
+    Layout.TENSOR_SHARED: {
+        "dp": Summed.IN_BUCKETS,
+        "cp": Summed.IN_BUCKETS,
+        "tp_shard": Summed.WITH_TOKENS,
+        "tp_replicate": Summed.IN_BUCKETS,
+    },
+    Layout.FULLY_SHARDED: {**_BY_FSDP, "tp": Summed.AFTERWARDS},
+    Layout.TENSOR_FULLY_SHARDED: {**_BY_FSDP, "tp": Summed.WITH_TOKENS},
+    Layout.TENSOR_SHARED_FULLY_SHARDED: {
+        **_BY_FSDP,
+        "tp_shard": Summed.WITH_TOKENS,
+        "tp_replicate": Summed.AFTERWARDS,
+    },
     Layout.EXPERTS: {"ep_replicate": Summed.IN_BUCKETS, "ep_shard": Summed.WITH_TOKENS},
     Layout.EXPERTS_FULLY_SHARDED: {
         "ep_dp_replicate": Summed.BY_ALL_REDUCE,
@@ -89,21 +113,49 @@ def layout_of(parameter: nn.Parameter, fully_sharded: set[nn.Parameter]) -> Layo
     """
     axes = parameter.device_mesh.mesh_dim_names or () if isinstance(parameter, DTensor) else ()
     if parameter in fully_sharded:
-        of_experts = is_of_experts(parameter) or "ep_fsdp" in axes
-        return Layout.EXPERTS_FULLY_SHARDED if of_experts else Layout.FULLY_SHARDED
+        if is_of_experts(parameter) or "ep_fsdp" in axes:
+            return Layout.EXPERTS_FULLY_SHARDED
+        return {
+            None: Layout.FULLY_SHARDED,
+            Layout.TENSOR: Layout.TENSOR_FULLY_SHARDED,
+            Layout.TENSOR_SHARED: Layout.TENSOR_SHARED_FULLY_SHARDED,
+        }[_of_tensor_axes(parameter)]
     if not isinstance(parameter, DTensor):
         return Layout.REPLICATED
     if is_of_experts(parameter):
         return Layout.EXPERTS
+    if (layout := _of_tensor_axes(parameter)) is not None and not {"dp_cp_shard", "dp_shard"} & {*axes}:
+        return layout
     raise ConfigError(
         f"a parameter of shape {tuple(parameter.shape)} is a DTensor placed {parameter.placements} on the axes "
         f"{', '.join(axes)}, and nothing would sum its gradient over the data-parallel ranks: apply fully_shard too"
     )
 
 
-def bucket_group(layout: Layout, mesh: MeshDomains) -> dist.ProcessGroup | None:
-    """The ranks over which gradient buckets sum parameters of this layout; None where they need not."""
-    axes = [axis for axis, summed in WHO_SUMS[layout].items() if summed is Summed.IN_BUCKETS]
+def _of_tensor_axes(parameter: nn.Parameter) -> Layout | None:
+    """How it lies on the axes of tensor parallelism; None if it does not."""
+    if not isinstance(parameter, DTensor):
+        return None
+    names = parameter.device_mesh.mesh_dim_names or ()
+    if "tp" in names:
+        return Layout.TENSOR
+    if "tp_replicate" not in names:
+        return None
+    is_shared = parameter.placements[names.index("tp_replicate")].is_replicate()
+    return Layout.TENSOR_SHARED if is_shared else Layout.TENSOR
+
+
+def axes_left(layout: Layout) -> list[str]:
+    """The axes over which gradients of this layout are still to be summed when the backward of a stage is done."""
+    return [axis for axis, by in WHO_SUMS[layout].items() if by in (Summed.IN_BUCKETS, Summed.AFTERWARDS)]
+
+
+def group_of(layout: Layout, mesh: MeshDomains, summed: Summed) -> dist.ProcessGroup | None:
+    """The ranks over which gradients of this layout are summed in one of the ways; None where it is one rank.
+
+    Collective over all ranks if there is no such group yet.
+    """
+    axes = [axis for axis, by in WHO_SUMS[layout].items() if by is summed and mesh.sizes[axis] > 1]
     num_ranks = math.prod(mesh.sizes[axis] for axis in axes)
     if num_ranks == 1:
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
+from typing import cast
 
 import lightning as L
 import torch
@@ -14,9 +15,7 @@ from lightning_d9d.mesh import MeshConfig
 from lightning_d9d.mesh.collectives import first_difference
 from lightning_d9d.strategy.module import D9DModule
 
-_OF_ALL_MODULES = ("data_parallel_replicate", "data_parallel_shard", "expert_parallel")
-_OF_D9D_MODULES = ("pipeline_parallel",)
-_OF_PLAIN_MODULES = ("tensor_parallel",)
+_OF_D9D_MODULES = ("pipeline_parallel", "context_parallel_shard", "context_parallel_replicate")
 _SPREAD = ("pipeline_parallel", "data_parallel_shard", "context_parallel_shard", "tensor_parallel", "expert_parallel")
 """Degrees above 1 with which no rank has the whole module."""
 _TRAINER_SETTINGS = (
@@ -32,27 +31,22 @@ _TRAINER_SETTINGS = (
 )
 
 
-def check_degrees(config: MeshConfig) -> None:
-    """Raise `ConfigError` for a degree that the strategy has no use for yet."""
-    for field in fields(config):
-        degree = getattr(config, field.name)
-        used = (*_OF_ALL_MODULES, *_OF_D9D_MODULES, *_OF_PLAIN_MODULES)
-        if degree != 1 and field.name not in used:
-            raise ConfigError(
-                f"MeshConfig.{field.name}={degree}: D9DStrategy has no use for it so far, only for "
-                f"{', '.join(used)}. Other meshes can be built with MeshDomains.build"
-            )
-
-
 def check_degrees_of(module: L.LightningModule, config: MeshConfig) -> None:
-    """Raise `ConfigError` for a degree that is for modules of the other kind."""
+    """Raise `ConfigError` for a degree that the module has no use for."""
     is_d9d = isinstance(module, D9DModule)
-    for name in _OF_PLAIN_MODULES if is_d9d else _OF_D9D_MODULES:
-        if (degree := getattr(config, name)) != 1:
-            what, remedy = "not spread over that axis so far", "give these ranks to data_parallel_replicate"
-            if not is_d9d:
-                what, remedy = "a plain LightningModule, which has no stages", f"make it a D9DModule, or {remedy}"
-            raise ConfigError(f"MeshConfig.{name}={degree}: {type(module).__name__} is {what}; {remedy}")
+    for name in _OF_D9D_MODULES:
+        degree = getattr(config, name)
+        if degree != 1 and not is_d9d:
+            raise ConfigError(
+                f"MeshConfig.{name}={degree}: {type(module).__name__} is a plain LightningModule, which has no stages "
+                "and tells nobody where its batches have sequences; make it a D9DModule, or give these ranks to "
+                "data_parallel_replicate"
+            )
+        if degree != 1 and name.startswith("context") and not cast(D9DModule, module).sequence_dims:
+            raise ConfigError(
+                f"MeshConfig.{name}={degree}: {type(module).__name__}.sequence_dims is empty, so nobody knows where "
+                'its batches have sequences to cut; set it, such as to {"input_ids": 1, "labels": 1}'
+            )
 
 
 def check_callbacks(callbacks: Iterable[L.Callback], config: MeshConfig) -> None:

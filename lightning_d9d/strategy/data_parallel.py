@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.mesh.collectives import device_of_messages
 from lightning_d9d.mesh.sharding import local
 from lightning_d9d.parallel.data import FullySharded
-from lightning_d9d.parallel.plan import Layout, bucket_group, fully_sharded, layout_of
+from lightning_d9d.parallel.plan import Layout, Summed, fully_sharded, group_of, layout_of
 from lightning_d9d.strategy.pipeline import Tie
 from lightning_d9d.sync.buckets import GradientBuckets, GradSyncConfig, Part, bucket_dtype
 
@@ -25,6 +26,8 @@ class DataParallelStages:
         parts: For each stage the parts of the buckets that its parameters are in.
         sharded: Stages with fully sharded parameters.
         tied: Fully sharded parameters that other ranks of the pipeline have, too.
+        afterwards: Other fully sharded parameters, by the ranks over which their reduced gradients are still to be
+            summed.
     """
 
     def __init__(
@@ -33,12 +36,14 @@ class DataParallelStages:
         parts: Mapping[int, Sequence[int]],
         sharded: Mapping[int, FullySharded],
         tied: Mapping[nn.Parameter, Tie],
+        afterwards: Mapping[dist.ProcessGroup, Sequence[nn.Parameter]],
     ) -> None:
         self.buckets = buckets
         self.parts = parts
         self.sharded = sharded
         self.tied = sorted(tied, key=lambda parameter: (tied[parameter].ranks, tied[parameter].name))
         self.group_of_tie = {parameter: tied[parameter].group for parameter in self.tied}
+        self.afterwards = afterwards
         self._reduces = False
 
     @classmethod
@@ -69,23 +74,32 @@ class DataParallelStages:
         units = {parameter for stage in stages.values() for parameter in fully_sharded(stage)}
         in_buckets = [parameter for parameter in trained if parameter not in units]
 
-        def group_of(parameter: nn.Parameter) -> dist.ProcessGroup | None:
+        def bucket_group(parameter: nn.Parameter) -> dist.ProcessGroup | None:
             if mesh is None:
                 return None
             layout = layout_of(parameter, units)
-            if layout is Layout.EXPERTS and not stages:
+            if stages:
+                return group_of(layout, mesh, Summed.IN_BUCKETS)
+            if layout is Layout.EXPERTS:
                 return mesh.group("ep_replicate")  # also of one rank: a plain module's sums are divided behind it
-            return bucket_group(layout, mesh)
+            if mesh.dp_size in (1, mesh.config.world_size):
+                return None if mesh.dp_size == 1 else dist.group.WORLD
+            return mesh.group("dp")
 
         dtype = None if grad_sync.dtype == "auto" else getattr(torch, grad_sync.dtype)
         widens = accumulates and any(p.dtype != bucket_dtype(p, dtype, at_least) for p in in_buckets)
-        parts, parts_of_stage = parts_of(in_buckets, stages, tied, group_of)
+        parts, parts_of_stage = parts_of(in_buckets, stages, tied, bucket_group)
         parts = [part if part.group is not None or widens else Part([], None) for part in parts]
         buckets = None
         if any(part.parameters for part in parts):
             buckets = GradientBuckets(parts, dtype=dtype, at_least=at_least, bucket_mb=grad_sync.bucket_mb)
         tied_shards = {parameter: tie for parameter, tie in tied.items() if parameter in units}
-        return cls(buckets, parts_of_stage, sharded, tied_shards)
+        afterwards: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
+        for parameter in (each for each in trained if each in units and each not in tied):
+            assert mesh is not None
+            if (group := group_of(layout_of(parameter, units), mesh, Summed.AFTERWARDS)) is not None:
+                afterwards.setdefault(group, []).append(parameter)
+        return cls(buckets, parts_of_stage, sharded, tied_shards, afterwards)
 
     @property
     def has_work(self) -> bool:
@@ -139,11 +153,26 @@ class DataParallelStages:
         for parameter in self.tied:
             if parameter.grad is not None:
                 dist.all_reduce(local(parameter.grad), group=self.group_of_tie[parameter])
+        for group, parameters in self.afterwards.items():
+            _sum_together([local(p.grad) for p in parameters if p.grad is not None], group)
 
     def drop(self) -> None:
         """Forget a batch that was broken off."""
         for stage in self.sharded.values():
             stage.drop()
+
+
+def _sum_together(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Sum gradients over ranks in place, in one message for each dtype. Collective: all ranks have the same ones."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        by_dtype[gradient.dtype].append(gradient)
+    device = device_of_messages(group)
+    for alike in by_dtype.values():
+        message = torch.cat([gradient.reshape(-1).to(device) for gradient in alike])
+        dist.all_reduce(message, group=group)
+        sums = message.split([gradient.numel() for gradient in alike])
+        torch._foreach_copy_(alike, [part.view_as(gradient) for part, gradient in zip(sums, alike, strict=True)])
 
 
 def parts_of(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from lightning_d9d.parallel.tokens import sequence_length
 from lightning_d9d.pipeline.totals import weighted_mean
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def evaluate(module: D9DModule, batch: Any, prefix: str) -> dict[str, Tensor]:
-    """Run a batch and log `<prefix>_loss` and the metrics. Collective over the pipeline.
+    """Run a batch and log `<prefix>_loss` and the metrics. Collective over the ranks that share it.
 
     Lightning sums each logged value times its weight over batches and ranks and divides by the summed weights at the
     end of the epoch, so the result is exact however tokens are spread.
@@ -29,7 +30,7 @@ def evaluate(module: D9DModule, batch: Any, prefix: str) -> dict[str, Tensor]:
     with module.schedule_running():
         totals = module.executor(nullcontext).evaluate(pipeline.forward_only(len(cut.microbatches)), cut)
     reported, sums = pipeline.report(prefix, totals)
-    values, weights = pipeline.sum(sums).unbind(1)
+    values, weights = pipeline.sum_of_batch(sums).unbind(1)
     means = weighted_mean(values, weights).to(reported.dtype)
     result = {"weight": weights[0]}
     for name, mean, weight in zip(("loss", *reported.metrics), means, weights, strict=True):
@@ -47,16 +48,27 @@ def evaluate(module: D9DModule, batch: Any, prefix: str) -> dict[str, Tensor]:
 
 
 def predict(module: D9DModule, batch: Any, share: bool = True) -> Any:
-    """`predict_output` of a batch; parts of several microbatches are joined along dim 0. Collective over the pipeline.
+    """`predict_output` of a batch; parts of several microbatches are joined along dim 0.
+
+    Collective over the ranks that share the batch.
 
     Args:
         module: Whose stages run.
         batch: The same on every rank of the pipeline.
         share: Send the result from the last stage to all ranks; otherwise the others get None.
     """
-    parts = _outputs(module, batch)
+    parts = [_join_chunks(module, part, batch) for part in _outputs(module, batch)]
     whole = None if not parts else parts[0] if len(parts) == 1 else tree_map(_join, *parts)
     return module.pipeline.share_tree(whole) if share else whole
+
+
+def _join_chunks(module: D9DModule, output: Any, batch: Any) -> Any:
+    """The predictions for whole sequences, without padding."""
+    dim, tokens = module.prediction_dim, module.pipeline.tokens
+    if dim is None or tokens.multiple == 1:
+        return output
+    length = sequence_length(batch, module.sequence_dims)
+    return tree_map(lambda t: tokens.join(t, dim).narrow(dim, 0, length) if isinstance(t, Tensor) else t, output)
 
 
 def run_filler(module: D9DModule, batch: Any) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 import lightning as L
 import torch
@@ -23,6 +23,7 @@ from lightning_d9d.mesh import MeshConfig, MeshDomains
 from lightning_d9d.mesh.agreement import first_of
 from lightning_d9d.mesh.sharding import local
 from lightning_d9d.parallel import ParallelConfig, parallelize
+from lightning_d9d.parallel.tokens import own_chunks
 from lightning_d9d.pipeline.executor import Cut, Executor, loss_of, stage_inputs
 from lightning_d9d.pipeline.initial_weights import materialize, share_equal_names, take_tensors
 from lightning_d9d.pipeline.microbatch import MicrobatchCount, num_rows, split_rows
@@ -51,6 +52,18 @@ class D9DModule(L.LightningModule):
     share_predictions: bool = True
     """Whether `predict` returns the same on every rank of a pipeline. Otherwise those without the last stage get None,
     and nothing is sent."""
+
+    sequence_dims: ClassVar[Mapping[str, int]] = {}
+    """By name, the dim of tokens in the tensors of a batch: what context parallelism cuts, and what tensor parallelism
+    must be able to share. Microbatch hooks get the tokens of this rank."""
+
+    sequence_padding: ClassVar[Mapping[str, int]] = {}
+    """By name, the number with which sequences are padded where `ParallelConfig.pad_sequences` says so; 0 for others.
+    Padding must not count: give labels the number that the loss ignores."""
+
+    prediction_dim: int | None = None
+    """The dim of tokens in what `predict_output` returns, along which the parts of all ranks are joined. None: it has
+    none, and each rank keeps its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -334,7 +347,7 @@ class D9DModule(L.LightningModule):
             ConfigError: It does not divide, or makes more microbatches than the ranks agreed on.
             ScheduleError: The schedule does not take that number of microbatches.
         """
-        microbatches, filling = self._microbatches(batch, check), self.filling
+        microbatches, filling = [self._own_chunks(m) for m in self._microbatches(batch, check)], self.filling
         num_counted = 0 if filling.is_filler else len(microbatches)
         if 0 < filling.num_microbatches < num_counted:
             raise ConfigError(
@@ -347,6 +360,11 @@ class D9DModule(L.LightningModule):
             wanted = self.pipeline.num_taken(wanted)
         filled = [*microbatches[:num_counted], *microbatches[-1:] * (wanted - num_counted)]
         return Cut(filled, [self.rows_of(microbatch) for microbatch in filled], wanted - num_counted)
+
+    def _own_chunks(self, microbatch: Any) -> Any:
+        parallel: ParallelConfig = getattr(self._strategy, "parallel", ParallelConfig())
+        padding = self.sequence_padding if parallel.pad_sequences else None
+        return own_chunks(microbatch, self.sequence_dims, self.pipeline.tokens, padding)
 
     def num_microbatches_of(self, batch: Any) -> int:
         """How many a batch makes as the strategy is configured, without fillers."""

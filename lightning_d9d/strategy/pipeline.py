@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lightning_d9d.errors import ConfigError, ScheduleError
 from lightning_d9d.mesh import MeshDomains
 from lightning_d9d.mesh.collectives import all_gather_object, broadcast_tensors
 from lightning_d9d.mesh.sharding import local
+from lightning_d9d.parallel.tokens import TokenPart
 from lightning_d9d.pipeline.totals import BatchTotals
 from lightning_d9d.pipeline.transfer import Link, Messages
 from lightning_d9d.pipeline.trees import put_together, take_apart
@@ -45,8 +45,8 @@ class Tie(NamedTuple):
     counts_here: bool
     """Whether this rank has it in its norm."""
     group: dist.ProcessGroup
-    """All ranks with a copy that gets gradients of its own: of the holders and of all data ranks. Of a fully sharded
-    parameter the holders alone, as its gradient has been summed over the data ranks."""
+    """All ranks over which its gradient is still to be summed when the stages are done: of the holders, and of those
+    that have other tokens. (Not those over which FSDP2 sums.)"""
 
 
 class Pipeline:
@@ -78,7 +78,21 @@ class Pipeline:
         self.placement = _placement(schedule, self.num_ranks)
         self.group: dist.ProcessGroup | None = None
         """The ranks of this pipeline; None where it is one."""
+        self.tokens = TokenPart.of(mesh)
+        """What this rank has of the sequences of a batch."""
+        self.token_group: dist.ProcessGroup | None = None
+        """The ranks of the stage over which tokens are split; None for one process."""
+        self.batch_group: dist.ProcessGroup | None = None
+        """The ranks of this pipeline with other stages or other chunks of the same sequences; None where it is one."""
+        self.readers: dist.ProcessGroup | None = None
+        """The ranks that read the same batches; None where it is one."""
         self.messages: Messages | None = None
+        if mesh is not None:
+            sizes = mesh.sizes
+            is_whole = sizes["dp"] * sizes["cp"] == mesh.config.world_size
+            self.token_group = dist.group.WORLD if is_whole else mesh.group("dp", "cp")
+            self.batch_group = mesh.group("pp", "cp") if sizes["pp"] * sizes["cp"] > 1 else None
+            self.readers = mesh.group("pp", "cp", "tp") if sizes["dp"] < mesh.config.world_size else None
         if mesh is not None and self.num_ranks > 1:
             self.group = mesh.group("pp")
             links = self._links(mesh, self.group)
@@ -107,29 +121,30 @@ class Pipeline:
         counts = range(num_microbatches, num_microbatches + 4 * self.num_ranks)
         return next((n for n in counts if self.schedule.takes(self.num_ranks, n)), num_microbatches)
 
-    def find_tied(self, names: Mapping[nn.Parameter, str]) -> dict[nn.Parameter, Tie]:
-        """The parameters that other ranks of the pipeline hold, too, by their names. Collective over all ranks."""
+    def find_tied(
+        self, names: Mapping[nn.Parameter, str], axes_of: Callable[[nn.Parameter], Sequence[str]]
+    ) -> dict[nn.Parameter, Tie]:
+        """The parameters that other ranks of the pipeline hold, too, by their names. Collective over all ranks.
+
+        Args:
+            names: Of this rank's parameters.
+            axes_of: Along which axes of `batch` the gradient of one is still to be summed when stages are done.
+        """
         if self.group is None:
             return {}
         assert self.mesh is not None
-        of_ranks = all_gather_object({name: isinstance(p, DTensor) for p, name in names.items()}, self.group)
-        every_name = {name: is_sharded for theirs in of_ranks for name, is_sharded in theirs.items()}
+        of_ranks = all_gather_object({name: tuple(axes_of(p)) for p, name in names.items()}, self.group)
+        every_name = {name: axes for theirs in of_ranks for name, axes in theirs.items()}
         holders = {name: tuple(r for r, theirs in enumerate(of_ranks) if name in theirs) for name in every_name}
-        ties = {(holders[name], is_sharded) for name, is_sharded in every_name.items() if len(holders[name]) > 1}
-        groups: dict[tuple[tuple[int, ...], bool], dist.ProcessGroup] = {
-            (ranks, is_sharded): self.mesh.pipeline_group([ranks], *(() if is_sharded else ("dp",)))
-            for ranks, is_sharded in sorted(ties)
+        ties = {name: (holders[name], axes) for name, axes in every_name.items() if len(holders[name]) > 1}
+        groups: dict[tuple[tuple[int, ...], tuple[str, ...]], dist.ProcessGroup] = {
+            (ranks, axes): self.mesh.pipeline_group([ranks], *axes) for ranks, axes in sorted({*ties.values()})
         }
         self._has_ties = bool(groups)
         return {
-            parameter: Tie(
-                name,
-                holders[name],
-                holders[name][0] == self.rank,
-                groups[holders[name], isinstance(parameter, DTensor)],
-            )
+            parameter: Tie(name, holders[name], holders[name][0] == self.rank, groups[ties[name]])
             for parameter, name in names.items()
-            if len(holders[name]) > 1
+            if name in ties
         }
 
     def make_equal(self, tied: Mapping[nn.Parameter, Tie]) -> None:
@@ -195,6 +210,12 @@ class Pipeline:
         assert totals.loss is not None
         pairs = [totals.loss, *(totals.metrics[name] for name in reported.metrics)]
         return reported, torch.stack([torch.stack([value.double(), weight.double()]) for value, weight in pairs])
+
+    def sum_of_batch(self, values: Tensor) -> Tensor:
+        """The sum over the ranks that share a batch, in place. Collective over the pipeline and its sequences."""
+        if self.batch_group is not None:
+            dist.all_reduce(values, group=self.batch_group)
+        return values
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over the ranks of the pipeline, in place. Collective over them."""

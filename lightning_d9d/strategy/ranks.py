@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import time
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,7 +27,7 @@ from torch import Tensor
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.log import name_rank
 from lightning_d9d.mesh import MeshConfig, MeshDomains
-from lightning_d9d.strategy.configuration import check_degrees, check_equal_configuration
+from lightning_d9d.strategy.configuration import check_equal_configuration
 from lightning_d9d.strategy.launch import (
     check_launcher_is_noticed,
     check_number_of_ranks,
@@ -56,6 +59,18 @@ class TimeoutConfig:
                 raise ConfigError(f"TimeoutConfig.{name}={getattr(self, name)!r} must be greater than 0 seconds")
 
 
+_SECONDS_AT_EXIT = 0.1
+
+
+@functools.cache
+def _let_gloo_finish_at_exit() -> None:
+    """A thread of gloo needs the interpreter to let go of the tensors of a collective, a moment after that is done.
+
+    If the interpreter is gone by then (a run may end with a collective), the thread aborts the process.
+    """
+    atexit.register(time.sleep, _SECONDS_AT_EXIT)
+
+
 class RankedStrategy(ParallelStrategy):
     """The part of `D9DStrategy` that knows ranks and nothing of modules.
 
@@ -68,7 +83,6 @@ class RankedStrategy(ParallelStrategy):
     def __init__(self, mesh: MeshConfig | None, timeouts: TimeoutConfig, process_group_backend: str | None) -> None:
         super().__init__()
         self.mesh_config = MeshConfig(data_parallel_replicate=-1) if mesh is None else mesh
-        check_degrees(self.mesh_config)
         self.timeouts = timeouts
         self.num_nodes = 1
         self._process_group_backend = process_group_backend
@@ -156,6 +170,7 @@ class RankedStrategy(ParallelStrategy):
                 device_id=self.root_device if self.root_device.type != "cpu" else None,
             )
         if self.world_size > 1:
+            _let_gloo_finish_at_exit()
             assert self.lightning_module is not None
             trainer = self.lightning_module.trainer
             self._shutdown = Shutdown(trainer, self.timeouts.shutdown_seconds, self.timeouts.init_seconds)

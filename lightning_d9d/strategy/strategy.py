@@ -33,7 +33,7 @@ from lightning_d9d.mesh.sharding import local
 from lightning_d9d.parallel import ParallelConfig
 from lightning_d9d.parallel.data import FullySharded, let_go, reset
 from lightning_d9d.parallel.expert import are_units
-from lightning_d9d.parallel.plan import fully_sharded
+from lightning_d9d.parallel.plan import axes_left, fully_sharded, layout_of
 from lightning_d9d.pipeline.executor import Executor
 from lightning_d9d.pipeline.microbatch import MicrobatchCount, num_tokens
 from lightning_d9d.pipeline.types import shared_buffers
@@ -191,7 +191,9 @@ class D9DStrategy(AlignedStrategy):
         return self.mesh if self.world_size > 1 else None
 
     def _open_groups(self) -> None:
-        """Make the groups of experts while all ranks are here; a rank may have a stage without any. Collective."""
+        """Make groups while all ranks are here, some of whose stages may have no use for one. Collective."""
+        if self.world_size > 1 and self.mesh.sizes["cp"] * self.mesh.sizes["tp"] > 1:
+            self.mesh.group("dp", "cp", "tp")
         if self.world_size > 1 and self.mesh.sizes["ep_shard"] > 1:
             self.mesh.group("ep_shard", lane="moe")
             if are_units(self.mesh, self.parallel_in_effect):
@@ -302,8 +304,12 @@ class D9DStrategy(AlignedStrategy):
     def _find_tied(self) -> None:
         """Find the parameters that several ranks of the pipeline hold, by their names. They start equal. Collective."""
         assert self.pipeline is not None
-        self._tied = self.pipeline.find_tied(self._parameter_names())
-        parameters = set(self.model.parameters()) if self.model is not None else set()
+        assert self.model is not None
+        units = fully_sharded(self.model)
+        self._tied = self.pipeline.find_tied(
+            self._parameter_names(), lambda parameter: axes_left(layout_of(parameter, units))
+        )
+        parameters = set(self.model.parameters())
         if parameters and parameters <= self._tied.keys():
             rank_zero_warn(
                 f"every parameter of rank {self.global_rank} has the name of one on another stage, such as "
@@ -397,7 +403,6 @@ class D9DStrategy(AlignedStrategy):
         if isinstance(module, D9DModule):
             self._train_step = TrainStep(
                 module,
-                self.group,
                 self.precision_plugin.forward_context,
                 cuts_batches=not self.microbatch_count.is_one,
                 optimizer_step=self._optimizer_step,

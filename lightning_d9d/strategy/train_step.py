@@ -60,7 +60,6 @@ class TrainStep:
 
     Args:
         module: The module with its stages built and on their device.
-        group: Ranks over which batches are split, None for one process.
         forward_context: The precision context of a forward.
         cuts_batches: Whether a batch may make more than one microbatch. Equal on all ranks, unlike the number that a
             batch makes: ranks decide by it whether they sum weights between forward and backward.
@@ -71,7 +70,6 @@ class TrainStep:
     def __init__(
         self,
         module: D9DModule,
-        group: dist.ProcessGroup | None,
         forward_context: Callable[[], AbstractContextManager],
         cuts_batches: bool,
         optimizer_step: OptimizerStep,
@@ -83,8 +81,9 @@ class TrainStep:
         self.tied = tied
         self.data_parallel: DataParallelStages | None = None
         """Gathers parameters and sums gradients over ranks; None where there is nothing to do."""
-        self.group = group
-        self.num_ranks = 1 if group is None else dist.get_world_size(group)
+        self.group = self.pipeline.token_group
+        """Ranks over which tokens are split; None for one process."""
+        self.num_ranks = 1 if self.group is None else dist.get_world_size(self.group)
         self.executor = module.executor(forward_context)
         self.cuts_batches = cuts_batches
         self.optimizer_step = optimizer_step
@@ -127,7 +126,8 @@ class TrainStep:
         cut = self.module.cut(batch, check=check, trains=True)
         self._is_first_batch = self._is_new_window = False
         num_rows = sum(cut.rows[: cut.num_counted])
-        num_counting = self.module.filling.num_counting or self.num_ranks
+        num_data_ranks = self.num_ranks // self.pipeline.tokens.cut.size
+        num_counting = (self.module.filling.num_counting or num_data_ranks) * self.pipeline.tokens.cut.size
         is_whole_window = is_first and is_last
         total_weight = self._known_weight(cut) if is_whole_window else None
         weight_is_known_after_forward = is_whole_window and not self.cuts_batches
@@ -258,18 +258,19 @@ class TrainStep:
             )
 
     def _check_same_batch(self, batch: Any) -> None:
-        """The first batch: ranks of a pipeline must read the same."""
-        if self.pipeline.group is None:
+        """The first batch: ranks of a pipeline, and those that share sequences, must read the same."""
+        group = self.pipeline.readers
+        if group is None:
             return
         digest = hashlib.sha256()
         for leaf in tree_leaves(batch):
             if isinstance(leaf, Tensor):
                 digest.update(f"{leaf.dtype} {list(leaf.shape)}".encode())
                 digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        if len(set(all_gather_object(digest.hexdigest(), self.pipeline.group))) > 1:
+        if len(set(all_gather_object(digest.hexdigest(), group))) > 1:
             raise ConfigError(
-                f"rank {dist.get_rank()}: the ranks of its pipeline read different first batches, but each runs stages "
-                "of the same one. Let data depend on the data-parallel rank alone "
+                f"rank {dist.get_rank()}: ranks {dist.get_process_group_ranks(group)} read different first batches, "
+                "but each runs a part of the same one. Let data depend on the data-parallel rank alone "
                 "(strategy.distributed_sampler_kwargs), and seed what is shuffled alike on all ranks"
             )
 

@@ -7,13 +7,16 @@ from typing import Any
 
 from lightning_d9d import MeshConfig, ParallelConfig
 from lightning_d9d.sync.buckets import GradSyncConfig
-from tests.meshes.equality import CONFIG
+from tests.meshes.equality import CONFIG, Data
 
 DEGREES = {
     "pp": "pipeline_parallel",
     "rep": "data_parallel_replicate",
     "shard": "data_parallel_shard",
     "ep": "expert_parallel",
+    "tp": "tensor_parallel",
+    "cp": "context_parallel_shard",
+    "cprep": "context_parallel_replicate",
 }
 
 
@@ -33,6 +36,9 @@ class Case:
     reduce: Any = "last_microbatch"
     fast: bool = False
     """Whether it is one of those that always run."""
+    heads: tuple[int, int] = (2, 1)
+    """Of queries, and of keys and values."""
+    data: Data = field(default_factory=Data)
 
     @property
     def config(self) -> MeshConfig:
@@ -58,7 +64,16 @@ class Case:
 
     @property
     def model(self) -> Any:
-        return replace(CONFIG, tie_word_embeddings=self.tied)
+        heads, key_value_heads = self.heads
+        config = replace(
+            CONFIG,
+            tie_word_embeddings=self.tied,
+            num_attention_heads=heads,
+            num_key_value_heads=key_value_heads,
+        )
+        if self.config.tensor_parallel > 1:  # what is cut besides attention and vocabulary, and what is not
+            return replace(config, mlp_only_layers=(1,), intermediate_size=24, shared_expert_intermediate_size=8)
+        return config
 
     def __str__(self) -> str:
         parts = [self.mesh.replace(" ", "-")]
@@ -66,6 +81,8 @@ class Case:
         parts += [f"mb{self.microbatch_size}"] if self.microbatch_size else []
         parts += [f"acc{self.accumulated}"] if self.accumulated > 1 else []
         parts += ["tied"] if self.tied else []
+        parts += [f"heads{self.heads[0]}x{self.heads[1]}"] if self.heads != (2, 1) else []
+        parts += ["packed"] if self.data.packed else []
         parts += [self.reduce] if self.reduce != "last_microbatch" else []
         defaults = ParallelConfig()
         for name, value in vars(self.parallel).items():
@@ -76,6 +93,9 @@ class Case:
 KEPT = ParallelConfig(reshard_after_forward=False)
 LET_GO = ParallelConfig(reshard_after_forward=True)
 RECOMPUTED = [ParallelConfig(recompute=kind) for kind in ("full", "selective", "attention", "every_2")]
+RING, HEADS = ParallelConfig(context="ring"), ParallelConfig(context="heads")
+TOKENS_8, TOKENS_16 = Data(8), Data(16)
+PACKED = Data(16, packed=True)
 SCHEDULES = ("gpipe", "looped_bfs", "interleaved_1f1b", "zero_bubble", "zero_bubble_v", "dual_pipe_v")
 
 CASES = [
@@ -123,6 +143,51 @@ CASES = [
     Case("pp2 rep2 shard2 ep2", schedule="dual_pipe_v", accumulated=2),
     Case("pp2 rep2 shard2 ep4", schedule="zero_bubble_v", tied=True),
     Case("pp4 shard2 ep2", schedule="zero_bubble"),
+    # tensors, whose ranks have slices of the sequences
+    Case("tp2", fast=True),
+    Case("tp2", heads=(4, 2), tied=True, fast=True),
+    Case("tp2", data=Data(6, packed=True), parallel=RECOMPUTED[0], fast=True),
+    Case("tp4", heads=(4, 2), data=TOKENS_8),
+    Case("tp4", heads=(4, 1), data=TOKENS_8),
+    Case("tp4", heads=(8, 4), data=TOKENS_8, accumulated=2),
+    Case("rep2 tp2", tied=True),
+    Case("shard2 tp2", fast=True),
+    Case("shard2 tp4", heads=(4, 2), data=TOKENS_8),
+    Case("rep2 shard2 tp2", microbatch_size=2, reduce="every_microbatch"),
+    Case("rep4 tp2 ep4"),
+    Case("rep2 tp2 ep4", fast=True),
+    Case("rep2 tp2 ep2"),
+    Case("shard2 tp2 ep2", parallel=RECOMPUTED[1]),
+    Case("rep2 shard2 tp2 ep4", parallel=LET_GO),
+    Case("pp2 shard2 tp2", tied=True),
+    *(
+        Case("pp2 rep2 tp2 ep4", schedule=schedule)
+        for schedule in ("1f1b", "interleaved_1f1b", "zero_bubble_v", "dual_pipe_v")
+    ),
+    Case("pp2 tp2", schedule="zero_bubble_v", tied=True, fast=True),
+    # sequences, of which ranks have two chunks
+    *(Case("cp2", data=TOKENS_8, heads=(2, 2), parallel=each, fast=True) for each in (ParallelConfig(), RING, HEADS)),
+    *(
+        Case("cp2", data=PACKED, heads=(4, 2), parallel=each, fast=each is RING)
+        for each in (ParallelConfig(), RING, HEADS)
+    ),
+    *(Case("cp4", data=TOKENS_8, heads=(4, 4), parallel=each) for each in (ParallelConfig(), RING, HEADS)),
+    Case("cp4", data=PACKED, microbatch_size=2),
+    Case("cprep2", data=TOKENS_8),
+    Case("cp2 cprep2", data=TOKENS_8),
+    Case("rep2 cp2", data=TOKENS_8, accumulated=2),
+    Case("shard2 cp2", data=TOKENS_8, tied=True),
+    Case("rep2 cp2 cprep2", data=TOKENS_8),
+    Case("rep2 cp2 ep2", data=TOKENS_8, fast=True),
+    Case("rep2 cp2 ep4", data=TOKENS_8, parallel=ParallelConfig(context="ring", recompute="selective")),
+    Case("shard2 cp2 cprep2 ep2", data=TOKENS_8),
+    Case("cp2 tp2", data=TOKENS_8, fast=True),
+    Case("cp2 tp2", data=PACKED, heads=(8, 4), parallel=HEADS),
+    Case("rep2 cp2 tp2 ep4", data=TOKENS_8),
+    Case("shard2 cp2 tp2 ep2", data=PACKED, heads=(4, 2), tied=True, parallel=RING),
+    *(Case("pp2 rep2 cp2 ep4", data=TOKENS_8, schedule=schedule) for schedule in ("1f1b", "zero_bubble_v")),
+    Case("pp2 cp2 ep2", data=TOKENS_8, schedule="dual_pipe_v", tied=True),
+    Case("pp2 cp2 tp2", data=PACKED, schedule="zero_bubble_v", parallel=RING),
     # recomputation
     *(Case("shard2 ep2", parallel=each, fast=each is RECOMPUTED[0]) for each in RECOMPUTED),
     *(

@@ -47,14 +47,30 @@ class Steps(NamedTuple):
     """After each step."""
 
 
-def batch_of(index: int, rows: int = ROWS, length: int = 6) -> dict[str, Tensor]:
+class Data(NamedTuple):
+    """What the batches are like."""
+
+    length: int = 6
+    """Tokens of a sequence."""
+    packed: bool = False
+    """Whether sequences are packed with documents."""
+
+
+PLAIN = Data()
+
+
+def batch_of(index: int, rows: int = ROWS, data: Data = PLAIN) -> dict[str, Tensor]:
     """Rows of random ids; about a third of the labels does not count, and of the second row none does."""
+    length = data.length
     generator = torch.Generator().manual_seed(index)
     ids = torch.randint(CONFIG.vocab_size, (rows, length + 1), generator=generator)
     ignored = torch.rand(rows, length, generator=generator) < torch.linspace(0.1, 0.6, rows).unsqueeze(1)
     labels = ids[:, 1:].masked_fill(ignored, -100)
     labels[1] = -100
-    return {"input_ids": ids[:, :-1], "labels": labels}
+    batch = {"input_ids": ids[:, :-1], "labels": labels}
+    if data.packed:
+        batch["document_ids"] = (torch.rand(rows, length, generator=generator) < 0.2).cumsum(1)
+    return batch
 
 
 @dataclass
@@ -65,6 +81,7 @@ class Watched(Qwen3MoePretraining):
     num_batches: int
     dtype_of_weights: torch.dtype = torch.float64
     seen: Steps = field(default_factory=lambda: Steps([], [], [], []))
+    data: Data = field(default_factory=Data)
 
     def __post_init__(self) -> None:
         super().__init__(self.config)
@@ -78,7 +95,7 @@ class Watched(Qwen3MoePretraining):
         size, part = strategy.mesh.dp_size, strategy.mesh.dp_rank
         rows = ROWS // size
         data = [
-            {name: value[row] for name, value in batch_of(index).items()}
+            {name: value[row] for name, value in batch_of(index, data=self.data).items()}
             for index in range(self.num_batches)
             for row in range(part * rows, (part + 1) * rows)
         ]
@@ -120,11 +137,16 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def on_mesh(
-    rank: RankContext, strategy: D9DStrategy, config: Qwen3MoeConfig = CONFIG, steps: int = 5, **options: Any
+    rank: RankContext,
+    strategy: D9DStrategy,
+    config: Qwen3MoeConfig = CONFIG,
+    steps: int = 5,
+    data: Data = PLAIN,
+    **options: Any,
 ) -> Steps:
     """A fit of `steps` optimizer steps."""
     accumulated = options.get("accumulate_grad_batches", 1)
-    module = Watched(config, steps * accumulated)
+    module = Watched(config, steps * accumulated, data=data)
     run = trainer(
         strategy,
         rank.world_size,
@@ -142,7 +164,11 @@ def on_mesh(
 
 
 def on_one_process(
-    config: Qwen3MoeConfig = CONFIG, steps: int = 5, accumulated: int = 1, dtype: torch.dtype = torch.float64
+    config: Qwen3MoeConfig = CONFIG,
+    steps: int = 5,
+    accumulated: int = 1,
+    dtype: torch.dtype = torch.float64,
+    data: Data = PLAIN,
 ) -> Steps:
     """The same in plain torch, with the initial weights of a D9DModule."""
     module = Qwen3MoePretraining(config)
@@ -159,7 +185,7 @@ def on_one_process(
         optimizer.zero_grad()
         num_tokens = 0
         for index in range(step * accumulated, (step + 1) * accumulated):
-            batch = batch_of(index)
+            batch = batch_of(index, data=data)
             counted = int((batch["labels"] != -100).sum())
             loss = model(**batch, reduction="sum").loss
             loss.backward()

@@ -9,22 +9,22 @@ import pytest
 import torch
 
 from lightning_d9d import D9DStrategy
+from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig
 from tests.harness.compare import assert_close_named, assert_tensors_close
 from tests.harness.ranks import RankContext
 from tests.harness.tolerances import Kind, Tolerance
 from tests.meshes.cases import CASES, Case
-from tests.meshes.equality import Steps, on_mesh, on_one_process
+from tests.meshes.equality import Data, Steps, on_mesh, on_one_process
 
 FIVE_STEPS = Tolerance(relative=1e-9)
 SEED = 1
 
 
 @functools.cache
-def expected_of(tied: bool, accumulated: int) -> Steps:
+def expected_of(config: Qwen3MoeConfig, accumulated: int, data: Data) -> Steps:
     """Kept by each rank process."""
     L.seed_everything(SEED, verbose=False)
-    case = Case("rep1", tied=tied)
-    return on_one_process(case.model, accumulated=accumulated)
+    return on_one_process(config, accumulated=accumulated, data=data)
 
 
 def parameters() -> list:
@@ -36,10 +36,10 @@ def parameters() -> list:
 
 @pytest.mark.parametrize("case", parameters())
 def test_a_mesh_trains_as_one_process_does(rank: RankContext, case: Case) -> None:
-    expected = expected_of(case.tied, case.accumulated)
+    expected = expected_of(case.model, case.accumulated, case.data)
     L.seed_everything(SEED, verbose=False)
     options = {"accumulate_grad_batches": case.accumulated}
-    actual = on_mesh(rank, D9DStrategy(**case.strategy_options), case.model, **options)
+    actual = on_mesh(rank, D9DStrategy(**case.strategy_options), case.model, data=case.data, **options)
 
     assert len(actual.weights) == len(expected.weights)
     for step, weights in enumerate(actual.weights):

@@ -22,7 +22,7 @@ from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig
 from lightning_d9d.modules import SparseMoE
 from lightning_d9d.parallel import WHO_SUMS, Layout, ParallelConfig, Summed, parallelize
 from lightning_d9d.parallel.data import FullySharded
-from lightning_d9d.parallel.plan import bucket_group, fully_sharded, layout_of
+from lightning_d9d.parallel.plan import fully_sharded, group_of, layout_of
 from lightning_d9d.strategy.data_parallel import DataParallelStages
 from lightning_d9d.sync.buckets import GradSyncConfig
 from tests.harness.compare import assert_tensors_close
@@ -93,7 +93,7 @@ def test_each_parameter_has_its_layout(name: str) -> None:
         for parameter_name, parameter in stage.named_parameters():
             layout = layout_of(parameter, units)
             assert layout == (experts if ".experts." in parameter_name else dense)
-            group = bucket_group(layout, mesh)
+            group = group_of(layout, mesh, Summed.IN_BUCKETS)
             in_buckets = [axis for axis, summed in WHO_SUMS[layout].items() if summed is Summed.IN_BUCKETS]
             if group is None:
                 assert prod(mesh.sizes[axis] for axis in in_buckets) == 1

@@ -23,6 +23,7 @@ from lightning_d9d.modules import (
 from lightning_d9d.modules.lm_head import Reduction
 from lightning_d9d.ops import attention, document_mask
 from lightning_d9d.ops.linear import autocast_dtype
+from lightning_d9d.parallel.tokens import TokenPart
 from lightning_d9d.pipeline.partition import check_layers, distribute_layers
 from lightning_d9d.pipeline.types import StageInfo
 
@@ -141,6 +142,7 @@ class Qwen3MoeModel(nn.Module):
             layers = check_layers(stage.layers, config.num_hidden_layers)
         if stage.is_first:
             self.embed_tokens = token_embedding(config)
+        self.tokens = TokenPart()
         self.layers = nn.ModuleDict({str(index): Qwen3MoeLayer(config, index, balance) for index in layers})
         if stage.is_last:
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -183,9 +185,9 @@ class Qwen3MoeModel(nn.Module):
         if self.stage.is_first and output_hidden_states:
             snapshots = ()
         if position_ids is None and document_ids is not None:
-            position_ids = document_positions(document_ids)
+            position_ids = self.tokens.of_whole(document_positions, document_ids)
         elif position_ids is None:
-            position_ids = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
+            position_ids = self.tokens.positions(x.shape[1], x.device)
         rope = rope_tables(position_ids, self.config.head_dim, self.config.rope_theta, x.dtype)
         for layer in self.layers.values():
             if snapshots is not None:
@@ -195,6 +197,7 @@ class Qwen3MoeModel(nn.Module):
             if loss is not None:
                 router_loss = loss if router_loss is None else router_loss + loss
         if self.stage.is_last:
+            router_loss = None if router_loss is None else self.tokens.mean(router_loss)
             x = self.norm(x)
             if snapshots is not None:
                 snapshots = (*snapshots, x)

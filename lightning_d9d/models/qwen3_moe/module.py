@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
@@ -98,6 +98,10 @@ class Qwen3MoePretraining(D9DModule):
             much, or fewer if the last stage would have no layer (48 layers of "30b-a3b" on 4 stages: 13, 13, 13, 9).
         balance: How tokens are kept evenly spread over the experts. None does nothing, and counts nothing.
     """
+
+    sequence_dims: ClassVar = {"input_ids": 1, "labels": 1, "position_ids": 1, "document_ids": 1}
+    sequence_padding: ClassVar = {"labels": -100, "document_ids": -1}
+    prediction_dim = 1
 
     def __init__(
         self,
@@ -241,7 +245,7 @@ class Qwen3MoePretraining(D9DModule):
         for balance in self._balances():
             balance.tokens_per_expert.zero_()
             if self.trainer.world_size > 1:
-                balance.group = getattr(self.trainer.strategy, "group", None) or dist.group.WORLD
+                balance.group = getattr(self.trainer.strategy, "stage_group", None) or dist.group.WORLD
 
     def on_after_optimizer_step(self, skipped: Tensor | None) -> None:
         """Balance the experts; after a step that was left out only begin to count anew. Collective over all ranks."""

@@ -6,7 +6,17 @@ from torch import nn
 
 from lightning_d9d.mesh import MeshDomains
 from lightning_d9d.models.qwen3_moe.model import Qwen3MoeForCausalLM
-from lightning_d9d.parallel import ParallelConfig, blocks_of, recompute_activations, shard_data, shard_experts
+from lightning_d9d.modules.balance import spread_sequences
+from lightning_d9d.parallel import (
+    ParallelConfig,
+    TokenPart,
+    blocks_of,
+    recompute_activations,
+    shard_context,
+    shard_data,
+    shard_experts,
+    shard_tensors,
+)
 
 
 def parallelize_qwen3_moe(stage: Qwen3MoeForCausalLM, mesh: MeshDomains | None, parallel: ParallelConfig) -> None:
@@ -23,7 +33,12 @@ def parallelize_qwen3_moe(stage: Qwen3MoeForCausalLM, mesh: MeshDomains | None, 
     if parallel.shard_blocks is not None:
         layers = blocks_of(stage, parallel.shard_blocks)
     if mesh is not None:
+        stage.model.tokens = TokenPart.of(mesh)
+        shard_tensors(stage, mesh)
         shard_experts(stage, mesh, parallel)
+        if mesh.sizes["cp"] > 1:
+            shard_context(stage, mesh.group("cp"), parallel.context)
+        spread_sequences(stage, mesh.group("cp", "tp"))
     recompute_activations(stage, parallel, layers)
     if mesh is not None:
         # hidden states are in the gathered dtype from the embedding on, and the losses of routers stay in their own

@@ -1,0 +1,239 @@
+"""Tensor parallelism with sequence parallelism: matrices cut over ranks, and sequences between them.
+
+[Note: who holds which tokens] Between the modules that are cut, each rank of the tensor axis holds a slice of the rows'
+tokens, one after the other: norms, residuals, routers and experts work on that, and between pipeline stages each rank
+sends its own slice. A module that is cut *gathers* the tokens of all slices, computes with its part of the matrices,
+and *scatters*: what ranks have computed is summed, and each keeps its slice of the sum. A message each way, and in the
+backward the same ones in exchange.
+
+[Note: gradients] All ranks of the axis compute one loss together. A parameter that is cut has met the tokens of all
+slices: its gradient is complete. One that is not cut, such as a norm's, has met those of this rank's slice or heads:
+its gradient is summed over the axis with those of all other ranks.
+
+[Note: shared heads] Where there are more ranks than heads of keys and values, several ranks hold the same heads: the
+axis is cut in two, `tp_shard` and `tp_replicate` (`MeshDomains.split_tensor`), for all weights of the model.
+
+Parameters that are cut are DTensors, so that checkpoints, norms and FSDP2 know what a rank holds. Activations are plain
+tensors.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.mesh.sharding import distribute, local_ranges
+from lightning_d9d.modules import GroupedQueryAttention, LMHead, SparseMoE, SplitTokenEmbedding, SwiGLU, TokenEmbedding
+from lightning_d9d.modules.lm_head import Reduction, SplitLMHead
+from lightning_d9d.ops import gather_dim, linear, scatter_sum
+from lightning_d9d.ops.vocab_parallel import vocab_parallel_cross_entropy, vocab_parallel_embedding
+
+_SEQUENCE = 1
+"""The dim of tokens in `[batch, seq, hidden]`."""
+
+
+def shard_tensors(module: nn.Module, mesh: MeshDomains) -> None:
+    """Cut attention, dense MLPs, embedding and head of a module over the tensor axis, in place.
+
+    What it is called with between them has this rank's slice of the tokens. [Note: who holds which tokens]. Mixtures of
+    experts are left whole: they compute for their slice alone. Nothing where there is one rank. Collective over all
+    ranks: each cuts the same.
+
+    Args:
+        module: On the meta device, or with equal values on all ranks. Its data is not sharded yet.
+        mesh: Of all ranks.
+
+    Raises:
+        ConfigError: Heads, inner widths or the vocabulary cannot be shared evenly by the ranks.
+    """
+    if mesh.sizes["tp"] == 1:
+        return
+    parts = sorted(
+        module.modules(), key=lambda part: not isinstance(part, GroupedQueryAttention)
+    )  # [Note: shared heads]
+    within_mixtures = {each for part in parts if isinstance(part, SparseMoE) for each in part.modules()}
+    for part in parts:
+        match part:
+            case GroupedQueryAttention():
+                shard_attention(part, mesh)
+            case SwiGLU() if part not in within_mixtures:
+                shard_mlp(part, mesh)
+            case SplitTokenEmbedding() | SplitLMHead():
+                raise ConfigError(
+                    f"a vocabulary in parts (vocab_splits: {', '.join(part)}) is not cut over the ranks of "
+                    f"tensor_parallel={mesh.sizes['tp']}; leave one of the two out"
+                )
+            case TokenEmbedding():
+                shard_embedding(part, mesh)
+            case LMHead():
+                shard_head(part, mesh)
+
+
+def shard_attention(attention: GroupedQueryAttention, mesh: MeshDomains) -> None:
+    """Give each rank some heads. [Note: shared heads]. Collective over all ranks.
+
+    Raises:
+        ConfigError: The ranks cannot have equally many query heads, or there is no way to share those of keys.
+    """
+    tp = mesh.sizes["tp"]
+    num_heads = attention.q_proj.out_features // attention.head_dim
+    num_key_value_heads = attention.k_proj.out_features // attention.head_dim
+    _check_shared(num_heads, "attention heads (num_attention_heads)", tp)
+    if num_key_value_heads % tp and tp % num_key_value_heads:
+        legal = [n for n in _divisors(num_heads) if num_key_value_heads % n == 0 or n % num_key_value_heads == 0]
+        raise ConfigError(
+            f"tensor_parallel={tp} and {num_key_value_heads} heads of keys and values (num_key_value_heads): one of "
+            f"the two must divide the other; with {num_heads} attention heads it can be {_listed(legal)}"
+        )
+    mesh.split_tensor(num_key_value_heads)
+    gather_tokens(attention, mesh)
+    cut_rows(attention.q_proj, mesh)
+    cut_rows(attention.k_proj, mesh, num_shards=num_key_value_heads)
+    cut_rows(attention.v_proj, mesh, num_shards=num_key_value_heads)
+    cut_columns(attention.o_proj, mesh)
+
+
+def shard_mlp(mlp: SwiGLU, mesh: MeshDomains) -> None:
+    """Give each rank a part of the inner width.
+
+    Raises:
+        ConfigError: The parts would not be equal.
+    """
+    _check_shared(mlp.gate_proj.out_features, "inner width of an MLP (intermediate_size)", mesh.sizes["tp"])
+    gather_tokens(mlp, mesh)
+    cut_rows(mlp.gate_proj, mesh)
+    cut_rows(mlp.up_proj, mesh)
+    cut_columns(mlp.down_proj, mesh)
+
+
+def shard_embedding(embedding: nn.Embedding, mesh: MeshDomains) -> None:
+    """Give each rank a part of the vocabulary; it is called with all tokens and returns this rank's slice of them.
+
+    Raises:
+        ConfigError: The parts would not be equal.
+    """
+    _check_shared(embedding.num_embeddings, "tokens of the vocabulary (vocab_size)", mesh.sizes["tp"])
+    _cut(embedding, "weight", mesh, 0)
+    first, is_last = _rows_of(embedding.weight)
+    embedding.forward = partial(_look_up, embedding, first, is_last, _group_name(mesh))
+
+
+def shard_head(head: LMHead, mesh: MeshDomains) -> None:
+    """Give each rank a part of the vocabulary; it is called with this rank's slice of the tokens, and all labels.
+
+    Losses are those of all tokens, on every rank. Logits are gathered only if they are asked for.
+
+    Raises:
+        ConfigError: The parts would not be equal.
+    """
+    if head.weight is not None:
+        _check_shared(len(head.weight), "tokens of the vocabulary (vocab_size)", mesh.sizes["tp"])
+        _cut(head, "weight", mesh, 0)
+    head.forward = partial(_predict, head, _group_name(mesh))
+
+
+def gather_tokens(module: nn.Module, mesh: MeshDomains) -> None:
+    """Let a module be called with the tokens of all slices, in place of this rank's: its first positional argument."""
+    module.register_forward_pre_hook(partial(_gather_first, _group_name(mesh)))
+
+
+def cut_rows(module: nn.Linear, mesh: MeshDomains, *, num_shards: int | None = None) -> None:
+    """Give each rank some outputs of a linear layer. Called with all tokens, it returns this rank's outputs.
+
+    Args:
+        module: The layer.
+        mesh: Of all ranks.
+        num_shards: Into how many parts the outputs are cut at most; fewer than ranks only after
+            `MeshDomains.split_tensor` with this number.
+    """
+    is_shared = num_shards is not None and num_shards < mesh.sizes["tp"]
+    for name, _ in list(module.named_parameters(recurse=False)):
+        _cut(module, name, mesh, 0, is_shared=is_shared)
+    module.forward = partial(_own_outputs, module)
+
+
+def cut_columns(module: nn.Linear, mesh: MeshDomains) -> None:
+    """Give each rank some inputs of a linear layer. Called with these of all tokens, it returns this rank's slice."""
+    _cut(module, "weight", mesh, 1)
+    module.forward = partial(_summed_outputs, module, _group_name(mesh))
+
+
+def _group_name(mesh: MeshDomains) -> str:
+    return mesh.group("tp").group_name
+
+
+def _cut(module: nn.Module, name: str, mesh: MeshDomains, dim: int, *, is_shared: bool = False) -> None:
+    axes = mesh.tensor_axes
+    placements: list[Placement] = [Shard(dim) for _ in axes]
+    if is_shared:
+        placements[-1] = Replicate()
+    distribute(module, name, mesh.weights[axes], placements)
+
+
+def _rows_of(weight: Tensor) -> tuple[int, bool]:
+    """The first row of a matrix that this rank has, and whether it has the last one."""
+    rows = local_ranges(weight)[0]
+    return rows.start, rows.stop == len(weight)
+
+
+# Forwards of modules that are cut
+
+
+def _gather_first(group_name: str, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return gather_dim(inputs[0], _SEQUENCE, group_name), *inputs[1:]
+
+
+def _own_outputs(module: nn.Linear, input: Tensor) -> Tensor:
+    return linear(input, module.weight, module.bias, own_part=True)
+
+
+def _summed_outputs(module: nn.Linear, group_name: str, input: Tensor) -> Tensor:
+    y = scatter_sum(linear(input, module.weight, own_part=True), _SEQUENCE, group_name)
+    return y if module.bias is None else y + module.bias
+
+
+def _look_up(module: nn.Embedding, first: int, is_last: bool, group_name: str, input: Tensor) -> Tensor:
+    rows = vocab_parallel_embedding(input, module.weight.to_local(), first, is_first=first == 0, is_last=is_last)  # type: ignore[operator]
+    return scatter_sum(rows, _SEQUENCE, group_name)
+
+
+def _predict(
+    module: LMHead,
+    group_name: str,
+    x: Tensor,
+    labels: Tensor | None = None,
+    reduction: Reduction = "none",
+    weight: Tensor | None = None,
+) -> Tensor:
+    weight = module.weight if weight is None else weight
+    assert weight is not None, "a head without a weight needs one in the call"
+    logits = linear(gather_dim(x, _SEQUENCE, group_name), weight, own_part=True)
+    if labels is None:
+        return gather_dim(logits, -1, group_name)
+    first, _ = _rows_of(weight)
+    loss = vocab_parallel_cross_entropy(logits.flatten(0, -2), labels.flatten(), first, group_name, reduction=reduction)
+    return loss.view_as(labels) if reduction == "none" else loss
+
+
+# What is refused
+
+
+def _check_shared(number: int, what: str, tp: int) -> None:
+    if number % tp:
+        raise ConfigError(
+            f"tensor_parallel={tp} does not divide the {number} {what}; it can be {_listed(_divisors(number))}"
+        )
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _listed(numbers: list[int], most: int = 12) -> str:
+    return ", ".join(map(str, numbers[:most])) + (", ..." if len(numbers) > most else "")

@@ -1,0 +1,132 @@
+"""Which tokens a rank has of the batch that its data rank reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.ops import gather_dim, sum_over
+from lightning_d9d.parallel.context import SequenceCut
+
+
+@dataclass(frozen=True)
+class TokenPart:
+    """The tokens of a rank: by context parallelism two chunks of each sequence, by tensor parallelism a slice of those.
+
+    By default all of them. Methods without a word about it are local.
+    """
+
+    cut: SequenceCut = field(default_factory=SequenceCut)
+    """Of each sequence, over the ranks of context parallelism."""
+
+    num_slices: int = 1
+    """In how many slices the tokens of this rank's chunks lie on the ranks of tensor parallelism, between modules that
+    gather them."""
+
+    context_group: str = ""
+    """`group_name` of the ranks of the cut."""
+
+    tensor_group: str = ""
+    """`group_name` of the ranks with the slices."""
+
+    @staticmethod
+    def of(mesh: MeshDomains | None) -> TokenPart:
+        """That of this rank."""
+        if mesh is None or mesh.sizes["cp"] * mesh.sizes["tp"] == 1:
+            return TokenPart()
+        return TokenPart(
+            SequenceCut(mesh.coordinates["cp"], mesh.sizes["cp"]),
+            mesh.sizes["tp"],
+            mesh.group("cp").group_name,
+            mesh.group("tp").group_name,
+        )
+
+    @property
+    def multiple(self) -> int:
+        """What the length of a whole sequence is a multiple of."""
+        return self.num_slices * (2 * self.cut.size if self.cut.size > 1 else 1)
+
+    def positions(self, slice_length: int, device: torch.device) -> Tensor:
+        """Places in the whole sequence of the tokens of this rank's chunks, int64 `[1, slice_length * num_slices]`."""
+        return self.cut.positions(slice_length * self.num_slices, device).unsqueeze(0)
+
+    def of_whole(self, compute: Callable[[Tensor], Tensor], ids: Tensor) -> Tensor:
+        """This rank's chunks of what `compute` makes of whole sequences, from its chunks `[batch, seq]` of `ids`.
+
+        Collective over the ranks of the cut.
+        """
+        return self.cut.cut(compute(self.join(ids, 1)), 1)
+
+    def join(self, chunks: Tensor, dim: int) -> Tensor:
+        """Whole sequences along `dim` from the chunks of all ranks. Collective over the ranks of the cut."""
+        return self.cut.join(gather_dim(chunks, dim, self.context_group), dim) if self.cut.size > 1 else chunks
+
+    def mean(self, loss: Tensor) -> Tensor:
+        """The mean of a loss over all ranks that share sequences, each of which has equally many tokens. Collective.
+
+        Ranks with other chunks count it each for their own labels, ranks with other slices all together once.
+        """
+        if self.num_slices > 1:
+            loss = sum_over(loss / self.num_slices, self.tensor_group, sums_gradients=False)
+        if self.cut.size > 1:
+            loss = sum_over(loss / self.cut.size, self.context_group, sums_gradients=True)
+        return loss
+
+
+def sequence_length(batch: Any, dims: Mapping[str, int]) -> int:
+    """The number of tokens of a batch's sequences; 0 where it has none of the tensors in `dims`.
+
+    Raises:
+        ConfigError: The batch is no mapping, or its sequences have different lengths.
+    """
+    if not isinstance(batch, Mapping):
+        raise ConfigError(
+            f"a batch is a {type(batch).__name__}, but sequence_dims={dict(dims)} names tensors of a mapping; give "
+            "batches as dictionaries, or leave context and tensor parallelism out"
+        )
+    lengths = {name: batch[name].shape[dim] for name, dim in dims.items() if isinstance(batch.get(name), Tensor)}
+    if len({*lengths.values()}) > 1:
+        raise ConfigError(f"the sequences of a batch have different lengths along sequence_dims: {lengths}")
+    return max(lengths.values(), default=0)
+
+
+def own_chunks(batch: Any, dims: Mapping[str, int], tokens: TokenPart, padding: Mapping[str, int] | None = None) -> Any:
+    """A batch with this rank's chunks of its sequences.
+
+    Args:
+        batch: A mapping of tensors, of which those in `dims` are cut; the others stay.
+        dims: The dim of tokens in each tensor that has one. Names that the batch does not have do not matter.
+        tokens: What this rank has.
+        padding: Sequences that cannot be shared evenly are padded at their end, with the number that is given here for
+            a name, or 0. None: they are refused.
+
+    Raises:
+        ConfigError: The batch is no mapping, sequences have different lengths, or their length cannot be shared.
+    """
+    if tokens.multiple == 1 or not dims:
+        return batch
+    length = sequence_length(batch, dims)
+    missing = -length % tokens.multiple
+    if missing and padding is None:
+        raise ConfigError(
+            f"a batch has sequences of {length} tokens, which the ranks cannot share evenly: the length must be a "
+            f"multiple of {tokens.multiple} (tensor_parallel={tokens.num_slices}"
+            + (f" x 2 x {tokens.cut.size} ranks of context parallelism" if tokens.cut.size > 1 else "")
+            + f"), such as {length - length % tokens.multiple or tokens.multiple} or {length + missing}. Have the data "
+            "make such sequences, or set ParallelConfig.pad_sequences"
+        )
+    own = dict(batch)
+    for name in (name for name in dims if isinstance(batch.get(name), Tensor)):
+        tensor, dim = batch[name], dims[name] % batch[name].dim()
+        if missing:
+            assert padding is not None
+            tensor = F.pad(tensor, [0, 0] * (tensor.dim() - 1 - dim) + [0, missing], value=padding.get(name, 0))
+        own[name] = tokens.cut.cut(tensor, dim)
+    return own
