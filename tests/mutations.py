@@ -161,6 +161,20 @@ MUTATIONS = [
         "tests/strategy/test_fully_sharded.py -k part_of_a_block",
     ),
     Mutation(
+        "documents attend to earlier ones",
+        "lightning_d9d/ops/attention.py",
+        "(documents[:, None, :, None] == documents[:, None, None, :])",
+        "(documents[:, None, :, None] >= documents[:, None, None, :])",
+        "tests/models/test_qwen3_moe_documents.py -k packed_rows_equal",
+    ),
+    Mutation(
+        "later stages get no document ids",
+        "lightning_d9d/models/qwen3_moe/module.py",
+        'for name in ("position_ids", "document_ids") if name in microbatch',
+        'for name in ("position_ids",) if name in microbatch',
+        "tests/models/test_qwen3_moe_documents.py -k pipeline",
+    ),
+    Mutation(
         "copies of tokens go back to wrong ranks",
         "lightning_d9d/modules/dispatch.py",
         "all_to_all_rows(by_expert.sum(results), sent, received, self.group_name)",

@@ -9,9 +9,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) 
     """Causal attention in which several query heads may share one head of keys and values.
 
     Runs on `torch.nn.functional.scaled_dot_product_attention`. Borders of documents go to it as a mask, which takes
-    `batch * seq**2` numbers in the dtype of `q`, kept for the backward, and keys and values are then repeated for each
-    head, since kernels that take a mask know no shared heads. Calls with the same documents can have one mask in
-    common: make it with `document_mask`.
+    `batch * seq**2` numbers in the dtype of `q`, kept for the backward; calls with the same documents can have one in
+    common, made with `document_mask`. Pairs that it masks are computed all the same. In 16 bits GPUs have a kernel for
+    masks and shared heads together; in float32 and float64 they write out `batch * heads * seq**2` scores.
 
     Args:
         q: shape `[batch, heads, seq, head_dim]`.
@@ -24,12 +24,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) 
     Returns:
         Shape and dtype of `q`.
     """
-    if documents is None:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-    mask = documents if documents.is_floating_point() else document_mask(documents, q.dtype)
-    if q.shape[1] != k.shape[1]:
-        k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    mask = documents
+    if mask is not None and not mask.is_floating_point():
+        mask = document_mask(mask, q.dtype)
+    is_grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=is_grouped)
 
 
 def document_mask(documents: Tensor, dtype: torch.dtype) -> Tensor:

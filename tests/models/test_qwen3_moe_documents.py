@@ -30,7 +30,7 @@ LENGTHS = [[12, 1, 20], [33], [5, 28], [1, 1, 15, 16]]
 
 
 def packed() -> tuple[Tensor, Tensor, Tensor]:
-    """Token ids, labels in which no document foretells the next one, and document ids."""
+    """Token ids, labels in which no document predicts the next one, and document ids."""
     generator = torch.Generator().manual_seed(1)
     input_ids = torch.randint(CONFIG.vocab_size, (4, 33), generator=generator)
     document_ids = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in LENGTHS])
