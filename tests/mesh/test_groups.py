@@ -100,7 +100,7 @@ def test_groups_of_all_lanes_and_links_of_the_pipeline(mesh: str) -> None:
             for axes in ("dp_replicate",), ("ep_replicate",), ("dp", "cp"):
                 domains.group(*axes, lane="reduce")
             Pipeline(OneForwardOneBackward(), domains, torch.device("cpu"))
-            assert num_groups() == 15 + 2 * num_neighbours  # links, of two ranks each: one for either direction
+            assert num_groups() == 18 + 2 * num_neighbours  # links, of two ranks each: one for either direction
 
 
 @pytest.mark.parametrize(

@@ -29,25 +29,27 @@ from tests.harness.compare import assert_tensors_close
 from tests.harness.ranks import RankContext
 from tests.harness.recorder import Recorder
 from tests.harness.records import mismatches, read
-from tests.mesh.fake_world import DATA, DENSE, fake_world, legal_meshes
+from tests.mesh.fake_world import DENSE, fake_world, legal_meshes
 from tests.parallel.meta import meta_stages
 
 EXPERTS = (Layout.EXPERTS, Layout.EXPERTS_FULLY_SHARDED)
 
 
 def views_of(config: MeshConfig) -> list[dict[str, int]]:
-    return [*config.domains().values(), config.expert_weights()]
+    tensor = config.tensor_parallel
+    split = [config.split_tensor(n) for n in range(1, tensor + 1) if tensor % n == 0]
+    return [*config.domains().values(), config.expert_weights(), *(v for views in split for v in views.values())]
 
 
 @pytest.mark.parametrize("layout", Layout)
 def test_axes_of_a_layout_are_the_ranks_of_a_stage(layout: Layout) -> None:
     """They are axes of one view of the ranks, so no rank is met along two of them."""
     axes = [*WHO_SUMS[layout]]
-    for config in legal_meshes(24, DENSE if layout in EXPERTS else DATA):
-        view = next(view for view in views_of(config) if {*axes} <= {*view})
-        stage = 24 // config.pipeline_parallel
-        assert prod(view[axis] for axis in axes) == stage
-        assert partition(view, axes) == tuple(tuple(range(first, first + stage)) for first in range(0, 24, stage))
+    for config in legal_meshes(24, DENSE):
+        for view in (view for view in views_of(config) if {*axes} <= {*view}):
+            stage = 24 // config.pipeline_parallel
+            assert prod(view[axis] for axis in axes) == stage
+            assert partition(view, axes) == tuple(tuple(range(first, first + stage)) for first in range(0, 24, stage))
 
 
 MESHES = {
@@ -104,9 +106,9 @@ def test_each_parameter_has_its_layout(name: str) -> None:
 
 def test_a_sharded_parameter_that_nobody_sums_is_refused() -> None:
     with fake_world(0, 4):
-        tensor = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-        parameter = nn.Parameter(distribute_tensor(torch.ones(8, 8), tensor, [Shard(0)], src_data_rank=None))
-        with pytest.raises(ConfigError, match=r"\(8, 8\) .* on the axes tp, and nothing would sum its gradient"):
+        context = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+        parameter = nn.Parameter(distribute_tensor(torch.ones(8, 8), context, [Shard(0)], src_data_rank=None))
+        with pytest.raises(ConfigError, match=r"\(8, 8\) .* on the axes cp, and nothing would sum its gradient"):
             layout_of(parameter, set())
 
 
