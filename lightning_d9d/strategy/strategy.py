@@ -80,9 +80,8 @@ class D9DStrategy(AlignedStrategy):
     DistributedDataParallel: gradients are means over ranks.
 
     Args:
-        mesh: Parallel degrees; by default every rank is a replica. So far `pipeline_parallel` for D9DModules,
-            `data_parallel_replicate`, `data_parallel_shard`, `expert_parallel`, and `tensor_parallel` for plain modules
-            that shard themselves in `configure_model`.
+        mesh: Parallel degrees; by default every rank is a replica. Those of pipelines and contexts are for D9DModules;
+            plain modules take their part of the others in `configure_model`.
         schedule: Order of forwards and backwards of a D9DModule's microbatches, and where its stages are: "1f1b"
             (default), another name of `lightning_d9d.schedule.SCHEDULES`, or an object of a class of
             `lightning_d9d.schedule` or your own. `Auto` chooses one, with microbatches and stages.
