@@ -240,7 +240,7 @@ MUTATIONS = [
     Mutation(
         "means of ranks without data count",
         "lightning_d9d/strategy/train_step.py",
-        "num_counting = self.module.filling.num_counting or self.num_ranks",
+        "num_counting = (self.module.filling.num_counting or num_data_ranks) * self.pipeline.tokens.cut.size",
         "num_counting = self.num_ranks",
         f"{UNEVEN} -k 'three_and_five and mean'",
     ),
