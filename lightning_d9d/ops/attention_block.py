@@ -95,6 +95,7 @@ def attention_block_backward(
         return attention_block_backward_reference(
             grad_out, q, k, v, out, lse, causal=causal, q_documents=q_documents, k_documents=k_documents
         )
+    lse = lse.contiguous()  # flash attention takes it for that
     lengths = (q.shape[2], k.shape[2])
     no_seed = torch.empty(2, dtype=torch.int64, device=q.device)  # without dropout nothing reads it
     if kernel == "cudnn":

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from lightning_d9d import ConfigError
@@ -279,11 +280,12 @@ def test_an_unknown_kind(rank: RankContext) -> None:
 @pytest.mark.ranks(2)
 @by_kind
 @pytest.mark.parametrize("kv_heads", [2, 4])
-def test_kernels(rank: RankContext, kv_heads: int, kind: str) -> None:
+@pytest.mark.parametrize("backend", ["CUDNN_ATTENTION", "FLASH_ATTENTION"])
+def test_kernels(rank: RankContext, backend: str, kv_heads: int, kind: str) -> None:
     case = make(heads=4, kv_heads=kv_heads, seq=1024, head_dim=64, dtype=torch.bfloat16)
-    wide = Case(*(t.float() for t in case[:4]), None)
     cut = SequenceCut(rank.rank, 2)
-    expected = {name: cut.cut(t, 2) for name, t in whole(wide).items()}
-    actual = run(kind, case, rank)
+    expected = {name: cut.cut(t, 2) for name, t in whole(Case(*(t.float() for t in case[:4]), None)).items()}
+    with sdpa_kernel(getattr(SDPBackend, backend)):
+        actual = run(kind, case, rank)
     assert_close_named("out", actual.pop("out"), expected.pop("out"), kind=Kind.OUTPUT)
     assert_tensors_close(actual, expected)
