@@ -13,8 +13,8 @@ from lightning_d9d.ops.collectives import gather_dim, sum_over
 
 _LOSS = "lightning_d9d::vocab_parallel_cross_entropy"
 _GRADIENT = "lightning_d9d::vocab_parallel_cross_entropy_backward"
-_NUMBERS_AT_ONCE = 2**25
-"""How many logits are widened at a time: 128 MiB in float32."""
+_NUMBERS_AT_ONCE = 2**26
+"""How many logits are widened at a time: 256 MiB in float32."""
 
 
 def vocab_parallel_cross_entropy(
@@ -149,7 +149,7 @@ def _gradient(logits: Tensor, labels: Tensor, lse: Tensor, dloss: Tensor, first:
     tensors = (result, logits, lse.unsqueeze(1), columns, label_part, factors)
     for into, *rows in zip(*(tensor.split(_num_rows_at_once(logits)) for tensor in tensors), strict=True):
         logits, lse, columns, label_part, factors = rows
-        into.copy_((logits - lse).exp_().scatter_add_(1, columns, label_part).mul_(factors))
+        torch.mul((logits - lse).exp_().scatter_add_(1, columns, label_part), factors, out=into)
     return result
 
 
