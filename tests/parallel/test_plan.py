@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -19,8 +20,26 @@ from lightning_d9d import ConfigError
 from lightning_d9d.mesh import MeshConfig, MeshDomains
 from lightning_d9d.mesh.groups import partition
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig
-from lightning_d9d.modules import SparseMoE
-from lightning_d9d.parallel import WHO_SUMS, Layout, ParallelConfig, Summed, parallelize
+from lightning_d9d.modules import (
+    GroupedQueryAttention,
+    LMHead,
+    RMSNorm,
+    SparseMoE,
+    SwiGLU,
+    TokenEmbedding,
+    rope_tables,
+)
+from lightning_d9d.parallel import (
+    WHO_SUMS,
+    Layout,
+    ParallelConfig,
+    Summed,
+    TokenPart,
+    parallelize,
+    shard_context,
+    shard_tensors,
+)
+from lightning_d9d.parallel.context import SequenceCut
 from lightning_d9d.parallel.data import FullySharded
 from lightning_d9d.parallel.plan import fully_sharded, group_of, layout_of
 from lightning_d9d.strategy.data_parallel import DataParallelStages
@@ -30,9 +49,8 @@ from tests.harness.ranks import RankContext
 from tests.harness.recorder import Recorder
 from tests.harness.records import mismatches, read
 from tests.mesh.fake_world import DENSE, fake_world, legal_meshes
+from tests.meshes.cases import Case
 from tests.parallel.meta import meta_stages
-
-EXPERTS = (Layout.EXPERTS, Layout.EXPERTS_FULLY_SHARDED)
 
 
 def views_of(config: MeshConfig) -> list[dict[str, int]]:
@@ -52,40 +70,101 @@ def test_axes_of_a_layout_are_the_ranks_of_a_stage(layout: Layout) -> None:
             assert partition(view, axes) == tuple(tuple(range(first, first + stage)) for first in range(0, 24, stage))
 
 
+class Layouts(NamedTuple):
+    """Of the parameters of a stage: what is cut over tensor ranks, keys' and values' part of that, and what is not."""
+
+    rest: Layout
+    experts: Layout
+    cut: Layout | None = None
+    keys_and_values: Layout | None = None
+
+    def of(self, name: str) -> Layout:
+        if ".experts." in name:
+            return self.experts
+        if self.cut is None:
+            return self.rest
+        if ".k_proj." in name or ".v_proj." in name:
+            return self.keys_and_values or self.cut
+        return (
+            self.cut if any(each in name for each in (".q_proj.", ".o_proj.", "embed_tokens", "lm_head")) else self.rest
+        )
+
+
 MESHES = {
-    "copies": (MeshConfig(data_parallel_replicate=64), Layout.REPLICATED, Layout.REPLICATED),
-    "shards": (MeshConfig(data_parallel_shard=64), Layout.FULLY_SHARDED, Layout.FULLY_SHARDED),
+    "copies": (MeshConfig(data_parallel_replicate=64), Layouts(Layout.REPLICATED, Layout.REPLICATED)),
+    "shards": (MeshConfig(data_parallel_shard=64), Layouts(Layout.FULLY_SHARDED, Layout.FULLY_SHARDED)),
     "experts over copies": (
         MeshConfig(pipeline_parallel=2, data_parallel_replicate=32, expert_parallel=8),
-        Layout.REPLICATED,
-        Layout.EXPERTS,
+        Layouts(Layout.REPLICATED, Layout.EXPERTS),
     ),
     "experts over all": (
         MeshConfig(data_parallel_replicate=64, expert_parallel=64),
-        Layout.REPLICATED,
-        Layout.EXPERTS,
+        Layouts(Layout.REPLICATED, Layout.EXPERTS),
     ),
     "within a replica": (
         MeshConfig(pipeline_parallel=2, data_parallel_replicate=2, data_parallel_shard=16, expert_parallel=4),
-        Layout.FULLY_SHARDED,
-        Layout.EXPERTS_FULLY_SHARDED,
+        Layouts(Layout.FULLY_SHARDED, Layout.EXPERTS_FULLY_SHARDED),
     ),
     "over two replicas": (
         MeshConfig(data_parallel_replicate=4, data_parallel_shard=16, expert_parallel=32),
-        Layout.FULLY_SHARDED,
-        Layout.EXPERTS,
+        Layouts(Layout.FULLY_SHARDED, Layout.EXPERTS),
+    ),
+    "context of shards": (
+        MeshConfig(context_parallel_shard=8, data_parallel_replicate=8, expert_parallel=8),
+        Layouts(Layout.FULLY_SHARDED, Layout.EXPERTS),
+    ),
+    "context of copies": (
+        MeshConfig(context_parallel_replicate=8, data_parallel_replicate=8),
+        Layouts(Layout.REPLICATED, Layout.EXPERTS),
+    ),
+    "tensor": (
+        MeshConfig(tensor_parallel=4, data_parallel_replicate=16),
+        Layouts(Layout.REPLICATED, Layout.EXPERTS, Layout.TENSOR),
+    ),
+    "shared heads": (  # 4 of keys and values
+        MeshConfig(pipeline_parallel=2, tensor_parallel=8, context_parallel_replicate=4, expert_parallel=32),
+        Layouts(Layout.REPLICATED, Layout.EXPERTS, Layout.TENSOR, Layout.TENSOR_SHARED),
+    ),
+    "tensor and shards": (
+        MeshConfig(tensor_parallel=4, data_parallel_shard=8, data_parallel_replicate=2, expert_parallel=8),
+        Layouts(Layout.FULLY_SHARDED, Layout.EXPERTS_FULLY_SHARDED, Layout.TENSOR_FULLY_SHARDED),
+    ),
+    "shared heads and shards": (
+        MeshConfig(tensor_parallel=8, data_parallel_shard=8, expert_parallel=64),
+        Layouts(
+            Layout.FULLY_SHARDED,
+            Layout.EXPERTS,
+            Layout.TENSOR_FULLY_SHARDED,
+            Layout.TENSOR_SHARED_FULLY_SHARDED,
+        ),
     ),
     "4096": (
         MeshConfig(pipeline_parallel=8, data_parallel_shard=512, expert_parallel=64),
-        Layout.FULLY_SHARDED,
-        Layout.EXPERTS_FULLY_SHARDED,
+        Layouts(Layout.FULLY_SHARDED, Layout.EXPERTS_FULLY_SHARDED),
+    ),
+    "4096 on every axis": (
+        MeshConfig(
+            pipeline_parallel=4,
+            data_parallel_replicate=2,
+            data_parallel_shard=16,
+            context_parallel_shard=2,
+            context_parallel_replicate=2,
+            tensor_parallel=8,
+            expert_parallel=64,
+        ),
+        Layouts(
+            Layout.FULLY_SHARDED,
+            Layout.EXPERTS_FULLY_SHARDED,
+            Layout.TENSOR_FULLY_SHARDED,
+            Layout.TENSOR_SHARED_FULLY_SHARDED,
+        ),
     ),
 }
 
 
 @pytest.mark.parametrize("name", MESHES)
 def test_each_parameter_has_its_layout(name: str) -> None:
-    config, dense, experts = MESHES[name]
+    config, layouts = MESHES[name]
     rank = config.world_size // 3
     model = dataclasses.replace(Qwen3MoeConfig.preset("30b-a3b"), num_hidden_layers=config.pipeline_parallel)
     with fake_world(rank, config.world_size):
@@ -94,14 +173,26 @@ def test_each_parameter_has_its_layout(name: str) -> None:
         units = fully_sharded(stage)
         for parameter_name, parameter in stage.named_parameters():
             layout = layout_of(parameter, units)
-            assert layout == (experts if ".experts." in parameter_name else dense)
-            group = group_of(layout, mesh, Summed.IN_BUCKETS)
-            in_buckets = [axis for axis, summed in WHO_SUMS[layout].items() if summed is Summed.IN_BUCKETS]
-            if group is None:
-                assert prod(mesh.sizes[axis] for axis in in_buckets) == 1
-            else:
-                view = next(view for view in views_of(config) if {*in_buckets} <= {*view})
-                assert tuple(dist.get_process_group_ranks(group)) in partition(view, in_buckets)
+            assert layout == layouts.of(parameter_name), parameter_name
+            for summed in (Summed.IN_BUCKETS, Summed.AFTERWARDS):
+                group = group_of(layout, mesh, summed)
+                ranks = (rank,) if group is None else tuple(dist.get_process_group_ranks(group))
+                assert ranks == ranks_of_sums(layout, config, model.num_key_value_heads, rank).get(summed, (rank,))
+
+
+def ranks_of_sums(layout: Layout, config: MeshConfig, num_heads: int, rank: int) -> dict[Summed, tuple[int, ...]]:
+    """For each way of summing that the table has for a layout, the ranks of the sums that a rank is part of.
+
+    Of `num_heads` heads of keys and values there are copies if there are more tensor ranks.
+    """
+    split = config.split_tensor(min(num_heads, config.tensor_parallel))
+    views = [*config.domains().values(), config.expert_weights(), *split.values()]
+    ranks = {}
+    for summed in {*WHO_SUMS[layout].values()}:
+        axes = [axis for axis, by in WHO_SUMS[layout].items() if by is summed]
+        view = next(view for view in views if {*axes} <= {*view})
+        ranks[summed] = next(ranks for ranks in partition(view, axes) if rank in ranks)
+    return ranks
 
 
 def test_a_sharded_parameter_that_nobody_sums_is_refused() -> None:
@@ -115,28 +206,55 @@ def test_a_sharded_parameter_that_nobody_sums_is_refused() -> None:
 # On ranks
 
 
-class Stage(nn.Module):
-    """A block with a mixture of experts and a layer outside of blocks; of 2 experts 4 ranks have a part of each."""
+class Block(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.norm = RMSNorm(8, 1e-6)
+        self.inner = inner
 
-    def __init__(self, num_experts: int) -> None:
+    def forward(self, x: Tensor, *rope: tuple[Tensor, Tensor]) -> Tensor:
+        return x + self.inner(self.norm(x), *rope)
+
+
+class Stage(nn.Module):
+    """A block of each kind, and layers outside of blocks.
+
+    Of 2 experts 4 ranks have a part of each, of 2 heads of keys and values two ranks have the same one.
+    """
+
+    def __init__(self, num_experts: int, num_heads: int) -> None:
         super().__init__()
         torch.manual_seed(0)
-        mixture = SparseMoE(8, 4, num_experts, 2, normalize=True, initializer_range=0.5)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), mixture)])
-        self.last = nn.Linear(8, 8)
+        std = 0.5
+        self.embed = TokenEmbedding(16, 8, initializer_range=std)
+        attention = GroupedQueryAttention(8, 4, num_heads, 2, norm_eps=1e-6, bias=True, initializer_range=std)
+        mlp = SwiGLU(8, 12, initializer_range=std)
+        mixture = SparseMoE(8, 4, num_experts, 2, normalize=True, initializer_range=std)
+        self.attention, self.mlps = Block(attention), nn.ModuleList([Block(mlp), Block(mixture)])
+        self.norm = RMSNorm(8, 1e-6)
+        self.head = LMHead(16, 8, initializer_range=std)
+        for module in self.modules():
+            if isinstance(module, RMSNorm):
+                nn.init.normal_(module.weight)
         self.double()
 
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return self.last(x)
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """The loss of each token."""
+        x = self.attention(self.embed(ids), rope_tables(positions, 2, 100.0, torch.float64))
+        for block in self.mlps:
+            x = block(x)
+        return self.head(self.norm(x), ids)
 
 
-def loss_of(stage: nn.Module, rank: int) -> Tensor:
-    """Another factor for each rank: a sum that lacks one, or has one twice, is no multiple of the right one."""
-    rows = torch.randn(1, 5 + rank, 8, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+def loss_of(stage: nn.Module, dp_rank: int, cut: SequenceCut) -> Tensor:
+    """Of a rank's part of a row, with random weights: a sum that lacks a part, or has one twice, is another."""
+    generator = torch.Generator().manual_seed(dp_rank)
+    length = 8 + 8 * dp_rank
+    ids = torch.randint(16, (1, length), generator=generator)
+    weights = torch.randn(1, length, generator=generator, dtype=torch.float64)
     device = next(stage.parameters()).device
-    return 3**rank * stage(rows.to(device)).square().sum()
+    ids, weights, positions = (cut.cut(t.to(device), 1) for t in (ids, weights, torch.arange(length).unsqueeze(0)))
+    return (weights * stage(ids, positions)).sum()
 
 
 @contextmanager
@@ -153,36 +271,71 @@ OPERATORS = {
     Summed.IN_BUCKETS: "allreduce",
     Summed.BY_REDUCE_SCATTER: "reduce_scatter_base",
     Summed.BY_ALL_REDUCE: "allreduce",
-    Summed.WITH_TOKENS: "alltoall_base",
+    Summed.AFTERWARDS: "allreduce",
 }
 
 
+def expected_messages(
+    layouts: Sequence[Layout], config: MeshConfig, num_heads: int, rank: int
+) -> set[tuple[str, tuple[int, ...]]]:
+    """Operators and ranks of a backward: the sums of the table, and messages of activations."""
+    expected = set()
+    for layout in layouts:
+        for summed, ranks in ranks_of_sums(layout, config, num_heads, rank).items():
+            if summed is not Summed.WITH_TOKENS:
+                expected.add((OPERATORS[summed], ranks))
+
+    def peers(domain: str, axis: str) -> tuple[int, ...]:
+        return next(ranks for ranks in partition(config.domains()[domain], [axis]) if rank in ranks)
+
+    expected.add(("alltoall_base", peers("expert", "ep_shard")))
+    expected |= {(operator, peers("batch", "cp")) for operator in ("send", "receive")}  # round the ring
+    expected |= {(operator, peers("batch", "tp")) for operator in ("allgather_base", "reduce_scatter_base")}
+    return {(operator, ranks) for operator, ranks in expected if len(ranks) > 1}
+
+
+COPIES = (Layout.REPLICATED,)
 WEIGHTS = (Layout.FULLY_SHARDED,)
 BOTH = (Layout.FULLY_SHARDED, Layout.EXPERTS_FULLY_SHARDED)
-WHOLE_EXPERTS = (Layout.FULLY_SHARDED, Layout.EXPERTS)
+CUT = (Layout.REPLICATED, Layout.TENSOR, Layout.EXPERTS)
+SHARED = (*CUT, Layout.TENSOR_SHARED)
+CUT_AND_SHARDED = (Layout.FULLY_SHARDED, Layout.TENSOR_FULLY_SHARDED)
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
-    ("replicate", "shard", "ep", "num_experts", "layouts"),
+    ("degrees", "num_experts", "num_heads", "layouts"),
     [
-        (4, 1, 1, 8, (Layout.REPLICATED,)),
-        (4, 1, 2, 8, (Layout.REPLICATED, Layout.EXPERTS)),
-        (4, 1, 4, 8, (Layout.REPLICATED, Layout.EXPERTS)),
-        (2, 2, 1, 8, WEIGHTS),
-        (1, 4, 1, 2, WEIGHTS),  # of each expert a rank has a part
-        (1, 4, 2, 2, BOTH),  # too
-        (2, 2, 2, 8, WHOLE_EXPERTS),
-        (2, 2, 4, 8, WHOLE_EXPERTS),
+        ("rep4", 8, 2, COPIES),
+        ("rep4 ep2", 8, 2, (*COPIES, Layout.EXPERTS)),
+        ("rep4 ep4", 8, 2, (*COPIES, Layout.EXPERTS)),
+        ("rep2 shard2", 8, 2, WEIGHTS),
+        ("shard4", 2, 2, WEIGHTS),  # of each expert a rank has a part
+        ("shard4 ep2", 2, 2, BOTH),  # too
+        ("rep2 shard2 ep2", 8, 2, (*WEIGHTS, Layout.EXPERTS)),
+        ("rep2 shard2 ep4", 8, 2, (*WEIGHTS, Layout.EXPERTS)),
+        ("rep2 tp2", 8, 2, CUT),
+        ("tp4", 8, 2, SHARED),
+        ("tp4 ep4", 8, 2, SHARED),
+        ("shard2 tp2", 8, 2, (*CUT_AND_SHARDED, Layout.EXPERTS_FULLY_SHARDED)),
+        ("shard2 tp2", 8, 1, (*CUT_AND_SHARDED, Layout.TENSOR_SHARED_FULLY_SHARDED, Layout.EXPERTS_FULLY_SHARDED)),
+        ("shard2 tp2 ep4", 8, 2, (*CUT_AND_SHARDED, Layout.EXPERTS)),
+        ("rep2 cp2", 8, 2, WEIGHTS),
+        ("rep2 cprep2", 8, 2, (*COPIES, Layout.EXPERTS)),
+        ("shard2 cprep2", 8, 2, BOTH),
+        ("cp2 tp2", 8, 2, (*CUT_AND_SHARDED, Layout.EXPERTS_FULLY_SHARDED)),
     ],
 )
 def test_ranks_sum_as_the_table_says(
-    rank: RankContext, replicate: int, shard: int, ep: int, num_experts: int, layouts: Sequence[Layout]
+    rank: RankContext, degrees: str, num_experts: int, num_heads: int, layouts: Sequence[Layout]
 ) -> None:
     """In a backward they sum over the axes of the table and over no others, and the sums are those of one process."""
-    config = MeshConfig(data_parallel_replicate=replicate, data_parallel_shard=shard, expert_parallel=ep)
+    config = Case(degrees).config
     mesh = MeshDomains.build(config, rank.device.type)
-    stage = Stage(num_experts).to(rank.device)
+    stage = Stage(num_experts, num_heads).to(rank.device)
+    shard_tensors(stage, mesh)
+    if mesh.sizes["cp"] > 1:
+        shard_context(stage, mesh.group("cp"), "ring")
     parallelize(stage, mesh, ParallelConfig())
     parameters = [*stage.parameters()]
     units = fully_sharded(stage)
@@ -193,7 +346,7 @@ def test_ranks_sum_as_the_table_says(
     )
     data_parallel.begin(is_first=True, reduces=True, splits=False)
     data_parallel.unshard(0)
-    loss = loss_of(stage, rank.rank)
+    loss = loss_of(stage, mesh.dp_rank, TokenPart.of(mesh).cut)
     data_parallel.last_backward(0)
     with recorded(rank.tmp_dir / str(rank.rank)):
         loss.backward()
@@ -203,18 +356,12 @@ def test_ranks_sum_as_the_table_says(
     rank.barrier()
     records = [read(rank.tmp_dir / str(number)) for number in range(4)]
     assert not mismatches(records)
-    expected = set()
-    for layout in layouts:
-        for axis, summed in WHO_SUMS[layout].items():
-            view = next(view for view in views_of(config) if axis in view)
-            if view[axis] > 1:
-                ranks = next(ranks for ranks in partition(view, [axis]) if rank.rank in ranks)
-                expected.add((OPERATORS[summed], ranks))
     issued = {(entry.operator, entry.ranks) for entry in records[rank.rank] if len(entry.ranks) > 1}
-    assert issued == expected
+    assert issued == expected_messages(layouts, config, num_heads, rank.rank)
 
-    alone = Stage(num_experts).to(rank.device)
-    sum((loss_of(alone, number) for number in range(4)), torch.zeros((), device=rank.device)).backward()
+    alone = Stage(num_experts, num_heads).to(rank.device)
+    losses = [loss_of(alone, number, SequenceCut()) for number in range(mesh.dp_size)]
+    sum(losses, torch.zeros((), device=rank.device)).backward()
     gradients = {name: parameter.grad for name, parameter in stage.named_parameters()}
     whole = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()}
     assert_tensors_close(whole, {name: parameter.grad for name, parameter in alone.named_parameters()})
