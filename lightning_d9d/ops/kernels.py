@@ -1,0 +1,52 @@
+"""Which implementation ops run on: kernels of their own, or what torch has."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from lightning_d9d.errors import ConfigError
+
+Kernels = Literal["auto", "torch", "triton"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_chosen: Kernels = "auto"
+
+
+def set_kernels(kernels: Kernels) -> None:
+    """Choose for all ops of this process, until it is called again.
+
+    Args:
+        kernels: "auto": Triton's for tensors on CUDA, else torch's. "torch": torch's everywhere, to find out whether a
+            kernel is at fault. "triton": Triton's everywhere; on the CPU that takes its interpreter
+            (`TRITON_INTERPRET=1` before the first kernel is imported), which is for tests.
+
+    Raises:
+        ConfigError: None of these.
+    """
+    global _chosen
+    if kernels not in get_args(Kernels):
+        raise ConfigError(f"kernels={kernels!r} must be one of {', '.join(map(repr, get_args(Kernels)))}")
+    _chosen = kernels
+
+
+@contextmanager
+def using_kernels(kernels: Kernels) -> Generator[None]:
+    """`set_kernels` for a while. A backward takes the kernels of its forward."""
+    before = _chosen
+    set_kernels(kernels)
+    try:
+        yield
+    finally:
+        set_kernels(before)
+
+
+def runs_triton(*tensors: Tensor) -> bool:
+    """Whether an op runs its Triton kernels on these tensors: never in float64, for which torch's are there."""
+    if _chosen == "torch" or any(tensor.dtype not in _DTYPES for tensor in tensors if tensor.is_floating_point()):
+        return False
+    return _chosen == "triton" or all(tensor.is_cuda for tensor in tensors)
