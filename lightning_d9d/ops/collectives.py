@@ -21,8 +21,8 @@ from torch import Tensor
 from lightning_d9d.errors import ConfigError
 
 # Torch 2.12 and before know them by the second names alone, which later ones deprecate.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def gather_dim(x: Tensor, dim: int, group_name: str) -> Tensor:
@@ -119,7 +119,7 @@ def _gather(x: Tensor, dim: int, group_name: str) -> Tensor:
     # A message has the ranks as its first dim. Where no dim before is longer than 1, that is the order of the whole.
     is_in_order = x.shape[:dim].numel() == 1
     parts = whole if is_in_order else torch.empty_like(whole)
-    _all_gather(parts.view(-1), x.contiguous().view(-1), group=_group(group_name))
+    all_gather_single(parts.view(-1), x.contiguous().view(-1), group=_group(group_name))
     if not is_in_order:
         size = _size(group_name)
         whole.unflatten(dim, (size, -1)).copy_(parts.view(size, *x.shape).movedim(0, dim))
@@ -135,7 +135,7 @@ def _new_part(x: Tensor, dim: int, group_name: str) -> Tensor:
 def _scatter(x: Tensor, dim: int, group_name: str) -> Tensor:
     part = _new_part(x, dim, group_name)
     parts = x.unflatten(dim, (_size(group_name), -1)).movedim(dim % x.dim(), 0).contiguous()
-    _reduce_scatter(part.view(-1), parts.view(-1), group=_group(group_name))
+    reduce_scatter_single(part.view(-1), parts.view(-1), group=_group(group_name))
     return part
 
 

@@ -27,7 +27,7 @@ from lightning_d9d.errors import ConfigError
 from lightning_d9d.modules import GroupedQueryAttention
 from lightning_d9d.ops import all_to_all_rows, attention, gather_dim
 from lightning_d9d.ops.attention_block import attention_block, attention_block_backward, merge, wide
-from lightning_d9d.ops.collectives import _all_gather, _reduce_scatter
+from lightning_d9d.ops.collectives import all_gather_single, reduce_scatter_single
 
 
 @dataclass(frozen=True)
@@ -298,14 +298,14 @@ def _gather_attention_backward(
         by_rank = dkv[block.ranks, ..., block.keys, :]
         by_rank.copy_(dkv_part.unflatten(-2, (len(by_rank), -1)).movedim(-3, 0))
     summed = torch.empty_like(dkv[0])
-    _reduce_scatter(summed, dkv.flatten(0, 1), group=blocks.group)
+    reduce_scatter_single(summed, dkv.flatten(0, 1), group=blocks.group)
     return _in_form_of((q, k, v), (dq, *summed))
 
 
 def _gather(tensor: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
     """Starts to gather the tensors of all ranks; the result waits, for all with ranks as a further first dim."""
     gathered = tensor.new_empty(group.size(), *tensor.shape)
-    work = _all_gather(gathered.flatten(0, 1), tensor, group=group, async_op=True)
+    work = all_gather_single(gathered.flatten(0, 1), tensor, group=group, async_op=True)
 
     def wait() -> Tensor:
         assert work is not None
@@ -431,3 +431,6 @@ def _register(name: str, forward: Callable[..., Any], backward: Callable[..., An
 
 _register("gather_attention", _gather_attention, _gather_attention_backward)
 _register("ring_attention", _ring_attention, _ring_attention_backward)
+
+CONTEXT_OPS = (torch.ops.lightning_d9d.gather_attention.default, torch.ops.lightning_d9d.ring_attention.default)
+"""What attends in the forward. Selective recomputation keeps the results."""

@@ -38,6 +38,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.modules import GroupedQueryAttention
 from lightning_d9d.parallel.config import ParallelConfig
+from lightning_d9d.parallel.context import CONTEXT_OPS
 from lightning_d9d.parallel.data import blocks_of
 
 ATTENTION: tuple[type[nn.Module], ...] = (GroupedQueryAttention, nn.MultiheadAttention)
@@ -63,6 +64,8 @@ _KEPT_OPS = {
     _aten._grouped_mm.default,
     _aten.topk.default,
     torch.ops.lightning_d9d.all_to_all_rows.default,
+    torch.ops.lightning_d9d.scatter_sum.default,
+    *CONTEXT_OPS,
     *_ATTENTION_OPS,
 }
 
