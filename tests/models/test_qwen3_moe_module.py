@@ -75,6 +75,16 @@ def test_tokens_outside_the_vocabulary_are_refused() -> None:
         trainer(D9DStrategy(), max_epochs=1).fit(Qwen3MoePretraining(CONFIG), DataLoader(data, batch_size=8))  # type: ignore[arg-type]
 
 
+def test_documents_longer_than_the_window_are_refused() -> None:
+    config = dataclasses.replace(CONFIG, max_position_embeddings=4)
+    borders = {"document_ids": torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])}
+    trainer(D9DStrategy(), max_epochs=1).fit(Qwen3MoePretraining(config), DataLoader([r | borders for r in rows(8)], 8))  # type: ignore[arg-type]
+    for more, length in (({}, 8), ({"document_ids": torch.tensor([0, 0, 0, 1, 1, 1, 1, 1])}, 5)):
+        data: Any = DataLoader([row | more for row in rows(8)], 8)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=f"a document of {length} tokens, but max_position_embeddings=4: shorten"):
+            trainer(D9DStrategy(), max_epochs=1).fit(Qwen3MoePretraining(config), data)
+
+
 def test_negative_warmup_is_refused() -> None:
     with pytest.raises(ConfigError, match="warmup_steps=-3; it must be at least 0"):
         Qwen3MoePretraining(CONFIG, warmup_steps=-3)

@@ -26,7 +26,13 @@ from lightning_d9d.models.qwen3_moe.costs import model_costs
 from lightning_d9d.models.qwen3_moe.huggingface import load_huggingface
 from lightning_d9d.models.qwen3_moe.model import Qwen3MoeForCausalLM, layers_of_stages
 from lightning_d9d.models.qwen3_moe.plan import parallelize_qwen3_moe
-from lightning_d9d.modules import BalanceConfig, ExpertBalance, expert_load, update_expert_bias
+from lightning_d9d.modules import (
+    BalanceConfig,
+    ExpertBalance,
+    document_positions,
+    expert_load,
+    update_expert_bias,
+)
 from lightning_d9d.optim import parameter_groups
 from lightning_d9d.parallel import ParallelConfig
 from lightning_d9d.pipeline.partition import cut_by_hand
@@ -261,7 +267,7 @@ class Qwen3MoePretraining(D9DModule):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Start the clock where it was stopped (by a validation, say)."""
         if self._clock is None:
-            self._check_token_ids(batch["input_ids"])
+            self._check_batch(batch)
             self._clock = (time.perf_counter(), 0)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -329,12 +335,25 @@ class Qwen3MoePretraining(D9DModule):
             for kind, value in zip(("load", "entropy"), of_layers[layer], strict=True):
                 self.log(f"expert_{kind}/layer_{layer}", value, batch_size=1)
 
-    def _check_token_ids(self, input_ids: Tensor) -> None:
+    def _check_batch(self, batch: Any) -> None:
+        """What embedding and rotary tables would take without a word, or with one that nobody understands."""
+        input_ids = batch["input_ids"]
         largest = int(input_ids.max())
         if largest >= self.config.vocab_size:
             raise ConfigError(
                 f"a batch has the token id {largest}, but vocab_size={self.config.vocab_size}: ids go from 0 to "
                 "vocab_size - 1; raise vocab_size, or give the data of this vocabulary"
+            )
+        longest, window = input_ids.shape[1], self.config.max_position_embeddings
+        if longest > window and "position_ids" in batch:
+            longest = 1 + int(batch["position_ids"].max())
+        elif longest > window and "document_ids" in batch:
+            longest = 1 + int(document_positions(batch["document_ids"]).max())
+        if longest > window:
+            raise ConfigError(
+                f"a batch has a document of {longest} tokens, but max_position_embeddings={window}: shorten the data's "
+                "sequences, give the borders of their documents as document_ids, or raise max_position_embeddings of "
+                "the config (a model that was trained for fewer positions has to learn the others)"
             )
 
     def _learning_rate_factor(self, step: int, total_steps: int) -> float:
