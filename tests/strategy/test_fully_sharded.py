@@ -38,11 +38,13 @@ from lightning_d9d.parallel import shard_experts
 from tests.harness.compare import assert_bitwise_equal, assert_close_named, assert_tensors_close
 from tests.harness.ranks import RankContext
 from tests.harness.tolerances import Kind
-from tests.meshes.equality import CONFIG, Watched, batch_of, on_mesh, on_one_process, whole
+from tests.meshes.equality import CONFIG, Data, Watched, batch_of, on_mesh, on_one_process, whole
 from tests.strategy.plain import trainer
 
 SHARDED = {"data_parallel_shard": 2}
 EXPERTS = {"data_parallel_shard": 2, "expert_parallel": 2}
+TENSOR = {"tensor_parallel": 2}
+CONTEXT = {"context_parallel_shard": 2, "expert_parallel": 2}
 
 
 def rows_of(index: int, rank: RankContext) -> DataLoader:
@@ -53,12 +55,13 @@ def rows_of(index: int, rank: RankContext) -> DataLoader:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("mesh", [SHARDED, EXPERTS], ids=["weights", "experts"])
+@pytest.mark.parametrize("mesh", [SHARDED, EXPERTS, TENSOR, CONTEXT], ids=["weights", "experts", "tensors", "contexts"])
 def test_the_first_step_in_float32_is_that_of_one_process(rank: RankContext, mesh: dict[str, int]) -> None:
+    data = Data(length=8)
     L.seed_everything(1, verbose=False)
-    expected = on_one_process(steps=1, dtype=torch.float32)
+    expected = on_one_process(steps=1, dtype=torch.float32, data=data)
     L.seed_everything(1, verbose=False)
-    actual = on_mesh(rank, D9DStrategy(mesh=MeshConfig(**mesh)), steps=1, precision="32-true")
+    actual = on_mesh(rank, D9DStrategy(mesh=MeshConfig(**mesh)), steps=1, data=data, precision="32-true")
     assert_tensors_close(actual.gradients[0], expected.gradients[0])
 
 
