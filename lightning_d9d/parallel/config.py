@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.ops.kernels import Kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,10 @@ class ParallelConfig:
     """Between matrices that are cut over the ranks of tensor parallelism, each rank has a slice of the tokens. It
     cannot be switched off: norms and experts would compute the same tokens on all of these ranks."""
 
+    kernels: Kernels = "auto"
+    """What ops run on: "auto", their own kernels on CUDA; "torch", torch's everywhere, to find out whether a kernel is
+    at fault. For all ops of the process, from setup to teardown; "triton" is for tests."""
+
     gather_dtype: Literal["float32", "bfloat16"] | None = None
     """In which dtype fully sharded parameters are gathered and computed with. None: bfloat16 if the Trainer's precision
     is "bf16-mixed", whose autocast is then off inside of stages, else the parameters' own."""
@@ -64,6 +69,7 @@ class ParallelConfig:
         for name, allowed in (
             ("reshard_after_forward", (True, False, "auto")),
             ("expert_dispatch", ("auto", "local", "all_to_all")),
+            ("kernels", get_args(Kernels)),
             ("context", ("gather", "ring", "heads")),
             ("pad_sequences", (True, False)),
             ("sequence_parallel", (True,)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -30,6 +30,7 @@ from lightning_d9d.mesh import MeshConfig, MeshDomains
 from lightning_d9d.mesh.agreement import first_of
 from lightning_d9d.mesh.collectives import all_gather_object, broadcast_tensors
 from lightning_d9d.mesh.sharding import local
+from lightning_d9d.ops.kernels import using_kernels
 from lightning_d9d.parallel import ParallelConfig
 from lightning_d9d.parallel.data import FullySharded, let_go, reset
 from lightning_d9d.parallel.expert import are_units
@@ -146,6 +147,7 @@ class D9DStrategy(AlignedStrategy):
         self._sync_gradients = True
         self._window_is_open = False
         self._buffers_are_stale = False
+        self._kernels = ExitStack()
 
     def settings(self) -> dict[str, object]:
         """What ranks must agree on, by the names of arguments."""
@@ -166,6 +168,7 @@ class D9DStrategy(AlignedStrategy):
     def setup_environment(self) -> None:
         """Join the process group and find this rank's place in the pipeline. Collective."""
         super().setup_environment()
+        self._kernels.enter_context(using_kernels(self.parallel.kernels))
         assert self.lightning_module is not None
         check_degrees_of(self.lightning_module, self.mesh_config)
         check_callbacks(cast(Any, self.lightning_module.trainer).callbacks, self.mesh_config)
@@ -340,6 +343,7 @@ class D9DStrategy(AlignedStrategy):
             if self._layer_sync is not None and module is not None and module.trainer.state.fn == TrainerFn.FITTING:
                 self.model = self._layer_sync.revert(module)
             self._drop_gradients()
+            self._kernels.close()
             self.release_loaders()
             super().teardown()
             self.close_mesh()

@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.strategies import StrategyRegistry
+from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_d9d import ConfigError, D9DStrategy, GradSyncConfig, MeshConfig, TimeoutConfig
+from lightning_d9d import ConfigError, D9DStrategy, GradSyncConfig, MeshConfig, ParallelConfig, TimeoutConfig
+from lightning_d9d.ops.kernels import runs_triton
 from lightning_d9d.schedule import GPipe
 from tests.harness.compare import assert_bitwise_equal
 from tests.strategy.plain import Plain, loader, trainer
@@ -214,3 +216,19 @@ def test_one_process_has_a_mesh_only_if_asked() -> None:
         trainer(D9DStrategy(mesh=MeshConfig(data_parallel_replicate=-1))).fit(Asks(), loader(8))
         assert not dist.is_initialized()
     assert seen == [(0, 1, ("pp", "dp", "cp", "tp"))] * 2
+
+
+def test_kernels_are_chosen_for_a_run() -> None:
+    class Watch(Plain):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            seen.append(runs_triton(torch.ones(1)))
+            return super().training_step(batch, batch_idx)
+
+    seen: list[bool] = []
+    for kernels in ("triton", "torch", "auto"):
+        strategy = D9DStrategy(parallel=ParallelConfig(kernels=kernels))
+        trainer(strategy, max_steps=1).fit(Watch(), loader(8))
+        assert not runs_triton(torch.ones(1))
+    assert seen == [True, False, False]  # on the CPU
+    with pytest.raises(ConfigError, match="kernels='fast' must be one of 'auto', 'torch', 'triton'"):
+        ParallelConfig(kernels="fast")  # type: ignore[arg-type]
