@@ -1,15 +1,17 @@
 """Bytes of each rank: what the parts of the package make on 64 and 4096 ranks, and a table computed by hand.
 
-The model is the preset 30b-a3b. Its sizes are written out here once more: nothing is asked of the configuration.
+The model is the preset 30b-a3b with 16 of its 48 layers. Its sizes are written out here once more: nothing is asked of
+the configuration.
 
-    hidden 2048, 48 layers, vocabulary 151936, untied
+    hidden 2048, 16 layers, vocabulary 151936, untied
     attention   q [32 * 128, 2048]  k [4 * 128, 2048]  v [4 * 128, 2048]  o [2048, 32 * 128]
     router      [128, 2048]
     norms       of a layer 2 * [2048] and, of queries and keys, 2 * [128]; behind the last layer [2048]
     experts     gate and up [128, 2 * 768, 2048]  down [128, 2048, 768]
 
 Of n ranks that share a matrix each has the n-th part of its rows, rounded up as long as there are some; where there are
-fewer rows than ranks, of its columns. The line of a rank says so: `512 * 2048` are 512 rows of 2048.
+fewer rows than ranks, of its columns. The line of a rank says so: `512 * 2048` are 512 rows of 2048. Tensor ranks are
+first: they share rows of q, k, v and the vocabulary, and columns of o.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_d9d.mesh import MeshConfig, MeshDomains
+from lightning_d9d.mesh.groups import partition
 from lightning_d9d.mesh.sharding import local
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from lightning_d9d.models.qwen3_moe.plan import parallelize_qwen3_moe
@@ -34,9 +37,10 @@ from lightning_d9d.parallel.plan import fully_sharded
 from lightning_d9d.pipeline.types import StageInfo
 from lightning_d9d.sync.buckets import GradientBuckets, Part
 from tests.mesh.fake_world import fake_world
+from tests.meshes.cases import Case as MeshCase
 from tests.parallel.meta import meta_stages
 
-MODEL = Qwen3MoeConfig.preset("30b-a3b")
+MODEL = dataclasses.replace(Qwen3MoeConfig.preset("30b-a3b"), num_hidden_layers=16)
 
 
 class Held(NamedTuple):
@@ -79,10 +83,10 @@ CASES = {
         MeshConfig(data_parallel_replicate=64),
         {
             31: Held(
-                attention=48 * (4096 * 2048 + 2 * 512 * 2048 + 2048 * 4096),
-                router=48 * 128 * 2048,
-                norms=48 * (2 * 2048 + 2 * 128) + 2048,
-                experts=48 * 128 * (1536 * 2048 + 2048 * 768),
+                attention=16 * (4096 * 2048 + 2 * 512 * 2048 + 2048 * 4096),
+                router=16 * 128 * 2048,
+                norms=16 * (2 * 2048 + 2 * 128) + 2048,
+                experts=16 * 128 * (1536 * 2048 + 2048 * 768),
                 embedding=151936 * 2048,
                 head=151936 * 2048,
             )
@@ -91,39 +95,39 @@ CASES = {
     "shards": Case(
         MeshConfig(data_parallel_shard=64),
         dict.fromkeys(
-            (0, 31, 63),
+            (0, 63),
             Held(
-                attention=48 * (64 * 2048 + 2 * 8 * 2048 + 32 * 4096),
-                router=48 * 2 * 2048,
-                norms=48 * (2 * 32 + 2 * 2) + 32,
-                experts=48 * 2 * (1536 * 2048 + 2048 * 768),
+                attention=16 * (64 * 2048 + 2 * 8 * 2048 + 32 * 4096),
+                router=16 * 2 * 2048,
+                norms=16 * (2 * 32 + 2 * 2) + 32,
+                experts=16 * 2 * (1536 * 2048 + 2048 * 768),
                 embedding=2374 * 2048,
                 head=2374 * 2048,
             ),
         ),
     ),
-    # 4 stages with 14, 13, 13 and 8 layers; weights over 8 ranks; 32 experts a rank, which two ranks share
+    # 4 stages with 5, 5, 5 and 1 layers; weights over 8 ranks; 32 experts a rank, which two ranks share
     "experts within a replica": Case(
         MeshConfig(pipeline_parallel=4, data_parallel_replicate=2, data_parallel_shard=8, expert_parallel=4),
         {
             0: Held(
-                attention=14 * (512 * 2048 + 2 * 64 * 2048 + 256 * 4096),
-                router=14 * 16 * 2048,
-                norms=14 * (2 * 256 + 2 * 16),
-                experts=14 * 16 * (1536 * 2048 + 2048 * 768),
+                attention=5 * (512 * 2048 + 2 * 64 * 2048 + 256 * 4096),
+                router=5 * 16 * 2048,
+                norms=5 * (2 * 256 + 2 * 16),
+                experts=5 * 16 * (1536 * 2048 + 2048 * 768),
                 embedding=18992 * 2048,
             ),
             31: Held(
-                attention=13 * (512 * 2048 + 2 * 64 * 2048 + 256 * 4096),
-                router=13 * 16 * 2048,
-                norms=13 * (2 * 256 + 2 * 16),
-                experts=13 * 16 * (1536 * 2048 + 2048 * 768),
+                attention=5 * (512 * 2048 + 2 * 64 * 2048 + 256 * 4096),
+                router=5 * 16 * 2048,
+                norms=5 * (2 * 256 + 2 * 16),
+                experts=5 * 16 * (1536 * 2048 + 2048 * 768),
             ),
             63: Held(
-                attention=8 * (512 * 2048 + 2 * 64 * 2048 + 256 * 4096),
-                router=8 * 16 * 2048,
-                norms=8 * (2 * 256 + 2 * 16) + 256,
-                experts=8 * 16 * (1536 * 2048 + 2048 * 768),
+                attention=1 * (512 * 2048 + 2 * 64 * 2048 + 256 * 4096),
+                router=1 * 16 * 2048,
+                norms=1 * (2 * 256 + 2 * 16) + 256,
+                experts=1 * 16 * (1536 * 2048 + 2048 * 768),
                 head=18992 * 2048,
             ),
         },
@@ -133,29 +137,29 @@ CASES = {
         MeshConfig(pipeline_parallel=4, data_parallel_replicate=4, data_parallel_shard=4, expert_parallel=4),
         {
             32: Held(
-                attention=13 * (1024 * 2048 + 2 * 128 * 2048 + 512 * 4096),
-                router=13 * 32 * 2048,
-                norms=13 * (2 * 512 + 2 * 32),
-                experts=13 * 32 * (1536 * 2048 + 2048 * 768),
+                attention=5 * (1024 * 2048 + 2 * 128 * 2048 + 512 * 4096),
+                router=5 * 32 * 2048,
+                norms=5 * (2 * 512 + 2 * 32),
+                experts=5 * 32 * (1536 * 2048 + 2048 * 768),
             ),
         },
     ),
-    # 2 stages with 27 and 21 layers; 8 experts a rank
+    # 2 stages with 11 and 5 layers; 8 experts a rank
     "experts over two replicas": Case(
         MeshConfig(pipeline_parallel=2, data_parallel_replicate=4, data_parallel_shard=8, expert_parallel=16),
         {
             0: Held(
-                attention=27 * (512 * 2048 + 2 * 64 * 2048 + 256 * 4096),
-                router=27 * 16 * 2048,
-                norms=27 * (2 * 256 + 2 * 16),
-                experts=27 * 8 * (1536 * 2048 + 2048 * 768),
+                attention=11 * (512 * 2048 + 2 * 64 * 2048 + 256 * 4096),
+                router=11 * 16 * 2048,
+                norms=11 * (2 * 256 + 2 * 16),
+                experts=11 * 8 * (1536 * 2048 + 2048 * 768),
                 embedding=18992 * 2048,
             ),
             63: Held(
-                attention=21 * (512 * 2048 + 2 * 64 * 2048 + 256 * 4096),
-                router=21 * 16 * 2048,
-                norms=21 * (2 * 256 + 2 * 16) + 256,
-                experts=21 * 8 * (1536 * 2048 + 2048 * 768),
+                attention=5 * (512 * 2048 + 2 * 64 * 2048 + 256 * 4096),
+                router=5 * 16 * 2048,
+                norms=5 * (2 * 256 + 2 * 16) + 256,
+                experts=5 * 8 * (1536 * 2048 + 2048 * 768),
                 head=18992 * 2048,
             ),
         },
@@ -165,28 +169,87 @@ CASES = {
         MeshConfig(pipeline_parallel=2, data_parallel_replicate=32, expert_parallel=8),
         {
             0: Held(
-                attention=27 * (4096 * 2048 + 2 * 512 * 2048 + 2048 * 4096),
-                router=27 * 128 * 2048,
-                norms=27 * (2 * 2048 + 2 * 128),
-                experts=27 * 16 * (1536 * 2048 + 2048 * 768),
+                attention=11 * (4096 * 2048 + 2 * 512 * 2048 + 2048 * 4096),
+                router=11 * 128 * 2048,
+                norms=11 * (2 * 2048 + 2 * 128),
+                experts=11 * 16 * (1536 * 2048 + 2048 * 768),
                 embedding=151936 * 2048,
             ),
         },
     ),
-    # 8 stages with 7, 7, 7, 7, 7, 6, 6 and 1 layers, of which a rank has two; 16 experts a rank, which two ranks share
+    # 8 stages with 3, 2, 2, 2, 2, 2, 2 and 1 layers, of which a rank has two; 16 experts a rank, which two ranks share
     "two stages a rank": Case(
         MeshConfig(pipeline_parallel=4, data_parallel_shard=16, expert_parallel=8),
         {
             0: Held(
-                attention=(7 + 1) * (256 * 2048 + 2 * 32 * 2048 + 128 * 4096),
-                router=(7 + 1) * 8 * 2048,
-                norms=(7 + 1) * (2 * 128 + 2 * 8) + 128,
-                experts=(7 + 1) * 8 * (1536 * 2048 + 2048 * 768),
+                attention=(3 + 1) * (256 * 2048 + 2 * 32 * 2048 + 128 * 4096),
+                router=(3 + 1) * 8 * 2048,
+                norms=(3 + 1) * (2 * 128 + 2 * 8) + 128,
+                experts=(3 + 1) * 8 * (1536 * 2048 + 2048 * 768),
                 embedding=9496 * 2048,
                 head=9496 * 2048,
             ),
         },
         stages_of_rank=(0, 7),
+    ),
+    # 8 tensor ranks share 4 heads of keys and values, two of them the same one; the rest is shared by 8 data ranks, and
+    # the experts by all ranks
+    "tensor and shards": Case(
+        MeshConfig(tensor_parallel=8, data_parallel_shard=8),
+        {
+            29: Held(
+                attention=16 * (64 * 2048 + 2 * 16 * 2048 + 256 * 512),
+                router=16 * 16 * 2048,
+                norms=16 * (2 * 256 + 2 * 16) + 256,
+                experts=16 * 2 * (1536 * 2048 + 2048 * 768),
+                embedding=2374 * 2048,
+                head=2374 * 2048,
+            ),
+        },
+    ),
+    # 4 stages with 5, 5, 5 and 1 layers; 4 tensor ranks, and context ranks share what these have; 16 experts a rank
+    "tensor and context": Case(
+        MeshConfig(
+            pipeline_parallel=4,
+            data_parallel_replicate=2,
+            context_parallel_shard=2,
+            tensor_parallel=4,
+            expert_parallel=8,
+        ),
+        {
+            16: Held(
+                attention=5 * (512 * 2048 + 2 * 64 * 2048 + 1024 * 1024),
+                router=5 * 64 * 2048,
+                norms=5 * (2 * 1024 + 2 * 64),
+                experts=5 * 16 * (1536 * 2048 + 2048 * 768),
+            ),
+            63: Held(
+                attention=1 * (512 * 2048 + 2 * 64 * 2048 + 1024 * 1024),
+                router=1 * 64 * 2048,
+                norms=1 * (2 * 1024 + 2 * 64) + 1024,
+                experts=1 * 16 * (1536 * 2048 + 2048 * 768),
+                head=18992 * 2048,
+            ),
+        },
+    ),
+    # 2 stages with 11 and 5 layers; nothing but tensor ranks cut; 4 experts a rank, spread over all of a stage
+    "tensor and copies of context": Case(
+        MeshConfig(
+            pipeline_parallel=2,
+            data_parallel_replicate=2,
+            context_parallel_replicate=2,
+            tensor_parallel=8,
+            expert_parallel=32,
+        ),
+        {
+            63: Held(
+                attention=5 * (512 * 2048 + 2 * 128 * 2048 + 2048 * 512),
+                router=5 * 128 * 2048,
+                norms=5 * (2 * 2048 + 2 * 128) + 2048,
+                experts=5 * 4 * (1536 * 2048 + 2048 * 768),
+                head=18992 * 2048,
+            ),
+        },
     ),
     # 4096 ranks
     # 2 experts a rank, which 8 ranks share by their rows; 512 ranks share a matrix: of 128 rows they take columns, of
@@ -195,24 +258,24 @@ CASES = {
         MeshConfig(pipeline_parallel=8, data_parallel_shard=512, expert_parallel=64),
         {
             0: Held(
-                attention=7 * (8 * 2048 + 2 * 1 * 2048 + 4 * 4096),
-                router=7 * 128 * 4,
-                norms=7 * (2 * 4 + 2 * 1),
-                experts=7 * 2 * (192 * 2048 + 256 * 768),
+                attention=3 * (8 * 2048 + 2 * 1 * 2048 + 4 * 4096),
+                router=3 * 128 * 4,
+                norms=3 * (2 * 4 + 2 * 1),
+                experts=3 * 2 * (192 * 2048 + 256 * 768),
                 embedding=297 * 2048,
             ),
             511: Held(
-                attention=7 * (8 * 2048 + 2 * 1 * 2048 + 4 * 4096),
-                router=7 * 128 * 4,
-                norms=7 * 2 * 4,
-                experts=7 * 2 * (192 * 2048 + 256 * 768),
+                attention=3 * (8 * 2048 + 2 * 1 * 2048 + 4 * 4096),
+                router=3 * 128 * 4,
+                norms=3 * 2 * 4,
+                experts=3 * 2 * (192 * 2048 + 256 * 768),
                 embedding=(151936 - 511 * 297) * 2048,
             ),
             2048: Held(
-                attention=7 * (8 * 2048 + 2 * 1 * 2048 + 4 * 4096),
-                router=7 * 128 * 4,
-                norms=7 * (2 * 4 + 2 * 1),
-                experts=7 * 2 * (192 * 2048 + 256 * 768),
+                attention=2 * (8 * 2048 + 2 * 1 * 2048 + 4 * 4096),
+                router=2 * 128 * 4,
+                norms=2 * (2 * 4 + 2 * 1),
+                experts=2 * 2 * (192 * 2048 + 256 * 768),
             ),
             4095: Held(
                 attention=1 * (8 * 2048 + 2 * 1 * 2048 + 4 * 4096),
@@ -228,10 +291,10 @@ CASES = {
         MeshConfig(pipeline_parallel=16, data_parallel_shard=256),
         {
             2048: Held(
-                attention=3 * (16 * 2048 + 2 * 2 * 2048 + 8 * 4096),
-                router=3 * 128 * 8,
-                norms=3 * (2 * 8 + 2 * 1),
-                experts=3 * 128 * (6 * 2048 + 8 * 768),
+                attention=1 * (16 * 2048 + 2 * 2 * 2048 + 8 * 4096),
+                router=1 * 128 * 8,
+                norms=1 * (2 * 8 + 2 * 1),
+                experts=1 * 128 * (6 * 2048 + 8 * 768),
             ),
         },
     ),
@@ -240,24 +303,24 @@ CASES = {
         MeshConfig(data_parallel_replicate=64, data_parallel_shard=64, expert_parallel=128),
         {
             2048: Held(
-                attention=48 * (64 * 2048 + 2 * 8 * 2048 + 32 * 4096),
-                router=48 * 2 * 2048,
-                norms=48 * (2 * 32 + 2 * 2) + 32,
-                experts=48 * 1 * (1536 * 2048 + 2048 * 768),
+                attention=16 * (64 * 2048 + 2 * 8 * 2048 + 32 * 4096),
+                router=16 * 2 * 2048,
+                norms=16 * (2 * 32 + 2 * 2) + 32,
+                experts=16 * 1 * (1536 * 2048 + 2048 * 768),
                 embedding=2374 * 2048,
                 head=2374 * 2048,
             )
         },
     ),
-    # 16 stages with 4, 4, 3, ..., 3 and 1 layers; 16 experts a rank, which 8 ranks share
+    # 16 stages with a layer each; 16 experts a rank, which 8 ranks share
     "every axis": Case(
         MeshConfig(pipeline_parallel=16, data_parallel_replicate=4, data_parallel_shard=64, expert_parallel=8),
         {
             0: Held(
-                attention=4 * (64 * 2048 + 2 * 8 * 2048 + 32 * 4096),
-                router=4 * 2 * 2048,
-                norms=4 * (2 * 32 + 2 * 2),
-                experts=4 * 2 * (1536 * 2048 + 2048 * 768),
+                attention=1 * (64 * 2048 + 2 * 8 * 2048 + 32 * 4096),
+                router=1 * 2 * 2048,
+                norms=1 * (2 * 32 + 2 * 2),
+                experts=1 * 2 * (1536 * 2048 + 2048 * 768),
                 embedding=2374 * 2048,
             ),
             4095: Held(
@@ -269,14 +332,42 @@ CASES = {
             ),
         },
     ),
+    # 4 stages with 5, 5, 5 and 1 layers; what 8 tensor ranks have is shared by 16 * 2 ranks, of which the last has the
+    # rest of its part of the vocabulary; 2 experts a rank, which 4 ranks share by their rows
+    "every axis with tensor and context": Case(
+        MeshConfig(
+            pipeline_parallel=4,
+            data_parallel_replicate=4,
+            data_parallel_shard=16,
+            context_parallel_shard=2,
+            tensor_parallel=8,
+            expert_parallel=64,
+        ),
+        {
+            0: Held(
+                attention=5 * (16 * 2048 + 2 * 4 * 2048 + 64 * 512),
+                router=5 * 4 * 2048,
+                norms=5 * (2 * 64 + 2 * 4),
+                experts=5 * 2 * (384 * 2048 + 512 * 768),
+                embedding=594 * 2048,
+            ),
+            4095: Held(
+                attention=1 * (16 * 2048 + 2 * 4 * 2048 + 64 * 512),
+                router=1 * 4 * 2048,
+                norms=1 * (2 * 64 + 2 * 4) + 64,
+                experts=1 * 2 * (384 * 2048 + 512 * 768),
+                head=(151936 // 8 - 31 * 594) * 2048,
+            ),
+        },
+    ),
     "an expert a rank over copies": Case(
         MeshConfig(pipeline_parallel=8, data_parallel_replicate=512, expert_parallel=128),
         {
             2048: Held(
-                attention=7 * (4096 * 2048 + 2 * 512 * 2048 + 2048 * 4096),
-                router=7 * 128 * 2048,
-                norms=7 * (2 * 2048 + 2 * 128),
-                experts=7 * 1 * (1536 * 2048 + 2048 * 768),
+                attention=2 * (4096 * 2048 + 2 * 512 * 2048 + 2048 * 4096),
+                router=2 * 128 * 2048,
+                norms=2 * (2 * 2048 + 2 * 128),
+                experts=2 * 1 * (1536 * 2048 + 2048 * 768),
             ),
         },
     ),
@@ -359,32 +450,26 @@ NARROW = Qwen3MoeConfig(
 
 
 @pytest.mark.parametrize(
-    ("num_experts", "degrees", "sharers", "expert_sharers"),
+    ("num_experts", "degrees"),
     [
-        (24, (2, 2, 16, 1), 16, 16),  # 16 ranks share 24 experts: 12 have two
-        (24, (1, 4, 16, 8), 16, 16),  # 2 ranks share 3 experts
-        (32, (1, 4, 16, 32), 16, 32),
-        (24, (2, 32, 1, 8), 1, 8),
-        (8, (1, 1, 64, 4), 64, 64),  # 16 ranks share 2 experts
+        (20, "pp2 rep2 shard8"),  # 8 ranks share 20 experts: one has two
+        (24, "rep2 shard16 ep8"),  # 2 ranks share 3 experts
+        (32, "rep4 shard8 ep16"),  # over two replicas
+        (24, "pp2 rep16 ep8"),
+        (8, "shard32 ep4"),  # 8 ranks share 2 experts by their rows
+        (24, "pp2 shard2 cp2 tp4 ep8"),  # 2 ranks share 3 experts
+        (8, "shard4 cprep2 tp4 ep8"),  # 4 ranks share one expert by its rows
     ],
-    ids=["no expert parallelism", "within a replica", "over two replicas", "over copies", "by their rows"],
 )
-def test_ranks_that_share_a_copy_hold_each_element_once(
-    num_experts: int, degrees: tuple[int, int, int, int], sharers: int, expert_sharers: int
-) -> None:
-    """Each run of `sharers` ranks holds a copy of its stage's weights, and of `expert_sharers` ranks one of experts.
-
-    Of 64 ranks each is built, with the numbers 0, 1, 2, ... as weights.
-    """
-    pp, replicate, shard, ep = degrees
-    config = MeshConfig(
-        pipeline_parallel=pp, data_parallel_replicate=replicate, data_parallel_shard=shard, expert_parallel=ep
-    )
+def test_ranks_that_share_a_copy_hold_each_element_once(num_experts: int, degrees: str) -> None:
+    """Of 32 ranks each is built, with the numbers 0, 1, 2, ... as weights."""
+    config = MeshCase(degrees).config
+    pp = config.pipeline_parallel
     model = dataclasses.replace(NARROW, num_hidden_layers=pp, num_experts=num_experts)
     sizes: dict[str, int] = {}
     held: list[dict[str, Tensor]] = []
-    for rank in range(64):
-        with fake_world(rank, 64):
+    for rank in range(32):
+        with fake_world(rank, 32):
             mesh = MeshDomains.build(config, "cpu")
             stage = Qwen3MoeForCausalLM(model, StageInfo(mesh.coordinates["pp"], pp)).double()
             with torch.no_grad():
@@ -395,9 +480,22 @@ def test_ranks_that_share_a_copy_hold_each_element_once(
             held.append({name: local(parameter).detach().long() for name, parameter in stage.named_parameters()})
     assert sum(sizes.values()) == model.num_parameters
     for name, size in sizes.items():
-        holders = [rank for rank in range(64) if name in held[rank]]
-        assert len(holders) == 64 // pp
-        num_ranks = expert_sharers if ".experts." in name else sharers
-        for first in holders[::num_ranks]:
-            together = torch.cat([held[rank][name].flatten() for rank in range(first, first + num_ranks)])
-            assert together.sort().values.tolist() == [*range(size)]
+        holders = {rank for rank in range(32) if name in held[rank]}
+        assert len(holders) == 32 // pp
+        for ranks in sharers(config, name):
+            if ranks[0] in holders:
+                together = torch.cat([held[rank][name].flatten() for rank in ranks])
+                assert together.sort().values.tolist() == [*range(size)], name
+
+
+def sharers(config: MeshConfig, name: str) -> Sequence[tuple[int, ...]]:
+    """The ranks of each copy of a parameter."""
+    part = next(part for inside, part in PARTS.items() if inside in name)
+    if part == "experts":
+        return partition(config.expert_weights(), ["ep_fsdp", "ep_shard"])
+    if part in ("norms", "router"):
+        return partition(config.domains()["dense"], ["dp_cp_shard"])
+    num_parts = config.tensor_parallel
+    if ".k_proj." in name or ".v_proj." in name:
+        num_parts = min(num_parts, NARROW.num_key_value_heads)
+    return partition(config.split_tensor(num_parts)["dense"], ["dp_cp_shard", "tp_shard"])
