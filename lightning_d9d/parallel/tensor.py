@@ -19,6 +19,7 @@ tensors.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.mesh.collectives import all_gather_object
 from lightning_d9d.mesh.sharding import distribute, local_ranges
 from lightning_d9d.modules import GroupedQueryAttention, LMHead, SparseMoE, SplitTokenEmbedding, SwiGLU, TokenEmbedding
 from lightning_d9d.modules.lm_head import Reduction, SplitLMHead
@@ -54,9 +56,8 @@ def shard_tensors(module: nn.Module, mesh: MeshDomains) -> None:
     """
     if mesh.sizes["tp"] == 1:
         return
-    parts = sorted(
-        module.modules(), key=lambda part: not isinstance(part, GroupedQueryAttention)
-    )  # [Note: shared heads]
+    _split(_heads_of([module]), mesh)
+    parts = list(module.modules())
     within_mixtures = {each for part in parts if isinstance(part, SparseMoE) for each in part.modules()}
     for part in parts:
         match part:
@@ -73,6 +74,35 @@ def shard_tensors(module: nn.Module, mesh: MeshDomains) -> None:
                 shard_embedding(part, mesh)
             case LMHead():
                 shard_head(part, mesh)
+
+
+def split_for_heads(stages: Iterable[nn.Module], mesh: MeshDomains) -> None:
+    """Cut the tensor axis as attention on any rank needs it. [Note: shared heads]. Collective over all ranks.
+
+    For a mesh that is new to the stages, cut over another one or not at all. `shard_tensors` does it by itself where
+    all ranks call it for equal modules, unlike those of a pipeline.
+
+    Args:
+        stages: This rank's.
+        mesh: Of all ranks.
+
+    Raises:
+        ConfigError: The numbers of heads need different cuts; on every rank.
+    """
+    if mesh.sizes["tp"] > 1:
+        _split(set().union(*all_gather_object(_heads_of(stages))), mesh)
+
+
+def _heads_of(stages: Iterable[nn.Module]) -> set[int]:
+    """The numbers of heads of keys and values."""
+    parts = (part for stage in stages for part in stage.modules() if isinstance(part, GroupedQueryAttention))
+    return {part.k_proj.out_features // part.head_dim for part in parts}
+
+
+def _split(numbers_of_heads: Iterable[int], mesh: MeshDomains) -> None:
+    for number in sorted(numbers_of_heads):
+        if mesh.sizes["tp"] % number == 0:  # what cannot be shared, `shard_attention` refuses
+            mesh.split_tensor(number)
 
 
 def shard_attention(attention: GroupedQueryAttention, mesh: MeshDomains) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from lightning_d9d.mesh import MeshConfig, MeshDomains
 from lightning_d9d.mesh.agreement import first_of
 from lightning_d9d.mesh.sharding import local
 from lightning_d9d.parallel import ParallelConfig, parallelize
+from lightning_d9d.parallel.tensor import split_for_heads
 from lightning_d9d.parallel.tokens import own_chunks
 from lightning_d9d.pipeline.executor import Cut, Executor, loss_of, stage_inputs
 from lightning_d9d.pipeline.initial_weights import materialize, share_equal_names, take_tensors
@@ -160,6 +161,8 @@ class D9DModule(L.LightningModule):
         if len(self.stages) > 0:
             if self._built and self._must_change(infos):
                 self._build_again(infos)
+            else:
+                self._split_mesh(self.stages)
             return
         seed: int = getattr(self._strategy, "seed", torch.initial_seed())  # ranks that nobody seeded agree on one
         for stage in self._on_meta(infos):
@@ -197,13 +200,18 @@ class D9DModule(L.LightningModule):
         has_configuration = hasattr(self._strategy, "parallel_in_effect")  # others run whole stages as they are
         return self._spread != self._spread_now and (has_configuration or is_sharded(self.stages))
 
-    def _on_meta(self, infos: Iterable[StageInfo]) -> Iterator[nn.Module]:
-        for info in infos:
-            with torch.device("meta"):
-                stage = self.configure_stage(info)
-            parallel: ParallelConfig = getattr(self._strategy, "parallel_in_effect", ParallelConfig())
+    def _on_meta(self, infos: Iterable[StageInfo]) -> list[nn.Module]:
+        with torch.device("meta"):
+            stages = [self.configure_stage(info) for info in infos]
+        self._split_mesh(stages)
+        parallel: ParallelConfig = getattr(self._strategy, "parallel_in_effect", ParallelConfig())
+        for stage in stages:
             self.parallelize_stage(stage, self.pipeline.mesh, parallel)
-            yield stage
+        return stages
+
+    def _split_mesh(self, stages: Iterable[nn.Module]) -> None:
+        if self.pipeline.mesh is not None:
+            split_for_heads(stages, self.pipeline.mesh)
 
     def _build_again(self, infos: list[StageInfo]) -> None:
         stages = nn.ModuleList(self._on_meta(infos))

@@ -1,0 +1,184 @@
+"""Tensor and context parallelism through a Trainer: all loops, fits in a row, checkpoints, precision, refusals."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import replace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_d9d import D9DStrategy, MeshConfig, ParallelConfig
+from lightning_d9d.callbacks import HuggingFaceExport
+from lightning_d9d.models.qwen3_moe import (
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Qwen3MoePretraining,
+    load_huggingface,
+    save_huggingface,
+)
+from tests.harness.compare import assert_bitwise_equal, assert_close_named, assert_tensors_close
+from tests.harness.ranks import RankContext
+from tests.harness.tolerances import Kind
+from tests.meshes.equality import CONFIG, ROWS, Data, Steps, Watched, batch_of, on_one_process
+from tests.strategy.plain import trainer
+
+SMALL = replace(
+    CONFIG,
+    num_hidden_layers=2,
+    mlp_only_layers=(1,),
+    intermediate_size=24,
+    shared_expert_intermediate_size=8,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+SHARED_HEADS = replace(SMALL, num_key_value_heads=1)
+PP2 = {"pipeline_parallel": 2}
+SHARD2 = {"data_parallel_shard": 2}
+TP2 = {"tensor_parallel": 2}
+CP2 = {"context_parallel_shard": 2}
+SEED = 1
+QUIET: dict[str, Any] = {"use_distributed_sampler": False, "precision": "64-true", "gradient_clip_val": 0.5}
+
+
+def rows_of(*batches: dict[str, Tensor]) -> DataLoader:
+    """The batches one after the other."""
+    rows = [{name: value[row] for name, value in batch.items()} for batch in batches for row in range(ROWS)]
+    return DataLoader(rows, ROWS)  # type: ignore[arg-type]
+
+
+@functools.cache
+def expected_of(length: int, packed: bool) -> tuple[Steps, Tensor, Tensor]:
+    """Of plain torch: three steps, and of two further batches the loss and the logits after them."""
+    L.seed_everything(SEED, verbose=False)
+    steps = on_one_process(SMALL, steps=3, data=Data(length, packed))
+    module = Qwen3MoePretraining(SMALL)
+    module.configure_model()
+    model = module.model.double()
+    model.load_state_dict(steps.weights[-1])
+    batches = [batch_of(index, data=Data(length, packed)) for index in (7, 8)]
+    with torch.no_grad():
+        inputs = [{name: value for name, value in batch.items() if name != "labels"} for batch in batches]
+        logits = [model(**each).logits for each in inputs]
+        total = torch.stack([model(**batch, reduction="sum").loss for batch in batches]).sum()
+    return steps, total / sum(int((batch["labels"] != -100).sum()) for batch in batches), torch.cat(logits)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "length", "packed", "schedule"),
+    [
+        pytest.param(TP2, 7, True, "1f1b", marks=pytest.mark.ranks(2), id="tp padded, packed"),
+        pytest.param(CP2, 6, False, "1f1b", marks=pytest.mark.ranks(2), id="cp padded"),
+        pytest.param(PP2 | TP2, 7, False, "zero_bubble", marks=pytest.mark.ranks(4), id="pp, tp padded"),
+        pytest.param(PP2 | CP2, 8, True, "1f1b", marks=pytest.mark.ranks(4), id="pp, cp packed"),
+        pytest.param(TP2 | CP2, 6, True, "1f1b", marks=pytest.mark.ranks(4), id="tp, cp padded, packed"),
+    ],
+)
+def test_all_loops_give_what_one_process_does(
+    rank: RankContext, mesh: dict[str, int], length: int, packed: bool, schedule: str
+) -> None:
+    """Predictions are whole on every rank, without padding."""
+    steps, loss, logits = expected_of(length, packed)
+    data = rows_of(*(batch_of(index, data=Data(length, packed)) for index in (7, 8)))
+    strategy = D9DStrategy(
+        mesh=MeshConfig(**mesh), schedule=schedule, parallel=ParallelConfig(pad_sequences=True), microbatch_size=4
+    )
+    L.seed_everything(SEED, verbose=False)
+    module = Watched(SMALL, 3, data=Data(length, packed))
+    run = trainer(strategy, rank.world_size, rank.device.type, max_epochs=1, **QUIET)
+    run.fit(module, val_dataloaders=data)
+
+    for ours, theirs in zip(module.seen.losses, steps.losses, strict=True):
+        assert_close_named("train_loss", ours, theirs, kind=Kind.LOSS)
+    for ours, theirs in zip(module.seen.weights, steps.weights, strict=True):
+        assert_tensors_close(ours, {name: theirs[name] for name in ours})
+    results = {
+        "fit": {name: float(value) for name, value in run.callback_metrics.items()},
+        "val": run.validate(module, data, verbose=False)[0],
+        "test": run.test(module, data, verbose=False)[0],
+    }
+    for kind, result in results.items():
+        name = "val" if kind == "fit" else kind
+        assert result[f"{name}_loss"] == pytest.approx(float(loss), rel=1e-10)
+        assert result[f"{name}_perplexity"] == pytest.approx(math.exp(float(loss)), rel=1e-6), kind
+    predicted = run.predict(module, data)
+    assert_close_named("logits", torch.cat(predicted).cpu(), logits, kind=Kind.OUTPUT)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "config"),
+    [
+        pytest.param(TP2, SHARED_HEADS, marks=pytest.mark.ranks(2), id="tp, heads in common"),
+        pytest.param(SHARD2 | TP2, SHARED_HEADS, marks=pytest.mark.ranks(4), id="shard, tp, heads in common"),
+        pytest.param(CP2, SMALL, marks=pytest.mark.ranks(2), id="cp"),
+    ],
+)
+def test_a_module_is_fitted_again(rank: RankContext, mesh: dict[str, int], config: Qwen3MoeConfig) -> None:
+    """With the weights that it has, on a mesh that is made anew."""
+    L.seed_everything(SEED, verbose=False)
+    module = Watched(config, 1, data=Data(8))
+    for _ in range(2):
+        run = trainer(D9DStrategy(mesh=MeshConfig(**mesh)), rank.world_size, rank.device.type, max_epochs=1, **QUIET)
+        run.fit(module)
+    again = Qwen3MoeForCausalLM(config).double()
+    again.load_state_dict(module.seen.weights[0])
+    batch = batch_of(0, data=Data(8))
+    loss = again(**batch, reduction="sum").loss / (batch["labels"] != -100).sum()
+    loss.backward()
+    assert_close_named("loss", module.seen.losses[1], loss.detach(), kind=Kind.LOSS)
+    gradients = {name: parameter.grad for name, parameter in again.named_parameters()}
+    assert_tensors_close(module.seen.gradients[1], gradients)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("config", [SMALL, SHARED_HEADS], ids=["2 heads", "1 head"])
+def test_checkpoints_go_from_mesh_to_mesh(rank: RankContext, config: Qwen3MoeConfig) -> None:
+    """A step on each is as many on one process: weights, and the state of the optimizer."""
+    meshes = [SHARD2 | TP2, {"tensor_parallel": 4}, SHARD2 | CP2, TP2 | CP2, SHARD2 | TP2, {"data_parallel_shard": 4}]
+    L.seed_everything(SEED, verbose=False)
+    expected = on_one_process(config, steps=len(meshes), data=Data(8))
+    path = None
+    for step, mesh in enumerate(meshes):
+        saving = ModelCheckpoint(rank.tmp_dir, f"after {step}", save_top_k=-1, every_n_train_steps=1)
+        L.seed_everything(SEED + step, verbose=False)
+        module = Watched(config, len(meshes), data=Data(8))
+        options = {**QUIET, "max_steps": step + 1, "enable_checkpointing": True, "callbacks": [saving]}
+        run = trainer(D9DStrategy(mesh=MeshConfig(**mesh)), 4, rank.device.type, **options)
+        run.fit(module, ckpt_path=path)
+        path = saving.best_model_path
+        (loss,), (weights,) = module.seen.losses, module.seen.weights
+        assert_close_named(f"loss {step}", loss, expected.losses[step], kind=Kind.LOSS)
+        assert_tensors_close(weights, expected.weights[step])
+        alone = Qwen3MoePretraining.load_from_checkpoint(path)
+        assert_tensors_close(dict(alone.model.named_parameters()), weights)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "config"),
+    [
+        pytest.param(TP2, SHARED_HEADS, marks=pytest.mark.ranks(2), id="tp, heads in common"),
+        pytest.param(
+            SHARD2 | TP2, replace(SMALL, tie_word_embeddings=True), marks=pytest.mark.ranks(4), id="shard, tp"
+        ),
+        pytest.param(PP2 | TP2, SMALL, marks=pytest.mark.ranks(4), id="pp, tp"),
+        pytest.param(CP2, SMALL, marks=pytest.mark.ranks(2), id="cp"),
+    ],
+)
+def test_hugging_face_directories(rank: RankContext, mesh: dict[str, int], config: Qwen3MoeConfig) -> None:
+    L.seed_everything(SEED, verbose=False)
+    one = Qwen3MoeForCausalLM(config)
+    save_huggingface(one, rank.tmp_dir / "one")
+    module = Qwen3MoePretraining(config, pretrained=str(rank.tmp_dir / "one"), learning_rate=0.0)
+    options = {**QUIET, "precision": "32-true", "max_steps": 1, "callbacks": [HuggingFaceExport(rank.tmp_dir / "many")]}
+    run = trainer(D9DStrategy(mesh=MeshConfig(**mesh)), rank.world_size, rank.device.type, **options)
+    run.fit(module, rows_of(batch_of(0, data=Data(8))))
+    again = Qwen3MoeForCausalLM(config)
+    load_huggingface(again, rank.tmp_dir / "many")
+    for name, parameter in one.named_parameters():
+        assert_bitwise_equal(name, again.get_parameter(name), parameter)
