@@ -178,7 +178,7 @@ def fit(rank: RankContext | None, module: Balanced, data: list[Batch], batch_siz
     L.seed_everything(SEED, verbose=False)
     num_ranks = 1 if rank is None else rank.world_size
     strategy = {key: options.pop(key) for key in _OF_STRATEGY if key in options}
-    data_ranks = num_ranks // strategy.get("mesh", MeshConfig(pipeline_parallel=1)).pipeline_parallel
+    data_ranks = strategy["mesh"].resolve(num_ranks).domains()["batch"]["dp"] if "mesh" in strategy else num_ranks
     run = trainer(
         D9DStrategy(**strategy),
         num_ranks,
@@ -231,14 +231,28 @@ def test_one_process_equals_plain_torch(recompute: bool) -> None:
         (MeshConfig(data_parallel_replicate=2), True),
         (MeshConfig(data_parallel_replicate=2, expert_parallel=2), False),
         (MeshConfig(data_parallel_shard=2, expert_parallel=2), False),
+        (MeshConfig(tensor_parallel=2), False),
+        (MeshConfig(tensor_parallel=2, expert_parallel=2), True),
+        (MeshConfig(context_parallel_shard=2), True),
+        (MeshConfig(context_parallel_replicate=2, expert_parallel=2), False),
     ],
-    ids=["replicas", "replicas recomputed", "experts", "sharded"],
+    ids=[
+        "replicas",
+        "replicas recomputed",
+        "experts",
+        "sharded",
+        "tensor",
+        "tensor recomputed",
+        "context recomputed",
+        "context",
+    ],
 )
 def test_two_ranks_equal_one_process(rank: RankContext, mesh: MeshConfig, recompute: bool) -> None:
     """Of 2 accumulated batches of 2 microbatches each; 2 steps."""
-    data = rows(16)
+    data = rows(16, length=8)
     module = Balanced(recompute=recompute)
-    fit(rank, module, data, 2, mesh=mesh, microbatch_size=1, accumulate_grad_batches=2)
+    batch_size = 4 // mesh.domains()["batch"]["dp"]
+    fit(rank, module, data, batch_size, mesh=mesh, microbatch_size=1, accumulate_grad_batches=2)
     windows = [[[[row] for row in data[i : i + 4]] for i in (start, start + 4)] for start in (0, 8)]
     check(module, plain_steps(windows, rank.device), accumulated=2)
     seen = {name: value for name, value in module.logged[-1].items() if name != "tokens_per_s"}
