@@ -1,19 +1,33 @@
 from __future__ import annotations
 
-import torch.nn.functional as F
+from typing import overload
+
 from torch import Tensor, nn
+
+from lightning_d9d.ops import rms_norm
 
 
 class RMSNorm(nn.RMSNorm):
     """Scales the last dim to unit root mean square, times a weight; computed in float32 at least, result as the input.
 
-    Under autocast the input may be narrower than the weight, which is then rounded to the input's dtype as autocast
-    does with matrices (torch has no fused kernel for two dtypes).
+    Under autocast the input may be narrower than the weight. Without kernels (`lightning_d9d.ops.kernels`) the weight
+    is then rounded to the input's dtype as autocast does with matrices (torch has no fused kernel for two dtypes).
     """
+
+    weight: nn.Parameter
+    eps: float  # type: ignore[assignment]
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__(dim, eps=eps)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Shape `[..., dim]` to the same shape and dtype."""
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+    @overload
+    def forward(self, x: Tensor) -> Tensor: ...
+
+    @overload
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """Shape `[..., dim]` to the same shape and dtype; with `residual` the norm of the sum, and the sum."""
+        if residual is None:
+            return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps, residual=residual)

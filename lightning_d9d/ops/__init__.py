@@ -6,6 +6,7 @@ with one. Both can put their weight gradients off, with `WeightGradients` and `p
 collectives of computations that ranks share.
 `vocab_parallel_embedding` and `vocab_parallel_cross_entropy` are of a vocabulary that lies on several ranks.
 `attention` attends causally, within documents if there are some.
+`rms_norm` scales rows to a unit root mean square.
 """
 
 from lightning_d9d.ops.all_to_all import all_to_all_rows
@@ -13,6 +14,7 @@ from lightning_d9d.ops.attention import attention, document_mask
 from lightning_d9d.ops.collectives import gather_dim, scatter_sum, share_gradient, sum_over
 from lightning_d9d.ops.grouped_gemm import grouped_gemm
 from lightning_d9d.ops.linear import linear, split_linears
+from lightning_d9d.ops.rms_norm import rms_norm
 from lightning_d9d.ops.vocab_parallel import vocab_parallel_cross_entropy, vocab_parallel_embedding
 from lightning_d9d.ops.weight_gradients import WeightGradients, put_off
 
@@ -25,6 +27,7 @@ __all__ = [
     "grouped_gemm",
     "linear",
     "put_off",
+    "rms_norm",
     "scatter_sum",
     "share_gradient",
     "split_linears",

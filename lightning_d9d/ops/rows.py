@@ -1,0 +1,31 @@
+"""How kernels that work on rows, the last dim of a tensor, read them and share them out."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import torch
+from torch import Tensor
+
+_PROGRAMS_A_PROCESSOR = 4
+"""As many as fit there at a time, so that while some wait for memory others compute."""
+_PROGRAMS_ON_CPU = 3
+"""In Triton's interpreter they run one after the other; more than one, so that tests see their sums added up."""
+
+
+def rows_of(tensor: Tensor) -> Tensor:
+    """Shape `[rows, columns]` with elements of a row side by side: a view where strides allow it, else a copy."""
+    rows = tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def num_programs(num_tiles: int, device: torch.device) -> int:
+    """How many programs share tiles of rows, each with a partial sum of its own: the same number on equal devices."""
+    most = _PROGRAMS_ON_CPU if device.type == "cpu" else _PROGRAMS_A_PROCESSOR * _num_processors(device)
+    return min(num_tiles, most)
+
+
+@cache
+def _num_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
