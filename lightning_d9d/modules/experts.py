@@ -1,11 +1,10 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_d9d.modules.initial_values import Constant, DrawnByRows, Normal
-from lightning_d9d.ops import grouped_gemm
+from lightning_d9d.ops import grouped_gemm, swiglu
 
 
 class GroupedExperts(DrawnByRows):
@@ -37,7 +36,6 @@ class GroupedExperts(DrawnByRows):
         Returns:
             Shape `[rows, hidden]`.
         """
-        gate, up = grouped_gemm(x, self.gate_up_proj, offsets).chunk(2, dim=-1)
+        gate_up = grouped_gemm(x, self.gate_up_proj, offsets)
         # down_proj is linear, so the factor may come before it: there the rows are narrower, and no result is kept.
-        activated = F.silu(gate) * up * weights.unsqueeze(-1).to(up.dtype)
-        return grouped_gemm(activated, self.down_proj, offsets)
+        return grouped_gemm(swiglu(gate_up, weights), self.down_proj, offsets)

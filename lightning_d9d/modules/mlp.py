@@ -1,9 +1,9 @@
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_d9d.modules.linear import Linear
+from lightning_d9d.ops import swiglu
 
 
 class SwiGLU(nn.Module):
@@ -17,4 +17,4 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Shape `[..., hidden]` to the same shape."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(swiglu((self.gate_proj(x), self.up_proj(x))))

@@ -7,6 +7,7 @@ collectives of computations that ranks share.
 `vocab_parallel_embedding` and `vocab_parallel_cross_entropy` are of a vocabulary that lies on several ranks.
 `attention` attends causally, within documents if there are some.
 `rms_norm` scales rows to a unit root mean square.
+`swiglu` is the gated activation of MLPs and experts.
 """
 
 from lightning_d9d.ops.all_to_all import all_to_all_rows
@@ -15,6 +16,7 @@ from lightning_d9d.ops.collectives import gather_dim, scatter_sum, share_gradien
 from lightning_d9d.ops.grouped_gemm import grouped_gemm
 from lightning_d9d.ops.linear import linear, split_linears
 from lightning_d9d.ops.rms_norm import rms_norm
+from lightning_d9d.ops.swiglu import swiglu
 from lightning_d9d.ops.vocab_parallel import vocab_parallel_cross_entropy, vocab_parallel_embedding
 from lightning_d9d.ops.weight_gradients import WeightGradients, put_off
 
@@ -32,6 +34,7 @@ __all__ = [
     "share_gradient",
     "split_linears",
     "sum_over",
+    "swiglu",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_embedding",
 ]

@@ -1,0 +1,157 @@
+"""Triton kernels of `swiglu`: a program has a tile of some rows and columns."""
+# pyright: reportCallIssue=false, reportArgumentType=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_d9d.ops.rows import rows_of
+
+_TILE = 2048
+"""Elements of a tile, for 4 warps: 16 a thread, so two loads of 16 bytes of each argument in 16 bits."""
+_MAX_COLUMNS = 256
+"""So that few are masked where the width is no power of 2, such as 768."""
+
+
+def forward(gate: Tensor, up: Tensor | None, weights: Tensor | None, result: Tensor) -> None:
+    """Fill `result`, which has memory without gaps. There are elements."""
+    gate, up = _halves(gate, up)
+    num_rows, inner = gate.shape
+    rows, columns = _tile(inner)
+    with torch.cuda.device_of(result):
+        _forward[(triton.cdiv(num_rows, rows), triton.cdiv(inner, columns))](
+            gate,
+            up,
+            None if weights is None else weights.reshape(-1).contiguous(),
+            result,
+            num_rows,
+            inner,
+            gate.stride(0),
+            up.stride(0),
+            ROWS=rows,
+            COLUMNS=columns,
+            num_warps=4,
+        )
+
+
+def backward(
+    dy: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    weights: Tensor | None,
+    dgate: Tensor,
+    dup: Tensor,
+    dweights: Tensor,
+) -> None:
+    """Fill the gradients that are not empty; that of a fused `gate` is `dgate`, of both halves. There are elements."""
+    is_fused = up is None
+    dy = rows_of(dy)
+    gate, up = _halves(gate, up)
+    num_rows, inner = gate.shape
+    rows, columns = _tile(inner)
+    if is_fused and dgate.numel():
+        dgate, dup = rows_of(dgate).chunk(2, dim=1)
+    needs_weights = dweights.numel() > 0
+    # With a gradient of weights, a program has all columns of its rows, one tile after the other.
+    with torch.cuda.device_of(dy):
+        _backward[(triton.cdiv(num_rows, rows), 1 if needs_weights else triton.cdiv(inner, columns))](
+            dy,
+            gate,
+            up,
+            None if weights is None else weights.reshape(-1).contiguous(),
+            dgate if dgate.numel() else None,
+            dup if dup.numel() else None,
+            dweights if needs_weights else None,
+            num_rows,
+            inner,
+            dy.stride(0),
+            gate.stride(0),
+            up.stride(0),
+            2 * inner if is_fused else inner,
+            ROWS=rows,
+            COLUMNS=columns,
+            num_warps=4,
+        )
+
+
+def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As rows."""
+    if up is not None:
+        return rows_of(gate), rows_of(up)
+    gate, up = rows_of(gate).chunk(2, dim=1)
+    return gate, up
+
+
+def _tile(inner: int) -> tuple[int, int]:
+    columns = min(_MAX_COLUMNS, triton.next_power_of_2(inner))
+    return _TILE // columns, columns
+
+
+@triton.jit
+def _forward(
+    gate_ptr,
+    up_ptr,
+    weights_ptr,
+    result_ptr,
+    num_rows,
+    inner,
+    gate_stride,
+    up_stride,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    mask = (row < num_rows) & (column < inner)
+    gate = tl.load(gate_ptr + row * gate_stride + column, mask=mask, other=0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_stride + column, mask=mask, other=0).to(tl.float32)
+    result = gate * tl.sigmoid(gate) * up
+    if weights_ptr is not None:
+        result *= tl.load(weights_ptr + row, mask=row < num_rows, other=0).to(tl.float32)
+    tl.store(result_ptr + row * inner + column, result, mask=mask)
+
+
+@triton.jit
+def _backward(
+    dy_ptr,
+    gate_ptr,
+    up_ptr,
+    weights_ptr,
+    dgate_ptr,
+    dup_ptr,
+    dweights_ptr,
+    num_rows,
+    inner,
+    dy_stride,
+    gate_stride,
+    up_stride,
+    gradient_stride,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    products = tl.zeros([ROWS, COLUMNS], tl.float32)
+    weights = tl.full([ROWS, 1], 1.0, tl.float32)
+    if weights_ptr is not None:
+        weights = tl.load(weights_ptr + row, mask=row < num_rows, other=0).to(tl.float32)
+    for start in range(tl.program_id(1) * COLUMNS, inner, tl.num_programs(1) * COLUMNS):
+        column = start + tl.arange(0, COLUMNS)[None, :]
+        mask = (row < num_rows) & (column < inner)
+        dy = tl.load(dy_ptr + row * dy_stride + column, mask=mask, other=0).to(tl.float32)
+        gate = tl.load(gate_ptr + row * gate_stride + column, mask=mask, other=0).to(tl.float32)
+        up = tl.load(up_ptr + row * up_stride + column, mask=mask, other=0).to(tl.float32)
+        sigmoid = tl.sigmoid(gate)
+        silu = gate * sigmoid
+        if dweights_ptr is not None:
+            products += dy * silu * up
+        dy *= weights
+        if dgate_ptr is not None:
+            dgate = dy * up * (sigmoid + silu * (1 - sigmoid))
+            tl.store(dgate_ptr + row * gradient_stride + column, dgate, mask=mask)
+        if dup_ptr is not None:
+            tl.store(dup_ptr + row * gradient_stride + column, dy * silu, mask=mask)
+    if dweights_ptr is not None:
+        tl.store(dweights_ptr + row, tl.sum(products, axis=1)[:, None], mask=row < num_rows)
