@@ -38,7 +38,7 @@ def gather_dim(x: Tensor, dim: int, group_name: str) -> Tensor:
     Returns:
         The whole, `group size` times as long along `dim`.
     """
-    return x if _size(group_name) == 1 else torch.ops.lightning_d9d.gather_dim(x, dim, group_name)
+    return x if group_size(group_name) == 1 else torch.ops.lightning_d9d.gather_dim(x, dim, group_name)
 
 
 def scatter_sum(x: Tensor, dim: int, group_name: str) -> Tensor:
@@ -57,7 +57,7 @@ def scatter_sum(x: Tensor, dim: int, group_name: str) -> Tensor:
     Raises:
         ConfigError: The length of `dim` is no multiple of the group's size.
     """
-    size = _size(group_name)
+    size = group_size(group_name)
     if size == 1:
         return x
     if x.shape[dim] % size:
@@ -81,7 +81,7 @@ def sum_over(x: Tensor, group_name: str, *, sums_gradients: bool) -> Tensor:
     Returns:
         In the shape and dtype of `x`.
     """
-    return x if _size(group_name) == 1 else torch.ops.lightning_d9d.sum_over(x, group_name, sums_gradients)
+    return x if group_size(group_name) == 1 else torch.ops.lightning_d9d.sum_over(x, group_name, sums_gradients)
 
 
 def share_gradient(x: Tensor, group_name: str) -> Tensor:
@@ -96,10 +96,11 @@ def share_gradient(x: Tensor, group_name: str) -> Tensor:
     Returns:
         A view of `x`.
     """
-    return x if _size(group_name) == 1 else _ShareGradient.apply(x, group_name)
+    return x if group_size(group_name) == 1 else _ShareGradient.apply(x, group_name)
 
 
-def _size(group_name: str) -> int:
+def group_size(group_name: str) -> int:
+    """How many ranks a process group of torch has, by its `group_name`."""
     return dist.distributed_c10d._get_group_size_by_name(group_name)  # type: ignore[arg-type]
 
 
@@ -109,7 +110,7 @@ def _group(group_name: str) -> dist.ProcessGroup:
 
 def _new_whole(x: Tensor, dim: int, group_name: str) -> Tensor:
     shape = list(x.shape)
-    shape[dim] *= _size(group_name)
+    shape[dim] *= group_size(group_name)
     return x.new_empty(shape)
 
 
@@ -121,20 +122,20 @@ def _gather(x: Tensor, dim: int, group_name: str) -> Tensor:
     parts = whole if is_in_order else torch.empty_like(whole)
     all_gather_single(parts.view(-1), x.contiguous().view(-1), group=_group(group_name))
     if not is_in_order:
-        size = _size(group_name)
+        size = group_size(group_name)
         whole.unflatten(dim, (size, -1)).copy_(parts.view(size, *x.shape).movedim(0, dim))
     return whole
 
 
 def _new_part(x: Tensor, dim: int, group_name: str) -> Tensor:
     shape = list(x.shape)
-    shape[dim] //= _size(group_name)
+    shape[dim] //= group_size(group_name)
     return x.new_empty(shape)
 
 
 def _scatter(x: Tensor, dim: int, group_name: str) -> Tensor:
     part = _new_part(x, dim, group_name)
-    parts = x.unflatten(dim, (_size(group_name), -1)).movedim(dim % x.dim(), 0).contiguous()
+    parts = x.unflatten(dim, (group_size(group_name), -1)).movedim(dim % x.dim(), 0).contiguous()
     reduce_scatter_single(part.view(-1), parts.view(-1), group=_group(group_name))
     return part
 
