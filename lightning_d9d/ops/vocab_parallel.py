@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.ops.collectives import gather_dim, sum_over
+from lightning_d9d.ops.kernels import runs_triton
 
 _LOSS = "lightning_d9d::vocab_parallel_cross_entropy"
 _GRADIENT = "lightning_d9d::vocab_parallel_cross_entropy_backward"
@@ -28,9 +29,10 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """`torch.nn.functional.cross_entropy` of logits whose columns lie on several ranks. Collective.
 
-    Three numbers a token travel, in one message. All ranks get the same loss, bit for bit, and it is one loss, not a
-    summand: its backward has no messages. What is kept for that are `logits` and one number a token. One operator,
-    `torch.ops.lightning_d9d.vocab_parallel_cross_entropy`. The host waits for nothing on an accelerator.
+    Computes in float32. Three numbers a token travel, in one message. All ranks get the same loss, bit for bit, and it
+    is one loss, not a summand: its backward has no messages. What is kept for that are `logits` and one number a token.
+    One operator, `torch.ops.lightning_d9d.vocab_parallel_cross_entropy`. The host waits for nothing on an accelerator,
+    where kernels read the logits once in the forward and once in the backward.
 
     Args:
         logits: the columns `first` to `first + columns` of the whole, shape `[tokens, columns]`. Each column of the
@@ -116,8 +118,13 @@ def _loss(logits: Tensor, labels: Tensor, first: int, group_name: str, ignore_in
     """The loss of each token, and the logarithm of the sum of the exponentials of all its logits."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     columns, is_ours = _own_columns(logits, labels, first)
-    own_lse = torch.cat([rows.to(wide).logsumexp(1) for rows in logits.split(_num_rows_at_once(logits))])
-    own_label = logits.gather(1, columns).squeeze(1).to(wide) if logits.shape[1] else own_lse
+    if runs_triton(logits):
+        from lightning_d9d.ops import vocab_parallel_kernels
+
+        own_lse, own_label = vocab_parallel_kernels.own_losses(logits, labels, first)
+    else:
+        own_lse = torch.cat([rows.to(wide).logsumexp(1) for rows in logits.split(_num_rows_at_once(logits))])
+        own_label = logits.gather(1, columns).squeeze(1).to(wide) if logits.shape[1] else own_lse
     own = torch.stack([own_lse, own_label.masked_fill(~is_ours, 0), is_ours.to(wide)])
     lses, at_label, owners = gather_dim(own.unsqueeze(0), 0, group_name).unbind(1)
     is_counted = labels != ignore_index
@@ -138,33 +145,40 @@ def _new_loss(logits: Tensor, labels: Tensor, first: int, group_name: str, ignor
     return loss, torch.empty_like(loss)
 
 
-def _gradient(logits: Tensor, labels: Tensor, lse: Tensor, dloss: Tensor, first: int, ignore_index: int) -> Tensor:
+def _gradient(
+    logits: Tensor, labels: Tensor, lse: Tensor, dloss: Tensor, first: int, ignore_index: int, triton: bool
+) -> Tensor:
     """`(softmax - is_label) * dloss`, with the softmax of the whole vocabulary from its `lse`."""
-    result = _new_gradient(logits, labels, lse, dloss, first, ignore_index)
+    factors = dloss.masked_fill(labels == ignore_index, 0)
+    if triton:
+        from lightning_d9d.ops import vocab_parallel_kernels
+
+        return vocab_parallel_kernels.gradient(logits, labels, lse, factors, first)
+    result = _new_gradient(logits, labels, lse, dloss, first, ignore_index, triton)
     if not logits.shape[1]:
         return result
     columns, is_ours = _own_columns(logits, labels, first)
     label_part = is_ours.to(lse.dtype).neg().unsqueeze(1)
-    factors = dloss.masked_fill(labels == ignore_index, 0).unsqueeze(1)
-    tensors = (result, logits, lse.unsqueeze(1), columns, label_part, factors)
+    tensors = (result, logits, lse.unsqueeze(1), columns, label_part, factors.unsqueeze(1))
     for into, *rows in zip(*(tensor.split(_num_rows_at_once(logits)) for tensor in tensors), strict=True):
         logits, lse, columns, label_part, factors = rows
         torch.mul((logits - lse).exp_().scatter_add_(1, columns, label_part), factors, out=into)
     return result
 
 
-def _new_gradient(logits: Tensor, labels: Tensor, lse: Tensor, dloss: Tensor, first: int, ignore_index: int) -> Tensor:
+def _new_gradient(logits: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     logits, labels, ctx.first, _, ctx.ignore_index = inputs
     ctx.save_for_backward(logits, labels, output[1])
+    ctx.triton = runs_triton(logits)
 
 
 def _backward(ctx: Any, dloss: Tensor, _: Tensor) -> tuple[Tensor, None, None, None, None]:
     dlogits = torch.ops.lightning_d9d.vocab_parallel_cross_entropy_backward(
-        *ctx.saved_tensors, dloss, ctx.first, ctx.ignore_index
+        *ctx.saved_tensors, dloss, ctx.first, ctx.ignore_index, ctx.triton
     )
     return dlogits, None, None, None, None
 
@@ -174,7 +188,7 @@ torch.library.define(
 )
 torch.library.define(
     _GRADIENT,
-    "(Tensor logits, Tensor labels, Tensor lse, Tensor dloss, SymInt first, int ignore_index) -> Tensor",
+    "(Tensor logits, Tensor labels, Tensor lse, Tensor dloss, SymInt first, int ignore_index, bool triton) -> Tensor",
 )
 torch.library.impl(_LOSS, "CompositeExplicitAutograd", _loss)
 torch.library.impl(_GRADIENT, "CompositeExplicitAutograd", _gradient)

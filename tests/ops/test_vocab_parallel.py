@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_d9d import ConfigError
-from lightning_d9d.ops import vocab_parallel
+from lightning_d9d.ops import vocab_parallel, vocab_parallel_kernels
+from lightning_d9d.ops.kernels import using_kernels
 from lightning_d9d.ops.vocab_parallel import (
     vocab_parallel_cross_entropy,
     vocab_parallel_cross_entropy_reference,
@@ -18,6 +19,7 @@ from lightning_d9d.ops.vocab_parallel import (
 from tests.harness.compare import assert_bitwise_equal, assert_close_named
 from tests.harness.ranks import RankContext
 from tests.harness.tolerances import Kind
+from tests.ops.grid import DEVICES, unwritten_memory_is_nan
 
 TOKENS, VOCAB, HIDDEN, IGNORED = 11, 13, 5, -100
 PARTS = {2: [7, 6], 3: [8, 0, 5], 4: [4, 4, 5, 0]}
@@ -97,6 +99,46 @@ def test_a_few_tokens_at_once(rank: RankContext) -> None:
         check_cross_entropy(rank, torch.float64)
 
 
+@DEVICES
+@pytest.mark.ranks(2)
+def test_kernels(rank: RankContext, device: str) -> None:
+    assert rank.device.type == device
+    with pytest.MonkeyPatch.context() as patch, using_kernels("triton"), unwritten_memory_is_nan():
+        patch.setattr(vocab_parallel_kernels, "_COLUMNS", 4)  # two blocks, of which one is not full
+        check_cross_entropy(rank, torch.float32)
+
+
+@DEVICES
+@pytest.mark.ranks(1)
+def test_kernels_on_logits_that_are_not_in_a_row_or_not_finite(rank: RankContext, device: str) -> None:
+    assert rank.device.type == device
+    name = rank.group.group_name
+    whole = draw(VOCAB, TOKENS, seed=1, dtype=torch.float32).t()
+    whole[:, 1::3] = -torch.inf
+    labels, dloss = make_labels(), draw(1, seed=2, dtype=torch.float32).expand(TOKENS)
+    labels[labels % 3 == 1] = 0
+    expected = whole.clone().requires_grad_()
+    F.cross_entropy(expected, labels, ignore_index=IGNORED, reduction="none").backward(dloss)
+    with pytest.MonkeyPatch.context() as patch, using_kernels("triton"), unwritten_memory_is_nan():
+        patch.setattr(vocab_parallel_kernels, "_COLUMNS", 1)  # a block of nothing but -inf
+        logits = whole.to(rank.device).requires_grad_()
+        loss = vocab_parallel_cross_entropy(logits, labels.to(rank.device), 0, name)
+    loss.backward(dloss.to(rank.device))
+    assert logits.stride() == (1, TOKENS)
+    assert_close_named("dlogits", logits.grad, expected.grad)
+
+
+@DEVICES
+@pytest.mark.ranks(1)
+def test_kernels_without_rows_or_columns(rank: RankContext, device: str) -> None:
+    for tokens, columns in ((0, VOCAB), (TOKENS, 0)):
+        logits, labels = torch.ones(tokens, columns, device=device), make_labels()[:tokens].to(device)
+        lse, at_label = vocab_parallel_kernels.own_losses(logits, labels, 0)
+        assert lse.tolist() == [-torch.inf] * tokens
+        assert at_label.tolist() == [0] * tokens
+        assert vocab_parallel_kernels.gradient(logits, labels, lse, at_label, 0).shape == logits.shape
+
+
 @pytest.mark.ranks(3)
 def test_reference_equals_cross_entropy(rank: RankContext) -> None:
     rows, labels = own_rows(rank), make_labels()
@@ -168,7 +210,7 @@ def test_registration_passes_torchs_checks() -> None:
             arguments = (strided, labels, 0, name, IGNORED)
             results = torch.library.opcheck(ops.vocab_parallel_cross_entropy.default, arguments)
             loss, lse = ops.vocab_parallel_cross_entropy(logits, labels, 0, name, IGNORED)
-            arguments = (logits, labels, lse, loss, 0, IGNORED)
+            arguments = (logits, labels, lse, loss, 0, IGNORED, False)
             results |= torch.library.opcheck(ops.vocab_parallel_cross_entropy_backward.default, arguments)
             assert set(results.values()) == {"SUCCESS"}
     finally:
