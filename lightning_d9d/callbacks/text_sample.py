@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import lightning as L
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_d9d.callbacks.export import qwen3_moe_stages
@@ -74,7 +75,9 @@ class TextSample(L.Callback):
         return bytes(tokens[-self.num_characters :].tolist()).decode("utf-8", errors="replace")
 
     def _logits(self, module: nn.Module, stages: list[Qwen3MoeForCausalLM], input_ids: Tensor) -> Tensor:
-        if stages[0].stage.num_stages == 1:
+        """Of the whole sequence, from all ranks that share it."""
+        if not isinstance(module, D9DModule):
             return stages[0](input_ids).logits
-        assert isinstance(module, D9DModule), "only the strategy cuts a model into stages, of a D9DModule"
-        return predict(module, {"input_ids": input_ids})
+        length = input_ids.shape[1]
+        padding = -length % module.pipeline.tokens.multiple  # causal attention does not see it
+        return predict(module, {"input_ids": F.pad(input_ids, (0, padding))})[:, :length]

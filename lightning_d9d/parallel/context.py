@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.mesh.sharding import local
 from lightning_d9d.modules import GroupedQueryAttention
 from lightning_d9d.ops import all_to_all_rows, attention, gather_dim
 from lightning_d9d.ops.attention_block import attention_block, attention_block_backward, merge, wide
@@ -162,20 +163,24 @@ class HeadsAttention(ContextAttention):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
         size, heads = self.cut.size, [t.shape[1] for t in (q, k, v)]
-        common = math.gcd(*heads)
-        if common % size:
-            legal = " or ".join(str(n) for n in range(1, common + 1) if common % n == 0)
-            raise ConfigError(
-                f"context='heads' over {size} ranks: {heads[0]} query heads and {heads[1]} key/value heads (of one "
-                f"rank of tensor parallelism) cannot be shared equally. {legal} ranks can; context='gather' and 'ring' "
-                "take any number of heads"
-            )
+        self.check_heads(*heads[:2])
         by_rank = torch.cat([t.unflatten(1, (size, -1)) for t in (q, k, v)], dim=2).transpose(0, 1)
         whole = self.cut.join(self._exchange(by_rank).movedim(0, 2).flatten(2, 3), dim=2)
         q, k, v = whole.split([num // size for num in heads], dim=1)
         out = attention(q, k, v, None if documents is None else self.cut.join(documents, dim=1))
         by_rank = torch.stack([SequenceCut(rank, size).cut(out, dim=2) for rank in range(size)])
         return self._exchange(by_rank).transpose(0, 1).flatten(1, 2)
+
+    def check_heads(self, num_heads: int, num_key_value_heads: int) -> None:
+        """Raise `ConfigError` for numbers of heads on a rank of tensor parallelism that cannot be shared. Local."""
+        common = math.gcd(num_heads, num_key_value_heads)
+        if common % self.cut.size:
+            legal = " or ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+            raise ConfigError(
+                f"context='heads' over {self.cut.size} ranks: {num_heads} query heads and {num_key_value_heads} "
+                f"key/value heads (of one rank of tensor parallelism) cannot be shared equally. {legal} ranks can; "
+                "context='gather' and 'ring' take any number of heads"
+            )
 
     def _exchange(self, by_rank: Tensor) -> Tensor:
         """Sends `by_rank[r]` to rank r; returns what came from each, in their order."""
@@ -190,18 +195,21 @@ def shard_context(stage: nn.Module, group: dist.ProcessGroup, kind: str) -> None
     """Let each `GroupedQueryAttention` of a module attend over the ranks of a group, in place. Local.
 
     Args:
-        stage: Any module. From then on it takes this rank's part of sequences, as `SequenceCut` cuts them.
+        stage: Any module. From then on it takes this rank's part of sequences, as `SequenceCut` cuts them. What tensor
+            parallelism is to cut is cut.
         group: The ranks that share sequences.
         kind: "gather", "ring" or "heads": see `GatherAttention`, `RingAttention` and `HeadsAttention`.
 
     Raises:
-        ConfigError: There is no such kind.
+        ConfigError: There is no such kind, or it cannot take these heads.
     """
     if kind not in KINDS:
         raise ConfigError(f"context={kind!r} must be one of {', '.join(map(repr, KINDS))}")
     attend = KINDS[kind](group)
     for module in stage.modules():
         if isinstance(module, GroupedQueryAttention):
+            if isinstance(attend, HeadsAttention):
+                attend.check_heads(*(len(local(p.weight)) // module.head_dim for p in (module.q_proj, module.k_proj)))
             module.attend = attend
 
 

@@ -93,7 +93,10 @@ def sequence_length(batch: Any, dims: Mapping[str, int]) -> int:
         )
     lengths = {name: batch[name].shape[dim] for name, dim in dims.items() if isinstance(batch.get(name), Tensor)}
     if len({*lengths.values()}) > 1:
-        raise ConfigError(f"the sequences of a batch have different lengths along sequence_dims: {lengths}")
+        raise ConfigError(
+            f"the sequences of a batch have different lengths along sequence_dims: {lengths}; pad them to the longest, "
+            "or leave out of sequence_dims what has no tokens"
+        )
     return max(lengths.values(), default=0)
 
 

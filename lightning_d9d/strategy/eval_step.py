@@ -26,6 +26,7 @@ def evaluate(module: D9DModule, batch: Any, prefix: str) -> dict[str, Tensor]:
         "loss", the batch's mean on this data rank, "weight", what it was divided by, and the metrics.
     """
     pipeline = module.pipeline
+    pipeline.check_same(prefix, batch)
     cut = module.cut(batch)
     with module.schedule_running():
         totals = module.executor(nullcontext).evaluate(pipeline.forward_only(len(cut.microbatches)), cut)
@@ -57,6 +58,7 @@ def predict(module: D9DModule, batch: Any, share: bool = True) -> Any:
         batch: The same on every rank of the pipeline.
         share: Send the result from the last stage to all ranks; otherwise the others get None.
     """
+    module.pipeline.check_same("predict", batch)
     parts = [_join_chunks(module, part, batch) for part in _outputs(module, batch)]
     whole = None if not parts else parts[0] if len(parts) == 1 else tree_map(_join, *parts)
     return module.pipeline.share_tree(whole) if share else whole

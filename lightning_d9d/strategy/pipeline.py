@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple, TypeVar
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lightning_d9d.errors import ConfigError, ScheduleError
 from lightning_d9d.mesh import MeshDomains
@@ -98,6 +100,7 @@ class Pipeline:
             links = self._links(mesh, self.group)
             self.messages = Messages(self.placement, links, device, lambda: mesh.timeout_seconds)
         self._reported: dict[str, Reported] = {}
+        self._compared: set[str] = set()
         self._has_ties = False
         self.program = functools.cache(self._program)
         self.forward_only = functools.cache(self._forward_only)
@@ -175,6 +178,31 @@ class Pipeline:
                         f"parameter {name!r} is on several stages and frozen on some of them only; set requires_grad "
                         "of every parameter with that name, on all ranks"
                     )
+
+    def check_same(self, kind: str, batch: Any) -> None:
+        """See that ranks which share batches read the same, in the first batch of each kind. Collective over them.
+
+        Args:
+            kind: Of batch: "train", "val", ...
+            batch: This rank's.
+
+        Raises:
+            ConfigError: They do not.
+        """
+        if self.readers is None or kind in self._compared:
+            return
+        self._compared.add(kind)
+        digest = hashlib.sha256()
+        for leaf in tree_leaves(batch):
+            if isinstance(leaf, Tensor):
+                digest.update(f"{leaf.dtype} {list(leaf.shape)}".encode())
+                digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        if len(set(all_gather_object(digest.hexdigest(), self.readers))) > 1:
+            raise ConfigError(
+                f"rank {dist.get_rank()}: ranks {dist.get_process_group_ranks(self.readers)} read different first "
+                f"{kind} batches, but each runs a part of the same one. Let data depend on the data-parallel rank "
+                "alone (strategy.distributed_sampler_kwargs), and seed what is shuffled alike on all ranks"
+            )
 
     def report(self, kind: str, totals: BatchTotals, group: dist.ProcessGroup | None = None) -> tuple[Reported, Tensor]:
         """What the totals of a batch are, on all ranks of the pipeline, and the values of this one.

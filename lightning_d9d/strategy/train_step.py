@@ -30,7 +30,6 @@ and after a batch that was the last of one. So gradients that never met a step a
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -39,10 +38,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.mesh.collectives import all_gather_object, first_difference
+from lightning_d9d.mesh.collectives import first_difference
 from lightning_d9d.mesh.sharding import local
 from lightning_d9d.pipeline.executor import Cut
 from lightning_d9d.pipeline.totals import BatchTotals, weighted_mean
@@ -120,8 +118,7 @@ class TrainStep:
         if batch_index == 0:
             self._check_frozen_alike()
             self.pipeline.begin_epoch(self.tied)
-        if self._is_first_batch:
-            self._check_same_batch(batch)
+        self.pipeline.check_same("train", batch)
         check = self._is_first_batch and batch_index == 0  # resumed, the first may be the short last one of an epoch
         cut = self.module.cut(batch, check=check, trains=True)
         self._is_first_batch = self._is_new_window = False
@@ -255,23 +252,6 @@ class TrainStep:
         if difference := first_difference(lines, self.group):
             raise ConfigError(
                 f"data-parallel ranks train different parameters: {difference}. Set requires_grad alike on all ranks"
-            )
-
-    def _check_same_batch(self, batch: Any) -> None:
-        """The first batch: ranks of a pipeline, and those that share sequences, must read the same."""
-        group = self.pipeline.readers
-        if group is None:
-            return
-        digest = hashlib.sha256()
-        for leaf in tree_leaves(batch):
-            if isinstance(leaf, Tensor):
-                digest.update(f"{leaf.dtype} {list(leaf.shape)}".encode())
-                digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        if len(set(all_gather_object(digest.hexdigest(), group))) > 1:
-            raise ConfigError(
-                f"rank {dist.get_rank()}: ranks {dist.get_process_group_ranks(group)} read different first batches, "
-                "but each runs a part of the same one. Let data depend on the data-parallel rank alone "
-                "(strategy.distributed_sampler_kwargs), and seed what is shuffled alike on all ranks"
             )
 
     def _set_aside(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import lightning as L
 import pytest
@@ -14,8 +14,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_d9d import D9DStrategy, MeshConfig, ParallelConfig
-from lightning_d9d.callbacks import HuggingFaceExport
+from lightning_d9d import ConfigError, D9DStrategy, MeshConfig, ParallelConfig
+from lightning_d9d.callbacks import HuggingFaceExport, TextSample
 from lightning_d9d.models.qwen3_moe import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
@@ -27,7 +27,7 @@ from tests.harness.compare import assert_bitwise_equal, assert_close_named, asse
 from tests.harness.ranks import RankContext
 from tests.harness.tolerances import Kind
 from tests.meshes.equality import CONFIG, ROWS, Data, Steps, Watched, batch_of, on_one_process
-from tests.strategy.plain import trainer
+from tests.strategy.plain import Plain, trainer
 
 SMALL = replace(
     CONFIG,
@@ -182,3 +182,124 @@ def test_hugging_face_directories(rank: RankContext, mesh: dict[str, int], confi
     load_huggingface(again, rank.tmp_dir / "many")
     for name, parameter in one.named_parameters():
         assert_bitwise_equal(name, again.get_parameter(name), parameter)
+
+
+class NoSequences(Watched):
+    sequence_dims: ClassVar = {}
+
+
+class TakesAnything(Watched):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+
+class Refusal(NamedTuple):
+    text: str
+    mesh: dict[str, int] = TP2
+    config: Qwen3MoeConfig = SMALL
+    batch: Any = None
+    module: type[L.LightningModule] = Watched
+    parallel: dict[str, Any] = {}  # noqa: RUF012
+
+
+def batch_with(**tensors: Tensor) -> dict[str, Tensor]:
+    return {**batch_of(0, data=Data(8)), **tensors}
+
+
+ODD = {name: value[:, :7] for name, value in batch_of(0, data=Data(8)).items()}
+REFUSED = {
+    "query heads": Refusal(
+        r"tensor_parallel=2 does not divide the 3 attention heads \(num_attention_heads\); it can be 1, 3$",
+        config=replace(SMALL, num_attention_heads=3, num_key_value_heads=3),
+    ),
+    "key heads": Refusal(
+        r"tensor_parallel=2 and 3 heads of keys and values .* divide the other; .* it can be 1, 3, 6$",
+        config=replace(SMALL, num_attention_heads=6, num_key_value_heads=3),
+    ),
+    "vocabulary": Refusal(
+        r"tensor_parallel=2 does not divide the 49 tokens of the vocabulary \(vocab_size\); it can be 1, 7, 49$",
+        config=replace(SMALL, vocab_size=49),
+    ),
+    "parts of the vocabulary": Refusal(
+        r"vocab_splits: text, more\) is not cut .* tensor_parallel=2; leave one of the two out",
+        config=replace(SMALL, vocab_splits={"text": 40, "more": 8}),
+    ),
+    "dense layers": Refusal(
+        r"does not divide the 25 inner width of an MLP \(intermediate_size\); it can be 1, 5, 25$",
+        config=replace(SMALL, intermediate_size=25),
+    ),
+    "heads of contexts": Refusal(
+        r"context='heads' over 2 ranks: 4 query heads and 1 key/value heads .*\. 1 ranks can; .*'ring' take any",
+        CP2,
+        SHARED_HEADS,
+        parallel={"context": "heads"},
+    ),
+    "tokens, tp": Refusal(
+        r"sequences of 7 tokens, .* multiple of 2 \(tensor_parallel=2\), such as 6 or 8.*pad", batch=ODD
+    ),
+    "tokens, cp": Refusal(r"sequences of 7 tokens, .* multiple of 4 .*, such as 4 or 8.*pad_sequences", CP2, batch=ODD),
+    "no mapping": Refusal(
+        r"a batch is a list, but sequence_dims=.*; give batches as dictionaries", CP2, batch=[ODD], module=TakesAnything
+    ),
+    "lengths": Refusal(
+        r"different lengths along sequence_dims: .*'labels': 7.*; pad them",
+        CP2,
+        batch=batch_with(labels=ODD["labels"]),
+    ),
+    "plain module": Refusal(r"context_parallel_shard=2: Plain is a plain LightningModule.*", CP2, module=Plain),
+    "no sequences": Refusal(
+        r"context_parallel_shard=2: NoSequences.sequence_dims is empty.*set it", CP2, module=NoSequences
+    ),
+    "other data": Refusal(r"ranks \[0, 1\] read different first train batches", CP2, batch="by rank"),
+    "other data, tp": Refusal(r"ranks \[0, 1\] read different first train batches", TP2, batch="by rank"),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_shared_is_refused(rank: RankContext, case: str) -> None:
+    """On every rank, before the first message of a model or in its place."""
+    text, mesh, config, batch, cls, parallel = REFUSED[case]
+    if batch == "by rank":
+        batch = batch_of(rank.rank, data=Data(8))
+    batches: Any = DataLoader([batch_with() if batch is None else batch], None)  # type: ignore[arg-type]
+    module = Plain() if cls is Plain else cls(config, 1)
+    strategy = D9DStrategy(mesh=MeshConfig(**mesh), parallel=ParallelConfig(**parallel))
+    run = trainer(strategy, 2, rank.device.type, max_steps=1, **QUIET)
+    with pytest.raises(ConfigError, match=text):
+        run.fit(module, batches)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("loop", ["validate", "predict"])
+def test_other_loops_read_the_same_data(rank: RankContext, loop: str) -> None:
+    batches: Any = DataLoader([batch_of(rank.rank, data=Data(8))], None)  # type: ignore[arg-type]
+    run = trainer(D9DStrategy(mesh=MeshConfig(**CP2)), 2, rank.device.type, **QUIET)
+    with pytest.raises(ConfigError, match=rf"ranks \[0, 1\] read different first {loop[:3]}.* batches"):
+        getattr(run, loop)(Watched(SMALL, 1), batches)
+
+
+def test_sequence_parallelism_stays_on() -> None:
+    with pytest.raises(ConfigError, match="sequence_parallel=False must be one of True"):
+        ParallelConfig(sequence_parallel=False)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mesh", [TP2, CP2], ids=["tp", "cp"])
+def test_text_is_written(rank: RankContext, mesh: dict[str, int]) -> None:
+    """As on one process, with prompts of any length."""
+    config = replace(SMALL, vocab_size=256)
+    L.seed_everything(SEED, verbose=False)
+    sample = TextSample(prompt="a = ", num_characters=3, context_length=5, temperature=1e-6)
+    texts = []
+
+    class Asked(Watched):
+        def on_train_end(self) -> None:
+            super().on_train_end()
+            texts.append(sample.generate(self))
+
+    module = Asked(config, 1, data=Data(8))
+    trainer(D9DStrategy(mesh=MeshConfig(**mesh)), 2, rank.device.type, max_steps=1, **QUIET).fit(module)
+    one = Qwen3MoeForCausalLM(config).double()
+    one.load_state_dict(module.seen.weights[-1])
+    assert texts == [sample.generate(one)]
