@@ -39,6 +39,7 @@ DDP = "tests/strategy/test_ddp_equality.py"
 STEP = "tests/strategy/test_train_step.py"
 UNEVEN = "tests/strategy/test_uneven_batches.py"
 EXECUTOR = "tests/pipeline/test_executor.py"
+PLAN = "tests/parallel/test_plan.py"
 
 MUTATIONS = [
     Mutation(
@@ -151,7 +152,49 @@ MUTATIONS = [
         "lightning_d9d/parallel/plan.py",
         '"ep_replicate": Summed.IN_BUCKETS',
         '"ep_replicate": Summed.WITH_TOKENS',
-        "tests/parallel/test_plan.py -k ranks_sum",
+        f"{PLAN} -k ranks_sum",
+    ),
+    Mutation(
+        "whole parameters are not summed over tensor ranks",
+        "lightning_d9d/parallel/plan.py",
+        'Layout.REPLICATED: {"dp": Summed.IN_BUCKETS, "cp": Summed.IN_BUCKETS, "tp": Summed.IN_BUCKETS}',
+        'Layout.REPLICATED: {"dp": Summed.IN_BUCKETS, "cp": Summed.IN_BUCKETS, "tp": Summed.WITH_TOKENS}',
+        f"{PLAN} -k 'ranks_sum and tp4'",
+    ),
+    Mutation(
+        "copies of shared heads are not summed",
+        "lightning_d9d/parallel/plan.py",
+        '"tp_replicate": Summed.IN_BUCKETS',
+        '"tp_replicate": Summed.WITH_TOKENS',
+        f"{PLAN} -k 'ranks_sum and tp4'",
+    ),
+    Mutation(
+        "shards are not summed over tensor ranks",
+        "lightning_d9d/strategy/data_parallel.py",
+        "        dist.all_reduce(message, group=group)",
+        "        pass",
+        f"{PLAN} -k 'ranks_sum and shard2 and tp2'",
+    ),
+    Mutation(
+        "early queries attend to later ranks",
+        "lightning_d9d/parallel/context.py",
+        "rows = slice(self._half if ranks.start > self.rank else 0, None)",
+        "rows = slice(None)",
+        "tests/parallel/test_context.py -k two_ranks",
+    ),
+    Mutation(
+        "positions are counted within a rank",
+        "lightning_d9d/parallel/tokens.py",
+        "return self.cut.positions(slice_length * self.num_slices, device).unsqueeze(0)",
+        "return torch.arange(slice_length * self.num_slices, device=device).unsqueeze(0)",
+        "tests/meshes/test_equality.py -k 'cp2 and heads2x2 and ring'",
+    ),
+    Mutation(
+        "each rank has its own loss of the routers",
+        "lightning_d9d/models/qwen3_moe/model.py",
+        "else self.tokens.mean(router_loss)",
+        "else router_loss",
+        "tests/models/test_qwen3_moe_balance.py -k 'two_ranks and context'",
     ),
     Mutation(
         "a unit leaves out what this rank did not use",
