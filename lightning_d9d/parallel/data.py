@@ -21,6 +21,7 @@ of its hooks. What is used of its inside here is pinned by `tests/parallel/test_
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -64,7 +65,7 @@ def shard_data(
         stage: On the meta device, or with equal values on all ranks.
         units: Its modules that are gathered one at a time, or lists of modules that are gathered together and run one
             after the other, in the order in which they run. The rest of the stage is gathered with the first of them
-            and kept until its backward is done.
+            and kept until its backward is done; with it those that are not `separable`.
         mesh: Of all ranks.
         parallel: Says when to let go, the dtype to gather in, and where to keep.
         casts_inputs: Whether floats that a unit is called with are cast to the dtype that it is gathered in.
@@ -74,15 +75,36 @@ def shard_data(
         return
     placed = functools.partial(place, mesh.sizes["dp_cp_shard"])
     experts = {parameter for parameter in stage.parameters() if is_of_experts(parameter)}
-    for unit in (*units, stage):
+    for unit in (*separable(stage, units), stage):
         options = settings(unit, parallel, casts_inputs)
         fully_shard(as_unit(unit), mesh=over, shard_placement_fn=placed, ignored_params=experts, **options)
 
 
+def separable(module: nn.Module, units: Iterable[nn.Module | list[nn.Module]]) -> list[nn.Module | list[nn.Module]]:
+    """Those units that share no parameter with another one or with the rest of the module.
+
+    Gathered apart from what has the same parameter they would be untied.
+    """
+    units = list(units)
+    parameters = [{each for part in _parts(unit) for each in part.parameters()} for unit in units]
+    inside = {each for unit in units for part in _parts(unit) for each in part.modules()}
+    rest = {each for part in module.modules() if part not in inside for each in part.parameters(recurse=False)}
+    num_holders = Counter(each for holder in (*parameters, rest) for each in holder)
+    return [unit for unit, own in zip(units, parameters, strict=True) if all(num_holders[each] == 1 for each in own)]
+
+
+def _parts(unit: nn.Module | list[nn.Module]) -> list[nn.Module]:
+    return unit if isinstance(unit, list) else [unit]
+
+
 def as_unit(unit: nn.Module | list[nn.Module]) -> nn.Module | list[nn.Module]:
     """A unit as `fully_shard` takes it: torch 2.11 refuses a `ModuleDict` by itself, even one with a forward."""
-    is_container = isinstance(unit, nn.ModuleList | nn.ModuleDict)
-    return [unit] if is_container and type(unit).forward is not nn.Module.forward else unit
+    return [unit] if isinstance(unit, nn.Module) and _is_run_list(unit) else unit
+
+
+def _is_run_list(module: nn.Module) -> bool:
+    """Whether it is a list or dictionary of modules with a forward of its own, such as a `BlockSequence`."""
+    return isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is not nn.Module.forward
 
 
 def settings(unit: nn.Module | list[nn.Module], parallel: ParallelConfig, casts_inputs: bool = True) -> dict[str, Any]:
@@ -96,7 +118,7 @@ def settings(unit: nn.Module | list[nn.Module], parallel: ParallelConfig, casts_
     gathered, reduced = parallel.dtypes
     if reduced is None:
         reduced = torch.float32
-        for module in unit if isinstance(unit, list) else [unit]:
+        for module in _parts(unit):
             for parameter in module.parameters():
                 reduced = torch.promote_types(reduced, parameter.dtype)
     return {
@@ -112,13 +134,14 @@ def blocks_of(stage: nn.Module, class_names: Sequence[str] | None = None) -> lis
 
     Args:
         stage: The stage.
-        class_names: Of which classes they are; by default the entries of the outermost `ModuleList`s and `ModuleDict`s.
+        class_names: Of which classes they are; by default the entries of the outermost `ModuleList`s and `ModuleDict`s,
+            which may be the stage itself if it has a forward, as `BlockSequence` has.
 
     Raises:
         ConfigError: The stage has no module of one of these classes.
     """
     if class_names is None:
-        return list(_entries(stage))
+        return list(stage.children() if _is_run_list(stage) else _entries(stage))
     found = [module for module in stage.modules() if class_name(module) in class_names]
     missing = sorted({*class_names} - {class_name(module) for module in found})
     if missing:

@@ -18,7 +18,7 @@ from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshConfig, MeshDomains
 from lightning_d9d.mesh.collectives import all_gather_object, broadcast_tensors, check_equal_tensors, first_difference
 from lightning_d9d.parallel import ParallelConfig, blocks_of, recompute_activations, weight_mesh
-from lightning_d9d.parallel.data import as_unit, class_name, is_of_experts, reduce_all, settings
+from lightning_d9d.parallel.data import as_unit, class_name, is_of_experts, reduce_all, separable, settings
 from lightning_d9d.strategy.offload import move
 
 _FIELDS = {"dp_shard": "data_parallel_shard", "tp": "tensor_parallel", "ep_shard": "expert_parallel"}
@@ -153,7 +153,15 @@ def shard_blocks(module: nn.Module, mesh: MeshDomains, parallel: ParallelConfig,
             "nothing to shard over; set data_parallel_shard, such as to -1"
         )
     configuration = (mesh.config, parallel)
-    for block in blocks_of(module, parallel.shard_blocks):
+    blocks = blocks_of(module, parallel.shard_blocks)
+    apart = separable(module, blocks)
+    if tied := [class_name(block) for block in blocks if block not in apart]:
+        raise ConfigError(
+            f"ParallelConfig.shard_blocks names {tied[0]}, of which one shares a parameter with another part "
+            "of the module: sharded apart they would be untied. Leave the class out, or name one that contains all "
+            "that share it"
+        )
+    for block in blocks:
         if isinstance(block, FSDPModule):
             _check_sharded_alike(block, configuration)
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,10 +13,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group, _fsdp_state
 from torch.distributed.tensor import DTensor
 
-from lightning_d9d import ConfigError, MeshConfig, MeshDomains, ParallelConfig
+from lightning_d9d import BlockSequence, ConfigError, MeshConfig, MeshDomains, ParallelConfig, StageInfo
 from lightning_d9d.parallel import blocks_of, shard_data, weight_mesh
 from lightning_d9d.parallel.data import FullySharded, as_unit, let_go, settings, shard_dim
-from tests.harness.compare import assert_bitwise_equal, assert_close_named
+from tests.harness.compare import assert_bitwise_equal, assert_close_named, assert_tensors_close
 from tests.harness.ranks import RankContext
 
 
@@ -50,6 +51,14 @@ def test_blocks_are_the_entries_of_the_outermost_lists() -> None:
         ConfigError, match=r"shard_blocks=\['Sequential', 'Layer'\]: the module has no Layer; its parts"
     ):
         blocks_of(tower, ["Sequential", "Layer"])
+
+
+def test_a_stage_that_runs_its_entries_has_them_as_blocks() -> None:
+    """Whatever lists they have themselves. One that does not run them is looked through."""
+    sequence = BlockSequence([nn.Linear(4, 4), Tower()], StageInfo(0, 1))
+    assert blocks_of(sequence) == [sequence["0"], sequence["1"]]
+    tower = Tower()
+    assert blocks_of(nn.ModuleDict({"first": nn.Linear(4, 4), "tower": tower})) == blocks_of(tower)
 
 
 @pytest.mark.parametrize(
@@ -177,6 +186,52 @@ def test_a_kept_stage_is_gathered_and_reduced_once_a_batch(rank: RankContext) ->
             stage.reshard()
     num_units = 4  # three blocks and the rest
     assert (calls.count("foreach_all_gather"), calls.count("foreach_reduce")) == (2 * num_units, 2 * num_units)
+
+
+def sequence_with_a_tie() -> nn.Module:
+    """Of the first block and the last; another has no parameters."""
+    first, last = nn.Linear(4, 4), nn.Linear(4, 4)
+    last.weight = first.weight
+    return BlockSequence([first, nn.Linear(4, 4), nn.Tanh(), last], StageInfo(0, 1))
+
+
+def tower_with_ties() -> nn.Module:
+    """Of a layer outside of blocks and one inside, and of a block that has another block's layer."""
+    tower: Any = Tower()
+    tower.middle.listed[1].weight = tower.first.weight
+    tower.named["8"] = Only({"only": tower.named["7"]["only"]})
+    return tower
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("make", "blocks"),
+    [(sequence_with_a_tie, ["1", "2"]), (tower_with_ties, ["middle.listed.0"])],
+    ids=["blocks", "rest"],
+)
+def test_what_shares_a_parameter_is_gathered_together(
+    rank: RankContext, make: Callable[[], nn.Module], blocks: list[str]
+) -> None:
+    torch.manual_seed(0)
+    module, whole = make().to(rank.device, torch.float64), make().to(rank.device, torch.float64)
+    whole.load_state_dict(module.state_dict())
+    names = [name for name, _ in module.named_parameters()]
+    domains = MeshDomains.build(MeshConfig(data_parallel_shard=2), rank.device.type)
+    shard_data(module, blocks_of(module), domains, ParallelConfig())
+    domains.close()
+    units = [name for name, part in module.named_modules() if isinstance(part, FSDPModule)]
+    assert units == ["", *blocks]
+    assert [name for name, _ in module.named_parameters()] == names
+    stage = FullySharded(module, keeps=False, reduces_each=False)
+    stage.begin(is_first=True, reduces=True, splits=False)
+    loss = module(rows(rank.rank, 0).to(rank.device)).square().sum()
+    stage.last_backward()
+    loss.backward()
+    stage.reduce()
+    for each in range(2):
+        whole(rows(each, 0).to(rank.device)).square().sum().backward()
+    gradients = [{name: p.grad for name, p in each.named_parameters()} for each in (module, whole)]
+    assert_tensors_close(*gradients)
 
 
 @pytest.mark.ranks(2)

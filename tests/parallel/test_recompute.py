@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from lightning_d9d import ConfigError, MeshConfig, ParallelConfig
+from lightning_d9d import BlockSequence, ConfigError, MeshConfig, ParallelConfig, StageInfo
 from lightning_d9d.mesh import MeshDomains
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from lightning_d9d.models.qwen3_moe.plan import parallelize_qwen3_moe
@@ -390,6 +390,9 @@ def test_which_modules() -> None:
     assert recomputed(model) == [""]
     recompute_activations(model, of_kind("full"), [model.layers[1]])
     assert recomputed(model) == ["layers.1"]
+    sequence = BlockSequence([Own(), nn.Tanh(), nn.Tanh()], StageInfo(0, 1))
+    recompute_activations(sequence, of_kind("every_2"))
+    assert recomputed(sequence) == ["0", "2"]
 
 
 @pytest.mark.parametrize("make", [Own, partial(Qwen3MoeForCausalLM, CONFIG)], ids=["own", "qwen3_moe"])

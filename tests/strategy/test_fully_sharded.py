@@ -426,6 +426,16 @@ def test_blocks_that_cannot_be_sharded(rank: RankContext, mesh: dict[str, int], 
 
 
 @pytest.mark.ranks(2)
+def test_blocks_that_share_a_parameter_are_not_sharded_apart(rank: RankContext) -> None:
+    module: Any = PlainBlocks()
+    module.net.blocks[1].layer.weight = module.net.blocks[0].layer.weight
+    parallel = ParallelConfig(shard_blocks=("Block",))
+    run = trainer(D9DStrategy(mesh=MeshConfig(**SHARDED), parallel=parallel), 2, rank.device.type, max_steps=1)
+    with pytest.raises(ConfigError, match="names Block, of which one shares a parameter with another part"):
+        run.fit(module, DataLoader(TensorDataset(torch.randn(16, 4)), 2))
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("callback", [StochasticWeightAveraging, WeightAveraging])
 @pytest.mark.parametrize("mesh", [SHARDED, {"pipeline_parallel": 2}], ids=["sharded", "staged"])
 def test_callbacks_that_copy_the_module_are_refused(rank: RankContext, callback: Any, mesh: dict[str, int]) -> None:
