@@ -6,6 +6,7 @@ with one. Both can put their weight gradients off, with `WeightGradients` and `p
 collectives of computations that ranks share.
 `vocab_parallel_embedding` and `vocab_parallel_cross_entropy` are of a vocabulary that lies on several ranks.
 `attention` attends causally, within documents if there are some.
+`round_stochastic_` rounds float32 to bfloat16 without bias.
 `rms_norm` scales rows to a unit root mean square.
 `swiglu` is the gated activation of MLPs and experts.
 """
@@ -16,6 +17,7 @@ from lightning_d9d.ops.collectives import gather_dim, scatter_sum, share_gradien
 from lightning_d9d.ops.grouped_gemm import grouped_gemm
 from lightning_d9d.ops.linear import linear, split_linears
 from lightning_d9d.ops.rms_norm import rms_norm
+from lightning_d9d.ops.stochastic import round_stochastic_
 from lightning_d9d.ops.swiglu import swiglu
 from lightning_d9d.ops.vocab_parallel import vocab_parallel_cross_entropy, vocab_parallel_embedding
 from lightning_d9d.ops.weight_gradients import WeightGradients, put_off
@@ -30,6 +32,7 @@ __all__ = [
     "linear",
     "put_off",
     "rms_norm",
+    "round_stochastic_",
     "scatter_sum",
     "share_gradient",
     "split_linears",

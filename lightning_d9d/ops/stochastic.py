@@ -1,0 +1,105 @@
+"""Stochastic rounding from float32 to bfloat16, with random numbers that follow from where an element is."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.ops.kernels import runs_triton
+
+_NAME = "lightning_d9d::round_stochastic_"
+ROUNDS = 7
+"""Of Philox4x32: the fewest that pass all tests of BigCrush (Salmon et al., 2011, table 2)."""
+_WORD = 0xFFFFFFFF
+_INFINITY = 0x7F800000
+_LARGEST = 0x7F7FFFFF
+"""All bits of the largest float32 that is cut to a finite bfloat16."""
+
+
+def round_stochastic_(target: Tensor, source: Tensor, seed: int, offset: int = 0) -> Tensor:
+    """Copies float32 values into bfloat16, each rounded to one of its two neighbours at random, without bias.
+
+    A value `x` between neighbours `a < b` becomes `b` with probability `(x - a) / (b - a)`, to 1 in 65,536, so the mean
+    over seeds is `x`; what bfloat16 can hold stays. Infinities and NaN stay (NaN becomes quiet). Finite values stay
+    finite: those beyond the largest bfloat16, which have no neighbour there, become that.
+
+    Element `i` in row-major order takes 16 bits of `Philox4x32(key=seed, counter=(offset + i) // 8)`. Nothing else has
+    a part in it, so whoever rounds the same values with the same seed gets the same bits: replicas, parts of a tensor
+    with their own offsets, CPU and GPU. One operator, `torch.ops.lightning_d9d.round_stochastic_`, without a gradient.
+
+    Args:
+        target: bfloat16, of any shape and strides; overwritten.
+        source: float32, of the same shape, on the same device.
+        seed: from 0 to `2**63 - 1`. Take a new one each time, or errors add up.
+        offset: index of the first element in the tensor that this is a part of.
+
+    Returns:
+        `target`.
+
+    Raises:
+        ConfigError: Dtypes or shapes are others, or seed or offset are negative.
+    """
+    if target.dtype != torch.bfloat16 or source.dtype != torch.float32 or target.shape != source.shape:
+        raise ConfigError(
+            f"target {target.dtype} {list(target.shape)} and source {source.dtype} {list(source.shape)} must be "
+            "torch.bfloat16 and torch.float32 of one shape"
+        )
+    if seed < 0 or offset < 0:
+        raise ConfigError(f"seed={seed} and offset={offset} must not be negative")
+    torch.ops.lightning_d9d.round_stochastic_(target, source.detach(), seed, offset)
+    return target
+
+
+def round_stochastic_reference(source: Tensor, seed: int, offset: int = 0) -> Tensor:
+    """What `round_stochastic_` writes, as a new tensor."""
+    index = torch.arange(offset, offset + source.numel(), device=source.device)
+    block = index // 8
+    key = torch.tensor([seed & _WORD, seed >> 32], device=source.device)
+    words = torch.stack(philox((block & _WORD, block >> 32, 0 * block, 0 * block), key), -1)
+    words = words.gather(-1, (index % 8 // 2).unsqueeze(-1)).squeeze(-1)
+    return rounded(source, (words >> index % 2 * 16).view(source.shape))
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Four random words for each counter: Philox4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3").
+
+    Args:
+        counter: words, least significant first, as int64 from 0 to `2**32 - 1`.
+        key: two words, int64 `[2]`.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key.unbind()
+    for _ in range(ROUNDS):
+        low, high = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # the low 64 bits, which are all there are
+        c0, c1, c2, c3 = high >> 32 & _WORD ^ c1 ^ k0, high & _WORD, low >> 32 & _WORD ^ c3 ^ k1, low & _WORD
+        k0, k1 = k0 + 0x9E3779B9 & _WORD, k1 + 0xBB67AE85 & _WORD
+    return c0, c1, c2, c3
+
+
+def rounded(values: Tensor, random: Tensor) -> Tensor:
+    """Float32 values in bfloat16, rounded away from zero if the cut bits and the low 16 of `random` carry over."""
+    bits = values.contiguous().view(torch.int32).long()
+    sign, magnitude = bits & 0x80000000, bits & 0x7FFFFFFF
+    finite = (magnitude + (random & 0xFFFF)).clamp(max=_LARGEST)
+    special = magnitude | (magnitude > _INFINITY).long() << 22
+    return ((torch.where(magnitude < _INFINITY, finite, special) | sign) >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+def _round(target: Tensor, source: Tensor, seed: int, offset: int) -> None:
+    if not source.numel():
+        return
+    if not runs_triton(source):
+        target.copy_(round_stochastic_reference(source, seed, offset))
+        return
+    from lightning_d9d.ops import stochastic_kernels
+
+    whole = target if target.is_contiguous() else torch.empty_like(source, dtype=torch.bfloat16).contiguous()
+    stochastic_kernels.round_stochastic(whole, source.contiguous(), seed, offset)
+    if whole is not target:
+        target.copy_(whole)
+
+
+torch.library.define(_NAME, "(Tensor(a!) target, Tensor source, SymInt seed, SymInt offset) -> ()")
+torch.library.impl(_NAME, "CompositeExplicitAutograd", _round)
+torch.library.register_fake(_NAME, lambda target, source, seed, offset: None)

@@ -1,0 +1,250 @@
+"""AdamW of many tensors in one launch, with stochastic rounding of what is bfloat16."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Hashable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_d9d.ops.kernels import runs_triton
+from lightning_d9d.ops.stochastic import philox, rounded
+
+_WORD = 0xFFFFFFFF
+
+
+class Place(NamedTuple):
+    """Which part of a tensor of `shape` somebody holds: the indices of each dim."""
+
+    shape: tuple[int, ...]
+    ranges: tuple[range, ...]
+
+    def indices(self, device: torch.device) -> Tensor:
+        """Row-major index in the whole tensor of each element that is held, int64 in the shape of the part."""
+        index = torch.zeros((), dtype=torch.int64, device=device)
+        for size, held in zip(self.shape, self.ranges, strict=True):
+            index = index.unsqueeze(-1) * size + torch.arange(held.start, held.stop, device=device)
+        return index
+
+
+class AdamWTensors(NamedTuple):
+    """What AdamW works on for one parameter; all are of one shape and device."""
+
+    parameter: Tensor
+    """Float32 or bfloat16, as the others."""
+    gradient: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    """In the dtype of `exp_avg`."""
+    step: Tensor
+    """How many steps there are with this one, a float32 scalar on the device."""
+    place: Place
+    """Of the tensors, in a parameter that may be larger."""
+
+
+class Scalars(NamedTuple):
+    """Hyperparameters of a step. Those that may be tensors may be on the device: the host does not read them."""
+
+    lr: float | Tensor
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    seed: int
+    """From 0 to `2**32 - 1`."""
+    grad_scale: Tensor | None = None
+    """Gradients are divided by it."""
+    found_inf: Tensor | None = None
+    """Nothing is changed unless it is 0."""
+
+
+class MultiTensorAdamW:
+    """Updates parameters and states in place: one launch for all tensors of the same dtypes, however many.
+
+    With the gradient `g` over `grad_scale`, in step `t`, all in float32:
+
+        m = m + (1 - beta1) (g - m)
+        v = beta2 v + (1 - beta2) g^2
+        p = (1 - lr weight_decay) p - lr / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps)
+
+    as in Loshchilov and Hutter, "Decoupled weight decay regularization". What is stored in bfloat16 is rounded as by
+    `round_stochastic_`, with bits of Philox4x32 whose key are `seed` and `t` and whose counter are the element's index
+    in the whole parameter and its gradient and value before the step. So the bits are the same wherever the element
+    lies and in whatever order parameters come, and other ones for an element of another parameter.
+
+    An instance keeps on the device where each tensor lies, so call it with the same parameters each time; gradients
+    may move. Products and sums are rounded one by one, so that CPU and GPU agree.
+    """
+
+    def __init__(self) -> None:
+        self._tables: dict[Hashable, _Table] = {}
+
+    @torch.no_grad()
+    def __call__(self, tensors: Sequence[AdamWTensors], scalars: Scalars) -> None:
+        """Do one step."""
+        for kind, members in itertools.groupby(sorted(tensors, key=_sort_key), key=_kind):
+            self._step(kind, [each for each in members if each.parameter.numel()], scalars)
+
+    def _step(self, kind: _Kind, tensors: list[AdamWTensors], scalars: Scalars) -> None:
+        if not tensors:
+            return
+        found_inf = None if scalars.found_inf is None else scalars.found_inf.to(kind.device, non_blocking=True)
+        factors = _factors(tensors, scalars)
+        if not runs_triton(*tensors[0][:4]):
+            if found_inf is None or not found_inf.item():
+                for each, own in zip(tensors, factors, strict=True):
+                    adamw_reference(each, own, scalars)
+            return
+        from lightning_d9d.ops import stochastic_kernels
+
+        dense = [each._replace(**{n: getattr(each, n).contiguous() for n in _MEMORY}) for each in tensors]
+        where = tuple(tuple(t.data_ptr() for t in (d.parameter, d.exp_avg, d.exp_avg_sq)) for d in dense)
+        key = where, tuple(each.place for each in dense)
+        table = self._tables.get(kind)
+        if table is None or table.key != key:
+            table = self._tables[kind] = _Table(key, dense, stochastic_kernels.CHUNK)
+        stochastic_kernels.adamw(
+            table.blocks,
+            table.gradients([each.gradient for each in dense]),
+            table.chunks,
+            factors,
+            found_inf,
+            kind.dtypes,
+            scalars.betas,
+            scalars.eps,
+            scalars.seed,
+        )
+        for each, copy in zip(tensors, dense, strict=True):
+            for name in _WRITTEN:
+                if getattr(copy, name) is not getattr(each, name):
+                    getattr(each, name).copy_(getattr(copy, name))
+
+
+def adamw_reference(tensors: AdamWTensors, factors: Tensor, scalars: Scalars) -> None:
+    """`MultiTensorAdamW` of one parameter; `factors` are its row of what the kernels read."""
+    step_size, inverse_root, decay, unscale, step = factors.unbind()
+    p, g, m, v = (each.float() for each in tensors[:4])
+    beta1, beta2 = scalars.betas
+    index = tensors.place.indices(p.device)
+    bits = [each.contiguous().view(torch.int32).long() & _WORD for each in (g, p)]
+    key = torch.stack([torch.full_like(step, scalars.seed, dtype=torch.int64), step.long()])
+    word0, word1, *_ = philox((index & _WORD, index >> 32, bits[0], bits[1]), key)
+    g = g * unscale
+    m = m + (g - m) * (1 - beta1)
+    v = v * beta2 + g * g * (1 - beta2)
+    root = v.double().sqrt().float()  # rounded correctly, which torch's float32 root is not on every CPU
+    p = p * decay - m / (root * inverse_root + scalars.eps) * step_size
+    for name, value, random in (("parameter", p, word0), ("exp_avg", m, word0 >> 16), ("exp_avg_sq", v, word1)):
+        target = getattr(tensors, name)
+        target.copy_(rounded(value, random) if target.dtype == torch.bfloat16 else value)
+
+
+class Block(NamedTuple):
+    """Consecutive elements of a part of a tensor; element `i` is `first + i // length * stride + i % length` there."""
+
+    start: int
+    """In the part."""
+    size: int
+    first: int
+    length: int
+    stride: int
+
+
+def blocks_of(place: Place) -> Iterator[Block]:
+    """The fewest blocks that a part consists of: one, unless it is cut in three dims with something between them."""
+    sizes: list[int] = []  # of the whole tensor, where dims that are not cut are one with the dim before
+    held: list[range] = []
+    for size, own in zip(place.shape, place.ranges, strict=True):
+        if sizes and len(own) == size:
+            sizes[-1] *= size
+            held[-1] = range(held[-1].start * size, held[-1].stop * size)
+        else:
+            sizes.append(size)
+            held.append(own)
+    if not sizes:
+        sizes, held = [1], [range(1)]
+    length, stride = len(held[-1]), sizes[-1]
+    inner = 2 if len(held) > 1 and length < 2**31 else 1  # kernels count columns in 32 bits
+    block_size = math.prod(map(len, held[-inner:]))
+    for number, outer in enumerate(itertools.product(*held[:-inner])):
+        first = 0
+        for size, index in zip(sizes, [*outer, *(own.start for own in held[-inner:])], strict=True):
+            first = first * size + index
+        yield Block(number * block_size, block_size, first, length, stride)
+
+
+class _Kind(NamedTuple):
+    device: torch.device
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
+
+
+_WRITTEN = ("parameter", "exp_avg", "exp_avg_sq")
+_MEMORY = (*_WRITTEN, "gradient")
+
+
+def _kind(tensors: AdamWTensors) -> _Kind:
+    parameter, gradient, exp_avg = tensors[:3]
+    return _Kind(parameter.device, (parameter.dtype, gradient.dtype, exp_avg.dtype))
+
+
+def _sort_key(tensors: AdamWTensors) -> str:
+    return str(_kind(tensors))
+
+
+class _Table:
+    """Where the elements of many tensors lie, on their device.
+
+    Attributes:
+        key: What it was built from.
+        blocks: As the kernel takes them.
+        chunks: As the kernel takes them.
+    """
+
+    def __init__(self, key: Hashable, tensors: Sequence[AdamWTensors], chunk: int) -> None:
+        self.key = key
+        self._device = tensors[0].parameter.device
+        self._starts: list[tuple[int, int]] = []
+        self._addresses: list[int] = []
+        self._gradients = torch.empty(0)
+        rows: list[list[int]] = []
+        for row, each in enumerate(tensors):
+            for block in blocks_of(each.place):
+                written = [getattr(each, name) for name in _WRITTEN]
+                addresses = [t.data_ptr() + block.start * t.element_size() for t in written]
+                rows.append([*addresses, row, block.size, block.first, block.length, block.stride])
+                self._starts.append((row, block.start))
+        blocks = torch.tensor(rows, dtype=torch.int64)
+        of_block = (blocks[:, 4] + chunk - 1) // chunk
+        block = torch.arange(len(blocks)).repeat_interleave(of_block)
+        number = torch.arange(len(block)) - (of_block.cumsum(0) - of_block)[block]
+        self.blocks = blocks.to(self._device)
+        self.chunks = torch.stack([block, number], 1).int().to(self._device)
+
+    def gradients(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The address of each block's gradient, int64 `[blocks]`; copied without waiting if they have moved."""
+        first = [gradient.data_ptr() for gradient in gradients]
+        size = gradients[0].element_size()
+        addresses = [first[row] + start * size for row, start in self._starts]
+        if addresses != self._addresses:
+            self._addresses = addresses
+            host = torch.tensor(addresses, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+            self._gradients = host.to(self._device, non_blocking=True)
+        return self._gradients
+
+
+def _factors(tensors: Sequence[AdamWTensors], scalars: Scalars) -> Tensor:
+    """What differs between parameters, float32 `[tensors, 5]`: each column as the kernel takes it."""
+    steps = torch.stack([each.step for each in tensors]).double()
+    beta1, beta2 = scalars.betas
+    one = torch.ones_like(steps)
+    scale = scalars.grad_scale
+    columns = (
+        scalars.lr / (1 - beta1**steps),
+        (1 - beta2**steps).rsqrt(),
+        one * (1 - scalars.lr * scalars.weight_decay),
+        one if scale is None else one / scale.to(steps.device, non_blocking=True),
+        steps,
+    )
+    return torch.stack(columns, 1).float()

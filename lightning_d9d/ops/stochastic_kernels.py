@@ -1,0 +1,270 @@
+"""Kernels of stochastic rounding, and of AdamW for many tensors.
+
+Bfloat16 is handled as 16-bit integers, whose bits are the upper ones of a float32.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_d9d.ops.stochastic import ROUNDS
+
+_TILE = 2048
+"""Elements at a time: eight for each thread of eight warps, 16 bytes in bfloat16."""
+CHUNK = 8 * _TILE
+"""Elements a program of AdamW updates, so that what it reads of the tables is little beside them."""
+_ROUNDS = tl.constexpr(ROUNDS)
+
+
+def round_stochastic(target: Tensor, source: Tensor, seed: int, offset: int) -> None:
+    """Fill `target`, bfloat16, from `source`, float32; both are contiguous and have elements."""
+    count, shift = source.numel(), offset % 8
+    _round[(triton.cdiv(count + shift, _TILE),)](
+        target.view(torch.int16),
+        source,
+        count,
+        seed,
+        offset // 8,
+        shift,
+        _TILE,
+        num_warps=8,  # type: ignore[call-arg]
+    )
+
+
+def adamw(
+    blocks: Tensor,
+    gradients: Tensor,
+    chunks: Tensor,
+    scalars: Tensor,
+    found_inf: Tensor | None,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+    betas: tuple[float, float],
+    eps: float,
+    seed: int,
+) -> None:
+    """Update all tensors of a table.
+
+    Args:
+        blocks: int64 `[blocks, 8]`: the addresses of parameter, exp_avg and exp_avg_sq, the row of `scalars`, the
+            number of elements, and the `first`, `length` and `stride` of `Block`.
+        gradients: int64 `[blocks]`, addresses.
+        chunks: int32 `[chunks, 2]`: a block, and which `CHUNK` elements of it.
+        scalars: float32 `[tensors, 5]`: step size, the inverse root of the second bias correction, what is left of a
+            parameter after decay, what a gradient is multiplied by, the step.
+        found_inf: float32 scalar; nothing is changed unless it is 0.
+        dtypes: of parameters, gradients and states.
+        betas: decay rates.
+        eps: added to the root.
+        seed: from 0 to `2**32 - 1`.
+    """
+    _adamw[(len(chunks),)](
+        blocks,
+        gradients,
+        chunks,
+        scalars,
+        found_inf,
+        seed,
+        betas[1],
+        1 - betas[0],
+        1 - betas[1],
+        eps,
+        dtypes[0] == torch.float32,
+        dtypes[1] == torch.float32,
+        dtypes[2] == torch.float32,
+        CHUNK,
+        _TILE,
+        num_warps=8,  # type: ignore[call-arg]
+        enable_fp_fusion=False,  # type: ignore[call-arg]  # as torch rounds on the CPU
+    )
+
+
+@triton.jit
+def _widened(values):
+    """Float32, of 16-bit integers that are bfloat16, or as it is."""
+    if values.dtype == tl.int16:
+        bits = values.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+        return bits.to(tl.float32, bitcast=True)
+    else:
+        return values
+
+
+@triton.jit
+def _rounded(values, random):
+    """16-bit integers that are bfloat16; `random` has 16 bits."""
+    bits = values.to(tl.uint32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    finite = tl.minimum(magnitude + random, 0x7F7FFFFF)
+    special = magnitude | ((magnitude > 0x7F800000).to(tl.uint32) << 22)
+    result = tl.where(magnitude < 0x7F800000, finite, special) | (bits & 0x80000000)
+    return (result >> 16).to(tl.uint16).to(tl.int16, bitcast=True)
+
+
+@triton.jit
+def _pointer(address, WIDE: tl.constexpr):
+    """To float32, or to 16 bits."""
+    if WIDE:
+        return address.to(tl.pointer_type(tl.float32))
+    else:
+        return address.to(tl.pointer_type(tl.int16))
+
+
+@triton.jit
+def _store(pointer, values, random, mask, WIDE: tl.constexpr):
+    """Float32, or rounded by the low 16 bits of `random`."""
+    if WIDE:
+        tl.store(pointer, values, mask=mask)
+    else:
+        tl.store(pointer, _rounded(values, random & 0xFFFF), mask=mask)
+
+
+@triton.jit(do_not_specialize=["seed", "first_block"])
+def _round(target, source, count, seed, first_block, shift, TILE: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * TILE
+    block = tl.to_tensor(first_block).to(tl.int64) + start // 8 + tl.arange(0, TILE // 8)
+    w0, w1, w2, w3 = tl.randint4x(seed, block, _ROUNDS)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).to(tl.uint32, bitcast=True)
+    random = tl.reshape(tl.join(words & 0xFFFF, words >> 16), [TILE])
+    lanes = start - shift + tl.arange(0, TILE)
+    if (start >= shift) & (start - shift + TILE <= count):
+        tl.store(target + lanes, _rounded(tl.load(source + lanes), random))
+    else:
+        is_there = (lanes >= 0) & (lanes < count)
+        tl.store(target + lanes, _rounded(tl.load(source + lanes, mask=is_there, other=0.0), random), mask=is_there)
+
+
+@triton.jit(do_not_specialize=["seed"])
+def _adamw(
+    blocks,
+    gradients,
+    chunks,
+    scalars,
+    found_inf,
+    seed,
+    beta2,
+    one_minus_beta1,
+    one_minus_beta2,
+    eps,
+    WIDE_PARAMETER: tl.constexpr,
+    WIDE_GRADIENT: tl.constexpr,
+    WIDE_STATE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    if found_inf is not None:  # noqa: SIM102  # this is decided when it is compiled
+        if tl.load(found_inf) != 0:
+            return
+    chunk = chunks + tl.program_id(0).to(tl.int64) * 2
+    block = tl.load(chunk).to(tl.int64)
+    begin = tl.load(chunk + 1).to(tl.int64) * CHUNK
+    gradient = tl.load(gradients + block)
+    blocks += block * 8
+    parameter, exp_avg, exp_avg_sq = tl.load(blocks), tl.load(blocks + 1), tl.load(blocks + 2)
+    scalars += tl.load(blocks + 3) * 5
+    count, first, length, stride = (
+        tl.load(blocks + 4),
+        tl.load(blocks + 5),
+        tl.load(blocks + 6),
+        tl.load(blocks + 7),
+    )
+    step_size, inverse_root, decay, unscale = (
+        tl.load(scalars),
+        tl.load(scalars + 1),
+        tl.load(scalars + 2),
+        tl.load(scalars + 3),
+    )
+    key = (tl.load(scalars + 4).to(tl.uint64) << 32) | tl.to_tensor(seed).to(tl.uint64)
+    is_aligned = ((parameter | gradient | exp_avg | exp_avg_sq) & 15) == 0
+    lanes = tl.arange(0, TILE)
+    for start in range(begin, tl.minimum(begin + CHUNK, count), TILE):
+        start = tl.multiple_of(start, TILE)
+        index = first + start + lanes
+        if length < count:  # the rows are parts of longer ones
+            columns = (start % length + lanes).to(tl.uint32)
+            rows = (columns // length.to(tl.uint32)).to(tl.int64)
+            index = first + (start // length + rows) * stride + columns.to(tl.int64) - rows * length
+        if is_aligned & (start + TILE <= count):
+            _update(
+                tl.multiple_of(_pointer(parameter, WIDE_PARAMETER), 16) + start + lanes,
+                tl.multiple_of(_pointer(gradient, WIDE_GRADIENT), 16) + start + lanes,
+                tl.multiple_of(_pointer(exp_avg, WIDE_STATE), 16) + start + lanes,
+                tl.multiple_of(_pointer(exp_avg_sq, WIDE_STATE), 16) + start + lanes,
+                None,
+                index,
+                key,
+                step_size,
+                inverse_root,
+                decay,
+                unscale,
+                beta2,
+                one_minus_beta1,
+                one_minus_beta2,
+                eps,
+                WIDE_PARAMETER,
+                WIDE_STATE,
+            )
+        else:
+            _update(
+                _pointer(parameter, WIDE_PARAMETER) + start + lanes,
+                _pointer(gradient, WIDE_GRADIENT) + start + lanes,
+                _pointer(exp_avg, WIDE_STATE) + start + lanes,
+                _pointer(exp_avg_sq, WIDE_STATE) + start + lanes,
+                start + lanes < count,
+                index,
+                key,
+                step_size,
+                inverse_root,
+                decay,
+                unscale,
+                beta2,
+                one_minus_beta1,
+                one_minus_beta2,
+                eps,
+                WIDE_PARAMETER,
+                WIDE_STATE,
+            )
+
+
+@triton.jit
+def _update(
+    parameter,
+    gradient,
+    exp_avg,
+    exp_avg_sq,
+    mask,
+    index,
+    key,
+    step_size,
+    inverse_root,
+    decay,
+    unscale,
+    beta2,
+    one_minus_beta1,
+    one_minus_beta2,
+    eps,
+    WIDE_PARAMETER: tl.constexpr,
+    WIDE_STATE: tl.constexpr,
+):
+    p = _widened(tl.load(parameter, mask=mask))
+    g = _widened(tl.load(gradient, mask=mask))
+    m = _widened(tl.load(exp_avg, mask=mask))
+    v = _widened(tl.load(exp_avg_sq, mask=mask))
+    word0, word1 = index.to(tl.uint32), index.to(tl.uint32)
+    if not (WIDE_PARAMETER and WIDE_STATE):
+        word0, word1, _, _ = tl.philox(
+            key,
+            index.to(tl.uint32),
+            (index >> 32).to(tl.uint32),
+            g.to(tl.uint32, bitcast=True),
+            p.to(tl.uint32, bitcast=True),
+            _ROUNDS,
+        )
+    g = g * unscale
+    m = m + (g - m) * one_minus_beta1
+    v = v * beta2 + g * g * one_minus_beta2
+    p = p * decay - tl.div_rn(m, tl.sqrt_rn(v) * inverse_root + eps) * step_size
+    _store(parameter, p, word0, mask, WIDE_PARAMETER)
+    _store(exp_avg, m, word0 >> 16, mask, WIDE_STATE)
+    _store(exp_avg_sq, v, word1, mask, WIDE_STATE)
