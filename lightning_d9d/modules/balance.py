@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.modules.initial_values import Constant, DrawnByRows
-from lightning_d9d.ops import sum_over
+from lightning_d9d.ops import Routes, moe_route, sum_over
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,62 +115,62 @@ class ExpertBalance(DrawnByRows):
 
         return super()._apply(apply, recurse)
 
-    def choose(self, probabilities: Tensor, top_k: int) -> Tensor:
-        """The experts of each token.
-
-        Forced, the copies of all tokens take turns one after the other, first those of the first rank that shares the
-        sequences, then those of the second and so on.
-
-        Args:
-            probabilities: Shape `[..., experts]`.
-            top_k: How many.
-
-        Returns:
-            Shape `[..., top_k]`.
-        """
-        if self.config.forced:
-            *shape, num_experts = probabilities.shape
-            num_copies = math.prod(shape) * top_k
-            copies = torch.arange(num_copies, device=probabilities.device) + self.sequence_rank * num_copies
-            return copies.remainder(num_experts).view(*shape, top_k)
-        scores = probabilities.detach()
-        if self.bias is not None:
-            scores = scores + self.bias
-        return scores.topk(top_k, dim=-1).indices
-
-    def forward(self, logits: Tensor, probabilities: Tensor, indices: Tensor) -> Tensor | None:
-        """Counts the tokens of each expert, and makes the router's loss.
+    def forward(self, logits: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Chooses and weighs the experts of tokens, counts the tokens of each expert, and makes the router's loss.
 
         With a `global_batch_loss` it is collective over `group`, and with a `sequence_loss` over the ranks that share
         the sequences, except in recomputations.
 
         Args:
             logits: Of the router, shape `[..., tokens, experts]`: sequences of tokens, or this rank's part of each.
-            probabilities: Their softmax.
-            indices: The experts of each token, shape `[..., tokens, top_k]`.
+            top_k: How many experts a token visits.
+            normalize: Whether the weights of a token sum to one.
 
         Returns:
-            The sum of all losses times their coefficients, a scalar in the dtype of `probabilities`; None without
-            losses, and without gradient. [Note: sequences on several ranks].
+            Indices and weights of the experts, both `[all tokens, top_k]`: `moe_route`, with softmax. And the sum of
+            all losses times their coefficients, a scalar in the dtype of the weights; None without losses, and without
+            gradient. [Note: sequences on several ranks].
         """
-        if not torch.is_grad_enabled():
-            return None
+        config, is_training = self.config, torch.is_grad_enabled()
+        flat = logits.flatten(0, -2)
+        routes = moe_route(
+            flat,
+            top_k,
+            bias=self.bias,
+            normalize=normalize,
+            chosen=self._turns(len(flat), top_k, logits) if config.forced else None,
+            with_scores=is_training and bool(config.sequence_loss or config.global_batch_loss),
+        )
+        return routes.indices, routes.weights, self._loss(logits, routes) if is_training else None
+
+    def _turns(self, num_tokens: int, top_k: int, logits: Tensor) -> Tensor:
+        """Forced choices: the copies of all tokens take turns one after the other.
+
+        First those of the first rank that shares the sequences, then those of the second and so on.
+        """
+        num_copies = num_tokens * top_k
+        copies = torch.arange(num_copies, device=logits.device) + self.sequence_rank * num_copies
+        return copies.remainder(logits.shape[-1]).view(num_tokens, top_k)
+
+    def _loss(self, logits: Tensor, routes: Routes) -> Tensor | None:
         is_repeated = torch._C._current_graph_task_id() != -1
         config = self.config
-        counts = _count(indices, logits.shape[-1])
         if self.counts_tokens and not is_repeated:
-            self.tokens_per_expert.add_(counts.sum(0))
+            self.tokens_per_expert.add_(routes.counts)
         losses = []
         if config.sequence_loss:
-            of_sequences = counts
+            assert routes.scores is not None
+            *shape, num_experts = logits.shape
+            counts = _count(routes.indices.view(*shape, routes.indices.shape[1]), num_experts)
             if self.sequence_group_name is not None and not is_repeated:
-                of_sequences = sum_over(counts, self.sequence_group_name, sums_gradients=False)
-            losses.append(config.sequence_loss * sequence_balance_loss(probabilities, of_sequences))
+                counts = sum_over(counts, self.sequence_group_name, sums_gradients=False)
+            losses.append(config.sequence_loss * sequence_balance_loss(routes.scores.view_as(logits), counts))
         if config.global_batch_loss:
-            counts = counts.sum(0) * self.counts_tokens
+            assert routes.scores is not None
+            counts = routes.counts * self.counts_tokens
             if self.group is not None and not is_repeated:
                 dist.all_reduce(counts, group=self.group)
-            losses.append(config.global_batch_loss * balance_loss(probabilities, counts))
+            losses.append(config.global_batch_loss * balance_loss(routes.scores, counts))
         if config.z_loss:
             losses.append(config.z_loss * router_z_loss(logits))
         return torch.stack(losses).sum() if losses else None

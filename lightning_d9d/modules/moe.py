@@ -9,11 +9,11 @@ from lightning_d9d.modules.experts import GroupedExperts
 from lightning_d9d.modules.initial_values import Constant, DrawnByRows, Normal
 from lightning_d9d.modules.linear import Linear
 from lightning_d9d.modules.mlp import SwiGLU
-from lightning_d9d.ops import linear
+from lightning_d9d.ops import linear, moe_route
 
 
 class TopKRouter(DrawnByRows):
-    """Chooses the experts of each token: softmax over all experts, then the `top_k` most probable.
+    """Chooses the experts of each token: softmax over all experts, then the `top_k` most probable; see `moe_route`.
 
     Everything is computed in float32 (float64 in float64), whatever the model's dtype and also under autocast.
     """
@@ -52,16 +52,10 @@ class TopKRouter(DrawnByRows):
             token if `normalize` was set.
         """
         logits = linear(x, self.weight, dtype=torch.promote_types(self.weight.dtype, torch.float32))
-        probabilities = logits.softmax(-1)
-        loss = None
-        if self.balance is None:
-            indices = probabilities.topk(self.top_k, dim=-1).indices
-        else:
-            indices = self.balance.choose(probabilities, self.top_k)
-            loss = self.balance(logits, probabilities, indices)
-        # The former are the quotients of probabilities, without 0 / 0.
-        weights = logits.gather(-1, indices).softmax(-1) if self.normalize else probabilities.gather(-1, indices)
-        return indices.flatten(0, -2), weights.flatten(0, -2), loss
+        if self.balance is not None:
+            return self.balance(logits, self.top_k, normalize=self.normalize)
+        routes = moe_route(logits.flatten(0, -2), self.top_k, normalize=self.normalize)
+        return routes.indices, routes.weights, None
 
 
 class SparseMoE(nn.Module):

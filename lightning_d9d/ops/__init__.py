@@ -2,6 +2,7 @@
 
 `grouped_gemm` is the product of sorted tokens with their experts' matrices; `linear` and `split_linears` are products
 with one. Both can put their weight gradients off, with `WeightGradients` and `put_off`, for split backwards.
+`moe_route` chooses the experts of tokens.
 `all_to_all_rows` brings rows to other ranks; `gather_dim`, `scatter_sum`, `sum_over` and `share_gradient` are the
 collectives of computations that ranks share.
 `vocab_parallel_embedding` and `vocab_parallel_cross_entropy` are of a vocabulary that lies on several ranks.
@@ -16,6 +17,7 @@ from lightning_d9d.ops.attention import attention, document_mask
 from lightning_d9d.ops.collectives import gather_dim, scatter_sum, share_gradient, sum_over
 from lightning_d9d.ops.grouped_gemm import grouped_gemm
 from lightning_d9d.ops.linear import linear, split_linears
+from lightning_d9d.ops.moe_route import Routes, moe_route
 from lightning_d9d.ops.rms_norm import rms_norm
 from lightning_d9d.ops.stochastic import round_stochastic_
 from lightning_d9d.ops.swiglu import swiglu
@@ -23,6 +25,7 @@ from lightning_d9d.ops.vocab_parallel import vocab_parallel_cross_entropy, vocab
 from lightning_d9d.ops.weight_gradients import WeightGradients, put_off
 
 __all__ = [
+    "Routes",
     "WeightGradients",
     "all_to_all_rows",
     "attention",
@@ -30,6 +33,7 @@ __all__ = [
     "gather_dim",
     "grouped_gemm",
     "linear",
+    "moe_route",
     "put_off",
     "rms_norm",
     "round_stochastic_",

@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.ops.kernels import runs_triton
+
+Scores = Literal["softmax", "sigmoid"]
+
+_NAME = "lightning_d9d::moe_route"
+_BACKWARD = "lightning_d9d::moe_route_backward"
+
+
+class Routes(NamedTuple):
+    """Which experts tokens visit."""
+
+    indices: Tensor
+    """The experts of each token, the best first, int64 `[tokens, top_k]`."""
+
+    weights: Tensor
+    """Factors of these experts' results, float32 `[tokens, top_k]`; float64 for logits in float64."""
+
+    counts: Tensor
+    """How many tokens visit each expert, int64 `[experts]`, on the device."""
+
+    scores: Tensor | None
+    """Of all experts, `[tokens, experts]` in the dtype of `weights`, if they were asked for."""
+
+
+def moe_route(
+    logits: Tensor,
+    top_k: int,
+    *,
+    scores: Scores = "softmax",
+    bias: Tensor | None = None,
+    normalize: bool = True,
+    chosen: Tensor | None = None,
+    with_scores: bool = False,
+) -> Routes:
+    """Chooses the `top_k` best experts of each token, weighs them and counts the tokens of each expert.
+
+    With logits l of a token, the scores of experts e are
+
+    - softmax: `s[e] = exp(l[e]) / sum(exp(l))`,
+    - sigmoid: `s[e] = 1 / (1 + exp(-l[e]))`,
+
+    the experts i are those with the largest `s + bias`, and the weights are `s[i]`, or `s[i] / sum(s[i])` if they are
+    normalized, which is computed as a softmax of `log(s[i])`, so that scores too small for the dtype do no harm. All is
+    float32, whatever the dtype of the logits (float64 in float64). Without a bias, logits are compared and not scores,
+    which are in the same order but may be rounded to equal ones.
+
+    Among equal experts the kernel takes those with lower indices first, and torch any. What is no number is larger than
+    all numbers; a token that has nothing else gets experts that exist, and weights that are no numbers. Results do not
+    depend on the order in which programs run. The host waits for nothing.
+
+    Differentiable: `logits` get the gradient of `weights` and of `scores`, in one kernel, in which scores are computed
+    again; normalized softmax weights alone need no logits for it, and none are kept.
+
+    Args:
+        logits: Shape `[tokens, experts]`.
+        top_k: How many experts a token visits.
+        scores: Of which kind.
+        bias: Added to the scores for the choice alone, shape `[experts]`. It has no gradient.
+        normalize: Whether the weights of a token sum to one.
+        chosen: Experts that are chosen already, int64 `[tokens, top_k]`.
+        with_scores: Whether the scores of all experts are a result, too, as losses of routers need them.
+
+    Raises:
+        ConfigError: Another kind of scores, or not as many experts as a token is to visit.
+    """
+    if scores not in get_args(Scores):
+        raise ConfigError(f"scores={scores!r} must be one of {', '.join(map(repr, get_args(Scores)))}")
+    if not 0 < top_k <= logits.shape[1]:
+        raise ConfigError(f"top_k={top_k} must be at least 1 and at most the number of experts, {logits.shape[1]}")
+    if not runs_triton(logits):
+        return moe_route_reference(
+            logits, top_k, scores=scores, bias=bias, normalize=normalize, chosen=chosen, with_scores=with_scores
+        )
+    bias = None if bias is None else bias.detach()
+    indices, weights, counts, of_all = torch.ops.lightning_d9d.moe_route(
+        logits, top_k, bias, chosen, scores == "sigmoid", normalize, with_scores
+    )
+    return Routes(indices, weights, counts, of_all if with_scores else None)
+
+
+def moe_route_reference(
+    logits: Tensor,
+    top_k: int,
+    *,
+    scores: Scores = "softmax",
+    bias: Tensor | None = None,
+    normalize: bool = True,
+    chosen: Tensor | None = None,
+    with_scores: bool = False,
+) -> Routes:
+    """`moe_route` with torch's own operators."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    is_softmax, of_all = scores == "softmax", None
+    if with_scores or not normalize or bias is not None:
+        of_all = logits.softmax(-1) if is_softmax else logits.sigmoid()
+    if chosen is None:
+        compared = logits if of_all is None or bias is None else of_all + bias
+        indices = compared.detach().topk(top_k, dim=-1).indices
+    else:
+        indices = chosen.clone()
+    if normalize:
+        logs = logits.gather(-1, indices)
+        weights = (logs if is_softmax else F.logsigmoid(logs)).softmax(-1)
+    else:
+        assert of_all is not None
+        weights = of_all.gather(-1, indices)
+    flat = indices.flatten()
+    counts = flat.new_zeros(logits.shape[1]).scatter_add_(0, flat, torch.ones_like(flat))
+    return Routes(indices, weights, counts, of_all if with_scores else None)
+
+
+def _new_results(
+    logits: Tensor,
+    top_k: int,
+    bias: Tensor | None,
+    chosen: Tensor | None,
+    sigmoid: bool,
+    normalize: bool,
+    with_scores: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    num_tokens, num_experts = logits.shape
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return (
+        logits.new_empty(num_tokens, top_k, dtype=torch.int64),
+        logits.new_empty(num_tokens, top_k, dtype=wide),
+        logits.new_empty(num_experts, dtype=torch.int64),
+        logits.new_empty(num_tokens if with_scores else 0, num_experts, dtype=wide),
+    )
+
+
+def _route(
+    logits: Tensor,
+    top_k: int,
+    bias: Tensor | None,
+    chosen: Tensor | None,
+    sigmoid: bool,
+    normalize: bool,
+    with_scores: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from lightning_d9d.ops import moe_route_kernels
+
+    results = _new_results(logits, top_k, bias, chosen, sigmoid, normalize, with_scores)
+    moe_route_kernels.route(logits, bias, chosen, sigmoid, normalize, *results)
+    return results
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    logits, _, _, _, ctx.sigmoid, ctx.normalize, with_scores = inputs
+    indices, weights, _, _ = output
+    ctx.set_materialize_grads(False)
+    ctx.num_experts, ctx.dtype = logits.shape[1], logits.dtype
+    needs_logits = with_scores or ctx.sigmoid or not ctx.normalize
+    ctx.save_for_backward(logits if needs_logits else None, indices, weights)
+
+
+def _differentiate(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    _, of_weights, _, of_scores = gradients
+    logits, indices, weights = ctx.saved_tensors
+    of_logits = None
+    if of_weights is not None or of_scores is not None:
+        of_logits = torch.ops.lightning_d9d.moe_route_backward(
+            of_weights, of_scores, logits, indices, weights, ctx.sigmoid, ctx.normalize, ctx.num_experts, ctx.dtype
+        )
+    return of_logits, *[None] * 6
+
+
+def _new_gradient(
+    of_weights: Tensor | None,
+    of_scores: Tensor | None,
+    logits: Tensor | None,
+    indices: Tensor,
+    weights: Tensor,
+    sigmoid: bool,
+    normalize: bool,
+    num_experts: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    return weights.new_empty(len(weights), num_experts, dtype=dtype)
+
+
+def _backward(
+    of_weights: Tensor | None,
+    of_scores: Tensor | None,
+    logits: Tensor | None,
+    indices: Tensor,
+    weights: Tensor,
+    sigmoid: bool,
+    normalize: bool,
+    num_experts: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    from lightning_d9d.ops import moe_route_kernels
+
+    result = weights.new_empty(len(weights), num_experts, dtype=dtype)
+    moe_route_kernels.backward(of_weights, of_scores, logits, indices, weights, sigmoid, normalize, result)
+    return result
+
+
+torch.library.define(
+    _NAME,
+    "(Tensor logits, int top_k, Tensor? bias, Tensor? chosen, bool sigmoid, bool normalize, bool with_scores) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+)
+torch.library.impl(_NAME, "CompositeExplicitAutograd", _route)
+torch.library.register_fake(_NAME, _new_results)
+torch.library.register_autograd(_NAME, _differentiate, setup_context=_setup_context)
+torch.library.define(
+    _BACKWARD,
+    "(Tensor? of_weights, Tensor? of_scores, Tensor? logits, Tensor indices, Tensor weights, bool sigmoid, "
+    "bool normalize, SymInt num_experts, ScalarType dtype) -> Tensor",
+)
+torch.library.impl(_BACKWARD, "CompositeExplicitAutograd", _backward)
+torch.library.register_fake(_BACKWARD, _new_gradient)
