@@ -1,4 +1,4 @@
-"""Building blocks of decoder models, in plain torch for one device.
+"""Building blocks of decoder models for one device, on `lightning_d9d.ops`.
 
 Every module that directly owns parameters has its own `reset_parameters()` and no block computes a buffer when it is
 built, so a model can be made under `torch.device("meta")`, then `to_empty(device=...)` and reset part by part. Those
@@ -16,8 +16,8 @@ from lightning_d9d.modules.linear import Linear
 from lightning_d9d.modules.lm_head import LMHead, SplitLMHead
 from lightning_d9d.modules.mlp import SwiGLU
 from lightning_d9d.modules.moe import SparseMoE, TopKRouter
-from lightning_d9d.modules.norm import RMSNorm
-from lightning_d9d.modules.rope import apply_rope, document_positions, rope_tables
+from lightning_d9d.modules.norm import HeadNorm, RMSNorm
+from lightning_d9d.modules.rope import document_positions, rope_tables
 
 __all__ = [
     "AllToAllDispatch",
@@ -28,6 +28,7 @@ __all__ = [
     "ExpertBalance",
     "GroupedExperts",
     "GroupedQueryAttention",
+    "HeadNorm",
     "LMHead",
     "Linear",
     "LocalDispatch",
@@ -39,7 +40,6 @@ __all__ = [
     "SwiGLU",
     "TokenEmbedding",
     "TopKRouter",
-    "apply_rope",
     "document_positions",
     "expert_load",
     "rope_tables",

@@ -5,8 +5,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from lightning_d9d.modules.linear import Linear
-from lightning_d9d.modules.norm import RMSNorm
-from lightning_d9d.modules.rope import apply_rope
+from lightning_d9d.modules.norm import HeadNorm
 from lightning_d9d.ops import attention
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -43,8 +42,8 @@ class GroupedQueryAttention(nn.Module):
         self.k_proj = linear(hidden_size, num_key_value_heads * head_dim)
         self.v_proj = linear(hidden_size, num_key_value_heads * head_dim)
         self.o_proj = linear(num_heads * head_dim, hidden_size)
-        self.q_norm = RMSNorm(head_dim, norm_eps)
-        self.k_norm = RMSNorm(head_dim, norm_eps)
+        self.q_norm = HeadNorm(head_dim, norm_eps)
+        self.k_norm = HeadNorm(head_dim, norm_eps)
         self.attend: Attend = attention
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], documents: Tensor | None = None) -> Tensor:
@@ -59,8 +58,8 @@ class GroupedQueryAttention(nn.Module):
             Shape `[batch, seq, hidden]`.
         """
         heads = (-1, self.head_dim)  # the number of heads is read off the projections: tensor parallelism leaves fewer
-        q = apply_rope(self.q_norm(self.q_proj(x).unflatten(-1, heads)), *rope)
-        k = apply_rope(self.k_norm(self.k_proj(x).unflatten(-1, heads)), *rope)
+        q = self.q_norm(self.q_proj(x).unflatten(-1, heads), *rope)
+        k = self.k_norm(self.k_proj(x).unflatten(-1, heads), *rope)
         v = self.v_proj(x).unflatten(-1, heads)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         return self.o_proj(self.attend(q, k, v, documents).transpose(1, 2).flatten(-2))

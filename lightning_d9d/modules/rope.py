@@ -29,24 +29,10 @@ def rope_tables(position_ids: Tensor, head_dim: int, theta: float, dtype: torch.
         dtype: of the model; the tables have float32 at least, for bfloat16 cannot count positions beyond 256.
 
     Returns:
-        Two tensors of shape `[batch, seq, 1, head_dim / 2]`, to be shared by all layers and heads.
+        Two tensors of shape `[batch, seq, 1, head_dim / 2]`, to be shared by all layers and heads, for
+        `lightning_d9d.ops.rope`.
     """
     dtype = torch.promote_types(dtype, torch.float32)
     exponents = torch.arange(0, head_dim, 2, device=position_ids.device, dtype=dtype) / head_dim
     angles = position_ids[:, :, None, None].to(dtype) * (1.0 / theta**exponents)
     return angles.cos(), angles.sin()
-
-
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns each head by its position, in half style: element i pairs with element i + head_dim / 2.
-
-    Args:
-        x: shape `[batch, seq, heads, head_dim]`.
-        cos: from `rope_tables`.
-        sin: from `rope_tables`.
-
-    Returns:
-        Shape and dtype of `x`, computed in the dtype of the tables.
-    """
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

@@ -10,6 +10,7 @@ collectives of computations that ranks share.
 `round_stochastic_` rounds float32 to bfloat16 without bias.
 `rms_norm` scales rows to a unit root mean square.
 `swiglu` is the gated activation of MLPs and experts.
+`rope` turns heads by their positions; `norm_rope` norms them before.
 """
 
 from lightning_d9d.ops.all_to_all import all_to_all_rows
@@ -18,7 +19,9 @@ from lightning_d9d.ops.collectives import gather_dim, scatter_sum, share_gradien
 from lightning_d9d.ops.grouped_gemm import grouped_gemm
 from lightning_d9d.ops.linear import linear, split_linears
 from lightning_d9d.ops.moe_route import Routes, moe_route
+from lightning_d9d.ops.norm_rope import norm_rope
 from lightning_d9d.ops.rms_norm import rms_norm
+from lightning_d9d.ops.rope import rope
 from lightning_d9d.ops.stochastic import round_stochastic_
 from lightning_d9d.ops.swiglu import swiglu
 from lightning_d9d.ops.vocab_parallel import vocab_parallel_cross_entropy, vocab_parallel_embedding
@@ -34,8 +37,10 @@ __all__ = [
     "grouped_gemm",
     "linear",
     "moe_route",
+    "norm_rope",
     "put_off",
     "rms_norm",
+    "rope",
     "round_stochastic_",
     "scatter_sum",
     "share_gradient",

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from lightning_d9d.modules import GroupedQueryAttention, RMSNorm, apply_rope, rope_tables
+from lightning_d9d.modules import GroupedQueryAttention, RMSNorm, rope_tables
+from lightning_d9d.ops import rms_norm, rope
 from tests.harness.compare import assert_close_named
 from tests.harness.tolerances import Kind
 
@@ -14,7 +15,7 @@ from tests.harness.tolerances import Kind
 def test_rope_turns_pairs(dtype):
     positions = torch.tensor([[0, 1, 7, 300]])
     x = torch.randn(1, 4, 2, 8, dtype=dtype)
-    turned = apply_rope(x, *rope_tables(positions, 8, 10_000.0, dtype))
+    turned = rope(x, *rope_tables(positions, 8, 10_000.0, dtype))
     for place, position in enumerate(positions[0].tolist()):
         for pair in range(4):
             angle = position * 10_000.0 ** (-2 * pair / 8)
@@ -31,7 +32,7 @@ def test_rope_tables_of_a_bfloat16_model_are_float32():
     cos, _ = rope_tables(torch.tensor([[1001, 1002]]), 8, 10_000.0, torch.bfloat16)
     assert cos.dtype == torch.float32
     assert_close_named("cos", cos[0, :, 0, 0], torch.tensor([1001.0, 1002.0]).cos())
-    assert apply_rope(torch.randn(1, 2, 3, 8).bfloat16(), cos, cos).dtype == torch.bfloat16
+    assert rope(torch.randn(1, 2, 3, 8).bfloat16(), cos, cos).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -56,10 +57,12 @@ def test_attention_by_definition(heads, kv_heads):
         for parameter in attention.parameters():
             parameter.normal_()
     x = torch.randn(2, seq, 16, dtype=torch.float64)
-    rope = rope_tables(torch.arange(seq).unsqueeze(0), head_dim, 100.0, torch.float64)
+    tables = rope_tables(torch.arange(seq).unsqueeze(0), head_dim, 100.0, torch.float64)
 
-    q = apply_rope(attention.q_norm(attention.q_proj(x).view(2, seq, heads, head_dim)), *rope)
-    k = apply_rope(attention.k_norm(attention.k_proj(x).view(2, seq, kv_heads, head_dim)), *rope)
+    q = attention.q_proj(x).view(2, seq, heads, head_dim)
+    k = attention.k_proj(x).view(2, seq, kv_heads, head_dim)
+    q, k = rms_norm(q, attention.q_norm.weight, 1e-6), rms_norm(k, attention.k_norm.weight, 1e-6)
+    q, k = rope(q, *tables), rope(k, *tables)
     v = attention.v_proj(x).view(2, seq, kv_heads, head_dim)
     mixed = torch.zeros(2, seq, heads, head_dim, dtype=torch.float64)
     for head in range(heads):
@@ -68,4 +71,4 @@ def test_attention_by_definition(heads, kv_heads):
             past = slice(0, place + 1)
             scores = torch.einsum("bd,bsd->bs", q[:, place, head], k[:, past, shared]) / math.sqrt(head_dim)
             mixed[:, place, head] = torch.einsum("bs,bsd->bd", scores.softmax(-1), v[:, past, shared])
-    assert_close_named("attention", attention(x, rope), attention.o_proj(mixed.flatten(-2)))
+    assert_close_named("attention", attention(x, tables), attention.o_proj(mixed.flatten(-2)))

@@ -113,8 +113,9 @@ class Qwen3MoeLayer(nn.Module):
 
         A mixture with a loss of its router returns that too, as `SparseMoE` does.
         """
-        x = x + self.self_attn(self.input_layernorm(x), rope, documents)
-        y = self.mlp(self.post_attention_layernorm(x))
+        attended = self.self_attn(self.input_layernorm(x), rope, documents)
+        normed, x = self.post_attention_layernorm(attended, residual=x)
+        y = self.mlp(normed)
         return (x + y[0], y[1]) if isinstance(y, tuple) else x + y
 
 
