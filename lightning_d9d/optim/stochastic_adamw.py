@@ -1,0 +1,223 @@
+"""AdamW that trains bfloat16 weights without a copy in float32."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.mesh.sharding import local, local_ranges
+from lightning_d9d.ops.stochastic_adamw import AdamWTensors, MultiTensorAdamW, Place, Scalars
+
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class StochasticAdamW(Optimizer):
+    """AdamW for bfloat16 weights, whose small updates are not lost.
+
+    They are rounded up with the probability that makes the mean right (`lightning_d9d.ops.round_stochastic_`). Float32
+    weights, also beside bfloat16 ones, are updated as by `torch.optim.AdamW`. All parameters of a group with the same
+    dtypes are updated in one launch on CUDA, and the host waits for nothing: `found_inf` and `grad_scale` are taken as
+    torch's fused optimizers do. On the CPU plain torch operations do the same, bit for bit, but slowly.
+
+    The random bits of an element follow from `seed`, the step, the element's index in the whole parameter, and its
+    value and gradient (`lightning_d9d.ops.stochastic_adamw`). So the same weights, gradients and seed give the same
+    result on all replicas, in copies of tied weights in several pipeline stages, and on meshes that cut weights in
+    other ways.
+
+    The state of a parameter is `step`, a float32 scalar on its device, `exp_avg` and `exp_avg_sq`, placed alike for
+    DTensors. With the groups, which have the seed, that is all there is: a run that goes on from a checkpoint gets the
+    same bits as one that was not stopped. A loaded state brings its `state_dtype` and seed along, as all
+    hyperparameters. A state of `torch.optim.AdamW` can be loaded, too.
+
+    Args:
+        params: As for any optimizer of torch; float32 or bfloat16, also DTensors of any placement beside plain tensors.
+        lr: May be a scalar tensor.
+        betas: Decay rates of the averages, from 0 to below 1.
+        eps: Added to the root of the second average.
+        weight_decay: Decoupled: weights shrink by `lr * weight_decay`. May be 0.
+        state_dtype: `torch.bfloat16` takes half the memory; states are then rounded stochastically, too.
+        seed: From 0 to `2**32 - 1`; equal on all ranks.
+
+    Raises:
+        ConfigError: A value is out of range, a dtype is another, or (in `step`) a gradient is sparse or placed
+            otherwise than its parameter.
+    """
+
+    _step_supports_amp_scaling = True  # torch's name for `grad_scale` and `found_inf`
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        state_dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "state_dtype": state_dtype,
+            "seed": seed,
+        }
+        self._forget()
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, with hyperparameters of their own where given.
+
+        Raises:
+            ConfigError: As for the class.
+        """
+        super().add_param_group(param_group)
+        try:
+            _check(self.param_groups[-1])
+        except ConfigError:
+            del self.param_groups[-1]
+            raise
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update all parameters that have a gradient; those without keep their state.
+
+        Args:
+            closure: Called first; computes gradients.
+
+        Returns:
+            What the closure returned.
+        """
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        grad_scale, found_inf = (getattr(self, name, None) for name in ("grad_scale", "found_inf"))
+        for index, group in enumerate(self.param_groups):
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not parameters:
+                continue
+            tensors = [self._tensors(parameter, group["state_dtype"]) for parameter in parameters]
+            for device in {each.step.device for each in tensors}:
+                advance = 1 if found_inf is None else 1 - found_inf.to(device, non_blocking=True).reshape(())
+                torch._foreach_add_([each.step for each in tensors if each.step.device == device], advance)
+            hyperparameters = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay", "seed")}
+            self._updates[index](tensors, Scalars(**hyperparameters, grad_scale=grad_scale, found_inf=found_inf))
+        return result
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """As any optimizer of torch, but states do not get the dtype of their parameter."""
+        handle = self.register_load_state_dict_pre_hook(_hold)  # the last one, so others see what is given
+        try:
+            super().load_state_dict(dict(state_dict))
+        finally:
+            handle.remove()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._forget()
+        for group in self.param_groups:
+            for name, default in self.defaults.items():
+                group.setdefault(name, default)
+            for parameter in group["params"]:
+                own = self.state.get(parameter, {})
+                for name, value in own.items():
+                    if isinstance(value, _Held):
+                        dtype = torch.float32 if name == "step" else group["state_dtype"]
+                        own[name] = value.tensor.to(parameter.device, dtype)
+
+    def _forget(self) -> None:
+        self._updates: defaultdict[int, MultiTensorAdamW] = defaultdict(MultiTensorAdamW)
+        self._places: dict[Tensor, Place] = {}
+
+    def _tensors(self, parameter: Tensor, state_dtype: torch.dtype) -> AdamWTensors:
+        gradient, state = parameter.grad, self.state[parameter]
+        assert gradient is not None
+        _check_gradient(parameter, gradient)
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(parameter, dtype=state_dtype)
+        if parameter not in self._places:
+            self._places[parameter] = Place(tuple(parameter.shape), tuple(local_ranges(parameter)))
+        return AdamWTensors(
+            local(parameter),
+            local(gradient),
+            local(state["exp_avg"]),
+            local(state["exp_avg_sq"]),
+            state["step"],
+            self._places[parameter],
+        )
+
+
+class _Held:
+    """A tensor that `Optimizer.load_state_dict` leaves alone; others it would cast to the parameter's dtype."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def _hold(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    states = {
+        key: {name: _Held(value) if isinstance(value, Tensor) else value for name, value in own.items()}
+        for key, own in state_dict["state"].items()
+    }
+    return {**state_dict, "state": states}
+
+
+def _check(group: Mapping[str, Any]) -> None:
+    ranges = {
+        "lr": group["lr"] >= 0,
+        "betas": len(group["betas"]) == 2 and all(0 <= beta < 1 for beta in group["betas"]),
+        "eps": group["eps"] >= 0,
+        "weight_decay": group["weight_decay"] >= 0,
+        "state_dtype": group["state_dtype"] in _DTYPES,
+        "seed": 0 <= group["seed"] < 2**32,
+    }
+    limits = {
+        "betas": "two numbers from 0 to below 1",
+        "state_dtype": "torch.float32 or torch.bfloat16",
+        "seed": "from 0 to 2**32 - 1",
+    }
+    for name, is_good in ranges.items():
+        if not is_good:
+            raise ConfigError(f"StochasticAdamW: {name}={group[name]} must be {limits.get(name, '0 or more')}")
+    for parameter in group["params"]:
+        if parameter.dtype not in _DTYPES or parameter.layout != torch.strided:
+            raise ConfigError(
+                f"StochasticAdamW: a parameter of shape {list(parameter.shape)} is {parameter.dtype}, "
+                f"{parameter.layout}; give it dense ones in torch.float32 or torch.bfloat16, and others to another "
+                "optimizer, such as torch.optim.AdamW"
+            )
+
+
+def _check_gradient(parameter: Tensor, gradient: Tensor) -> None:
+    if gradient.layout != torch.strided:
+        raise ConfigError(
+            f"StochasticAdamW: the gradient of a parameter of shape {list(parameter.shape)} is {gradient.layout}; let "
+            "it be dense (nn.Embedding(sparse=False)), or give the parameter to torch.optim.SparseAdam"
+        )
+    if gradient.dtype not in _DTYPES:
+        raise ConfigError(
+            f"StochasticAdamW: the gradient of a parameter of shape {list(parameter.shape)} is {gradient.dtype}; it "
+            "must be torch.float32 or torch.bfloat16"
+        )
+    if isinstance(parameter, DTensor) and (
+        not isinstance(gradient, DTensor) or gradient.placements != parameter.placements
+    ):
+        placed = f"placed {gradient.placements}" if isinstance(gradient, DTensor) else "no DTensor"
+        raise ConfigError(
+            f"StochasticAdamW: the gradient of a parameter of shape {list(parameter.shape)}, placed "
+            f"{parameter.placements}, is {placed}; call "
+            "parameter.grad = parameter.grad.redistribute(placements=parameter.placements) before the step"
+        )
