@@ -11,10 +11,10 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_d9d import ConfigError, D9DStrategy, MeshConfig, ParallelConfig
+from lightning_d9d import ConfigError, D9DStrategy, MeshConfig, ParallelConfig, StageInfo, WeightedLoss
 from lightning_d9d.callbacks import HuggingFaceExport, TextSample
 from lightning_d9d.models.qwen3_moe import (
     Qwen3MoeConfig,
@@ -25,9 +25,10 @@ from lightning_d9d.models.qwen3_moe import (
 )
 from tests.harness.compare import assert_bitwise_equal, assert_close_named, assert_tensors_close
 from tests.harness.ranks import RankContext
-from tests.harness.tolerances import Kind
+from tests.harness.tolerances import Kind, tolerance_for
 from tests.meshes.equality import CONFIG, ROWS, Data, Steps, Watched, batch_of, on_one_process
 from tests.strategy.plain import Plain, trainer
+from tests.test_docs import ROOT, blocks
 
 SMALL = replace(
     CONFIG,
@@ -303,3 +304,152 @@ def test_text_is_written(rank: RankContext, mesh: dict[str, int]) -> None:
     one = Qwen3MoeForCausalLM(config).double()
     one.load_state_dict(module.seen.weights[-1])
     assert texts == [sample.generate(one)]
+
+
+class FreezesLayer(L.Callback):
+    """From the second epoch on, with the embedding."""
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        for name, parameter in pl_module.named_parameters():
+            if "layers.0." in name or "embed" in name:
+                parameter.requires_grad_(trainer.current_epoch == 0)
+
+
+class Breaks(Watched):
+    """The loss of the second batch is infinite."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self.factor = math.inf if batch_idx == 1 else 1.0
+
+    def microbatch_loss(self, output: Any, microbatch: Any) -> WeightedLoss:
+        loss = super().microbatch_loss(output, microbatch)
+        return WeightedLoss(loss.value_sum * self.factor, loss.weight)
+
+
+OPTIONS: dict[str, tuple[type[Watched], dict[str, Any], dict[str, Any]]] = {
+    "accumulated, clipped by value": (
+        Watched,
+        {"accumulate_grad_batches": 2, "gradient_clip_algorithm": "value", "gradient_clip_val": 0.01},
+        {"microbatch_size": 2},
+    ),
+    "frozen, from the host": (Watched, {"max_epochs": 2}, {"parallel": ParallelConfig(offload=True)}),
+    "left out": (Breaks, {}, {"skip_nonfinite": True}),
+}
+NUM_STEPS = dict(zip(OPTIONS, (1, 4, 2), strict=True))
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("case", OPTIONS)
+def test_options_have_the_effect_that_they_have_on_replicas(rank: RankContext, case: str) -> None:
+    cls, of_trainer, of_strategy = OPTIONS[case]
+
+    def fit(mesh: dict[str, int], **of_strategy: Any) -> tuple[Steps, int]:
+        L.seed_everything(SEED, verbose=False)
+        module = cls(SHARED_HEADS, 2, data=Data(8))
+        strategy = D9DStrategy(mesh=MeshConfig(**mesh), **of_strategy)
+        options = {**QUIET, "max_epochs": 1, **of_trainer}
+        callbacks = [FreezesLayer()] if "frozen" in case else []
+        trainer(strategy, 4, rank.device.type, callbacks=callbacks, **options).fit(module)
+        return module.seen, strategy.num_skipped_steps
+
+    expected, num_skipped = fit({"data_parallel_replicate": 4}, skip_nonfinite="skip_nonfinite" in of_strategy)
+    for mesh in (SHARD2 | TP2, CP2 | TP2):
+        actual, num_skipped_here = fit(mesh, **of_strategy)
+        assert num_skipped_here == num_skipped == (cls is Breaks)
+        assert len(actual.weights) == len(expected.weights) == NUM_STEPS[case]
+        for step, weights in enumerate(actual.weights):
+            assert_tensors_close(weights, expected.weights[step])
+            if cls is not Breaks or step == 0:
+                trained = {name: g for name, g in actual.gradients[step].items() if g.any()}
+                theirs = {name: g for name, g in expected.gradients[step].items() if g.any()}
+                assert_tensors_close(trained, theirs)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param(TP2, marks=pytest.mark.ranks(2), id="tp"),
+        pytest.param(SHARD2 | TP2, marks=pytest.mark.ranks(4), id="shard, tp"),
+        pytest.param(CP2, marks=pytest.mark.ranks(2), id="cp"),
+    ],
+)
+def test_narrow_numbers_are_near_wide_ones(rank: RankContext, mesh: dict[str, int], precision: str) -> None:
+    """Initial weights are rounded in both."""
+    L.seed_everything(SEED, verbose=False)
+    expected = on_one_process(SMALL, steps=1, dtype=torch.bfloat16, data=Data(8))
+    L.seed_everything(SEED, verbose=False)
+    module = Watched(SMALL, 1, data=Data(8))
+    options = {**QUIET, "max_epochs": 1, "precision": precision}
+    trainer(D9DStrategy(mesh=MeshConfig(**mesh)), rank.world_size, rank.device.type, **options).fit(module)
+    assert_tensors_close(module.seen.gradients[0], expected.gradients[0])
+    rounded = tolerance_for(Kind.LOSS, torch.bfloat16)
+    assert_close_named("loss", module.seen.losses[0], expected.losses[0], kind=Kind.LOSS, tolerance=rounded)
+
+
+@functools.cache
+def page() -> dict[str, Any]:
+    """What the page about one's own model defines."""
+    namespace: dict[str, Any] = {"__name__": "page"}
+    for block in blocks(ROOT / "docs" / "how-to" / "parallelise-your-own-model.md"):
+        if block.language == "python":
+            block.execute(namespace)
+    return namespace
+
+
+def own_model(without_attention: bool) -> Any:
+    """That of the page; its first stage may have the embedding alone."""
+
+    class Recorded(page()["LanguageModel"]):
+        losses: list[Tensor]
+
+        def configure_stage(self, stage: StageInfo) -> nn.Module:
+            decoder = super().configure_stage(stage)
+            if without_attention and stage.num_stages > 1:
+                indices = [] if stage.is_first else range(4)
+                decoder.blocks = nn.ModuleDict({str(index): page()["Block"]() for index in indices})
+            return decoder
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.losses = [*getattr(self, "losses", []), outputs["loss"]]
+
+    return Recorded()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("mesh", "without_attention"),
+    [(PP2 | TP2, True), (TP2 | CP2, False), (SHARD2 | TP2, False)],
+    ids=["pp, tp", "tp, cp", "shard, tp"],
+)
+def test_a_model_of_ones_own(rank: RankContext, mesh: dict[str, int], without_attention: bool) -> None:
+    """That of the page; also where heads are shared, but a stage of the pipeline has none."""
+    batch = batch_of(0, data=Data(8))
+    L.seed_everything(SEED, verbose=False)
+    one = own_model(False)
+    torch.set_default_dtype(torch.float64)
+    one.configure_model()
+    torch.set_default_dtype(torch.float32)
+    (stage,), expected = one.stages, []
+    optimizer = one.configure_optimizers()
+    for _ in range(3):
+        loss = stage(batch["input_ids"], labels=batch["labels"]) / (batch["labels"] != -100).sum()
+        expected.append(loss.detach())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    strategy = D9DStrategy(mesh=MeshConfig(**mesh))
+    rows = ROWS // strategy.mesh_config.domains()["batch"]["dp"]
+    first = rank.rank // 2 * rows if "data_parallel_shard" in mesh else 0
+    mine = {name: value[first : first + rows] for name, value in batch.items()}
+    data: Any = DataLoader([mine], None)  # type: ignore[arg-type]
+    L.seed_everything(SEED, verbose=False)
+    module = own_model(without_attention)
+    run = trainer(strategy, 4, rank.device.type, max_epochs=3, **{**QUIET, "gradient_clip_val": None})
+    run.fit(module, data)
+    for ours, theirs in zip(module.losses, expected, strict=True):
+        assert_close_named("loss", ours, theirs, kind=Kind.LOSS)
+    (predicted,) = run.predict(module, data)  # type: ignore[misc]
+    assert_close_named("logits", predicted, stage(mine["input_ids"]).detach(), kind=Kind.OUTPUT)  # type: ignore[arg-type]
