@@ -10,6 +10,9 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from lightning_d9d import ConfigError, D9DStrategy, WeightedLoss
+from lightning_d9d.optim import StochasticAdamW
+from lightning_d9d.strategy.optimizer_step import takes_scalars
+from tests.harness.compare import assert_close_named
 from tests.harness.ranks import RankContext
 from tests.strategy.plain import Plain, TwoOptimizers, loader, trainer
 from tests.strategy.staged import Staged, staged_rows
@@ -48,6 +51,15 @@ class ExplodingStaged(Staged):
         loss = super().microbatch_loss(output, microbatch)
         assert isinstance(loss, WeightedLoss)
         return WeightedLoss(loss.value_sum * (self.factor if self.is_bad() else 1), loss.weight)
+
+
+class ExplodingStochastic(ExplodingStaged):
+    """With the optimizer of this package."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = StochasticAdamW(self.parameters(), lr=0.01)
+        assert takes_scalars(optimizer)
+        return optimizer
 
 
 class Watch(Callback):
@@ -92,6 +104,14 @@ def check(make: Any, fused: bool, factor: float, clip: dict[str, Any], devices: 
 @pytest.mark.parametrize("make", [ExplodingPlain, ExplodingStaged])
 def test_a_bad_step_is_left_out(make: Any, fused: bool, factor: float, clip: dict[str, Any]) -> None:
     check(make, fused, factor, clip, devices=1)
+
+
+@pytest.mark.parametrize("clip", CLIPS, ids=str)
+def test_stochastic_adamw_leaves_it_out(clip: dict[str, Any]) -> None:
+    """Float32 weights, which it updates as torch does."""
+    ours = check(ExplodingStochastic, True, float("inf"), clip, devices=1)
+    theirs = check(ExplodingStaged, True, float("inf"), clip, devices=1)
+    assert_close_named("weights", ours, theirs)
 
 
 @pytest.mark.ranks(2)
