@@ -297,6 +297,23 @@ def test_replicas_of_pipelines_hold_equal_biases(rank: RankContext) -> None:
     check(module, plain_steps(in_microbatches(data, 8), rank.device))
 
 
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        MeshConfig(context_parallel_shard=2, tensor_parallel=2),
+        MeshConfig(pipeline_parallel=2, tensor_parallel=2, expert_parallel=2),
+    ],
+    ids=["context, tensor", "pipeline, tensor"],
+)
+def test_ranks_that_share_sequences_have_all_losses_of_one_process(rank: RankContext, mesh: MeshConfig) -> None:
+    data = rows(8, length=8)
+    balance = dataclasses.replace(BALANCE, global_batch_loss=0.3)
+    module = Balanced(balance)
+    fit(rank, module, data, 4, mesh=mesh, microbatch_size=1)
+    check(module, plain_steps(in_microbatches(data, 4), rank.device, balance))
+
+
 @pytest.mark.ranks(2)
 def test_the_global_batch_has_the_tokens_of_both_ranks(rank: RankContext) -> None:
     """Equal tokens on both ranks are those of one."""
