@@ -137,6 +137,22 @@ def test_a_module_is_fitted_again(rank: RankContext, mesh: dict[str, int], confi
     assert_tensors_close(module.seen.gradients[1], gradients)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mesh", [TP2, CP2], ids=["tp", "cp"])
+def test_a_module_that_was_built_whole_is_spread(rank: RankContext, mesh: dict[str, int]) -> None:
+    L.seed_everything(SEED, verbose=False)
+    expected = on_one_process(SHARED_HEADS, steps=1, data=Data(8))
+    L.seed_everything(SEED, verbose=False)
+    module = Watched(SHARED_HEADS, 1, data=Data(8))
+    torch.set_default_dtype(torch.float64)
+    module.configure_model()
+    torch.set_default_dtype(torch.float32)
+    L.seed_everything(SEED + 1, verbose=False)
+    trainer(D9DStrategy(mesh=MeshConfig(**mesh)), 2, rank.device.type, max_epochs=1, **QUIET).fit(module)
+    assert_close_named("loss", module.seen.losses[0], expected.losses[0], kind=Kind.LOSS)
+    assert_tensors_close(module.seen.weights[0], expected.weights[0])
+
+
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("config", [SMALL, SHARED_HEADS], ids=["2 heads", "1 head"])
 def test_checkpoints_go_from_mesh_to_mesh(rank: RankContext, config: Qwen3MoeConfig) -> None:
@@ -398,8 +414,8 @@ def page() -> dict[str, Any]:
     return namespace
 
 
-def own_model(without_attention: bool) -> Any:
-    """That of the page; its first stage may have the embedding alone."""
+def own_model(without_attention: bool = False, mean: bool = False) -> Any:
+    """That of the page; its first stage may have the embedding alone, and its loss may be a mean."""
 
     class Recorded(page()["LanguageModel"]):
         losses: list[Tensor]
@@ -411,6 +427,10 @@ def own_model(without_attention: bool) -> Any:
                 decoder.blocks = nn.ModuleDict({str(index): page()["Block"]() for index in indices})
             return decoder
 
+        def microbatch_loss(self, output: Tensor, microbatch: Any) -> Any:
+            loss = super().microbatch_loss(output, microbatch)
+            return loss.value_sum / microbatch["labels"].numel() if mean else loss
+
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             self.losses = [*getattr(self, "losses", []), outputs["loss"]]
 
@@ -419,22 +439,23 @@ def own_model(without_attention: bool) -> Any:
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
-    ("mesh", "without_attention"),
-    [(PP2 | TP2, True), (TP2 | CP2, False), (SHARD2 | TP2, False)],
-    ids=["pp, tp", "tp, cp", "shard, tp"],
+    ("mesh", "without_attention", "mean"),
+    [(PP2 | TP2, True, False), (TP2 | CP2, False, True), (SHARD2 | TP2, False, False)],
+    ids=["pp, tp", "tp, cp, mean", "shard, tp"],
 )
-def test_a_model_of_ones_own(rank: RankContext, mesh: dict[str, int], without_attention: bool) -> None:
+def test_a_model_of_ones_own(rank: RankContext, mesh: dict[str, int], without_attention: bool, mean: bool) -> None:
     """That of the page; also where heads are shared, but a stage of the pipeline has none."""
     batch = batch_of(0, data=Data(8))
     L.seed_everything(SEED, verbose=False)
-    one = own_model(False)
+    one = own_model()
     torch.set_default_dtype(torch.float64)
     one.configure_model()
     torch.set_default_dtype(torch.float32)
     (stage,), expected = one.stages, []
     optimizer = one.configure_optimizers()
     for _ in range(3):
-        loss = stage(batch["input_ids"], labels=batch["labels"]) / (batch["labels"] != -100).sum()
+        divisor = batch["labels"].numel() if mean else (batch["labels"] != -100).sum()
+        loss = stage(batch["input_ids"], labels=batch["labels"]) / divisor
         expected.append(loss.detach())
         optimizer.zero_grad()
         loss.backward()
@@ -446,10 +467,15 @@ def test_a_model_of_ones_own(rank: RankContext, mesh: dict[str, int], without_at
     mine = {name: value[first : first + rows] for name, value in batch.items()}
     data: Any = DataLoader([mine], None)  # type: ignore[arg-type]
     L.seed_everything(SEED, verbose=False)
-    module = own_model(without_attention)
+    module = own_model(without_attention, mean)
     run = trainer(strategy, 4, rank.device.type, max_epochs=3, **{**QUIET, "gradient_clip_val": None})
     run.fit(module, data)
     for ours, theirs in zip(module.losses, expected, strict=True):
         assert_close_named("loss", ours, theirs, kind=Kind.LOSS)
+    (result,) = run.validate(module, data, verbose=False)
+    divisor = mine["labels"].numel() if mean else (mine["labels"] != -100).sum()
+    loss = float(stage(mine["input_ids"], labels=mine["labels"]) / divisor)
+    if "data_parallel_shard" not in mesh:
+        assert result["val_loss"] == pytest.approx(loss, rel=1e-10)
     (predicted,) = run.predict(module, data)  # type: ignore[misc]
     assert_close_named("logits", predicted, stage(mine["input_ids"]).detach(), kind=Kind.OUTPUT)  # type: ignore[arg-type]
