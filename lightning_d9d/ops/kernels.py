@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_d9d.errors import ConfigError
 
@@ -46,7 +47,9 @@ def using_kernels(kernels: Kernels) -> Generator[None]:
 
 
 def runs_triton(*tensors: Tensor) -> bool:
-    """Whether an op runs its Triton kernels on these tensors: never in float64, for which torch's are there."""
-    if _chosen == "torch" or any(tensor.dtype not in _DTYPES for tensor in tensors if tensor.is_floating_point()):
+    """Whether an op runs its Triton kernels on these tensors: never in float64 or on DTensors, which torch's take."""
+    if _chosen == "torch" or any(isinstance(tensor, DTensor) for tensor in tensors):
+        return False
+    if any(tensor.dtype not in _DTYPES for tensor in tensors if tensor.is_floating_point()):
         return False
     return _chosen == "triton" or all(tensor.is_cuda for tensor in tensors)
