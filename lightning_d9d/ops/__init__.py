@@ -5,6 +5,7 @@ with one. Both can put their weight gradients off, with `WeightGradients` and `p
 `moe_route` chooses the experts of tokens.
 `all_to_all_rows` brings rows to other ranks; `gather_dim`, `scatter_sum`, `sum_over` and `share_gradient` are the
 collectives of computations that ranks share.
+`linear_cross_entropy` is the loss of a product with a vocabulary's matrix, without all logits at a time.
 `vocab_parallel_embedding` and `vocab_parallel_cross_entropy` are of a vocabulary that lies on several ranks.
 `attention` attends causally, within documents if there are some.
 `round_stochastic_` rounds float32 to bfloat16 without bias.
@@ -18,6 +19,7 @@ from lightning_d9d.ops.attention import attention, document_mask
 from lightning_d9d.ops.collectives import gather_dim, scatter_sum, share_gradient, sum_over
 from lightning_d9d.ops.grouped_gemm import grouped_gemm
 from lightning_d9d.ops.linear import linear, split_linears
+from lightning_d9d.ops.linear_cross_entropy import linear_cross_entropy
 from lightning_d9d.ops.moe_route import Routes, moe_route
 from lightning_d9d.ops.norm_rope import norm_rope
 from lightning_d9d.ops.rms_norm import rms_norm
@@ -36,6 +38,7 @@ __all__ = [
     "gather_dim",
     "grouped_gemm",
     "linear",
+    "linear_cross_entropy",
     "moe_route",
     "norm_rope",
     "put_off",
