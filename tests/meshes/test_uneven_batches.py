@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_d9d import D9DStrategy
+from lightning_d9d import D9DStrategy, ParallelConfig
 from lightning_d9d.models.qwen3_moe import Qwen3MoePretraining
 from tests.harness.compare import assert_close_named, assert_tensors_close
 from tests.harness.ranks import RankContext
@@ -20,6 +20,7 @@ from tests.meshes.equality import CLIP, CONFIG, ROWS, Watched, batch_of, on_one_
 from tests.strategy.plain import trainer
 
 FIVE_STEPS = Tolerance(relative=1e-9)
+PADDED = ParallelConfig(pad_sequences=True)
 NUM_SHORT, NUM_BATCHES = 3, 5
 """Batches of all data ranks but the last, which has all rows of those that follow."""
 
@@ -56,6 +57,8 @@ class Uneven(Watched):
         pytest.param(
             Case("pp2 shard2 ep2", schedule="zero_bubble_v"), marks=[pytest.mark.ranks(4), pytest.mark.meshes]
         ),
+        pytest.param(Case("shard2 tp2 ep4", microbatch_size=2), marks=[pytest.mark.ranks(4), pytest.mark.meshes]),
+        pytest.param(Case("rep2 cp2", parallel=PADDED), marks=[pytest.mark.ranks(4), pytest.mark.meshes]),
     ],
     ids=str,
 )
