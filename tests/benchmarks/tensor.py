@@ -25,6 +25,7 @@ from lightning_d9d.parallel import shard_tensors
 from tests.benchmarks.frame import Case
 from tests.benchmarks.pipeline import fill_by_name
 from tests.benchmarks.training import (
+    NUMBERS_OF_A_LOSS,
     ON_CPU,
     QUICK,
     Account,
@@ -108,6 +109,7 @@ class Head:
         weights = self.vocab_size * self.hidden_size * self.dtype.itemsize // tp
         message = self.num_passes * self.num_tokens * tp * self.hidden_size * self.dtype.itemsize * share_sent(tp)
         logits = self.num_tokens * self.vocab_size
+        of_losses = NUMBERS_OF_A_LOSS * max(4, self.dtype.itemsize) * self.num_tokens * tp * (tp - 1)
         hidden = self.num_tokens * self.hidden_size * self.dtype.itemsize
         return Account(
             flops=6 * self.num_passes * self.num_tokens * self.hidden_size * self.vocab_size,
@@ -118,7 +120,7 @@ class Head:
             moments=0,
             activations=hidden * tp
             + (3 * max(4, self.dtype.itemsize) if tp == 1 else 2 * self.dtype.itemsize) * logits,
-            all_gather=message + self.num_passes * 3 * max(4, self.dtype.itemsize) * self.num_tokens * tp * (tp - 1),
+            all_gather=message + self.num_passes * of_losses,
             reduce_scatter=message,
         )
 

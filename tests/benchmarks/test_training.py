@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_d9d import MeshConfig
 from lightning_d9d.mesh.sharding import local, local_ranges
 from tests.benchmarks import context, parallel, tensor
 from tests.benchmarks.training import QUICK, SENT, Steps, Way, Work, account
@@ -45,7 +46,8 @@ def sent_bytes(entry: Entry, rank: int) -> float:
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_gradients_are_those_of_copies_and_bytes_those_computed(rank: RankContext, num_microbatches: int) -> None:
-    work = replace(QUICK, num_ranks=4, num_microbatches=num_microbatches)
+    # Each rank of four has four tokens of a row, whose eight copies go to each expert once, as in the whole row.
+    work = replace(QUICK, num_ranks=4, num_microbatches=num_microbatches, sequence_length=16)
     of_ranks = parallel.ways(4) | tensor.ways(4)
     expected = check(rank, work, parallel.PEER, of_ranks[parallel.PEER], {})
     for name, way in of_ranks.items():
@@ -58,7 +60,8 @@ def test_gradients_of_sequences_on_several_ranks_are_the_same_in_all_kinds(rank:
     work = replace(QUICK, num_ranks=4, config=config)
     of_ranks = context.ways(work)
     assert [*of_ranks] == ["cp1", "gather", "ring", "heads"]
-    expected = check(rank, work, "gather", of_ranks["gather"], {})
+    whole_experts = Way(MeshConfig(context_parallel_replicate=4))
+    expected = check(rank, work, "whole experts", whole_experts, {})
     for name, way in of_ranks.items():
         check(rank, work, name, way, {} if name == context.PEER else expected)
 
@@ -77,7 +80,9 @@ def check(rank: RankContext, work: Work, name: str, way: Way, expected: Mapping[
     for entry in read(path):
         if len(entry.ranks) > 1 and entry.operator != "receive":
             sent[KINDS[entry.operator]] += sent_bytes(entry, rank.rank)
-    assert [sent[kind] for kind in SENT] == pytest.approx([getattr(by_sizes, kind) for kind in SENT], rel=2e-3)
+    flags = 2 * 4 * len(trained.parameters)  # which buckets send behind their gradients; they count in a small network
+    computed = [getattr(by_sizes, kind) for kind in SENT]
+    assert [sent[kind] for kind in SENT] == pytest.approx(computed, rel=2e-3, abs=flags)
     assert sum(local(parameter).nbytes for parameter in trained.parameters) == by_sizes.weights
     moments = [m for state in trained.optimizer.state.values() for m in (state["exp_avg"], state["exp_avg_sq"])]
     assert sum(local(moment).nbytes for moment in moments) == by_sizes.moments

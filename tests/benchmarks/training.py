@@ -45,6 +45,8 @@ from tests.benchmarks.pipeline_probe import host_syncs
 
 MEMORY_SHARE = 0.75
 """Of a GPU, that all contenders take together; the rest is for the allocator, nccl and cuBLAS."""
+NUMBERS_OF_A_LOSS = 3
+"""That ranks with parts of a vocabulary tell each other for each token."""
 
 
 @dataclass(frozen=True)
@@ -220,7 +222,7 @@ def account(work: Work, way: Way) -> Account:
     of them back. Before that every rank tells every other, in int64, the numbers of its rows and one more.
 
     Ranks of tensor parallelism gather the tokens of attention, of a dense MLP, of the head and of the gradients of what
-    they scatter; they scatter as often. Of each token they gather three numbers for its loss.
+    they scatter; they scatter as often. Of each token they gather some numbers for its loss.
     """
     config, mesh, width = work.config, way.mesh, work.dtype.itemsize
     wide = max(4, width)
@@ -257,7 +259,7 @@ def account(work: Work, way: Way) -> Account:
     # Of tensor parallelism
     num_cut = 2 * (num_layers + num_layers - num_sparse + 1)
     gathered = num_cut * tp * work.num_tokens * hidden * width * share_sent(tp)
-    of_losses = 3 * wide * work.num_tokens * tp * (tp - 1)
+    of_losses = NUMBERS_OF_A_LOSS * wide * work.num_tokens * tp * (tp - 1)
     attention = _of_attention(work, way)
     return Account(
         flops=work.flops(way),
