@@ -1,4 +1,4 @@
-"""Triton kernels of `swiglu`: a program has a tile of some rows and columns."""
+"""Triton kernels of `swiglu`: a program has a tile of some rows and columns, the next one those to the right of it."""
 # pyright: reportCallIssue=false, reportArgumentType=false
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ def forward(gate: Tensor, up: Tensor | None, weights: Tensor | None, result: Ten
     gate, up = _halves(gate, up)
     num_rows, inner = gate.shape
     rows, columns = _tile(inner)
+    num_parts = triton.cdiv(inner, columns)
     with torch.cuda.device_of(result):
-        _forward[(triton.cdiv(num_rows, rows), triton.cdiv(inner, columns))](
+        _forward[(triton.cdiv(num_rows, rows) * num_parts,)](
             gate,
             up,
             None if weights is None else weights.reshape(-1).contiguous(),
             result,
             num_rows,
             inner,
+            num_parts,
             gate.stride(0),
             up.stride(0),
             ROWS=rows,
@@ -56,8 +58,9 @@ def backward(
         dgate, dup = rows_of(dgate).chunk(2, dim=1)
     needs_weights = dweights.numel() > 0
     # With a gradient of weights, a program has all columns of its rows, one tile after the other.
+    num_parts = 1 if needs_weights else triton.cdiv(inner, columns)
     with torch.cuda.device_of(dy):
-        _backward[(triton.cdiv(num_rows, rows), 1 if needs_weights else triton.cdiv(inner, columns))](
+        _backward[(triton.cdiv(num_rows, rows) * num_parts,)](
             dy,
             gate,
             up,
@@ -67,6 +70,7 @@ def backward(
             dweights if needs_weights else None,
             num_rows,
             inner,
+            num_parts,
             dy.stride(0),
             gate.stride(0),
             up.stride(0),
@@ -98,13 +102,14 @@ def _forward(
     result_ptr,
     num_rows,
     inner,
+    num_parts,
     gate_stride,
     up_stride,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    row = (tl.program_id(0) // num_parts).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(0) % num_parts * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     mask = (row < num_rows) & (column < inner)
     gate = tl.load(gate_ptr + row * gate_stride + column, mask=mask, other=0).to(tl.float32)
     up = tl.load(up_ptr + row * up_stride + column, mask=mask, other=0).to(tl.float32)
@@ -125,6 +130,7 @@ def _backward(
     dweights_ptr,
     num_rows,
     inner,
+    num_parts,
     dy_stride,
     gate_stride,
     up_stride,
@@ -132,12 +138,12 @@ def _backward(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    row = (tl.program_id(0) // num_parts).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     products = tl.zeros([ROWS, COLUMNS], tl.float32)
     weights = tl.full([ROWS, 1], 1.0, tl.float32)
     if weights_ptr is not None:
         weights = tl.load(weights_ptr + row, mask=row < num_rows, other=0).to(tl.float32)
-    for start in range(tl.program_id(1) * COLUMNS, inner, tl.num_programs(1) * COLUMNS):
+    for start in range(tl.program_id(0) % num_parts * COLUMNS, inner, num_parts * COLUMNS):
         column = start + tl.arange(0, COLUMNS)[None, :]
         mask = (row < num_rows) & (column < inner)
         dy = tl.load(dy_ptr + row * dy_stride + column, mask=mask, other=0).to(tl.float32)
