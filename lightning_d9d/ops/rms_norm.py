@@ -12,7 +12,7 @@ from lightning_d9d.ops.kernels import runs_triton
 _NAME = "lightning_d9d::rms_norm"
 _GRADIENT = "lightning_d9d::rms_norm_backward"
 
-MAX_NORM_DIM = 2**16
+MAX_NORM_DIM = 2**15
 """Wider rows do not fit the registers of one program; torch takes them."""
 
 

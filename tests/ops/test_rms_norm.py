@@ -8,7 +8,7 @@ import torch
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.ops import rms_norm
 from lightning_d9d.ops.kernels import using_kernels
-from lightning_d9d.ops.rms_norm import rms_norm_reference
+from lightning_d9d.ops.rms_norm import MAX_NORM_DIM, rms_norm_reference
 from tests.harness.compare import assert_bitwise_equal, assert_close_named
 from tests.ops.grid import DEVICES, LAYOUTS, check_op, dtypes
 
@@ -97,8 +97,8 @@ def test_nothing_to_norm(device, shape):
 
 @pytest.mark.gpu
 def test_wide_rows_and_offsets_beyond_32_bits():
-    check(inputs(3, 2**16), torch.bfloat16, "cuda")
-    check(inputs(3, 2**16 + 1), torch.bfloat16, "cuda")
+    check(inputs(3, MAX_NORM_DIM), torch.bfloat16, "cuda")
+    check(inputs(3, MAX_NORM_DIM + 1), torch.bfloat16, "cuda")
     x = torch.randn(2**31 // 4096 + 5, 4096, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(4096, device="cuda", dtype=torch.bfloat16)
     assert_bitwise_equal("last rows", rms_norm(x, weight, 1e-6)[-5:], rms_norm(x[-5:], weight, 1e-6))
