@@ -213,6 +213,17 @@ def shard_context(stage: nn.Module, group: dist.ProcessGroup, kind: str) -> None
             module.attend = attend
 
 
+def check_context(stage: nn.Module) -> None:
+    """Raise `ConfigError` for attention of a spread stage that sees this rank's part of sequences alone. Local."""
+    for name, module in stage.named_modules():
+        if isinstance(module, GroupedQueryAttention) and module.attend is attention:
+            raise ConfigError(
+                f"ranks of context parallelism have parts of sequences, but {name} attends to those of its own rank "
+                "alone; in parallelize_stage call lightning_d9d.parallel.shard_context, and take positions from "
+                "TokenPart.of(mesh)"
+            )
+
+
 class _Block(NamedTuple):
     """Some of this rank's queries and some keys and values."""
 

@@ -23,6 +23,7 @@ from lightning_d9d.mesh import MeshConfig, MeshDomains
 from lightning_d9d.mesh.agreement import first_of
 from lightning_d9d.mesh.sharding import local
 from lightning_d9d.parallel import ParallelConfig, parallelize
+from lightning_d9d.parallel.context import check_context
 from lightning_d9d.parallel.tensor import split_for_heads
 from lightning_d9d.parallel.tokens import own_chunks
 from lightning_d9d.pipeline.executor import Cut, Executor, loss_of, stage_inputs
@@ -207,6 +208,8 @@ class D9DModule(L.LightningModule):
         parallel: ParallelConfig = getattr(self._strategy, "parallel_in_effect", ParallelConfig())
         for stage in stages:
             self.parallelize_stage(stage, self.pipeline.mesh, parallel)
+            if self.pipeline.tokens.cut.size > 1:
+                check_context(stage)
         return stages
 
     def _split_mesh(self, stages: Iterable[nn.Module]) -> None:

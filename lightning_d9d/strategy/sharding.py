@@ -25,7 +25,8 @@ _FIELDS = {"dp_shard": "data_parallel_shard", "tp": "tensor_parallel", "ep_shard
 """Axes over which a module's parameters must lie, and the degrees that they come from."""
 _REMEDIES = {
     "dp_shard": 'fully_shard(block, mesh=self.trainer.strategy.mesh.for_axes("dp_cp_shard"))',
-    "tp": 'parallelize_module(block, self.trainer.strategy.mesh.for_axes("tp"), plan)',
+    "tp": 'parallelize_module(block, self.trainer.strategy.mesh.for_axes("tp"), plan), or in parallelize_stage of a '
+    "D9DModule by lightning_d9d.parallel.shard_tensors(stage, mesh)",
     "ep_shard": "lightning_d9d.parallel.shard_experts(module, self.trainer.strategy.mesh, ParallelConfig())",
 }
 

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_d9d import ConfigError, D9DStrategy, MeshConfig, ParallelConfig, StageInfo, WeightedLoss
+from lightning_d9d import ConfigError, D9DModule, D9DStrategy, MeshConfig, ParallelConfig, StageInfo, WeightedLoss
 from lightning_d9d.callbacks import HuggingFaceExport, TextSample
 from lightning_d9d.models.qwen3_moe import (
     Qwen3MoeConfig,
@@ -479,3 +479,20 @@ def test_a_model_of_ones_own(rank: RankContext, mesh: dict[str, int], without_at
         assert result["val_loss"] == pytest.approx(loss, rel=1e-10)
     (predicted,) = run.predict(module, data)  # type: ignore[misc]
     assert_close_named("logits", predicted, stage(mine["input_ids"]).detach(), kind=Kind.OUTPUT)  # type: ignore[arg-type]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("mesh", "text"),
+    [
+        (CP2, r"blocks.0.attention attends to those of its own rank alone; .*shard_context"),
+        (TP2, r"tensor_parallel=2, but no parameter of .* by lightning_d9d.parallel.shard_tensors\(stage, mesh\)"),
+    ],
+    ids=["cp", "tp"],
+)
+def test_a_model_that_is_not_spread_is_refused(rank: RankContext, mesh: dict[str, int], text: str) -> None:
+    module = own_model()
+    module.parallelize_stage = functools.partial(D9DModule.parallelize_stage, module)
+    data: Any = DataLoader([batch_of(0, data=Data(8))], None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=text):
+        trainer(D9DStrategy(mesh=MeshConfig(**mesh)), 2, rank.device.type, max_steps=1, **QUIET).fit(module, data)
