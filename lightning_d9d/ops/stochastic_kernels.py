@@ -12,24 +12,27 @@ from torch import Tensor
 
 from lightning_d9d.ops.stochastic import ROUNDS
 
-_TILE = 2048
-"""Elements at a time: eight for each thread of eight warps, 16 bytes in bfloat16."""
-CHUNK = 8 * _TILE
-"""Elements a program of AdamW updates, so that what it reads of the tables is little beside them."""
+_ROUNDED = 2048
+"""Elements a program rounds: eight for each thread of eight warps, so 16 bytes of bfloat16."""
+_TILE = 512
+"""Elements that AdamW updates at a time: two for each thread of eight warps. It computes about a hundred instructions
+for each, and waits for memory, so it needs many threads; with four elements they take three times as many registers."""
+CHUNK = 16 * _TILE
+"""Elements that a program of AdamW updates, so that what it reads of the tables is little beside them."""
 _ROUNDS = tl.constexpr(ROUNDS)
 
 
 def round_stochastic(target: Tensor, source: Tensor, seed: int, offset: int) -> None:
     """Fill `target`, bfloat16, from `source`, float32; both are contiguous and have elements."""
     count, shift = source.numel(), offset % 8
-    _round[(triton.cdiv(count + shift, _TILE),)](
+    _round[(triton.cdiv(count + shift, _ROUNDED),)](
         target.view(torch.int16),
         source,
         count,
         seed,
         offset // 8,
         shift,
-        _TILE,
+        _ROUNDED,
         num_warps=8,  # type: ignore[call-arg]
     )
 
@@ -82,6 +85,18 @@ def adamw(
 
 
 @triton.jit
+def _philox(c0, c1, c2, c3, k0, k1):
+    """As `stochastic.philox`. One product gives both halves, for which `tl.philox` takes two."""
+    for _ in tl.static_range(_ROUNDS):  # type: ignore[misc]
+        low, high = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
+        c0, c1 = (high >> 32).to(tl.uint32) ^ c1 ^ k0, high.to(tl.uint32)
+        c2, c3 = (low >> 32).to(tl.uint32) ^ c3 ^ k1, low.to(tl.uint32)
+        k0 = tl.add(k0, 0x9E3779B9, sanitize_overflow=False)  # type: ignore[arg-type]
+        k1 = tl.add(k1, 0xBB67AE85, sanitize_overflow=False)  # type: ignore[arg-type]
+    return c0, c1, c2, c3
+
+
+@triton.jit
 def _widened(values):
     """Float32, of 16-bit integers that are bfloat16, or as it is."""
     if values.dtype == tl.int16:
@@ -124,8 +139,10 @@ def _store(pointer, values, random, mask, WIDE: tl.constexpr):
 def _round(target, source, count, seed, first_block, shift, TILE: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * TILE
     block = tl.to_tensor(first_block).to(tl.int64) + start // 8 + tl.arange(0, TILE // 8)
-    w0, w1, w2, w3 = tl.randint4x(seed, block, _ROUNDS)
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).to(tl.uint32, bitcast=True)
+    key, none = tl.to_tensor(seed).to(tl.int64), tl.zeros([TILE // 8], tl.uint32)
+    key0, key1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
+    w0, w1, w2, w3 = _philox(block.to(tl.uint32), (block >> 32).to(tl.uint32), none, none, key0, key1)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
     random = tl.reshape(tl.join(words & 0xFFFF, words >> 16), [TILE])
     lanes = start - shift + tl.arange(0, TILE)
     if (start >= shift) & (start - shift + TILE <= count):
@@ -175,7 +192,7 @@ def _adamw(
         tl.load(scalars + 2),
         tl.load(scalars + 3),
     )
-    key = (tl.load(scalars + 4).to(tl.uint64) << 32) | tl.to_tensor(seed).to(tl.uint64)
+    key0, key1 = tl.to_tensor(seed).to(tl.uint32), tl.load(scalars + 4).to(tl.uint32)
     is_aligned = ((parameter | gradient | exp_avg | exp_avg_sq) & 15) == 0
     lanes = tl.arange(0, TILE)
     for start in range(begin, tl.minimum(begin + CHUNK, count), TILE):
@@ -193,7 +210,8 @@ def _adamw(
                 tl.multiple_of(_pointer(exp_avg_sq, WIDE_STATE), 16) + start + lanes,
                 None,
                 index,
-                key,
+                key0,
+                key1,
                 step_size,
                 inverse_root,
                 decay,
@@ -213,7 +231,8 @@ def _adamw(
                 _pointer(exp_avg_sq, WIDE_STATE) + start + lanes,
                 start + lanes < count,
                 index,
-                key,
+                key0,
+                key1,
                 step_size,
                 inverse_root,
                 decay,
@@ -235,7 +254,8 @@ def _update(
     exp_avg_sq,
     mask,
     index,
-    key,
+    key0,
+    key1,
     step_size,
     inverse_root,
     decay,
@@ -253,14 +273,8 @@ def _update(
     v = _widened(tl.load(exp_avg_sq, mask=mask))
     word0, word1 = index.to(tl.uint32), index.to(tl.uint32)
     if not (WIDE_PARAMETER and WIDE_STATE):
-        word0, word1, _, _ = tl.philox(
-            key,
-            index.to(tl.uint32),
-            (index >> 32).to(tl.uint32),
-            g.to(tl.uint32, bitcast=True),
-            p.to(tl.uint32, bitcast=True),
-            _ROUNDS,
-        )
+        bits = g.to(tl.uint32, bitcast=True), p.to(tl.uint32, bitcast=True)
+        word0, word1, _, _ = _philox(index.to(tl.uint32), (index >> 32).to(tl.uint32), bits[0], bits[1], key0, key1)
     g = g * unscale
     m = m + (g - m) * one_minus_beta1
     v = v * beta2 + g * g * one_minus_beta2
