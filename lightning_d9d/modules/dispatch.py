@@ -7,28 +7,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.ops import all_to_all_rows
+from lightning_d9d.ops import Permutation, all_to_all_rows, moe_permute, moe_unpermute
+from lightning_d9d.ops.moe_permute import sort_by_expert, sort_by_source
 
 MAX_ROWS = torch.iinfo(torch.int32).max
 """The most rows that the offsets of grouped products can count."""
-
-
-class Copies(NamedTuple):
-    """Which rows of one tensor are copies of which rows of another."""
-
-    source_of_copy: Tensor
-    """Of each copy the row that it copies, shape `[copies]`."""
-
-    copies_of_source: Tensor
-    """Of each row its copies, shape `[rows, copies / rows]`."""
-
-    def copy(self, rows: Tensor) -> Tensor:
-        """Shape `[rows, ...]` to `[copies, ...]`. Its backward is `sum`."""
-        return _CopyRows.apply(rows, *self)
-
-    def sum(self, copies: Tensor) -> Tensor:
-        """Shape `[copies, ...]` to `[rows, ...]`. Its backward is `copy`."""
-        return _SumCopies.apply(copies, *self)
 
 
 class Exchange(NamedTuple):
@@ -40,7 +23,7 @@ class Exchange(NamedTuple):
     received: list[int]
     """Number of rows from each rank."""
 
-    by_expert: Copies
+    by_expert: Permutation
     """From the order in which they came, by source, to the one by expert."""
 
 
@@ -56,7 +39,7 @@ class DispatchedTokens(NamedTuple):
     offsets: Tensor
     """The row after the last one of each of this rank's experts, int32, shape `[local experts]`."""
 
-    copies: Copies
+    copies: Permutation
     """From this rank's tokens to their copies, sorted by expert and, within an expert, by token."""
 
     exchange: Exchange | None = None
@@ -99,13 +82,13 @@ class LocalDispatch:
         """See `Dispatch`."""
         if indices.numel() > MAX_ROWS:
             raise _too_many(f"there are {indices.numel()} copies of tokens (tokens * top_k)")
-        copies, order, ends = _sort(indices, self.num_experts)
-        rows = copies.copy(x)
-        return DispatchedTokens(rows, weights.flatten().index_select(0, order), ends.to(torch.int32), copies)
+        rows, row_weights, copies = moe_permute(x, indices, weights, self.num_experts)
+        assert row_weights is not None
+        return DispatchedTokens(rows, row_weights, copies.offsets, copies)
 
     def combine(self, results: Tensor, tokens: DispatchedTokens) -> Tensor:
         """See `Dispatch`."""
-        return tokens.copies.sum(results)
+        return moe_unpermute(results, tokens.copies)
 
 
 class AllToAllDispatch:
@@ -146,27 +129,26 @@ class AllToAllDispatch:
             ConfigError: A rank sends or receives more rows than int32 can count; on every rank.
             FloatingPointError: Weights are NaN or infinite; on every rank.
         """
-        copies, order, ends = _sort(indices, self.num_experts)
+        copies = sort_by_expert(indices, self.num_experts)
         num_bad = weights.detach().isfinite().logical_not().sum()
-        counts = self._gather(torch.cat([ends.diff(prepend=ends.new_zeros(1)), num_bad.view(1)]))
+        counts = self._gather(torch.cat([copies.counts, num_bad.view(1)]))
         by_rank = counts[:, :-1].unflatten(1, (self.num_ranks, -1))
         traffic = torch.cat([by_rank.sum(-1), counts[:, -1:]], dim=1)
         on_host = traffic.to("cpu", non_blocking=True)
         is_on_host = torch.cuda.current_stream().record_event() if traffic.is_cuda else None
 
         # While the host waits. Too many rows may find no memory, and then every rank raises below.
-        offsets = by_rank[:, self.rank].sum(0).cumsum(0).to(torch.int32)
         if indices.numel() <= MAX_ROWS:
-            x, weights = copies.copy(x), weights.flatten().index_select(0, order)
+            x, weights = copies.copy(x), copies.spread(weights)
         if is_on_host is not None:
             is_on_host.synchronize()
         sent, received = self._splits(on_host.tolist())
 
         x = all_to_all_rows(x, received, sent, self.group_name)
         weights = all_to_all_rows(weights, received, sent, self.group_name)
-        by_expert = _by_expert(by_rank[:, self.rank], len(x))
+        by_expert = sort_by_source(by_rank[:, self.rank], len(x))
         exchange = Exchange(sent, received, by_expert)
-        return DispatchedTokens(by_expert.copy(x), by_expert.copy(weights), offsets, copies, exchange)
+        return DispatchedTokens(by_expert.copy(x), by_expert.copy(weights), by_expert.offsets, copies, exchange)
 
     def combine(self, results: Tensor, tokens: DispatchedTokens) -> Tensor:
         """See `Dispatch`. Collective."""
@@ -201,55 +183,3 @@ def _too_many(what: str) -> ConfigError:
         f"{what}, more than the {MAX_ROWS} that int32 counts: take smaller microbatches, shorter sequences or more "
         "ranks"
     )
-
-
-def _sort(indices: Tensor, num_experts: int) -> tuple[Copies, Tensor, Tensor]:
-    """Copies of tokens sorted by expert, the place in `indices` of each, and the end of each expert's."""
-    sorted_indices, order = indices.flatten().sort(stable=True)
-    ends = torch.searchsorted(sorted_indices, torch.arange(num_experts, device=indices.device), right=True)
-    return Copies(order // indices.shape[1], _inverse(order).view_as(indices)), order, ends
-
-
-def _by_expert(counts: Tensor, num_rows: int) -> Copies:
-    """From rows sorted by rank, then expert, to rows sorted by expert, then rank; `counts` is `[ranks, experts]`."""
-    starts = (counts.flatten().cumsum(0).view_as(counts) - counts).t()
-    counts = counts.t()
-    sorted_starts = counts.flatten().cumsum(0).view_as(counts) - counts
-    shifts = (starts - sorted_starts).flatten().repeat_interleave(counts.flatten(), output_size=num_rows)
-    order = torch.arange(num_rows, device=counts.device) + shifts
-    return Copies(order, _inverse(order).unsqueeze(1))
-
-
-def _inverse(order: Tensor) -> Tensor:
-    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-
-
-# Copying and summing are each other's backward. Left to autograd, the backward of the copy would add the gradients of a
-# token one by one in the model's dtype, in no fixed order on CUDA.
-
-
-class _CopyRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, rows: Tensor, source_of_copy: Tensor, copies_of_source: Tensor) -> Tensor:
-        ctx.save_for_backward(source_of_copy, copies_of_source)
-        return rows.index_select(0, source_of_copy)
-
-    @staticmethod
-    def backward(ctx, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        return _SumCopies.apply(*grad_outputs, *ctx.saved_tensors), None, None
-
-
-class _SumCopies(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, copies: Tensor, source_of_copy: Tensor, copies_of_source: Tensor) -> Tensor:
-        # Not saved in autograd's way, since a recomputation goes on until it has all that was saved so: it would bring
-        # the results of other ranks' experts back once more, for nothing but these.
-        ctx.where = source_of_copy, copies_of_source
-        sorted_copies = copies.index_select(0, copies_of_source.flatten())
-        if copies_of_source.shape[1] == 1:
-            return sorted_copies
-        return sorted_copies.view(*copies_of_source.shape, *copies.shape[1:]).sum(1)
-
-    @staticmethod
-    def backward(ctx, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        return _CopyRows.apply(*grad_outputs, *ctx.where), None, None

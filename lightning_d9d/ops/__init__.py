@@ -2,7 +2,8 @@
 
 `grouped_gemm` is the product of sorted tokens with their experts' matrices; `linear` and `split_linears` are products
 with one. Both can put their weight gradients off, with `WeightGradients` and `put_off`, for split backwards.
-`moe_route` chooses the experts of tokens.
+`moe_route` chooses the experts of tokens; `moe_permute` and `moe_unpermute` bring tokens there and back, and
+`multihot_from_indices` and `indices_from_multihot` convert the choice from and to a map over all experts.
 `all_to_all_rows` brings rows to other ranks; `gather_dim`, `scatter_sum`, `sum_over` and `share_gradient` are the
 collectives of computations that ranks share.
 `linear_cross_entropy` is the loss of a product with a vocabulary's matrix, without all logits at a time.
@@ -20,7 +21,9 @@ from lightning_d9d.ops.collectives import gather_dim, scatter_sum, share_gradien
 from lightning_d9d.ops.grouped_gemm import grouped_gemm
 from lightning_d9d.ops.linear import linear, split_linears
 from lightning_d9d.ops.linear_cross_entropy import linear_cross_entropy
+from lightning_d9d.ops.moe_permute import Permutation, moe_permute, moe_unpermute
 from lightning_d9d.ops.moe_route import Routes, moe_route
+from lightning_d9d.ops.multihot import indices_from_multihot, multihot_from_indices
 from lightning_d9d.ops.norm_rope import norm_rope
 from lightning_d9d.ops.rms_norm import rms_norm
 from lightning_d9d.ops.rope import rope
@@ -30,6 +33,7 @@ from lightning_d9d.ops.vocab_parallel import vocab_parallel_cross_entropy, vocab
 from lightning_d9d.ops.weight_gradients import WeightGradients, put_off
 
 __all__ = [
+    "Permutation",
     "Routes",
     "WeightGradients",
     "all_to_all_rows",
@@ -37,9 +41,13 @@ __all__ = [
     "document_mask",
     "gather_dim",
     "grouped_gemm",
+    "indices_from_multihot",
     "linear",
     "linear_cross_entropy",
+    "moe_permute",
     "moe_route",
+    "moe_unpermute",
+    "multihot_from_indices",
     "norm_rope",
     "put_off",
     "rms_norm",

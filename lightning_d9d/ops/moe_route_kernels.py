@@ -162,7 +162,7 @@ def _route(
         values = tl.load(logits + tokens[:, None] * stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
         values = tl.where(is_expert[None, :], values, float("-inf"))
         compared = values
-        if HAS_SCORES or HAS_BIAS or not (NORMALIZE or SIGMOID):
+        if (HAS_SCORES or HAS_BIAS) or not (NORMALIZE or SIGMOID):
             scores = _scores(values, SIGMOID)
             if HAS_SCORES:
                 tl.store(all_scores + tokens[:, None] * num_experts + columns[None, :], scores, mask=mask)

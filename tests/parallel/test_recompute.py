@@ -255,7 +255,7 @@ def test_selective_keeps_once_what_is_needed() -> None:
     moe = SparseMoE(HIDDEN, intermediate, EXPERTS, top_k, normalize=True, initializer_range=0.3)
     whole = nn.Sequential(moe, nn.Flatten(0), Sum())
     recompute_activations(whole, of_kind("selective"), [moe])
-    logits, chosen, gate_and_up, places = EXPERTS * 4, top_k * (4 + 8), top_k * 2 * intermediate * 4, 2 * top_k * 8
+    logits, chosen, gate_and_up, places = EXPERTS * 4, top_k * (4 + 8), top_k * 2 * intermediate * 4, top_k * 4
     number = 4
     with Counting() as counting:
         assert bytes_kept(whole, {"input": x}) == len(x) * (logits + chosen + gate_and_up + places) + number

@@ -1,0 +1,339 @@
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_d9d.ops.kernels import runs_triton
+
+_SORT = "lightning_d9d::moe_sort"
+_SORT_SOURCES = "lightning_d9d::moe_sort_sources"
+_COPY = "lightning_d9d::moe_copy_rows"
+_SUM = "lightning_d9d::moe_sum_rows"
+_DOT = "lightning_d9d::moe_dot_rows"
+
+
+class Permutation(NamedTuple):
+    """Where the copies of tokens are among rows that are grouped by expert; all on the device."""
+
+    places: Tensor
+    """Of each token the rows of its copies, int32 `[tokens, top_k]`."""
+
+    counts: Tensor
+    """How many copies each expert has, int32 `[experts]`."""
+
+    offsets: Tensor
+    """The row after the last one of each expert, padding included, int32 `[experts]`."""
+
+    num_rows: int
+    """How many there are, padding included. The host knows it from shapes alone."""
+
+    def copy(self, x: Tensor) -> Tensor:
+        """Shape `[tokens, ...]` to `[rows, ...]`, padding is zero. Its backward is `sum`."""
+        places, padding = self.places, self._padding
+        return torch.ops.lightning_d9d.moe_copy_rows(x, places, None, *padding, self.num_rows, runs_triton(x))
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Shape `[tokens, top_k]`, a value for each copy, to `[rows]`; padding is zero."""
+        places, padding = self.places.view(-1, 1), self._padding
+        values = values.flatten()
+        return torch.ops.lightning_d9d.moe_copy_rows(values, places, None, *padding, self.num_rows, runs_triton(values))
+
+    def sum(self, rows: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Shape `[rows, ...]` to `[tokens, ...]`, perhaps times weights `[tokens, top_k]`. Its backward is `copy`.
+
+        The copies of a token are added in float32, in the order of its experts.
+        """
+        places, padding = self.places, self._padding
+        return torch.ops.lightning_d9d.moe_sum_rows(rows, places, weights, *padding, runs_triton(rows))
+
+    @property
+    def _padding(self) -> tuple[Tensor | None, Tensor | None]:
+        """What tells rows of padding from others, if there are any; else nothing is kept for the backward."""
+        return (self.counts, self.offsets) if self.num_rows > self.places.numel() else (None, None)
+
+
+def moe_permute(
+    x: Tensor, indices: Tensor, weights: Tensor | None, num_experts: int, *, multiple: int = 1
+) -> tuple[Tensor, Tensor | None, Permutation]:
+    """Copies tokens to the rows of their experts.
+
+    Rows are grouped by expert and, within an expert, in the order of tokens. Nothing waits for the host and no result
+    depends on the order in which programs run. Differentiable in `x`, whose gradient is the sum of its copies'
+    (`moe_unpermute`), and in `weights`.
+
+    With a `multiple` the rows of each expert are padded to one: to what a grouped product may ask for. Since the host
+    does not know how many rows an expert has, there are as many as there can be, `tokens * top_k + min(experts, tokens
+    * top_k) * (multiple - 1)`, down to a multiple; those after the last expert's are padding, too. Padding is zero, and
+    what arrives there as a gradient is not read.
+
+    Args:
+        x: Shape `[tokens, hidden]`.
+        indices: The experts of each token, int32 or int64 `[tokens, top_k]`, all of them below `num_experts`.
+        weights: One for each copy, shape `[tokens, top_k]`, if they are needed in the order of rows.
+        num_experts: Of all.
+        multiple: What the number of an expert's rows is to be a multiple of.
+
+    Returns:
+        The rows `[rows, hidden]`, their weights `[rows]`, and what `moe_unpermute` needs.
+    """
+    permutation = sort_by_expert(indices, num_experts, multiple)
+    return permutation.copy(x), None if weights is None else permutation.spread(weights), permutation
+
+
+def moe_unpermute(rows: Tensor, permutation: Permutation, weights: Tensor | None = None) -> Tensor:
+    """Sums the copies of each token: row `places[t, k]`, perhaps times `weights[t, k]`, over k.
+
+    In float32, in the order of k, rounded once to the dtype of `rows`. Differentiable in `rows` and in `weights`, whose
+    gradient is the product of a row with the gradient of its token; only with weights are rows kept for that.
+
+    Args:
+        rows: One for each of `moe_permute`, shape `[rows, hidden]`. Padding is not read, and its gradient is zero.
+        permutation: What `moe_permute` has returned.
+        weights: Shape `[tokens, top_k]`; None: ones.
+
+    Returns:
+        Shape `[tokens, hidden]`.
+    """
+    return permutation.sum(rows, weights)
+
+
+def sort_by_expert(indices: Tensor, num_experts: int, multiple: int = 1) -> Permutation:
+    """The places of copies of tokens with these experts `[tokens, top_k]`; see `moe_permute`."""
+    num_copies = indices.numel()
+    num_rows = (num_copies + min(num_experts, num_copies) * (multiple - 1)) // multiple * multiple
+    sort = torch.ops.lightning_d9d.moe_sort if runs_triton(indices) else sort_reference
+    places, counts, offsets = sort(indices, num_experts, multiple)
+    return Permutation(places, counts, offsets, num_rows)
+
+
+def sort_by_source(counts: Tensor, num_rows: int) -> Permutation:
+    """From rows that are sorted by source, then expert, to rows sorted by expert, then source.
+
+    Args:
+        counts: How many rows came from each source for each expert, int64 `[sources, experts]`.
+        num_rows: Their sum.
+    """
+    sort = torch.ops.lightning_d9d.moe_sort_sources if runs_triton(counts) else sort_sources_reference
+    places, counts, offsets = sort(counts, num_rows)
+    return Permutation(places, counts, offsets, num_rows)
+
+
+# In plain torch
+
+
+def moe_permute_reference(
+    x: Tensor, indices: Tensor, weights: Tensor | None, num_experts: int, *, multiple: int = 1
+) -> tuple[Tensor, Tensor | None, Permutation]:
+    """`moe_permute` with torch's own operators and derivatives."""
+    num_rows = sort_by_expert(indices, num_experts, multiple).num_rows
+    permutation = Permutation(*sort_reference(indices, num_experts, multiple), num_rows)
+    rows = _copied(x, permutation.places, None, num_rows)
+    if weights is not None:
+        weights = _copied(weights.flatten(), permutation.places.view(-1, 1), None, num_rows)
+    return rows, weights, permutation
+
+
+def moe_unpermute_reference(rows: Tensor, permutation: Permutation, weights: Tensor | None = None) -> Tensor:
+    """`moe_unpermute` with torch's own operators and derivatives."""
+    return _summed(rows, permutation.places, weights)
+
+
+def sort_reference(indices: Tensor, num_experts: int, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Places, counts and offsets of a `Permutation`."""
+    experts, order = indices.flatten().sort(stable=True)
+    ends = torch.searchsorted(experts, torch.arange(num_experts, device=indices.device), right=True)
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    padded = (counts + multiple - 1) // multiple * multiple
+    offsets = padded.cumsum(0)
+    shifts = (offsets - padded) - (ends - counts)
+    rows = torch.arange(len(order), device=order.device) + shifts.index_select(0, experts)
+    places = torch.empty_like(order).scatter_(0, order, rows)
+    return places.view_as(indices).int(), counts.int(), offsets.int()
+
+
+def sort_sources_reference(counts: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Places, counts and offsets of a `Permutation`."""
+    of_experts, flat = counts.t(), counts.flatten()
+    starts = flat.cumsum(0).view_as(counts) - counts
+    sorted_starts = of_experts.flatten().cumsum(0).view_as(of_experts) - of_experts
+    shifts = (sorted_starts.t() - starts).flatten().repeat_interleave(flat, output_size=num_rows)
+    places = torch.arange(num_rows, device=counts.device) + shifts
+    summed = counts.sum(0)
+    return places.view(-1, 1).int(), summed.int(), summed.cumsum(0).int()
+
+
+def _weighted(rows: Tensor, weights: Tensor) -> Tensor:
+    return rows * weights.view(*weights.shape, *[1] * (rows.dim() - 2))
+
+
+def _copied(x: Tensor, places: Tensor, weights: Tensor | None, num_rows: int) -> Tensor:
+    rows = x.new_zeros(num_rows, *x.shape[1:])
+    copies = x.unsqueeze(1)
+    rows[places] = copies if weights is None else _weighted(copies, weights).to(x.dtype)
+    return rows
+
+
+def _gathered(rows: Tensor, places: Tensor) -> Tensor:
+    return rows.index_select(0, places.flatten()).view(*places.shape, *rows.shape[1:])
+
+
+def _summed(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
+    copies = _gathered(rows, places)
+    if weights is not None:
+        return _weighted(copies, weights).sum(1).to(rows.dtype)
+    return copies.squeeze(1) if places.shape[1] == 1 else copies.sum(1)
+
+
+# The operators. Copying and summing are each other's backward. Left to autograd, the backward of the copy would add the
+# gradients of a token one by one in the model's dtype, in no fixed order on CUDA.
+
+
+def _new_places(indices: Tensor, num_experts: int, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
+    of_experts = indices.new_empty(num_experts, dtype=torch.int32)
+    return indices.new_empty(indices.shape, dtype=torch.int32), of_experts, torch.empty_like(of_experts)
+
+
+def _sort(indices: Tensor, num_experts: int, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
+    from lightning_d9d.ops import moe_permute_kernels
+
+    results = _new_places(indices, num_experts, multiple)
+    moe_permute_kernels.sort(indices, multiple, *results)
+    return results
+
+
+def _new_source_places(counts: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    of_experts = counts.new_empty(counts.shape[1], dtype=torch.int32)
+    return counts.new_empty(num_rows, 1, dtype=torch.int32), of_experts, torch.empty_like(of_experts)
+
+
+def _sort_sources(counts: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    from lightning_d9d.ops import moe_permute_kernels
+
+    results = _new_source_places(counts, num_rows)
+    moe_permute_kernels.sort_sources(counts, *results)
+    return results
+
+
+def _new_rows(
+    x: Tensor,
+    places: Tensor,
+    weights: Tensor | None,
+    counts: Tensor | None,
+    offsets: Tensor | None,
+    num_rows: int,
+    triton: bool,
+) -> Tensor:
+    return x.new_empty(num_rows, *x.shape[1:])
+
+
+def _copy(
+    x: Tensor,
+    places: Tensor,
+    weights: Tensor | None,
+    counts: Tensor | None,
+    offsets: Tensor | None,
+    num_rows: int,
+    triton: bool,
+) -> Tensor:
+    if not triton:
+        return _copied(x, places, weights, num_rows)
+    from lightning_d9d.ops import moe_permute_kernels
+
+    rows = x.new_empty(num_rows, *x.shape[1:])
+    moe_permute_kernels.copy_rows(x, places, weights, rows)
+    if counts is not None and offsets is not None:
+        moe_permute_kernels.clear_padding(counts, offsets, rows)
+    return rows
+
+
+def _new_sums(
+    rows: Tensor, places: Tensor, weights: Tensor | None, counts: Tensor | None, offsets: Tensor | None, triton: bool
+) -> Tensor:
+    return rows.new_empty(len(places), *rows.shape[1:])
+
+
+def _sum(
+    rows: Tensor, places: Tensor, weights: Tensor | None, counts: Tensor | None, offsets: Tensor | None, triton: bool
+) -> Tensor:
+    if not triton:
+        return _summed(rows, places, weights)
+    from lightning_d9d.ops import moe_permute_kernels
+
+    sums = rows.new_empty(len(places), *rows.shape[1:])
+    moe_permute_kernels.sum_rows(rows, places, weights, sums)
+    return sums
+
+
+def _new_products(x: Tensor, rows: Tensor, places: Tensor, dtype: torch.dtype, triton: bool) -> Tensor:
+    return x.new_empty(places.shape, dtype=dtype)
+
+
+def _dot(x: Tensor, rows: Tensor, places: Tensor, dtype: torch.dtype, triton: bool) -> Tensor:
+    if not triton:
+        products = x.unsqueeze(1).to(dtype) * _gathered(rows, places)
+        return products.flatten(2).sum(2).to(dtype)
+    from lightning_d9d.ops import moe_permute_kernels
+
+    products = x.new_empty(places.shape, dtype=dtype)
+    moe_permute_kernels.dot_rows(x, rows, places, products)
+    return products
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, places, weights, counts, offsets, *_ = inputs
+    ctx.triton, ctx.size = inputs[-1], len(x)
+    # Not saved in autograd's way, since a recomputation goes on until it has all that was saved so: it would bring the
+    # results of other ranks' experts back once more, for nothing but these.
+    ctx.where = places, counts, offsets
+    ctx.dtype = None if weights is None else weights.dtype
+    if weights is not None:
+        ctx.save_for_backward(x if ctx.needs_input_grad[2] else None, weights)
+
+
+def _copy_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    (places, counts, offsets), (x, weights) = ctx.where, ctx.saved_tensors or (None, None)
+    of_x = of_weights = None
+    if ctx.needs_input_grad[0]:
+        of_x = torch.ops.lightning_d9d.moe_sum_rows(gradient, places, weights, counts, offsets, ctx.triton)
+    if ctx.needs_input_grad[2]:
+        of_weights = torch.ops.lightning_d9d.moe_dot_rows(x, gradient, places, ctx.dtype, ctx.triton)
+    return of_x, None, of_weights, None, None, None, None
+
+
+def _sum_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    (places, counts, offsets), (rows, weights) = ctx.where, ctx.saved_tensors or (None, None)
+    of_rows = of_weights = None
+    if ctx.needs_input_grad[0]:
+        of_rows = torch.ops.lightning_d9d.moe_copy_rows(
+            gradient, places, weights, counts, offsets, ctx.size, ctx.triton
+        )
+    if ctx.needs_input_grad[2]:
+        of_weights = torch.ops.lightning_d9d.moe_dot_rows(gradient, rows, places, ctx.dtype, ctx.triton)
+    return of_rows, None, of_weights, None, None, None
+
+
+torch.library.define(_SORT, "(Tensor indices, SymInt num_experts, SymInt multiple) -> (Tensor, Tensor, Tensor)")
+torch.library.impl(_SORT, "CompositeExplicitAutograd", _sort)
+torch.library.register_fake(_SORT, _new_places)
+torch.library.define(_SORT_SOURCES, "(Tensor counts, SymInt num_rows) -> (Tensor, Tensor, Tensor)")
+torch.library.impl(_SORT_SOURCES, "CompositeExplicitAutograd", _sort_sources)
+torch.library.register_fake(_SORT_SOURCES, _new_source_places)
+torch.library.define(
+    _COPY,
+    "(Tensor x, Tensor places, Tensor? weights, Tensor? counts, Tensor? offsets, SymInt num_rows, bool triton) "
+    "-> Tensor",
+)
+torch.library.impl(_COPY, "CompositeExplicitAutograd", _copy)
+torch.library.register_fake(_COPY, _new_rows)
+torch.library.register_autograd(_COPY, _copy_backward, setup_context=_setup_context)
+torch.library.define(
+    _SUM, "(Tensor rows, Tensor places, Tensor? weights, Tensor? counts, Tensor? offsets, bool triton) -> Tensor"
+)
+torch.library.impl(_SUM, "CompositeExplicitAutograd", _sum)
+torch.library.register_fake(_SUM, _new_sums)
+torch.library.register_autograd(_SUM, _sum_backward, setup_context=_setup_context)
+torch.library.define(_DOT, "(Tensor x, Tensor rows, Tensor places, ScalarType dtype, bool triton) -> Tensor")
+torch.library.impl(_DOT, "CompositeExplicitAutograd", _dot)
+torch.library.register_fake(_DOT, _new_products)

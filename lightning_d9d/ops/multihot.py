@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def multihot_from_indices(indices: Tensor, weights: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """From the experts of tokens to a map over all experts, as other libraries for mixtures of experts take it.
+
+    Differentiable in `weights`. Nothing waits for the host.
+
+    Args:
+        indices: The experts of each token, int64 `[tokens, top_k]`, different ones.
+        weights: Of these, `[tokens, top_k]`.
+        num_experts: Of all.
+
+    Returns:
+        Whether a token visits an expert, bool `[tokens, experts]`, and its weight there, 0 where it does not.
+    """
+    shape = len(indices), num_experts
+    visits = torch.zeros(shape, dtype=torch.bool, device=indices.device).scatter(1, indices, True)
+    return visits, weights.new_zeros(shape).scatter(1, indices, weights)
+
+
+def indices_from_multihot(visits: Tensor, weights: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """The way back from `multihot_from_indices`; experts come in their own order, whatever it was before.
+
+    Args:
+        visits: Bool `[tokens, experts]`, true for `top_k` experts of each token.
+        weights: Shape `[tokens, experts]`.
+        top_k: How many experts a token visits.
+
+    Returns:
+        Indices, int64, and weights, both `[tokens, top_k]`.
+    """
+    num_experts = visits.shape[1]
+    visited = torch.where(visits, torch.arange(num_experts, device=visits.device), num_experts)
+    indices = visited.topk(top_k, dim=1, largest=False).values
+    return indices, weights.gather(1, indices)
