@@ -4,17 +4,18 @@ from collections.abc import Mapping
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_d9d.modules.initial_values import Constant, DrawnByRows, Normal
-from lightning_d9d.ops import linear
+from lightning_d9d.ops import linear, linear_cross_entropy
 
 Reduction = Literal["none", "sum"]
 
 
 class LMHead(DrawnByRows):
     """Projects hidden states to the vocabulary, and compares with labels where there are any.
+
+    Losses are made without all logits at a time, see `lightning_d9d.ops.linear_cross_entropy`.
 
     Args:
         vocab_size: rows of the weight; None makes a head that owns none and is given one in each call, for tied
@@ -75,9 +76,4 @@ class SplitLMHead(nn.ModuleDict):
 
 
 def _logits_or_loss(x: Tensor, weight: Tensor, labels: Tensor | None, reduction: Reduction) -> Tensor:
-    logits = linear(x, weight)
-    if labels is None:
-        return logits
-    logits = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
-    loss = F.cross_entropy(logits, labels.flatten(), ignore_index=-100, reduction=reduction)
-    return loss.view_as(labels) if reduction == "none" else loss
+    return linear(x, weight) if labels is None else linear_cross_entropy(x, weight, labels, reduction=reduction)

@@ -2,8 +2,9 @@
 
 A program reads its row in blocks of `LANES x WIDTH` numbers, `WIDTH` of which are the 16 bytes that a thread loads at
 once. Maxima and sums are kept by lane, so threads need nothing of each other before the end of the row, and there is
-one exponential a number and one a lane. The gradient is written from the end of the row to its
-start: what has been read last is still in the cache.
+one exponential a number and one a lane. The gradient is written from the end of the row to its start: what has been
+read last is still in the cache. Blocks go on behind the columns of a row to where the next row begins, so that loads
+are wide where the number of columns is odd; what lies between is overwritten, too.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false
@@ -30,7 +31,7 @@ def write_statistics(logits: Tensor, labels: Tensor, statistics: Tensor, *, firs
     """Write of each row the log-sum-exp, the logit of the label (0 if it is no column) and the sum of the logits.
 
     Args:
-        logits: shape `[rows, columns]`, the last dim contiguous.
+        logits: shape `[rows, columns]`, the last dim contiguous, and all of the memory between rows its own.
         labels: int64 `[rows]`; column 0 has the label `first`.
         statistics: float32 `[3, rows]`, the last dim contiguous; is written to.
         first: label of the first column.
@@ -45,7 +46,7 @@ def write_gradient(
     """Overwrite logits with `factors[0] * softmax - factors[1] * is_label - factors[2]`, through the soft cap.
 
     Args:
-        logits: shape `[rows, columns]`, the last dim contiguous.
+        logits: shape `[rows, columns]`, the last dim contiguous, and all of the memory between rows its own.
         labels: int64 `[rows]`; column 0 has the label `first`.
         lse: log-sum-exp of each row, float32 `[rows]`.
         factors: float32 `[3, rows]`, the last dim contiguous.
@@ -167,7 +168,7 @@ def _kernel(
     index = tl.program_id(0).to(tl.int64)
     row = logits_of_rows + index * logits_stride
     label = tl.load(labels + index)
-    column = label - first
+    column = (label - first).to(tl.int32)
     block = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     if READS:
         top = tl.full([LANES], _LOWEST, tl.float32)
@@ -175,10 +176,10 @@ def _kernel(
         total = tl.zeros([LANES], tl.float32)
         for start in range(0, columns, LANES * WIDTH):
             is_in = start + block < columns
-            logits = tl.load(row + start + block, mask=is_in, other=0.0).to(tl.float32)
+            logits = tl.load(row + start + block, mask=start + block < logits_stride).to(tl.float32)
             if HAS_CAP:
                 logits = _capped(logits, soft_cap)
-            total += tl.sum(logits, 1)  # what is behind the row counts as 0
+            total += tl.sum(tl.where(is_in, logits, 0.0), 1)
             logits = tl.where(is_in, logits, float("-inf"))
             higher = tl.maximum(top, tl.max(logits, 1))
             exps = exps * tl.exp2((top - higher) * _LOG2_E)
@@ -208,8 +209,8 @@ def _kernel(
         num_blocks = tl.cdiv(columns, LANES * WIDTH)
         for i in range(num_blocks):
             start = (num_blocks - 1 - i) * LANES * WIDTH
-            is_in = start + block < columns
-            logits = tl.load(row + start + block, mask=is_in, other=0.0).to(tl.float32)
+            is_in = start + block < logits_stride
+            logits = tl.load(row + start + block, mask=is_in).to(tl.float32)
             if HAS_CAP:
                 logits = _capped(logits, soft_cap)
             gradient = of_softmax * tl.exp2((logits - lse) * _LOG2_E) - of_all

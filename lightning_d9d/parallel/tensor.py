@@ -33,8 +33,8 @@ from lightning_d9d.mesh.collectives import all_gather_object
 from lightning_d9d.mesh.sharding import distribute, local_ranges
 from lightning_d9d.modules import GroupedQueryAttention, LMHead, SparseMoE, SplitTokenEmbedding, SwiGLU, TokenEmbedding
 from lightning_d9d.modules.lm_head import Reduction, SplitLMHead
-from lightning_d9d.ops import gather_dim, linear, scatter_sum
-from lightning_d9d.ops.vocab_parallel import vocab_parallel_cross_entropy, vocab_parallel_embedding
+from lightning_d9d.ops import gather_dim, linear, linear_cross_entropy, scatter_sum
+from lightning_d9d.ops.vocab_parallel import vocab_parallel_embedding
 
 _SEQUENCE = 1
 """The dim of tokens in `[batch, seq, hidden]`."""
@@ -243,12 +243,13 @@ def _predict(
 ) -> Tensor:
     weight = module.weight if weight is None else weight
     assert weight is not None, "a head without a weight needs one in the call"
-    logits = linear(gather_dim(x, _SEQUENCE, group_name), weight, own_part=True)
+    x = gather_dim(x, _SEQUENCE, group_name)
     if labels is None:
-        return gather_dim(logits, -1, group_name)
+        return gather_dim(linear(x, weight, own_part=True), -1, group_name)
     first, _ = _rows_of(weight)
-    loss = vocab_parallel_cross_entropy(logits.flatten(0, -2), labels.flatten(), first, group_name, reduction=reduction)
-    return loss.view_as(labels) if reduction == "none" else loss
+    return linear_cross_entropy(
+        x, weight, labels, reduction=reduction, group_name=group_name, first=first, vocab_size=len(weight)
+    )
 
 
 # What is refused
