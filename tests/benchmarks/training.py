@@ -45,7 +45,7 @@ from tests.benchmarks.pipeline_probe import host_syncs
 
 MEMORY_SHARE = 0.75
 """Of a GPU, that all contenders take together; the rest is for the allocator, nccl and cuBLAS."""
-NUMBERS_OF_A_LOSS = 3
+NUMBERS_OF_A_LOSS = 2
 """That ranks with parts of a vocabulary tell each other for each token."""
 
 
