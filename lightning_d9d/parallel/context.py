@@ -68,10 +68,8 @@ class SequenceCut:
         """
         return self.cut(torch.arange(local_length * self.size, device=device), 0)
 
-    def join(self, parts: Tensor | Sequence[Tensor], dim: int) -> Tensor:
-        """Whole sequences along `dim`, from the parts of all ranks: one after the other along `dim`, or as a list."""
-        if not isinstance(parts, Tensor):
-            parts = torch.cat([*parts], dim)
+    def join(self, parts: Tensor, dim: int) -> Tensor:
+        """Whole sequences along `dim`, from the parts of all ranks, one after the other along `dim`."""
         if self.size == 1:
             return parts
         chunks = parts.chunk(2 * self.size, dim)

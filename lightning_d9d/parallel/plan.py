@@ -79,7 +79,9 @@ WHO_SUMS: dict[Layout, dict[str, Summed]] = {
 
 
 def parallelize(stage: nn.Module, mesh: MeshDomains | None, parallel: ParallelConfig) -> None:
-    """Spread a stage over the ranks, in place, in the order in which the kinds of parallelism go together.
+    """Spread experts and weights of a stage over the ranks, and recompute its blocks, in place.
+
+    Tensor and context parallelism are left to `shard_tensors` and `shard_context`, which must know the model.
 
     Args:
         stage: On the meta device.

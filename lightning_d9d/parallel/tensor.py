@@ -45,7 +45,8 @@ def shard_tensors(module: nn.Module, mesh: MeshDomains) -> None:
 
     What it is called with between them has this rank's slice of the tokens. [Note: who holds which tokens]. Mixtures of
     experts are left whole: they compute for their slice alone. Nothing where there is one rank. Collective over all
-    ranks: each cuts the same.
+    ranks: each cuts the same. For stages of a `D9DModule`: in a plain LightningModule nobody sums the gradients of what
+    is not cut over these ranks.
 
     Args:
         module: On the meta device, or with equal values on all ranks. Its data is not sharded yet.

@@ -120,7 +120,7 @@ class Qwen3MoeConfig:
     """Base of the rotary frequencies."""
 
     max_position_embeddings: int = 32_768
-    """Longest sequence the model is meant for; written to exports, not enforced."""
+    """Longest document the model is meant for, in tokens. `Qwen3MoePretraining` does not train on longer ones."""
 
     tie_word_embeddings: bool = False
     """Whether the head uses the embedding's matrix."""
