@@ -267,8 +267,16 @@ class MeshDomains:
             axes: Further axes of `batch` along which the group's ranks differ.
             lane: As for `group`.
             neighbours: They will exchange messages; connect them now.
+
+        Raises:
+            ConfigError: `batch` has no such axis.
         """
         shape = self._shapes["batch"]
+        if unknown := [axis for axis in axes if axis not in shape]:
+            raise ConfigError(
+                f"the domain 'batch' has no axis {unknown[0]!r}, only {', '.join(shape)}: what several pipeline stages "
+                "have in common cannot be spread over it; give each stage experts and attention of its own"
+            )
         ranks = torch.arange(self.config.world_size).view(*shape.values())  # [pp, dp, cp, tp]
         along = [axis for axis, name in enumerate(shape) if name in axes]
         alone = sorted({*range(shape["pp"])} - {rank for part in parts for rank in part})

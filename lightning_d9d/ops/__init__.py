@@ -4,8 +4,8 @@
 with one. Both can put their weight gradients off, with `WeightGradients` and `put_off`, for split backwards.
 `moe_route` chooses the experts of tokens; `moe_permute` and `moe_unpermute` bring tokens there and back, and
 `multihot_from_indices` and `indices_from_multihot` convert the choice from and to a map over all experts.
-`all_to_all_rows` brings rows to other ranks; `gather_dim`, `scatter_sum`, `sum_over` and `share_gradient` are the
-collectives of computations that ranks share.
+`all_to_all_rows` brings rows to other ranks; `gather_dim`, `scatter_sum` and `sum_over` are the collectives of
+computations that ranks share.
 `linear_cross_entropy` is the loss of a product with a vocabulary's matrix, without all logits at a time.
 `vocab_parallel_embedding` and `vocab_parallel_cross_entropy` are of a vocabulary that lies on several ranks.
 `attention` attends causally, within documents if there are some.
@@ -17,7 +17,7 @@ collectives of computations that ranks share.
 
 from lightning_d9d.ops.all_to_all import all_to_all_rows
 from lightning_d9d.ops.attention import attention, document_mask
-from lightning_d9d.ops.collectives import gather_dim, scatter_sum, share_gradient, sum_over
+from lightning_d9d.ops.collectives import gather_dim, scatter_sum, sum_over
 from lightning_d9d.ops.grouped_gemm import grouped_gemm
 from lightning_d9d.ops.linear import linear, split_linears
 from lightning_d9d.ops.linear_cross_entropy import linear_cross_entropy
@@ -54,7 +54,6 @@ __all__ = [
     "rope",
     "round_stochastic_",
     "scatter_sum",
-    "share_gradient",
     "split_linears",
     "sum_over",
     "swiglu",

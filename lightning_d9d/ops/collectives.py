@@ -25,20 +25,23 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def gather_dim(x: Tensor, dim: int, group_name: str) -> Tensor:
+def gather_dim(x: Tensor, dim: int, group_name: str, *, sums_gradients: bool = True) -> Tensor:
     """Joins the parts of all ranks along a dim, in the order of ranks. Collective.
 
-    Its backward is `scatter_sum`. Nothing is copied beyond the message where all dims before `dim` have length 1.
+    Its backward is `scatter_sum`, or takes this rank's part. Nothing is copied beyond the message where all dims before
+    `dim` have length 1.
 
     Args:
         x: This rank's part, with an equal shape and dtype on all ranks.
         dim: Along which the parts follow each other.
         group_name: `group_name` of a process group of torch.
+        sums_gradients: Whether ranks compute different things with the whole, so that the gradient of a part is the sum
+            of theirs. False where all compute the same: the backward has no message then.
 
     Returns:
         The whole, `group size` times as long along `dim`.
     """
-    return x if group_size(group_name) == 1 else torch.ops.lightning_d9d.gather_dim(x, dim, group_name)
+    return x if group_size(group_name) == 1 else torch.ops.lightning_d9d.gather_dim(x, dim, group_name, sums_gradients)
 
 
 def scatter_sum(x: Tensor, dim: int, group_name: str) -> Tensor:
@@ -84,21 +87,6 @@ def sum_over(x: Tensor, group_name: str, *, sums_gradients: bool) -> Tensor:
     return x if group_size(group_name) == 1 else torch.ops.lightning_d9d.sum_over(x, group_name, sums_gradients)
 
 
-def share_gradient(x: Tensor, group_name: str) -> Tensor:
-    """A tensor that all ranks hold, for use in computations that differ: sums the gradient over the ranks. Collective.
-
-    Only the backward has a message.
-
-    Args:
-        x: Equal on all ranks.
-        group_name: `group_name` of a process group of torch.
-
-    Returns:
-        A view of `x`.
-    """
-    return x if group_size(group_name) == 1 else _ShareGradient.apply(x, group_name)
-
-
 def group_size(group_name: str) -> int:
     """How many ranks a process group of torch has, by its `group_name`."""
     return dist.distributed_c10d._get_group_size_by_name(group_name)  # type: ignore[arg-type]
@@ -108,14 +96,14 @@ def _group(group_name: str) -> dist.ProcessGroup:
     return dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
 
 
-def _new_whole(x: Tensor, dim: int, group_name: str) -> Tensor:
+def _new_whole(x: Tensor, dim: int, group_name: str, sums_gradients: bool) -> Tensor:
     shape = list(x.shape)
     shape[dim] *= group_size(group_name)
     return x.new_empty(shape)
 
 
-def _gather(x: Tensor, dim: int, group_name: str) -> Tensor:
-    whole = _new_whole(x, dim, group_name)
+def _gather(x: Tensor, dim: int, group_name: str, sums_gradients: bool) -> Tensor:
+    whole = _new_whole(x, dim, group_name, sums_gradients)
     dim %= x.dim()
     # A message has the ranks as its first dim. Where no dim before is longer than 1, that is the order of the whole.
     is_in_order = x.shape[:dim].numel() == 1
@@ -150,25 +138,19 @@ def _sum(x: Tensor, group_name: str, sums_gradients: bool) -> Tensor:
     return result
 
 
-class _ShareGradient(torch.autograd.Function):
-    """No operator, which could not return its input."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group_name: str) -> Tensor:
-        ctx.group_name = group_name
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        return sum_over(grad_outputs[0], ctx.group_name, sums_gradients=True), None
-
-
 def _keep_dim(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, ctx.dim, ctx.group_name = inputs
 
 
-def _gather_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-    return scatter_sum(gradient, ctx.dim, ctx.group_name), None, None
+def _keep_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.dim, ctx.group_name, ctx.sums_gradients = inputs
+
+
+def _gather_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    if ctx.sums_gradients:
+        return scatter_sum(gradient, ctx.dim, ctx.group_name), None, None, None
+    rank, size = dist.get_rank(_group(ctx.group_name)), group_size(ctx.group_name)
+    return gradient.chunk(size, ctx.dim)[rank].contiguous(), None, None, None
 
 
 def _scatter_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -187,7 +169,14 @@ def _sum_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
 
 # Not torch.library.custom_op, which imports the compiler at the first call.
 for _name, _arguments, _run, _fake, _keep, _backward in (
-    ("gather_dim", "int dim, str group_name", _gather, _new_whole, _keep_dim, _gather_backward),
+    (
+        "gather_dim",
+        "int dim, str group_name, bool sums_gradients",
+        _gather,
+        _new_whole,
+        _keep_gather,
+        _gather_backward,
+    ),
     ("scatter_sum", "int dim, str group_name", _scatter, _new_part, _keep_dim, _scatter_backward),
     ("sum_over", "str group_name, bool sums_gradients", _sum, _new_sum, _keep_sums_gradients, _sum_backward),
 ):

@@ -170,8 +170,8 @@ def shard_head(head: LMHead, mesh: MeshDomains) -> None:
 
 
 def gather_tokens(module: nn.Module, mesh: MeshDomains) -> None:
-    """Let a module be called with the tokens of all slices, in place of this rank's: its first positional argument."""
-    module.register_forward_pre_hook(partial(_gather_first, _group_name(mesh)))
+    """Let a module see the tokens of all slices where it is called with this rank's, as its first argument."""
+    module.forward = partial(_with_all_tokens, module, _group_name(mesh))
 
 
 def cut_rows(module: nn.Linear, mesh: MeshDomains, *, num_shards: int | None = None) -> None:
@@ -216,8 +216,8 @@ def _rows_of(weight: Tensor) -> tuple[int, bool]:
 # Forwards of modules that are cut
 
 
-def _gather_first(group_name: str, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    return gather_dim(inputs[0], _SEQUENCE, group_name), *inputs[1:]
+def _with_all_tokens(module: nn.Module, group_name: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return type(module).forward(module, gather_dim(x, _SEQUENCE, group_name), *args, **kwargs)
 
 
 def _own_outputs(module: nn.Linear, input: Tensor) -> Tensor:
@@ -246,7 +246,8 @@ def _predict(
     assert weight is not None, "a head without a weight needs one in the call"
     x = gather_dim(x, _SEQUENCE, group_name)
     if labels is None:
-        return gather_dim(linear(x, weight, own_part=True), -1, group_name)
+        logits = linear(x, weight, own_part=True)
+        return gather_dim(logits, -1, group_name, sums_gradients=False)  # what all ranks make of them is one loss
     first, _ = _rows_of(weight)
     return linear_cross_entropy(
         x, weight, labels, reduction=reduction, group_name=group_name, first=first, vocab_size=len(weight)

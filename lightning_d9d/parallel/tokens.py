@@ -111,11 +111,18 @@ def own_chunks(batch: Any, dims: Mapping[str, int], tokens: TokenPart, padding: 
             a name, or 0. None: they are refused.
 
     Raises:
-        ConfigError: The batch is no mapping, sequences have different lengths, or their length cannot be shared.
+        ConfigError: The batch is no mapping or has none of the tensors, sequences have different lengths, or their
+            length cannot be shared.
     """
     if tokens.multiple == 1 or not dims:
         return batch
     length = sequence_length(batch, dims)
+    if length == 0 and tokens.cut.size > 1:
+        raise ConfigError(
+            f"a batch has {', '.join(map(str, batch)) or 'nothing'}, and none of the tensors {', '.join(dims)} that "
+            "sequence_dims names, so there are no sequences to cut over the ranks of context parallelism; name the "
+            "batch's own tensors with tokens there"
+        )
     missing = -length % tokens.multiple
     if missing and padding is None:
         raise ConfigError(

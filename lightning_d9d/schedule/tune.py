@@ -127,7 +127,8 @@ class Auto(Schedule):
     """Chooses schedule, stages and size of microbatches by what steps are predicted to take.
 
     It tries the schedules of this package with all sizes of microbatches on paper, under a memory cap. It has no
-    program of its own: `choose` says which schedule to use.
+    program of its own: `choose` says which schedule to use. Each rank is taken to hold its layers whole and to compute
+    whole sequences: where weights are sharded or sequences shared, it takes less memory than is predicted.
 
     Args:
         batch_size: Rows that one data-parallel rank gets for a step.

@@ -67,7 +67,7 @@ def predict(module: D9DModule, batch: Any, share: bool = True) -> Any:
 def _join_chunks(module: D9DModule, output: Any, batch: Any) -> Any:
     """The predictions for whole sequences, without padding."""
     dim, tokens = module.prediction_dim, module.pipeline.tokens
-    if dim is None or tokens.multiple == 1:
+    if dim is None or tokens.multiple == 1 or not module.sequence_dims:
         return output
     length = sequence_length(batch, module.sequence_dims)
     return tree_map(lambda t: tokens.join(t, dim).narrow(dim, 0, length) if isinstance(t, Tensor) else t, output)

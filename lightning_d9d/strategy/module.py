@@ -199,7 +199,8 @@ class D9DModule(L.LightningModule):
         if _places(self._built) != _places(infos):
             return True
         has_configuration = hasattr(self._strategy, "parallel_in_effect")  # others run whole stages as they are
-        return self._spread != self._spread_now and (has_configuration or is_sharded(self.stages))
+        is_spread = is_sharded(self.stages) or self._spread[0] != MeshConfig()
+        return self._spread != self._spread_now and (has_configuration or is_spread)
 
     def _on_meta(self, infos: Iterable[StageInfo]) -> list[nn.Module]:
         with torch.device("meta"):

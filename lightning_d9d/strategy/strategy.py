@@ -196,6 +196,7 @@ class D9DStrategy(AlignedStrategy):
         """Make groups while all ranks are here, some of whose stages may have no use for one. Collective."""
         if self.world_size > 1 and self.mesh.sizes["cp"] * self.mesh.sizes["tp"] > 1:
             self.mesh.group("dp", "cp", "tp")
+            self.mesh.group("dp_replicate", "cp_replicate")
         if self.world_size > 1 and self.mesh.sizes["ep_shard"] > 1:
             self.mesh.group("ep_shard", lane="moe")
             if are_units(self.mesh, self.parallel_in_effect):

@@ -245,13 +245,15 @@ class TrainStep:
         return loss, dict(zip(reported.metrics, metrics, strict=True))
 
     def _check_frozen_alike(self) -> None:
-        """At the start of an epoch: data ranks sum the gradients of the same parameters."""
-        if self.group is None:
+        """At the start of an epoch: the ranks of a stage sum the gradients of the same parameters."""
+        if self.pipeline.mesh is None:
             return
         lines = [f"{name} {'trained' if p.requires_grad else 'frozen'}" for name, p in self.module.named_parameters()]
-        if difference := first_difference(lines, self.group):
+        group = self.group if self.pipeline.tokens.num_slices == 1 else self.pipeline.mesh.group("dp", "cp", "tp")
+        if difference := first_difference(lines, group):
             raise ConfigError(
-                f"data-parallel ranks train different parameters: {difference}. Set requires_grad alike on all ranks"
+                f"ranks with the same stages train different parameters: {difference}. Set requires_grad alike on all "
+                "ranks"
             )
 
     def _set_aside(self) -> None:

@@ -147,6 +147,7 @@ CASES = [
     Case("tp2", fast=True),
     Case("tp2", heads=(4, 2), tied=True, fast=True),
     Case("tp2", data=Data(6, packed=True), parallel=RECOMPUTED[0], fast=True),
+    Case("tp2", parallel=ParallelConfig(recompute="attention")),
     Case("tp4", heads=(4, 2), data=TOKENS_8),
     Case("tp4", heads=(4, 1), data=TOKENS_8),
     Case("tp4", heads=(8, 4), data=TOKENS_8, accumulated=2),

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_d9d import ConfigError
-from lightning_d9d.ops import gather_dim, scatter_sum, share_gradient, sum_over
+from lightning_d9d.ops import gather_dim, scatter_sum, sum_over
 from tests.harness.compare import assert_bitwise_equal
 from tests.harness.ranks import RankContext
 
@@ -88,24 +88,17 @@ def test_sums_on_four(rank: RankContext) -> None:
     check_sums(rank, torch.float64)
 
 
-def check_shared_gradient(rank: RankContext, dtype: torch.dtype) -> None:
-    factors = [draw(seed, (3, 4), dtype) for seed in range(rank.world_size)]
-    x = factors[0].clone().to(rank.device).requires_grad_()
-    y = share_gradient(x, rank.group.group_name)
-    assert y.data_ptr() == x.data_ptr()
-    y.backward(strided(factors[rank.rank].to(rank.device)))
-    assert_bitwise_equal("dx", x.grad, sum(factors))
-
-
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_shared_gradient_on_two(rank: RankContext, dtype: torch.dtype) -> None:
-    check_shared_gradient(rank, dtype)
-
-
-@pytest.mark.ranks(4)
-def test_shared_gradient_on_four(rank: RankContext) -> None:
-    check_shared_gradient(rank, torch.float64)
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_gather_for_one_computation(rank: RankContext, dim: int) -> None:
+    """All ranks make the same of the whole: each part's gradient is its own, as it came."""
+    parts = [draw(seed, (2, 3, 4), torch.float64) for seed in range(2)]
+    factor = draw(2, torch.cat(parts, dim).shape, torch.float64)
+    x = parts[rank.rank].clone().to(rank.device).requires_grad_()
+    whole = gather_dim(x, dim, rank.group.group_name, sums_gradients=False)
+    whole.backward(strided(factor.to(rank.device)))
+    assert_bitwise_equal("whole", whole, torch.cat(parts, dim))
+    assert_bitwise_equal("dx", x.grad, factor.chunk(2, dim)[rank.rank])
 
 
 @pytest.mark.ranks(2)
@@ -120,10 +113,10 @@ def test_integers_and_wrong_lengths(rank: RankContext) -> None:
 def test_gradients_of_expanded_sums(rank: RankContext) -> None:
     name = rank.group.group_name
     x = torch.ones(2, 2, device=rank.device, requires_grad=True)
-    whole = gather_dim(share_gradient(x, name), 1, name)
+    whole = gather_dim(x, 1, name)
     sum_over(scatter_sum(whole, 0, name), name, sums_gradients=True).sum().backward()
     # Each step from the loss back to `x` sums over 2 ranks, but for the gather of the scatter.
-    assert x.grad.tolist() == [[8.0, 8.0]] * 2
+    assert x.grad.tolist() == [[4.0, 4.0]] * 2
 
 
 @pytest.mark.ranks(2)
@@ -136,7 +129,7 @@ def test_compiled_as_one_operator_each(rank: RankContext) -> None:
         return graph
 
     def compute(x: Tensor) -> Tensor:
-        part = scatter_sum(gather_dim(share_gradient(x.sin(), name), 1, name).cos(), 0, name)
+        part = scatter_sum(gather_dim(x.sin(), 1, name).cos(), 0, name)
         return sum_over(part.exp(), name, sums_gradients=True).sin()
 
     x = torch.randn(4, 3, device=rank.device, requires_grad=True)
@@ -158,7 +151,6 @@ def test_one_rank_has_no_messages(rank: RankContext) -> None:
     name = alone.group_name
     x = torch.ones(3, 5, device=rank.device, requires_grad=True)
     results = [gather_dim(x, 0, name), scatter_sum(x, 1, name), sum_over(x, name, sums_gradients=True)]
-    results.append(share_gradient(x, name))
     dist.destroy_process_group(alone)
     assert all(result is x for result in results)
 
@@ -171,7 +163,8 @@ def test_registration_passes_torchs_checks() -> None:
         for shape, dim in PARTS:
             x = strided(torch.randn(shape)).requires_grad_()
             for op, arguments in (
-                (ops.gather_dim, (dim, name)),
+                (ops.gather_dim, (dim, name, True)),
+                (ops.gather_dim, (dim, name, False)),
                 (ops.scatter_sum, (dim, name)),
                 (ops.sum_over, (name, True)),
                 (ops.sum_over, (name, False)),

@@ -184,12 +184,12 @@ class Rig:
         self.stages = {info.index: Part(info, **options).to(device, dtype_on(device)) for info in self.pipeline.stages}
         share_equal_names(self.stages.values())
         self.names = {p: name for stage in self.stages.values() for name, p in stage.named_parameters()}
-        self.tied = self.pipeline.find_tied(self.names)
+        self.tied = self.pipeline.find_tied(self.names, lambda parameter: ["dp"])
         trained = [parameter for parameter in self.names if parameter.requires_grad]
         parts, parts_of_stage = parts_of(trained, self.stages, self.tied, lambda _: None)
         dtype = None if device.type == "cpu" else torch.float32
         self.buckets = GradientBuckets(parts, dtype=dtype, bucket_mb=1e-4)
-        self.data_parallel = DataParallelStages(self.buckets, parts_of_stage, {}, {})
+        self.data_parallel = DataParallelStages(self.buckets, parts_of_stage, {}, {}, {})
         num_stages = len(self.pipeline.placement)
         self.executor = Executor(self.stages, num_stages, Tokens(), nullcontext, self.pipeline.messages)
         self.outputs: list[weakref.ref[Tensor]] = []

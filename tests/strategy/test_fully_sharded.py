@@ -552,7 +552,7 @@ class FreezesOnRank0(L.Callback):
 def test_ranks_train_the_same_parameters(rank: RankContext, mesh: dict[str, int]) -> None:
     options: dict[str, Any] = {"use_distributed_sampler": False, "max_steps": 1, "callbacks": [FreezesOnRank0()]}
     run = trainer(D9DStrategy(mesh=MeshConfig(**mesh)), 2, rank.device.type, **options)
-    with pytest.raises(ConfigError, match="data-parallel ranks train different parameters"):
+    with pytest.raises(ConfigError, match="ranks with the same stages train different parameters"):
         run.fit(Watched(CONFIG, 1))
 
 

@@ -10,11 +10,21 @@ from typing import Any, ClassVar, NamedTuple
 import lightning as L
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_d9d import ConfigError, D9DModule, D9DStrategy, MeshConfig, ParallelConfig, StageInfo, WeightedLoss
+from lightning_d9d import (
+    ConfigError,
+    D9DModule,
+    D9DStrategy,
+    MeshConfig,
+    ParallelConfig,
+    StageInfo,
+    StageInputs,
+    WeightedLoss,
+)
 from lightning_d9d.callbacks import HuggingFaceExport, TextSample
 from lightning_d9d.models.qwen3_moe import (
     Qwen3MoeConfig,
@@ -210,6 +220,10 @@ class TakesAnything(Watched):
         pass
 
 
+class Mistyped(TakesAnything):
+    sequence_dims: ClassVar = {"tokens": 1}
+
+
 class Refusal(NamedTuple):
     text: str
     mesh: dict[str, int] = TP2
@@ -266,6 +280,9 @@ REFUSED = {
     "plain module": Refusal(r"context_parallel_shard=2: Plain is a plain LightningModule.*", CP2, module=Plain),
     "no sequences": Refusal(
         r"context_parallel_shard=2: NoSequences.sequence_dims is empty.*set it", CP2, module=NoSequences
+    ),
+    "no tensor with tokens": Refusal(
+        r"input_ids, labels, and none of the tensors tokens that sequence_dims names", CP2, module=Mistyped
     ),
     "other data": Refusal(r"ranks \[0, 1\] read different first train batches", CP2, batch="by rank"),
     "other data, tp": Refusal(r"ranks \[0, 1\] read different first train batches", TP2, batch="by rank"),
@@ -402,6 +419,30 @@ def test_narrow_numbers_are_near_wide_ones(rank: RankContext, mesh: dict[str, in
     assert_tensors_close(module.seen.gradients[0], expected.gradients[0])
     rounded = tolerance_for(Kind.LOSS, torch.bfloat16)
     assert_close_named("loss", module.seen.losses[0], expected.losses[0], kind=Kind.LOSS, tolerance=rounded)
+
+
+class FromLogits(Watched):
+    """The loss of the base class, made here."""
+
+    def microbatch_inputs(self, microbatch: Any) -> StageInputs:
+        return StageInputs(first={"input_ids": microbatch["input_ids"]})
+
+    def microbatch_loss(self, output: Any, microbatch: Any) -> WeightedLoss:
+        logits, labels = output.logits.flatten(0, 1), microbatch["labels"].flatten()
+        return WeightedLoss(F.cross_entropy(logits, labels, reduction="sum"), self.microbatch_weight(microbatch))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mesh", [TP2, CP2], ids=["tp", "cp"])
+def test_losses_may_be_made_from_logits(rank: RankContext, mesh: dict[str, int]) -> None:
+    data = Data(8)
+    L.seed_everything(SEED, verbose=False)
+    expected = on_one_process(SMALL, steps=2, data=data)
+    L.seed_everything(SEED, verbose=False)
+    module = FromLogits(SMALL, 2, data=data)
+    trainer(D9DStrategy(mesh=MeshConfig(**mesh)), 2, rank.device.type, max_epochs=1, **QUIET).fit(module)
+    for ours, theirs in zip(module.seen.gradients, expected.gradients, strict=True):
+        assert_tensors_close(ours, theirs)
 
 
 @functools.cache
