@@ -79,8 +79,8 @@ def check_layout(module: nn.Module, mesh: MeshDomains, group: dist.ProcessGroup 
         ranks = set(dist.get_process_group_ranks(mesh.group(axis)))
         if axis == "ep_shard":  # its ranks are those of other axes, too
             lies_on_it = any(axis in (each.mesh_dim_names or ()) for each in meshes)
-        else:  # experts do not count: their ranks are those of all axes
-            lies_on_it = any(ranks <= _ranks(each) for each in meshes if not _is_of_experts(each))
+        else:  # the ranks of experts are tensor ranks, too, without being cut over them
+            lies_on_it = any(ranks <= _ranks(each) for each in meshes if axis != "tp" or not _is_of_experts(each))
         if mesh.sizes["pp"] > 1:  # a stage may have no such parameter
             lies_on_it = any(all_gather_object(lies_on_it, mesh.group("pp")))
         if not lies_on_it:
