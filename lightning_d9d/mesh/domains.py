@@ -126,13 +126,17 @@ class MeshDomains:
         """
         if "weights" not in self._meshes:
             shape = self._tensor_shapes.get("dense", self._shapes["dense"])
-            tensor = [axis for axis in shape if axis.startswith("tp")]
             self._open()
-            axes = [("pp",), ("dp_replicate", "cp_replicate"), ("dp_cp_shard",), *((axis,) for axis in tensor)]
+            axes = [
+                ("pp",),
+                ("dp_replicate", "cp_replicate"),
+                ("dp_cp_shard",),
+                *((axis,) for axis in self.tensor_axes),
+            ]
             groups = [self._group(shape, each, "dense") for each in axes]
             ranks = torch.arange(self.config.world_size, dtype=torch.int).view(*shape.values())
             ranks = ranks.movedim([*shape].index("cp_replicate"), 2).flatten(1, 2)
-            names = ("pp", "dp_cp_replicate", "dp_cp_shard", *tensor)
+            names = ("pp", "dp_cp_replicate", "dp_cp_shard", *self.tensor_axes)
             self._meshes["weights"] = DeviceMesh.from_group(groups, self.device_type, mesh=ranks, mesh_dim_names=names)
         return self._meshes["weights"]["dp_cp_replicate", "dp_cp_shard", *self.tensor_axes]
 

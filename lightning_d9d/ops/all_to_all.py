@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_d9d.ops.collectives import group_named
+
 _NAME = "lightning_d9d::all_to_all_rows"
 
 
@@ -35,8 +37,7 @@ def _new_rows(rows: Tensor, received: Sequence[int], sent: Sequence[int], group_
 
 def _exchange(rows: Tensor, received: Sequence[int], sent: Sequence[int], group_name: str) -> Tensor:
     result = _new_rows(rows, received, sent, group_name)
-    group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
-    dist.all_to_all_single(result, rows.contiguous(), list(received), list(sent), group=group)
+    dist.all_to_all_single(result, rows.contiguous(), list(received), list(sent), group=group_named(group_name))
     return result
 
 

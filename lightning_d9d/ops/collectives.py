@@ -92,7 +92,8 @@ def group_size(group_name: str) -> int:
     return dist.distributed_c10d._get_group_size_by_name(group_name)  # type: ignore[arg-type]
 
 
-def _group(group_name: str) -> dist.ProcessGroup:
+def group_named(group_name: str) -> dist.ProcessGroup:
+    """A process group of torch, by its `group_name`."""
     return dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
 
 
@@ -108,7 +109,7 @@ def _gather(x: Tensor, dim: int, group_name: str, sums_gradients: bool) -> Tenso
     # A message has the ranks as its first dim. Where no dim before is longer than 1, that is the order of the whole.
     is_in_order = x.shape[:dim].numel() == 1
     parts = whole if is_in_order else torch.empty_like(whole)
-    all_gather_single(parts.view(-1), x.contiguous().view(-1), group=_group(group_name))
+    all_gather_single(parts.view(-1), x.contiguous().view(-1), group=group_named(group_name))
     if not is_in_order:
         size = group_size(group_name)
         whole.unflatten(dim, (size, -1)).copy_(parts.view(size, *x.shape).movedim(0, dim))
@@ -124,7 +125,7 @@ def _new_part(x: Tensor, dim: int, group_name: str) -> Tensor:
 def _scatter(x: Tensor, dim: int, group_name: str) -> Tensor:
     part = _new_part(x, dim, group_name)
     parts = x.unflatten(dim, (group_size(group_name), -1)).movedim(dim % x.dim(), 0).contiguous()
-    reduce_scatter_single(part.view(-1), parts.view(-1), group=_group(group_name))
+    reduce_scatter_single(part.view(-1), parts.view(-1), group=group_named(group_name))
     return part
 
 
@@ -134,7 +135,7 @@ def _new_sum(x: Tensor, group_name: str, sums_gradients: bool) -> Tensor:
 
 def _sum(x: Tensor, group_name: str, sums_gradients: bool) -> Tensor:
     result = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(result, group=_group(group_name))
+    dist.all_reduce(result, group=group_named(group_name))
     return result
 
 
@@ -149,7 +150,7 @@ def _keep_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _gather_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
     if ctx.sums_gradients:
         return scatter_sum(gradient, ctx.dim, ctx.group_name), None, None, None
-    rank, size = dist.get_rank(_group(ctx.group_name)), group_size(ctx.group_name)
+    rank, size = dist.get_rank(group_named(ctx.group_name)), group_size(ctx.group_name)
     return gradient.chunk(size, ctx.dim)[rank].contiguous(), None, None, None
 
 

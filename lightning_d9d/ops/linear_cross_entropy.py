@@ -38,7 +38,7 @@ from lightning_d9d.ops.collectives import gather_dim, group_size, sum_over
 from lightning_d9d.ops.kernels import runs_triton
 from lightning_d9d.ops.linear import autocast_dtype, linear
 from lightning_d9d.ops.sharded_weights import is_cut, local_part
-from lightning_d9d.ops.vocab_parallel import _check_labels, vocab_parallel_cross_entropy
+from lightning_d9d.ops.vocab_parallel import check_labels, own_columns, vocab_parallel_cross_entropy
 from lightning_d9d.ops.weight_gradients import AT_ONCE, WeightGradients, receiver
 
 _MOST_ROUNDINGS = 8
@@ -437,7 +437,7 @@ def _forward(
     """
     options, wanted = _Options(*arguments[:-4]), arguments[-4:]
     is_counted = labels != options.ignore_index
-    _check_labels(labels, is_counted & ((labels < 0) | (labels >= options.vocab_size)))
+    check_labels(labels, is_counted & ((labels < 0) | (labels >= options.vocab_size)))
     matrix = weight.to(x.dtype)
     gradients = _Gradients(x, weight, matrix, bias, options, wanted) if any(wanted) else None
     statistics = x.new_empty(3, len(x), dtype=torch.promote_types(x.dtype, torch.float32))
@@ -619,7 +619,7 @@ def _write_statistics(logits: Tensor, labels: Tensor, statistics: Tensor, option
         kernels.write_statistics(logits, labels, statistics, first=options.first, soft_cap=options.soft_cap)
     else:
         wide = _capped(logits.to(statistics.dtype), options.soft_cap)
-        column, is_ours = _column(logits, labels, options.first)
+        column, is_ours = own_columns(logits, labels, options.first)
         at_label = wide.gather(1, column).squeeze(1).masked_fill(~is_ours, 0) if wide.shape[1] else wide.sum(1)
         torch.stack([wide.logsumexp(1), at_label, wide.sum(1)], out=statistics)
     if options.group_name:
@@ -647,7 +647,7 @@ def _write_gradient(logits: Tensor, labels: Tensor, lse: Tensor, factors: Tensor
     if not logits.shape[1]:
         return
     of_softmax, of_label, of_all = factors.unsqueeze(2)
-    column, is_ours = _column(logits, labels, options.first)
+    column, is_ours = own_columns(logits, labels, options.first)
     wide = _capped(logits.to(lse.dtype), options.soft_cap)
     gradient = (wide - lse.unsqueeze(1)).exp_().mul_(of_softmax).sub_(of_all)
     gradient.scatter_add_(1, column, -of_label * is_ours.unsqueeze(1))
@@ -658,13 +658,6 @@ def _write_gradient(logits: Tensor, labels: Tensor, lse: Tensor, factors: Tensor
 
 def _capped(logits: Tensor, soft_cap: float) -> Tensor:
     return soft_cap * torch.tanh(logits / soft_cap) if soft_cap else logits
-
-
-def _column(logits: Tensor, labels: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    """Which column is each label's, `[tokens, 1]`, and whether it is one of this rank's, `[tokens]`; else it is any."""
-    columns = logits.shape[1]
-    is_ours = (labels >= first) & (labels < first + columns)
-    return (labels - first).clamp(0, max(0, columns - 1)).unsqueeze(1), is_ours
 
 
 _OPTIONS = (

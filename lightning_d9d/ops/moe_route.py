@@ -200,7 +200,7 @@ def _backward(
 ) -> Tensor:
     from lightning_d9d.ops import moe_route_kernels
 
-    result = weights.new_empty(len(weights), num_experts, dtype=dtype)
+    result = _new_gradient(of_weights, of_scores, logits, indices, weights, sigmoid, normalize, num_experts, dtype)
     moe_route_kernels.backward(of_weights, of_scores, logits, indices, weights, sigmoid, normalize, result)
     return result
 

@@ -103,7 +103,7 @@ def vocab_parallel_embedding(ids: Tensor, weight: Tensor, first: int, *, is_firs
     return F.embedding(local, weight).masked_fill(~is_ours.unsqueeze(-1), 0)
 
 
-def _own_columns(logits: Tensor, labels: Tensor, first: int) -> tuple[Tensor, Tensor]:
+def own_columns(logits: Tensor, labels: Tensor, first: int) -> tuple[Tensor, Tensor]:
     """Which column is each label's, `[tokens, 1]`, and whether it is one of this rank's, `[tokens]`; else it is any."""
     num_columns = logits.shape[1]
     is_ours = (labels >= first) & (labels < first + num_columns)
@@ -117,7 +117,7 @@ def _num_rows_at_once(logits: Tensor) -> int:
 def _loss(logits: Tensor, labels: Tensor, first: int, group_name: str, ignore_index: int) -> tuple[Tensor, Tensor]:
     """The loss of each token, and the logarithm of the sum of the exponentials of all its logits."""
     wide = torch.promote_types(logits.dtype, torch.float32)
-    columns, is_ours = _own_columns(logits, labels, first)
+    columns, is_ours = own_columns(logits, labels, first)
     if runs_triton(logits):
         from lightning_d9d.ops import vocab_parallel_kernels
 
@@ -128,12 +128,13 @@ def _loss(logits: Tensor, labels: Tensor, first: int, group_name: str, ignore_in
     own = torch.stack([own_lse, own_label.masked_fill(~is_ours, 0), is_ours.to(wide)])
     lses, at_label, owners = gather_dim(own.unsqueeze(0), 0, group_name).unbind(1)
     is_counted = labels != ignore_index
-    _check_labels(labels, is_counted & (owners.sum(0) == 0))
+    check_labels(labels, is_counted & (owners.sum(0) == 0))
     lse = lses.logsumexp(0)
     return (lse - at_label.sum(0)).masked_fill(~is_counted, 0), lse
 
 
-def _check_labels(labels: Tensor, is_outside: Tensor) -> None:
+def check_labels(labels: Tensor, is_outside: Tensor) -> None:
+    """Raise IndexError if a label is outside of the vocabulary: on the CPU. On CUDA a kernel fails."""
     if labels.device.type != "cpu":
         torch._assert_async(~is_outside.any(), "a label is outside of the vocabulary")
     elif is_outside.any():
@@ -157,7 +158,7 @@ def _gradient(
     result = _new_gradient(logits, labels, lse, dloss, first, ignore_index, triton)
     if not logits.shape[1]:
         return result
-    columns, is_ours = _own_columns(logits, labels, first)
+    columns, is_ours = own_columns(logits, labels, first)
     label_part = is_ours.to(lse.dtype).neg().unsqueeze(1)
     tensors = (result, logits, lse.unsqueeze(1), columns, label_part, factors.unsqueeze(1))
     for into, *rows in zip(*(tensor.split(_num_rows_at_once(logits)) for tensor in tensors), strict=True):

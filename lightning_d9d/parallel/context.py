@@ -28,7 +28,7 @@ from lightning_d9d.mesh.sharding import local
 from lightning_d9d.modules import GroupedQueryAttention
 from lightning_d9d.ops import all_to_all_rows, attention, gather_dim
 from lightning_d9d.ops.attention_block import attention_block, attention_block_backward, merge, wide
-from lightning_d9d.ops.collectives import all_gather_single, reduce_scatter_single
+from lightning_d9d.ops.collectives import all_gather_single, group_named, reduce_scatter_single
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ class _Blocks:
     """What this rank's queries attend to. [Note: who holds what]."""
 
     def __init__(self, q: Tensor, documents: Tensor | None, group_name: str) -> None:
-        self.group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
+        self.group = group_named(group_name)
         self.rank, self.size = self.group.rank(), self.group.size()
         self.own = slice(self.rank, self.rank + 1)
         self._half = q.shape[2] // 2

@@ -25,9 +25,8 @@ class DataParallelStages:
         buckets: Of this rank's replicated parameters; None where nothing is reduced or accumulated in any.
         parts: For each stage the parts of the buckets that its parameters are in.
         sharded: Stages with fully sharded parameters.
-        tied: Fully sharded parameters that other ranks of the pipeline have, too.
-        afterwards: Other fully sharded parameters, by the ranks over which their reduced gradients are still to be
-            summed.
+        afterwards: Fully sharded parameters, by the ranks over which their reduced gradients are still to be summed: of
+            tensor parallelism, and those of the pipeline that have them, too. All of these have the same in this order.
     """
 
     def __init__(
@@ -35,14 +34,11 @@ class DataParallelStages:
         buckets: GradientBuckets | None,
         parts: Mapping[int, Sequence[int]],
         sharded: Mapping[int, FullySharded],
-        tied: Mapping[nn.Parameter, Tie],
         afterwards: Mapping[dist.ProcessGroup, Sequence[nn.Parameter]],
     ) -> None:
         self.buckets = buckets
         self.parts = parts
         self.sharded = sharded
-        self.tied = sorted(tied, key=lambda parameter: (tied[parameter].ranks, tied[parameter].name))
-        self.group_of_tie = {parameter: tied[parameter].group for parameter in self.tied}
         self.afterwards = afterwards
         self._reduces = False
 
@@ -93,13 +89,16 @@ class DataParallelStages:
         buckets = None
         if any(part.parameters for part in parts):
             buckets = GradientBuckets(parts, dtype=dtype, at_least=at_least, bucket_mb=grad_sync.bucket_mb)
-        tied_shards = {parameter: tie for parameter, tie in tied.items() if parameter in units}
         afterwards: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
+        for parameter in sorted(
+            units & tied.keys(), key=lambda parameter: (tied[parameter].ranks, tied[parameter].name)
+        ):
+            afterwards.setdefault(tied[parameter].group, []).append(parameter)
         for parameter in (each for each in trained if each in units and each not in tied):
             assert mesh is not None
             if (group := group_of(layout_of(parameter, units), mesh, Summed.AFTERWARDS)) is not None:
                 afterwards.setdefault(group, []).append(parameter)
-        return cls(buckets, parts_of_stage, sharded, tied_shards, afterwards)
+        return cls(buckets, parts_of_stage, sharded, afterwards)
 
     @property
     def has_work(self) -> bool:
@@ -150,9 +149,6 @@ class DataParallelStages:
             return
         if self.buckets is not None:
             self.buckets.finish()
-        for parameter in self.tied:
-            if parameter.grad is not None:
-                dist.all_reduce(local(parameter.grad), group=self.group_of_tie[parameter])
         for group, parameters in self.afterwards.items():
             _sum_together([local(p.grad) for p in parameters if p.grad is not None], group)
 

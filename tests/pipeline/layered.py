@@ -189,7 +189,7 @@ class Rig:
         parts, parts_of_stage = parts_of(trained, self.stages, self.tied, lambda _: None)
         dtype = None if device.type == "cpu" else torch.float32
         self.buckets = GradientBuckets(parts, dtype=dtype, bucket_mb=1e-4)
-        self.data_parallel = DataParallelStages(self.buckets, parts_of_stage, {}, {}, {})
+        self.data_parallel = DataParallelStages(self.buckets, parts_of_stage, {}, {})
         num_stages = len(self.pipeline.placement)
         self.executor = Executor(self.stages, num_stages, Tokens(), nullcontext, self.pipeline.messages)
         self.outputs: list[weakref.ref[Tensor]] = []
