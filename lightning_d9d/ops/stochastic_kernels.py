@@ -138,8 +138,8 @@ def _store(pointer, values, random, mask, WIDE: tl.constexpr):
 @triton.jit(do_not_specialize=["seed", "first_block"])
 def _round(target, source, count, seed, first_block, shift, TILE: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * TILE
-    block = tl.to_tensor(first_block).to(tl.int64) + start // 8 + tl.arange(0, TILE // 8)
-    key, none = tl.to_tensor(seed).to(tl.int64), tl.zeros([TILE // 8], tl.uint32)
+    block = first_block.to(tl.int64) + start // 8 + tl.arange(0, TILE // 8)
+    key, none = seed.to(tl.int64), tl.zeros([TILE // 8], tl.uint32)
     key0, key1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
     w0, w1, w2, w3 = _philox(block.to(tl.uint32), (block >> 32).to(tl.uint32), none, none, key0, key1)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
@@ -192,7 +192,7 @@ def _adamw(
         tl.load(scalars + 2),
         tl.load(scalars + 3),
     )
-    key0, key1 = tl.to_tensor(seed).to(tl.uint32), tl.load(scalars + 4).to(tl.uint32)
+    key0, key1 = seed.to(tl.uint32), tl.load(scalars + 4).to(tl.uint32)
     is_aligned = ((parameter | gradient | exp_avg | exp_avg_sq) & 15) == 0
     lanes = tl.arange(0, TILE)
     for start in range(begin, tl.minimum(begin + CHUNK, count), TILE):
