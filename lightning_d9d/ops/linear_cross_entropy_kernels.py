@@ -130,13 +130,13 @@ def _launch(
 @triton.jit
 def _capped(logits, soft_cap):
     # tanh by exponentials loses digits near 0, where the series is exact to float32.
-    x = logits / soft_cap
+    x = tl.div_rn(logits, soft_cap)
     square = x * x
     series = square * (62 / 2835) - 17 / 315
     series = series * square + 2 / 15
     series = series * square - 1 / 3
     exp = tl.exp2(tl.abs(x) * (-2 * _LOG2_E))
-    far = (1 - exp) / (1 + exp)
+    far = tl.div_rn(1 - exp, 1 + exp)
     return soft_cap * tl.where(square < 0.0625, x + x * square * series, tl.where(x < 0, -far, far))
 
 

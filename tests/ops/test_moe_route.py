@@ -41,7 +41,7 @@ def check(num_tokens: int, num_experts: int, top_k: int, dtype: torch.dtype, dev
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shapes_and_dtypes(device: str, shape: tuple[int, int, int], scores: str, normalize: bool) -> None:
-    for dtype in dtypes(device) if shape[1] < 100 else dtypes(device)[-1:]:
+    for dtype in dtypes(device) if shape[1] < 100 else [torch.float16]:  # in bfloat16 some of so many are equal
         check(*shape, dtype, device, scores=scores, normalize=normalize)
 
 

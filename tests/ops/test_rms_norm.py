@@ -25,7 +25,8 @@ def inputs(*shape: int, has_residual: bool = False) -> dict[str, torch.Tensor]:
 
 
 def check(tensors, dtype, device, **options):
-    check_op(rms_norm, rms_norm_reference, tensors, dtype, device, eps=1e-3, **options)
+    # eps is so large that the two summands of the gradient of a row of one number do not cancel
+    check_op(rms_norm, rms_norm_reference, tensors, dtype, device, eps=0.25, **options)
 
 
 @DEVICES
