@@ -18,7 +18,7 @@ computations that ranks share.
 from lightning_d9d.ops.all_to_all import all_to_all_rows
 from lightning_d9d.ops.attention import attention, document_mask
 from lightning_d9d.ops.collectives import gather_dim, scatter_sum, sum_over
-from lightning_d9d.ops.grouped_gemm import grouped_gemm
+from lightning_d9d.ops.grouped_gemm import grouped_gemm, using_grouped_gemm
 from lightning_d9d.ops.linear import linear, split_linears
 from lightning_d9d.ops.linear_cross_entropy import linear_cross_entropy
 from lightning_d9d.ops.moe_permute import Permutation, moe_permute, moe_unpermute
@@ -57,6 +57,7 @@ __all__ = [
     "split_linears",
     "sum_over",
     "swiglu",
+    "using_grouped_gemm",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_embedding",
 ]

@@ -1,24 +1,41 @@
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any, Literal, get_args
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
+from lightning_d9d.errors import ConfigError
 from lightning_d9d.ops.linear import autocast_dtype
 from lightning_d9d.ops.sharded_weights import local_part
 from lightning_d9d.ops.weight_gradients import AT_ONCE, WeightGradients, receiver
 
-_NATIVE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+GroupedGemmBackend = Literal["auto", "torch", "nv", "eager"]
+
+_NAME = "lightning_d9d::grouped_gemm"
+_WEIGHT_GRADIENT = "lightning_d9d::grouped_gemm_weight_gradient"
+_TORCH_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_chosen: GroupedGemmBackend = "auto"
 
 
-def grouped_gemm(x: Tensor, weight: Tensor, offsets: Tensor, *, padded: bool = False) -> Tensor:
+def grouped_gemm(x: Tensor, weight: Tensor, offsets: Tensor, *, backend: GroupedGemmBackend | None = None) -> Tensor:
     """Multiplies each group of rows with its own matrix: row r of group g becomes `weight[g] @ x[r]`.
 
-    Runs on `torch.nn.functional.grouped_mm`, without reading `offsets` on the host where that has a grouped kernel;
-    float64, rows whose stride is not a multiple of 16 bytes, and devices without it take an exact loop over the groups,
-    which does read them. Differentiable in `x` and `weight`; a group without rows gives its matrix a zero gradient.
-    Under autocast both factors are cast as `torch.nn.functional.linear` would. Inside `put_off`, and with a leaf as
-    `weight`, the gradient of `weight` is put off; see `lightning_d9d.ops.weight_gradients`.
+    One operator, `torch.ops.lightning_d9d.grouped_gemm`, differentiable in `x` and `weight` any number of times. Its
+    backward is the same product with transposed matrices and, for the weight,
+    `torch.ops.lightning_d9d.grouped_gemm_weight_gradient`; it keeps `x` only for the gradient of `weight` and `weight`
+    only for that of `x`. Sums are in float32, in float64 for that; results are rounded once. A group without rows gives
+    its matrix a zero gradient. Under autocast both factors are cast as `torch.nn.functional.linear` would. Inside
+    `put_off`, and with a leaf as `weight`, the gradient of `weight` is put off; see
+    `lightning_d9d.ops.weight_gradients`.
+
+    Rows after the last group are not read, neither here nor in the backward, and no group has any gradient of them.
+    What stands there in the result and in the gradient of `x` is arbitrary.
 
     Args:
         x: rows sorted by group, shape `[rows, in]`.
@@ -26,85 +43,226 @@ def grouped_gemm(x: Tensor, weight: Tensor, offsets: Tensor, *, padded: bool = F
             first dim: then the groups are those that this rank holds, and its gradient is a DTensor placed alike, to
             which this rank's rows alone have contributed.
         offsets: int32 on the device of `x`, shape `[groups]`: the row after the last one of each group, not decreasing.
-        padded: whether rows may follow `offsets[-1]`. They come out zero and get a zero gradient, at the price of two
-            passes over `x` and the result; without the flag `offsets[-1]` must equal the number of rows.
+        backend: what computes it; None: what `using_grouped_gemm` says, "auto" if nothing does.
+
+            - "auto": "torch" if it takes these tensors, else "eager".
+            - "torch": `torch.nn.functional.grouped_mm`. It takes bfloat16, float16 and float32 whose rows, those of `x`
+              and of the result, are multiples of 16 bytes. For bfloat16 on CUDA devices of compute capability 9.0 or
+              more that is one kernel, which reads `offsets` on the device; else a loop of torch's over the groups.
+            - "nv": nv-grouped-gemm, for bfloat16 on CUDA: a product of cuBLAS for each group, on four streams. Reads
+              `offsets` on the host, so it waits for the device in the result and in each gradient.
+            - "eager": a loop of products, for any dtype, size and device. Reads `offsets` on the host, too.
 
     Returns:
         Shape `[rows, out]`, in the dtype of `x`.
+
+    Raises:
+        ConfigError: Shapes or dtypes do not fit one another, the backend does not take them, or it is not installed.
     """
     gradients, leaf, weight = receiver(x, weight), weight, local_part(weight, x)
     x = x.to(autocast_dtype(x))
-    native = _runs_natively(x, weight)
+    runs_on = _choose(x, weight, offsets, backend or _chosen)
+    if gradients is None or gradients is AT_ONCE:
+        return torch.ops.lightning_d9d.grouped_gemm(x, weight, offsets, runs_on)
+    return _PutOff.apply(x, weight.detach(), offsets, runs_on, gradients, leaf)
 
-    def product(x: Tensor) -> Tensor:
-        if gradients is None or gradients is AT_ONCE:
-            return _GroupedProduct.apply(x, weight, offsets, native, None)
-        return _GroupedProduct.apply(x, weight.detach(), offsets, native, (gradients, leaf))
 
-    if not native:
-        return product(x)
-    x = x.contiguous()
-    if not padded:
-        return product(x)
-    # grouped_mm leaves rows after the last group unwritten in the result and in the gradient of x: select in both.
-    is_row = torch.arange(len(x), device=x.device).unsqueeze(-1) < offsets[-1]
-    return torch.where(is_row, product(torch.where(is_row, x, 0)), 0)
+@contextmanager
+def using_grouped_gemm(backend: GroupedGemmBackend) -> Generator[None]:
+    """What `grouped_gemm` runs on where its caller does not say, in this process for a while.
+
+    A backward takes the backend of its forward. `ParallelConfig.grouped_gemm` says it for a run.
+
+    Raises:
+        ConfigError: There is no such backend, or it is not installed.
+    """
+    global _chosen
+    if backend not in get_args(GroupedGemmBackend):
+        raise ConfigError(_unknown(backend))
+    if backend == "nv":
+        _nv_gmm()
+    before, _chosen = _chosen, backend
+    try:
+        yield
+    finally:
+        _chosen = before
 
 
 def grouped_gemm_reference(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """`grouped_gemm` as a loop of ordinary products; any dtype and size, rows after the last group come out zero."""
-    ends = offsets.tolist()
-    sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
-    *groups, rest = x.split([*sizes, len(x) - ends[-1]])
-    results = [F.linear(rows, matrix) for rows, matrix in zip(groups, weight.unbind(), strict=True)]
-    return torch.cat([*results, rest.new_zeros(len(rest), weight.shape[1])])
+    ends = [0, *offsets.tolist()]
+    groups = zip(pairwise(ends), weight.unbind(), strict=True)
+    results = [F.linear(x[start:end], matrix) for (start, end), matrix in groups]
+    return torch.cat([*results, x.new_zeros(len(x) - ends[-1], weight.shape[1])])
 
 
-def _runs_natively(x: Tensor, weight: Tensor) -> bool:
-    _, out_features, in_features = weight.shape
-    aligned = all(width * x.element_size() % 16 == 0 for width in (in_features, out_features))
-    return aligned and x.dtype in _NATIVE_DTYPES and x.device.type in ("cpu", "cuda", "meta")
+def _choose(x: Tensor, weight: Tensor, offsets: Tensor, backend: GroupedGemmBackend) -> str:
+    """The backend that is to run, "auto" resolved."""
+    if x.dim() != 2 or weight.dim() != 3 or offsets.shape != weight.shape[:1] or x.shape[1] != weight.shape[2]:
+        raise ConfigError(
+            f"grouped_gemm: x {list(x.shape)}, weight {list(weight.shape)} and offsets {list(offsets.shape)} must be "
+            "[rows, in], [groups, out, in] and [groups]"
+        )
+    if autocast_dtype(weight) != x.dtype:
+        raise ConfigError(f"grouped_gemm: x is {x.dtype} and weight {weight.dtype}; cast one of them")
+    if backend == "eager":
+        return backend
+    _, num_out, num_in = weight.shape
+    if backend in ("auto", "torch"):
+        takes = all(width * x.element_size() % 16 == 0 for width in (num_in, num_out)) and x.dtype in _TORCH_DTYPES
+        if takes and x.device.type in ("cpu", "cuda", "meta"):
+            return "torch"
+        if backend == "auto":
+            return "eager"
+        limit = "bfloat16, float16 and float32 on a CPU or CUDA, with rows that are multiples of 16 bytes"
+    elif backend == "nv":
+        if x.dtype == torch.bfloat16 and x.device.type in ("cuda", "meta"):
+            return backend
+        limit = "bfloat16 on CUDA"
+    else:
+        raise ConfigError(_unknown(backend))
+    raise ConfigError(
+        f"grouped_gemm: backend {backend!r} takes {limit}, not {x.dtype} on {x.device.type} from {num_in} to {num_out} "
+        "numbers a row; choose 'auto'"
+    )
 
 
-class _GroupedProduct(torch.autograd.Function):
-    """Groups of rows times matrices; `later` names the leaf behind a detached weight, and who takes its gradient."""
+def _unknown(backend: object) -> str:
+    return f"grouped_gemm={backend!r} must be one of {', '.join(map(repr, get_args(GroupedGemmBackend)))}"
+
+
+class _PutOff(torch.autograd.Function):
+    """The operator, with a detached weight; `gradients` takes what is due to the leaf behind it.
+
+    Saves what the operator saves, in the same order: a recomputation runs that instead.
+    """
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, weight: Tensor, offsets: Tensor, native: bool, later: tuple[WeightGradients, Tensor] | None
+        ctx, x: Tensor, weight: Tensor, offsets: Tensor, backend: str, gradients: WeightGradients, leaf: Tensor
     ) -> Tensor:
         ctx.save_for_backward(x, weight, offsets)
-        ctx.native, ctx.later = native, later
-        weight = weight.to(autocast_dtype(weight))
-        if not native:
-            return grouped_gemm_reference(x, weight, offsets)
-        return F.grouped_mm(x, weight.contiguous().transpose(-2, -1), offs=offsets)
+        ctx.backend, ctx.gradients, ctx.leaf = backend, gradients, leaf
+        return torch.ops.lightning_d9d.grouped_gemm(x, weight, offsets, backend)
 
     @staticmethod
     def backward(ctx, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, offsets = ctx.saved_tensors
-        dy = grad_outputs[0].contiguous()  # grouped_mm rejects expanded ones, such as the gradient of a sum
-        dx = dw = None
-        if ctx.needs_input_grad[0]:
-            weight = weight.to(dy.dtype)
-            if ctx.native:
-                dx = F.grouped_mm(dy, weight.contiguous(), offs=offsets)
-            else:
-                dx = grouped_gemm_reference(dy, weight.transpose(-2, -1), offsets)
-        weight_gradient = _native_weight_gradient if ctx.native else _weight_gradient
-        if ctx.needs_input_grad[1]:
-            dw = weight_gradient(dy, x, offsets)
-        elif ctx.later is not None:
-            gradients, trained_weight = ctx.later
-            gradients.add(trained_weight, weight_gradient, dy, x, offsets)
-        return dx, dw, None, None, None
+        (dy,), (x, weight, offsets), backend = grad_outputs, ctx.saved_tensors, ctx.backend
+
+        def weight_gradient(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
+            return torch.ops.lightning_d9d.grouped_gemm_weight_gradient(dy, x, offsets, backend)
+
+        ctx.gradients.add(ctx.leaf, weight_gradient, dy, x, offsets)
+        dx = torch.ops.lightning_d9d.grouped_gemm(dy, weight.mT, offsets, backend)
+        return dx, None, None, None, None, None
 
 
-def _native_weight_gradient(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
-    return F.grouped_mm(dy.transpose(0, 1), x, offs=offsets)
+# The operators
 
 
-def _weight_gradient(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
-    ends = offsets.tolist()
-    groups = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-    return torch.stack([dy[rows].t() @ x[rows] for rows in groups])
+def _multiply(x: Tensor, weight: Tensor, offsets: Tensor, backend: str) -> Tensor:
+    weight = weight.to(x.dtype)
+    if 0 in (*x.shape, *weight.shape):
+        return x.new_zeros(x.shape[0], weight.shape[1])
+    if backend == "eager":
+        return grouped_gemm_reference(x, weight, offsets)
+    if backend == "torch":
+        matrices = weight.mT if _has_regular_rows(weight.mT) else _with_regular_rows(weight).mT
+        return F.grouped_mm(_with_regular_rows(x), matrices, offs=offsets)
+    is_transposed = weight.mT.is_contiguous()
+    matrices = weight.mT if is_transposed else weight.contiguous()
+    return _nv_gmm()(x.contiguous(), matrices, _sizes(offsets), trans_b=not is_transposed)
+
+
+def _multiply_columns(dy: Tensor, x: Tensor, offsets: Tensor, backend: str) -> Tensor:
+    if 0 in (*dy.shape, *x.shape, *offsets.shape):
+        return dy.new_zeros(len(offsets), dy.shape[1], x.shape[1])
+    if backend == "eager":
+        return torch.stack([dy[start:end].t() @ x[start:end] for start, end in pairwise([0, *offsets.tolist()])])
+    if backend == "torch":
+        return F.grouped_mm(_with_regular_rows(dy).t(), _with_regular_rows(x), offs=offsets)
+    return _nv_gmm()(dy.contiguous(), x.contiguous(), _sizes(offsets), trans_a=True)
+
+
+def _has_regular_rows(tensor: Tensor) -> bool:
+    """As `grouped_mm` wants them: each is one piece of memory, and they begin at multiples of 16 bytes."""
+    *outer, last = tensor.stride()
+    aligned = all(number * tensor.element_size() % 16 == 0 for number in outer) and tensor.data_ptr() % 16 == 0
+    return aligned and last == 1 and outer[-1] >= tensor.shape[-1]
+
+
+def _with_regular_rows(tensor: Tensor) -> Tensor:
+    # Not contiguous(), which leaves any stride to dims of size one.
+    return tensor if _has_regular_rows(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _sizes(offsets: Tensor) -> Tensor:
+    """Of groups, on the host."""
+    ends = offsets.cpu().long()
+    return ends.diff(prepend=ends.new_zeros(1))
+
+
+def _nv_gmm() -> Any:
+    try:
+        from grouped_gemm.backend import gmm  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise ConfigError(
+            "grouped_gemm='nv' needs nv-grouped-gemm, which is not installed or was built for another torch "
+            f"({error}): pip install 'lightning-d9d[grouped-gemm]', or choose 'auto'"
+        ) from error
+    return gmm
+
+
+def _new_rows(x: Tensor, weight: Tensor, offsets: Tensor, backend: str) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+def _new_matrices(dy: Tensor, x: Tensor, offsets: Tensor, backend: str) -> Tensor:
+    return dy.new_empty(offsets.shape[0], dy.shape[1], x.shape[1])
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Of both operators, which are linear in their first two arguments."""
+    first, second, offsets, ctx.backend = inputs
+    needs_first, needs_second, *_ = ctx.needs_input_grad
+    ctx.save_for_backward(first if needs_second else None, second if needs_first else None, offsets)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, offsets = ctx.saved_tensors
+    dx = dw = None
+    if weight is not None:
+        dx = torch.ops.lightning_d9d.grouped_gemm(dy, weight.mT, offsets, ctx.backend)
+    if x is not None:
+        dw = torch.ops.lightning_d9d.grouped_gemm_weight_gradient(dy, x, offsets, ctx.backend)
+    return dx, dw, None, None
+
+
+def _backward_of_columns(ctx: Any, dw: Tensor) -> tuple[Tensor | None, ...]:
+    dy, x, offsets = ctx.saved_tensors
+    of_dy = of_x = None
+    if x is not None:
+        of_dy = torch.ops.lightning_d9d.grouped_gemm(x, dw, offsets, ctx.backend)
+    if dy is not None:
+        of_x = torch.ops.lightning_d9d.grouped_gemm(dy, dw.mT, offsets, ctx.backend)
+    return of_dy, of_x, None, None
+
+
+torch.library.define(_NAME, "(Tensor x, Tensor weight, Tensor offsets, str backend) -> Tensor")
+torch.library.impl(_NAME, "CompositeExplicitAutograd", _multiply)
+torch.library.register_fake(_NAME, _new_rows)
+torch.library.register_autograd(_NAME, _backward, setup_context=_setup_context)
+torch.library.define(_WEIGHT_GRADIENT, "(Tensor dy, Tensor x, Tensor offsets, str backend) -> Tensor")
+torch.library.impl(_WEIGHT_GRADIENT, "CompositeExplicitAutograd", _multiply_columns)
+torch.library.register_fake(_WEIGHT_GRADIENT, _new_matrices)
+torch.library.register_autograd(_WEIGHT_GRADIENT, _backward_of_columns, setup_context=_setup_context)
+
+
+@register_flop_formula(torch.ops.lightning_d9d.grouped_gemm)
+def _flops(x_shape: torch.Size, weight_shape: torch.Size, *args: Any, **kwargs: Any) -> int:
+    return 2 * x_shape.numel() * weight_shape[1]
+
+
+@register_flop_formula(torch.ops.lightning_d9d.grouped_gemm_weight_gradient)
+def _weight_flops(dy_shape: torch.Size, x_shape: torch.Size, *args: Any, **kwargs: Any) -> int:
+    return 2 * dy_shape.numel() * x_shape[1]

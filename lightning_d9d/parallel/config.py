@@ -7,6 +7,7 @@ from typing import Literal, get_args
 import torch
 
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.ops.grouped_gemm import GroupedGemmBackend
 from lightning_d9d.ops.kernels import Kernels
 
 
@@ -31,6 +32,12 @@ class ParallelConfig:
 
     expert_dispatch: Literal["auto", "local", "all_to_all"] = "auto"
     """How tokens come to experts on other ranks. "auto": "local" where a rank has all experts, else "all_to_all"."""
+
+    grouped_gemm: GroupedGemmBackend = "auto"
+    """What the products of experts run on. "auto": torch's `grouped_mm` where it takes their tensors, else "eager".
+    "torch". "nv": the package nv-grouped-gemm (`pip install 'lightning-d9d[grouped-gemm]'`), whose every product waits
+    for the device. "eager": a product for each expert; it waits, too. For all of the process, from setup to
+    teardown."""
 
     context: Literal["gather", "ring", "heads"] = "gather"
     """How attention sees sequences that are spread over ranks (context parallelism). "gather": each rank gathers the
@@ -71,6 +78,7 @@ class ParallelConfig:
             ("reshard_after_forward", (True, False, "auto")),
             ("expert_dispatch", ("auto", "local", "all_to_all")),
             ("kernels", get_args(Kernels)),
+            ("grouped_gemm", get_args(GroupedGemmBackend)),
             ("context", ("gather", "ring", "heads")),
             ("pad_sequences", (True, False)),
             ("sequence_parallel", (True,)),

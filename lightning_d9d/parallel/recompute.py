@@ -62,6 +62,7 @@ _KEPT_OPS = {
     _aten.bmm.default,
     _aten.baddbmm.default,
     _aten._grouped_mm.default,
+    torch.ops.lightning_d9d.grouped_gemm.default,
     _aten.topk.default,
     torch.ops.lightning_d9d.moe_route.default,
     torch.ops.lightning_d9d.moe_sort.default,

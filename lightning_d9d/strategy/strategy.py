@@ -30,6 +30,7 @@ from lightning_d9d.mesh import MeshConfig, MeshDomains
 from lightning_d9d.mesh.agreement import first_of
 from lightning_d9d.mesh.collectives import all_gather_object, broadcast_tensors
 from lightning_d9d.mesh.sharding import local
+from lightning_d9d.ops.grouped_gemm import using_grouped_gemm
 from lightning_d9d.ops.kernels import using_kernels
 from lightning_d9d.parallel import ParallelConfig
 from lightning_d9d.parallel.data import FullySharded, let_go, reset
@@ -169,6 +170,7 @@ class D9DStrategy(AlignedStrategy):
         """Join the process group and find this rank's place in the pipeline. Collective."""
         super().setup_environment()
         self._kernels.enter_context(using_kernels(self.parallel.kernels))
+        self._kernels.enter_context(using_grouped_gemm(self.parallel.grouped_gemm))
         assert self.lightning_module is not None
         check_degrees_of(self.lightning_module, self.mesh_config)
         check_callbacks(cast(Any, self.lightning_module.trainer).callbacks, self.mesh_config)

@@ -49,6 +49,10 @@ def _has_mpi() -> bool:
     return importlib.util.find_spec("mpi4py") is not None and shutil.which("mpiexec") is not None
 
 
+def _has_nv_grouped_gemm() -> bool:
+    return importlib.util.find_spec("grouped_gemm") is not None
+
+
 NEEDS = {
     "gpu": Need(lambda: _count_gpus() > 0, "no CUDA device", "needs a CUDA device"),
     "network_namespaces": Need(
@@ -57,6 +61,7 @@ NEEDS = {
         "needs Linux, iproute2 and the right to add network namespaces",
     ),
     "mpi": Need(_has_mpi, "no mpi4py or no mpiexec", "needs mpi4py and mpiexec; `nox -s mpi` installs them"),
+    "nv_grouped_gemm": Need(_has_nv_grouped_gemm, "no nv-grouped-gemm", "needs the package nv-grouped-gemm"),
 }
 
 

@@ -75,15 +75,13 @@ def test_no_tokens_give_zero_gradients(shape, dtype):
         assert not parameter.grad.any(), name
 
 
-def test_only_the_fallback_reads_values_on_the_host():
+def test_no_values_are_read_on_the_host():
     # A meta tensor has no values: .item(), .cpu(), boolean indexing and the like raise on it.
     with torch.device("meta"):
-        x = torch.randn(2, 9, HIDDEN, dtype=torch.bfloat16)  # the one dtype that grouped_mm has for meta tensors
+        x = torch.randn(2, 9, HIDDEN, dtype=torch.bfloat16)
         moe = make_moe(dtype=torch.bfloat16)
         moe(x).sum().backward()
         assert moe.experts.down_proj.grad is not None
-        with pytest.raises(RuntimeError, match="meta"):
-            make_moe(dtype=torch.bfloat16, intermediate=45)(x)
 
 
 @pytest.mark.parametrize("normalize", [True, False])

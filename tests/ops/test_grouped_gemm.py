@@ -1,14 +1,36 @@
+"""`grouped_gemm` on each of its backends."""
+
+import sys
+from itertools import product
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_d9d.ops import WeightGradients, grouped_gemm, put_off
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.ops import WeightGradients, grouped_gemm, moe_permute, moe_unpermute, put_off, using_grouped_gemm
+from lightning_d9d.ops.grouped_gemm import grouped_gemm_reference
 from tests.harness.compare import assert_bitwise_equal, assert_close_named
 from tests.harness.tolerances import Kind
+from tests.ops.grid import DTYPES as KERNEL_DTYPES
+from tests.ops.grid import LAYOUTS, check_op, unwritten_memory_is_nan
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 on_every_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+on_every_backend = pytest.mark.parametrize(
+    ("device", "backend"),
+    [
+        ("cpu", "torch"),
+        ("cpu", "eager"),
+        pytest.param("cuda", "torch", marks=pytest.mark.gpu),
+        pytest.param("cuda", "eager", marks=pytest.mark.gpu),
+        pytest.param("cuda", "nv", marks=[pytest.mark.gpu, pytest.mark.nv_grouped_gemm]),
+    ],
+)
 GROUP_SIZES = {
     "even": [16, 16, 16],
     "odd": [7, 1, 22],
@@ -16,6 +38,10 @@ GROUP_SIZES = {
     "no rows": [0, 0, 0],
     "one group": [9],
 }
+
+
+def dtypes_of(backend):
+    return [torch.bfloat16] if backend == "nv" else KERNEL_DTYPES
 
 
 def make(sizes, num_in, num_out, dtype, device="cpu", num_after=0):
@@ -55,22 +81,91 @@ def test_equals_a_product_per_group(sizes, num_in, num_out, dtype, device):
         assert_close_named(name, actual, reference.to(dtype), kind=Kind.GRADIENT)
 
 
-@on_every_device
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def check(sizes, num_in, num_out, dtype, device, backend, **options):
+    x, weight, _, offsets = (tensor.detach() for tensor in make(sizes, num_in, num_out, torch.float32))
+
+    def reference(x, weight, offsets, backend):
+        return grouped_gemm_reference(x, weight, offsets)
+
+    tensors = {"x": x, "weight": weight, "offsets": offsets}
+    check_op(grouped_gemm, reference, tensors, dtype, device, backend=backend, **options)
+
+
+@on_every_backend
+@pytest.mark.parametrize("sizes", GROUP_SIZES.values(), ids=GROUP_SIZES.keys())
+def test_every_backend(sizes, device, backend):
+    for dtype, (num_in, num_out) in product(dtypes_of(backend), [(32, 48), (8, 264)]):
+        check(sizes, num_in, num_out, dtype, device, backend)
+
+
+@on_every_backend
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout(layout, device, backend):
+    for dtype, sizes in product(dtypes_of(backend), [[4, 0, 9], [1]]):
+        check(sizes, 32, 48, dtype, device, backend, layout=layout, gradients_of=["x", "weight"])
+
+
+@on_every_backend
+def test_every_gradient_alone_and_together(device, backend):
+    for dtype, names in product(dtypes_of(backend), [[], ["x"], ["weight"], ["x", "weight"]]):
+        check([4, 0, 9], 32, 48, dtype, device, backend, gradients_of=names)
+
+
+@on_every_backend
+@pytest.mark.parametrize(
+    ("num_rows", "num_groups", "num_in", "num_out"),
+    [(0, 0, 8, 16), (0, 3, 8, 16), (5, 0, 8, 16), (6, 3, 0, 16), (6, 3, 8, 0)],
+)
+def test_nothing_to_multiply(num_rows, num_groups, num_in, num_out, device, backend):
+    options = {"device": device, "dtype": torch.bfloat16}
+    x = torch.randn(num_rows, num_in, **options).requires_grad_()
+    weight = torch.randn(num_groups, num_out, num_in, **options).requires_grad_()
+    offsets = torch.arange(num_groups, device=device, dtype=torch.int32).add(1).mul(num_rows // max(num_groups, 1))
+    with unwritten_memory_is_nan():
+        y = grouped_gemm(x, weight, offsets, backend=backend)
+        y.sum().backward()
+    assert_bitwise_equal("y", y, torch.zeros(num_rows, num_out, **options))
+    assert_bitwise_equal("dx", x.grad, torch.zeros_like(x))
+    assert_bitwise_equal("dweight", weight.grad, torch.zeros_like(weight))
+
+
+@on_every_backend
 @pytest.mark.parametrize("sizes", [[5, 0, 8], [0, 0]], ids=str)
-def test_rows_after_the_last_group_are_zero(sizes, dtype, device):
-    x, weight, gradient, offsets = make(sizes, 16, 32, dtype, device, num_after=6)
-    with torch.no_grad():
-        x[sum(sizes) :] = float("nan")  # what an exchange buffer holds there
-    gradient[sum(sizes) :] = float("nan")
-    y = grouped_gemm(x, weight, offsets, padded=True)
-    y.backward(gradient)
-    for name, actual, reference in zip(
-        ("y", "dx", "dweight"), (y, x.grad, weight.grad), by_hand(x, weight, gradient, sizes), strict=True
-    ):
-        assert_close_named(name, actual, reference.to(dtype))
-    assert not y[sum(sizes) :].any()
-    assert not x.grad[sum(sizes) :].any()
+def test_rows_after_the_last_group_are_not_read(sizes, device, backend):
+    for dtype in dtypes_of(backend):
+        x, weight, gradient, offsets = make(sizes, 16, 32, dtype, device, num_after=6)
+        rows = slice(sum(sizes))
+        with torch.no_grad():
+            x[sum(sizes) :] = float("nan")  # what an exchange buffer holds there
+        gradient[sum(sizes) :] = float("nan")
+        y = grouped_gemm(x, weight, offsets, backend=backend)
+        y.backward(gradient)
+        alone = x.detach()[rows].requires_grad_(), weight.detach().requires_grad_()
+        expected = grouped_gemm(*alone, offsets, backend=backend)
+        expected.backward(gradient[rows])
+        assert len(y) == len(x)
+        assert_bitwise_equal("y", y[rows], expected)
+        assert_bitwise_equal("dx", x.grad[rows], alone[0].grad)
+        assert_bitwise_equal("dweight", weight.grad, alone[1].grad)
+
+
+@on_every_backend
+def test_experts_whose_rows_are_padded(device, backend):
+    """Copies of tokens, in as many rows as there may be for multiples of eight an expert, come back as without."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (
+        torch.randn(*shape, generator=generator).to(device, torch.bfloat16) for shape in [(9, 16), (4, 16, 16)]
+    )
+    indices = torch.randint(3, (9, 2), generator=generator).to(device)  # the last expert has none
+    results = []
+    for multiple in (1, 8):
+        leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        with unwritten_memory_is_nan():
+            rows, _, permutation = moe_permute(leaves[0], indices, None, 4, multiple=multiple)
+            y = moe_unpermute(grouped_gemm(rows, leaves[1], permutation.offsets, backend=backend), permutation)
+            results.append([y, *torch.autograd.grad(y.float().square().sum(), leaves)])
+    for name, padded, plain in zip(("y", "dx", "dweight"), *reversed(results), strict=True):
+        assert_close_named(name, padded, plain)
 
 
 @on_every_device
@@ -138,19 +233,17 @@ def run(x, weight, gradient, offsets, *, split, forward=grouped_gemm, **options)
     return y, first, dx, dw
 
 
-@on_every_device
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@on_every_backend
 @pytest.mark.parametrize("sizes", GROUP_SIZES.values(), ids=GROUP_SIZES.keys())
-@pytest.mark.parametrize(("num_out", "num_after"), [(48, 0), (7, 0), (48, 5)], ids=["native", "loop", "padded"])
-def test_weight_gradient_put_off_equals_bit_by_bit(sizes, num_out, num_after, dtype, device):
-    operands = make(sizes, 32, num_out, dtype, device, num_after)
-    options = {"padded": num_after > 0}
-    y, first, dx, dw = run(*operands, split=True, **options)
-    assert first is None
-    expected_y, expected_first, expected_dx, expected_dw = run(*operands, split=False, **options)
-    assert expected_first is expected_dw
-    for name, ours, theirs in (("y", y, expected_y), ("dx", dx, expected_dx), ("dweight", dw, expected_dw)):
-        assert_bitwise_equal(name, ours, theirs)
+def test_weight_gradient_put_off_equals_bit_by_bit(sizes, device, backend):
+    for dtype in dtypes_of(backend):
+        operands = make(sizes, 32, 48, dtype, device)
+        y, first, dx, dw = run(*operands, split=True, backend=backend)
+        assert first is None
+        expected_y, expected_first, expected_dx, expected_dw = run(*operands, split=False, backend=backend)
+        assert expected_first is expected_dw
+        for name, ours, theirs in (("y", y, expected_y), ("dx", dx, expected_dx), ("dweight", dw, expected_dw)):
+            assert_bitwise_equal(name, ours, theirs)
 
 
 @pytest.mark.parametrize("num_out", [48, 7], ids=["native", "loop"])
@@ -206,11 +299,115 @@ def test_frozen_weight_inside_put_off():
     assert_bitwise_equal("dx", dx, run(x, weight.detach(), gradient, offsets, split=False)[2])
 
 
-def test_compiled():
-    operands = make([6, 0, 10], 32, 48, torch.bfloat16)
-    compiled = torch.compile(lambda *args: grouped_gemm(*args).sin(), backend="aot_eager")
-    actual = run(*operands, split=True, forward=compiled)
-    expected = run(*operands, split=False, forward=lambda *args: grouped_gemm(*args).sin())
+@on_every_backend
+def test_compiled_whole(device, backend):
+    operands = make([6, 0, 10], 32, 48, torch.bfloat16, device)
+
+    def forward(x, weight, offsets):
+        return grouped_gemm(x, weight, offsets, backend=backend).sin()
+
+    compiled = torch.compile(forward, backend="aot_eager", fullgraph=True)
+    actual, expected = run(*operands, split=True, forward=compiled), run(*operands, split=False, forward=forward)
     assert actual[1] is actual[3]  # nothing waits there
     for name, ours, theirs in zip(("y", "dweight", "dx", "dweight"), actual, expected, strict=True):
-        assert_close_named(name, ours, theirs)
+        assert_bitwise_equal(name, ours, theirs)
+
+
+@on_every_backend
+def test_the_operators_are_what_torch_takes_them_for(device, backend):
+    x, weight, gradient, offsets = make([6, 0, 10], 16, 24, torch.bfloat16, device)
+    ops = torch.ops.lightning_d9d
+    torch.library.opcheck(ops.grouped_gemm.default, (x, weight, offsets, backend))
+    gradient.requires_grad_()
+    torch.library.opcheck(ops.grouped_gemm_weight_gradient.default, (gradient, x, offsets, backend))
+
+
+def test_differentiated_twice():
+    x, weight, _, offsets = make([3, 0, 2], 2, 3, torch.float64)
+    assert torch.autograd.gradgradcheck(lambda *leaves: grouped_gemm(*leaves, offsets), (x, weight))
+
+
+def test_what_is_kept():
+    x, weight, _, offsets = make([6, 0, 10], 16, 24, torch.bfloat16)
+    for trained, expected in (("x weight", {"x", "weight"}), ("x", {"weight"}), ("weight", {"x"}), ("", set())):
+        kept = []
+        with saved_tensors_hooks(lambda tensor, kept=kept: kept.append(tensor) or tensor, lambda tensor: tensor):
+            leaves = {"x": x, "weight": weight}
+            leaves = {name: t.detach().requires_grad_(name in trained.split()) for name, t in leaves.items()}
+            grouped_gemm(**leaves, offsets=offsets)
+        kept = [tensor.data_ptr() for tensor in kept]
+        assert {name for name, tensor in leaves.items() if tensor.data_ptr() in kept} == expected
+
+
+def test_operations_are_counted():
+    x, weight, _, offsets = make([6, 0, 10], 16, 24, torch.bfloat16)
+    with FlopCounterMode(display=False) as counter:
+        grouped_gemm(x, weight, offsets).sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * 16 * 16 * 24
+
+
+@pytest.mark.gpu
+def test_torch_waits_for_nothing():
+    operands = make([600, 0, 1000], 64, 48, torch.bfloat16, "cuda")
+    run(*operands, split=True)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(*operands, split=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+class Backends(TorchDispatchMode):
+    """What products ran on."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "grouped_gemm" in str(func):
+            self.seen.append(args[-1])
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_backend_is_chosen():
+    x, weight, gradient, offsets = make([6, 0, 10], 16, 24, torch.bfloat16)
+    with Backends() as backends:
+        grouped_gemm(x, weight, offsets)
+        grouped_gemm(x.double(), weight.double(), offsets)
+        grouped_gemm(x[:, :15], weight[..., :15], offsets)
+        with using_grouped_gemm("eager"):
+            y = grouped_gemm(x, weight, offsets)
+            grouped_gemm(x, weight, offsets, backend="torch")
+        y.backward(gradient)
+    assert backends.seen == ["torch", "eager", "eager", "eager", "torch", "eager", "eager"]
+
+
+def test_backends_that_cannot_be_had(monkeypatch):
+    x, weight, _, offsets = make([6, 0, 10], 16, 24, torch.bfloat16)
+    one_of = "grouped_gemm='fast' must be one of 'auto', 'torch', 'nv', 'eager'"
+    with pytest.raises(ConfigError, match=one_of):
+        grouped_gemm(x, weight, offsets, backend="fast")
+    with pytest.raises(ConfigError, match=one_of), using_grouped_gemm("fast"):
+        pass
+    with pytest.raises(ConfigError, match=r"'nv' takes bfloat16 on CUDA, not torch.bfloat16 on cpu .* choose 'auto'"):
+        grouped_gemm(x, weight, offsets, backend="nv")
+    with pytest.raises(ConfigError, match=r"multiples of 16 bytes, not torch.float64 on cpu from 16 to 24 numbers"):
+        grouped_gemm(x.double(), weight.double(), offsets, backend="torch")
+    monkeypatch.setitem(sys.modules, "grouped_gemm", None)
+    with pytest.raises(ConfigError, match=r"pip install 'lightning-d9d\[grouped-gemm\]'"), using_grouped_gemm("nv"):
+        pass
+
+
+def test_operands_that_do_not_fit():
+    x, weight, _, offsets = make([6, 0, 10], 16, 24, torch.bfloat16)
+    for wrong in [
+        (x[0], weight, offsets),
+        (x[:, :8], weight, offsets),
+        (x, weight, offsets[:2]),
+        (x, weight[0], offsets),
+    ]:
+        with pytest.raises(ConfigError, match=r"must be \[rows, in\], \[groups, out, in\] and \[groups\]"):
+            grouped_gemm(*wrong)
+    with pytest.raises(ConfigError, match=r"x is torch\.bfloat16 and weight torch\.float32; cast one of them"):
+        grouped_gemm(x, weight.float(), offsets)

@@ -259,7 +259,7 @@ def test_selective_keeps_once_what_is_needed() -> None:
     number = 4
     with Counting() as counting:
         assert bytes_kept(whole, {"input": x}) == len(x) * (logits + chosen + gate_and_up + places) + number
-    assert counting["_grouped_mm"] == 2 + 3  # nothing twice
+    assert counting["grouped_gemm"] == 2 + 3  # nothing twice
 
 
 class Sum(nn.Module):

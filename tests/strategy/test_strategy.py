@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_d9d import ConfigError, D9DStrategy, GradSyncConfig, MeshConfig, ParallelConfig, TimeoutConfig
+from lightning_d9d.ops import grouped_gemm
 from lightning_d9d.ops.kernels import runs_triton
 from lightning_d9d.schedule import GPipe
 from tests.harness.compare import assert_bitwise_equal
@@ -232,3 +233,30 @@ def test_kernels_are_chosen_for_a_run() -> None:
     assert seen == [True, False, False]  # on the CPU
     with pytest.raises(ConfigError, match="kernels='fast' must be one of 'auto', 'torch', 'triton'"):
         ParallelConfig(kernels="fast")  # type: ignore[arg-type]
+
+
+def test_backend_of_grouped_products_is_chosen_for_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def takes_float64() -> bool:
+        x, offsets = torch.ones(1, 2, dtype=torch.float64), torch.ones(1, dtype=torch.int32)
+        try:
+            grouped_gemm(x, x.view(1, 1, 2), offsets)
+        except ConfigError:
+            return False
+        return True
+
+    class Watch(Plain):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            seen.append(takes_float64())
+            return super().training_step(batch, batch_idx)
+
+    seen: list[bool] = []
+    for backend in ("torch", "eager", "auto"):
+        strategy = D9DStrategy(parallel=ParallelConfig(grouped_gemm=backend))
+        trainer(strategy, max_steps=1).fit(Watch(), loader(8))
+        assert takes_float64()
+    assert seen == [False, True, True]
+    with pytest.raises(ConfigError, match="grouped_gemm='fast' must be one of 'auto', 'torch', 'nv', 'eager'"):
+        ParallelConfig(grouped_gemm="fast")  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "grouped_gemm", None)
+    with pytest.raises(ConfigError, match=r"needs nv-grouped-gemm, .* pip install 'lightning-d9d\[grouped-gemm\]'"):
+        trainer(D9DStrategy(parallel=ParallelConfig(grouped_gemm="nv")), max_steps=1).fit(Watch(), loader(8))
