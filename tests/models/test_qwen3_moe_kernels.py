@@ -1,0 +1,89 @@
+"""The model on kernels of its own: transformers' numbers, and the losses of a run on torch's kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+
+from lightning_d9d import D9DStrategy, ParallelConfig
+from lightning_d9d.datamodules import ByteTextDataModule
+from lightning_d9d.models.qwen3_moe import Qwen3MoePretraining
+from lightning_d9d.ops.kernels import Kernels, using_kernels
+from tests.harness.compare import assert_close_named, assert_gradients_equal
+from tests.harness.tolerances import TOLERANCES, Kind
+from tests.models.test_qwen3_moe_model import BASE, VARIANTS, make_batch, make_pair, shift
+
+NUM_STEPS, WINDOW = 200, 20
+MOST_APART = 0.01
+"""Of mean losses of a window. Roundings differ, and grow from step to step."""
+
+
+def check(changes: dict, dtype: torch.dtype, device: str, kernels: Kernels) -> None:
+    model, reference = (each.to(device) for each in make_pair(dataclasses.replace(BASE, **changes), dtype))
+    ids, mask, labels = (each.to(device) for each in make_batch())
+    shifted = shift(labels)
+    expected = reference(ids, attention_mask=mask, labels=labels).loss
+    expected.backward()
+    with using_kernels(kernels):
+        loss = model(ids, shifted, reduction="sum").loss / (shifted != -100).sum()
+    loss.backward()
+    assert_close_named("loss", loss, expected, tolerance=TOLERANCES[dtype][Kind.LOSS])
+    assert_gradients_equal(model, reference)
+
+
+def test_equals_transformers_in_the_interpreter() -> None:
+    check({"num_hidden_layers": 1}, torch.float32, "cpu", "triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
+def test_equals_transformers_on_a_gpu(changes: dict, dtype: torch.dtype, kernels: Kernels) -> None:
+    check(changes, dtype, "cuda", kernels)
+
+
+class Losses(L.Callback):
+    def __init__(self) -> None:
+        self.of_steps: list[torch.Tensor] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: dict, *args: object) -> None:
+        self.of_steps.append(outputs["loss"].detach().clone())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+def test_same_losses_on_real_text(precision: str, tmp_path: Path) -> None:
+    curves = {}
+    for kernels in ("torch", "auto"):
+        L.seed_everything(0, verbose=False)
+        losses = Losses()
+        trainer = L.Trainer(
+            accelerator="gpu",
+            devices=1,
+            strategy=D9DStrategy(parallel=ParallelConfig(kernels=kernels)),
+            precision=precision,  # type: ignore[arg-type]
+            max_steps=NUM_STEPS,
+            gradient_clip_val=1.0,
+            limit_val_batches=0,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=tmp_path,
+            callbacks=[losses],
+        )
+        module = Qwen3MoePretraining(preset="tiny", learning_rate=1e-3, warmup_steps=30)
+        trainer.fit(module, ByteTextDataModule(sequence_length=256, batch_size=8))
+        curves[kernels] = torch.stack(losses.of_steps).float().cpu()
+    expected, actual = curves["torch"], curves["auto"]
+    apart = actual.unfold(0, WINDOW, WINDOW).mean(1) / expected.unfold(0, WINDOW, WINDOW).mean(1) - 1
+    print(
+        f"{precision}: losses {expected[:WINDOW].mean():.4f} .. {expected[-WINDOW:].mean():.4f}, apart {apart.tolist()}"
+    )
+    assert expected[-WINDOW:].mean() < 0.6 * expected[0]
+    assert apart.abs().max() < MOST_APART
