@@ -7,7 +7,7 @@ with one. Both can put their weight gradients off, with `WeightGradients` and `p
 `all_to_all_rows` brings rows to other ranks; `gather_dim`, `scatter_sum` and `sum_over` are the collectives of
 computations that ranks share.
 `linear_cross_entropy` is the loss of a product with a vocabulary's matrix, without all logits at a time.
-`vocab_parallel_embedding` and `vocab_parallel_cross_entropy` are of a vocabulary that lies on several ranks.
+`vocab_parallel_embedding` looks up rows of a vocabulary that lies on several ranks.
 `attention` attends causally, within documents if there are some.
 `round_stochastic_` rounds float32 to bfloat16 without bias.
 `rms_norm` scales rows to a unit root mean square.
@@ -29,7 +29,7 @@ from lightning_d9d.ops.rms_norm import rms_norm
 from lightning_d9d.ops.rope import rope
 from lightning_d9d.ops.stochastic import round_stochastic_
 from lightning_d9d.ops.swiglu import swiglu
-from lightning_d9d.ops.vocab_parallel import vocab_parallel_cross_entropy, vocab_parallel_embedding
+from lightning_d9d.ops.vocab_parallel import vocab_parallel_embedding
 from lightning_d9d.ops.weight_gradients import WeightGradients, put_off
 
 __all__ = [
@@ -58,6 +58,5 @@ __all__ = [
     "sum_over",
     "swiglu",
     "using_grouped_gemm",
-    "vocab_parallel_cross_entropy",
     "vocab_parallel_embedding",
 ]

@@ -22,7 +22,7 @@ def set_kernels(kernels: Kernels) -> None:
     """Choose for all ops of this process, until it is called again.
 
     Args:
-        kernels: "auto": Triton's for tensors on CUDA, of ops where they have been measured to be better; else torch's.
+        kernels: "auto": for tensors on CUDA Triton's, or what has been measured to be faster there; else torch's.
             "torch": torch's everywhere, to find out whether a kernel is at fault. "triton": Triton's everywhere; on the
             CPU that takes its interpreter (`TRITON_INTERPRET=1` before the first kernel is imported), which is for
             tests.
@@ -47,15 +47,14 @@ def using_kernels(kernels: Kernels) -> Generator[None]:
         set_kernels(before)
 
 
-def runs_triton(*tensors: Tensor, measured: bool = True) -> bool:
+def runs_triton(*tensors: Tensor) -> bool:
     """Whether an op runs its Triton kernels on these tensors: never in float64 or on DTensors, which torch's take.
 
     Args:
         tensors: What the op is called with.
-        measured: Whether the kernels have been seen to be right and faster on a GPU; "auto" takes no others.
     """
     if _chosen == "torch" or any(isinstance(tensor, DTensor) for tensor in tensors):
         return False
     if any(tensor.dtype not in _DTYPES for tensor in tensors if tensor.is_floating_point()):
         return False
-    return _chosen == "triton" or (measured and all(tensor.is_cuda for tensor in tensors))
+    return _chosen == "triton" or all(tensor.is_cuda for tensor in tensors)

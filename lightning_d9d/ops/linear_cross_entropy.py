@@ -39,7 +39,7 @@ from lightning_d9d.ops.collectives import gather_dim, group_size, sum_over
 from lightning_d9d.ops.kernels import runs_triton
 from lightning_d9d.ops.linear import autocast_dtype, linear
 from lightning_d9d.ops.sharded_weights import is_cut, local_part
-from lightning_d9d.ops.vocab_parallel import check_labels, own_columns, vocab_parallel_cross_entropy
+from lightning_d9d.ops.vocab_parallel import check_labels, own_columns
 from lightning_d9d.ops.weight_gradients import AT_ONCE, WeightGradients, receiver
 
 _MOST_ROUNDINGS = 8
@@ -153,18 +153,6 @@ def linear_cross_entropy(
             kernel, as it does in torch.
     """
     _check(x, weight, labels, bias, reduction, soft_cap, label_smoothing, chunk_bytes, group_name, vocab_size)
-    triton = runs_triton(x, measured=False)
-    if x.is_cuda and not triton and bias is None and not (soft_cap or z_loss or label_smoothing or return_lse):
-        # Until chunks have been measured on a GPU: all logits at a time, as torch does it.
-        logits = linear(x, weight, own_part=group_name is not None).flatten(0, -2)
-        if group_name is None:
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            loss = F.cross_entropy(logits, labels.flatten(), ignore_index=ignore_index, reduction=reduction)
-        else:
-            loss = vocab_parallel_cross_entropy(
-                logits, labels.flatten(), first, group_name, ignore_index=ignore_index, reduction=reduction
-            )
-        return loss.view_as(labels) if reduction == "none" else loss
     gradients, leaf = receiver(x, weight), weight
     weight, bias = local_part(weight, x), None if bias is None else local_part(bias, x)
     shape, dtype = labels.shape, autocast_dtype(x)
@@ -178,7 +166,7 @@ def linear_cross_entropy(
         first=first,
         vocab_size=len(weight) if vocab_size is None else vocab_size,
         group_name=group_name or "",
-        triton=triton,
+        triton=runs_triton(x),
     )
     later: _Later | None = None
     if gradients is not None and gradients is not AT_ONCE:

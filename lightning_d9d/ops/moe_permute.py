@@ -32,17 +32,13 @@ class Permutation(NamedTuple):
     def copy(self, x: Tensor) -> Tensor:
         """Shape `[tokens, ...]` to `[rows, ...]`, padding is zero. Its backward is `sum`."""
         places, padding = self.places, self._padding
-        return torch.ops.lightning_d9d.moe_copy_rows(
-            x, places, None, *padding, self.num_rows, runs_triton(x, measured=False)
-        )
+        return torch.ops.lightning_d9d.moe_copy_rows(x, places, None, *padding, self.num_rows, runs_triton(x))
 
     def spread(self, values: Tensor) -> Tensor:
         """Shape `[tokens, top_k]`, a value for each copy, to `[rows]`; padding is zero."""
         places, padding = self.places.view(-1, 1), self._padding
         values = values.flatten()
-        return torch.ops.lightning_d9d.moe_copy_rows(
-            values, places, None, *padding, self.num_rows, runs_triton(values, measured=False)
-        )
+        return torch.ops.lightning_d9d.moe_copy_rows(values, places, None, *padding, self.num_rows, runs_triton(values))
 
     def sum(self, rows: Tensor, weights: Tensor | None = None) -> Tensor:
         """Shape `[rows, ...]` to `[tokens, ...]`, perhaps times weights `[tokens, top_k]`. Its backward is `copy`.
@@ -50,7 +46,7 @@ class Permutation(NamedTuple):
         The copies of a token are added in float32, in the order of its experts.
         """
         places, padding = self.places, self._padding
-        return torch.ops.lightning_d9d.moe_sum_rows(rows, places, weights, *padding, runs_triton(rows, measured=False))
+        return torch.ops.lightning_d9d.moe_sum_rows(rows, places, weights, *padding, runs_triton(rows))
 
     @property
     def _padding(self) -> tuple[Tensor | None, Tensor | None]:
@@ -107,7 +103,7 @@ def sort_by_expert(indices: Tensor, num_experts: int, multiple: int = 1) -> Perm
     """The places of copies of tokens with these experts `[tokens, top_k]`; see `moe_permute`."""
     num_copies = indices.numel()
     num_rows = (num_copies + min(num_experts, num_copies) * (multiple - 1)) // multiple * multiple
-    sort = torch.ops.lightning_d9d.moe_sort if runs_triton(indices, measured=False) else sort_reference
+    sort = torch.ops.lightning_d9d.moe_sort if runs_triton(indices) else sort_reference
     places, counts, offsets = sort(indices, num_experts, multiple)
     return Permutation(places, counts, offsets, num_rows)
 
@@ -119,7 +115,7 @@ def sort_by_source(counts: Tensor, num_rows: int) -> Permutation:
         counts: How many rows came from each source for each expert, int64 `[sources, experts]`.
         num_rows: Their sum.
     """
-    sort = torch.ops.lightning_d9d.moe_sort_sources if runs_triton(counts, measured=False) else sort_sources_reference
+    sort = torch.ops.lightning_d9d.moe_sort_sources if runs_triton(counts) else sort_sources_reference
     places, counts, offsets = sort(counts, num_rows)
     return Permutation(places, counts, offsets, num_rows)
 

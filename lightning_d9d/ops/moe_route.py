@@ -76,7 +76,7 @@ def moe_route(
         raise ConfigError(f"scores={scores!r} must be one of {', '.join(map(repr, get_args(Scores)))}")
     if not 0 < top_k <= logits.shape[1]:
         raise ConfigError(f"top_k={top_k} must be at least 1 and at most the number of experts, {logits.shape[1]}")
-    if not runs_triton(logits, measured=False):
+    if not runs_triton(logits):
         return moe_route_reference(
             logits, top_k, scores=scores, bias=bias, normalize=normalize, chosen=chosen, with_scores=with_scores
         )

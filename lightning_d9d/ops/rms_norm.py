@@ -55,9 +55,7 @@ def rms_norm(
     check_norm_weight(x, weight)
     if residual is not None and residual.shape != x.shape:
         raise ConfigError(f"residual {list(residual.shape)} must have the shape of x {list(x.shape)}")
-    if len(weight) > MAX_NORM_DIM or not runs_triton(
-        *(t for t in (x, weight, residual) if t is not None), measured=False
-    ):
+    if len(weight) > MAX_NORM_DIM or not runs_triton(*(t for t in (x, weight, residual) if t is not None)):
         return rms_norm_reference(x, weight, eps, zero_centered=zero_centered, residual=residual)
     normed, total = torch.ops.lightning_d9d.rms_norm(x, weight, residual, eps, zero_centered)
     return normed if residual is None else (normed, total)

@@ -73,7 +73,7 @@ def check_tables(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 def turns_on_triton(x: Tensor, cos: Tensor, sin: Tensor, *others: Tensor) -> bool:
     """Whether kernels run, which turn one pair at least and give tables no gradient."""
     is_trained = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
-    return cos.shape[-1] > 0 and not is_trained and runs_triton(x, cos, sin, *others, measured=False)
+    return cos.shape[-1] > 0 and not is_trained and runs_triton(x, cos, sin, *others)
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:

@@ -89,7 +89,7 @@ def rounded(values: Tensor, random: Tensor) -> Tensor:
 def _round(target: Tensor, source: Tensor, seed: int, offset: int) -> None:
     if not source.numel():
         return
-    if not runs_triton(source, measured=False):
+    if not runs_triton(source):
         target.copy_(round_stochastic_reference(source, seed, offset))
         return
     from lightning_d9d.ops import stochastic_kernels

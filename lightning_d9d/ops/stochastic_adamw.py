@@ -92,7 +92,7 @@ class MultiTensorAdamW:
             return
         found_inf = None if scalars.found_inf is None else scalars.found_inf.to(kind.device, non_blocking=True)
         factors = _factors(tensors, scalars)
-        if not runs_triton(*tensors[0][:4], measured=False):
+        if not runs_triton(*tensors[0][:4]):
             if found_inf is None or not found_inf.item():
                 for each, own in zip(tensors, factors, strict=True):
                     adamw_reference(each, own, scalars)

@@ -39,7 +39,7 @@ def swiglu(gate_up: Tensor | tuple[Tensor, Tensor], weights: Tensor | None = Non
     if weights is not None and weights.shape != gate.shape[:-1]:
         raise ConfigError(f"weights {list(weights.shape)} must have a number for each row of {list(gate.shape)}")
     has_one_dtype = up is None or up.dtype == gate.dtype
-    if not has_one_dtype or not runs_triton(*(t for t in (gate, up, weights) if t is not None), measured=False):
+    if not has_one_dtype or not runs_triton(*(t for t in (gate, up, weights) if t is not None)):
         return swiglu_reference(gate_up, weights)
     return torch.ops.lightning_d9d.swiglu(gate, up, weights)
 

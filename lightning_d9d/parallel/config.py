@@ -53,9 +53,9 @@ class ParallelConfig:
     cannot be switched off: norms and experts would compute the same tokens on all of these ranks."""
 
     kernels: Kernels = "auto"
-    """What ops run on: "auto", their own kernels on CUDA where these have been measured to be better; "torch", torch's
-    everywhere, to find out whether a kernel is at fault; "triton", their own everywhere. For all ops of the process,
-    from setup to teardown."""
+    """What ops run on: "auto", on CUDA their own kernels, or what has been measured to be faster there; "torch",
+    torch's everywhere, to find out whether a kernel is at fault; "triton", their own everywhere. For all ops of the
+    process, from setup to teardown."""
 
     gather_dtype: Literal["float32", "bfloat16"] | None = None
     """In which dtype fully sharded parameters are gathered and computed with. None: bfloat16 if the Trainer's precision
