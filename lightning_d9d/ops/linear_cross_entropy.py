@@ -32,6 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils.flop_counter import register_flop_formula
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.ops.collectives import gather_dim, group_size, sum_over
@@ -602,7 +603,7 @@ def _add_product(total: Tensor, dlogits: Tensor, x: Tensor, *, is_first: bool) -
     """`total += dlogits.T @ x`, rounded once; `total` is in their dtype or in a wider one."""
     beta = 0 if is_first else 1
     if total.dtype == x.dtype:
-        return total.addmm_(dlogits.t(), x, beta=beta)
+        return torch.addmm(total, dlogits.t(), x, beta=beta, out=total)
     if total.is_cuda:
         return torch.addmm(total, dlogits.t(), x, out_dtype=total.dtype, beta=beta, out=total)
     return total.addmm_(dlogits.t().to(total.dtype), x.to(total.dtype), beta=beta)
@@ -675,3 +676,12 @@ for _name, _arguments, _results, _run, _fake in (
     )
     torch.library.impl(f"lightning_d9d::{_name}", "CompositeExplicitAutograd", _run)
     torch.library.register_fake(f"lightning_d9d::{_name}", _fake)
+
+
+@register_flop_formula(
+    [torch.ops.lightning_d9d.linear_cross_entropy, torch.ops.lightning_d9d.linear_cross_entropy_backward]
+)
+def _flops(x_shape: torch.Size, weight_shape: torch.Size, *arguments: Any, **kwargs: Any) -> int:
+    """Of the logits, and of the gradients of `x` and `weight` if they are made."""
+    makes_dx, makes_dw = arguments[-4:-2]
+    return 2 * x_shape[0] * weight_shape[0] * weight_shape[1] * (1 + makes_dx + makes_dw)

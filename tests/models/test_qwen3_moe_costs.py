@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from lightning_d9d.models.qwen3_moe.costs import model_costs
 from lightning_d9d.models.qwen3_moe.model import Qwen3MoeLayer
 from lightning_d9d.modules import LMHead, RMSNorm, rope_tables
+from lightning_d9d.ops import WeightGradients, put_off
 
 TINY = dataclasses.replace(Qwen3MoeConfig.preset("tiny"), mlp_only_layers=(1,))
 SPARSE, DENSE = 0, 1
@@ -61,20 +63,25 @@ def test_operations_of_a_decoder_layer(config: Qwen3MoeConfig, index: int) -> No
     assert costs.backward_weight_flops == weights
 
 
-class WholeHead(LMHead):
-    """With all logits at a time, as the costs have it: what heads do on a GPU as long as chunks are not measured."""
-
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
-        logits = super().forward(x)
-        return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), reduction="none")
-
-
 def test_operations_of_the_head() -> None:
-    head = WholeHead(TINY.vocab_size, TINY.hidden_size, initializer_range=0.02)
-    labels = torch.randint(TINY.vocab_size, (1, SEQUENCE))
-    forward, inputs, weights = counted(head, torch.randn(1, SEQUENCE, TINY.hidden_size, requires_grad=True), labels)
+    """Of a backward in two halves; in a whole one the forward makes the gradient of the weight as well."""
+    head = LMHead(TINY.vocab_size, TINY.hidden_size, initializer_range=0.02)
+    x, labels = torch.randn(SEQUENCE, TINY.hidden_size, requires_grad=True), torch.randint(TINY.vocab_size, (SEQUENCE,))
+    later = WeightGradients()
+    operations = []
+    with FlopCounterMode(display=False) as counter, put_off(later):
+        loss = head(x, labels, "sum")
+        operations.append(counter.get_total_flops())
+    for half in (partial(later.backward, loss, torch.ones(())), later.accumulate):
+        with FlopCounterMode(display=False) as counter:
+            half()
+        operations.append(counter.get_total_flops())
     costs = model_costs(TINY, SEQUENCE).after
-    assert (costs.forward_flops, costs.backward_input_flops, costs.backward_weight_flops) == (forward, inputs, weights)
+    assert [costs.forward_flops, costs.backward_input_flops, costs.backward_weight_flops] == operations
+
+    with FlopCounterMode(display=False) as counter:
+        head(x, labels, "sum").backward()
+    assert counter.get_total_flops() == sum(operations)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +113,8 @@ def test_parameters_of_each_part(changes: dict) -> None:
 
 def kept_bytes(module: nn.Module, x: Tensor, *inputs) -> int:
     """Memory of everything that a forward keeps for its backward, but for parameters and what came from outside."""
-    known = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *inputs)}
+    given = [each for each in tree_leaves(inputs) if isinstance(each, Tensor)]
+    known = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *given)}
     kept: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -115,7 +123,7 @@ def kept_bytes(module: nn.Module, x: Tensor, *inputs) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        module(x, *([tuple(inputs)] if len(inputs) == 2 else inputs))
+        module(x, *inputs)
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
@@ -125,14 +133,19 @@ def test_what_a_decoder_layer_keeps(config: Qwen3MoeConfig, index: int) -> None:
     layer, x, rope = decoder_layer(config, index, torch.float32, 512)
     normed = 512 * 4 * (2 * TINY.hidden_size + QUERIES + TINY.num_key_value_heads * TINY.head_dim)
     costs = model_costs(config, 512, bytes_per_element=4).layers[index]
-    assert kept_bytes(layer, x, *rope) - normed == pytest.approx(costs.activation_bytes, rel=0.02)
+    assert kept_bytes(layer, x, rope) - normed == pytest.approx(costs.activation_bytes, rel=0.02)
 
 
 def test_what_the_head_keeps() -> None:
-    norm, head = RMSNorm(TINY.hidden_size, 1e-6), WholeHead(TINY.vocab_size, TINY.hidden_size, initializer_range=0.02)
+    """For the weight backward, with the gradient of the logits. The norm's input comes from outside."""
+    norm, head = RMSNorm(TINY.hidden_size, 1e-6), LMHead(TINY.vocab_size, TINY.hidden_size, initializer_range=0.02)
     x, labels = torch.randn(1, 512, TINY.hidden_size, requires_grad=True), torch.randint(TINY.vocab_size, (1, 512))
-    kept = kept_bytes(head, norm(x), labels) + x.untyped_storage().nbytes()
-    assert kept == pytest.approx(model_costs(TINY, 512, bytes_per_element=4).after.activation_bytes, rel=0.02)
+    gradient_of_input = one_activation = x.untyped_storage().nbytes()
+    with put_off(WeightGradients()):
+        kept = kept_bytes(head, norm(x), labels, "sum")
+    costs = model_costs(TINY, 512, bytes_per_element=4).after
+    assert kept - gradient_of_input == pytest.approx(costs.split_activation_bytes, rel=0.02)
+    assert gradient_of_input + one_activation == costs.activation_bytes
 
 
 def test_all_layers_are_those_of_the_config() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from lightning_d9d.models.qwen3_moe.config import Qwen3MoeConfig
 from lightning_d9d.schedule.layers import LayerCosts, ModelCosts
 
-_FLOAT32 = 4
 _TOKEN_ID = 8
 
 
@@ -15,7 +14,8 @@ def model_costs(config: Qwen3MoeConfig, sequence_length: int, bytes_per_element:
     Operations are those of matrix products (two for each multiplication) and of attention, causal: half of the full
     square, and in its backward two and a half times the forward, for scores are computed again. Each token is computed
     by its own experts, but all experts' weights are held. Activations are what the modules keep without recomputation.
-    A tied head counts with a matrix of its own, which the last rank has a copy of.
+    A tied head counts with a matrix of its own, which the last rank has a copy of. Its logits are one chunk, whose
+    gradient is kept for a weight backward; with more of them, none is kept, and they are computed again.
 
     Args:
         config: Of the model.
@@ -32,17 +32,15 @@ def model_costs(config: Qwen3MoeConfig, sequence_length: int, bytes_per_element:
         split_activation_bytes=sequence_length * _TOKEN_ID + tokens * hidden,
         output_bytes=tokens * hidden,
     )
+    # `linear_cross_entropy`, whose forward makes the gradient of its input as well.
     logits = 2 * sequence_length * hidden * vocab
-    # The loss is computed in float32: logits are cast, their log-probabilities kept, and the gradient goes back so.
-    wide = sequence_length * vocab * _FLOAT32
     head = LayerCosts(
-        forward_flops=logits,
-        backward_input_flops=logits,
+        forward_flops=2 * logits,
         backward_weight_flops=logits,
-        forward_bytes=tokens * (2 * hidden + vocab) + 3 * wide,
-        backward_input_bytes=tokens * (4 * hidden + vocab) + 3 * wide,
+        forward_bytes=tokens * 2 * (hidden + vocab),
+        backward_input_bytes=tokens * 3 * hidden,
         weight_bytes=weights * (vocab * hidden + hidden),
-        activation_bytes=tokens * 2 * hidden + wide,
+        activation_bytes=tokens * 2 * hidden,
         split_activation_bytes=tokens * (hidden + vocab),
     )
     layers = {is_sparse: _layer(config, sequence_length, bytes_per_element, is_sparse) for is_sparse in (False, True)}
