@@ -1,8 +1,9 @@
 """The code on README.md and the pages of docs/ works: a page's blocks share a namespace and a folder.
 
 `python` blocks run, one after the other. `yaml` blocks parse. A block with a title (```python title="train.py") is a
-file of that name for the blocks behind it; if the repository has a file of that name, the block must equal it. Of
-commands everything is built that their options ask for, and nothing is run. `examples/` lies in the folder.
+file of that name for the blocks behind it, which can import it; if the repository has a file of that name, the block
+must equal it. Of commands everything is built that their options ask for, and nothing is run. `examples/` lies in the
+folder.
 """
 
 from __future__ import annotations
@@ -94,6 +95,7 @@ def check_command(words: list[str]) -> None:
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_page(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "argv", ["lightning-d9d"])
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     namespace: dict[str, Any] = {"__name__": "__main__"}
@@ -113,7 +115,7 @@ def test_page(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_to_files(path: Path) -> None:
-    for target in LINK.findall(path.read_text(encoding="utf-8")):
+    for target in LINK.findall(FENCE.sub("", path.read_text(encoding="utf-8"))):
         assert (path.parent / target).exists(), f"{path}: no file {target}"
 
 
