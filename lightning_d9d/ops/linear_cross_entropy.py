@@ -37,7 +37,7 @@ from torch.utils.flop_counter import register_flop_formula
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.ops.collectives import gather_dim, group_size, sum_over
 from lightning_d9d.ops.kernels import runs_triton
-from lightning_d9d.ops.linear import autocast_dtype, linear
+from lightning_d9d.ops.linear import autocast_dtype
 from lightning_d9d.ops.sharded_weights import is_cut, local_part
 from lightning_d9d.ops.vocab_parallel import check_labels, own_columns
 from lightning_d9d.ops.weight_gradients import AT_ONCE, WeightGradients, receiver
