@@ -13,8 +13,10 @@ ROUNDS = 7
 """Of Philox4x32: the fewest that pass all tests of BigCrush (Salmon et al., 2011, table 2)."""
 _WORD = 0xFFFFFFFF
 _INFINITY = 0x7F800000
-_LARGEST = 0x7F7FFFFF
-"""All bits of the largest float32 that is cut to a finite bfloat16."""
+LARGEST = torch.finfo(torch.bfloat16).max
+SPREAD = 0x9E3779B1
+"""An odd number near `2**32` over the golden ratio: products with it differ in their upper bits where factors do in any
+lower ones."""
 
 
 def round_stochastic_(target: Tensor, source: Tensor, seed: int, offset: int = 0) -> Tensor:
@@ -81,7 +83,7 @@ def rounded(values: Tensor, random: Tensor) -> Tensor:
     """Float32 values in bfloat16, rounded away from zero if the cut bits and the low 16 of `random` carry over."""
     bits = values.contiguous().view(torch.int32).long()
     sign, magnitude = bits & 0x80000000, bits & 0x7FFFFFFF
-    finite = (magnitude + (random & 0xFFFF)).clamp(max=_LARGEST)
+    finite = magnitude + torch.where(values.abs() <= LARGEST, random & 0xFFFF, 0)
     special = magnitude | (magnitude > _INFINITY).long() << 22
     return ((torch.where(magnitude < _INFINITY, finite, special) | sign) >> 16).to(torch.int16).view(torch.bfloat16)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_d9d.ops.kernels import runs_triton
-from lightning_d9d.ops.stochastic import philox, rounded
+from lightning_d9d.ops.stochastic import SPREAD, philox, rounded
 
 _WORD = 0xFFFFFFFF
 
@@ -70,9 +70,11 @@ class MultiTensorAdamW:
         p = (1 - lr weight_decay) p - lr / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps)
 
     as in Loshchilov and Hutter, "Decoupled weight decay regularization". What is stored in bfloat16 is rounded as by
-    `round_stochastic_`, with bits of Philox4x32 whose key are `seed` and `t` and whose counter are the element's index
-    in the whole parameter and its gradient and value before the step. So the bits are the same wherever the element
-    lies and in whatever order parameters come, and other ones for an element of another parameter.
+    `round_stochastic_`. Element `i` of the whole parameter has word `i % 4` of Philox4x32 with the key `(seed, t)` and
+    the counter `i // 4`, to which a number made of its gradient and its value before the step is added: so an element
+    of another parameter has other bits, which are as random, as what is added does not depend on the word. The lower
+    half of the sum rounds `p`, the upper one `m`, and the upper one of a product with the sum `v`; of these any two are
+    independent. The bits are the same wherever the element lies and in whatever order parameters come.
 
     An instance keeps on the device where each tensor lies, so call it with the same parameters each time; gradients
     may move. Products and sums are rounded one by one, so that CPU and GPU agree.
@@ -128,17 +130,21 @@ def adamw_reference(tensors: AdamWTensors, factors: Tensor, scalars: Scalars) ->
     p, g, m, v = (each.float() for each in tensors[:4])
     beta1, beta2 = scalars.betas
     index = tensors.place.indices(p.device)
-    bits = [each.contiguous().view(torch.int32).long() & _WORD for each in (g, p)]
     key = torch.stack([torch.full_like(step, scalars.seed, dtype=torch.int64), step.long()])
-    word0, word1, *_ = philox((index & _WORD, index >> 32, bits[0], bits[1]), key)
+    quad = index // 4
+    words = torch.stack(philox((quad & _WORD, quad >> 32, 0 * quad, 0 * quad), key), -1)
+    of_gradient, of_value = (each.contiguous().view(torch.int32).long() & _WORD for each in (g, p))
+    mixed = (of_gradient ^ of_value >> 16) * SPREAD & _WORD
+    word = words.gather(-1, (index % 4).unsqueeze(-1)).squeeze(-1) + (mixed ^ mixed >> 16) & _WORD
+    random = word, word >> 16, (word * SPREAD & _WORD) >> 16
     g = g * unscale
     m = m + (g - m) * (1 - beta1)
     v = v * beta2 + g * g * (1 - beta2)
     root = v.double().sqrt().float()  # rounded correctly, which torch's float32 root is not on every CPU
     p = p * decay - m / (root * inverse_root + scalars.eps) * step_size
-    for name, value, random in (("parameter", p, word0), ("exp_avg", m, word0 >> 16), ("exp_avg_sq", v, word1)):
+    for name, value, bits in zip(_WRITTEN, (p, m, v), random, strict=True):
         target = getattr(tensors, name)
-        target.copy_(rounded(value, random) if target.dtype == torch.bfloat16 else value)
+        target.copy_(rounded(value, bits) if target.dtype == torch.bfloat16 else value)
 
 
 class Block(NamedTuple):
@@ -150,6 +156,11 @@ class Block(NamedTuple):
     first: int
     length: int
     stride: int
+
+    @property
+    def shift(self) -> int:
+        """How many elements before the first one begin the four that it is one of, if the block is one row."""
+        return self.first % 4 if self.length >= self.size else 0
 
 
 def blocks_of(place: Place) -> Iterator[Block]:
@@ -209,14 +220,16 @@ class _Table:
         self._addresses: list[int] = []
         self._gradients = torch.empty(0)
         rows: list[list[int]] = []
+        sizes: list[int] = []
         for row, each in enumerate(tensors):
             for block in blocks_of(each.place):
                 written = [getattr(each, name) for name in _WRITTEN]
                 addresses = [t.data_ptr() + block.start * t.element_size() for t in written]
                 rows.append([*addresses, row, block.size, block.first, block.length, block.stride])
+                sizes.append(block.shift + block.size)
                 self._starts.append((row, block.start))
         blocks = torch.tensor(rows, dtype=torch.int64)
-        of_block = (blocks[:, 4] + chunk - 1) // chunk
+        of_block = (torch.tensor(sizes) + chunk - 1) // chunk
         block = torch.arange(len(blocks)).repeat_interleave(of_block)
         number = torch.arange(len(block)) - (of_block.cumsum(0) - of_block)[block]
         self.blocks = blocks.to(self._device)

@@ -10,16 +10,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_d9d.ops.stochastic import ROUNDS
+from lightning_d9d.ops.stochastic import LARGEST, ROUNDS, SPREAD
 
 _ROUNDED = 2048
 """Elements a program rounds: eight for each thread of eight warps, so 16 bytes of bfloat16."""
-_TILE = 512
-"""Elements that AdamW updates at a time: two for each thread of eight warps. It computes about a hundred instructions
-for each, and waits for memory, so it needs many threads; with four elements they take three times as many registers."""
+_TILE = 1024
+"""Elements that AdamW updates at a time: four for each thread of eight warps, which one call of Philox has bits for."""
+_WARPS = 8
 CHUNK = 16 * _TILE
 """Elements that a program of AdamW updates, so that what it reads of the tables is little beside them."""
 _ROUNDS = tl.constexpr(ROUNDS)
+_SPREAD = tl.constexpr(SPREAD)
+_LARGEST = tl.constexpr(LARGEST)
 
 
 def round_stochastic(target: Tensor, source: Tensor, seed: int, offset: int) -> None:
@@ -54,7 +56,8 @@ def adamw(
         blocks: int64 `[blocks, 8]`: the addresses of parameter, exp_avg and exp_avg_sq, the row of `scalars`, the
             number of elements, and the `first`, `length` and `stride` of `Block`.
         gradients: int64 `[blocks]`, addresses.
-        chunks: int32 `[chunks, 2]`: a block, and which `CHUNK` elements of it.
+        chunks: int32 `[chunks, 2]`: a block, and which `CHUNK` elements of it, counted from `Block.shift` before the
+            first.
         scalars: float32 `[tensors, 5]`: step size, the inverse root of the second bias correction, what is left of a
             parameter after decay, what a gradient is multiplied by, the step.
         found_inf: float32 scalar; nothing is changed unless it is 0.
@@ -79,7 +82,7 @@ def adamw(
         dtypes[2] == torch.float32,
         CHUNK,
         _TILE,
-        num_warps=8,  # type: ignore[call-arg]
+        num_warps=_WARPS,  # type: ignore[call-arg]
         enable_fp_fusion=False,  # type: ignore[call-arg]  # as torch rounds on the CPU
     )
 
@@ -97,6 +100,12 @@ def _philox(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
+def _in_order(w0, w1, w2, w3):
+    """The words of each call one after the other."""
+    return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [4 * w0.shape[0]])
+
+
+@triton.jit
 def _widened(values):
     """Float32, of 16-bit integers that are bfloat16, or as it is."""
     if values.dtype == tl.int16:
@@ -108,13 +117,15 @@ def _widened(values):
 
 @triton.jit
 def _rounded(values, random):
-    """16-bit integers that are bfloat16; `random` has 16 bits."""
+    """16-bit integers that are bfloat16; `random` has 16 bits, and no NaN has its payload in the cut bits alone."""
+    bits = values.to(tl.uint32, bitcast=True) + tl.where(tl.abs(values) <= _LARGEST, random, 0)
+    return (bits >> 16).to(tl.uint16).to(tl.int16, bitcast=True)
+
+
+@triton.jit
+def _quiet(values):
     bits = values.to(tl.uint32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    finite = tl.minimum(magnitude + random, 0x7F7FFFFF)
-    special = magnitude | ((magnitude > 0x7F800000).to(tl.uint32) << 22)
-    result = tl.where(magnitude < 0x7F800000, finite, special) | (bits & 0x80000000)
-    return (result >> 16).to(tl.uint16).to(tl.int16, bitcast=True)
+    return (bits | ((values != values).to(tl.uint32) << 22)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -128,11 +139,11 @@ def _pointer(address, WIDE: tl.constexpr):
 
 @triton.jit
 def _store(pointer, values, random, mask, WIDE: tl.constexpr):
-    """Float32, or rounded by the low 16 bits of `random`."""
+    """Float32, or rounded."""
     if WIDE:
         tl.store(pointer, values, mask=mask)
     else:
-        tl.store(pointer, _rounded(values, random & 0xFFFF), mask=mask)
+        tl.store(pointer, _rounded(values, random), mask=mask)
 
 
 @triton.jit(do_not_specialize=["seed", "first_block"])
@@ -142,14 +153,15 @@ def _round(target, source, count, seed, first_block, shift, TILE: tl.constexpr):
     key, none = seed.to(tl.int64), tl.zeros([TILE // 8], tl.uint32)
     key0, key1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
     w0, w1, w2, w3 = _philox(block.to(tl.uint32), (block >> 32).to(tl.uint32), none, none, key0, key1)
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+    words = _in_order(w0, w1, w2, w3)
     random = tl.reshape(tl.join(words & 0xFFFF, words >> 16), [TILE])
     lanes = start - shift + tl.arange(0, TILE)
     if (start >= shift) & (start - shift + TILE <= count):
-        tl.store(target + lanes, _rounded(tl.load(source + lanes), random))
+        tl.store(target + lanes, _rounded(_quiet(tl.load(source + lanes)), random))
     else:
         is_there = (lanes >= 0) & (lanes < count)
-        tl.store(target + lanes, _rounded(tl.load(source + lanes, mask=is_there, other=0.0), random), mask=is_there)
+        values = _quiet(tl.load(source + lanes, mask=is_there, other=0.0))
+        tl.store(target + lanes, _rounded(values, random), mask=is_there)
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -193,15 +205,28 @@ def _adamw(
         tl.load(scalars + 3),
     )
     key0, key1 = seed.to(tl.uint32), tl.load(scalars + 4).to(tl.uint32)
-    is_aligned = ((parameter | gradient | exp_avg | exp_avg_sq) & 15) == 0
+    # Four elements that follow each other in the whole parameter do so here, from `-shift` on.
+    is_cut = length < count  # the rows are parts of longer ones
+    shift = tl.where(is_cut, 0, first % 4)
+    has_quads = (not is_cut) | ((first | length | stride) % 4 == 0)
+    is_aligned = (((parameter | gradient | exp_avg | exp_avg_sq) & 15) == 0) & (shift == 0)
     lanes = tl.arange(0, TILE)
-    for start in range(begin, tl.minimum(begin + CHUNK, count), TILE):
+    for start in range(begin, tl.minimum(begin + CHUNK, count + shift), TILE):
         start = tl.multiple_of(start, TILE)
-        index = first + start + lanes
-        if length < count:  # the rows are parts of longer ones
-            columns = (start % length + lanes).to(tl.uint32)
-            rows = (columns // length.to(tl.uint32)).to(tl.int64)
-            index = first + (start // length + rows) * stride + columns.to(tl.int64) - rows * length
+        words = tl.zeros([TILE], tl.uint32)
+        if not (WIDE_PARAMETER and WIDE_STATE):
+            if has_quads:
+                quads = _index(start - shift, tl.arange(0, TILE // 4) * 4, first, length, stride, is_cut) // 4
+                none = tl.zeros([TILE // 4], tl.uint32)
+                w0, w1, w2, w3 = _philox(quads.to(tl.uint32), (quads >> 32).to(tl.uint32), none, none, key0, key1)
+                words = _in_order(w0, w1, w2, w3)
+            else:
+                index = _index(start, lanes, first, length, stride, is_cut)
+                quads = index // 4
+                none = tl.zeros([TILE], tl.uint32)
+                w0, w1, w2, w3 = _philox(quads.to(tl.uint32), (quads >> 32).to(tl.uint32), none, none, key0, key1)
+                words = tl.where(index % 2 == 0, tl.where(index % 4 == 0, w0, w2), tl.where(index % 4 == 1, w1, w3))
+        at = start - shift + lanes
         if is_aligned & (start + TILE <= count):
             _update(
                 tl.multiple_of(_pointer(parameter, WIDE_PARAMETER), 16) + start + lanes,
@@ -209,9 +234,7 @@ def _adamw(
                 tl.multiple_of(_pointer(exp_avg, WIDE_STATE), 16) + start + lanes,
                 tl.multiple_of(_pointer(exp_avg_sq, WIDE_STATE), 16) + start + lanes,
                 None,
-                index,
-                key0,
-                key1,
+                words,
                 step_size,
                 inverse_root,
                 decay,
@@ -225,14 +248,12 @@ def _adamw(
             )
         else:
             _update(
-                _pointer(parameter, WIDE_PARAMETER) + start + lanes,
-                _pointer(gradient, WIDE_GRADIENT) + start + lanes,
-                _pointer(exp_avg, WIDE_STATE) + start + lanes,
-                _pointer(exp_avg_sq, WIDE_STATE) + start + lanes,
-                start + lanes < count,
-                index,
-                key0,
-                key1,
+                _pointer(parameter, WIDE_PARAMETER) + at,
+                _pointer(gradient, WIDE_GRADIENT) + at,
+                _pointer(exp_avg, WIDE_STATE) + at,
+                _pointer(exp_avg_sq, WIDE_STATE) + at,
+                (at >= 0) & (at < count),
+                words,
                 step_size,
                 inverse_root,
                 decay,
@@ -247,15 +268,24 @@ def _adamw(
 
 
 @triton.jit
+def _index(start, lanes, first, length, stride, is_cut):
+    """In the whole parameter, of elements `start + lanes` of a block."""
+    index = first + start + lanes
+    if is_cut:
+        columns = (start % length + lanes).to(tl.uint32)
+        rows = (columns // length.to(tl.uint32)).to(tl.int64)
+        index = first + (start // length + rows) * stride + columns.to(tl.int64) - rows * length
+    return index
+
+
+@triton.jit
 def _update(
     parameter,
     gradient,
     exp_avg,
     exp_avg_sq,
     mask,
-    index,
-    key0,
-    key1,
+    words,
     step_size,
     inverse_root,
     decay,
@@ -271,14 +301,13 @@ def _update(
     g = _widened(tl.load(gradient, mask=mask))
     m = _widened(tl.load(exp_avg, mask=mask))
     v = _widened(tl.load(exp_avg_sq, mask=mask))
-    word0, word1 = index.to(tl.uint32), index.to(tl.uint32)
     if not (WIDE_PARAMETER and WIDE_STATE):
-        bits = g.to(tl.uint32, bitcast=True), p.to(tl.uint32, bitcast=True)
-        word0, word1, _, _ = _philox(index.to(tl.uint32), (index >> 32).to(tl.uint32), bits[0], bits[1], key0, key1)
+        mixed = (g.to(tl.uint32, bitcast=True) ^ (p.to(tl.uint32, bitcast=True) >> 16)) * _SPREAD
+        words += mixed ^ (mixed >> 16)
     g = g * unscale
     m = m + (g - m) * one_minus_beta1
     v = v * beta2 + g * g * one_minus_beta2
     p = p * decay - tl.div_rn(m, tl.sqrt_rn(v) * inverse_root + eps) * step_size
-    _store(parameter, p, word0, mask, WIDE_PARAMETER)
-    _store(exp_avg, m, word0 >> 16, mask, WIDE_STATE)
-    _store(exp_avg_sq, v, word1, mask, WIDE_STATE)
+    _store(parameter, p, words & 0xFFFF, mask, WIDE_PARAMETER)
+    _store(exp_avg, m, words >> 16, mask, WIDE_STATE)
+    _store(exp_avg_sq, v, (words * _SPREAD) >> 16, mask, WIDE_STATE)

@@ -199,20 +199,22 @@ def test_the_host_waits_for_nothing() -> None:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def test_parameters_are_rounded_without_bias_and_independently() -> None:
-    """Errors have no mean, and those of two parameters, and of neighbours, have nothing in common."""
+def test_rounding_without_bias_and_independently() -> None:
+    """Errors have no mean, and those of two parameters, of neighbours, and of a parameter and its states, have nothing
+    in common."""
     count = 2**16
     errors = []
     for number in (1, 2):
-        tensors = make(whole(count), DTYPES["gradients float32"], number)
-        tensors.parameter.fill_(1.5)
-        tensors.exp_avg_sq.fill_(1.0)
-        [exact] = after([tensors._replace(parameter=tensors.parameter.float())])
+        p, g, m, v, *rest = make(whole(count), DTYPES["all bfloat16"], number)
+        tensors = AdamWTensors(p.fill_(1.5), g, m.fill_(1.5), v.fill_(1.5), *rest)
+        [exact] = after([AdamWTensors(*(each.float() for each in tensors[:4]), *rest)])
         [actual] = after([tensors])
-        errors.append((actual.parameter.float() - exact.parameter).double() * 2**7)
-    first, second = errors
-    assert bool((first.abs() < 1).all())
-    assert bool((second.abs() < 1).all())
-    assert first.var().item() > 0.05
-    for mean in (first.mean(), second.mean(), (first * second).mean(), (first[1:] * first[:-1]).mean()):
-        assert abs(mean.item()) < 5 * 0.5 / count**0.5
+        errors.append([(getattr(actual, n).float() - getattr(exact, n)).double() * 2**7 for n in WRITTEN])
+    for error in (*errors[0], *errors[1]):
+        assert bool((error.abs() < 1).all())
+        assert error.var().item() > 0.04
+        for mean in (error.mean(), (error[1:] * error[:-1]).mean()):
+            assert abs(mean.item()) < 5 * 0.5 / count**0.5
+    (p, m, v), others = errors
+    for one, other in [*zip((p, m, v), others, strict=True), (p, m), (p, v), (m, v)]:
+        assert abs((one * other).mean().item()) < 5 * 0.5 / count**0.5
