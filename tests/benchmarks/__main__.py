@@ -20,25 +20,27 @@ import torch
 
 from tests.benchmarks.frame import MIN_STEP_SECONDS, run_case
 
-NAMES = ("strategy_overhead", "mesh_build", "pipeline", "parallel", "tensor", "context")
+NAMES = ("strategy_overhead", "mesh_build", "pipeline", "parallel", "tensor", "context", "ops")
+SELECTIONS = {"pipeline": ("schedules", "microbatches"), "ops": ("ops", "sizes")}
+"""Options of single benchmarks."""
 
 
 def main() -> int:
     """Runs benchmarks one after another, prints a table for each case and writes the JSON. 1 if a target is missed."""
     arguments = _parse()
-    results = []
+    results, missed = [], False
     directory = os.environ.get("OUT")
     for name in arguments.names or NAMES:
         module = import_module(f"tests.benchmarks.{name}")
-        selected = {"schedules": arguments.schedules, "microbatches": arguments.microbatches}
-        for case in module.cases(arguments.device, arguments.quick, **selected if name == "pipeline" else {}):
+        selected = {option: getattr(arguments, option) for option in SELECTIONS.get(name, ())}
+        for case in module.cases(arguments.device, arguments.quick, **selected):
             if arguments.device == "cuda" and torch.cuda.device_count() < case.num_processes:
                 print(f"{name}, {case.name}: left out, needs {case.num_processes} GPUs", flush=True)
                 continue
             if arguments.repeats is not None:
                 case = dataclasses.replace(case, repeats=arguments.repeats)
             load_before = os.getloadavg()[0]
-            result = {"benchmark": name, **run_case(case, arguments.device)}
+            result = {"benchmark": name, **getattr(module, "run_case", run_case)(case, arguments.device)}
             result["load_average"] = [load_before, os.getloadavg()[0]]
             results.append(result)
             print(getattr(module, "table", table)(result, arguments.device), flush=True)
@@ -47,9 +49,8 @@ def main() -> int:
                 arguments.output.write_text(json.dumps(report, indent=1) + "\n")
             if directory and hasattr(module, "write"):
                 module.write(result, Path(directory), arguments.device)
-    contenders = [contender for result in results for contender in result["contenders"].values()]
-    verdicts = [c[kind].get("verdict") for c in contenders for kind in ("ratio", "pair") if kind in c]
-    return int("missed" in verdicts)
+            missed |= "missed" in getattr(module, "verdicts", verdicts)(result)
+    return int(missed)
 
 
 def _parse() -> argparse.Namespace:
@@ -60,6 +61,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="JSON file for raw samples, conditions and the machine")
     parser.add_argument("--schedules", nargs="+", help="of `pipeline`; the first is the peer of the others")
     parser.add_argument("--microbatches", nargs="+", type=int, help="of `pipeline`")
+    parser.add_argument("--ops", nargs="+", help="of `ops`")
+    parser.add_argument("--sizes", nargs="+", type=float, help="of `ops`, as multiples of the shape; default: 1")
     parser.add_argument("--quick", action="store_true", help="small and short: shows that it runs, judges nothing")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(NAMES):
@@ -85,6 +88,12 @@ def machine(device_type: str) -> dict[str, Any]:
         described |= {"gpu": gpu.name, "gpu_memory_bytes": gpu.total_memory, "num_gpus": torch.cuda.device_count()}
         described |= {"cuda": torch.version.cuda}
     return described
+
+
+def verdicts(result: dict[str, Any]) -> list[str | None]:
+    """Of all targets of a case."""
+    kinds = [values[kind] for values in result["contenders"].values() for kind in ("ratio", "pair") if kind in values]
+    return [kind.get("verdict") for kind in kinds]
 
 
 def table(result: dict[str, Any], device_type: str) -> str:

@@ -1,0 +1,677 @@
+"""What `ops` measures: of each op its inputs, its peers, and the bytes or operations that it cannot do without.
+
+Sizes are those of Qwen3-30B-A3B. Bytes are of each input and result once; operations those of products alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lightning_d9d.modules.rope import rope_tables
+from lightning_d9d.ops import (
+    Permutation,
+    attention,
+    grouped_gemm,
+    linear_cross_entropy,
+    moe_permute,
+    moe_route,
+    moe_unpermute,
+    norm_rope,
+    rms_norm,
+    rope,
+    round_stochastic_,
+    swiglu,
+    vocab_parallel_cross_entropy,
+)
+from lightning_d9d.ops.moe_permute import moe_unpermute_reference, sort_by_expert, sort_reference
+from lightning_d9d.ops.moe_route import moe_route_reference
+from lightning_d9d.ops.norm_rope import norm_rope_reference
+from lightning_d9d.ops.rms_norm import rms_norm_reference
+from lightning_d9d.ops.rope import rope_reference
+from lightning_d9d.ops.stochastic import round_stochastic_reference
+from lightning_d9d.ops.stochastic_adamw import AdamWTensors, MultiTensorAdamW, Place, Scalars
+from lightning_d9d.ops.swiglu import swiglu_reference
+
+EPS = 1e-6
+ON_CUDA = ("compile", "Liger", "cuDNN", "flex")
+"""Peers that are left out on a CPU."""
+MOST_OF_PRODUCTS = 1.1
+"""Time of `linear_cross_entropy`, of that of its three products."""
+MOST_LOGITS = 2**30
+"""Bytes that it may take beside inputs and gradients."""
+LEAST_ATTENTION = {"forward": 610e12, "backward": 427e12}
+"""Operations a second of cuDNN's on an H200 at 4 x 32 x 4096 x 128 with 4 heads of keys."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What inputs are made of."""
+
+    batch: int = 4
+    seq: int = 4096
+    documents: int = 4
+    """In a row, equally long."""
+    hidden: int = 2048
+    heads: int = 32
+    kv_heads: int = 4
+    head_dim: int = 128
+    experts: int = 128
+    top_k: int = 8
+    width: int = 768
+    """Of an expert."""
+    vocab: int = 151_936
+    layers: int = 8
+    """Whose weights AdamW updates: 5.0 B."""
+    rounded: int = 2**26
+    """Elements of `round_stochastic_`."""
+    dtype: torch.dtype = torch.bfloat16
+
+    def scaled(self, factor: float) -> Sizes:
+        """With as many times the tokens, layers and elements."""
+        counts = {name: max(1, int(factor * getattr(self, name))) for name in ("batch", "layers", "rounded")}
+        return dataclasses.replace(self, **counts)
+
+    @property
+    def tokens(self) -> int:
+        """Of all rows."""
+        return self.batch * self.seq
+
+    def bytes(self, *shape: int) -> int:
+        """Of a tensor."""
+        return math.prod(shape) * self.dtype.itemsize
+
+
+QUICK = Sizes(
+    batch=1,
+    seq=16,
+    documents=2,
+    hidden=32,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    experts=4,
+    top_k=2,
+    width=16,
+    vocab=64,
+    layers=1,
+    rounded=100,
+    dtype=torch.float32,
+)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a pass cannot do without, and what it is held against."""
+
+    bytes: int = 0
+    flops: int = 0
+    least_rate: float | None = None
+    """Operations a second."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Makes the inputs of a call: normal values if nothing else is said."""
+
+    device: torch.device
+    dtype: torch.dtype
+    generator: torch.Generator
+
+    def trained(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """One that gets a gradient."""
+        return self.fixed(*shape, dtype=dtype).requires_grad_()
+
+    def fixed(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """One without."""
+        return torch.randn(shape, generator=self.generator, device=self.device, dtype=dtype or self.dtype)
+
+    def below(self, bound: int, *shape: int) -> Tensor:
+        """Integers."""
+        return torch.randint(bound, shape, generator=self.generator, device=self.device)
+
+    def experts(self, sizes: Sizes) -> Tensor:
+        """The experts of each token, all different, `[tokens, top_k]`."""
+        return self.ranks(sizes)[:, : sizes.top_k].contiguous()
+
+    def ranks(self, sizes: Sizes) -> Tensor:
+        """An order of the experts for each token."""
+        return self.fixed(sizes.tokens, sizes.experts, dtype=torch.float32).argsort(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpCase:
+    """An op at a size."""
+
+    name: str
+    op: str = ""
+    """By which it is chosen; the name, but for what follows a comma."""
+    scale: float = 1.0
+    """Of the shape."""
+    dtype: torch.dtype = torch.bfloat16
+    """Of inputs that have no other."""
+    inputs: Callable[[Inputs], dict[str, Any]]
+    """Arguments of a call."""
+    ours: Callable[..., Any]
+    """Runs with Triton's kernels, and all others with torch's."""
+    peers: Mapping[str, Callable[..., Any]]
+    work: Mapping[str, Work]
+    """Of each pass that is measured: "forward", "backward" and "both", one after the other."""
+    limits: Mapping[str, float] = field(default_factory=dict)
+    """Peer -> the largest ratio of our time to its, where it is no peer but a ceiling."""
+    most_extra: int | None = None
+    """Bytes that ours may take beside inputs and results."""
+    shares_inputs: bool = False
+    """All contenders work on the same: they are large."""
+    graphed: bool = True
+    """Whether launches are recorded, so that the host's time does not count."""
+    note: str = ""
+    num_processes: int = 1
+    repeats: int = 20
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "op", self.name.partition(",")[0])
+
+
+def op_cases(sizes: Sizes) -> list[OpCase]:
+    """Of all ops."""
+    tokens, dim, heads, kv_heads = sizes.tokens, sizes.hidden, sizes.heads, sizes.kv_heads
+    cases = [
+        _rms_norm("rms_norm", sizes, tokens, dim),
+        _rms_norm_residual(sizes),
+        _rms_norm("rms_norm, per head", sizes, tokens, heads, sizes.head_dim),
+        _rope(sizes),
+        _norm_rope(sizes),
+        _swiglu(sizes, weighted=False),
+        _swiglu(sizes, weighted=True),
+        _moe_route(sizes),
+        _moe_sort(sizes),
+        _moe_permute(sizes),
+        _moe_unpermute(sizes, weighted=False),
+        _moe_unpermute(sizes, weighted=True),
+        _grouped_gemm("grouped_gemm, gate and up", sizes, dim, 2 * sizes.width),
+        _grouped_gemm("grouped_gemm, down", sizes, sizes.width, dim),
+        _attention("attention", sizes, heads, kv_heads),
+        _attention_of_documents(sizes),
+        _linear_cross_entropy(sizes),
+        _vocab_parallel_cross_entropy(sizes),
+        _round_stochastic(sizes),
+        _adamw("stochastic_adamw", sizes, sizes.layers, sizes.dtype, sizes.dtype),
+        _adamw("stochastic_adamw, float32 states", sizes, sizes.layers // 2, sizes.dtype, torch.float32),
+        _adamw("stochastic_adamw, float32", sizes, sizes.layers // 2, torch.float32, torch.float32),
+    ]
+    return [dataclasses.replace(case, dtype=sizes.dtype) for case in cases]
+
+
+def forward_backward(forward: Work, backward: Work) -> dict[str, Work]:
+    """Both passes, and one after the other."""
+    both = Work(forward.bytes + backward.bytes, forward.flops + backward.flops)
+    return {"forward": forward, "backward": backward, "both": both}
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """For the sizes of its first call, as the other contenders know them, too."""
+    return torch.compile(function, dynamic=False)
+
+
+def _peers(op: Callable[..., Any], plain: Callable[..., Any], **others: Callable[..., Any]) -> dict[str, Any]:
+    """The op on torch's kernels, and what is compiled from plain torch."""
+    return {"torch": op, "compile": compiled(plain), **others}
+
+
+def _liger(module: str, name: str) -> Callable[..., Any]:
+    """A function of Liger-Kernel's, which need not be installed."""
+    return getattr(import_module(f"liger_kernel.ops.{module}"), name).apply
+
+
+def _rms_norm(name: str, sizes: Sizes, *shape: int) -> OpCase:
+    def op(x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x, weight, EPS)
+
+    def plain(x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm_reference(x, weight, EPS)
+
+    def liger(x: Tensor, weight: Tensor) -> Tensor:
+        return _liger("rms_norm", "LigerRMSNormFunction")(x, weight, EPS, 0.0, "llama", False)
+
+    x = sizes.bytes(*shape)
+    return OpCase(
+        name=name,
+        inputs=lambda make: {"x": make.trained(*shape), "weight": make.trained(shape[-1])},
+        ours=op,
+        peers=_peers(op, plain, Liger=liger),
+        work=forward_backward(Work(2 * x), Work(3 * x)),
+    )
+
+
+def _rms_norm_residual(sizes: Sizes) -> OpCase:
+    def op(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
+        return rms_norm(x, weight, EPS, residual=residual)
+
+    def plain(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
+        return rms_norm_reference(x, weight, EPS, residual=residual)
+
+    def liger(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
+        return _liger("fused_add_rms_norm", "LigerFusedAddRMSNormFunction")(
+            x, residual, weight, EPS, 0.0, "llama", False
+        )
+
+    shape = sizes.tokens, sizes.hidden
+    x = sizes.bytes(*shape)
+    return OpCase(
+        name="rms_norm, residual",
+        inputs=lambda make: {
+            "x": make.trained(*shape),
+            "residual": make.trained(*shape),
+            "weight": make.trained(sizes.hidden),
+        },
+        ours=op,
+        peers=_peers(op, plain, Liger=liger),
+        work=forward_backward(Work(4 * x), Work(4 * x)),
+        note="x and residual have one gradient",
+    )
+
+
+def _heads(sizes: Sizes, make: Inputs) -> dict[str, Any]:
+    """Queries, keys and tables."""
+    positions = torch.arange(sizes.seq, device=make.device).unsqueeze(0)
+    cos, sin = rope_tables(positions, sizes.head_dim, 1e6, sizes.dtype)
+    q, k = (make.trained(sizes.batch, sizes.seq, heads, sizes.head_dim) for heads in (sizes.heads, sizes.kv_heads))
+    return {"q": q, "k": k, "cos": cos, "sin": sin}
+
+
+def _rope(sizes: Sizes) -> OpCase:
+    def op(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        return rope(q, cos, sin), rope(k, cos, sin)
+
+    def plain(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        return rope_reference(q, cos, sin), rope_reference(k, cos, sin)
+
+    def liger(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        tables = cos.squeeze(2), sin.squeeze(2), None, 1, sizes.head_dim
+        q, k = _liger("rope", "LigerRopeFunction")(q.transpose(1, 2), k.transpose(1, 2), *tables)
+        return q.transpose(1, 2), k.transpose(1, 2)
+
+    work = Work(2 * sizes.bytes(sizes.tokens, sizes.heads + sizes.kv_heads, sizes.head_dim))
+    return OpCase(
+        name="rope",
+        inputs=lambda make: _heads(sizes, make),
+        ours=op,
+        peers=_peers(op, plain, Liger=liger),
+        work=forward_backward(work, work),
+        note="queries and keys; Liger's overwrites them",
+    )
+
+
+def _norm_rope(sizes: Sizes) -> OpCase:
+    def op(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, of_q: Tensor, of_k: Tensor) -> tuple[Tensor, ...]:
+        return norm_rope(q, of_q, EPS, cos, sin), norm_rope(k, of_k, EPS, cos, sin)
+
+    def plain(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, of_q: Tensor, of_k: Tensor) -> tuple[Tensor, ...]:
+        return norm_rope_reference(q, of_q, EPS, cos, sin), norm_rope_reference(k, of_k, EPS, cos, sin)
+
+    def liger(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, of_q: Tensor, of_k: Tensor) -> tuple[Tensor, ...]:
+        q, k = (
+            _liger("rms_norm", "LigerRMSNormFunction")(x, weight, EPS, 0.0, "llama", False)
+            for x, weight in ((q, of_q), (k, of_k))
+        )
+        tables = cos.squeeze(2), sin.squeeze(2), None, 1, sizes.head_dim
+        q, k = _liger("rope", "LigerRopeFunction")(q.transpose(1, 2), k.transpose(1, 2), *tables)
+        return q.transpose(1, 2), k.transpose(1, 2)
+
+    x = sizes.bytes(sizes.tokens, sizes.heads + sizes.kv_heads, sizes.head_dim)
+    return OpCase(
+        name="norm_rope",
+        inputs=lambda make: {
+            **_heads(sizes, make),
+            "of_q": make.trained(sizes.head_dim),
+            "of_k": make.trained(sizes.head_dim),
+        },
+        ours=op,
+        peers=_peers(op, plain, Liger=liger),
+        work=forward_backward(Work(2 * x), Work(3 * x)),
+        note="queries and keys; Liger's norm, then its rope",
+    )
+
+
+def _swiglu(sizes: Sizes, weighted: bool) -> OpCase:
+    def op(gate_up: Tensor, weights: Tensor | None) -> Tensor:
+        return swiglu(gate_up, weights)
+
+    def plain(gate_up: Tensor, weights: Tensor | None) -> Tensor:
+        return swiglu_reference(gate_up, weights)
+
+    def liger(gate_up: Tensor, weights: None) -> Tensor:
+        return _liger("swiglu", "LigerFusedGateUpSiLUMulFunction")(gate_up)
+
+    rows = sizes.tokens * sizes.top_k
+    x = sizes.bytes(rows, sizes.width)
+    return OpCase(
+        name="swiglu, router's weights" if weighted else "swiglu",
+        inputs=lambda make: {
+            "gate_up": make.trained(rows, 2 * sizes.width),
+            "weights": make.trained(rows, dtype=torch.float32) if weighted else None,
+        },
+        ours=op,
+        peers=_peers(op, plain) if weighted else _peers(op, plain, Liger=liger),
+        work=forward_backward(Work(3 * x + 4 * rows * weighted), Work(5 * x + 8 * rows * weighted)),
+    )
+
+
+def _moe_route(sizes: Sizes) -> OpCase:
+    def op(logits: Tensor) -> Tensor:
+        return moe_route(logits, sizes.top_k).weights
+
+    def plain(logits: Tensor) -> Tensor:
+        return moe_route_reference(logits, sizes.top_k).weights
+
+    def inputs(make: Inputs) -> dict[str, Any]:
+        """A token's are all different, since of equal ones each may take another."""
+        return {"logits": (make.ranks(sizes).to(sizes.dtype) / 16).requires_grad_()}
+
+    logits, chosen = sizes.bytes(sizes.tokens, sizes.experts), sizes.tokens * sizes.top_k
+    return OpCase(
+        name="moe_route",
+        inputs=inputs,
+        ours=op,
+        peers=_peers(op, plain),
+        work=forward_backward(Work(logits + 12 * chosen), Work(logits + 16 * chosen)),
+    )
+
+
+def _moe_sort(sizes: Sizes) -> OpCase:
+    def op(indices: Tensor) -> Permutation:
+        return sort_by_expert(indices, sizes.experts)
+
+    def plain(indices: Tensor) -> tuple[Tensor, ...]:
+        return sort_reference(indices, sizes.experts, 1)
+
+    return OpCase(
+        name="moe_permute, its sort",
+        inputs=lambda make: {"indices": make.experts(sizes)},
+        ours=op,
+        peers=_peers(op, plain),
+        work={"forward": Work(12 * sizes.tokens * sizes.top_k)},
+    )
+
+
+def _moe_permute(sizes: Sizes) -> OpCase:
+    def op(x: Tensor, weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor | None]:
+        return moe_permute(x, indices, weights, sizes.experts)[:2]
+
+    def plain(x: Tensor, weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+        order = indices.flatten().sort(stable=True).indices
+        return x.index_select(0, order // sizes.top_k), weights.flatten().index_select(0, order)
+
+    copies = sizes.tokens * sizes.top_k
+    x = sizes.bytes(sizes.tokens, sizes.hidden)
+    work = Work((1 + sizes.top_k) * x + 8 * copies)
+    return OpCase(
+        name="moe_permute",
+        inputs=lambda make: {
+            "x": make.trained(sizes.tokens, sizes.hidden),
+            "weights": make.trained(sizes.tokens, sizes.top_k, dtype=torch.float32),
+            "indices": make.experts(sizes),
+        },
+        ours=op,
+        peers=_peers(op, plain),
+        work=forward_backward(work, work),
+        note="with the sort",
+    )
+
+
+def _moe_unpermute(sizes: Sizes, weighted: bool) -> OpCase:
+    def op(rows: Tensor, permutation: Permutation, weights: Tensor | None) -> Tensor:
+        return moe_unpermute(rows, permutation, weights)
+
+    def plain(rows: Tensor, permutation: Permutation, weights: Tensor | None) -> Tensor:
+        return moe_unpermute_reference(rows, permutation, weights)
+
+    copies = sizes.tokens * sizes.top_k
+    x = sizes.bytes(sizes.tokens, sizes.hidden)
+    all_rows = sizes.top_k * x
+    return OpCase(
+        name="moe_unpermute, weights" if weighted else "moe_unpermute",
+        inputs=lambda make: {
+            "rows": make.trained(copies, sizes.hidden),
+            "permutation": sort_by_expert(make.experts(sizes), sizes.experts),
+            "weights": make.trained(sizes.tokens, sizes.top_k, dtype=torch.float32) if weighted else None,
+        },
+        ours=op,
+        peers=_peers(op, plain),
+        work=forward_backward(
+            Work(all_rows + x + 4 * copies), Work(x + all_rows + weighted * (all_rows + 4 * copies) + 4 * copies)
+        ),
+    )
+
+
+def _grouped_gemm(name: str, sizes: Sizes, in_features: int, out_features: int) -> OpCase:
+    def op(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        return grouped_gemm(x, weight, offsets)
+
+    def plain(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=offsets)
+
+    copies = sizes.tokens * sizes.top_k
+    flops = 2 * copies * in_features * out_features
+    return OpCase(
+        name=name,
+        inputs=lambda make: {
+            "x": make.trained(copies, in_features),
+            "weight": make.trained(sizes.experts, out_features, in_features),
+            "offsets": sort_by_expert(make.experts(sizes), sizes.experts).offsets,
+        },
+        ours=op,
+        peers={"grouped_mm": plain},
+        work=forward_backward(Work(flops=flops), Work(flops=2 * flops)),
+        note="ours is torch's grouped_mm; rows of experts as random routing has them",
+    )
+
+
+def _queries(sizes: Sizes, make: Inputs) -> dict[str, Any]:
+    """As projections leave them: the heads of a token side by side."""
+    names = {"q": sizes.heads, "k": sizes.kv_heads, "v": sizes.kv_heads}
+    return {
+        name: make.fixed(sizes.batch, sizes.seq, heads, sizes.head_dim).transpose(1, 2).requires_grad_()
+        for name, heads in names.items()
+    }
+
+
+def _attention(name: str, sizes: Sizes, heads: int, kv_heads: int) -> OpCase:
+    def op(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v)
+
+    def cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    flops = 4 * sizes.batch * heads * sizes.head_dim * sizes.seq**2 // 2
+    return OpCase(
+        name=name,
+        inputs=lambda make: _queries(sizes, make),
+        ours=op,
+        peers={"torch": op, "cuDNN": cudnn},
+        work=forward_backward(
+            Work(flops=flops, least_rate=LEAST_ATTENTION["forward"]),
+            Work(flops=5 * flops // 2, least_rate=LEAST_ATTENTION["backward"]),
+        ),
+        note="causal; operations of pairs that count",
+    )
+
+
+def _attention_of_documents(sizes: Sizes) -> OpCase:
+    length = sizes.seq // sizes.documents
+    masks: dict[torch.device, Any] = {}
+
+    def op(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
+        return attention(q, k, v, documents)
+
+    def flex(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        def counts(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (query >= key) & (query // length == key // length)
+
+        if q.device not in masks:
+            masks[q.device] = create_block_mask(counts, None, None, sizes.seq, sizes.seq, str(q.device))
+        return compiled_flex(q, k, v, block_mask=masks[q.device], enable_gqa=True)
+
+    from torch.nn.attention.flex_attention import flex_attention
+
+    compiled_flex = compiled(flex_attention)
+    flops = 4 * sizes.batch * sizes.heads * sizes.head_dim * sizes.documents * length**2 // 2
+    return OpCase(
+        name="attention, documents",
+        inputs=lambda make: {
+            **_queries(sizes, make),
+            "documents": (torch.arange(sizes.seq, device=make.device) // length).expand(sizes.batch, -1).contiguous(),
+        },
+        ours=op,
+        peers={"torch": op, "flex": flex},
+        work=forward_backward(Work(flops=flops), Work(flops=5 * flops // 2)),
+        note=f"{sizes.documents} in a row, equally long; operations of pairs that count",
+    )
+
+
+def _linear_cross_entropy(sizes: Sizes) -> OpCase:
+    def op(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        return linear_cross_entropy(x, weight, labels, reduction="sum")
+
+    def plain(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(x, weight).float(), labels, reduction="sum")
+
+    def liger(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        options = None, None, -100, 0.0, 0.0, "sum"  # bias, weights of classes, ignored label, z-loss, smoothing
+        return _liger("fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction")(
+            x, weight, labels, *options
+        )[0]
+
+    def products(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        return F.linear(x, weight)
+
+    return OpCase(
+        name="linear_cross_entropy",
+        inputs=lambda make: {
+            "x": make.trained(sizes.tokens, sizes.hidden),
+            "weight": make.fixed(sizes.vocab, sizes.hidden).mul_(sizes.hidden**-0.5).requires_grad_(),
+            "labels": make.below(sizes.vocab, sizes.tokens),
+        },
+        ours=op,
+        peers=_peers(op, plain, Liger=liger) | {"products": products},
+        work={"both": Work(flops=6 * sizes.tokens * sizes.hidden * sizes.vocab)},
+        limits={"products": MOST_OF_PRODUCTS},
+        most_extra=MOST_LOGITS,
+        graphed=False,
+        note="a sum of losses; products are those of logits and both gradients without anything between",
+    )
+
+
+def _vocab_parallel_cross_entropy(sizes: Sizes) -> OpCase:
+    def op(logits: Tensor, labels: Tensor, group_name: str) -> Tensor:
+        return vocab_parallel_cross_entropy(logits, labels, 0, group_name, reduction="sum")
+
+    def plain(logits: Tensor, labels: Tensor, group_name: str) -> Tensor:
+        return F.cross_entropy(logits.float(), labels, reduction="sum")
+
+    def liger(logits: Tensor, labels: Tensor, group_name: str) -> Tensor:
+        return _liger("cross_entropy", "LigerCrossEntropyFunction")(logits, labels, None, -100, 0.0, 0.0, "sum")[0]
+
+    columns = sizes.vocab // 4
+    x = sizes.bytes(sizes.tokens, columns)
+    return OpCase(
+        name="vocab_parallel_cross_entropy",
+        inputs=lambda make: {
+            "logits": make.trained(sizes.tokens, columns),
+            "labels": make.below(columns, sizes.tokens),
+            "group_name": _group_of_one(make.device),
+        },
+        ours=op,
+        peers=_peers(op, plain, Liger=liger),
+        work={"both": Work(3 * x)},
+        graphed=False,
+        note="a quarter of the vocabulary, in a group of one rank; Liger's overwrites the logits",
+    )
+
+
+def _group_of_one(device: torch.device) -> str:
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    group = dist.group.WORLD
+    assert group is not None
+    return group.group_name
+
+
+def _round_stochastic(sizes: Sizes) -> OpCase:
+    def op(target: Tensor, source: Tensor) -> Tensor:
+        return round_stochastic_(target, source, seed=1)
+
+    def plain(target: Tensor, source: Tensor) -> Tensor:
+        return round_stochastic_reference(source, seed=1)
+
+    return OpCase(
+        name="round_stochastic",
+        inputs=lambda make: {
+            "target": make.fixed(sizes.rounded, dtype=torch.bfloat16),
+            "source": make.fixed(sizes.rounded, dtype=torch.float32),
+        },
+        ours=op,
+        peers=_peers(op, plain),
+        work={"forward": Work(6 * sizes.rounded)},
+        graphed=False,
+    )
+
+
+def _shapes(sizes: Sizes) -> list[tuple[int, ...]]:
+    """Of the weights of a layer."""
+    q, kv, dim = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim, sizes.hidden
+    of_attention = [(q, dim), (kv, dim), (kv, dim), (dim, q), (sizes.head_dim,), (sizes.head_dim,)]
+    of_experts = [(sizes.experts, dim), (sizes.experts, 2 * sizes.width, dim), (sizes.experts, dim, sizes.width)]
+    return [*of_attention, *of_experts, (dim,), (dim,)]
+
+
+def _adamw(name: str, sizes: Sizes, layers: int, dtype: torch.dtype, state_dtype: torch.dtype) -> OpCase:
+    scalars = Scalars(lr=1e-6, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, seed=1)
+    shapes = _shapes(sizes) * max(1, layers)
+    count = sum(map(math.prod, shapes))
+
+    def inputs(make: Inputs) -> dict[str, Any]:
+        def tensors(shape: Sequence[int]) -> AdamWTensors:
+            p, g = (make.fixed(*shape, dtype=dtype).mul_(0.02) for _ in range(2))
+            m, v = (make.fixed(*shape, dtype=state_dtype).mul_(0.02) for _ in range(2))
+            place = Place(tuple(shape), tuple(map(range, shape)))
+            return AdamWTensors(p, g, m, v.square_(), torch.full((), 10.0, device=make.device), place)
+
+        return {"update": MultiTensorAdamW(), "tensors": [tensors(shape) for shape in shapes]}
+
+    def op(update: MultiTensorAdamW, tensors: list[AdamWTensors]) -> None:
+        update(tensors, scalars)
+
+    def fused(update: MultiTensorAdamW, tensors: list[AdamWTensors]) -> None:
+        p, g, m, v, steps, _ = map(list, zip(*tensors, strict=True))
+        beta1, beta2 = scalars.betas
+        options: dict[str, Any] = {"amsgrad": False, "maximize": False, "lr": scalars.lr}
+        options |= {"beta1": beta1, "beta2": beta2, "weight_decay": scalars.weight_decay, "eps": scalars.eps}
+        torch._fused_adamw_(p, g, m, v, [], steps, **options)
+
+    per_element = 3 * dtype.itemsize + 4 * state_dtype.itemsize  # the gradient is not written
+    return OpCase(
+        name=name,
+        inputs=inputs,
+        ours=op,
+        peers={"fused": fused} if dtype == state_dtype else {},
+        work={"forward": Work(per_element * count)},
+        shares_inputs=True,
+        graphed=False,
+        note=f"{count / 1e9:.2f} B parameters in {len(shapes)} tensors; `fused` is torch's, which rounds to nearest",
+    )
