@@ -23,6 +23,8 @@ _PROGRAMS_OF_SCALE = 1056
 _SCALED_AT_ONCE = 4096
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
+_LOG2_E_REST = tl.constexpr(1.4426950408889634 - 1.44269502162933349609375)  # what float32 cuts
+_LN_2 = tl.constexpr(0.6931471805599453)
 _LOWEST = tl.constexpr(-1e30)
 """Where maxima start: finite, so that a lane of -inf alone has exponentials 0."""
 
@@ -141,6 +143,18 @@ def _capped(logits, soft_cap):
 
 
 @triton.jit
+def _exp(x, EXACT: tl.constexpr):
+    if EXACT:
+        x = tl.where(x < -200.0, -200.0, x)  # of which the exponential is 0, and no rest is infinite
+    product = x * _LOG2_E
+    result = tl.exp2(product)
+    if EXACT:  # in float32 the rounding of the product would be most of the error
+        rest = tl.fma(x, tl.full(x.shape, _LOG2_E, tl.float32), -product) + x * _LOG2_E_REST
+        result += result * (rest * _LN_2)
+    return result
+
+
+@triton.jit
 def _kernel(
     logits_of_rows,
     labels,
@@ -165,6 +179,7 @@ def _kernel(
 
     With both, factors are those of the sum of the losses and all columns are here; `factors` is not read.
     """
+    EXACT: tl.constexpr = logits_of_rows.dtype.element_ty == tl.float32
     index = tl.program_id(0).to(tl.int64)
     row = logits_of_rows + index * logits_stride
     label = tl.load(labels + index)
@@ -182,11 +197,11 @@ def _kernel(
             total += tl.sum(tl.where(is_in, logits, 0.0), 1)
             logits = tl.where(is_in, logits, float("-inf"))
             higher = tl.maximum(top, tl.max(logits, 1))
-            exps = exps * tl.exp2((top - higher) * _LOG2_E)
-            exps += tl.sum(tl.exp2((logits - higher[:, None]) * _LOG2_E), 1)
+            exps = exps * _exp(top - higher, EXACT)
+            exps += tl.sum(_exp(logits - higher[:, None], EXACT), 1)
             top = higher
         highest = tl.max(top, 0)
-        lse = highest + tl.log(tl.sum(exps * tl.exp2((top - highest) * _LOG2_E), 0))
+        lse = highest + tl.log(tl.sum(exps * _exp(top - highest, EXACT), 0))
         at_label = tl.load(row + column, mask=(column >= 0) & (column < columns), other=0.0).to(tl.float32)
         if HAS_CAP:
             at_label = _capped(at_label, soft_cap)
@@ -213,7 +228,7 @@ def _kernel(
             logits = tl.load(row + start + block, mask=is_in).to(tl.float32)
             if HAS_CAP:
                 logits = _capped(logits, soft_cap)
-            gradient = of_softmax * tl.exp2((logits - lse) * _LOG2_E) - of_all
+            gradient = of_softmax * _exp(logits - lse, EXACT) - of_all
             gradient = tl.where(start + block == column, gradient - of_label, gradient)
             if HAS_CAP:
                 part = logits / soft_cap

@@ -100,6 +100,13 @@ def _philox(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
+def _words(counter, key0, key1):
+    """Of a 64-bit counter."""
+    none = tl.zeros_like(counter).to(tl.uint32)
+    return _philox(counter.to(tl.uint32), (counter >> 32).to(tl.uint32), none, none, key0, key1)
+
+
+@triton.jit
 def _in_order(w0, w1, w2, w3):
     """The words of each call one after the other."""
     return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [4 * w0.shape[0]])
@@ -150,10 +157,8 @@ def _store(pointer, values, random, mask, WIDE: tl.constexpr):
 def _round(target, source, count, seed, first_block, shift, TILE: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * TILE
     block = first_block.to(tl.int64) + start // 8 + tl.arange(0, TILE // 8)
-    key, none = seed.to(tl.int64), tl.zeros([TILE // 8], tl.uint32)
-    key0, key1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
-    w0, w1, w2, w3 = _philox(block.to(tl.uint32), (block >> 32).to(tl.uint32), none, none, key0, key1)
-    words = _in_order(w0, w1, w2, w3)
+    key = seed.to(tl.int64)
+    words = _in_order(*_words(block, key.to(tl.uint32), (key >> 32).to(tl.uint32)))
     random = tl.reshape(tl.join(words & 0xFFFF, words >> 16), [TILE])
     lanes = start - shift + tl.arange(0, TILE)
     if (start >= shift) & (start - shift + TILE <= count):
@@ -217,14 +222,10 @@ def _adamw(
         if not (WIDE_PARAMETER and WIDE_STATE):
             if has_quads:
                 quads = _index(start - shift, tl.arange(0, TILE // 4) * 4, first, length, stride, is_cut) // 4
-                none = tl.zeros([TILE // 4], tl.uint32)
-                w0, w1, w2, w3 = _philox(quads.to(tl.uint32), (quads >> 32).to(tl.uint32), none, none, key0, key1)
-                words = _in_order(w0, w1, w2, w3)
+                words = _in_order(*_words(quads, key0, key1))
             else:
                 index = _index(start, lanes, first, length, stride, is_cut)
-                quads = index // 4
-                none = tl.zeros([TILE], tl.uint32)
-                w0, w1, w2, w3 = _philox(quads.to(tl.uint32), (quads >> 32).to(tl.uint32), none, none, key0, key1)
+                w0, w1, w2, w3 = _words(index // 4, key0, key1)
                 words = tl.where(index % 2 == 0, tl.where(index % 4 == 0, w0, w2), tl.where(index % 4 == 1, w1, w3))
         at = start - shift + lanes
         if is_aligned & (start + TILE <= count):

@@ -13,7 +13,6 @@ from importlib import import_module
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -32,7 +31,6 @@ from lightning_d9d.ops import (
     rope,
     round_stochastic_,
     swiglu,
-    vocab_parallel_cross_entropy,
 )
 from lightning_d9d.ops.moe_permute import moe_unpermute_reference, sort_by_expert, sort_reference
 from lightning_d9d.ops.moe_route import moe_route_reference
@@ -204,7 +202,6 @@ def op_cases(sizes: Sizes) -> list[OpCase]:
         _attention("attention", sizes, heads, kv_heads),
         _attention_of_documents(sizes),
         _linear_cross_entropy(sizes),
-        _vocab_parallel_cross_entropy(sizes),
         _round_stochastic(sizes),
         _adamw("stochastic_adamw", sizes, sizes.layers, sizes.dtype, sizes.dtype),
         _adamw("stochastic_adamw, float32 states", sizes, sizes.layers // 2, sizes.dtype, torch.float32),
@@ -574,42 +571,6 @@ def _linear_cross_entropy(sizes: Sizes) -> OpCase:
         graphed=False,
         note="a sum of losses; products are those of logits and both gradients without anything between",
     )
-
-
-def _vocab_parallel_cross_entropy(sizes: Sizes) -> OpCase:
-    def op(logits: Tensor, labels: Tensor, group_name: str) -> Tensor:
-        return vocab_parallel_cross_entropy(logits, labels, 0, group_name, reduction="sum")
-
-    def plain(logits: Tensor, labels: Tensor, group_name: str) -> Tensor:
-        return F.cross_entropy(logits.float(), labels, reduction="sum")
-
-    def liger(logits: Tensor, labels: Tensor, group_name: str) -> Tensor:
-        return _liger("cross_entropy", "LigerCrossEntropyFunction")(logits, labels, None, -100, 0.0, 0.0, "sum")[0]
-
-    columns = sizes.vocab // 4
-    x = sizes.bytes(sizes.tokens, columns)
-    return OpCase(
-        name="vocab_parallel_cross_entropy",
-        inputs=lambda make: {
-            "logits": make.trained(sizes.tokens, columns),
-            "labels": make.below(columns, sizes.tokens),
-            "group_name": _group_of_one(make.device),
-        },
-        ours=op,
-        peers=_peers(op, plain, Liger=liger),
-        work={"both": Work(3 * x)},
-        graphed=False,
-        note="a quarter of the vocabulary, in a group of one rank; Liger's overwrites the logits",
-    )
-
-
-def _group_of_one(device: torch.device) -> str:
-    if not dist.is_initialized():
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    group = dist.group.WORLD
-    assert group is not None
-    return group.group_name
 
 
 def _round_stochastic(sizes: Sizes) -> OpCase:

@@ -41,10 +41,16 @@ def test_equals_transformers_in_the_interpreter() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
-def test_equals_transformers_on_a_gpu(changes: dict, dtype: torch.dtype, kernels: Kernels) -> None:
-    check(changes, dtype, "cuda", kernels)
+def test_equals_transformers_on_a_gpu(changes: dict, kernels: Kernels) -> None:
+    check(changes, torch.float32, "cuda", kernels)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize("changes", [{}, {"norm_topk_prob": False}], ids=str)
+def test_bfloat16_equals_transformers_on_a_gpu(changes: dict, kernels: Kernels) -> None:
+    check(changes, torch.bfloat16, "cuda", kernels)
 
 
 class Losses(L.Callback):
