@@ -23,7 +23,9 @@ from lightning_d9d.ops.rows import num_programs
 _NUM_WARPS = 4
 _TILE_BYTES = 4096
 """Of a program's tile: two accesses of 16 bytes for each thread, times the number of copies in flight."""
-_BLOCK = 256
+_DOT_TILE_BYTES = 2048
+"""Of products of rows, which read two of these at a time."""
+_BLOCK = 128
 """Copies that a program sorts. Fewer make more counts to sum up, more are compared with more others."""
 _AT_ONCE = 32
 """How many of these a copy is compared with at once."""
@@ -130,7 +132,7 @@ def dot_rows(x: Tensor, rows: Tensor, places: Tensor, products: Tensor) -> None:
         products.zero_()
         return
     x, matrix = _matrix(x), _matrix(rows)
-    grid, tile = _tiles(x)
+    grid, tile = _tiles(x, _DOT_TILE_BYTES)
     _dot[grid[:1]](
         x,
         x.stride(0),
@@ -151,9 +153,9 @@ def _matrix(tensor: Tensor) -> Tensor:
     return matrix if matrix.shape[1] == 1 or matrix.stride(1) == 1 else matrix.contiguous()
 
 
-def _tiles(matrix: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
+def _tiles(matrix: Tensor, tile_bytes: int = _TILE_BYTES) -> tuple[tuple[int, int], dict[str, int]]:
     """The grid of programs over a matrix, and their tiles."""
-    size = _TILE_BYTES // matrix.element_size()
+    size = tile_bytes // matrix.element_size()
     columns = min(triton.next_power_of_2(matrix.shape[1]), size)
     rows = min(size // columns, triton.next_power_of_2(len(matrix)))
     grid = triton.cdiv(len(matrix), rows), triton.cdiv(matrix.shape[1], columns)

@@ -1,9 +1,10 @@
 """Triton kernels of `rope` and `norm_rope`: a program has whole heads of some tokens in registers.
 
-Pairs are in two tiles, one of their first elements and one of their second; elements that are not turned are in a
-third, which is one column and masked where all are.
+Pairs are in two tiles, one of their first elements and one of their second; elements that are not turned, if there are
+any, are in a third.
 """
-# pyright: reportCallIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportPossiblyUnboundVariable=false
+# pyright: reportOperatorIssue=false
 
 from __future__ import annotations
 
@@ -15,9 +16,14 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_d9d.ops.rows import num_programs
+from lightning_d9d.ops.rows_kernels import add_up
 
 _TILE = 4096
-"""Elements that a program works on at a time; 16 a thread, so two loads of 16 bytes in 16 bits."""
+"""Elements that a program works on at a time."""
+_FORWARD_ELEMENTS = 32
+"""A thread's: four loads of 16 bytes in 16 bits."""
+_BACKWARD_ELEMENTS = 16
+"""It has as many of the gradient, of the next tile and of sums."""
 
 
 def forward(
@@ -37,7 +43,7 @@ def forward(
     `back` turns by the negative angles.
     """
     x, (cos, sin, table_strides) = _dense(x), _tables(x, cos, sin)
-    num_tiles, sizes, options = _tiles(x, cos)
+    num_tiles, sizes, options = _tiles(x, cos, _FORWARD_ELEMENTS)
     with torch.cuda.device_of(x):
         _forward[(num_tiles,)](
             x,
@@ -70,9 +76,9 @@ def backward(
 ) -> None:
     """Fill `dx` and `dweight`, unless they are empty. There are elements."""
     gradient, x, (cos, sin, table_strides) = _dense(gradient), _dense(x), _tables(x, cos, sin)
-    num_tiles, sizes, options = _tiles(x, cos)
+    num_tiles, sizes, options = _tiles(x, cos, _BACKWARD_ELEMENTS)
     needs_weight = dweight.numel() > 0
-    programs = num_programs(num_tiles, x.device) if needs_weight else num_tiles
+    programs = num_programs(num_tiles, x.device, a_processor=2) if needs_weight else num_tiles
     partial = torch.empty(programs, len(weight), dtype=torch.float32, device=x.device) if needs_weight else None
     with torch.cuda.device_of(x):
         _backward[(programs,)](
@@ -94,7 +100,7 @@ def backward(
             **options,
         )
     if partial is not None:
-        dweight.copy_(partial.sum(0))
+        add_up(partial, dweight)
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -110,18 +116,18 @@ def _tables(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, tuple[
     return cos, sin, (0 if cos.shape[0] == 1 else cos.stride(0), cos.stride(1))
 
 
-def _tiles(x: Tensor, cos: Tensor) -> tuple[int, tuple[int, ...], dict[str, Any]]:
-    """How many tiles there are, the sizes that kernels take, and how large a tile is."""
+def _tiles(x: Tensor, cos: Tensor, elements: int) -> tuple[int, tuple[int, ...], dict[str, Any]]:
+    """How many tiles there are, the sizes that kernels take, and how large a tile is; `elements` are a thread's."""
     batch, seq, num_heads, dim = x.shape
     pairs = cos.shape[-1]
     half = triton.next_power_of_2(pairs)
-    rest = triton.next_power_of_2(max(1, dim - 2 * pairs))
-    width = triton.next_power_of_2(2 * half + (rest if dim > 2 * pairs else 0))
+    rest = triton.next_power_of_2(dim - 2 * pairs) if dim > 2 * pairs else 0
+    width = triton.next_power_of_2(2 * half + rest)
     rows = max(1, _TILE // width)
     heads = min(rows, triton.next_power_of_2(num_heads))
     tokens = rows // heads
     seq_tiles, head_tiles = triton.cdiv(seq, tokens), triton.cdiv(num_heads, heads)
-    warps = min(32, max(8, width // 512))
+    warps = min(32, max(_TILE, width) // (32 * elements))
     options = {"TOKENS": tokens, "HEADS": heads, "HALF": half, "REST": rest, "num_warps": warps}
     return batch * seq_tiles * head_tiles, (seq, num_heads, dim, pairs, seq_tiles, head_tiles), options
 
@@ -140,13 +146,13 @@ def _places(tile, seq_tiles, head_tiles, TOKENS: tl.constexpr, HEADS: tl.constex
 def _load_pairs(ptr, mask, pairs, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr):
     if INTERLEAVED:
         column = tl.arange(0, 2 * HALF)[None, :]
-        both = tl.load(ptr + column, mask=mask & (column < 2 * pairs), other=0).to(tl.float32)
+        both = tl.load(ptr + column, mask=mask & (column < 2 * pairs), other=0)
         first, second = tl.split(tl.reshape(both, [ROWS, HALF, 2]))
     else:
         column = tl.arange(0, HALF)[None, :]
         mask = mask & (column < pairs)
-        first = tl.load(ptr + column, mask=mask, other=0).to(tl.float32)
-        second = tl.load(ptr + pairs + column, mask=mask, other=0).to(tl.float32)
+        first = tl.load(ptr + column, mask=mask, other=0)
+        second = tl.load(ptr + pairs + column, mask=mask, other=0)
     return first, second
 
 
@@ -161,6 +167,25 @@ def _store_pairs(ptr, mask, first, second, pairs, INTERLEAVED: tl.constexpr, ROW
         mask = mask & (column < pairs)
         tl.store(ptr + column, first, mask=mask)
         tl.store(ptr + pairs + column, second, mask=mask)
+
+
+@triton.jit
+def _load_weight(ptr, pairs, ZERO_CENTERED: tl.constexpr, INTERLEAVED: tl.constexpr, HALF: tl.constexpr):
+    one_row = tl.full([1, 1], 1, tl.int1)
+    first, second = _load_pairs(ptr + tl.zeros([1, 1], tl.int32), one_row, pairs, INTERLEAVED, 1, HALF)
+    first, second = first.to(tl.float32), second.to(tl.float32)
+    if ZERO_CENTERED:
+        first += 1
+        second += 1
+    return first, second
+
+
+@triton.jit
+def _load_rest_weight(ptr, column, dim, ZERO_CENTERED: tl.constexpr):
+    weight = tl.load(ptr + column, mask=column < dim, other=0).to(tl.float32)
+    if ZERO_CENTERED:
+        weight += 1
+    return weight
 
 
 @triton.jit
@@ -205,24 +230,20 @@ def _forward(
     x_ptr += batch * x_batch_stride + token * x_token_stride + head * x_head_stride
     result_ptr += ((batch * seq + token) * num_heads + head) * dim
     first, second = _load_pairs(x_ptr, mask, pairs, INTERLEAVED, ROWS, HALF)
-    column = 2 * pairs + tl.arange(0, REST)[None, :]
-    rest = tl.load(x_ptr + column, mask=mask & (column < dim), other=0).to(tl.float32)
+    first, second = first.to(tl.float32), second.to(tl.float32)
+    column = 2 * pairs + tl.arange(0, max(REST, 1))[None, :]
+    if REST > 0:
+        rest = tl.load(x_ptr + column, mask=mask & (column < dim), other=0).to(tl.float32)
     if weight_ptr is not None:
         squares = tl.sum(first * first + second * second, axis=1)
-        squares += tl.sum(rest * rest, axis=1)
+        if REST > 0:
+            squares += tl.sum(rest * rest, axis=1)
         scale = tl.rsqrt(squares[:, None] / dim + eps)
-        one_row = tl.full([1, 1], 1, tl.int1)
-        weight_ptr += tl.zeros([1, 1], tl.int32)
-        first_weight, second_weight = _load_pairs(weight_ptr, one_row, pairs, INTERLEAVED, 1, HALF)
-        if ZERO_CENTERED:
-            first_weight += 1
-            second_weight += 1
+        first_weight, second_weight = _load_weight(weight_ptr, pairs, ZERO_CENTERED, INTERLEAVED, HALF)
         first *= scale * first_weight
         second *= scale * second_weight
-        rest_weight = tl.load(weight_ptr + column, mask=column < dim, other=0).to(tl.float32)
-        if ZERO_CENTERED:
-            rest_weight += 1
-        rest *= scale * rest_weight
+        if REST > 0:
+            rest *= scale * _load_rest_weight(weight_ptr, column, dim, ZERO_CENTERED)
     table_offset = batch * table_batch_stride + token * table_token_stride
     cos, sin = _load_angles(cos_ptr, sin_ptr, table_offset, token < seq, pairs, HALF)
     if BACK:
@@ -230,7 +251,8 @@ def _forward(
     turned_first = first * cos - second * sin
     turned_second = second * cos + first * sin
     _store_pairs(result_ptr, mask, turned_first, turned_second, pairs, INTERLEAVED, ROWS, HALF)
-    tl.store(result_ptr + column, rest, mask=mask & (column < dim))
+    if REST > 0:
+        tl.store(result_ptr + column, rest, mask=mask & (column < dim))
 
 
 @triton.jit
@@ -266,59 +288,82 @@ def _backward(
     REST: tl.constexpr,
 ):
     ROWS: tl.constexpr = TOKENS * HEADS
-    one_row = tl.full([1, 1], 1, tl.int1)
-    weight_ptr += tl.zeros([1, 1], tl.int32)
-    first_weight, second_weight = _load_pairs(weight_ptr, one_row, pairs, INTERLEAVED, 1, HALF)
-    if ZERO_CENTERED:
-        first_weight += 1
-        second_weight += 1
+    first_weight, second_weight = _load_weight(weight_ptr, pairs, ZERO_CENTERED, INTERLEAVED, HALF)
     first_sum = tl.zeros([ROWS, HALF], tl.float32)
     second_sum = tl.zeros([ROWS, HALF], tl.float32)
-    column = 2 * pairs + tl.arange(0, REST)[None, :]
-    rest_weight = tl.load(weight_ptr + column, mask=column < dim, other=0).to(tl.float32)
-    if ZERO_CENTERED:
-        rest_weight += 1
-    rest_sum = tl.zeros([ROWS, REST], tl.float32)
+    column = 2 * pairs + tl.arange(0, max(REST, 1))[None, :]
+    if REST > 0:
+        rest_weight = _load_rest_weight(weight_ptr, column, dim, ZERO_CENTERED)
+        rest_sum = tl.zeros([ROWS, REST], tl.float32)
+    batch, token, head = _places(tl.program_id(0), seq_tiles, head_tiles, TOKENS, HEADS)
+    mask = (token < seq) & (head < num_heads)
+    x_row = x_ptr + batch * x_batch_stride + token * x_token_stride + head * x_head_stride
+    gradient_row = gradient_ptr + batch * gradient_batch_stride
+    gradient_row += token * gradient_token_stride + head * gradient_head_stride
+    raw_first, raw_second = _load_pairs(x_row, mask, pairs, INTERLEAVED, ROWS, HALF)
+    turned_first, turned_second = _load_pairs(gradient_row, mask, pairs, INTERLEAVED, ROWS, HALF)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        batch, token, head = _places(tile, seq_tiles, head_tiles, TOKENS, HEADS)
-        mask = (token < seq) & (head < num_heads)
-        x_row = x_ptr + batch * x_batch_stride + token * x_token_stride + head * x_head_stride
-        gradient_row = gradient_ptr + batch * gradient_batch_stride
-        gradient_row += token * gradient_token_stride + head * gradient_head_stride
-        first, second = _load_pairs(x_row, mask, pairs, INTERLEAVED, ROWS, HALF)
-        turned_first, turned_second = _load_pairs(gradient_row, mask, pairs, INTERLEAVED, ROWS, HALF)
+        # The next tile is on its way while this one is computed: sums over rows make threads wait.
+        next_tile = tl.full([1, 1], 0, tl.int32) + tile + tl.num_programs(0)
+        next_batch, next_token, next_head = _places(next_tile, seq_tiles, head_tiles, TOKENS, HEADS)
+        next_mask = (next_tile < num_tiles) & (next_token < seq) & (next_head < num_heads)
+        next_x = x_ptr + next_batch * x_batch_stride + next_token * x_token_stride + next_head * x_head_stride
+        next_gradient = gradient_ptr + next_batch * gradient_batch_stride
+        next_gradient += next_token * gradient_token_stride + next_head * gradient_head_stride
+        next_first, next_second = _load_pairs(next_x, next_mask, pairs, INTERLEAVED, ROWS, HALF)
+        next_turned_first, next_turned_second = _load_pairs(next_gradient, next_mask, pairs, INTERLEAVED, ROWS, HALF)
         table_offset = batch * table_batch_stride + token * table_token_stride
         cos, sin = _load_angles(cos_ptr, sin_ptr, table_offset, token < seq, pairs, HALF)
-        first_gradient = turned_first * cos + turned_second * sin
-        second_gradient = turned_second * cos - turned_first * sin
+        first, second = raw_first.to(tl.float32), raw_second.to(tl.float32)
+        first_gradient = turned_first.to(tl.float32) * cos + turned_second.to(tl.float32) * sin
+        second_gradient = turned_second.to(tl.float32) * cos - turned_first.to(tl.float32) * sin
         squares = tl.sum(first * first + second * second, axis=1)
-        rest = tl.load(x_row + column, mask=mask & (column < dim), other=0).to(tl.float32)
-        rest_gradient = tl.load(gradient_row + column, mask=mask & (column < dim), other=0).to(tl.float32)
-        squares += tl.sum(rest * rest, axis=1)
+        if REST > 0:
+            rest = tl.load(x_row + column, mask=mask & (column < dim), other=0).to(tl.float32)
+            rest_gradient = tl.load(gradient_row + column, mask=mask & (column < dim), other=0).to(tl.float32)
+            squares += tl.sum(rest * rest, axis=1)
         scale = tl.rsqrt(squares[:, None] / dim + eps)
         first *= scale
         second *= scale
-        rest *= scale
         if partial_ptr is not None:
             first_sum += first_gradient * first
             second_sum += second_gradient * second
+        if REST > 0:
+            rest *= scale
             rest_sum += rest_gradient * rest
         if dx_ptr is not None:
             first_gradient *= first_weight
             second_gradient *= second_weight
             product = tl.sum(first_gradient * first + second_gradient * second, axis=1)
-            rest_gradient *= rest_weight
-            product += tl.sum(rest_gradient * rest, axis=1)
+            if REST > 0:
+                rest_gradient *= rest_weight
+                product += tl.sum(rest_gradient * rest, axis=1)
             mean = product[:, None] / dim
             dx_row = dx_ptr + ((batch * seq + token) * num_heads + head) * dim
             dfirst = (first_gradient - first * mean) * scale
             dsecond = (second_gradient - second * mean) * scale
             _store_pairs(dx_row, mask, dfirst, dsecond, pairs, INTERLEAVED, ROWS, HALF)
-            drest = (rest_gradient - rest * mean) * scale
-            tl.store(dx_row + column, drest, mask=mask & (column < dim))
+            if REST > 0:
+                tl.store(dx_row + column, (rest_gradient - rest * mean) * scale, mask=mask & (column < dim))
+        batch, token, head, mask, x_row, gradient_row = (
+            next_batch,
+            next_token,
+            next_head,
+            next_mask,
+            next_x,
+            next_gradient,
+        )
+        raw_first, raw_second, turned_first, turned_second = (
+            next_first,
+            next_second,
+            next_turned_first,
+            next_turned_second,
+        )
     if partial_ptr is not None:
         partial_row = partial_ptr + tl.program_id(0) * tl.full([1, 1], 1, tl.int64) * dim
         first_total = tl.sum(first_sum, axis=0)[None, :]
         second_total = tl.sum(second_sum, axis=0)[None, :]
+        one_row = tl.full([1, 1], 1, tl.int1)
         _store_pairs(partial_row, one_row, first_total, second_total, pairs, INTERLEAVED, 1, HALF)
-        tl.store(partial_row + column, tl.sum(rest_sum, axis=0)[None, :], mask=column < dim)
+        if REST > 0:
+            tl.store(partial_row + column, tl.sum(rest_sum, axis=0)[None, :], mask=column < dim)

@@ -20,9 +20,12 @@ def rows_of(tensor: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-def num_programs(num_tiles: int, device: torch.device) -> int:
-    """How many programs share tiles of rows, each with a partial sum of its own: the same number on equal devices."""
-    most = _PROGRAMS_ON_CPU if device.type == "cpu" else _PROGRAMS_A_PROCESSOR * _num_processors(device)
+def num_programs(num_tiles: int, device: torch.device, a_processor: int = _PROGRAMS_A_PROCESSOR) -> int:
+    """How many programs share tiles of rows, each with a partial sum of its own: the same number on equal devices.
+
+    `a_processor` is how many run there at a time, for what their registers leave; others would begin when these end.
+    """
+    most = _PROGRAMS_ON_CPU if device.type == "cpu" else a_processor * _num_processors(device)
     return min(num_tiles, most)
 
 

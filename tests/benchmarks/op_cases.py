@@ -32,6 +32,7 @@ from lightning_d9d.ops import (
     round_stochastic_,
     swiglu,
 )
+from lightning_d9d.ops.kernels import Kernels
 from lightning_d9d.ops.moe_permute import moe_unpermute_reference, sort_by_expert, sort_reference
 from lightning_d9d.ops.moe_route import moe_route_reference
 from lightning_d9d.ops.norm_rope import norm_rope_reference
@@ -161,7 +162,8 @@ class OpCase:
     inputs: Callable[[Inputs], dict[str, Any]]
     """Arguments of a call."""
     ours: Callable[..., Any]
-    """Runs with Triton's kernels, and all others with torch's."""
+    kernels: Kernels = "triton"
+    """With which ours runs; all others run with torch's."""
     peers: Mapping[str, Callable[..., Any]]
     work: Mapping[str, Work]
     """Of each pass that is measured: "forward", "backward" and "both", one after the other."""
@@ -497,6 +499,7 @@ def _attention(name: str, sizes: Sizes, heads: int, kv_heads: int) -> OpCase:
         name=name,
         inputs=lambda make: _queries(sizes, make),
         ours=op,
+        kernels="auto",  # cuDNN's where nothing is masked but the future
         peers={"torch": op, "cuDNN": cudnn},
         work=forward_backward(
             Work(flops=flops, least_rate=LEAST_ATTENTION["forward"]),
@@ -534,6 +537,7 @@ def _attention_of_documents(sizes: Sizes) -> OpCase:
             "documents": (torch.arange(sizes.seq, device=make.device) // length).expand(sizes.batch, -1).contiguous(),
         },
         ours=op,
+        kernels="auto",
         peers={"torch": op, "flex": flex},
         work=forward_backward(Work(flops=flops), Work(flops=5 * flops // 2)),
         note=f"{sizes.documents} in a row, equally long; operations of pairs that count",

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._functorch import config as functorch_config
 from torch.utils._pytree import tree_leaves
 
-from lightning_d9d.ops.kernels import using_kernels
+from lightning_d9d.ops.kernels import Kernels, using_kernels
 from tests.benchmarks.frame import ratio_of_pairs, spread
 from tests.benchmarks.op_cases import ON_CUDA, QUICK, Inputs, OpCase, Sizes, Work, op_cases
 
@@ -70,7 +70,7 @@ class Contender:
 
     def __init__(self, case: OpCase, name: str, inputs: Sequence[dict[str, Any]], generator: torch.Generator) -> None:
         self.function = case.ours if name == OURS else case.peers[name]
-        self.kernels: Any = "triton" if name == OURS else "torch"
+        self.kernels: Kernels = case.kernels if name == OURS else "torch"
         self.inputs, self.generator = inputs, generator
         self.trained = [[t for t in tensors(arguments) if t.requires_grad] for arguments in inputs]
         self.results: list[list[Tensor]] = []
