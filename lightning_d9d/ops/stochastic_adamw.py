@@ -157,11 +157,6 @@ class Block(NamedTuple):
     length: int
     stride: int
 
-    @property
-    def shift(self) -> int:
-        """How many elements before the first one begin the four that it is one of, if the block is one row."""
-        return self.first % 4 if self.length >= self.size else 0
-
 
 def blocks_of(place: Place) -> Iterator[Block]:
     """The fewest blocks that a part consists of: one, unless it is cut in three dims with something between them."""
@@ -220,16 +215,14 @@ class _Table:
         self._addresses: list[int] = []
         self._gradients = torch.empty(0)
         rows: list[list[int]] = []
-        sizes: list[int] = []
         for row, each in enumerate(tensors):
             for block in blocks_of(each.place):
                 written = [getattr(each, name) for name in _WRITTEN]
                 addresses = [t.data_ptr() + block.start * t.element_size() for t in written]
                 rows.append([*addresses, row, block.size, block.first, block.length, block.stride])
-                sizes.append(block.shift + block.size)
                 self._starts.append((row, block.start))
         blocks = torch.tensor(rows, dtype=torch.int64)
-        of_block = (torch.tensor(sizes) + chunk - 1) // chunk
+        of_block = (blocks[:, 4] + chunk - 1) // chunk
         block = torch.arange(len(blocks)).repeat_interleave(of_block)
         number = torch.arange(len(block)) - (of_block.cumsum(0) - of_block)[block]
         self.blocks = blocks.to(self._device)

@@ -56,8 +56,7 @@ def adamw(
         blocks: int64 `[blocks, 8]`: the addresses of parameter, exp_avg and exp_avg_sq, the row of `scalars`, the
             number of elements, and the `first`, `length` and `stride` of `Block`.
         gradients: int64 `[blocks]`, addresses.
-        chunks: int32 `[chunks, 2]`: a block, and which `CHUNK` elements of it, counted from `Block.shift` before the
-            first.
+        chunks: int32 `[chunks, 2]`: a block, and which `CHUNK` elements of it.
         scalars: float32 `[tensors, 5]`: step size, the inverse root of the second bias correction, what is left of a
             parameter after decay, what a gradient is multiplied by, the step.
         found_inf: float32 scalar; nothing is changed unless it is 0.
@@ -210,30 +209,24 @@ def _adamw(
         tl.load(scalars + 3),
     )
     key0, key1 = seed.to(tl.uint32), tl.load(scalars + 4).to(tl.uint32)
-    # Four elements that follow each other in the whole parameter do so here, from `-shift` on.
     is_cut = length < count  # the rows are parts of longer ones
-    shift = tl.where(is_cut, 0, first % 4)
-    has_quads = (not is_cut) | ((first | length | stride) % 4 == 0)
-    is_aligned = (((parameter | gradient | exp_avg | exp_avg_sq) & 15) == 0) & (shift == 0)
-    lanes = tl.arange(0, TILE)
-    for start in range(begin, tl.minimum(begin + CHUNK, count + shift), TILE):
-        start = tl.multiple_of(start, TILE)
-        words = tl.zeros([TILE], tl.uint32)
-        if not (WIDE_PARAMETER and WIDE_STATE):
-            if has_quads:
-                quads = _index(start - shift, tl.arange(0, TILE // 4) * 4, first, length, stride, is_cut) // 4
-                words = _in_order(*_words(quads, key0, key1))
-            else:
-                index = _index(start, lanes, first, length, stride, is_cut)
+    has_quads = (first % 4 == 0) & ((not is_cut) | ((length | stride) % 4 == 0))
+    is_aligned = ((parameter | gradient | exp_avg | exp_avg_sq) & 15) == 0
+    if is_aligned & has_quads & (begin + CHUNK <= count):  # nearly all chunks: nothing is masked
+        quads, places = tl.arange(0, TILE // 4), tl.arange(0, 4)[None, :]
+        for near in range(0, CHUNK, TILE):
+            words = places.to(tl.uint32)
+            if not (WIDE_PARAMETER and WIDE_STATE):
+                index = _index(begin + near, quads * 4, first, length, stride, is_cut)
                 w0, w1, w2, w3 = _words(index // 4, key0, key1)
-                words = tl.where(index % 2 == 0, tl.where(index % 4 == 0, w0, w2), tl.where(index % 4 == 1, w1, w3))
-        at = start - shift + lanes
-        if is_aligned & (start + TILE <= count):
+                upper = tl.where(places == 2, w2[:, None], w3[:, None])
+                words = tl.where(places == 0, w0[:, None], tl.where(places == 1, w1[:, None], upper))
+            offsets = near + quads[:, None] * 4 + places
             _update(
-                tl.multiple_of(_pointer(parameter, WIDE_PARAMETER), 16) + start + lanes,
-                tl.multiple_of(_pointer(gradient, WIDE_GRADIENT), 16) + start + lanes,
-                tl.multiple_of(_pointer(exp_avg, WIDE_STATE), 16) + start + lanes,
-                tl.multiple_of(_pointer(exp_avg_sq, WIDE_STATE), 16) + start + lanes,
+                tl.multiple_of(_pointer(parameter, WIDE_PARAMETER) + begin, 16) + offsets,
+                tl.multiple_of(_pointer(gradient, WIDE_GRADIENT) + begin, 16) + offsets,
+                tl.multiple_of(_pointer(exp_avg, WIDE_STATE) + begin, 16) + offsets,
+                tl.multiple_of(_pointer(exp_avg_sq, WIDE_STATE) + begin, 16) + offsets,
                 None,
                 words,
                 step_size,
@@ -247,13 +240,20 @@ def _adamw(
                 WIDE_PARAMETER,
                 WIDE_STATE,
             )
-        else:
+    else:
+        lanes = tl.arange(0, TILE // 4)
+        for start in range(begin, tl.minimum(begin + CHUNK, count), TILE // 4):
+            words = lanes.to(tl.uint32)
+            if not (WIDE_PARAMETER and WIDE_STATE):
+                index = _index(start, lanes, first, length, stride, is_cut)
+                w0, w1, w2, w3 = _words(index // 4, key0, key1)
+                words = tl.where(index % 2 == 0, tl.where(index % 4 == 0, w0, w2), tl.where(index % 4 == 1, w1, w3))
             _update(
-                _pointer(parameter, WIDE_PARAMETER) + at,
-                _pointer(gradient, WIDE_GRADIENT) + at,
-                _pointer(exp_avg, WIDE_STATE) + at,
-                _pointer(exp_avg_sq, WIDE_STATE) + at,
-                (at >= 0) & (at < count),
+                _pointer(parameter, WIDE_PARAMETER) + start + lanes,
+                _pointer(gradient, WIDE_GRADIENT) + start + lanes,
+                _pointer(exp_avg, WIDE_STATE) + start + lanes,
+                _pointer(exp_avg_sq, WIDE_STATE) + start + lanes,
+                start + lanes < count,
                 words,
                 step_size,
                 inverse_root,

@@ -1,7 +1,7 @@
 """Checks an op with kernels of its own against its plain reference, over dtypes, layouts and gradients.
 
 The truth is the reference in float64, from inputs that are already rounded to the dtype. An op may be at most twice as
-far from it as the reference is when torch computes it in the dtype itself, and a quarter of the dtype's precision more.
+far from it as the reference is when torch computes it in the dtype itself, and one rounding more.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def check_op(
             assert_bitwise_equal(label, ours, exact)
         else:
             error, allowed = _distance(ours, exact), MOST_ERROR * _distance(theirs, exact)
-            allowed += torch.finfo(ours.dtype).eps / 4 * float(exact.detach().double().norm())
+            allowed += torch.finfo(ours.dtype).eps / 2 * float(exact.detach().double().norm())
             assert error <= allowed, f"{label}: error {error:.3e}, allowed {allowed:.3e} ({layout}, {dtype})"
         if is_reproducible:
             assert_bitwise_equal(f"{label}, run twice", second, ours)
