@@ -15,7 +15,9 @@ from lightning_d9d.ops.stochastic import LARGEST, ROUNDS, SPREAD
 _ROUNDED = 2048
 """Elements a program rounds: eight for each thread of eight warps, so 16 bytes of bfloat16."""
 _TILE = 1024
-"""Elements that AdamW updates at a time: four for each thread of eight warps, which one call of Philox has bits for."""
+"""Elements that AdamW updates at a time: four for each thread of eight warps, which one call of Philox has bits for.
+A thread makes them and uses them, so that none waits for another; it computes some 80 instructions for each element,
+about as many as there is time for while memory is busy."""
 _WARPS = 8
 CHUNK = 16 * _TILE
 """Elements that a program of AdamW updates, so that what it reads of the tables is little beside them."""
