@@ -201,8 +201,13 @@ def write_safetensors(
 
 def write_json(path: Place, values: Mapping[str, Any]) -> None:
     """Writes a file for people too. Local."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(values, indent=2) + "\n")
+    write_bytes(path, (json.dumps(values, indent=2) + "\n").encode())
+
+
+def write_bytes(path: Place, content: bytes) -> None:
+    """Writes a file. Local."""
+    with path.open("wb") as file:
+        file.write(content)
         flush(file, path)
 
 

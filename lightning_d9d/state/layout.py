@@ -7,7 +7,7 @@ in the matrix of all of it. To read or to write is to intersect boxes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,6 +22,11 @@ Index = tuple[int | slice, ...]
 
 class Readable(Protocol):
     """A tensor, or one in a file of which slices can be read."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Of the whole."""
+        ...
 
     @property
     def dtype(self) -> torch.dtype:

@@ -322,7 +322,7 @@ class Distribute(_Each):
     def __init__(self, names: Iterable[str], mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
         super().__init__(names)
         if partial := [placement for placement in placements if placement.is_partial()]:
-            raise StateError(f"weights cannot be distributed as {partial[0]}; give Shard or Replicate")
+            raise StateError(f"weights cannot be distributed as {partial[0]!r}; give Shard or Replicate")
         self._sharding = Sharding(mesh, tuple(placements))
 
     def change(self, view: View) -> View:
@@ -402,8 +402,8 @@ class Sequential(Mapper):
         """From the first mapper to the last."""
         present = dict(views)
         for mapper in self._mappers:
-            taken = {name: present.pop(name) for name in [*present] if name in mapper.group_of}
-            present |= mapper.map(taken)
+            if taken := {name: present.pop(name) for name in [*present] if name in mapper.group_of}:
+                present |= mapper.map(taken)
         return present
 
     def _net_inputs(self) -> dict[str, tuple[str, ...]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +14,8 @@ from lightning_d9d.errors import ConfigError, StateError
 from lightning_d9d.mesh.agreement import Ranks, first_of
 from lightning_d9d.mesh.sharding import local_ranges
 from lightning_d9d.state.directory import complete_directory
-from lightning_d9d.state.format import ALL_DTYPE_NAMES, DTYPE_NAMES
-from lightning_d9d.state.layout import Index, LocalShard, whole_box
+from lightning_d9d.state.format import ALL_DTYPE_NAMES, DTYPE_NAMES, write_bytes
+from lightning_d9d.state.layout import Index, LocalShard, Readable, whole_box
 from lightning_d9d.state.mappers import Identity, Mapper
 from lightning_d9d.state.reader import SafetensorsReader
 from lightning_d9d.state.shards import Checks, fill_shards
@@ -104,12 +105,13 @@ def load_tensors(
 
 @torch.no_grad()
 def save_tensors(
-    source: nn.Module | Mapping[str, Tensor] | SafetensorsReader,
+    source: nn.Module | Mapping[str, Readable],
     directory: str | Path,
     mapper: Mapper | None = None,
     *,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    files: Mapping[str, bytes] | None = None,
     overwrite: bool = False,
     verify: bool = True,
     progress: bool = False,
@@ -120,12 +122,13 @@ def save_tensors(
     one tensor is in memory at a time.
 
     Args:
-        source: A module or tensors by name, with DTensors of any mesh; ranks may have different names. Or a reader,
-            whose directory is rewritten.
+        source: A module or tensors by name, with DTensors of any mesh; ranks may have different names. Or what can be
+            read by name, such as a `SafetensorsReader`.
         directory: As for `complete_directory`.
         mapper: From names of the source, all of which it must take, to names in the files. None: they are the same.
         dtype: Of floats in the files. None: as they are.
         max_shard_bytes: Size at which a new file begins; a larger tensor gets a file of its own.
+        files: What else the directory gets, name and content; the first rank's.
         overwrite: Replace an existing directory, with everything in it.
         verify: Compare what a reader reads with its manifest first.
         progress: Show a bar on the first rank.
@@ -139,11 +142,11 @@ def save_tensors(
         raise ConfigError(f"save_tensors: dtype={dtype} must be one of {legal}, or None to keep that of each tensor.")
     ranks, failure = Ranks(), f"weights cannot be saved to {str(directory)!r}"
     with ranks.agreed(failure):
-        local = _shards(source)
-        specs = source.specs if isinstance(source, SafetensorsReader) else _specs_of(source)
+        tensors = _tensors_of(source)
+        local = {name: _shard(name, tensor) for name, tensor in tensors.items()}
         if isinstance(source, SafetensorsReader):
             source.verify(sorted(source)[ranks.share], checksums=verify, progress=progress and ranks.is_first)
-    specs = ranks.merge(specs)
+    specs = ranks.merge({name: Spec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()})
     with ranks.agreed(failure):
         mapper = mapper or Identity(specs)
         if lost := [name for name in specs if name not in mapper.group_of]:
@@ -151,29 +154,27 @@ def save_tensors(
         views = mapper.plan(specs)
     with complete_directory(directory, overwrite, failure) as folder:
         write_tensors(folder, local, views, dtype, max_shard_bytes, failure, progress)
+        with ranks.agreed(failure):
+            for name, content in (files or {}).items() if ranks.is_first else ():
+                write_bytes(folder / name, content)
 
 
-def _tensors_of(target: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
-    if not isinstance(target, nn.Module):
-        return dict(target)
-    state = target.state_dict(keep_vars=True)
+def _tensors_of(source: nn.Module | Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(source, SafetensorsReader):
+        return {name: _Lazy(source, name) for name in source}
+    if not isinstance(source, nn.Module):
+        return dict(source)
+    state = source.state_dict(keep_vars=True)
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
-def _specs_of(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Spec]:
-    return {name: Spec(tuple(tensor.shape), tensor.dtype) for name, tensor in _tensors_of(source).items()}
-
-
-def _shards(source: nn.Module | Mapping[str, Tensor] | SafetensorsReader) -> dict[str, LocalShard]:
-    if isinstance(source, SafetensorsReader):
-        return {name: LocalShard(_Lazy(source, name), whole_box(spec.shape)) for name, spec in source.specs.items()}
-    shards = {}
-    for name, tensor in _tensors_of(source).items():
-        _check_has_memory(name, tensor)
-        if tensor.dtype not in ALL_DTYPE_NAMES:
-            raise StateError(f"{name} is {tensor.dtype}, which safetensors files do not have; cast it before")
-        shards[name] = LocalShard(_local(tensor), tuple(local_ranges(tensor)))
-    return shards
+def _shard(name: str, tensor: Any) -> LocalShard:
+    if tensor.dtype not in ALL_DTYPE_NAMES:
+        raise StateError(f"{name} is {tensor.dtype}, which safetensors files do not have; cast it before")
+    if not isinstance(tensor, Tensor):
+        return LocalShard(tensor, whole_box(tensor.shape))
+    _check_has_memory(name, tensor)
+    return LocalShard(_local(tensor), tuple(local_ranges(tensor)))
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -181,10 +182,11 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 class _Lazy:
-    """A tensor of a reader's, whose file is opened for each slice."""
+    """A tensor of a reader's, whose file is opened for each slice: readers keep few files open."""
 
     def __init__(self, reader: SafetensorsReader, name: str) -> None:
-        self._reader, self._name, self.dtype = reader, name, reader.specs[name].dtype
+        self._reader, self._name = reader, name
+        self.shape, self.dtype = reader.specs[name]
 
     def __getitem__(self, index: Index) -> Tensor:
         return self._reader[self._name][index]
