@@ -53,7 +53,8 @@ def complete_directory(target: str | Path, overwrite: bool, failure: str) -> Ite
                 publish(partial, target, overwrite)
     finally:
         if ranks.is_first:
-            tidy(target)
+            with suppress(OSError):  # that of the body says more
+                tidy(target)
 
 
 @contextmanager
@@ -64,6 +65,8 @@ def _emptied(place: UrlPath, overwrite: bool, failure: str) -> Iterator[None]:
             if not overwrite:
                 raise StateError(_OCCUPIED)
             place.remove()
+        if ranks.is_first:
+            place.make_directory()
     try:
         yield
     except BaseException:

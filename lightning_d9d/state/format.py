@@ -145,14 +145,14 @@ class SafetensorsFile:
 
 def _entry(name: str, values: Any, start: int) -> _Entry:
     try:
-        shape, (begin, end), dtype = tuple(values["shape"]), values["data_offsets"], values["dtype"]
+        shape, (begin, end), dtype = tuple(values["shape"]), values["data_offsets"], str(values["dtype"])
         numbers = [*shape, begin, end]
         if any(type(number) is not int or not 0 <= number < 2**63 for number in numbers):
             raise TypeError(f"numbers {numbers}")
     except (TypeError, KeyError, ValueError) as error:
         raise ValueError(f"its header does not say what {name} is") from error
     if dtype not in _DTYPES:
-        raise ValueError(f"{name} is {str(dtype)[:20]}, not one of {', '.join(_DTYPES)}")
+        raise ValueError(f"{name} is {dtype[:20]}, not one of {', '.join(_DTYPES)}")
     if end - begin != num_bytes(shape, _DTYPES[dtype]):
         raise ValueError(f"{name} has {end - begin} bytes, not those of {dtype} {list(shape)}")
     return _Entry(shape, _DTYPES[dtype], start + begin, start + end)

@@ -42,6 +42,10 @@ class UrlPath:
         """Whether something is in the directory."""
         return self.exists() and bool(self._files.ls(self._path, detail=False))
 
+    def make_directory(self) -> None:
+        """Where there are directories."""
+        self._files.makedirs(self._path, exist_ok=True)
+
     def remove(self) -> None:
         """The directory or file, with everything in it."""
         if self.exists():
@@ -56,6 +60,7 @@ def place_of(path: str | Path | UrlPath) -> Place:
     """A path, or a URL where it has the form of one."""
     if isinstance(path, UrlPath):
         return path
+    path = str(path).removeprefix("file://") if str(path).startswith("file://") else path
     return UrlPath(str(path)) if "://" in str(path) else Path(path)
 
 
