@@ -16,7 +16,8 @@ from lightning_d9d.state.progress import Progress
 
 _FORMAT = "lightning_d9d manifest 1"
 _MAX_THREADS = 8
-_CHUNK_ELEMENTS = 2**22
+_CHUNK_ELEMENTS = 2**20
+_BUNDLE_BYTES = 2**22
 _REMEDY = "fetch or export it again; if the change was meant, remove the manifest or load with verify=False"
 
 
@@ -75,7 +76,7 @@ def verify(
         StateError: With the file and the tensor.
     """
 
-    def check(name: str) -> int:
+    def check(name: str) -> None:
         stored = tensors[name]
         if manifest is not None:
             _check_sum(f"{where[name]}: {name}", stored, manifest.get(name))
@@ -84,11 +85,28 @@ def verify(
             if not all(bool(torch.isfinite(chunk.float()).all()) for chunk in flat.split(_CHUNK_ELEMENTS)):
                 raise StateError(f"{where[name]}: {name} has numbers that are not finite; use another checkpoint.")
         stored.forget()
-        return stored.num_bytes
+
+    def check_all(names: list[str]) -> int:
+        for name in names:
+            check(name)
+        return sum(tensors[name].num_bytes for name in names)
 
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
-        for checked in pool.map(check, tensors):
+        for checked in pool.map(check_all, _bundles(tensors)):
             progress.add(checked)
+
+
+def _bundles(tensors: Mapping[str, StoredTensor]) -> list[list[str]]:
+    """Many small tensors are one piece of work."""
+    bundles: list[list[str]] = []
+    filled = _BUNDLE_BYTES
+    for name, stored in tensors.items():
+        if filled >= _BUNDLE_BYTES:
+            bundles.append([])
+            filled = 0
+        bundles[-1].append(name)
+        filled += stored.num_bytes
+    return bundles
 
 
 def _check_sum(where: str, stored: StoredTensor, expected: Any) -> None:
