@@ -43,15 +43,7 @@ def main(arguments: Sequence[str]) -> None:
         StateError: What is read is missing, damaged or of another kind, or the target cannot be written.
         ConfigError: What is asked for cannot be.
     """
-    parser = argparse.ArgumentParser(prog="lightning-d9d convert", description=__doc__)
-    parser.add_argument("source", help="Hugging Face directory (or URL), checkpoint directory or .ckpt file")
-    parser.add_argument("target", help="directory (or URL) for Hugging Face's form, or a name that ends with .ckpt")
-    parser.add_argument("--dtype", choices=sorted(_DTYPES), help="of the weights; by default as they are")
-    parser.add_argument("--max-shard-size", default="5GB", help="at which a new file begins, e.g. 500MB or 2GiB")
-    parser.add_argument("--fused-experts", action="store_true", help="all experts of a layer in one tensor")
-    parser.add_argument("--overwrite", action="store_true", help="replace the target, with everything in it")
-    parser.add_argument("--no-verify", action="store_true", help="do not compare checksums first")
-    chosen = parser.parse_args(arguments)
+    chosen = make_parser().parse_args(arguments)
     if chosen.target.endswith(".ckpt"):
         _write_file(chosen.source, Path(chosen.target), _DTYPES.get(chosen.dtype), chosen.overwrite)
         return
@@ -66,6 +58,19 @@ def main(arguments: Sequence[str]) -> None:
         _from_checkpoint(chosen.source, chosen.target, chosen.fused_experts, options)
     else:
         _from_huggingface(chosen.source, chosen.target, chosen.fused_experts, options)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Of the command's arguments."""
+    parser = argparse.ArgumentParser(prog="lightning-d9d convert", description=__doc__)
+    parser.add_argument("source", help="Hugging Face directory (or URL), checkpoint directory or .ckpt file")
+    parser.add_argument("target", help="directory (or URL) for Hugging Face's form, or a name that ends with .ckpt")
+    parser.add_argument("--dtype", choices=sorted(_DTYPES), help="of the weights; by default as they are")
+    parser.add_argument("--max-shard-size", default="5GB", help="at which a new file begins, e.g. 500MB or 2GiB")
+    parser.add_argument("--fused-experts", action="store_true", help="all experts of a layer in one tensor")
+    parser.add_argument("--overwrite", action="store_true", help="replace the target, with everything in it")
+    parser.add_argument("--no-verify", action="store_true", help="do not compare checksums first")
+    return parser
 
 
 def _is_checkpoint(source: str) -> bool:
