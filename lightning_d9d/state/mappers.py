@@ -107,7 +107,7 @@ class Mapper(ABC):
         Returns:
             The outputs: new tensors, but for those that are an input as it is.
         """
-        return {name: materialized(view, tensors) for name, view in self.plan(tensors).items()}
+        return dict(materialized(self.plan(tensors), tensors))
 
     def stream(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Map tensors as they come: a group is mapped when its last input is there, and forgotten.
@@ -127,7 +127,7 @@ class Mapper(ABC):
             inputs[name] = tensor
             if len(inputs) == len(group.inputs):
                 views = self.map({each: View.of(each, inputs[each]) for each in group.inputs})
-                yield from ((output, materialized(view, inputs)) for output, view in views.items())
+                yield from materialized(views, inputs)
                 del waiting[group], inputs
         if waiting:
             group, inputs = next(iter(waiting.items()))

@@ -46,9 +46,9 @@ def read_tensors(
     mapper = mapper or Identity(reader)
     views = mapper.plan(reader.specs)
     reader.verify(mapper.group_of, checksums=verify, check_finite=check_finite)
-    for name, view in views.items():
-        yield name, materialized(view, reader)
-        for part in view.parts:
+    for name, tensor in materialized(views, reader):
+        yield name, tensor
+        for part in views[name].parts:
             reader[part.source].forget()
 
 

@@ -8,7 +8,7 @@ reads or writes, and a rank that needs a slice of the outcome finds the slices o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -219,18 +219,28 @@ def substituted(view: View, sources: Mapping[str, View]) -> View:
     return dataclasses.replace(view, parts=tuple(parts))
 
 
-def materialized(view: View, sources: Mapping[str, Readable]) -> Tensor:
-    """The tensor itself. Where it is one source as it is, that source; else new memory. Collective for DTensors.
+def materialized(views: Mapping[str, View], sources: Mapping[str, Readable]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors themselves, one by one. Collective where DTensors are to be whole: they are gathered once.
 
-    Of a view that is cut over ranks each rank takes what it will hold from its own sources. DTensors that shall be
-    whole are gathered.
+    What is a source as it is gets no new memory. Of a view that is cut over ranks each rank takes what it will hold
+    from its own sources.
     """
+    gathered: dict[str, Tensor] = {}
+    for name, view in views.items():
+        yield name, _materialized(view, sources, gathered)
+
+
+def _materialized(view: View, sources: Mapping[str, Readable], gathered: dict[str, Tensor]) -> Tensor:
     used = {part.source: sources[part.source] for part in view.parts}
     first = next(iter(used.values()), None)
     dtype = view.dtype or (torch.get_default_dtype() if first is None else first.dtype)
     if isinstance(first, DTensor) and view.sharding == (first.device_mesh, tuple(first.placements)):
         return first.to(dtype)
-    used = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in used.items()}
+    for name, value in used.items():
+        if isinstance(value, DTensor):
+            if name not in gathered:
+                gathered[name] = value.full_tensor()
+            used[name] = gathered[name]
     if view.sharding is None:
         return _assembled(view, view.box, used, dtype)
     mesh, placements = view.sharding
