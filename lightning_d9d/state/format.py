@@ -187,15 +187,19 @@ def write_safetensors(
         header[name] = {"dtype": ALL_DTYPE_NAMES[dtypes[name]], "shape": shape, "data_offsets": [begin, end]}
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)  # the data begins at a multiple of 8 bytes
-    checksums = {}
-    with path.open("wb") as file:
-        file.write(len(encoded).to_bytes(8, "little"))
-        file.write(encoded)
-        for name, tensor in zip(shapes, values, strict=True):
-            content = tensor.reshape(-1).view(torch.uint8).numpy().data
-            checksums[name] = zlib.crc32(content)
-            file.write(content)
-        flush(file, path)
+    checksums: dict[str, int] = {}
+    try:
+        with path.open("wb") as file:
+            file.write(len(encoded).to_bytes(8, "little"))
+            file.write(encoded)
+            for name, tensor in zip(shapes, values, strict=True):
+                content = tensor.reshape(-1).view(torch.uint8).numpy().data
+                checksums[name] = zlib.crc32(content)
+                file.write(content)
+            flush(file, path)
+    except OSError as error:
+        at = f", at {next(reversed(checksums))}" if checksums else ""
+        raise OSError(error.errno, f"{path.name}{at}: {error.strerror}") from error
     return checksums
 
 

@@ -22,6 +22,11 @@ class UrlPath:
     def __str__(self) -> str:
         return self._url
 
+    @property
+    def name(self) -> str:
+        """The last part."""
+        return self._url.rpartition("/")[2]
+
     def exists(self) -> bool:
         """Whether a file or directory is there."""
         return bool(self._files.exists(self._path))
