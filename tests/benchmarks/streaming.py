@@ -94,7 +94,7 @@ class Plain:
 
     def loss(self) -> float:
         """Equal where the tensors are."""
-        return sum(float(tensor.float().square().mean()) for tensor in self.tensors.values())
+        return sum(float(tensor[::64].float().square().mean()) for tensor in self.tensors.values())
 
     def close(self) -> None:
         pass
