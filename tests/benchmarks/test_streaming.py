@@ -33,6 +33,9 @@ def test_one_process_needs_little_private_memory(tmp_path: Path) -> None:
 
 @pytest.mark.ranks(2)
 def test_each_rank_needs_little_private_memory(rank: RankContext, tmp_path: Path) -> None:
+    make_files(1, tmp_path / "first")
+    load_and_export(1, tmp_path / "first", tmp_path / "of first")  # what the first use takes, once
     make_files(NUM_TENSORS, tmp_path / "files")
     share = NUM_TENSORS * GROUP_BYTES // 2
-    assert load_and_export(NUM_TENSORS, tmp_path / "files", tmp_path / "exported") <= share + ALLOWED
+    peak = load_and_export(NUM_TENSORS, tmp_path / "files", tmp_path / "exported")
+    assert peak <= share + ALLOWED
