@@ -236,10 +236,10 @@ def _backward(
     if OF_WEIGHTS:
         mean = tl.zeros([ROWS], tl.float32)
         if NORMALIZE:
-            for place in tl.static_range(TOP_K):
+            for place in tl.static_range(TOP_K):  # type: ignore[misc]
                 weight = tl.load(weights + tokens * TOP_K + place, mask=is_token, other=0.0)
                 mean += weight * tl.load(of_weights + tokens * TOP_K + place, mask=is_token, other=0.0).to(tl.float32)
-        for place in tl.static_range(TOP_K):
+        for place in tl.static_range(TOP_K):  # type: ignore[misc]
             at = tokens * TOP_K + place
             index = tl.load(indices + at, mask=is_token, other=0)
             gradient = tl.load(of_weights + at, mask=is_token, other=0.0).to(tl.float32)
