@@ -69,6 +69,7 @@ _KEPT_OPS = {
     torch.ops.lightning_d9d.moe_sort_sources.default,
     torch.ops.lightning_d9d.all_to_all_rows.default,
     torch.ops.lightning_d9d.scatter_sum.default,
+    torch.ops.lightning_d9d.attention.default,
     *CONTEXT_OPS,
     *_ATTENTION_OPS,
 }
