@@ -206,8 +206,8 @@ MUTATIONS = [
     Mutation(
         "documents attend to earlier ones",
         "lightning_d9d/ops/attention.py",
-        "(documents[:, None, :, None] == documents[:, None, None, :])",
-        "(documents[:, None, :, None] >= documents[:, None, None, :])",
+        "documents[:, None, :, None] == documents[:, None, None, :]",
+        "documents[:, None, :, None] >= documents[:, None, None, :]",
         "tests/models/test_qwen3_moe_documents.py -k packed_rows_equal",
     ),
     Mutation(
