@@ -203,7 +203,7 @@ class TrainStep:
             norm: Skip also where this norm of the gradients is not finite.
             kwargs: For `optimizer.step`.
         """
-        if self.data_parallel is not None:
+        if self.data_parallel is not None and not getattr(optimizer, "takes_wide_gradients", False):
             cast_gradients(self.parameters)
         skip = None if self._window_weight is None else self._window_weight == 0  # None: a mean of at least one row
         if norm is not None:
