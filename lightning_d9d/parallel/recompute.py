@@ -99,7 +99,7 @@ def recompute_activations(
         ConfigError: There is nothing of the kind that is to be recomputed.
     """
     for part in module.modules():
-        _undo(part)
+        keep_activations(part)
     kind = parallel.recompute
     if kind == "none":
         return
@@ -130,7 +130,8 @@ def _nothing_to_recompute(module: nn.Module, kind: str, attention: tuple[type[nn
     )
 
 
-def _undo(module: nn.Module) -> None:
+def keep_activations(module: nn.Module) -> None:
+    """Take `recompute_activations` back for one module, not for those in it."""
     forward = vars(module).get("forward")
     if isinstance(forward, partial) and forward.func is _forward:
         _, replaced, _ = forward.args

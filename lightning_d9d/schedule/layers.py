@@ -2,13 +2,14 @@
 
 [Note: time of a layer] Products run at `flops_per_second`, or as fast as their weights come out of memory where there
 are too few rows for more; what is not a product moves bytes at `bytes_per_second`. A forward and an input backward read
-the weights of their products once a microbatch, a weight backward writes the gradients of all weights once.
+the weights of their products once a microbatch, a weight backward that there is writes the gradients of all weights
+once.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from lightning_d9d.errors import ScheduleError
@@ -87,6 +88,21 @@ class ModelCosts:
         if not self.layers:
             raise ScheduleError("ModelCosts.layers is empty; a pipeline needs at least one layer")
 
+    def compiled(self) -> ModelCosts:
+        """With layers whose backward is one compiled function: all of it is in the input phase."""
+        layers = (
+            replace(
+                layer,
+                backward_input_flops=layer.backward_input_flops + layer.backward_weight_flops,
+                backward_input_bytes=layer.backward_input_bytes + layer.backward_weight_bytes,
+                backward_weight_flops=0.0,
+                backward_weight_bytes=0.0,
+                split_activation_bytes=0.0,
+            )
+            for layer in self.layers
+        )
+        return replace(self, layers=tuple(layers))
+
     @property
     def parts(self) -> tuple[LayerCosts, ...]:
         """Everything in order: `before`, the layers, `after`."""
@@ -146,5 +162,6 @@ class Machine:
         inputs = action(
             layer.backward_input_flops, layer.backward_input_bytes, weights if layer.backward_input_flops else 0
         )
-        gradients = action(layer.backward_weight_flops, layer.backward_weight_bytes, weights)
+        has_gradients = layer.backward_weight_flops or layer.backward_weight_bytes
+        gradients = action(layer.backward_weight_flops, layer.backward_weight_bytes, weights if has_gradients else 0)
         return LayerSeconds(forward, inputs, gradients, inputs + gradients)

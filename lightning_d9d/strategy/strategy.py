@@ -63,7 +63,7 @@ from lightning_d9d.strategy.sharding import (
     is_sharded,
     make_replicas_equal,
     not_yet_summed,
-    recompute_blocks,
+    prepare_blocks,
     shard_blocks,
 )
 from lightning_d9d.strategy.train_step import TrainStep, cast_gradients
@@ -188,7 +188,9 @@ class D9DStrategy(AlignedStrategy):
             num_ranks = self.mesh.sizes["pp"] if self.world_size > 1 else 1
             with self.precision_plugin.module_init_context():
                 dtype = torch.get_default_dtype()
-            self._take(choose(self.schedule, self.lightning_module, num_ranks, dtype, self.root_device))
+            self._take(
+                choose(self.schedule, self.lightning_module, num_ranks, dtype, self.root_device, self.parallel.compile)
+            )
 
     @property
     def _mesh_of_ranks(self) -> MeshDomains | None:
@@ -276,7 +278,7 @@ class D9DStrategy(AlignedStrategy):
             self.model = self._layer_sync.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
         if not isinstance(self.model, D9DModule):
-            recompute_blocks(self.model, self.parallel)
+            prepare_blocks(self.model, self.parallel)
         if isinstance(self.model, D9DModule) or self.parallel.shard_blocks is None or self.world_size == 1:
             self.model_to_device()
         else:
