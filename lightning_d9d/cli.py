@@ -17,11 +17,14 @@ from omegaconf.errors import OmegaConfBaseException
 import lightning_d9d.callbacks
 import lightning_d9d.datamodules
 import lightning_d9d.models.qwen3_moe  # noqa: F401
-from lightning_d9d import doctor
+from lightning_d9d import convert, doctor
 from lightning_d9d.errors import ConfigError, StateError
 from lightning_d9d.strategy.checkpoint_files import UNREADABLE, unreadable
 
-DESCRIPTION = "lightning_d9d trains from YAML files. `lightning-d9d doctor` tells whether this machine is fit for it."
+DESCRIPTION = (
+    "lightning_d9d trains from YAML files. `lightning-d9d doctor` tells whether this machine is fit for it; "
+    "`lightning-d9d convert` turns weights and checkpoints into other forms."
+)
 
 
 class SaveTrainingConfig(SaveConfigCallback):
@@ -91,7 +94,7 @@ def _interpolation_message(error: OmegaConfBaseException) -> str:
 
 
 def main() -> None:
-    """Runs the subcommand of `sys.argv`: fit, validate, test, predict or doctor.
+    """Runs the subcommand of `sys.argv`: fit, validate, test, predict, convert or doctor.
 
     A configuration or a file that cannot work ends with exit code 2 and one message; `JSONARGPARSE_DEBUG=true` shows
     the traceback.
@@ -99,7 +102,10 @@ def main() -> None:
     if sys.argv[1:2] == ["doctor"]:
         sys.exit(doctor.main(sys.argv[2:]))
     try:
-        D9DCLI(parser_kwargs={"description": DESCRIPTION})
+        if sys.argv[1:2] == ["convert"]:
+            convert.main(sys.argv[2:])
+        else:
+            D9DCLI(parser_kwargs={"description": DESCRIPTION})
     except (ConfigError, StateError, MisconfigurationException, OmegaConfBaseException) as error:
         if "JSONARGPARSE_DEBUG" in os.environ:
             raise

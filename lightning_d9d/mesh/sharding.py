@@ -30,8 +30,10 @@ def local_ranges(tensor: Tensor) -> list[range]:
     Raises:
         RuntimeError: The DTensor was cut in another way than `distribute_tensor` and `fully_shard` do.
     """
-    ranges = [_local_range(tensor, dim) for dim in range(tensor.ndim)]
-    if isinstance(tensor, DTensor) and tuple(map(len, ranges)) != tuple(tensor.to_local().shape):
+    if not isinstance(tensor, DTensor):
+        return list(map(range, tensor.shape))
+    ranges = ranges_on(tensor.shape, tensor.device_mesh, tensor.placements)
+    if tuple(map(len, ranges)) != tuple(tensor.to_local().shape):
         raise RuntimeError(
             f"rank {dist.get_rank()} holds {tuple(tensor.to_local().shape)} of a tensor of shape "
             f"{tuple(tensor.shape)}, but its placements {tensor.placements} on {tensor.device_mesh} say "
@@ -40,15 +42,18 @@ def local_ranges(tensor: Tensor) -> list[range]:
     return ranges
 
 
-def _local_range(tensor: Tensor, dim: int) -> range:
-    held = range(tensor.shape[dim])
-    if not isinstance(tensor, DTensor):
-        return held
-    coordinate = tensor.device_mesh.get_coordinate()
+def ranges_on(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> list[range]:
+    """For each dim of a tensor the global indices that this rank holds, if the tensor lies on the mesh like that."""
+    return [_local_range(length, dim, mesh, placements) for dim, length in enumerate(shape)]
+
+
+def _local_range(length: int, dim: int, mesh: DeviceMesh, placements: Sequence[Placement]) -> range:
+    held = range(length)
+    coordinate = mesh.get_coordinate()
     assert coordinate is not None, "a rank holds only tensors of meshes that it is in"
     shards = [
-        (tensor.device_mesh.size(axis), coordinate[axis], placement)
-        for axis, placement in enumerate(tensor.placements)
+        (mesh.size(axis), coordinate[axis], placement)
+        for axis, placement in enumerate(placements)
         if getattr(placement, "dim", None) == dim
     ]
     # `fully_shard` cuts what tensor or expert parallelism left, though its axis comes first: marked by a split factor.

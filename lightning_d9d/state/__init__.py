@@ -1,24 +1,72 @@
 """Model weights in safetensors files: sharded parameters and pipeline stages stream from and to one directory.
 
-`layout` says which part of a parameter is which part of a file's tensor; `reader` and `writer` follow it and know no
-model; `directory` lets a directory appear when it is complete.
+`mappers` say which tensors become which others, `stream` reads, loads and saves through them. Below them, `views` are
+tensors made of parts of others and `layout` the boxes that these parts are; `reader`, `shards` and `writer` follow them
+and know no model; `format`, `manifest` and `places` are the files. `directory` lets a directory appear when it is
+complete.
 """
 
 from lightning_d9d.state.directory import complete_directory
 from lightning_d9d.state.format import DTYPE_NAMES, write_json
-from lightning_d9d.state.layout import Box, Index, LocalShard, Piece, tensor_shapes, whole_box
+from lightning_d9d.state.layout import Box, Index, LocalShard, Part, whole_box
+from lightning_d9d.state.mappers import (
+    Cast,
+    Concatenate,
+    Distribute,
+    Gather,
+    Group,
+    Identity,
+    Inverse,
+    Mapper,
+    Parallel,
+    Prefix,
+    Rename,
+    Select,
+    Sequential,
+    Share,
+    Split,
+    Stack,
+    Transpose,
+)
 from lightning_d9d.state.reader import SafetensorsReader
+from lightning_d9d.state.shards import Checks, fill_shards
+from lightning_d9d.state.stream import load_tensors, read_tensors, save_tensors
+from lightning_d9d.state.views import Spec, View, inverted
 from lightning_d9d.state.writer import write_tensors
 
 __all__ = [
     "DTYPE_NAMES",
     "Box",
+    "Cast",
+    "Checks",
+    "Concatenate",
+    "Distribute",
+    "Gather",
+    "Group",
+    "Identity",
     "Index",
+    "Inverse",
     "LocalShard",
-    "Piece",
+    "Mapper",
+    "Parallel",
+    "Part",
+    "Prefix",
+    "Rename",
     "SafetensorsReader",
+    "Select",
+    "Sequential",
+    "Share",
+    "Spec",
+    "Split",
+    "Stack",
+    "Transpose",
+    "View",
     "complete_directory",
-    "tensor_shapes",
+    "fill_shards",
+    "inverted",
+    "load_tensors",
+    "read_tensors",
+    "save_tensors",
     "whole_box",
     "write_json",
     "write_tensors",

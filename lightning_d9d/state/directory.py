@@ -12,31 +12,40 @@ from pathlib import Path
 
 from lightning_d9d.errors import StateError
 from lightning_d9d.mesh.agreement import Ranks
+from lightning_d9d.state.places import Place, UrlPath, place_of
+
+_OCCUPIED = "it exists and is not an empty directory; choose another or set overwrite=True"
 
 
 @contextmanager
-def complete_directory(target: Path, overwrite: bool, failure: str) -> Iterator[Path]:
+def complete_directory(target: str | Path, overwrite: bool, failure: str) -> Iterator[Place]:
     """A folder to write into that takes the target's place at the end, or vanishes if the body raises. Collective.
 
-    The body must raise on all ranks if it raises on one. The folder lies beside the target, under a hidden name.
+    The body must raise on all ranks if it raises on one. The folder lies beside the target, under a hidden name. Under
+    a URL, where nothing can be renamed, it is the target, whose old files are removed before.
 
     Args:
-        target: On a file system that all ranks share.
+        target: On a file system that all ranks share, or a URL that fsspec knows.
         overwrite: Replace what is there.
         failure: How errors begin.
 
     Raises:
         StateError: On every rank: the target has files and `overwrite` is not set, or it cannot be written.
     """
+    place = place_of(target)
+    if isinstance(place, UrlPath):
+        with _emptied(place, overwrite, failure):
+            yield place
+        return
     ranks = Ranks()
-    target = target.absolute()
+    target = place.absolute()
     partial = hidden(target, "partial")
     try:
         with ranks.agreed(failure):
             if ranks.is_first:
                 tidy(target)
                 if target.exists() and (not target.is_dir() or (not overwrite and any(target.iterdir()))):
-                    raise StateError("it exists and is not an empty directory; choose another or set overwrite=True")
+                    raise StateError(_OCCUPIED)
                 partial.mkdir(parents=True)
         yield partial
         with ranks.agreed(failure):
@@ -44,7 +53,27 @@ def complete_directory(target: Path, overwrite: bool, failure: str) -> Iterator[
                 publish(partial, target, overwrite)
     finally:
         if ranks.is_first:
-            tidy(target)
+            with suppress(OSError):  # that of the body says more
+                tidy(target)
+
+
+@contextmanager
+def _emptied(place: UrlPath, overwrite: bool, failure: str) -> Iterator[None]:
+    ranks = Ranks()
+    with ranks.agreed(failure):
+        if ranks.is_first and place.has_files():
+            if not overwrite:
+                raise StateError(_OCCUPIED)
+            place.remove()
+        if ranks.is_first:
+            place.make_directory()
+    try:
+        yield
+    except BaseException:
+        if ranks.is_first:
+            with suppress(OSError):
+                place.remove()
+        raise
 
 
 def hidden(path: Path, purpose: str) -> Path:

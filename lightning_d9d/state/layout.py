@@ -1,4 +1,4 @@
-"""Which part of a parameter is which part of a tensor in a file.
+"""Which part of a tensor is which part of another.
 
 Everything is a box: what a rank holds of a parameter, an expert's gate in a stack of experts, a part of the vocabulary
 in the matrix of all of it. To read or to write is to intersect boxes.
@@ -6,9 +6,11 @@ in the matrix of all of it. To read or to write is to intersect boxes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 Box = tuple[range, ...]
@@ -18,59 +20,86 @@ Index = tuple[int | slice, ...]
 """What picks a box out of a tensor."""
 
 
+class Readable(Protocol):
+    """A tensor, or one in a file of which slices can be read."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Of the whole."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the slices."""
+        ...
+
+    def __getitem__(self, index: Any, /) -> Tensor:
+        """What `index`, an `Index`, picks."""
+        ...
+
+
+class LocalShard(NamedTuple):
+    """What this rank holds of a tensor: `values` shares its memory or reads its file, `box` says where they belong."""
+
+    values: Any
+    """A `Tensor`; to write from, any `Readable`."""
+    box: Box
+
+
 def whole_box(shape: Iterable[int]) -> Box:
     """All of a tensor."""
     return tuple(map(range, shape))
 
 
-class LocalShard(NamedTuple):
-    """What this rank holds of a parameter: `values` shares the parameter's memory, `box` says where they belong."""
-
-    values: Tensor
-    box: Box
+def size(box: Box) -> int:
+    """How many elements are in it."""
+    return math.prod(map(len, box))
 
 
-class Piece(NamedTuple):
-    """A part of a parameter that a file has in one tensor, or in a part of one.
+class Part(NamedTuple):
+    """A box of a tensor that has the values of a box of another one, its source, perhaps with dims in another order.
 
-    `box`, of the parameter, and `place`, of the tensor, have the same lengths; where the parameter has more dims than
-    the tensor, as stacks do, its first ones have length one in `box`.
+    Where one of the two has a dim that the other lacks, as stacks do, its box has length one there.
     """
 
-    box: Box
-    tensor: str
     place: Box
+    """In the tensor."""
+    source: str
+    box: Box
+    """In the source."""
+    dims: tuple[int | None, ...]
+    """For each dim of the tensor that of the source; None where the source has none."""
 
-    def overlap(self, held: Box) -> tuple[Index, Index] | None:
-        """The part of the piece in `held`, another box of the parameter.
-
-        Returns:
-            Its index in the values of `held`, without the first dims that the tensor lacks, and its index in the
-            tensor; None if nothing overlaps.
-        """
-        shared = []
-        for ours, theirs in zip(self.box, held, strict=True):
-            both = range(max(ours.start, theirs.start), min(ours.stop, theirs.stop))
-            if not both:
+    def within(self, held: Box) -> Part | None:
+        """What of the part lies in `held`, a box of the tensor, with the place in `held`; None if nothing does."""
+        place, box = [], list(self.box)
+        for there, ours, dim in zip(self.place, held, self.dims, strict=True):
+            start, stop = max(there.start, ours.start), min(there.stop, ours.stop)
+            if start >= stop:
                 return None
-            shared.append(both)
-        stacked = len(self.box) - len(self.place)
-        in_held: list[int | slice] = [
-            slice(both.start - theirs.start, both.stop - theirs.start)
-            for both, theirs in zip(shared, held, strict=True)
-        ]
-        in_held[:stacked] = [both.start - theirs.start for both, theirs in zip(shared[:stacked], held, strict=False)]
-        in_tensor = [
-            slice(both.start - ours.start + there.start, both.stop - ours.start + there.start)
-            for both, ours, there in zip(shared[stacked:], self.box[stacked:], self.place, strict=True)
-        ]
-        return tuple(in_held), tuple(in_tensor)
+            place.append(range(start - ours.start, stop - ours.start))
+            if dim is not None:
+                shift = self.box[dim].start - there.start
+                box[dim] = range(start + shift, stop + shift)
+        return self._replace(place=tuple(place), box=tuple(box))
 
+    def flipped(self, tensor: str) -> Part:
+        """The same from the side of the source, for the name of the tensor."""
+        place_of = {dim: place for place, dim in enumerate(self.dims)}
+        return Part(self.box, tensor, self.place, tuple(place_of.get(dim) for dim in range(len(self.box))))
 
-def tensor_shapes(pieces: Iterable[Piece]) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor that the pieces make up, in the order of the pieces."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for piece in pieces:
-        stops = tuple(there.stop for there in piece.place)
-        shapes[piece.tensor] = tuple(map(max, stops, shapes.get(piece.tensor, stops)))
-    return shapes
+    def place_index(self) -> Index:
+        """Picks the part out of the tensor, without the dims that the source lacks."""
+        return tuple(
+            there.start if dim is None else slice(there.start, there.stop)
+            for there, dim in zip(self.place, self.dims, strict=True)
+        )
+
+    def order(self) -> list[int]:
+        """How the dims of what `flipped().place_index()` picks out of the source must be permuted for the tensor."""
+        dims = [dim for dim in self.dims if dim is not None]
+        return [sorted(dims).index(dim) for dim in dims]
+
+    def take(self, source: Readable) -> Tensor:
+        """The values out of the source, as `place_index` picks them out of the tensor."""
+        return source[self.flipped("").place_index()].permute(self.order())

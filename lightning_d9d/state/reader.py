@@ -1,106 +1,174 @@
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from functools import cached_property, lru_cache
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lightning_d9d.errors import StateError
-from lightning_d9d.state.format import DTYPE_NAMES, INDEX_FILE, WEIGHTS_FILE
+from lightning_d9d.state.format import (
+    ALL_DTYPE_NAMES,
+    DTYPE_NAMES,
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    SafetensorsFile,
+    StoredTensor,
+    read_json,
+)
 from lightning_d9d.state.layout import Index
+from lightning_d9d.state.manifest import read_manifest, verify
+from lightning_d9d.state.places import Place, UrlPath, place_of
+from lightning_d9d.state.progress import Progress
+from lightning_d9d.state.views import Spec
+
+_MAX_OPEN_FILES = 16
+_SUFFIX = ".safetensors"
 
 
-class SafetensorsReader:
-    """Reads the tensors of a directory with one `model.safetensors` or with the files of an index. Local.
+class SafetensorsReader(Mapping[str, StoredTensor]):
+    """The tensors of a directory with one `model.safetensors` or with the files of an index, or of one file. Local.
 
-    `file_of` has the names of all tensors and their files. Names outside of the directory are refused.
+    `file_of` has the names of all tensors and their files. Names outside of the directory are refused, and so are links
+    that lead out of it, but for those in the cache of Hugging Face's hub. Files are opened when they are needed. As a
+    mapping it gives by name what slices can be read from.
+
+    Args:
+        path: On a file system or a URL of fsspec's.
 
     Raises:
         StateError: In all methods; a file is missing or damaged.
     """
 
-    def __init__(self, directory: str | Path) -> None:
-        self.directory = Path(directory)
-        self.file_of = _find_tensors(self.directory)
+    def __init__(self, path: str | Path | UrlPath) -> None:
+        self.path = place_of(path)
+        self._open = lru_cache(_MAX_OPEN_FILES)(SafetensorsFile)
+        self.file_of = self._find_tensors()
+
+    def __getitem__(self, name: str) -> StoredTensor:
+        file = self._open(self.file_of[name])
+        if name not in file.tensors:
+            raise StateError(f"{file.path}: lacks {name}, which the index puts there; fetch or export it again.")
+        return file.tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.file_of)
+
+    def __len__(self) -> int:
+        return len(self.file_of)
+
+    @cached_property
+    def specs(self) -> dict[str, Spec]:
+        """Of all tensors. Opens all files."""
+        found = {name: Spec(self[name].shape, self[name].dtype) for name in self._in_order(self.file_of)}
+        return {name: found[name] for name in self.file_of}
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], remedy: str) -> None:
-        """Opens the files of these tensors and checks that each is there, a float and of the given shape.
+        """Opens the files of these tensors and checks that each is there, a weight's float and of the given shape.
 
         Args:
             shapes: By name; others are not looked at.
             remedy: For a tensor of another shape: what to do, as the end of a sentence.
         """
-        for path, names in self._by_file(shapes):
-            with _open(path) as file:
-                if lacking := set(names).difference(file.keys()):
-                    raise StateError(
-                        f"{path}: lacks {min(lacking)}, which the index puts there; fetch or export it again."
-                    )
-                for name in names:
-                    stored = file.get_slice(name)
-                    shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
-                    if shape != shapes[name]:
-                        raise StateError(f"{path}: {name} has shape {shape} and the model {shapes[name]}; {remedy}.")
-                    if dtype not in DTYPE_NAMES.values():
-                        legal = ", ".join(DTYPE_NAMES.values())
-                        raise StateError(
-                            f"{path}: {name} is {dtype}, not one of {legal}; use an unquantized checkpoint."
-                        )
+        for name in self._in_order(shapes):
+            stored, where = self[name], f"{self.file_of[name]}: {name}"
+            if stored.shape != shapes[name]:
+                raise StateError(f"{where} has shape {stored.shape} and the model {shapes[name]}; {remedy}.")
+            if stored.dtype not in DTYPE_NAMES:
+                legal = ", ".join(DTYPE_NAMES.values())
+                raise StateError(
+                    f"{where} is {ALL_DTYPE_NAMES[stored.dtype]}, not one of {legal}; use an unquantized checkpoint."
+                )
+
+    def verify(
+        self, names: Iterable[str], *, checksums: bool = True, check_finite: bool = False, progress: bool = False
+    ) -> None:
+        """Compares tensors with the manifest, if there is one, or looks for numbers that are not finite.
+
+        Args:
+            names: Of the tensors. Each is read whole.
+            checksums: Look at the manifest.
+            check_finite: Look at the numbers.
+            progress: Show a bar.
+        """
+        manifest = read_manifest(self.path) if checksums and not self._is_file else None
+        if manifest is None and not check_finite:
+            return
+        if lost := [name for name in manifest or () if name not in self.file_of]:
+            raise StateError(f"{self.path}: lacks {min(lost)}, which the manifest has; fetch or export it again.")
+        tensors = {name: self[name] for name in self._in_order(names)}
+        total = sum(stored.num_bytes for stored in tensors.values())
+        with Progress(progress, f"checking {self.path}", total) as bar:
+            verify(tensors, self.file_of, manifest, check_finite, bar)
 
     def read(self, name: str, index: Index) -> Tensor:
         """A slice of a tensor, in the dtype of the file, on the CPU."""
-        with _open(self.file_of[name]) as file:
-            return file.get_slice(name)[index]
+        return self[name][index].clone()
 
-    def fill(self, targets: Mapping[str, Sequence[tuple[Index, Tensor]]]) -> None:
-        """Copies slices of tensors into others, cast to their dtype; one slice at a time is in memory besides them."""
-        for path, names in self._by_file(targets):
-            with _open(path) as file:
-                for name in names:
-                    stored = file.get_slice(name)
-                    for index, target in targets[name]:
-                        target.copy_(stored[index])
+    def fill(self, targets: Mapping[str, Sequence[tuple[Index, Tensor]]], progress: bool = False) -> None:
+        """Copies slices of tensors into others, cast to their dtype; next to no memory is needed besides them."""
+        total = sum(target.numel() * self[name].dtype.itemsize for name in targets for _, target in targets[name])
+        with Progress(progress, f"reading {self.path}", total) as bar:
+            for name in self._in_order(targets):
+                stored = self[name]
+                for index, target in targets[name]:
+                    target.copy_(stored[index])
+                    bar.add(target.numel() * stored.dtype.itemsize)
+                stored.forget()
 
-    def _by_file(self, names: Iterable[str]) -> Iterable[tuple[Path, list[str]]]:
-        names_in: dict[Path, list[str]] = defaultdict(list)
+    def _in_order(self, names: Iterable[str]) -> list[str]:
+        """File by file."""
+        names_in: dict[Place, list[str]] = defaultdict(list)
         for name in names:
             names_in[self.file_of[name]].append(name)
-        return names_in.items()
+        return [name for those in names_in.values() for name in those]
 
+    @property
+    def _is_file(self) -> bool:
+        return str(self.path).endswith(_SUFFIX) and not (isinstance(self.path, Path) and self.path.is_dir())
 
-def _find_tensors(directory: Path) -> dict[str, Path]:
-    if (directory / WEIGHTS_FILE).exists():
-        with _open(directory / WEIGHTS_FILE) as file:
-            return dict.fromkeys(file.keys(), directory / WEIGHTS_FILE)
-    index = directory / INDEX_FILE
-    if not index.exists():
-        raise StateError(
-            f"{directory} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; give the directory of a model saved as "
-            "safetensors."
-        )
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = {name: str(file) for name, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StateError(f"{index}: is no index of safetensors files ({error!r}); fetch or export it again.") from error
-    for file in set(names.values()):
-        # By name only: in the cache of Hugging Face's hub the files are links to elsewhere, which no index made.
-        for path in (PurePosixPath(file), PureWindowsPath(file)):
-            if path.is_absolute() or path.drive or ".." in path.parts:
-                raise StateError(f"{index}: the file {file!r} is outside of the directory; do not use this checkpoint.")
-    return {name: directory / file for name, file in names.items()}
+    def _find_tensors(self) -> dict[str, Place]:
+        if self._is_file:
+            return dict.fromkeys(self._open(self.path).tensors, self.path)
+        if (self.path / WEIGHTS_FILE).exists():
+            self._check_links({WEIGHTS_FILE}, self.path)
+            return dict.fromkeys(self._open(self.path / WEIGHTS_FILE).tensors, self.path / WEIGHTS_FILE)
+        index = self.path / INDEX_FILE
+        if not index.exists():
+            raise StateError(
+                f"{self.path} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; give the directory of a model saved as "
+                "safetensors."
+            )
+        try:
+            names = {name: str(file) for name, file in read_json(index)["weight_map"].items()}
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise StateError(
+                f"{index}: is no index of safetensors files ({error!r}); fetch or export it again."
+            ) from error
+        files = set(names.values())
+        for file in files:
+            for path in (PurePosixPath(file), PureWindowsPath(file)):
+                if path.is_absolute() or path.drive or ".." in path.parts or "\0" in file:
+                    raise StateError(
+                        f"{index}: the file {file!r} is outside of the directory; do not use this checkpoint."
+                    )
+        self._check_links(files, index)
+        places = {file: self.path / file for file in files}
+        return {name: places[file] for name, file in names.items()}
 
-
-@contextmanager
-def _open(path: Path) -> Iterator[Any]:
-    """Opens a safetensors file; turns what goes wrong with it into a StateError that names it."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except (SafetensorError, OSError) as error:
-        raise StateError(f"{path}: cannot be read ({error}); fetch or export it again.") from error
+    def _check_links(self, files: Iterable[str], named_by: Place) -> None:
+        """In the hub's cache, `snapshots/REVISION/FILE` is a link to `blobs/HASH`."""
+        if isinstance(self.path, UrlPath):
+            return
+        home = self.path.resolve()
+        for file in files:
+            try:
+                real = (self.path / file).resolve()
+            except (OSError, RuntimeError, ValueError) as error:
+                raise StateError(f"{named_by}: the file {file!r} cannot be found ({error}).") from error
+            if home not in real.parents and real.parent != home.parent.parent / "blobs":
+                raise StateError(
+                    f"{named_by}: the file {file!r} is a link that leads outside of the directory, to {real}; give the "
+                    "directory where it is, or do not use this checkpoint."
+                )

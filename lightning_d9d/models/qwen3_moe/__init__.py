@@ -4,7 +4,7 @@
 """
 
 from lightning_d9d.models.qwen3_moe.config import Qwen3MoeConfig
-from lightning_d9d.models.qwen3_moe.huggingface import load_huggingface, save_huggingface
+from lightning_d9d.models.qwen3_moe.huggingface import huggingface_mapper, load_huggingface, save_huggingface
 from lightning_d9d.models.qwen3_moe.model import CausalLMOutput, Qwen3MoeForCausalLM
 from lightning_d9d.models.qwen3_moe.module import Qwen3MoePretraining
 from lightning_d9d.models.qwen3_moe.plan import parallelize_qwen3_moe
@@ -14,6 +14,7 @@ __all__ = [
     "Qwen3MoeConfig",
     "Qwen3MoeForCausalLM",
     "Qwen3MoePretraining",
+    "huggingface_mapper",
     "load_huggingface",
     "parallelize_qwen3_moe",
     "save_huggingface",

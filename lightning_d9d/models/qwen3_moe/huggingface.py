@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -16,38 +15,58 @@ from lightning_d9d.models.qwen3_moe.config import Qwen3MoeConfig
 from lightning_d9d.models.qwen3_moe.model import Qwen3MoeForCausalLM
 from lightning_d9d.state import (
     DTYPE_NAMES,
-    Index,
+    Checks,
+    Concatenate,
+    Identity,
     LocalShard,
-    Piece,
+    Mapper,
+    Parallel,
     SafetensorsReader,
+    Select,
+    Sequential,
+    Spec,
+    Split,
+    View,
     complete_directory,
-    tensor_shapes,
-    whole_box,
+    fill_shards,
+    inverted,
     write_json,
     write_tensors,
 )
+from lightning_d9d.state.places import Place
 
 _EMBEDDING, _HEAD = "model.embed_tokens.", "lm_head."
 _EMBEDDING_TENSOR, _HEAD_TENSOR = f"{_EMBEDDING}weight", f"{_HEAD}weight"
 
 
 @torch.no_grad()
-def load_huggingface(model: nn.Module | Sequence[nn.Module], directory: str | Path) -> None:
+def load_huggingface(
+    model: nn.Module | Sequence[nn.Module],
+    directory: str | Path,
+    *,
+    verify: bool = True,
+    check_finite: bool = False,
+    progress: bool = False,
+) -> None:
     """Fills a model with the weights of a Hugging Face directory, in place.
 
     Reads one `model.safetensors` or the files of an index, with an expert a tensor (as published) or all experts of a
     layer in one (as in the memory of transformers 5). Values are cast to the dtype of each parameter. Of DTensors each
-    rank reads its own slices, whatever their meshes and placements: no values travel, and besides the model one slice
-    is in memory. Of tied embeddings first and last stage each read their own.
+    rank reads its own slices, whatever their meshes and placements. What several ranks hold alike one of them reads,
+    and passes on. Next to no memory is needed besides the model.
 
     Collective over the default process group where there is one, also for models that are whole on every rank: all
-    names, shapes and dtypes are checked on all ranks before the first parameter changes on any, and what fails on one
-    rank raises on all. It does not matter which rank holds what.
+    names, shapes, dtypes and checksums are checked before the first parameter changes on any rank, and what fails on
+    one raises on all. It does not matter which rank holds what.
 
     Args:
         model: A `Qwen3MoeForCausalLM`, whole or a stage; or any module with some of its parameters, under the names
             that they have in the whole model, and the whole model's `config`; or all stages of this rank.
-        directory: On every rank.
+        directory: On every rank; also a URL that fsspec knows.
+        verify: If the directory has a manifest, as those of `save_huggingface` have, compare checksums first. That
+            reads the files once more, divided over the ranks.
+        check_finite: Look first for numbers that are infinite or NaN, likewise.
+        progress: Show bars on the first rank.
 
     Raises:
         StateError: a file is missing or damaged, its tensors are not those of the model, or another rank failed.
@@ -55,22 +74,21 @@ def load_huggingface(model: nn.Module | Sequence[nn.Module], directory: str | Pa
     ranks, failure = Ranks(), f"weights cannot be loaded from {str(directory)!r}"
     with ranks.agreed(failure):
         stages, config = _stages(model)
-        whole = _parameter_shapes(config)
-        local = _local_shards(stages, whole)
+        specs = _parameter_specs(config)
+        local = _local_shards(stages, specs)
         reader = SafetensorsReader(directory)
-        layout = _layout(config, whole, stacked=reader.file_of)
-        shapes = tensor_shapes(piece for pieces in layout.values() for piece in pieces)
+        in_files = _mapper(config, specs, stacked=reader.file_of).plan(specs)
         repeated_head = {_HEAD_TENSOR} & reader.file_of.keys() if config.tie_word_embeddings else set()
-        _check_names(directory, expected=shapes, stored=reader.file_of.keys() - repeated_head)
-        targets = _targets(layout, local)
-        checked = {tensor: shapes[tensor] for tensor in targets}
-        if repeated_head and _EMBEDDING_TENSOR in targets:
-            checked[_HEAD_TENSOR] = shapes[_EMBEDDING_TENSOR]
+        _check_names(directory, expected=in_files, stored=reader.file_of.keys() - repeated_head)
+        views = inverted(in_files, specs)
+        needed = {part.source for name, shard in local for part in views[name].parts if part.within(shard.box)}
+        checked = {tensor: view.shape for tensor, view in in_files.items() if tensor in needed}
+        if repeated_head and _EMBEDDING_TENSOR in needed:
+            checked[_HEAD_TENSOR] = in_files[_EMBEDDING_TENSOR].shape
         reader.check(checked, f"build the model with Qwen3MoeConfig.from_json({str(directory)!r})")
-        if repeated_head and _EMBEDDING_TENSOR in targets:
-            _check_tied(reader, [index for index, _ in targets[_EMBEDDING_TENSOR]])
-    with ranks.agreed(failure):
-        reader.fill(targets)
+        if repeated_head:
+            _check_tied(reader, views, local)
+    fill_shards(reader, views, local, Checks(verify, check_finite), failure, progress)
 
 
 @torch.no_grad()
@@ -81,10 +99,12 @@ def save_huggingface(
     max_shard_bytes: int = 5 * 1000**3,
     overwrite: bool = False,
     fused_experts: bool = False,
+    progress: bool = False,
 ) -> None:
     """Writes a model as a directory that `transformers` loads: config, generation config and safetensors files.
 
-    The directory appears when it is complete; until then the files are in a hidden one beside it.
+    The directory appears when it is complete; until then the files are in a hidden one beside it. A manifest has a
+    checksum of each tensor, which `load_huggingface` compares.
 
     Collective over the default process group where there is one, also for models that are whole on every rank. The
     first rank that holds a parameter writes it, and tied embeddings are written once. Besides the model, a writing rank
@@ -103,6 +123,7 @@ def save_huggingface(
         overwrite: Replace an existing directory, with everything in it.
         fused_experts: Write all experts of a layer as one tensor, as transformers 5 has them in memory, and not each as
             a tensor of its own, as published models (and transformers 4) have them.
+        progress: Show a bar on the first rank, of what it writes.
 
     Raises:
         StateError: The directory has files and `overwrite` is not set, it cannot be written, a parameter is on no rank
@@ -115,8 +136,8 @@ def save_huggingface(
     ranks, failure = Ranks(), f"weights cannot be saved to {str(directory)!r}"
     with ranks.agreed(failure):
         stages, config = _stages(model)
-        whole = _parameter_shapes(config)
-        local = dict(_local_shards(stages, whole))
+        specs = _parameter_specs(config)
+        local = dict(_local_shards(stages, specs))
         biased = {name: "" for stage in stages for name, value in stage.named_buffers() if _is_biased(name, value)}
     biased = ranks.merge(biased)
     if biased and ranks.is_first:
@@ -126,16 +147,32 @@ def save_huggingface(
             repr(str(directory)),
             len(biased),
         )
-    layout = _layout(config, whole, stacked=whole if fused_experts else ())
-    with complete_directory(Path(directory), overwrite, failure) as folder:
-        stored_dtype = write_tensors(folder, local, layout, dtype, max_shard_bytes, failure)
+    views = huggingface_mapper(config, fused_experts).plan(specs)
+    with complete_directory(directory, overwrite, failure) as folder:
+        stored_dtype = write_tensors(folder, local, views, dtype, max_shard_bytes, failure, progress)
         with ranks.agreed(failure):
             if ranks.is_first:
-                torch_dtype = str(stored_dtype).removeprefix("torch.")
-                write_json(folder / "config.json", {**config.to_dict(), "torch_dtype": torch_dtype})
-                ids = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
-                known = {key: value for key, value in ids.items() if value is not None}
-                write_json(folder / "generation_config.json", known)
+                write_configs(folder, config, stored_dtype)
+
+
+def write_configs(folder: Place, config: Qwen3MoeConfig, dtype: torch.dtype) -> None:
+    """Write `config.json` and `generation_config.json` beside the weights, of this dtype. Local."""
+    write_json(folder / "config.json", {**config.to_dict(), "torch_dtype": str(dtype).removeprefix("torch.")})
+    ids = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
+    write_json(folder / "generation_config.json", {key: value for key, value in ids.items() if value is not None})
+
+
+def huggingface_mapper(config: Qwen3MoeConfig, fused_experts: bool = False) -> Mapper:
+    """From the parameters of a `Qwen3MoeForCausalLM` to the tensors in files of Hugging Face's.
+
+    `mapper.inverse(specs)` is the way back.
+
+    Args:
+        config: Of the whole model.
+        fused_experts: All experts of a layer in one tensor, not each in its own.
+    """
+    specs = _parameter_specs(config)
+    return _mapper(config, specs, stacked=specs if fused_experts else ())
 
 
 def _stages(model: nn.Module | Sequence[nn.Module]) -> tuple[list[nn.Module], Qwen3MoeConfig]:
@@ -149,22 +186,23 @@ def _stages(model: nn.Module | Sequence[nn.Module]) -> tuple[list[nn.Module], Qw
     return stages, config
 
 
-def _parameter_shapes(config: Qwen3MoeConfig) -> dict[str, tuple[int, ...]]:
+def _parameter_specs(config: Qwen3MoeConfig) -> dict[str, Spec]:
     """Of the whole model."""
     with torch.device("meta"):
         whole = Qwen3MoeForCausalLM(config)
-    return {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()}
+    return {name: Spec(tuple(parameter.shape)) for name, parameter in whole.named_parameters()}
 
 
-def _local_shards(stages: Iterable[nn.Module], whole: Mapping[str, tuple[int, ...]]) -> list[tuple[str, LocalShard]]:
+def _local_shards(stages: Iterable[nn.Module], specs: Mapping[str, Spec]) -> list[tuple[str, LocalShard]]:
     """This rank's parameters. A name comes twice if two stages of the rank have it without sharing the parameter."""
     local: dict[nn.Parameter, tuple[str, LocalShard]] = {}
     for stage in stages:
         for name, parameter in stage.named_parameters():
-            if tuple(parameter.shape) != whole.get(name):
+            expected = specs[name].shape if name in specs else None
+            if tuple(parameter.shape) != expected:
                 raise StateError(
                     f"the model has a parameter {name} of shape {tuple(parameter.shape)}, but one of its config has "
-                    f"there {whole.get(name, 'none')}; build the model, or the stage of one, with its config."
+                    f"there {expected or 'none'}; build the model, or the stage of one, with its config."
                 )
             values = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
             if values.is_meta:
@@ -179,45 +217,32 @@ def _is_biased(name: str, buffer: Tensor) -> bool:
     return name.endswith(".gate.balance.bias") and not buffer.is_meta and bool(buffer.any())
 
 
-def _layout(
-    config: Qwen3MoeConfig, whole: Mapping[str, tuple[int, ...]], stacked: Collection[str]
-) -> dict[str, list[Piece]]:
-    """The pieces of each parameter. Experts are a tensor each unless `stacked` has the name of the parameter."""
-    return {name: list(_pieces(config, name, shape, name in stacked)) for name, shape in whole.items()}
+def _mapper(config: Qwen3MoeConfig, names: Iterable[str], stacked: Collection[str]) -> Mapper:
+    """Experts are a tensor each unless `stacked` has the name of the parameter."""
+    return Parallel(mapper for name in names if (mapper := _mapper_of(config, name, is_stacked=name in stacked)))
 
 
-def _pieces(config: Qwen3MoeConfig, name: str, shape: tuple[int, ...], is_stacked: bool) -> Iterator[Piece]:
+def _mapper_of(config: Qwen3MoeConfig, name: str, is_stacked: bool) -> Mapper | None:
+    """Of a parameter; of the parts of a vocabulary one for all, at the first of them."""
     owner, _, last = name.rpartition(".")
-    box = whole_box(shape)
     if owner.endswith(".mlp.experts") and not is_stacked:
-        experts, rows, columns = box
-        half = config.moe_intermediate_size
-        matrices = {"gate_proj": rows[:half], "up_proj": rows[half:]} if last == "gate_up_proj" else {last: rows}
-        for expert in experts:
-            for matrix, part in matrices.items():
-                place = whole_box((len(part), len(columns)))
-                yield Piece((range(expert, expert + 1), part, columns), f"{owner}.{expert}.{matrix}.weight", place)
-    elif name.startswith((_EMBEDDING, _HEAD)):
-        splits = config.vocab_splits or {}
-        starts = dict(zip(splits, accumulate(splits.values(), initial=0), strict=False))
-        start = starts.get(owner.rpartition(".")[2], 0)
-        tensor = _EMBEDDING_TENSOR if name.startswith(_EMBEDDING) else _HEAD_TENSOR
-        yield Piece(box, tensor, (range(start, start + shape[0]), *box[1:]))
-    else:
-        yield Piece(box, name, box)
+        return _of_experts(config, owner, last)
+    for tensor in (_EMBEDDING, _HEAD):
+        if name.startswith(tensor) and config.vocab_splits:
+            parts = [f"{tensor}{part}.weight" for part in config.vocab_splits]
+            return Concatenate(parts, f"{tensor}weight") if name == parts[0] else None
+    return Identity([name])
 
 
-def _targets(
-    layout: Mapping[str, Sequence[Piece]], local: Iterable[tuple[str, LocalShard]]
-) -> dict[str, list[tuple[Index, Tensor]]]:
-    """What this rank needs of each tensor of the files, and where it goes."""
-    targets: dict[str, list[tuple[Index, Tensor]]] = {}
-    for name, shard in local:
-        for piece in layout[name]:
-            if overlap := piece.overlap(shard.box):
-                in_box, in_tensor = overlap
-                targets.setdefault(piece.tensor, []).append((in_tensor, shard.values[in_box]))
-    return targets
+def _of_experts(config: Qwen3MoeConfig, owner: str, stack: str) -> Mapper:
+    """Of the gates and the up projections, which are one stack here, or of the down projections."""
+    experts = range(config.num_experts)
+    if stack != "gate_up_proj":
+        return Select(f"{owner}.{stack}", {f"{owner}.{expert}.{stack}.weight": expert for expert in experts})
+    both = {f"{owner}.{expert}.{stack}": expert for expert in experts}
+    half = config.moe_intermediate_size
+    halves = [{f"{owner}.{expert}.{matrix}.weight": half for matrix in ("gate_proj", "up_proj")} for expert in experts]
+    return Sequential([Select(f"{owner}.{stack}", both), Parallel(map(Split, both, halves))])
 
 
 def _check_names(directory: str | Path, expected: Collection[str], stored: Collection[str]) -> None:
@@ -234,11 +259,13 @@ def _check_names(directory: str | Path, expected: Collection[str], stored: Colle
     raise StateError(f"{message} Build the model with Qwen3MoeConfig.from_json of the same directory.")
 
 
-def _check_tied(reader: SafetensorsReader, indices: Iterable[Index]) -> None:
+def _check_tied(reader: SafetensorsReader, views: Mapping[str, View], local: Iterable[tuple[str, LocalShard]]) -> None:
     """Some exports repeat the tied matrix as the head's; a head of its own must not be dropped without a word."""
-    for index in indices:
-        if not torch.equal(*(reader.read(name, index) for name in (_EMBEDDING_TENSOR, _HEAD_TENSOR))):
-            raise StateError(
-                f"{reader.file_of[_HEAD_TENSOR]}: {_HEAD_TENSOR} differs from {_EMBEDDING_TENSOR}, and the model's "
-                "embeddings are tied; build it with tie_word_embeddings=False."
-            )
+    for name, shard in local:
+        for part in (part for part in views[name].parts if part.source == _EMBEDDING_TENSOR):
+            held = part.within(shard.box)
+            if held and not torch.equal(*(held.take(reader[tensor]) for tensor in (_EMBEDDING_TENSOR, _HEAD_TENSOR))):
+                raise StateError(
+                    f"{reader.file_of[_HEAD_TENSOR]}: {_HEAD_TENSOR} differs from {_EMBEDDING_TENSOR}, and the model's "
+                    "embeddings are tied; build it with tie_word_embeddings=False."
+                )

@@ -41,7 +41,7 @@ from lightning_d9d.schedule import ModelCosts
 from lightning_d9d.strategy.checkpoint_files import read_value
 from lightning_d9d.strategy.module import D9DModule
 
-_ARGUMENTS = "qwen3_moe_arguments"
+ARGUMENTS_KEY = "qwen3_moe_arguments"
 """Under which name a checkpoint has the arguments of the module."""
 
 
@@ -181,7 +181,7 @@ class Qwen3MoePretraining(D9DModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the arguments, so that `load_from_checkpoint` needs none."""
-        checkpoint[_ARGUMENTS] = {
+        checkpoint[ARGUMENTS_KEY] = {
             "config": self.config.to_dict(),
             "learning_rate": self.learning_rate,
             "weight_decay": self.weight_decay,
@@ -197,7 +197,7 @@ class Qwen3MoePretraining(D9DModule):
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Self:
         """As `D9DModule.load_from_checkpoint`; arguments that are not given are the saved ones."""
-        saved = read_value(checkpoint_path, _ARGUMENTS) or {}
+        saved = read_value(checkpoint_path, ARGUMENTS_KEY) or {}
         if "config" in saved:
             saved["config"] = Qwen3MoeConfig.from_dict(saved["config"], source=str(checkpoint_path))
         if saved.get("balance") is not None:

@@ -1,0 +1,216 @@
+"""`lightning-d9d convert`: weights from one form to another, from the shell, without a GPU.
+
+Between Hugging Face directories it changes dtype, size of files and layout of experts. Of a checkpoint, a file or a
+directory of many ranks, it makes a Hugging Face directory, or one `.ckpt` file that Lightning's own strategies load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_d9d.checkpoint import Checkpoint, StoredTensor, is_directory, open_directory
+from lightning_d9d.errors import ConfigError, StateError
+from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM, huggingface_mapper
+from lightning_d9d.models.qwen3_moe.module import ARGUMENTS_KEY
+from lightning_d9d.state import DTYPE_NAMES, SafetensorsReader, Sequential, Spec, save_tensors
+from lightning_d9d.state.layout import Index, Readable
+from lightning_d9d.strategy.checkpoint_files import AtomicFileIO, read_checkpoint
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_COPIED = {".json", ".txt", ".model", ".jinja"}
+"""Endings of the small files beside weights: tokenizer, chat template, generation config."""
+_MODEL, _OPTIMIZER = "model.", "optimizer"
+"""What names in checkpoint directories begin with."""
+_NAMED = re.compile(r"model\.|optimizer_\d+(\.|$)")
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Runs the command.
+
+    Raises:
+        StateError: What is read is missing, damaged or of another kind, or the target cannot be written.
+        ConfigError: What is asked for cannot be.
+    """
+    parser = argparse.ArgumentParser(prog="lightning-d9d convert", description=__doc__)
+    parser.add_argument("source", help="Hugging Face directory (or URL), checkpoint directory or .ckpt file")
+    parser.add_argument("target", help="directory (or URL) for Hugging Face's form, or a name that ends with .ckpt")
+    parser.add_argument("--dtype", choices=sorted(_DTYPES), help="of the weights; by default as they are")
+    parser.add_argument("--max-shard-size", default="5GB", help="at which a new file begins, e.g. 500MB or 2GiB")
+    parser.add_argument("--fused-experts", action="store_true", help="all experts of a layer in one tensor")
+    parser.add_argument("--overwrite", action="store_true", help="replace the target, with everything in it")
+    parser.add_argument("--no-verify", action="store_true", help="do not compare checksums first")
+    chosen = parser.parse_args(arguments)
+    if chosen.target.endswith(".ckpt"):
+        _write_file(chosen.source, Path(chosen.target), _DTYPES.get(chosen.dtype), chosen.overwrite)
+        return
+    options: dict[str, Any] = {
+        "dtype": _DTYPES.get(chosen.dtype),
+        "max_shard_bytes": _num_bytes(chosen.max_shard_size),
+        "overwrite": chosen.overwrite,
+        "verify": not chosen.no_verify,
+        "progress": sys.stderr.isatty(),
+    }
+    if _is_checkpoint(chosen.source):
+        _from_checkpoint(chosen.source, chosen.target, chosen.fused_experts, options)
+    else:
+        _from_huggingface(chosen.source, chosen.target, chosen.fused_experts, options)
+
+
+def _is_checkpoint(source: str) -> bool:
+    return "://" not in source and (is_directory(source) or Path(source).is_file())
+
+
+def _from_huggingface(source: str, target: str, fused_experts: bool, options: Mapping[str, Any]) -> None:
+    if "://" in source:
+        raise ConfigError(f"{source} is a URL; copy the directory to a file system first")
+    reader = SafetensorsReader(source)
+    config = Qwen3MoeConfig.from_json(source)
+    specs = _parameters(config)
+    are_fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in reader)
+    to_parameters = huggingface_mapper(config, are_fused).inverse(specs)
+    mapper = Sequential([to_parameters, huggingface_mapper(config, fused_experts)])
+    files = {path.name: path.read_bytes() for path in Path(source).iterdir() if _is_beside_weights(path)}
+    files["config.json"] = _described(json.loads(files["config.json"]), reader.specs, options["dtype"])
+    save_tensors(reader, target, mapper, files=files, **options)
+
+
+def _is_beside_weights(path: Path) -> bool:
+    return path.suffix in _COPIED and ".safetensors." not in path.name and path.is_file()
+
+
+def _from_checkpoint(source: str, target: str, fused_experts: bool, options: Mapping[str, Any]) -> None:
+    values, weights = _read(source)
+    if ARGUMENTS_KEY not in values:
+        raise ConfigError(
+            f"{source} is no checkpoint of Qwen3MoePretraining, so it has no form of Hugging Face's; give a target "
+            "that ends with .ckpt, or save its weights with lightning_d9d.state.save_tensors"
+        )
+    config = Qwen3MoeConfig.from_dict(values[ARGUMENTS_KEY]["config"], source=source)
+    parameters = _parameters(config)
+    if missing := [name for name in parameters if name not in weights]:
+        raise StateError(f"{source} lacks {missing[0]}, which its own configuration asks for; give another checkpoint")
+    used = {name: weights[name] for name in parameters}  # without what Hugging Face's Qwen3-MoE does not know
+    specs = {name: Spec(tuple(weight.shape), weight.dtype) for name, weight in used.items()}
+    files = {"config.json": _described(config.to_dict(), specs, options["dtype"])}
+    save_tensors(used, target, huggingface_mapper(config, fused_experts), files=files, **options)
+
+
+def _parameters(config: Qwen3MoeConfig) -> dict[str, Spec]:
+    with torch.device("meta"):
+        model = Qwen3MoeForCausalLM(config)
+    return {name: Spec(tuple(parameter.shape)) for name, parameter in model.named_parameters()}
+
+
+def _described(config: Mapping[str, Any], specs: Mapping[str, Spec], dtype: torch.dtype | None) -> bytes:
+    """`config.json` for weights of a dtype; by default that of most of them."""
+    stored = [spec.dtype for spec in specs.values()]
+    name = str(dtype or max(stored, key=stored.count)).removeprefix("torch.")
+    key = "dtype" if "dtype" in config else "torch_dtype"
+    return (json.dumps({**config, key: name}, indent=2) + "\n").encode()
+
+
+# Checkpoints
+
+
+class _Saved:
+    """A tensor of a checkpoint directory, which is read whole. The last one read is kept: slices come one by one."""
+
+    def __init__(self, read: Callable[[str], Tensor], name: str, spec: StoredTensor) -> None:
+        self._read, self._name = read, name
+        self.shape, self.dtype = spec
+
+    def __getitem__(self, index: Index) -> Tensor:
+        return self._read(self._name)[index]
+
+
+def _read(source: str) -> tuple[dict[str, Any], Mapping[str, Readable]]:
+    """The values and the weights of a checkpoint; weights of a directory are read when they are needed."""
+    if not is_directory(source):
+        load = functools.partial(torch.load, source, map_location="cpu", weights_only=True, mmap=True)
+        values = read_checkpoint(load, source)
+        return values, {name: each for name, each in values["state_dict"].items() if isinstance(each, Tensor)}
+    checkpoint = open_directory(source, alone=True)
+    read = functools.lru_cache(1)(functools.partial(_whole, checkpoint))
+    names = [name for name in checkpoint.tensors if name.startswith(_MODEL)]
+    weights = {name.removeprefix(_MODEL): _Saved(read, name, checkpoint.tensors[name]) for name in names}
+    return checkpoint.values, weights
+
+
+def _whole(checkpoint: Checkpoint, name: str) -> Tensor:
+    shape, dtype = checkpoint.tensors[name]
+    tensor = torch.empty(shape, dtype=dtype)
+    checkpoint.load({name: tensor}, strict=False)
+    return tensor
+
+
+def _write_file(source: str, target: Path, dtype: torch.dtype | None, overwrite: bool) -> None:
+    """Of a checkpoint directory, Lightning's own file. All of it is in memory then."""
+    if not is_directory(source):
+        raise ConfigError(f"{source} is no checkpoint directory, which is what {target} can be made of; give one")
+    if os.path.lexists(target) and not overwrite:
+        raise StateError(f"{target} exists; choose another or add --overwrite")
+    checkpoint = open_directory(source, alone=True)
+    values = {name: value for name, value in checkpoint.values.items() if not _NAMED.match(name)}
+    state = {**_below(checkpoint.values, _MODEL), **_below(checkpoint.read(_MODEL), _MODEL)}
+    if dtype is not None:
+        state = {name: _cast(value, dtype) for name, value in state.items()}
+    if "optimizer_states" in values:
+        indices = range(values["optimizer_states"])
+        values["optimizer_states"] = [_optimizer(checkpoint, f"{_OPTIMIZER}_{index}") for index in indices]
+    AtomicFileIO().save_checkpoint({**values, "state_dict": state}, target)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _below(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
+
+
+def _optimizer(checkpoint: Checkpoint, prefix: str) -> dict[str, Any]:
+    """The state of an optimizer by position, as torch has it.
+
+    A directory has it by name, in the order of the optimizer if one rank had all parameters.
+    """
+    own = _below(checkpoint.values, f"{prefix}.")
+    tensors = checkpoint.read(f"{prefix}.")
+    groups: list[dict[str, Any]] = []
+    states: dict[int, dict[str, Any]] = {}
+    last: Any = None
+    for index, (name, saved) in enumerate(own.items()):
+        if saved["group"] is not last:  # parameters of one group share what is said of it
+            last = saved["group"]
+            groups.append({**last, "params": []})
+        groups[-1]["params"].append(index)
+        state = {key: tensors[f"{prefix}.{name}.{key}"] for key in saved["tensors"]} | saved["values"]
+        if state:
+            states[index] = state
+    hyperparameters = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    if any(hyperparameters.count(each) > 1 for each in hyperparameters):
+        raise StateError(
+            f"{prefix} of {str(checkpoint.path)!r} was saved by several pipeline stages, or has groups that do not "
+            "differ, so the order of its parameters in one file is not known; save with "
+            'CheckpointConfig(mode="consolidated"), or without optimizers (save_weights_only)'
+        )
+    other = checkpoint.values[prefix]
+    return {**other["other"], "state": {**other["state"], **states}, "param_groups": groups}
+
+
+def _num_bytes(text: str) -> int:
+    parsed = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMG]I?B|)", text.upper())
+    if parsed is None or (number := int(float(parsed[1]) * _UNITS[parsed[2]])) == 0:
+        raise ConfigError(f"--max-shard-size {text} is no size; give one such as 500MB or 2GiB")
+    return number

@@ -1,0 +1,121 @@
+"""The manifest of an export: what each tensor must be, down to a checksum of its bytes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from lightning_d9d.errors import StateError
+from lightning_d9d.state.format import ALL_DTYPE_NAMES, MANIFEST_FILE, StoredTensor, read_json, write_json
+from lightning_d9d.state.places import Place
+from lightning_d9d.state.progress import Progress
+
+_FORMAT = "lightning_d9d manifest 1"
+_MAX_THREADS = 8
+_CHUNK_ELEMENTS = 2**20
+_BUNDLE_BYTES = 2**22
+_REMEDY = "fetch or export it again; if the change was meant, remove the manifest or load with verify=False"
+
+
+def write_manifest(
+    directory: Place, specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]], sums: Mapping[str, int]
+) -> None:
+    """Write the manifest of an export. Local.
+
+    Args:
+        directory: Of the files.
+        specs: Shape and dtype of all tensors.
+        sums: CRC-32 of their bytes.
+    """
+    tensors = {
+        name: {"dtype": ALL_DTYPE_NAMES[dtype], "shape": shape, "crc32": f"{sums[name]:08x}"}
+        for name, (shape, dtype) in specs.items()
+    }
+    write_json(directory / MANIFEST_FILE, {"format": _FORMAT, "tensors": tensors})
+
+
+def read_manifest(directory: Place) -> dict[str, Any] | None:
+    """What the manifest says of each tensor; None if there is none. Local.
+
+    Raises:
+        StateError: It is damaged.
+    """
+    path = directory / MANIFEST_FILE
+    if not path.exists():
+        return None
+    try:
+        values = read_json(path)
+        if values["format"] != _FORMAT:
+            raise ValueError("it is of another kind")
+        return dict(values["tensors"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StateError(f"{path}: is no manifest ({error!r}); {_REMEDY}.") from error
+
+
+def verify(
+    tensors: Mapping[str, StoredTensor],
+    where: Mapping[str, Place],
+    manifest: Mapping[str, Any] | None,
+    check_finite: bool,
+    progress: Progress,
+) -> None:
+    """Check stored tensors against a manifest, and that their numbers are finite. Local; several threads.
+
+    Args:
+        tensors: To look at.
+        where: The file of each.
+        manifest: None: what they are is not checked.
+        check_finite: Neither infinite nor NaN.
+        progress: Told of bytes.
+
+    Raises:
+        StateError: With the file and the tensor.
+    """
+
+    def check(name: str) -> None:
+        stored = tensors[name]
+        if manifest is not None:
+            _check_sum(f"{where[name]}: {name}", stored, manifest.get(name))
+        if check_finite and stored.dtype.is_floating_point:
+            flat = stored[()].reshape(-1)
+            if not all(bool(torch.isfinite(chunk.float()).all()) for chunk in flat.split(_CHUNK_ELEMENTS)):
+                raise StateError(f"{where[name]}: {name} has numbers that are not finite; use another checkpoint.")
+        stored.forget()
+
+    def check_all(names: list[str]) -> int:
+        for name in names:
+            check(name)
+        return sum(tensors[name].num_bytes for name in names)
+
+    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
+        for checked in pool.map(check_all, _bundles(tensors)):
+            progress.add(checked)
+
+
+def _bundles(tensors: Mapping[str, StoredTensor]) -> list[list[str]]:
+    """Many small tensors are one piece of work."""
+    bundles: list[list[str]] = []
+    filled = _BUNDLE_BYTES
+    for name, stored in tensors.items():
+        if filled >= _BUNDLE_BYTES:
+            bundles.append([])
+            filled = 0
+        bundles[-1].append(name)
+        filled += stored.num_bytes
+    return bundles
+
+
+def _check_sum(where: str, stored: StoredTensor, expected: Any) -> None:
+    if not isinstance(expected, dict):
+        raise StateError(f"{where} is not in the manifest; {_REMEDY}.")
+    found = {"dtype": ALL_DTYPE_NAMES[stored.dtype], "shape": list(stored.shape)}
+    for key, value in found.items():
+        if expected.get(key) != value:
+            raise StateError(f"{where} has {key} {value}, in the manifest {expected.get(key)}; {_REMEDY}.")
+    checksum = f"{stored.checksum():08x}"
+    if expected.get("crc32") != checksum:
+        raise StateError(f"{where} is damaged, its checksum is not that of the manifest; {_REMEDY}.")

@@ -1,0 +1,538 @@
+"""Mappers say which tensors become which others: names and shapes, before there is any data.
+
+A mapper declares groups of names that belong together, and maps `View`s. Leaves move values or cast them; `Sequential`,
+`Parallel`, `Prefix`, `Share` and `Inverse` put mappers together.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Placement
+
+from lightning_d9d.errors import StateError
+from lightning_d9d.mesh.agreement import first_of
+from lightning_d9d.state.views import (
+    Sharding,
+    Spec,
+    View,
+    checked_dim,
+    concatenate,
+    inverted,
+    materialized,
+    stack,
+    substituted,
+)
+
+
+class Group(NamedTuple):
+    """Names of tensors that are needed at the same time, and of those that are made of them."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+class Mapper(ABC):
+    """Makes tensors of tensors. No name is in two groups of a mapper."""
+
+    @property
+    @abstractmethod
+    def groups(self) -> tuple[Group, ...]:
+        """What depends on what. Groups do not depend on each other."""
+
+    @abstractmethod
+    def map(self, views: Mapping[str, View]) -> dict[str, View]:
+        """The outputs of some whole groups.
+
+        Args:
+            views: All inputs of these groups, and no more.
+
+        Raises:
+            StateError: Shapes or dtypes do not allow it; with the tensor's name.
+        """
+
+    @cached_property
+    def group_of(self) -> dict[str, Group]:
+        """By input."""
+        return {name: group for group in self.groups for name in group.inputs}
+
+    @cached_property
+    def outputs(self) -> dict[str, Group]:
+        """By output."""
+        return {name: group for group in self.groups for name in group.outputs}
+
+    def plan(self, specs: Mapping[str, Spec | Tensor]) -> dict[str, View]:
+        """Check the mapper against tensors without their data.
+
+        Args:
+            specs: All inputs; more are not looked at. Tensors may be on the meta device.
+
+        Returns:
+            The outputs.
+
+        Raises:
+            StateError: An input is missing, or shapes or dtypes do not fit.
+        """
+        if missing := [name for name in self.group_of if name not in specs]:
+            raise StateError(
+                f"{first_of(missing)}: what the mapper takes is not there; give it, or a mapper of these tensors"
+            )
+        return self.map({name: View.of(name, specs[name]) for name in self.group_of})
+
+    def describe(self, specs: Mapping[str, Spec | Tensor] | None = None) -> str:
+        """A line for each group: what it takes and makes; with `specs`, as in `plan`, also shapes and dtypes."""
+        known: dict[str, Spec] = {}
+        taken: dict[str, Spec] = {}
+        if specs is not None:
+            known = {name: view.spec for name, view in self.plan(specs).items()}
+            taken = {name: View.of(name, specs[name]).spec for name in self.group_of}
+
+        def text(names: Iterable[str], kind: Mapping[str, Spec]) -> str:
+            return ", ".join(f"{name} {kind[name]}" if name in kind else name for name in names) or "nothing"
+
+        return "\n".join(f"{text(group.inputs, taken)} -> {text(group.outputs, known)}" for group in self.groups)
+
+    def apply(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Map tensors in memory. Collective where DTensors are gathered.
+
+        Args:
+            tensors: All inputs; more are not looked at.
+
+        Returns:
+            The outputs: new tensors, but for those that are an input as it is.
+        """
+        return {name: materialized(view, tensors) for name, view in self.plan(tensors).items()}
+
+    def stream(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Map tensors as they come: a group is mapped when its last input is there, and forgotten.
+
+        Names that the mapper does not take are left out. Collective where DTensors are gathered: then they must come in
+        the same order on all ranks.
+
+        Raises:
+            StateError: At the end: a group is incomplete.
+        """
+        waiting: dict[Group, dict[str, Tensor]] = {}
+        for name, tensor in tensors:
+            group = self.group_of.get(name)
+            if group is None:
+                continue
+            inputs = waiting.setdefault(group, {})
+            inputs[name] = tensor
+            if len(inputs) == len(group.inputs):
+                views = self.map({each: View.of(each, inputs[each]) for each in group.inputs})
+                yield from ((output, materialized(view, inputs)) for output, view in views.items())
+                del waiting[group], inputs
+        if waiting:
+            group, inputs = next(iter(waiting.items()))
+            missing = [each for each in group.inputs if each not in inputs]
+            raise StateError(f"{first_of(missing)} never came, of which {first_of([*group.outputs])} is made; give it")
+
+    def with_rest(self, names: Iterable[str]) -> Mapper:
+        """This mapper, and those of `names` that it does not take as they are."""
+        return Parallel([self, Identity(name for name in names if name not in self.group_of)])
+
+    def inverse(self, specs: Mapping[str, Spec | Tensor]) -> Inverse:
+        """The mapper from the outputs to the inputs; see `Inverse`."""
+        return Inverse(self, specs)
+
+    def __str__(self) -> str:
+        return self.describe()
+
+
+# Leaves
+
+
+class _Leaf(Mapper):
+    """One group."""
+
+    def __init__(self, inputs: Iterable[str], outputs: Iterable[str]) -> None:
+        self._group = Group(tuple(inputs), tuple(outputs))
+        for names in self._group:
+            if not names:
+                raise StateError(f"{type(self).__name__} takes or makes no tensor at all; give it names")
+            if repeated := [name for name in names if names.count(name) > 1]:
+                raise StateError(f"{type(self).__name__} names {repeated[0]} twice; name each tensor once")
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        return (self._group,)
+
+
+class _Each(Mapper):
+    """A group for each name."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._groups = tuple(Group((name,), (name,)) for name in dict.fromkeys(names))
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        return self._groups
+
+    def map(self, views: Mapping[str, View]) -> dict[str, View]:
+        return {name: self.change(view) for name, view in views.items()}
+
+    def change(self, view: View) -> View:
+        """What becomes of a tensor."""
+        return view
+
+
+class Identity(_Each):
+    """Tensors as they are.
+
+    Args:
+        names: Of the tensors.
+    """
+
+
+class Rename(_Leaf):
+    """A tensor under another name."""
+
+    def __init__(self, source: str, target: str) -> None:
+        super().__init__([source], [target])
+
+    def map(self, views: Mapping[str, View]) -> dict[str, View]:
+        """A view under its other name."""
+        [view], [target] = views.values(), self._group.outputs
+        return {target: view.renamed(target)}
+
+
+class Select(_Leaf):
+    """Children of a stacked tensor, each by its index in a dim, which it then lacks.
+
+    Args:
+        source: The stacked tensor.
+        targets: Name of each child that is taken, and its index.
+        dim: In which they are stacked.
+    """
+
+    def __init__(self, source: str, targets: Mapping[str, int], dim: int = 0) -> None:
+        super().__init__([source], targets)
+        self._index_of, self._dim = dict(targets), dim
+
+    def map(self, views: Mapping[str, View]) -> dict[str, View]:
+        """A view for each child."""
+        [view] = views.values()
+        dim = checked_dim(view.name, len(view.shape), self._dim)
+        for name, index in self._index_of.items():
+            if not 0 <= index < view.shape[dim]:
+                raise StateError(
+                    f"{view.name} {list(view.shape)} has no child {index} in dim {dim} to be {name}; take another"
+                )
+        return {name: view.select(dim, index).renamed(name) for name, index in self._index_of.items()}
+
+
+class Stack(_Leaf):
+    """Tensors of one shape along a new dim."""
+
+    def __init__(self, sources: Sequence[str], target: str, dim: int = 0) -> None:
+        super().__init__(sources, [target])
+        self._dim = dim
+
+    def map(self, views: Mapping[str, View]) -> dict[str, View]:
+        """One view."""
+        [target] = self._group.outputs
+        return {target: stack(target, [views[name] for name in self._group.inputs], self._dim)}
+
+
+class Concatenate(_Leaf):
+    """Tensors along a dim that they have."""
+
+    def __init__(self, sources: Sequence[str], target: str, dim: int = 0) -> None:
+        super().__init__(sources, [target])
+        self._dim = dim
+
+    def map(self, views: Mapping[str, View]) -> dict[str, View]:
+        """One view."""
+        [target] = self._group.outputs
+        return {target: concatenate(target, [views[name] for name in self._group.inputs], self._dim)}
+
+
+class Split(_Leaf):
+    """A tensor cut along a dim.
+
+    Args:
+        source: The tensor.
+        targets: Name and length of each part, in order; together they are all of it.
+        dim: Which is cut.
+    """
+
+    def __init__(self, source: str, targets: Mapping[str, int], dim: int = 0) -> None:
+        super().__init__([source], targets)
+        self._lengths, self._dim = dict(targets), dim
+
+    def map(self, views: Mapping[str, View]) -> dict[str, View]:
+        """A view for each part."""
+        [view] = views.values()
+        dim = checked_dim(view.name, len(view.shape), self._dim)
+        if sum(self._lengths.values()) != view.shape[dim]:
+            raise StateError(
+                f"{view.name} {list(view.shape)} cannot be cut in dim {dim} into {[*self._lengths.values()]}, "
+                f"{sum(self._lengths.values())} together; give lengths for all of it"
+            )
+        parts, start = {}, 0
+        for name, length in self._lengths.items():
+            parts[name] = view.narrow(dim, start, length).renamed(name)
+            start += length
+        return parts
+
+
+class Transpose(_Each):
+    """Two dims of each tensor in each other's place."""
+
+    def __init__(self, names: Iterable[str], first: int = -2, second: int = -1) -> None:
+        super().__init__(names)
+        self._dims = first, second
+
+    def change(self, view: View) -> View:
+        """Transposed."""
+        first, second = (checked_dim(view.name, len(view.shape), dim) for dim in self._dims)
+        order = list(range(len(view.shape)))
+        order[first], order[second] = second, first
+        return view.permute(order)
+
+
+class Cast(_Each):
+    """Tensors in another dtype."""
+
+    def __init__(self, names: Iterable[str], dtype: torch.dtype) -> None:
+        super().__init__(names)
+        self._dtype = dtype
+
+    def change(self, view: View) -> View:
+        """Cast."""
+        return view.cast(self._dtype)
+
+
+class Distribute(_Each):
+    """Tensors that all ranks have, or can read, as DTensors: each rank takes its own part, and nothing is sent.
+
+    Args:
+        names: Of the tensors.
+        mesh: On which they lie then.
+        placements: For each dim of the mesh; `Shard` or `Replicate`.
+    """
+
+    def __init__(self, names: Iterable[str], mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
+        super().__init__(names)
+        if partial := [placement for placement in placements if placement.is_partial()]:
+            raise StateError(f"weights cannot be distributed as {partial[0]!r}; give Shard or Replicate")
+        self._sharding = Sharding(mesh, tuple(placements))
+
+    def change(self, view: View) -> View:
+        """Cut."""
+        return view.as_sharded(self._sharding)
+
+
+class Gather(_Each):
+    """DTensors as whole tensors on each rank. Collective over their meshes when it is applied."""
+
+    def change(self, view: View) -> View:
+        """Whole."""
+        return view.as_gathered()
+
+
+# Compositions
+
+
+class Parallel(Mapper):
+    """Mappers side by side.
+
+    Raises:
+        StateError: Two of them take or make a tensor of the same name.
+    """
+
+    def __init__(self, mappers: Iterable[Mapper]) -> None:
+        self._mappers = [mapper for mapper in mappers if mapper.groups]
+        self._groups = tuple(group for mapper in self._mappers for group in mapper.groups)
+        for kind in ("inputs", "outputs"):
+            seen: set[str] = set()
+            for name in (name for group in self._groups for name in getattr(group, kind)):
+                if name in seen:
+                    raise StateError(
+                        f"{name} is among the {kind} of two mappers that stand side by side; let one of them have it"
+                    )
+                seen.add(name)
+        self._mapper_of = {
+            name: index
+            for index, mapper in enumerate(self._mappers)
+            for group in mapper.groups
+            for name in group.inputs
+        }
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """Those of all."""
+        return self._groups
+
+    def map(self, views: Mapping[str, View]) -> dict[str, View]:
+        """Each mapper gets its own."""
+        theirs: dict[int, dict[str, View]] = {}
+        for name, view in views.items():
+            theirs.setdefault(self._mapper_of[name], {})[name] = view
+        return {name: view for index, those in theirs.items() for name, view in self._mappers[index].map(those).items()}
+
+
+class Sequential(Mapper):
+    """Mappers one after the other.
+
+    A name that a mapper does not take passes it: outputs that nobody takes are outputs of the whole, and what a mapper
+    takes but none before it makes is an input of the whole.
+
+    Raises:
+        StateError: What a mapper takes was used up before, or two tensors would have one name.
+    """
+
+    def __init__(self, mappers: Iterable[Mapper]) -> None:
+        self._mappers = [mapper for mapper in mappers if mapper.groups]
+        self._groups = self._merged(self._net_inputs())
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """Of the whole: which of its inputs and outputs belong together."""
+        return self._groups
+
+    def map(self, views: Mapping[str, View]) -> dict[str, View]:
+        """From the first mapper to the last."""
+        present = dict(views)
+        for mapper in self._mappers:
+            if taken := {name: present.pop(name) for name in [*present] if name in mapper.group_of}:
+                present |= mapper.map(taken)
+        return present
+
+    def _net_inputs(self) -> dict[str, tuple[str, ...]]:
+        """For each output of the whole the inputs of the whole that it is made of."""
+        made_of: dict[str, tuple[str, ...]] = {}
+        used: set[str] = set()
+        for mapper in self._mappers:
+            made: dict[str, tuple[str, ...]] = {}
+            for group in mapper.groups:
+                sources: dict[str, None] = {}
+                for name in group.inputs:
+                    if name not in made_of and name in used:
+                        raise StateError(f"{name} is taken by two mappers in sequence, and only one can have it")
+                    sources |= dict.fromkeys(made_of.pop(name, (name,)))
+                    used.add(name)
+                made |= dict.fromkeys(group.outputs, tuple(sources))
+            used |= made.keys()
+            if both := [name for name in made if name in made_of]:
+                raise StateError(
+                    f"{both[0]} is made by a mapper, but one of that name is still there from before; rename one"
+                )
+            made_of |= made
+        return made_of
+
+    @staticmethod
+    def _merged(made_of: Mapping[str, tuple[str, ...]]) -> tuple[Group, ...]:
+        """Outputs that have inputs in common belong together."""
+        leader: dict[str, str] = {}
+
+        def find(name: str) -> str:
+            while leader.setdefault(name, name) != name:
+                leader[name] = leader[leader[name]]
+                name = leader[name]
+            return name
+
+        for sources in made_of.values():
+            for name in sources[1:]:
+                leader[find(name)] = find(sources[0])
+        inputs: dict[str, dict[str, None]] = {}
+        outputs: dict[str, list[str]] = {}
+        for output, sources in made_of.items():
+            key = find(sources[0])
+            inputs.setdefault(key, {}).update(dict.fromkeys(sources))
+            outputs.setdefault(key, []).append(output)
+        return tuple(Group(tuple(inputs[key]), tuple(outputs[key])) for key in inputs)
+
+
+class Prefix(Mapper):
+    """A mapper whose names get prefixes: "layers.0." lets the mapper of one layer map the first.
+
+    Args:
+        mapper: In names without the prefixes.
+        inputs: Of its inputs.
+        outputs: Of its outputs; by default the same.
+    """
+
+    def __init__(self, mapper: Mapper, inputs: str, outputs: str | None = None) -> None:
+        self._mapper, self._inputs, self._outputs = mapper, inputs, inputs if outputs is None else outputs
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:  # type: ignore[override]
+        """Those of the mapper."""
+        return tuple(
+            Group(
+                tuple(f"{self._inputs}{name}" for name in group.inputs),
+                tuple(f"{self._outputs}{name}" for name in group.outputs),
+            )
+            for group in self._mapper.groups
+        )
+
+    def map(self, views: Mapping[str, View]) -> dict[str, View]:
+        """In the mapper's names, and back."""
+        inner = self._mapper.map({name.removeprefix(self._inputs): view for name, view in views.items()})
+        return {f"{self._outputs}{name}": view.renamed(f"{self._outputs}{name}") for name, view in inner.items()}
+
+
+class Share(Mapper):
+    """A rank's part of a mapper's groups, so that ranks can divide the work.
+
+    Args:
+        mapper: The same on all ranks.
+        rank: This one.
+        num_ranks: How many there are.
+    """
+
+    def __init__(self, mapper: Mapper, rank: int, num_ranks: int) -> None:
+        if not 0 <= rank < num_ranks:
+            raise StateError(f"rank {rank} of {num_ranks} ranks has no share; give a rank from 0 to {num_ranks - 1}")
+        self._mapper = mapper
+        self._groups = tuple(sorted(mapper.groups, key=lambda group: sorted(group.inputs))[rank::num_ranks])
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """Every n-th, in the order of the inputs' names."""
+        return self._groups
+
+    def map(self, views: Mapping[str, View]) -> dict[str, View]:
+        """As the mapper does."""
+        return self._mapper.map(views)
+
+
+class Inverse(Mapper):
+    """The mapper that undoes another, so that one mapper serves to load and to save.
+
+    Args:
+        mapper: Keeps all of its inputs.
+        specs: Of its inputs, which are the outputs here.
+
+    Raises:
+        StateError: It does not keep all of them, or the specs do not fit.
+    """
+
+    def __init__(self, mapper: Mapper, specs: Mapping[str, Spec | Tensor]) -> None:
+        self._mapper = mapper
+        self._expected = mapper.plan(specs)
+        self._views = inverted(self._expected, {name: View.of(name, specs[name]).spec for name in mapper.group_of})
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:  # type: ignore[override]
+        """Turned around."""
+        return tuple(Group(group.outputs, group.inputs) for group in self._mapper.groups)
+
+    def map(self, views: Mapping[str, View]) -> dict[str, View]:
+        """The mapper's inputs, made of its outputs."""
+        for name, view in views.items():
+            if view.shape != self._expected[name].shape:
+                raise StateError(
+                    f"{name} has shape {list(view.shape)} and should have {list(self._expected[name].shape)}; give the "
+                    "tensors that the mapper makes"
+                )
+        made = {name: None for each in views for name in self.group_of[each].outputs}
+        return {name: substituted(self._views[name], views) for name in made}

@@ -1,0 +1,128 @@
+"""Filling what the ranks hold of tensors with what files have of them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_d9d.mesh.agreement import Ranks
+from lightning_d9d.mesh.collectives import device_of_messages
+from lightning_d9d.state.layout import Box, Index, LocalShard, size
+from lightning_d9d.state.reader import SafetensorsReader
+from lightning_d9d.state.views import View
+
+
+class Checks(NamedTuple):
+    """What is looked at before the first tensor changes. It costs reading all tensors once more."""
+
+    checksums: bool = True
+    """Where the files have a manifest."""
+    finite: bool = False
+    """Whether numbers are neither infinite nor NaN."""
+
+
+class _Copies(NamedTuple):
+    """Ranks that hold the same part of a tensor in one dtype: the first in line reads it, and each passes it on."""
+
+    name: str
+    box: Box
+    dtype: torch.dtype
+    line: tuple[int, ...]
+
+
+@torch.no_grad()
+def fill_shards(
+    reader: SafetensorsReader,
+    views: Mapping[str, View],
+    local: Sequence[tuple[str, LocalShard]],
+    checks: Checks,
+    failure: str,
+    progress: bool = False,
+) -> None:
+    """Overwrites what this rank holds with what the files have. Collective; all files have been looked at before.
+
+    Of ranks that hold the same part one reads it from the files: for each part another, so that they read at the same
+    time. Then the values travel from rank to rank. Besides the tensors one message of a part is in memory.
+
+    Args:
+        reader: Of the same files on all ranks.
+        views: All tensors, as views of those in the files.
+        local: What this rank holds of which of them; a name may come more than once.
+        checks: Divided over the ranks.
+        failure: How an error of a rank begins.
+        progress: Show bars, of what the first rank reads.
+
+    Raises:
+        StateError: On every rank; a check failed, and nothing has changed.
+    """
+    ranks = Ranks()
+    shown = progress and ranks.is_first
+    if checks.checksums or checks.finite:
+        own = {part.source for name, _ in local for part in views[name].parts}
+        share = sorted(ranks.merge(dict.fromkeys(own)))[ranks.share]
+        with ranks.agreed(failure):
+            reader.verify(share, checksums=checks.checksums, check_finite=checks.finite, progress=shown)
+    copies = _find_copies(local, ranks)
+    received = {(each.name, each.box, each.dtype) for each in copies if each.line[0] != ranks.rank}
+    with ranks.agreed(failure):
+        reader.fill(_targets(views, [(n, s) for n, s in local if (n, s.box, s.values.dtype) not in received]), shown)
+    values_of = {(name, shard.box, shard.values.dtype): shard.values for name, shard in local}
+    for name, box, dtype, line in copies:
+        if ranks.rank in line:
+            _pass_on(values_of[name, box, dtype], line, ranks.rank)
+
+
+def _find_copies(local: Sequence[tuple[str, LocalShard]], ranks: Ranks) -> list[_Copies]:
+    """Those of several ranks, in the same order on all, divided so that each rank reads about as much."""
+    ours = list(dict.fromkeys((name, shard.box, shard.values.dtype) for name, shard in local))
+    holders: dict[tuple[str, Box, torch.dtype], list[int]] = defaultdict(list)
+    for rank, theirs in enumerate(ranks.all_gather(ours)):
+        for each in theirs:
+            holders[each].append(rank)
+    num_read: dict[int, int] = defaultdict(int)
+    copies = []
+    for (name, box, dtype), line in holders.items():
+        first = min(line, key=lambda rank: num_read[rank])
+        num_read[first] += size(box)
+        if len(line) > 1 and size(box):
+            begin = line.index(first)
+            copies.append(_Copies(name, box, dtype, (*line[begin:], *line[:begin])))
+    return copies
+
+
+def _pass_on(values: Tensor, line: Sequence[int], rank: int) -> None:
+    """From the rank before to the one behind; all ranks do so in the same order, so each has its turn."""
+    place = line.index(rank)
+    device = device_of_messages(dist.group.WORLD)
+    message = (
+        values.to(device).contiguous() if place == 0 else torch.empty(values.shape, dtype=values.dtype, device=device)
+    )
+    if place > 0:
+        _exchange(dist.P2POp(dist.irecv, message, line[place - 1]))
+        values.copy_(message)
+    if place < len(line) - 1:
+        _exchange(dist.P2POp(dist.isend, message, line[place + 1]))
+
+
+def _exchange(message: dist.P2POp) -> None:
+    for work in dist.batch_isend_irecv([message]):
+        work.wait()
+
+
+def _targets(
+    views: Mapping[str, View], local: Sequence[tuple[str, LocalShard]]
+) -> dict[str, list[tuple[Index, Tensor]]]:
+    """What this rank needs of each tensor of the files, and where it goes."""
+    targets: dict[str, list[tuple[Index, Tensor]]] = {}
+    for name, shard in local:
+        for part in views[name].parts:
+            if held := part.within(shard.box):
+                back = held.flipped(name)
+                in_order = shard.values[held.place_index()].permute(back.order())
+                targets.setdefault(part.source, []).append((back.place_index(), in_order))
+    return targets

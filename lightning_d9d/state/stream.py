@@ -1,0 +1,222 @@
+"""Directories of weights to tensors, modules to directories, and directories to directories, through a mapper."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_d9d.errors import ConfigError, StateError
+from lightning_d9d.mesh.agreement import Ranks, first_of
+from lightning_d9d.mesh.sharding import local_ranges
+from lightning_d9d.state.directory import complete_directory
+from lightning_d9d.state.format import ALL_DTYPE_NAMES, DTYPE_NAMES, write_bytes
+from lightning_d9d.state.layout import Index, LocalShard, Readable, whole_box
+from lightning_d9d.state.mappers import Identity, Mapper
+from lightning_d9d.state.reader import SafetensorsReader
+from lightning_d9d.state.shards import Checks, fill_shards
+from lightning_d9d.state.views import Spec, View, materialized
+from lightning_d9d.state.writer import write_tensors
+
+MAX_SHARD_BYTES = 5 * 1000**3
+
+
+def read_tensors(
+    path: str | Path, mapper: Mapper | None = None, *, verify: bool = True, check_finite: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a directory or a file, mapped, one after the other; each is read when it is asked for. Local.
+
+    Args:
+        path: A directory with `model.safetensors` or an index, or one file; also a URL that fsspec knows.
+        mapper: From names in the files; those that it does not take are not read. None: all, as they are.
+        verify: Compare with the manifest first, if the directory has one.
+        check_finite: Look first for numbers that are infinite or NaN.
+
+    Returns:
+        Name and tensor, on the CPU or as a DTensor, of which a rank reads what it will hold.
+
+    Raises:
+        StateError: A file is missing or damaged, or its tensors do not fit the mapper.
+    """
+    reader = SafetensorsReader(path)
+    mapper = mapper or Identity(reader)
+    views = mapper.plan(reader.specs)
+    reader.verify(mapper.group_of, checksums=verify, check_finite=check_finite)
+    for name, view in views.items():
+        yield name, materialized(view, reader)
+        for part in view.parts:
+            reader[part.source].forget()
+
+
+@torch.no_grad()
+def load_tensors(
+    target: nn.Module | Mapping[str, Tensor],
+    path: str | Path,
+    mapper: Mapper | None = None,
+    *,
+    strict: bool = True,
+    verify: bool = True,
+    check_finite: bool = False,
+    progress: bool = False,
+) -> None:
+    """Fills tensors in place with those of a directory or file. Collective over the default group where there is one.
+
+    A rank reads what it holds: of DTensors its own slices, whatever their meshes and placements. What several ranks
+    hold alike one of them reads, and passes on. Floats are cast. All is checked on all ranks before the first tensor
+    changes on any.
+
+    Args:
+        target: A module, whose state dict is filled, or tensors by name. Ranks may have different names.
+        path: As in `read_tensors`, on every rank.
+        mapper: From names in the files to names in the target. None: they are the same.
+        strict: All of the target must be filled, and all that is in the files must be used on some rank. Otherwise what
+            both have.
+        verify: Compare with the manifest first, if the directory has one.
+        check_finite: Look first for numbers that are infinite or NaN.
+        progress: Show bars on the first rank.
+
+    Raises:
+        StateError: On every rank: a file is missing or damaged, or names, shapes or dtypes do not fit.
+    """
+    ranks, failure = Ranks(), f"weights cannot be loaded from {str(path)!r}"
+    held = _tensors_of(target)
+    everywhere = ranks.merge(dict.fromkeys(held))
+    with ranks.agreed(failure):
+        reader = SafetensorsReader(path)
+        chosen = mapper or Identity(reader)
+        views = chosen.plan(reader.specs)
+        if strict:
+            shared = {id(tensor) for name, tensor in held.items() if name in views}  # tied, and filled under one name
+            _check_names(
+                missing=[name for name, tensor in held.items() if name not in views and id(tensor) not in shared],
+                unexpected=[name for name in (*views, *_unused(reader, chosen)) if name not in everywhere],
+            )
+        local = []
+        for name, tensor in held.items():
+            if name in views:
+                _check_fit(name, views[name], tensor)
+                local.append((name, LocalShard(_local(tensor), tuple(local_ranges(tensor)))))
+    fill_shards(reader, views, local, Checks(verify, check_finite), failure, progress)
+
+
+@torch.no_grad()
+def save_tensors(
+    source: nn.Module | Mapping[str, Readable],
+    directory: str | Path,
+    mapper: Mapper | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    files: Mapping[str, bytes] | None = None,
+    overwrite: bool = False,
+    verify: bool = True,
+    progress: bool = False,
+) -> None:
+    """Writes tensors as safetensors files with a manifest, and an index if they are several. Collective, as loading.
+
+    Tensors may lie on many ranks: no rank holds more than one whole tensor of the files besides its own. From a reader,
+    one tensor is in memory at a time.
+
+    Args:
+        source: A module or tensors by name, with DTensors of any mesh; ranks may have different names. Or what can be
+            read by name, such as a `SafetensorsReader`.
+        directory: As for `complete_directory`.
+        mapper: From names of the source, all of which it must take, to names in the files. None: they are the same.
+        dtype: Of floats in the files. None: as they are.
+        max_shard_bytes: Size at which a new file begins; a larger tensor gets a file of its own.
+        files: What else the directory gets, name and content; the first rank's.
+        overwrite: Replace an existing directory, with everything in it.
+        verify: Compare what a reader reads with its manifest first.
+        progress: Show a bar on the first rank.
+
+    Raises:
+        StateError: On every rank: tensors do not fit the mapper, or a rank cannot write. Nothing is left then.
+        ConfigError: A dtype that is no float's of safetensors.
+    """
+    if dtype is not None and dtype not in DTYPE_NAMES:
+        legal = ", ".join(map(str, DTYPE_NAMES))
+        raise ConfigError(f"save_tensors: dtype={dtype} must be one of {legal}, or None to keep that of each tensor.")
+    ranks, failure = Ranks(), f"weights cannot be saved to {str(directory)!r}"
+    with ranks.agreed(failure):
+        tensors = _tensors_of(source)
+        local = {name: _shard(name, tensor) for name, tensor in tensors.items()}
+        if isinstance(source, SafetensorsReader):
+            source.verify(sorted(source)[ranks.share], checksums=verify, progress=progress and ranks.is_first)
+    specs = ranks.merge({name: Spec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()})
+    with ranks.agreed(failure):
+        mapper = mapper or Identity(specs)
+        if lost := [name for name in specs if name not in mapper.group_of]:
+            raise StateError(f"{first_of(lost)}: the mapper does not take it; add it, or use mapper.with_rest(names)")
+        views = mapper.plan(specs)
+    with complete_directory(directory, overwrite, failure) as folder:
+        write_tensors(folder, local, views, dtype, max_shard_bytes, failure, progress)
+        with ranks.agreed(failure):
+            for name, content in (files or {}).items() if ranks.is_first else ():
+                write_bytes(folder / name, content)
+
+
+def _tensors_of(source: nn.Module | Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(source, SafetensorsReader):
+        return {name: _Lazy(source, name) for name in source}
+    if not isinstance(source, nn.Module):
+        return dict(source)
+    state = source.state_dict(keep_vars=True)
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def _shard(name: str, tensor: Any) -> LocalShard:
+    if tensor.dtype not in ALL_DTYPE_NAMES:
+        raise StateError(f"{name} is {tensor.dtype}, which safetensors files do not have; cast it before")
+    if not isinstance(tensor, Tensor):
+        return LocalShard(tensor, whole_box(tensor.shape))
+    _check_has_memory(name, tensor)
+    return LocalShard(_local(tensor), tuple(local_ranges(tensor)))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+class _Lazy:
+    """A tensor of a reader's, whose file is opened for each slice: readers keep few files open."""
+
+    def __init__(self, reader: SafetensorsReader, name: str) -> None:
+        self._reader, self._name = reader, name
+        self.shape, self.dtype = reader.specs[name]
+
+    def __getitem__(self, index: Index) -> Tensor:
+        return self._reader[self._name][index]
+
+
+def _check_names(missing: Collection[str], unexpected: Collection[str]) -> None:
+    texts = [
+        f"{len(names)} {kind}: {first_of(sorted(names))}"
+        for kind, names in (("missing in the files", missing), ("unexpected in the files", unexpected))
+        if names
+    ]
+    if texts:
+        raise StateError(f"{'. '.join(texts)}. Give the files of this model, a mapper, or strict=False")
+
+
+def _unused(reader: SafetensorsReader, mapper: Mapper) -> list[str]:
+    return [name for name in reader if name not in mapper.group_of]
+
+
+def _check_fit(name: str, view: View, tensor: Tensor) -> None:
+    _check_has_memory(name, tensor)
+    if view.shape != tuple(tensor.shape):
+        raise StateError(
+            f"{name} has shape {list(view.shape)} in the files and {list(tensor.shape)} here; build the model as it was"
+        )
+    floats = (tensor.dtype.is_floating_point, view.dtype is not None and view.dtype.is_floating_point)
+    if view.dtype != tensor.dtype and not all(floats):
+        raise StateError(f"{name} is {view.dtype} in the files and {tensor.dtype} here; only floats are cast")
+
+
+def _check_has_memory(name: str, tensor: Tensor) -> None:
+    if tensor.is_meta:
+        raise StateError(f"{name} is on the meta device: call to_empty(device=...) on the model first")

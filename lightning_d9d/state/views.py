@@ -1,0 +1,253 @@
+"""Tensors that are made of parts of others, known before there is any data: what mappers compute with.
+
+A `View` says of each part of a tensor which part of which source has its values. Taking views apart and putting them
+together gives views again, whose parts still name the first sources. So a chain of mappers is one step for whoever
+reads or writes, and a rank that needs a slice of the outcome finds the slices of the sources that it needs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from lightning_d9d.errors import StateError
+from lightning_d9d.mesh.sharding import ranges_on
+from lightning_d9d.state.layout import Box, Part, Readable, size, whole_box
+
+
+class Spec(NamedTuple):
+    """What is known of a tensor without its data."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None = None
+    """None: not known."""
+
+    def __str__(self) -> str:
+        known = "" if self.dtype is None else f" {str(self.dtype).removeprefix('torch.')}"
+        return f"{list(self.shape)}{known}"
+
+
+class Sharding(NamedTuple):
+    """How a DTensor lies on ranks."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor made of parts of others."""
+
+    name: str
+    """For errors."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    parts: tuple[Part, ...]
+    sharding: Sharding | None = None
+    """None: whole."""
+
+    @classmethod
+    def of(cls, name: str, spec: Spec | Tensor) -> View:
+        """All of one source."""
+        shape = tuple(spec.shape)
+        sharding = Sharding(spec.device_mesh, tuple(spec.placements)) if isinstance(spec, DTensor) else None
+        box = whole_box(shape)
+        return cls(name, shape, spec.dtype, (Part(box, name, box, tuple(range(len(box)))),), sharding)
+
+    @property
+    def spec(self) -> Spec:
+        """Shape and dtype."""
+        return Spec(self.shape, self.dtype)
+
+    @property
+    def box(self) -> Box:
+        """All of it."""
+        return whole_box(self.shape)
+
+    def renamed(self, name: str) -> View:
+        """Under another name."""
+        return dataclasses.replace(self, name=name)
+
+    def cast(self, dtype: torch.dtype) -> View:
+        """In another dtype."""
+        return dataclasses.replace(self, dtype=dtype)
+
+    def narrow(self, dim: int, start: int, length: int) -> View:
+        """Some indices of a dim."""
+        held = tuple(range(start, start + length) if i == dim else r for i, r in enumerate(self._whole("cut").box))
+        parts = tuple(part for each in self.parts if (part := each.within(held)))
+        return dataclasses.replace(self, shape=tuple(map(len, held)), parts=parts)
+
+    def select(self, dim: int, index: int) -> View:
+        """One index of a dim, which is gone then."""
+        one = self.narrow(dim, index, 1)
+        return one._with_dims([i for i in range(len(self.shape)) if i != dim])
+
+    def permute(self, dims: Sequence[int]) -> View:
+        """The dims in another order."""
+        return self._whole("transposed")._with_dims(dims)
+
+    def as_sharded(self, sharding: Sharding) -> View:
+        """Cut over ranks."""
+        return dataclasses.replace(self._whole("distributed again"), sharding=sharding)
+
+    def as_gathered(self) -> View:
+        """Whole on each rank."""
+        if self.sharding is None:
+            raise StateError(f"{self.name} is no DTensor, so it cannot be gathered; leave it out of Gather")
+        return dataclasses.replace(self, sharding=None)
+
+    def _with_dims(self, dims: Sequence[int]) -> View:
+        parts = tuple(
+            part._replace(place=tuple(part.place[i] for i in dims), dims=tuple(part.dims[i] for i in dims))
+            for part in self.parts
+        )
+        return dataclasses.replace(self, shape=tuple(self.shape[i] for i in dims), parts=parts)
+
+    def _whole(self, done: str) -> View:
+        if self.sharding is not None:
+            raise StateError(
+                f"{self.name} is cut over ranks and cannot be {done}; let Gather come before, or Distribute last"
+            )
+        return self
+
+    def _placed(self, dim: int, start: int, new: bool) -> tuple[Part, ...]:
+        """The parts in a larger tensor: at an index of a `new` dim, or further along one that is there."""
+        placed = []
+        for part in self._whole("put together with others").parts:
+            before, there, after = part.place[:dim], part.place[dim : dim + 1], part.place[dim + 1 :]
+            if new:
+                place = (*before, range(start, start + 1), *there, *after)
+                dims = (*part.dims[:dim], None, *part.dims[dim:])
+            else:
+                place = (*before, range(there[0].start + start, there[0].stop + start), *after)
+                dims = part.dims
+            placed.append(part._replace(place=place, dims=dims))
+        return tuple(placed)
+
+
+def checked_dim(name: str, num_dims: int, dim: int) -> int:
+    """The dim counted from the front.
+
+    Raises:
+        StateError: The tensor has no such dim.
+    """
+    if not -num_dims <= dim < num_dims:
+        raise StateError(f"{name} has {num_dims} dims and none of number {dim}; give one of them")
+    return dim % num_dims
+
+
+def stack(name: str, views: Sequence[View], dim: int) -> View:
+    """Along a new dim."""
+    first = _alike(name, views, None)
+    dim = checked_dim(name, len(first.shape) + 1, dim)
+    parts = tuple(part for index, view in enumerate(views) for part in view._placed(dim, index, new=True))
+    return View(name, (*first.shape[:dim], len(views), *first.shape[dim:]), first.dtype, parts)
+
+
+def concatenate(name: str, views: Sequence[View], dim: int) -> View:
+    """Along a dim that they have."""
+    dim = checked_dim(name, len(views[0].shape), dim)
+    first = _alike(name, views, dim)
+    parts: list[Part] = []
+    end = 0
+    for view in views:
+        parts += view._placed(dim, end, new=False)
+        end += view.shape[dim]
+    return View(name, (*first.shape[:dim], end, *first.shape[dim + 1 :]), first.dtype, tuple(parts))
+
+
+def _alike(name: str, views: Sequence[View], free_dim: int | None) -> View:
+    first = views[0]
+    for view in views:
+        shapes = [[n for dim, n in enumerate(each.shape) if dim != free_dim] for each in (first, view)]
+        if shapes[0] != shapes[1] or len(first.shape) != len(view.shape):
+            raise StateError(
+                f"{first.name} {list(first.shape)} and {view.name} {list(view.shape)} cannot be put together to "
+                f"{name}; their shapes must agree"
+            )
+        if first.dtype != view.dtype:
+            raise StateError(
+                f"{first.name} is {first.dtype} and {view.name} {view.dtype}, which cannot be put together to {name}; "
+                "let Cast come before"
+            )
+    return first
+
+
+def inverted(views: Mapping[str, View], specs: Mapping[str, Spec]) -> dict[str, View]:
+    """The sources as views of the views.
+
+    Args:
+        views: Whole, and without sources in common.
+        specs: Of the sources.
+
+    Raises:
+        StateError: Some part of a source is in no view, or a view is cut over ranks.
+    """
+    parts: dict[str, list[Part]] = {name: [] for name in specs}
+    for name, view in views.items():
+        for part in view._whole("turned around").parts:
+            parts[part.source].append(part.flipped(name))
+    for name, spec in specs.items():
+        if sum(size(part.place) for part in parts[name]) != size(whole_box(spec.shape)):
+            raise StateError(f"not all of {name} is kept, so it cannot be made again; give a mapper that keeps all")
+    return {name: View(name, spec.shape, spec.dtype, tuple(parts[name])) for name, spec in specs.items()}
+
+
+def substituted(view: View, sources: Mapping[str, View]) -> View:
+    """A view whose sources are views themselves, as one of their sources."""
+    parts = []
+    for part in view.parts:
+        values = sources[part.source]
+        for dim, those in enumerate(part.box):
+            values = values.narrow(dim, those.start, len(those))
+        values = values._with_dims([dim for dim in part.dims if dim is not None])
+        for dim, (there, of_source) in enumerate(zip(part.place, part.dims, strict=True)):
+            parts_here = values._placed(dim, there.start, new=of_source is None)
+            length = (1,) if of_source is None else ()
+            shape = (*values.shape[:dim], *length, *values.shape[dim:])
+            values = dataclasses.replace(values, shape=shape, parts=parts_here)
+        parts += values.parts
+    return dataclasses.replace(view, parts=tuple(parts))
+
+
+def materialized(view: View, sources: Mapping[str, Readable]) -> Tensor:
+    """The tensor itself. Where it is one source as it is, that source; else new memory. Collective for DTensors.
+
+    Of a view that is cut over ranks each rank takes what it will hold from its own sources. DTensors that shall be
+    whole are gathered.
+    """
+    used = {part.source: sources[part.source] for part in view.parts}
+    first = next(iter(used.values()), None)
+    dtype = view.dtype or (torch.get_default_dtype() if first is None else first.dtype)
+    if isinstance(first, DTensor) and view.sharding == (first.device_mesh, tuple(first.placements)):
+        return first.to(dtype)
+    used = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in used.items()}
+    if view.sharding is None:
+        return _assembled(view, view.box, used, dtype)
+    mesh, placements = view.sharding
+    local = _assembled(view, tuple(ranges_on(view.shape, mesh, placements)), used, dtype).to(mesh.device_type)
+    stride = torch.empty(view.shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(view.shape), stride=stride)
+
+
+def _assembled(view: View, box: Box, sources: Mapping[str, Readable], dtype: torch.dtype) -> Tensor:
+    if len(view.parts) == 1 and view.sharding is None:
+        [part], source = view.parts, sources[view.parts[0].source]
+        unmoved = part.box == part.place and part.order() == sorted(part.order()) and None not in part.dims
+        if isinstance(source, Tensor) and unmoved and tuple(source.shape) == view.shape:
+            return source.to(dtype)
+    devices = {value.device for value in sources.values() if isinstance(value, Tensor)}
+    whole = torch.empty([len(held) for held in box], dtype=dtype, device=devices.pop() if devices else "cpu")
+    for each in view.parts:
+        if part := each.within(box):
+            whole[part.place_index()].copy_(part.take(sources[part.source]))
+    return whole

@@ -1,0 +1,394 @@
+"""Damaged, foreign and malicious files: a `StateError` names file and tensor, and what was there stays.
+
+Each case damages a directory, of this package's with a manifest or somebody else's, and loads it into tensors that must
+not change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import resource
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lightning_d9d.errors import StateError
+from lightning_d9d.state import SafetensorsReader, load_tensors, read_tensors, save_tensors
+from lightning_d9d.state.format import SafetensorsFile
+from tests.harness.compare import assert_bitwise_equal
+
+WEIGHTS, INDEX, MANIFEST = (f"model.safetensors{end}" for end in ("", ".index.json", ".manifest.json"))
+
+
+def make_tensors() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randn(shape, generator=generator) for name, shape in {"a": (4, 6), "b": (3,), "c": (5, 2)}.items()
+    }
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """In three files."""
+    save_tensors(make_tensors(), tmp_path / "saved", max_shard_bytes=10)
+    return tmp_path / "saved"
+
+
+def file_of(directory: Path, name: str) -> Path:
+    return directory / json.loads((directory / INDEX).read_text())["weight_map"][name]
+
+
+def refuses(path: Path, *parts: str, **options: Any) -> str:
+    """Loading raises an error that has all parts, and changes nothing."""
+    targets = {name: torch.zeros_like(tensor) for name, tensor in make_tensors().items()}
+    with pytest.raises(StateError) as caught:
+        load_tensors(targets, path, **options)
+    for part in parts:
+        assert part in str(caught.value)
+    assert not any(tensor.any() for tensor in targets.values())
+    return str(caught.value)
+
+
+def edit_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    values = json.loads(path.read_text())
+    change(values)
+    path.write_text(json.dumps(values))
+
+
+def edit_header(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    change(header)
+    encoded = json.dumps(header).encode()
+    path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + content[8 + length :])
+
+
+def flip(path: Path, place: int, bit: int = 0) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1 << bit
+    path.write_bytes(content)
+
+
+# Content
+
+
+@pytest.mark.parametrize("place", [-1, -20, -96])
+def test_a_flipped_bit_in_a_file_of_ours(saved: Path, place: int) -> None:
+    path = file_of(saved, "a")
+    flip(path, place)
+    refuses(saved, str(path), "a is damaged, its checksum is not that of the manifest")
+    found = dict(read_tensors(saved, verify=False))
+    assert sum(int((found[name] != tensor).sum()) for name, tensor in make_tensors().items()) == 1
+    with pytest.raises(StateError, match="a is damaged"):
+        next(read_tensors(saved))
+    with pytest.raises(StateError, match="a is damaged"):
+        save_tensors(SafetensorsReader(saved), saved.parent / "new")
+
+
+def test_numbers_that_are_not_finite(saved: Path) -> None:
+    for value in (float("inf"), float("nan")):
+        tensors = make_tensors()
+        tensors["c"][3, 1] = value
+        save_tensors(tensors, saved, overwrite=True)
+        refuses(saved, "c has numbers that are not finite", check_finite=True)
+        save_file(tensors, saved.parent / "foreign.safetensors")
+        refuses(saved.parent / "foreign.safetensors", "foreign.safetensors: c has numbers", check_finite=True)
+
+
+def test_without_a_manifest_nothing_is_compared(saved: Path) -> None:
+    flip(file_of(saved, "a"), -1)
+    (saved / MANIFEST).unlink()
+    assert len(dict(read_tensors(saved))) == 3
+
+
+def test_a_tensor_that_was_exchanged_for_a_sound_one(saved: Path) -> None:
+    save_file({"a": torch.zeros(4, 6)}, file_of(saved, "a"))
+    refuses(saved, "a is damaged")
+    save_file({"a": torch.zeros(4, 6).half()}, file_of(saved, "a"))
+    refuses(saved, "a has dtype F16, in the manifest F32")
+    save_file({"b": make_tensors()["b"], "d": torch.zeros(1)}, file_of(saved, "b"))
+    edit_json(saved / INDEX, lambda index: index["weight_map"].update(d=file_of(saved, "b").name))
+    targets = {"d": torch.ones(1)}
+    with pytest.raises(StateError, match="d is not in the manifest"):
+        load_tensors(targets, saved, strict=False)
+    assert targets["d"] == 1
+
+
+# Files
+
+
+@pytest.mark.parametrize("length", [0, 4, 8, 50, -1])
+def test_truncated(saved: Path, length: int) -> None:
+    path = file_of(saved, "b")
+    os.truncate(path, length if length >= 0 else path.stat().st_size - 1)
+    refuses(saved, str(path), "cannot be read")
+
+
+def test_longer_than_its_tensors(saved: Path) -> None:
+    path = file_of(saved, "b")
+    path.write_bytes(path.read_bytes() + b"x")
+    refuses(saved, str(path), "bytes and tensors up to")
+
+
+def test_missing_files(saved: Path) -> None:
+    path = file_of(saved, "b")
+    path.unlink()
+    refuses(saved, str(path), "cannot be read")
+    path.mkdir()
+    refuses(saved, str(path), "cannot be read")
+    shutil.rmtree(saved)
+    refuses(saved, f"{saved} has neither")
+
+
+HEADERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "another name": (lambda h: h.update(x=h.pop("a")), "lacks a, which the index puts there"),
+    "another shape": (lambda h: h["a"].update(shape=[6, 4]), "a has shape [6, 4] in the files and [4, 6] here"),
+    "a shape of other size": (lambda h: h["a"].update(shape=[4, 5]), "a has 96 bytes, not those of F32 [4, 5]"),
+    "a huge shape": (lambda h: h["a"].update(shape=[2**62, 2**62]), "a has 96 bytes, not those of F32"),
+    "a negative shape": (lambda h: h["a"].update(shape=[-4, -6]), "does not say what a is"),
+    "a shape of text": (lambda h: h["a"].update(shape="ab"), "does not say what a is"),
+    "no shape": (lambda h: h["a"].pop("shape"), "does not say what a is"),
+    "no entry": (lambda h: h.update(a=3), "does not say what a is"),
+    "another dtype": (lambda h: h["a"].update(dtype="I32"), "a is torch.int32 in the files and torch.float32 here"),
+    "unknown dtype": (lambda h: h["a"].update(dtype="F4"), "a is F4, not one of F64"),
+    "dtype of no text": (lambda h: h["a"].update(dtype=["F32"]), "a is ['F32'], not one of"),
+    "behind the end": (lambda h: h["a"].update(data_offsets=[8, 104]), "a overlaps another or leaves a gap"),
+    "turned around": (lambda h: h["a"].update(data_offsets=[96, 0]), "a has -96 bytes"),
+    "overlapping": (lambda h: h.update(z=h["a"]), "overlaps another"),
+    "a hole": (lambda h: h.pop("a"), "bytes and tensors up to"),
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_headers(saved: Path, case: str) -> None:
+    change, message = HEADERS[case]
+    path = file_of(saved, "a")
+    edit_header(path, change)
+    refuses(saved, message, *[] if "in the files and" in message else [str(path)])
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "{", '{"a": {}, "a": {}}', "[" * 100_000, "\xff", "9" * 5000])
+def test_headers_that_are_none(saved: Path, text: str) -> None:
+    path = file_of(saved, "a")
+    encoded = text.encode("latin1")
+    path.write_bytes(len(encoded).to_bytes(8, "little") + encoded)
+    message = refuses(saved, str(path), "cannot be read")
+    assert ("it has a twice" in message) == ('"a"' in text)
+
+
+def test_names_missing_and_extra(saved: Path) -> None:
+    targets = {name: torch.zeros_like(tensor) for name, tensor in make_tensors().items() if name != "c"}
+    with pytest.raises(StateError, match="1 unexpected in the files: c"):
+        load_tensors(targets, saved)
+    with pytest.raises(StateError, match="1 missing in the files: d"):
+        load_tensors({**targets, "c": torch.zeros(5, 2), "d": torch.zeros(1)}, saved)
+    assert not any(tensor.any() for tensor in targets.values())
+    edit_json(saved / INDEX, lambda index: index["weight_map"].pop("c"))
+    targets = {name: tensor for name, tensor in targets.items() if name != "c"}
+    with pytest.raises(StateError, match="lacks c, which the manifest has"):
+        load_tensors(targets, saved)
+
+
+# Index and manifest
+
+
+OUTSIDE = ["../b.safetensors", "/etc/passwd", "x/../../b.safetensors", "..\\b", "C:\\b", "C:b", "\\\\host\\b", "b\0c"]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_an_index_that_leaves_its_directory(saved: Path, name: str) -> None:
+    save_file(make_tensors(), saved.parent / "b.safetensors")
+    edit_json(saved / INDEX, lambda index: index["weight_map"].update(b=name))
+    refuses(saved, INDEX, repr(name), "outside of the directory")
+
+
+@pytest.mark.parametrize("target", ["../b.safetensors", "/etc/passwd", "loop"])
+def test_links_that_leave_the_directory(saved: Path, target: str) -> None:
+    save_file(make_tensors(), saved.parent / "b.safetensors")
+    (saved / "loop").symlink_to(target)
+    edit_json(saved / INDEX, lambda index: index["weight_map"].update(b="loop"))
+    refuses(saved, "'loop'")
+
+
+def test_links_within_the_directory_and_in_the_cache_of_the_hub(saved: Path) -> None:
+    revision, blobs = saved.parent / "repo" / "snapshots" / "abc", saved.parent / "repo" / "blobs"
+    shutil.copytree(saved, revision)
+    blobs.mkdir()
+    for number, path in enumerate(sorted(revision.iterdir())):
+        path.rename(blobs / str(number))
+        path.symlink_to(Path("..", "..", "blobs", str(number)))
+    assert len(dict(read_tensors(revision))) == 3
+    (saved / "again.safetensors").symlink_to(file_of(saved, "b").name)
+    edit_json(saved / INDEX, lambda index: index["weight_map"].update(b="again.safetensors"))
+    assert len(dict(read_tensors(saved))) == 3
+    (saved.parent / "link").symlink_to(saved)
+    assert len(dict(read_tensors(saved.parent / "link"))) == 3
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": "x", "a": "y"}}', "[" * 100_000, "\xff"]
+)
+def test_bad_index(saved: Path, text: str) -> None:
+    (saved / INDEX).write_bytes(text.encode("latin1"))
+    refuses(saved, str(saved / INDEX), "is no index")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"format": "lightning_d9d manifest 1"}', '{"format": 1}', "\xff"])
+def test_bad_manifest(saved: Path, text: str) -> None:
+    (saved / MANIFEST).write_bytes(text.encode("latin1"))
+    refuses(saved, str(saved / MANIFEST), "is no manifest")
+
+
+def test_ten_thousand_tensors(tmp_path: Path) -> None:
+    tensors = {f"layers.{i}.weight": torch.full((2,), float(i)) for i in range(10_000)}
+    save_tensors(tensors, tmp_path / "many", max_shard_bytes=8000)
+    assert len([*(tmp_path / "many").glob("*.safetensors")]) == 10
+    found = {name: torch.zeros(2) for name in tensors}
+    load_tensors(found, tmp_path / "many")
+    assert torch.equal(torch.stack([*found.values()]), torch.stack([*tensors.values()]))
+    edit_json(
+        tmp_path / "many" / INDEX, lambda index: index["weight_map"].update(extra="model-00010-of-00010.safetensors")
+    )
+    with pytest.raises(StateError, match="lacks extra, which the index puts there"):
+        load_tensors(found, tmp_path / "many")
+
+
+# Code
+
+
+class Malicious:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pytest.fail, ("code of a file was run",)
+
+
+def test_a_pickle_is_no_file_of_weights(saved: Path) -> None:
+    for path in (file_of(saved, "a"), saved / INDEX, saved / MANIFEST):
+        kept = path.read_bytes()
+        path.write_bytes(pickle.dumps({"a": Malicious()}))
+        refuses(saved, str(path))
+        path.write_bytes(kept)
+    torch.save({"a": Malicious()}, file_of(saved, "a"))
+    refuses(saved, str(file_of(saved, "a")), "cannot be read")
+
+
+# Writing
+
+
+@contextlib.contextmanager
+def largest_file(num_bytes: int) -> Iterator[None]:
+    """As if the disk was full then: writing fails with the system's own error."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 300, 2**16])
+def test_no_room_left(saved: Path, num_bytes: int) -> None:
+    large = {"a": torch.randn(2**15)}
+    with largest_file(num_bytes), pytest.raises(StateError, match=r"saved': .*; free space, raise the limit"):
+        save_tensors(large, saved, overwrite=True)
+    assert os.listdir(saved.parent) == ["saved"]
+    for name, tensor in read_tensors(saved):
+        assert_bitwise_equal(name, tensor, make_tensors()[name])
+
+
+@contextlib.contextmanager
+def as_user() -> Iterator[None]:
+    """Root may write everywhere."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_a_directory_that_may_only_be_read(saved: Path) -> None:
+    saved.parent.chmod(0o555)
+    try:
+        with as_user(), pytest.raises(StateError, match=r"ermission denied.*; let this user write there"):
+            save_tensors(make_tensors(), saved.parent / "new")
+    finally:
+        saved.parent.chmod(0o755)
+    assert os.listdir(saved.parent) == ["saved"]
+
+
+# Any bytes
+
+
+@st.composite
+def mutations(draw: st.DrawFn) -> list[tuple[str, int, int]]:
+    """What happens to a file: a byte replaced, inserted or removed, at a fraction of its length."""
+    kinds = st.sampled_from(["replace", "insert", "remove"])
+    place = st.one_of(st.integers(0, 40), st.integers(41, 2**16), st.integers(-40, -1))
+    return draw(st.lists(st.tuples(kinds, place, st.integers(0, 255)), min_size=1, max_size=4))
+
+
+def mutate(content: bytes, changes: list[tuple[str, int, int]]) -> bytes:
+    mutated = bytearray(content)
+    for kind, place, value in changes:
+        place %= max(len(mutated), 1)
+        if kind == "insert":
+            mutated.insert(place, value)
+        elif kind == "replace" and mutated:
+            mutated[place] = value
+        elif mutated:
+            del mutated[place]
+    return bytes(mutated)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("exported") / "saved"
+    save_tensors(make_tensors(), directory, max_shard_bytes=100)
+    return directory
+
+
+@given(changes=mutations(), which=st.integers(0, 3))
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_mutation_of_an_export_is_refused_or_harmless(
+    exported: Path, changes: list[tuple[str, int, int]], which: int
+) -> None:
+    path = sorted(exported.iterdir())[which]
+    kept = path.read_bytes()
+    path.write_bytes(mutate(kept, changes))
+    targets = {name: torch.zeros_like(tensor) for name, tensor in make_tensors().items()}
+    try:
+        load_tensors(targets, exported)
+    except StateError:
+        assert not any(tensor.any() for tensor in targets.values())
+    else:
+        for name, tensor in make_tensors().items():
+            assert_bitwise_equal(name, targets[name], tensor)
+    finally:
+        path.write_bytes(kept)
+
+
+@given(content=st.binary(max_size=200), length=st.integers(0, 300), honest=st.booleans())
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_bytes_are_refused_or_read(exported: Path, content: bytes, length: int, honest: bool) -> None:
+    path = exported.parent / "any.safetensors"
+    path.write_bytes((len(content) if honest else length).to_bytes(8, "little") + content)
+    with contextlib.suppress(StateError):
+        for stored in SafetensorsFile(path).tensors.values():
+            stored[()].clone()

@@ -1,0 +1,246 @@
+"""Directories to tensors, modules to directories, directories to directories, through mappers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from lightning_d9d.errors import ConfigError, StateError
+from lightning_d9d.state import (
+    Concatenate,
+    Distribute,
+    Identity,
+    Parallel,
+    Prefix,
+    Rename,
+    SafetensorsReader,
+    Sequential,
+    load_tensors,
+    read_tensors,
+    save_tensors,
+)
+from tests.harness.compare import assert_bitwise_equal
+from tests.harness.ranks import RankContext
+
+NUM_LAYERS = 2
+MERGE = Parallel(Prefix(Concatenate(["q", "k", "v"], "qkv"), f"{i}.") for i in range(NUM_LAYERS))
+
+
+def make_tensors(seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"q": (6, 5), "k": (2, 5), "v": (2, 5), "norm": (5,)}
+    return {
+        f"{i}.{name}": torch.randn(shape, generator=generator)
+        for i in range(NUM_LAYERS)
+        for name, shape in shapes.items()
+    }
+
+
+def merged(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return MERGE.with_rest(tensors).apply(tensors)
+
+
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert_bitwise_equal(name, actual[name], tensor)
+
+
+@pytest.fixture(params=["one file", "many files"])
+def saved(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    save_tensors(make_tensors(), tmp_path / "saved", max_shard_bytes=10**9 if request.param == "one file" else 100)
+    return tmp_path / "saved"
+
+
+def test_read_and_load_what_was_saved(saved: Path) -> None:
+    assert_same(dict(read_tensors(saved)), make_tensors())
+    found = {name: torch.zeros_like(tensor) for name, tensor in make_tensors().items()}
+    load_tensors(found, saved)
+    assert_same(found, make_tensors())
+
+
+def test_a_mapper_on_the_way_in_and_on_the_way_out(saved: Path, tmp_path: Path) -> None:
+    whole = MERGE.with_rest(make_tensors())
+    assert_same(dict(read_tensors(saved, whole)), merged(make_tensors()))
+    assert_same(dict(read_tensors(saved, MERGE)), {f"{i}.qkv": merged(make_tensors())[f"{i}.qkv"] for i in range(2)})
+    save_tensors(merged(make_tensors()), tmp_path / "back", whole.inverse(make_tensors()))
+    assert_same(dict(read_tensors(tmp_path / "back")), make_tensors())
+
+
+def test_a_directory_is_rewritten(saved: Path, tmp_path: Path) -> None:
+    mapper = MERGE.with_rest(make_tensors())
+    save_tensors(SafetensorsReader(saved), tmp_path / "new", mapper, dtype=torch.bfloat16, files={"note": b"text"})
+    expected = {name: tensor.bfloat16() for name, tensor in merged(make_tensors()).items()}
+    assert_same(load_file(tmp_path / "new" / "model.safetensors"), expected)
+    assert (tmp_path / "new" / "note").read_bytes() == b"text"
+
+
+def test_a_single_file_of_others_has_no_manifest(tmp_path: Path) -> None:
+    tensors = {
+        "w": torch.randn(3, 2),
+        "count": torch.tensor(7),
+        "mask": torch.tensor([True, False]),
+        "none": torch.zeros(0),
+    }
+    save_file(tensors, tmp_path / "weights.safetensors")
+    assert_same(dict(read_tensors(tmp_path / "weights.safetensors")), tensors)
+    save_tensors(tensors, tmp_path / "ours", dtype=torch.float64)
+    doubled = {"w": tensors["w"].double(), "none": tensors["none"].double()}
+    assert_same(dict(read_tensors(tmp_path / "ours")), {**tensors, **doubled})
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.head = nn.Linear(3, 4, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def test_modules_with_buffers_and_tied_weights(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module, other = Tied(), Tied()
+    module.norm(torch.randn(5, 3))
+    save_tensors(module, tmp_path / "all")
+    load_tensors(other, tmp_path / "all")
+    assert_same(other.state_dict(), module.state_dict())
+    once = {name: tensor for name, tensor in module.state_dict().items() if name != "head.weight"}
+    save_tensors(once, tmp_path / "once")
+    third = Tied()
+    load_tensors(third, tmp_path / "once")
+    assert_same(third.state_dict(), module.state_dict())
+
+
+def test_only_what_both_have(saved: Path) -> None:
+    wanted = {"0.norm": torch.zeros(5), "new": torch.zeros(2)}
+    with pytest.raises(
+        StateError, match=r"1 missing in the files: new\. 7 unexpected in the files: 0\.k; 0\.q; 0\.v; and"
+    ):
+        load_tensors(wanted, saved)
+    assert not wanted["0.norm"].any()
+    load_tensors(wanted, saved, strict=False)
+    assert_same(wanted, {"0.norm": make_tensors()["0.norm"], "new": torch.zeros(2)})
+
+
+def test_urls(tmp_path: Path) -> None:
+    url = "memory://test_urls/model"
+    save_tensors(make_tensors(), url, max_shard_bytes=100)
+    assert_same(dict(read_tensors(url, MERGE.with_rest(make_tensors()))), merged(make_tensors()))
+    found = {name: torch.zeros_like(tensor) for name, tensor in make_tensors().items()}
+    load_tensors(found, url, check_finite=True)
+    assert_same(found, make_tensors())
+    with pytest.raises(StateError, match="overwrite=True"):
+        save_tensors(make_tensors(), url)
+    save_tensors(make_tensors(1), url, overwrite=True)
+    assert_same(dict(read_tensors(url)), make_tensors(1))
+    assert len(fsspec.filesystem("memory").ls("test_urls/model")) == 2  # one file and the manifest
+    save_tensors(make_tensors(), f"file://{tmp_path}/local")
+    assert_same(dict(read_tensors(f"file://{tmp_path}/local/model.safetensors")), make_tensors())
+    with pytest.raises(StateError, match="memory://test_urls/none has neither"):
+        list(read_tensors("memory://test_urls/none"))
+
+
+def test_progress_is_shown_when_asked_for(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    load_tensors(make_tensors(1), saved)
+    assert capsys.readouterr().err == ""
+    load_tensors(make_tensors(1), saved, progress=True)
+    save_tensors(make_tensors(1), tmp_path / "new", progress=True)
+    shown = capsys.readouterr().err
+    for what in ("checking", "reading", "writing"):
+        assert what in shown
+    assert "100%" in shown
+
+
+def test_what_would_be_lost_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StateError, match=r"0\.k; 0\.v; 0\.norm; and 4 more: the mapper does not take it"):
+        save_tensors(make_tensors(), tmp_path / "new", Identity(["0.q"]))
+    with pytest.raises(ConfigError, match=r"dtype=torch\.int8"):
+        save_tensors(make_tensors(), tmp_path / "new", dtype=torch.int8)
+    with pytest.raises(StateError, match="complex64, which safetensors files do not have"):
+        save_tensors({"c": torch.zeros(2, dtype=torch.complex64)}, tmp_path / "new")
+    with pytest.raises(StateError, match="there is no tensor to write"):
+        save_tensors({}, tmp_path / "new")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_manifest(saved: Path) -> None:
+    manifest = json.loads((saved / "model.safetensors.manifest.json").read_text())
+    assert manifest["tensors"].keys() == make_tensors().keys()
+    assert manifest["tensors"]["0.q"]["shape"] == [6, 5]
+    assert manifest["tensors"]["0.q"]["dtype"] == "F32"
+    assert len({each["crc32"] for each in manifest["tensors"].values()}) == len(manifest["tensors"])
+
+
+# Ranks
+
+
+def cut(tensors: dict[str, Tensor], rank: RankContext) -> dict[str, Tensor]:
+    mesh = init_device_mesh(rank.device.type, (rank.world_size,))
+    return {
+        name: distribute_tensor(tensor.to(rank.device), mesh, [Shard(tensor.ndim - 1)], src_data_rank=None)
+        for name, tensor in tensors.items()
+    }
+
+
+@pytest.mark.ranks(2)
+def test_shards_through_a_mapper(rank: RankContext, tmp_path: Path) -> None:
+    """Merged weights that are cut over ranks, from and to files with single ones."""
+    whole = MERGE.with_rest(make_tensors())
+    save_tensors(
+        cut(merged(make_tensors()), rank), tmp_path / "saved", whole.inverse(make_tensors()), max_shard_bytes=150
+    )
+    assert_same(dict(read_tensors(tmp_path / "saved")), make_tensors())
+    found = cut(merged(make_tensors(1)), rank)
+    load_tensors(found, tmp_path / "saved", whole)
+    assert_same(found, merged(make_tensors()))
+    mesh = init_device_mesh(rank.device.type, (2,))
+    distributed = Sequential([MERGE, Distribute([f"{i}.qkv" for i in range(NUM_LAYERS)], mesh, [Shard(0)])])
+    for name, tensor in read_tensors(tmp_path / "saved", distributed):
+        assert isinstance(tensor, DTensor)
+        assert_bitwise_equal(name, tensor, merged(make_tensors())[name])
+
+
+@pytest.mark.ranks(2)
+def test_ranks_with_different_names(rank: RankContext, tmp_path: Path) -> None:
+    """As pipeline stages have them; and what only one rank finds wrong, both refuse."""
+    own = {name: tensor for name, tensor in make_tensors().items() if name.startswith(str(rank.rank))}
+    save_tensors(own, tmp_path / "saved")
+    assert_same(dict(read_tensors(tmp_path / "saved")), make_tensors())
+    found = {name: torch.zeros_like(tensor) for name, tensor in own.items()}
+    load_tensors(found, tmp_path / "saved")
+    assert_same(found, own)
+    if rank.rank == 1:
+        found["1.norm"] = torch.zeros(6)
+    before = {name: tensor.clone() for name, tensor in found.items()}
+    with pytest.raises(StateError, match=r"rank 1: 1\.norm has shape \[5\] in the files and \[6\] here"):
+        load_tensors(found, tmp_path / "saved")
+    assert_same(found, before)
+
+
+def test_reading_takes_what_is_asked_for(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One tensor after the other: the next is not read before it is asked for."""
+    opened: list[str] = []
+    original = SafetensorsReader.__getitem__
+    stream: Iterator[tuple[str, Tensor]] = read_tensors(saved, verify=False)
+    next(stream)
+    monkeypatch.setattr(
+        SafetensorsReader, "__getitem__", lambda self, name: opened.append(name) or original(self, name)
+    )
+    name, _ = next(stream)
+    assert set(opened) <= {name, "0.q"}
+
+
+def test_names_alone(saved: Path) -> None:
+    assert dict(read_tensors(saved, Rename("0.norm", "n"))).keys() == {"n"}
+    with pytest.raises(StateError, match="gone: what the mapper takes is not there"):
+        list(read_tensors(saved, Rename("gone", "n")))

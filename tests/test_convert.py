@@ -1,0 +1,218 @@
+"""`lightning-d9d convert`: what it makes loads where it should, with the same values."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_d9d import CheckpointConfig, D9DStrategy
+from lightning_d9d.checkpoint import is_directory
+from lightning_d9d.cli import main
+from lightning_d9d.models.qwen3_moe import (
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Qwen3MoePretraining,
+    load_huggingface,
+    save_huggingface,
+)
+from tests.harness.compare import assert_bitwise_equal
+from tests.harness.ranks import RankContext
+
+SMALL = Qwen3MoeConfig(
+    vocab_size=32, hidden_size=16, intermediate_size=24, moe_intermediate_size=8, num_hidden_layers=2,
+    num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_experts=3, num_experts_per_tok=2,
+)  # fmt: skip
+
+
+def convert(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-d9d", "convert", *map(str, arguments)])
+    main()
+
+
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    with pytest.raises(SystemExit) as end:
+        convert(monkeypatch, *arguments)
+    assert end.value.code == 2
+    return capsys.readouterr().err
+
+
+def make_model(seed: int = 0) -> Qwen3MoeForCausalLM:
+    torch.manual_seed(seed)
+    return Qwen3MoeForCausalLM(SMALL)
+
+
+def assert_loads(directory: Path, expected: torch.nn.Module) -> None:
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig.from_json(directory))
+    load_huggingface(model, directory)
+    for name, parameter in model.named_parameters():
+        assert_bitwise_equal(name, parameter, expected.get_parameter(name).to(parameter.dtype))
+
+
+def trainer(strategy: Any, **options: Any) -> L.Trainer:
+    silent = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    return L.Trainer(strategy=strategy, devices=1, enable_checkpointing=False, **silent, **options)
+
+
+def data() -> DataLoader[Any]:
+    ids = torch.randint(32, (6, 9), generator=torch.Generator().manual_seed(0))
+    batches = [{"input_ids": ids[i : i + 2, :-1], "labels": ids[i : i + 2, 1:]} for i in range(0, 6, 2)]
+    return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint directory, saved after an epoch, and beside it `direct.ckpt`, a file of the same."""
+    path = tmp_path_factory.mktemp("trained") / "job.ckpt"
+    torch.manual_seed(0)
+    run = trainer(D9DStrategy(), max_epochs=1)
+    run.fit(Qwen3MoePretraining(SMALL, warmup_steps=1), data())
+    run.save_checkpoint(path)
+    assert is_directory(path)
+    run.strategy.checkpoint_config = CheckpointConfig(mode="consolidated")  # type: ignore[attr-defined]
+    run.save_checkpoint(path.with_name("direct.ckpt"))
+    return path
+
+
+def test_dtype_files_and_layout_of_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model()
+    save_huggingface(model, tmp_path / "one")
+    (tmp_path / "one" / "tokenizer.json").write_text("{}")
+    convert(
+        monkeypatch, tmp_path / "one", tmp_path / "fused", "--fused-experts", "--dtype", "bfloat16",
+        "--max-shard-size", "4KB",
+    )  # fmt: skip
+    assert_loads(tmp_path / "fused", model.bfloat16())
+    files = sorted(path.name for path in (tmp_path / "fused").iterdir())
+    assert {"config.json", "generation_config.json", "tokenizer.json", "model.safetensors.index.json"} <= {*files}
+    assert len([name for name in files if name.endswith(".safetensors")]) > 2
+    names = json.loads((tmp_path / "fused" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert "model.layers.1.mlp.experts.gate_up_proj" in names
+    assert json.loads((tmp_path / "fused" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    convert(monkeypatch, tmp_path / "fused", tmp_path / "back")
+    assert_loads(tmp_path / "back", model)
+    save_huggingface(model, tmp_path / "direct")
+    for each in ("one", "direct"):
+        assert load_file(tmp_path / each / "model.safetensors").keys() == (
+            load_file(tmp_path / "back" / "model.safetensors").keys()
+        )
+
+
+def test_transformers_opens_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Path) -> None:
+    from transformers import Qwen3MoeForCausalLM as Reference
+
+    convert(monkeypatch, trained, tmp_path / "hf", "--dtype", "float32")
+    reference, info = Reference.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    module = Qwen3MoePretraining.load_from_checkpoint(trained)
+    ids = torch.arange(16).view(2, 8)
+    torch.testing.assert_close(reference(ids).logits, module.model(ids).logits, rtol=1e-4, atol=1e-5)
+    assert_loads(tmp_path / "hf", module.model)
+
+
+def test_stock_strategies_go_on_from_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Path) -> None:
+    """As from one that was saved as a file."""
+    convert(monkeypatch, trained, tmp_path / "whole.ckpt")
+    ends = []
+    for path in (trained.with_name("direct.ckpt"), tmp_path / "whole.ckpt"):
+        run = trainer("auto", max_epochs=2)
+        module = Qwen3MoePretraining(SMALL, warmup_steps=1)
+        run.fit(module, data(), ckpt_path=path)
+        assert run.global_step == 6
+        ends.append(module.state_dict())
+    for name, tensor in ends[0].items():
+        assert_bitwise_equal(name, ends[1][name], tensor)
+    convert(monkeypatch, tmp_path / "whole.ckpt", tmp_path / "hf")
+    assert_loads(tmp_path / "hf", Qwen3MoePretraining.load_from_checkpoint(trained).model)
+
+
+class Plain(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        """Two groups, in another order than the parameters are in the module."""
+        decay, others = [], []
+        for name, parameter in self.named_parameters():
+            (decay if "2." in name else others).append(parameter)
+        optimizer = torch.optim.AdamW([{"params": decay, "weight_decay": 0.3}, {"params": others}], lr=0.1)
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
+
+
+def test_groups_of_an_optimizer_keep_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = DataLoader(TensorDataset(torch.randn(8, 4, generator=torch.Generator().manual_seed(0))), batch_size=4)
+    run = trainer(D9DStrategy(checkpoint=CheckpointConfig(mode="sharded")), max_epochs=2)
+    run.fit(Plain(), rows)
+    run.save_checkpoint(tmp_path / "job.ckpt")
+    run.strategy.checkpoint_config = CheckpointConfig(mode="consolidated")  # type: ignore[attr-defined]
+    run.save_checkpoint(tmp_path / "direct.ckpt")
+    convert(monkeypatch, tmp_path / "job.ckpt", tmp_path / "converted.ckpt")
+    ends = []
+    for name in ("direct.ckpt", "converted.ckpt"):
+        module = Plain()
+        trainer("auto", max_epochs=3).fit(module, rows, ckpt_path=tmp_path / name)
+        ends.append(module.state_dict())
+    for name, tensor in ends[0].items():
+        assert_bitwise_equal(name, ends[1][name], tensor)
+    half = tmp_path / "half.ckpt"
+    convert(monkeypatch, tmp_path / "job.ckpt", half, "--dtype", "bfloat16")
+    assert torch.load(half, weights_only=True)["state_dict"]["net.0.weight"].dtype == torch.bfloat16
+
+
+@pytest.mark.ranks(2)
+def test_of_a_pipeline_the_weights(rank: RankContext, tmp_path: Path) -> None:
+    from lightning_d9d import MeshConfig, convert
+
+    run = L.Trainer(
+        strategy=D9DStrategy(mesh=MeshConfig(pipeline_parallel=2)), max_steps=1, devices=2, accelerator="cpu",
+        logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    run.fit(Qwen3MoePretraining(SMALL), data())
+    run.save_checkpoint(tmp_path / "job.ckpt")
+    run.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    if rank.rank == 0:
+        expected = Qwen3MoePretraining.load_from_checkpoint(tmp_path / "job.ckpt").model
+        with pytest.raises(Exception, match="several pipeline stages"):
+            convert.main([str(tmp_path / "job.ckpt"), str(tmp_path / "whole.ckpt")])
+        convert.main([str(tmp_path / "weights.ckpt"), str(tmp_path / "whole.ckpt")])
+        state = torch.load(tmp_path / "whole.ckpt", weights_only=True)["state_dict"]
+        for name, parameter in expected.named_parameters():
+            assert_bitwise_equal(name, state[name], parameter)
+    rank.barrier()
+
+
+def test_what_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], trained: Path
+) -> None:
+    save_huggingface(make_model(), tmp_path / "hf")
+    new = tmp_path / "new"
+    assert "neither model.safetensors nor" in refused(monkeypatch, capsys, tmp_path, new)
+    assert "is no size" in refused(monkeypatch, capsys, tmp_path / "hf", new, "--max-shard-size", "5 apples")
+    assert "overwrite=True" in refused(monkeypatch, capsys, tmp_path / "hf", tmp_path / "hf")
+    assert "is no checkpoint directory" in refused(monkeypatch, capsys, tmp_path / "hf", tmp_path / "x.ckpt")
+    assert "add --overwrite" in refused(monkeypatch, capsys, trained, trained)
+    weights = tmp_path / "hf" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert "is damaged" in refused(monkeypatch, capsys, tmp_path / "hf", new)
+    convert(monkeypatch, tmp_path / "hf", new, "--no-verify")
+    torch.save({"state_dict": {}}, tmp_path / "other.ckpt")
+    assert "no checkpoint of Qwen3MoePretraining" in refused(
+        monkeypatch, capsys, tmp_path / "other.ckpt", tmp_path / "y"
+    )
+    (tmp_path / "junk.ckpt").write_text("junk")
+    assert "cannot be read" in refused(monkeypatch, capsys, tmp_path / "junk.ckpt", tmp_path / "y")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "junk.ckpt", "new", "other.ckpt"]
