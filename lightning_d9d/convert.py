@@ -43,17 +43,11 @@ def main(arguments: Sequence[str]) -> None:
         StateError: What is read is missing, damaged or of another kind, or the target cannot be written.
         ConfigError: What is asked for cannot be.
     """
-    parser = argparse.ArgumentParser(prog="lightning-d9d convert", description=__doc__)
-    parser.add_argument("source", help="Hugging Face directory (or URL), checkpoint directory or .ckpt file")
-    parser.add_argument("target", help="directory (or URL) for Hugging Face's form, or a name that ends with .ckpt")
-    parser.add_argument("--dtype", choices=sorted(_DTYPES), help="of the weights; by default as they are")
-    parser.add_argument("--max-shard-size", default="5GB", help="at which a new file begins, e.g. 500MB or 2GiB")
-    parser.add_argument("--fused-experts", action="store_true", help="all experts of a layer in one tensor")
-    parser.add_argument("--overwrite", action="store_true", help="replace the target, with everything in it")
-    parser.add_argument("--no-verify", action="store_true", help="do not compare checksums first")
-    chosen = parser.parse_args(arguments)
+    chosen = make_parser().parse_args(arguments)
     if chosen.target.endswith(".ckpt"):
-        _write_file(chosen.source, Path(chosen.target), _DTYPES.get(chosen.dtype), chosen.overwrite)
+        _write_file(
+            chosen.source, Path(chosen.target), _DTYPES.get(chosen.dtype), chosen.weights_only, chosen.overwrite
+        )
         return
     options: dict[str, Any] = {
         "dtype": _DTYPES.get(chosen.dtype),
@@ -66,6 +60,20 @@ def main(arguments: Sequence[str]) -> None:
         _from_checkpoint(chosen.source, chosen.target, chosen.fused_experts, options)
     else:
         _from_huggingface(chosen.source, chosen.target, chosen.fused_experts, options)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Of the command's arguments."""
+    parser = argparse.ArgumentParser(prog="lightning-d9d convert", description=__doc__)
+    parser.add_argument("source", help="Hugging Face directory (or URL), checkpoint directory or .ckpt file")
+    parser.add_argument("target", help="directory (or URL) for Hugging Face's form, or a name that ends with .ckpt")
+    parser.add_argument("--dtype", choices=sorted(_DTYPES), help="of the weights; by default as they are")
+    parser.add_argument("--max-shard-size", default="5GB", help="at which a new file begins, e.g. 500MB or 2GiB")
+    parser.add_argument("--fused-experts", action="store_true", help="all experts of a layer in one tensor")
+    parser.add_argument("--weights-only", action="store_true", help="into a .ckpt file, no optimizers and schedulers")
+    parser.add_argument("--overwrite", action="store_true", help="replace the target, with everything in it")
+    parser.add_argument("--no-verify", action="store_true", help="do not compare checksums first")
+    return parser
 
 
 def _is_checkpoint(source: str) -> bool:
@@ -155,7 +163,7 @@ def _whole(checkpoint: Checkpoint, name: str) -> Tensor:
     return tensor
 
 
-def _write_file(source: str, target: Path, dtype: torch.dtype | None, overwrite: bool) -> None:
+def _write_file(source: str, target: Path, dtype: torch.dtype | None, weights_only: bool, overwrite: bool) -> None:
     """Of a checkpoint directory, Lightning's own file. All of it is in memory then."""
     if not is_directory(source):
         raise ConfigError(f"{source} is no checkpoint directory, which is what {target} can be made of; give one")
@@ -166,6 +174,8 @@ def _write_file(source: str, target: Path, dtype: torch.dtype | None, overwrite:
     state = {**_below(checkpoint.values, _MODEL), **_below(checkpoint.read(_MODEL), _MODEL)}
     if dtype is not None:
         state = {name: _cast(value, dtype) for name, value in state.items()}
+    if weights_only:
+        values = {name: value for name, value in values.items() if name not in ("optimizer_states", "lr_schedulers")}
     if "optimizer_states" in values:
         indices = range(values["optimizer_states"])
         values["optimizer_states"] = [_optimizer(checkpoint, f"{_OPTIMIZER}_{index}") for index in indices]
@@ -202,8 +212,8 @@ def _optimizer(checkpoint: Checkpoint, prefix: str) -> dict[str, Any]:
     if any(hyperparameters.count(each) > 1 for each in hyperparameters):
         raise StateError(
             f"{prefix} of {str(checkpoint.path)!r} was saved by several pipeline stages, or has groups that do not "
-            "differ, so the order of its parameters in one file is not known; save with "
-            'CheckpointConfig(mode="consolidated"), or without optimizers (save_weights_only)'
+            "differ, so the order of its parameters in one file is not known; add "
+            '--weights-only, or save with CheckpointConfig(mode="consolidated")'
         )
     other = checkpoint.values[prefix]
     return {**other["other"], "state": {**other["state"], **states}, "param_groups": groups}

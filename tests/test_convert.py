@@ -181,12 +181,11 @@ def test_of_a_pipeline_the_weights(rank: RankContext, tmp_path: Path) -> None:
     torch.manual_seed(0)
     run.fit(Qwen3MoePretraining(SMALL), data())
     run.save_checkpoint(tmp_path / "job.ckpt")
-    run.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
     if rank.rank == 0:
         expected = Qwen3MoePretraining.load_from_checkpoint(tmp_path / "job.ckpt").model
         with pytest.raises(Exception, match="several pipeline stages"):
             convert.main([str(tmp_path / "job.ckpt"), str(tmp_path / "whole.ckpt")])
-        convert.main([str(tmp_path / "weights.ckpt"), str(tmp_path / "whole.ckpt")])
+        convert.main([str(tmp_path / "job.ckpt"), str(tmp_path / "whole.ckpt"), "--weights-only"])
         state = torch.load(tmp_path / "whole.ckpt", weights_only=True)["state_dict"]
         for name, parameter in expected.named_parameters():
             assert_bitwise_equal(name, state[name], parameter)

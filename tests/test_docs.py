@@ -20,6 +20,7 @@ import pytest
 import torch.distributed.run
 import yaml
 
+from lightning_d9d import convert
 from lightning_d9d.cli import D9DCLI
 from tests.harness.ranks import RankContext
 
@@ -74,6 +75,9 @@ def check_command(words: list[str]) -> None:
     match words:
         case ["lightning-d9d" | "lightning_d9d.cli", *arguments] | ["python", "-m", "lightning_d9d.cli", *arguments]:
             if arguments == ["doctor"]:
+                return
+            if arguments[0] == "convert":
+                convert.make_parser().parse_args(arguments[1:])
                 return
             asks_for_help = any(argument.endswith("help") for argument in words[:-1])
             try:

@@ -6,10 +6,12 @@ import os
 from pathlib import Path
 
 import lightning as L
+import torch
 from torch import nn
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.models.qwen3_moe import Qwen3MoeForCausalLM, save_huggingface
+from lightning_d9d.state import DTYPE_NAMES
 
 
 class HuggingFaceExport(L.Callback):
@@ -18,11 +20,23 @@ class HuggingFaceExport(L.Callback):
     Args:
         directory: Where `config.json` and the safetensors files go.
         overwrite: Whether to replace an existing directory with everything in it.
+        dtype: Of the files, "bfloat16" say; None keeps each parameter's own.
+        fused_experts: All experts of a layer in one tensor, not each in its own.
+
+    Raises:
+        ConfigError: A dtype that is none of float64, float32, float16, bfloat16.
     """
 
-    def __init__(self, directory: str | Path, overwrite: bool = False) -> None:
+    def __init__(
+        self, directory: str | Path, overwrite: bool = False, dtype: str | None = None, fused_experts: bool = False
+    ) -> None:
+        if dtype is not None and getattr(torch, dtype, None) not in DTYPE_NAMES:
+            legal = ", ".join(str(each).removeprefix("torch.") for each in DTYPE_NAMES)
+            raise ConfigError(f"HuggingFaceExport(dtype={dtype!r}) must be one of {legal}, or None")
         self.directory = Path(directory)
         self.overwrite = overwrite
+        self.dtype: torch.dtype | None = None if dtype is None else getattr(torch, dtype)
+        self.fused_experts = fused_experts
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Raises `ConfigError` before the training if the export could not be written after it."""
@@ -36,7 +50,13 @@ class HuggingFaceExport(L.Callback):
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Writes; on all ranks, as `save_huggingface` is collective."""
-        save_huggingface(qwen3_moe_stages(pl_module, self), self.directory, overwrite=self.overwrite)
+        save_huggingface(
+            qwen3_moe_stages(pl_module, self),
+            self.directory,
+            dtype=self.dtype,
+            overwrite=self.overwrite,
+            fused_experts=self.fused_experts,
+        )
 
 
 def make_folder(trainer: L.Trainer, folder: Path, callback: str) -> None:

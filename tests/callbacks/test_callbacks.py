@@ -15,6 +15,7 @@ from lightning_d9d.callbacks import HuggingFaceExport, LossCurve, TextSample
 from lightning_d9d.datamodules import ByteTextDataModule
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3MoePretraining, load_huggingface
+from lightning_d9d.state import SafetensorsReader
 
 CONFIG = Qwen3MoeConfig(
     vocab_size=256,
@@ -106,6 +107,15 @@ def test_export_refuses_a_directory_with_files(folder: Path):
     with pytest.raises(ConfigError, match="not empty; choose another one, or set overwrite=True"):
         fit(folder, HuggingFaceExport(folder))
     assert (folder / "a.py").exists()
+
+
+def test_the_export_in_another_dtype_and_layout(folder: Path, tmp_path: Path) -> None:
+    fit(folder, HuggingFaceExport(tmp_path / "export", dtype="bfloat16", fused_experts=True))
+    specs = SafetensorsReader(tmp_path / "export").specs
+    assert {spec.dtype for spec in specs.values()} == {torch.bfloat16}
+    assert "model.layers.0.mlp.experts.gate_up_proj" in specs
+    with pytest.raises(ConfigError, match=r"HuggingFaceExport\(dtype='int8'\) must be one of float64, float32"):
+        HuggingFaceExport("export", dtype="int8")
 
 
 @pytest.mark.parametrize("make", [HuggingFaceExport, LossCurve])
