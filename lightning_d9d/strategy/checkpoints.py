@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.data import _set_sampler_epoch
@@ -24,6 +25,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
 from lightning_d9d.checkpoint import (
+    BackgroundSaver,
     Checkpoint,
     fit_scheduler_state,
     is_directory,
@@ -39,6 +41,7 @@ from lightning_d9d.mesh.agreement import Ranks
 from lightning_d9d.mesh.collectives import gather_object
 from lightning_d9d.mesh.seeds import random_state, seed_for, set_random_state
 from lightning_d9d.strategy.checkpoint_files import AtomicFileIO, load_weights, read_checkpoint
+from lightning_d9d.strategy.configuration import check_saving_callbacks
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.ranks import RankedStrategy
 from lightning_d9d.strategy.sharding import is_sharded
@@ -60,6 +63,12 @@ class CheckpointConfig:
     """"sharded": a directory, to which each rank writes what it holds. "consolidated": Lightning's own file, written by
     rank 0, for which sharded tensors are gathered one by one. "auto": the file for a plain LightningModule without
     sharded tensors, else the directory."""
+
+    asynchronous: bool = False
+    """In `fit`, training goes on as soon as what is saved has been copied to the host's memory: on each rank as much as
+    it holds of model and optimizer. Files are written in the background, and a checkpoint appears, and the one that it
+    replaces is removed, when it is complete. What goes wrong is raised by the next save, or at the end of `fit`, which
+    waits."""
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
@@ -84,8 +93,46 @@ class CheckpointedStrategy(RankedStrategy):
         self._resumed: Mapping[str, Any] | None = None
         self._undo_loaders: list[Callable[[], None]] = []
         self._loader_states: list[dict[str, Any]] | None = None
+        self._saver: BackgroundSaver | None = None
+        self.saves_at_once = False
+        """The job may end as soon as a checkpoint is saved."""
 
     # Saving
+
+    def open_saver(self) -> None:
+        """Let this run save in the background if so configured. Collective."""
+        if self.checkpoint_config.asynchronous:
+            check_saving_callbacks(cast(Any, self.lightning_module).trainer.callbacks)
+            self._saver = BackgroundSaver(None if self.world_size == 1 else self._group_of_saves())
+
+    def _group_of_saves(self) -> dist.ProcessGroup:
+        return self.mesh.group("pp", "dp", "cp", "tp", lane="checkpoint", backend="gloo")
+
+    def finish_saves(self) -> None:
+        """Wait for what is saved in the background. Local.
+
+        Raises:
+            StateError: A save has failed; on every rank.
+        """
+        if self._saver is not None:
+            self._saver.wait()
+
+    def close_saver(self) -> None:
+        """Finish, and save at once from now on. After another failure one of a save is a warning. Local."""
+        saver, self._saver = self._saver, None
+        try:
+            if saver is not None:
+                saver.close()
+        except StateError as error:
+            assert self.lightning_module is not None
+            if not self.lightning_module.trainer.interrupted:
+                raise
+            rank_zero_warn(str(error))
+
+    def on_train_end(self) -> None:
+        """Wait for what callbacks have saved last."""
+        super().on_train_end()
+        self.finish_saves()
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -121,8 +168,20 @@ class CheckpointedStrategy(RankedStrategy):
             for key in ("state_dict", "optimizer_states"):
                 if key in checkpoint:
                     checkpoint[key] = tree_map(functools.partial(_gathered, keep=self.is_global_zero), checkpoint[key])
-            with Ranks().agreed(f"checkpoint {str(filepath)!r} cannot be saved"):
-                super().save_checkpoint(checkpoint, filepath, storage_options)
+            self._save_file(checkpoint, filepath, storage_options)
+        if self.saves_at_once:
+            self.finish_saves()
+
+    def _save_file(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None) -> None:
+        failure = f"checkpoint {str(path)!r} cannot be saved"
+        if self._saver is None:
+            with Ranks().agreed(failure):
+                super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        saver, copies = self._saver, list[dict[str, Any]]()
+        Ranks().together(failure, lambda: copies.append(saver.copied(checkpoint if self.is_global_zero else {})))
+        write = functools.partial(super().save_checkpoint, copies[0], path, storage_options)
+        saver.submit(lambda: Ranks(saver.group).together(failure, write))
 
     @property
     def _saves_directory(self) -> bool:
@@ -143,14 +202,27 @@ class CheckpointedStrategy(RankedStrategy):
                 of_optimizer = optimizer_state(optimizer, names, _OPTIMIZER.format(index))
                 tensors.update(of_optimizer[0])
                 named_values.update(of_optimizer[1])
-        save_directory(path, tensors, checkpoint, named_values=named_values)
+        if self._saver is None:
+            save_directory(path, tensors, checkpoint, named_values=named_values)
+        else:
+            step = cast(Any, self.lightning_module).trainer.global_step
+            self._saver.save_directory(path, tensors, checkpoint, named_values=named_values, version=step)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Lightning's own for files; a directory has it by parameter names, which `save_checkpoint` sees to."""
         return {} if self._saves_directory else super().optimizer_state(optimizer)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Remove a file or a directory, a directory so that no part of it is left under its name."""
+        """Remove a file or a directory, a directory so that no part of it is left under its name.
+
+        Where saves go on in the background, after those: what takes its place must be there.
+        """
+        if self._saver is None:
+            self._remove(filepath)
+        else:
+            self._saver.submit(functools.partial(self._remove, filepath))
+
+    def _remove(self, filepath: str | Path) -> None:
         if self.is_global_zero and (is_directory(filepath) or Path(filepath).is_symlink()):
             remove_directory(filepath)
         else:
@@ -179,6 +251,7 @@ class CheckpointedStrategy(RankedStrategy):
             StateError: It is damaged, incomplete or foreign; on every rank.
         """
         assert self.lightning_module is not None
+        self.finish_saves()
         self._checkpoint_path, self._opened = checkpoint_path, None
         if self.broadcast(is_directory(checkpoint_path)):
             self._opened = open_directory(checkpoint_path)
