@@ -368,11 +368,14 @@ class CheckpointedStrategy(RankedStrategy):
         if resumed is None:
             return
         loop = self.lightning_module.trainer.fit_loop
+        epochs: Any = loop.epoch_progress.current
+        if loop.restarted_mid_epoch and epochs.processed >= epochs.ready:
+            loop.reset_restart_stage()  # saved in an epoch's last batch: else Lightning would not count the next as begun
         loader, fetcher = loop._combined_loader, loop._data_fetcher
         assert loader is not None
         assert fetcher is not None
         for each in loader.flattened:
-            _set_sampler_epoch(each, cast(Any, loop.epoch_progress.current).processed)
+            _set_sampler_epoch(each, epochs.processed)
         _load_states(loader, resumed["loaders"], self._checkpoint_path)
         loop._last_train_dl_reload_epoch = resumed["reload_epoch"]
         if resumed["other_data_ranks"] and self._num_batches_read():

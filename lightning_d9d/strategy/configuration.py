@@ -74,7 +74,7 @@ def check_saving_callbacks(callbacks: Iterable[L.Callback]) -> None:
     if same := [name for name in names if names.count(name) > 1]:
         raise ConfigError(
             f"two ModelCheckpoints with dirpath={str(same[0][0])!r}, filename={same[0][1]!r} and CheckpointConfig("
-            "asynchronous=True) would save to the same paths, as Lightning looks for what is there; give each a filename"
+            "asynchronous=True) would save to the same paths; give each a filename"
         )
 
 
