@@ -300,7 +300,7 @@ class D9DStrategy(AlignedStrategy):
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
             self._setup_gradients(self.lightning_module)
-            self.open_saver()
+            self.open_saver(lambda: self._window_is_open)
 
     def _broadcast_replicas(self, tensors: Iterable[Tensor]) -> None:
         """Overwrite what is not sharded by the first's among the ranks that hold the same stages. Collective."""

@@ -132,15 +132,16 @@ def run(folder: Path, num_kills: int, seed: int, show: bool = False) -> Report:
     while report.kills < num_kills:
         job = folder / f"job {report.jobs}"
         job.mkdir()
-        newest, asynchronous = 0, report.jobs % 2 == 0
+        newest = 0
         while report.kills < num_kills and not (job / FINISHED).exists():
+            asynchronous = report.kills % 2 == 0
             if not kill_at_random(job, asynchronous, chance, report):
                 break
             newest = check_what_is_left(job, newest, report)
             if show:
                 print(f"job {report.jobs}, {asynchronous=}, kill {report.kills}: step {newest} of {NUM_STEPS}")
         if not (job / FINISHED).exists():
-            finish(job, asynchronous)
+            finish(job, asynchronous=True)
         actual = weights(job)
         assert actual.keys() == expected.keys()
         for name, weight in expected.items():
