@@ -247,6 +247,7 @@ class D9DStrategy(AlignedStrategy):
         """As the base class, with what `Auto` has chosen. Collective."""
         if self._choice is not None:
             checkpoint[CHOICE] = self._choice.to_dict()
+        self._sync_buffers()
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @property
@@ -301,6 +302,7 @@ class D9DStrategy(AlignedStrategy):
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
             self._setup_gradients(self.lightning_module)
+            self.open_saver(lambda: self._window_is_open)
 
     def _broadcast_replicas(self, tensors: Iterable[Tensor]) -> None:
         """Overwrite what is not sharded by the first's among the ranks that hold the same stages. Collective."""
@@ -350,6 +352,7 @@ class D9DStrategy(AlignedStrategy):
             self._drop_gradients()
             self._kernels.close()
             self.release_loaders()
+            self.close_saver()
             super().teardown()
             self.close_mesh()
         finally:
