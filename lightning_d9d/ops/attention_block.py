@@ -88,7 +88,7 @@ def attention_block(
     if sinks is None:
         return out, lse
     sinks = sinks.to(lse.dtype).unsqueeze(-1)
-    return out * torch.sigmoid(lse - sinks).unsqueeze(-1), torch.logaddexp(lse, sinks)
+    return (out * torch.sigmoid(lse - sinks).unsqueeze(-1)).to(q.dtype), torch.logaddexp(lse, sinks)
 
 
 def attention_block_backward(

@@ -38,6 +38,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, w
     """
     package = flash_attention_package()
     assert package is not None
+    if not q.numel():
+        return torch.empty_like(q)
     options: dict[str, Any] = {"causal": True}
     if window is not None:
         options["window_size"] = (window - 1, 0)

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_d9d.ops.sharded_weights import is_cut, local_part
 from lightning_d9d.ops.weight_gradients import AT_ONCE, WeightGradients, receiver
@@ -66,7 +67,8 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def _no_autocast(device_type: str) -> AbstractContextManager:
-    return torch.autocast(device_type, enabled=False) if torch.amp.is_autocast_available(device_type) else nullcontext()
+    # As in `autocast_dtype`: meta tensors know none, and to ask is more than torch 2.11 can compile.
+    return nullcontext() if device_type == "meta" else torch.autocast(device_type, enabled=False)
 
 
 def split_linears(module: nn.Module) -> Callable[[], None]:
@@ -129,12 +131,13 @@ class _Linear(torch.autograd.Function):
         shape = x.shape
         x, dy = x.flatten(0, -2), grad_outputs[0].flatten(0, -2)
         dx = dw = db = None
+        widens = ctx.widens and not torch.is_grad_enabled()  # torch has no derivative of a product that widens
         if ctx.needs_input_grad[0]:
-            if ctx.widens:
+            if widens:
                 dx = (_halves(dy).flatten(1) @ weight.repeat(2, 1)).view(shape)
             else:
                 dx = (dy @ weight.to(dy.dtype)).view(shape)
-        weight_gradient = _wide_weight_gradient if ctx.widens else _weight_gradient
+        weight_gradient = _wide_weight_gradient if widens else _weight_gradient
         if ctx.later is not None:
             gradients, trained_weight, trained_bias = ctx.later
             gradients.add(trained_weight, weight_gradient, dy, x)
@@ -158,15 +161,16 @@ def _wide_weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
 
 
 def _widens(x: Tensor, weight: Tensor, dtype: torch.dtype | None) -> bool:
-    """Whether tensor cores give the product in float32."""
-    return x.is_cuda and dtype == torch.float32 and x.dtype == weight.dtype == torch.bfloat16
+    """Whether tensor cores give the product in float32, for which DTensors have no rule."""
+    is_plain = not isinstance(x, DTensor) and not isinstance(weight, DTensor)
+    return is_plain and x.is_cuda and dtype == torch.float32 and x.dtype == weight.dtype == torch.bfloat16
 
 
 def _halves(wide: Tensor) -> Tensor:
     """A float32 gradient as the sum of two in bfloat16.
 
     [Note: two halves] The second is what rounding cut off of the first, so together they have 16 bits of it. A product
-    with both is one with twice as many columns.
+    with both is one with twice as many columns. What is infinite, or rounded to that, becomes NaN.
 
     Args:
         wide: shape `[rows, columns]`.

@@ -16,9 +16,11 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.modules import ExpertBalance
 from lightning_d9d.parallel.config import ParallelConfig
 from lightning_d9d.parallel.data import blocks_of
 from lightning_d9d.parallel.recompute import keep_activations
@@ -38,7 +40,9 @@ def compile_blocks(module: nn.Module, parallel: ParallelConfig, blocks: Iterable
         blocks: Parts of the module; by default what `blocks_of` finds with `parallel.shard_blocks`.
 
     Raises:
-        ConfigError: A block has a `forward` of its own, beside that of its class.
+        ConfigError: A block has a `forward` of its own, beside that of its class. Or it is to be recomputed, and has a
+            router with losses over several ranks: the recomputation does not ask them again, and the compiler may take
+            its numbers for the first ones.
     """
     for part in module.modules():
         keep_activations(part)
@@ -47,6 +51,16 @@ def compile_blocks(module: nn.Module, parallel: ParallelConfig, blocks: Iterable
             del part.forward
     if not parallel.compile:
         return
+    has_losses = any(
+        isinstance(part, ExpertBalance) and (part.config.sequence_loss or part.config.global_batch_loss)
+        for part in module.modules()
+    )
+    if has_losses and parallel.recompute != "none" and dist.is_initialized():
+        raise ConfigError(
+            f"ParallelConfig.compile=True with recompute={parallel.recompute!r}: routers have losses over several "
+            "ranks (BalanceConfig.sequence_loss, global_batch_loss); leave out one of the three, or take bias_rate for "
+            "the balance"
+        )
     blocks = blocks_of(module, parallel.shard_blocks) if blocks is None else list(blocks)
     for block in dict.fromkeys(blocks):
         if "forward" in vars(block):

@@ -58,6 +58,7 @@ _ATTENTION_OPS = {
 """With the place of the argument that says whether they draw random numbers."""
 _KEPT_OPS = {
     _aten.mm.default,
+    _aten.mm.dtype,
     _aten.addmm.default,
     _aten.bmm.default,
     _aten.baddbmm.default,

@@ -2,8 +2,7 @@
 
 [Note: time of a layer] Products run at `flops_per_second`, or as fast as their weights come out of memory where there
 are too few rows for more; what is not a product moves bytes at `bytes_per_second`. A forward and an input backward read
-the weights of their products once a microbatch, a weight backward that there is writes the gradients of all weights
-once.
+the weights of their products once a microbatch, a weight backward writes the gradients of all weights once.
 """
 
 from __future__ import annotations
@@ -42,6 +41,8 @@ class LayerCosts:
     """Kept from forward to backward."""
     split_activation_bytes: float = 0.0
     """Kept from input backward to weight backward, where they are split: inputs of products and their gradients."""
+    is_compiled: bool = False
+    """Whether the backward is one compiled function, all of it in the input phase."""
     output_bytes: float = 0.0
     """What travels to the next stage if the layer is a stage's last, and as gradient back."""
 
@@ -90,17 +91,7 @@ class ModelCosts:
 
     def compiled(self) -> ModelCosts:
         """With layers whose backward is one compiled function: all of it is in the input phase."""
-        layers = (
-            replace(
-                layer,
-                backward_input_flops=layer.backward_input_flops + layer.backward_weight_flops,
-                backward_input_bytes=layer.backward_input_bytes + layer.backward_weight_bytes,
-                backward_weight_flops=0.0,
-                backward_weight_bytes=0.0,
-                split_activation_bytes=0.0,
-            )
-            for layer in self.layers
-        )
+        layers = (replace(layer, is_compiled=True, split_activation_bytes=0.0) for layer in self.layers)
         return replace(self, layers=tuple(layers))
 
     @property
@@ -162,6 +153,7 @@ class Machine:
         inputs = action(
             layer.backward_input_flops, layer.backward_input_bytes, weights if layer.backward_input_flops else 0
         )
-        has_gradients = layer.backward_weight_flops or layer.backward_weight_bytes
-        gradients = action(layer.backward_weight_flops, layer.backward_weight_bytes, weights if has_gradients else 0)
+        gradients = action(layer.backward_weight_flops, layer.backward_weight_bytes, weights)
+        if layer.is_compiled:
+            inputs, gradients = inputs + gradients, 0.0
         return LayerSeconds(forward, inputs, gradients, inputs + gradients)

@@ -548,15 +548,15 @@ class D9DStrategy(AlignedStrategy):
             assert self.lightning_module is not None
             closure = functools.partial(self.precision_plugin._wrap_closure, self.lightning_module, optimizer, closure)
             if self._train_step is None and not self.skip_nonfinite:
-                result = optimizer.step(closure=functools.partial(self._run_and_cast, closure), **kwargs)
+                result = optimizer.step(closure=functools.partial(self._run_and_cast, optimizer, closure), **kwargs)
             else:
                 result = self._run_and_step(optimizer, closure, **kwargs)
         self.set_step_timeout()
         return result
 
-    def _run_and_cast(self, closure: Callable[[], Any]) -> Any:
+    def _run_and_cast(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
         result = closure()
-        cast_gradients(self._parameters)
+        cast_gradients(self._parameters, optimizer)
         return result
 
     def _run_and_step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
@@ -572,7 +572,7 @@ class D9DStrategy(AlignedStrategy):
             self._train_step.step(optimizer, norm, **kwargs)
         else:
             assert norm is not None
-            cast_gradients(self._parameters)
+            cast_gradients(self._parameters, optimizer)
             self._optimizer_step(optimizer, ~norm.isfinite(), **kwargs)
         if self.skip_nonfinite:
             self.lightning_module.log("skipped_steps", self._optimizer_step.skipped.float(), batch_size=1)

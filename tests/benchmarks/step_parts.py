@@ -21,12 +21,19 @@ from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig
 from lightning_d9d.ops import attention
 
 ATTENTION, PROJECTIONS, EXPERTS, HEAD = "attention", "projections and router", "experts' products", "head and loss"
-COPIES, NORMS, ADAMW, REST = "permute, SwiGLU, unpermute", "norms, rope, residuals", "AdamW", "all else"
-PARTS = (ATTENTION, PROJECTIONS, EXPERTS, HEAD, COPIES, NORMS, ADAMW, REST)
+COPIES, NORMS, ADAMW, CLIPPING = (
+    "permute, SwiGLU, unpermute",
+    "norms, rope, residuals",
+    "AdamW",
+    "norm of the gradients",
+)
+REST = "all else"
+PARTS = (ATTENTION, PROJECTIONS, EXPERTS, HEAD, COPIES, NORMS, ADAMW, CLIPPING, REST)
 GAPS = "device waits"
 
 _OPERATORS = (
     ("Optimizer", ADAMW),
+    ("_foreach_norm", CLIPPING),
     ("_foreach", ADAMW),
     ("attention", ATTENTION),
     ("grouped", EXPERTS),
@@ -123,7 +130,8 @@ def ideals(config: Qwen3MoeConfig, num_rows: int, sequence_length: int) -> dict[
     target = torch.empty_like(source)
     per_byte = _time(lambda: target.copy_(source)) / (2 * source.numel()) * dtype.itemsize
     copies = 2 * (tokens + rows) * hidden * 2 + rows * inner * (3 + 5)
-    norms = tokens * (2 * 3 * hidden + 2 * 4 * hidden + 2 * 2 * wide)
+    turned = (heads + kv_heads) * head_dim
+    norms = tokens * (2 * (4 + 4) * hidden + (2 + 3) * turned)  # with residuals, forward and backward
     chunks = -(-tokens // _CHUNK)
     logits = 2 * tokens * config.vocab_size
     return {

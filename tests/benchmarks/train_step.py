@@ -206,9 +206,7 @@ def transformers_of(work: Work, device: torch.device) -> nn.Module:
     del values["vocab_splits"]
     rope = {"rope_type": "default", "rope_theta": values.pop("rope_theta")}
     values["mlp_only_layers"] = list(values["mlp_only_layers"])
-    config = TheirConfig(
-        **values, rope_parameters=rope, max_position_ids=work.sequence_length, experts_implementation="grouped_mm"
-    )
+    config = TheirConfig(**values, rope_parameters=rope, experts_implementation="grouped_mm")
     with device:
         network = Their._from_config(config, attn_implementation="sdpa", dtype=work.dtype)
     network.load_state_dict(work.network(device).state_dict())
