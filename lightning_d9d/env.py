@@ -17,6 +17,7 @@ MINIMUM_VERSIONS = {"python": "3.11", "torch": "2.11", "lightning": "2.6.4", "tr
 _OPTIONAL = {
     "deep_ep": ("deep-ep", "deep-ep"),
     "grouped_gemm": ("nv-grouped-gemm", "grouped-gemm"),
+    "flash_attn": ("flash-attn-4", "flash-attn"),
     "transformers": ("transformers", "hf"),
     "plotly": ("plotly", "viz"),
     "matplotlib": ("matplotlib", "viz"),

@@ -206,8 +206,8 @@ MUTATIONS = [
     Mutation(
         "documents attend to earlier ones",
         "lightning_d9d/ops/attention.py",
-        "(documents[:, None, :, None] == documents[:, None, None, :])",
-        "(documents[:, None, :, None] >= documents[:, None, None, :])",
+        "documents[:, None, :, None] == documents[:, None, None, :]",
+        "documents[:, None, :, None] >= documents[:, None, None, :]",
         "tests/models/test_qwen3_moe_documents.py -k packed_rows_equal",
     ),
     Mutation(
@@ -381,7 +381,7 @@ MUTATIONS = [
     Mutation(
         "resumed loaders begin with the first batch",
         "lightning_d9d/data/resume.py",
-        'self._resumed = state_dict if state_dict["num_read"] else None',
+        "self._resumed = state if is_within else None",
         "pass",
         "tests/data/test_resume.py",
     ),

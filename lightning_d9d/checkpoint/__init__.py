@@ -1,9 +1,11 @@
 """Checkpoints that any mesh can load: a directory on torch Distributed Checkpoint.
 
-`directory.py`: save, open, remove; `metadata.py`: what torch writes beside the tensors, read without running code;
-`optimizers.py`: optimizer state by parameter name.
+`directory.py`: save, open, remove; `tensors.py`: its files; `metadata.py`: what torch writes beside the tensors, read
+without running code; `background.py`: saves that go on beside training; `optimizers.py`: optimizer state by parameter
+name.
 """
 
+from lightning_d9d.checkpoint.background import BackgroundSaver
 from lightning_d9d.checkpoint.directory import (
     Checkpoint,
     is_directory,
@@ -15,6 +17,7 @@ from lightning_d9d.checkpoint.metadata import StoredTensor
 from lightning_d9d.checkpoint.optimizers import fit_scheduler_state, load_optimizer_state, optimizer_state
 
 __all__ = [
+    "BackgroundSaver",
     "Checkpoint",
     "StoredTensor",
     "fit_scheduler_state",

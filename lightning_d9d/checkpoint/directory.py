@@ -8,38 +8,29 @@ What is under `path` is always complete: `values.pt` is written last, and replac
 
 from __future__ import annotations
 
-import dataclasses
 import io
-import math
 import os
 import re
 import secrets
-import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 from lightning_d9d.checkpoint.metadata import METADATA_NAME, StoredTensor, digest, read_metadata, stored_tensors
+from lightning_d9d.checkpoint.tensors import Checksums, PiecesToSave, TensorReader, write_tensors
 from lightning_d9d.errors import ConfigError, StateError
 from lightning_d9d.mesh.agreement import Ranks, first_of
 from lightning_d9d.state.directory import hidden, publish, remove, sync, tidy
 
 VALUES_NAME = "values.pt"
 _PARTIAL_VALUES_NAME = f".{VALUES_NAME}.partial"
-_FORMAT = "lightning_d9d checkpoint 1"
+_FORMAT = "lightning_d9d checkpoint 2"
 _DATA_NAME = re.compile(r"data-[0-9a-f]{16}")
 
 
@@ -74,10 +65,58 @@ def save_directory(
             `path` before is still there.
         ConfigError: The path is a URL.
     """
+    prepare_save(path, lambda: PiecesToSave(tensors), values, named_values=named_values, group=group)()
+
+
+def prepare_save(
+    path: str | Path,
+    pieces: Callable[[], PiecesToSave],
+    values: Mapping[str, Any],
+    *,
+    named_values: Mapping[str, Any] | None = None,
+    group: dist.ProcessGroup | None = None,
+    later_group: dist.ProcessGroup | None = None,
+    copy: bool = False,
+) -> Callable[[], None]:
+    """The first part of `save_directory`, and what does the rest, in another thread if need be. Both are collective.
+
+    Args:
+        path: As for `save_directory`.
+        pieces: Called once, here: the tensors, or copies of them.
+        values: Likewise.
+        named_values: Likewise.
+        group: Likewise.
+        later_group: The same ranks, for the rest; by default `group`.
+        copy: Values are saved as they are now, however they change until the rest is done.
+
+    Raises:
+        StateError: What is given cannot be saved; on every rank.
+        ConfigError: The path is a URL.
+    """
     target, ranks = _on_file_system(path), Ranks(group)
     failure = f"checkpoint {str(target)!r} cannot be saved"
-    named_values = named_values or {}
-    ranks.together(failure, lambda: _check(tensors, named_values))
+    prepared: list[tuple[PiecesToSave, Mapping[str, Any], Mapping[str, Any]]] = []
+
+    def prepare() -> None:
+        named = _packed(named_values or {})
+        own = _packed(values) if ranks.is_first else b""
+        if copy:
+            prepared.append((pieces(), _unpacked(own) if own else {}, _unpacked(named)))
+        else:
+            prepared.append((pieces(), values, named_values or {}))
+
+    ranks.together(failure, prepare)
+    return lambda: _save(target, *prepared[0], Ranks(later_group or group), failure)
+
+
+def _save(
+    path: Path,
+    pieces: PiecesToSave,
+    values: Mapping[str, Any],
+    named_values: Mapping[str, Any],
+    ranks: Ranks,
+    failure: str,
+) -> None:
     all_named = ranks.merge(named_values)
 
     def prepare() -> tuple[Path, Path] | None:
@@ -85,15 +124,16 @@ def save_directory(
             return None
         if both := sorted(all_named.keys() & values.keys()):
             raise StateError(f"{first_of(both)} in both values and named values; rename one")
-        _packed(values)
-        return target, _prepare(target)
+        return path, _prepare(path)
 
     prepared = ranks.together(failure, prepare)[0]
     assert prepared is not None
     target, data = prepared
+    checksums: list[Checksums] = []
     try:
-        ranks.together(failure, lambda: _write_tensors(data, tensors, ranks))
-        ranks.together(failure, lambda: ranks.is_first and _publish(target, data, {**values, **all_named}))
+        ranks.together(failure, lambda: checksums.append(write_tensors(data, pieces, ranks)))
+        all_values = {**values, **all_named}
+        ranks.together(failure, lambda: ranks.is_first and _publish(target, data, all_values, checksums[0]))
     except StateError:
         with suppress(StateError):
             ranks.together(failure, lambda: ranks.is_first and _tidy(target))
@@ -123,7 +163,8 @@ def open_directory(path: str | Path, *, group: dist.ProcessGroup | None = None, 
         content = _read_values(path)
         data = path / content["data"]
         metadata = read_metadata(data, content["metadata"], ranks.share)
-        opened.append(Checkpoint(path, content["values"], data, metadata, ranks))
+        reader = TensorReader(data, metadata, content["checksums"])
+        opened.append(Checkpoint(path, content["values"], reader, ranks))
         return content["data"]
 
     failure = f"checkpoint {str(path)!r} cannot be read"
@@ -148,14 +189,13 @@ def remove_directory(path: str | Path) -> None:
 class Checkpoint:
     """A checkpoint that `open_directory` opened; all of its files have been found."""
 
-    def __init__(self, path: Path, values: dict[str, Any], data: Path, metadata: Metadata, ranks: Ranks) -> None:
+    def __init__(self, path: Path, values: dict[str, Any], reader: TensorReader, ranks: Ranks) -> None:
         self.path = path
         self.values = values
         """Values and named values."""
-        self.tensors: dict[str, StoredTensor] = stored_tensors(metadata)
+        self.tensors: dict[str, StoredTensor] = stored_tensors(reader.metadata)
         """Shape and dtype of each saved tensor, by name."""
-        self._data = data
-        self._metadata = metadata
+        self._reader = reader
         self.ranks = ranks
 
     def load(self, tensors: Mapping[str, Tensor], *, strict: bool = True, prefix: str = "") -> None:
@@ -168,8 +208,8 @@ class Checkpoint:
             prefix: What the names begin with that must all be asked for.
 
         Raises:
-            StateError: Names, shapes or dtypes do not fit, on every rank, and no tensor was changed; or a file turned
-                out to be damaged while it was read.
+            StateError: Names, shapes or dtypes do not fit, or a file is damaged; on every rank, and no tensor was
+                changed.
         """
         failure = f"checkpoint {str(self.path)!r} cannot be loaded"
         wanted = self.ranks.merge(
@@ -189,7 +229,8 @@ class Checkpoint:
                 f"{failure}, it is of another model: {first_of(problems)}. Build the model as it was when it was "
                 "saved, or give another checkpoint"
             )
-        self.ranks.together(failure, lambda: self._fill(tensors))
+        self.ranks.together(failure, lambda: self._reader.check(tensors))
+        self.ranks.together(failure, lambda: self._reader.fill(tensors))
 
     def read(self, prefix: str = "") -> dict[str, Tensor]:
         """New whole tensors on the CPU, of all names that begin with `prefix`. Not collective.
@@ -199,7 +240,9 @@ class Checkpoint:
         """
         wanted = {name: spec for name, spec in self.tensors.items() if name.startswith(prefix)}
         tensors = {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in wanted.items()}
-        Ranks(alone=True).together(f"checkpoint {str(self.path)!r} cannot be read", lambda: self._fill(tensors))
+        failure = f"checkpoint {str(self.path)!r} cannot be read"
+        Ranks(alone=True).together(failure, lambda: self._reader.check(tensors))
+        Ranks(alone=True).together(failure, lambda: self._reader.fill(tensors))
         return tensors
 
     def _misfit(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, is_meta: bool, strict: bool) -> str | None:
@@ -211,95 +254,6 @@ class Checkpoint:
         if stored.dtype != dtype and not (stored.dtype.is_floating_point and dtype.is_floating_point):
             return f"{name} is {stored.dtype} in the checkpoint, {dtype} in the model"
         return f"{name} is on the meta device; allocate it first" if is_meta else None
-
-    def _fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """What `dcp.load` does on each rank, without asking rank 0 about it and with the metadata read already."""
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False, allow_partial_load=True)
-        planner.set_up_planner(dict(tensors), self._metadata)
-        reader = dcp.FileSystemReader(self._data)
-        reader.set_up_storage_reader(self._metadata, is_coordinator=False)
-        plan = reader.prepare_local_plan(planner.create_local_plan())
-        try:
-            reader.read_data(planner.finish_plan(plan), planner).wait()
-        except OSError:
-            raise
-        except Exception as error:
-            raise StateError(f"a file in {str(self._data)!r} is damaged ({error}); give another checkpoint") from error
-
-
-# Tensors
-
-
-class _Planner(DefaultSavePlanner):
-    """Leaves out empty shards: nothing would be read from them."""
-
-    def create_local_plan(self) -> SavePlan:
-        plan = super().create_local_plan()
-        self.plan = dataclasses.replace(plan, items=[item for item in plan.items if not _is_empty_shard(item)])
-        return self.plan
-
-
-class _Writer(dcp.FileSystemWriter):
-    """Names no path in the metadata. Keeps what fails for later: torch cannot send every exception to other ranks."""
-
-    failure: Exception | None = None
-
-    def storage_meta(self) -> StorageMeta:
-        return StorageMeta(save_id=self.save_id)
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        with self._keeping():
-            return super().prepare_local_plan(plan)
-        return plan
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        with self._keeping():
-            return super().write_data(plan, planner)
-        nothing: Future[list[WriteResult]] = Future()
-        nothing.set_result([])
-        return nothing
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        with self._keeping():
-            super().finish(metadata, results)
-
-    @contextmanager
-    def _keeping(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            self.failure = self.failure or error
-
-
-def _is_empty_shard(item: WriteItem) -> bool:
-    data = item.tensor_data
-    return data is not None and math.prod(data.chunk.sizes) == 0 < math.prod(data.size)
-
-
-def _check(tensors: Mapping[str, Tensor], named_values: Mapping[str, Any]) -> None:
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise StateError(f"{name} is no tensor but {type(tensor).__name__}; give it among the values")
-    _packed(named_values)
-
-
-def _write_tensors(data: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
-    writer = _Writer(data)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        try:
-            dcp.save(
-                dict(tensors),
-                storage_writer=writer,
-                planner=_Planner(flatten_state_dict=False, flatten_sharded_tensors=False),
-                process_group=ranks.group,
-                no_dist=ranks.alone,
-            )
-        except CheckpointException as error:  # torch raises it on all ranks, for the failures of some
-            if ranks.rank in error.failures:
-                raise error.failures[ranks.rank][0] from error
-    if writer.failure is not None:
-        raise writer.failure
 
 
 # Values
@@ -326,9 +280,12 @@ def _packed(values: Mapping[str, Any]) -> bytes:
 def _pack_and_check(values: dict[str, Any]) -> bytes:
     buffer = io.BytesIO()
     torch.save(values, buffer)
-    buffer.seek(0)
-    torch.load(buffer, map_location="cpu", weights_only=True)
+    _unpacked(buffer.getvalue())
     return buffer.getvalue()
+
+
+def _unpacked(content: bytes) -> dict[str, Any]:
+    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
 def _read_values(path: Path) -> dict[str, Any]:
@@ -383,7 +340,7 @@ def _prepare(path: Path) -> Path:
     return data
 
 
-def _publish(path: Path, data: Path, values: dict[str, Any]) -> None:
+def _publish(path: Path, data: Path, values: dict[str, Any], checksums: Checksums) -> None:
     """Let the checkpoint appear under `path`; before the one step that does it, all is on the disk."""
     root = data.parent
     if not (data / METADATA_NAME).exists():
@@ -391,7 +348,8 @@ def _publish(path: Path, data: Path, values: dict[str, Any]) -> None:
     metadata = digest(data)
     read_metadata(data, metadata)
     sync(data)
-    content = _packed({"format": _FORMAT, "data": data.name, "metadata": metadata, "values": values})
+    about = {"format": _FORMAT, "data": data.name, "metadata": metadata, "checksums": checksums}
+    content = _packed({**about, "values": values})
     with open(root / _PARTIAL_VALUES_NAME, "wb") as file:
         file.write(content)
         file.flush()

@@ -5,17 +5,32 @@
 """
 
 from lightning_d9d.data.ahead import END, NOTHING, Agreement, Filling
-from lightning_d9d.data.resume import can_resume_by_sampler, is_place_of_sampler, make_resumable, without_resuming
+from lightning_d9d.data.resume import (
+    DataRank,
+    can_replay,
+    can_resume_by_sampler,
+    is_place_of_sampler,
+    is_replayed,
+    make_replayed,
+    make_resumable,
+    resumes_at,
+    without_resuming,
+)
 from lightning_d9d.data.workers import seed_order, seed_workers
 
 __all__ = [
     "END",
     "NOTHING",
     "Agreement",
+    "DataRank",
     "Filling",
+    "can_replay",
     "can_resume_by_sampler",
     "is_place_of_sampler",
+    "is_replayed",
+    "make_replayed",
     "make_resumable",
+    "resumes_at",
     "seed_order",
     "seed_workers",
     "without_resuming",

@@ -1,23 +1,40 @@
-"""Map-style loaders that go on in the middle of an epoch without reading again what was read."""
+"""Loaders that go on in the middle of an epoch; map-style ones without reading again what was read.
+
+On as many data ranks as before, each goes on in its own order. Where ranks are more or fewer, or batches larger or
+smaller, the part of the epoch's order that nobody has read yet is dealt out anew.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_d9d.errors import StateError
 from lightning_d9d.mesh.seeds import random_state, set_random_state
 
 _ORDERED = (SequentialSampler, DistributedSampler)
 """Samplers whose order follows from the epoch, and from a seed."""
 _CPU = torch.device("cpu")
-_FROM_THE_START: dict[str, Any] = {"num_read": 0, "seeds": [], "global": None, "own": []}
+_FROM_THE_START: dict[str, Any] = {
+    **{"num_read": 0, "num_batches": 0, "num_ranks": 1, "seeds": [], "global": None, "own": [], "order": None}
+}
+
+
+class DataRank(NamedTuple):
+    """Which of the data ranks a loader reads for."""
+
+    rank: int = 0
+    num_ranks: int = 1
+
+
+ALONE = DataRank()
 
 
 class ResumableSampler:
@@ -31,14 +48,17 @@ class ResumableSampler:
     Args:
         sampler: What a DataLoader takes its indices, or lists of indices, from.
         num_read: How many of these the current pass has used so far; 0 between epochs.
+        data_rank: Which samples these are.
     """
 
-    def __init__(self, sampler: Any, num_read: Callable[[], int]) -> None:
+    def __init__(self, sampler: Any, num_read: Callable[[], int], data_rank: DataRank = ALONE) -> None:
         self._order = sampler
         self._num_read = num_read
+        self._data_rank = data_rank
         self._global: dict[str, Any] | None = None
         self._own: list[Tensor] = []
         self._resumed: Mapping[str, Any] | None = None
+        self._dealt: Mapping[str, Any] | None = None
 
     def __len__(self) -> int:
         return len(self._order)
@@ -50,6 +70,12 @@ class ResumableSampler:
 
     def __iter__(self) -> Iterator[Any]:
         resumed, self._resumed = self._resumed or _FROM_THE_START, None
+        self._dealt = resumed.get("dealt")
+        if self._dealt is not None:
+            self._global, self._own = resumed["global"], resumed["own"]
+            left = _deal(self._dealt, self._global, self._own, self._data_rank.rank)
+            yield from left[resumed["num_read"] - self._dealt["first_batch"] :]
+            return
         with self._drawing_from(resumed):
             indices = iter(self._order)
             first = list(islice(indices, resumed["num_read"], resumed["num_read"] + 1))
@@ -58,18 +84,54 @@ class ResumableSampler:
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the epoch, and what its order or, between epochs, the next one's follows from."""
-        seeds = [sampler.seed for sampler in _seeded(self._order)]
+        about: dict[str, Any] = {"num_batches": len(self), "num_ranks": self._data_rank.num_ranks}
+        about["seeds"] = [sampler.seed for sampler in _seeded(self._order)]
         if num_read := self._num_read():
-            return {"num_read": num_read, "seeds": seeds, "global": self._global, "own": self._own}
-        return {**_FROM_THE_START, "seeds": seeds, "own": _states(self._order)}
+            order = self._dealt or _description(self._order, self._data_rank.num_ranks)
+            return {"num_read": num_read, **about, "global": self._global, "own": self._own, "order": order}
+        return {**_FROM_THE_START, **about, "own": _states(self._order)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The next iteration goes on where `state_dict` was taken."""
-        for sampler, seed in zip(_seeded(self._order), state_dict["seeds"], strict=False):  # the job may have another
+        """The next iteration goes on where `state_dict` was taken, on this data rank or on the first of others.
+
+        Raises:
+            StateError: Another number of data ranks goes on in the middle of an epoch, and nobody knows how samples
+                are dealt out to them.
+        """
+        state, ranks = state_dict, self._data_rank.num_ranks
+        own, saved = _description(self._order, ranks), state["order"]
+        is_within = state["num_read"] > 0
+        if is_within and saved is not None and (own is not None or saved["first_sample"]):
+            state = self._dealt_anew(state, saved, own)
+        elif is_within and ranks != state["num_ranks"] and len(self) != state["num_batches"]:
+            raise StateError(_refusal(state["num_ranks"], ranks))  # with as many, steps have the same samples
+        for sampler, seed in zip(_seeded(self._order), state["seeds"], strict=False):  # the job may have another
             sampler.seed = seed
-        self._resumed = state_dict if state_dict["num_read"] else None
-        if self._resumed is None:
-            _set_states(self._order, state_dict["own"])
+        self._resumed = state if is_within else None
+        if not is_within and ranks == state["num_ranks"]:
+            _set_states(self._order, state["own"])
+
+    @property
+    def resumes_at(self) -> int | None:
+        """How many batches the loaded place is from the beginning of an epoch; None if that is what was saved."""
+        return None if self._resumed is None or "dealt" not in self._resumed else self._resumed["num_read"]
+
+    def _dealt_anew(
+        self, state: Mapping[str, Any], saved: Mapping[str, Any], own: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
+        """With what of the epoch's order this rank goes on, unless that follows from its sampler."""
+        if own is None:
+            raise StateError(_refusal(state["num_ranks"], self._data_rank.num_ranks))
+        if all(own[key] == saved[key] for key in ("num_ranks", "batch_size", "kind")):
+            return {**state, "dealt": saved} if saved["first_sample"] else dict(state)
+        num_rows = saved["num_ranks"] * saved["batch_size"]
+        dealt = {
+            **saved,
+            **{key: own[key] for key in ("num_ranks", "batch_size", "drop_last")},
+            "first_sample": saved["first_sample"] + (state["num_read"] - saved["first_batch"]) * num_rows,
+        }
+        place = len(self) - len(_deal(dealt, state["global"], state["own"], self._data_rank.rank))
+        return {**state, "num_read": place, "dealt": {**dealt, "first_batch": place}}
 
     @contextmanager
     def _drawing_from(self, state: Mapping[str, Any]) -> Iterator[None]:
@@ -88,20 +150,23 @@ class ResumableSampler:
             set_random_state(before, _CPU)
 
 
-def make_resumable(loader: DataLoader[Any], num_read: Callable[[], int]) -> Callable[[], None]:
+def make_resumable(
+    loader: DataLoader[Any], num_read: Callable[[], int], data_rank: DataRank = ALONE
+) -> Callable[[], None]:
     """Give a map-style DataLoader a `state_dict` and a `load_state_dict`, in place.
 
     Args:
         loader: Without these methods.
         num_read: How many batches the current epoch has used so far; 0 between epochs. In a loader that is shorter and
             begins again the place is counted from there; one that has just been read to its end is at its end.
+        data_rank: For which of the data ranks it reads.
 
     Returns:
         What takes them away again.
     """
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     original = getattr(loader, name)
-    sampler = ResumableSampler(original, lambda: _place_in_pass(num_read(), len(loader)))
+    sampler = ResumableSampler(original, lambda: _place_in_pass(num_read(), len(loader)), data_rank)
     object.__setattr__(loader, name, sampler)  # a DataLoader does not let its sampler be set
     loader.state_dict, loader.load_state_dict = sampler.state_dict, sampler.load_state_dict  # type: ignore[attr-defined]
 
@@ -110,6 +175,75 @@ def make_resumable(loader: DataLoader[Any], num_read: Callable[[], int]) -> Call
         del loader.state_dict, loader.load_state_dict  # type: ignore[attr-defined]
 
     return undo
+
+
+def make_replayed(loader: Any, num_read: Callable[[], int], data_rank: DataRank = ALONE) -> Callable[[], None]:
+    """Give an iterable without a state of its own a `state_dict` and a `load_state_dict`, in place.
+
+    It goes on by reading again what was read, and leaving it out: that is exact where it gives the same batches again.
+    Worker processes get the seeds that they had.
+
+    Args:
+        loader: Without these methods; a DataLoader, or of another class written in Python.
+        num_read: How many batches the current epoch has used so far; 0 between epochs.
+        data_rank: For which of the data ranks it reads.
+
+    Returns:
+        What takes them away again.
+    """
+    kind, before = type(loader), None
+    skipped: Mapping[str, Any] = _FROM_THE_START
+
+    class Replayed(kind):
+        replays_batches = True
+
+        def __iter__(self) -> Iterator[Any]:
+            nonlocal before, skipped
+            state, skipped = skipped, _FROM_THE_START
+            present = random_state(_CPU)
+            before = state["global"] or present
+            set_random_state(before, _CPU)
+            iterator = super().__iter__()
+            for _ in islice(iterator, state["num_read"]):
+                pass
+            if state["global"]:
+                set_random_state(present, _CPU)
+            return iterator
+
+        def state_dict(self) -> dict[str, Any]:
+            count = num_read()
+            state = {**_FROM_THE_START, "num_read": count, "num_ranks": data_rank.num_ranks}
+            return {**state, "global": before if count else None}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            nonlocal skipped
+            if state_dict["num_read"] and state_dict["num_ranks"] != data_rank.num_ranks:
+                raise StateError(_refusal(state_dict["num_ranks"], data_rank.num_ranks))
+            skipped = state_dict
+
+    Replayed.__name__, Replayed.__qualname__ = kind.__name__, kind.__qualname__
+    loader.__class__ = Replayed
+
+    def undo() -> None:
+        loader.__class__ = kind
+
+    return undo
+
+
+def is_replayed(loader: object) -> bool:
+    """Whether `make_replayed` took it."""
+    return getattr(loader, "replays_batches", False)
+
+
+def can_replay(loader: object) -> bool:
+    """Whether `make_replayed` takes it."""
+    return not hasattr(loader, "load_state_dict") and hasattr(loader, "__dict__") and hasattr(type(loader), "__iter__")
+
+
+def resumes_at(loader: object) -> int | None:
+    """As `ResumableSampler.resumes_at`, of a loader's sampler; None for others."""
+    samplers = (getattr(loader, name, None) for name in ("batch_sampler", "sampler"))
+    return next((sampler.resumes_at for sampler in samplers if isinstance(sampler, ResumableSampler)), None)
 
 
 def without_resuming(sampler: Any) -> Any:
@@ -167,3 +301,59 @@ def _states(sampler: Any) -> list[Tensor]:
 def _set_states(sampler: Any, states: list[Tensor]) -> None:
     for generator, state in zip(_generators(sampler), states, strict=False):  # none, where it begins anew
         generator.set_state(state)
+
+
+# Orders that can be dealt out anew
+
+
+def _description(sampler: Any, num_ranks: int) -> dict[str, Any] | None:
+    """What, with the state of random numbers, an epoch's order over all data ranks follows from; None if not known."""
+    batches = sampler if type(sampler) is BatchSampler else None
+    sampler = sampler if batches is None else batches.sampler
+    common = {
+        **{"num_ranks": num_ranks, "first_batch": 0, "first_sample": 0},
+        "batch_size": 1 if batches is None else batches.batch_size,
+        "drop_last": False if batches is None else batches.drop_last,
+    }
+    if type(sampler) is DistributedSampler:
+        about = {"shuffle": sampler.shuffle, "seed": sampler.seed, "epoch": sampler.epoch}
+        return {**common, "kind": "distributed", "num_samples": len(sampler.dataset), **about}  # type: ignore[arg-type]
+    if num_ranks > 1:  # by whoever made the loader
+        return None
+    if type(sampler) is SequentialSampler:
+        return {**common, "kind": "in order", "num_samples": len(sampler.data_source)}
+    if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source):
+        return {**common, "kind": "random", "num_samples": len(sampler)}
+    return None
+
+
+def _deal(order: Mapping[str, Any], numbers: Mapping[str, Any] | None, own: list[Tensor], rank: int) -> list[Any]:
+    """A rank's batches from `first_sample` on; all ranks have as many, the last ones filled up as torch does."""
+    samples, num_ranks, size = range(order["num_samples"]), order["num_ranks"], order["batch_size"]
+    indices: list[int] = list(samples)
+    if order["kind"] == "distributed":
+        sampler = DistributedSampler(samples, 1, 0, shuffle=order["shuffle"], seed=order["seed"])  # type: ignore[arg-type]
+        sampler.set_epoch(order["epoch"])
+        indices = list(sampler)
+    elif order["kind"] == "random":
+        before, generator = random_state(_CPU), None
+        if own:
+            generator = torch.Generator()
+            generator.set_state(own[0])
+        elif numbers is not None:
+            set_random_state(numbers, _CPU)
+        indices = list(RandomSampler(samples, generator=generator))
+        set_random_state(before, _CPU)
+    left = indices[order["first_sample"] :]
+    left += indices[: -len(left) % num_ranks]
+    share = left[rank::num_ranks]
+    batches = [share[start : start + size] for start in range(0, len(share), size)]
+    return batches[:-1] if order["drop_last"] and batches and len(batches[-1]) < size else batches
+
+
+def _refusal(saved: int, now: int) -> str:
+    return (
+        f"{saved} data-parallel ranks saved the checkpoint in the middle of an epoch and {now} go on, and their loader "
+        "does not tell how samples are dealt out; go on with as many, save at the end of an epoch, or let Lightning "
+        "deal out a map-style dataset (use_distributed_sampler=True)"
+    )

@@ -238,7 +238,7 @@ class MeshDomains:
             axes: Axes of one domain, in its order.
             lane: Groups over the same ranks in other lanes are other groups, whose collectives can overlap: "moe" for
                 experts' all-to-all, "reduce" for gradients, "pipeline" and "pipeline_backward" for activations and
-                their gradients, "default" for all else.
+                their gradients, "checkpoint" for saves in the background, "default" for all else.
             backend: "gloo", "nccl", ...; by default that of the default process group.
             high_priority: On nccl, its kernels run before other work of the GPU.
 

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.modules.initial_values import Constant, DrawnByRows
-from lightning_d9d.ops import Routes, moe_route, sum_over
+from lightning_d9d.ops import Routes, moe_route
+from lightning_d9d.ops.once import add_once_, sum_once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,23 +154,22 @@ class ExpertBalance(DrawnByRows):
         return copies.remainder(logits.shape[-1]).view(num_tokens, top_k)
 
     def _loss(self, logits: Tensor, routes: Routes) -> Tensor | None:
-        is_repeated = torch._C._current_graph_task_id() != -1
         config = self.config
-        if self.counts_tokens and not is_repeated:
-            self.tokens_per_expert.add_(routes.counts)
+        if self.counts_tokens:
+            add_once_(self.tokens_per_expert, routes.counts)
         losses = []
         if config.sequence_loss:
             assert routes.scores is not None
             *shape, num_experts = logits.shape
             counts = _count(routes.indices.view(*shape, routes.indices.shape[1]), num_experts)
-            if self.sequence_group_name is not None and not is_repeated:
-                counts = sum_over(counts, self.sequence_group_name, sums_gradients=False)
+            if self.sequence_group_name is not None:
+                counts = sum_once(counts, self.sequence_group_name)
             losses.append(config.sequence_loss * sequence_balance_loss(routes.scores.view_as(logits), counts))
         if config.global_batch_loss:
             assert routes.scores is not None
             counts = routes.counts * self.counts_tokens
-            if self.group is not None and not is_repeated:
-                dist.all_reduce(counts, group=self.group)
+            if self.group is not None:
+                counts = sum_once(counts, self.group.group_name)
             losses.append(config.global_batch_loss * balance_loss(routes.scores, counts))
         if config.z_loss:
             losses.append(config.z_loss * router_z_loss(logits))

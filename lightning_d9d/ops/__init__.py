@@ -8,7 +8,7 @@ with one. Both can put their weight gradients off, with `WeightGradients` and `p
 computations that ranks share.
 `linear_cross_entropy` is the loss of a product with a vocabulary's matrix, without all logits at a time.
 `vocab_parallel_embedding` looks up rows of a vocabulary that lies on several ranks.
-`attention` attends causally, within documents if there are some.
+`attention` attends causally, within documents and a window if there are some, and chooses what runs it.
 `round_stochastic_` rounds float32 to bfloat16 without bias.
 `rms_norm` scales rows to a unit root mean square.
 `swiglu` is the gated activation of MLPs and experts.
@@ -16,7 +16,7 @@ computations that ranks share.
 """
 
 from lightning_d9d.ops.all_to_all import all_to_all_rows
-from lightning_d9d.ops.attention import attention, document_mask
+from lightning_d9d.ops.attention import AttentionKernel, attention
 from lightning_d9d.ops.collectives import gather_dim, scatter_sum, sum_over
 from lightning_d9d.ops.grouped_gemm import grouped_gemm, using_grouped_gemm
 from lightning_d9d.ops.linear import linear, split_linears
@@ -33,12 +33,12 @@ from lightning_d9d.ops.vocab_parallel import vocab_parallel_embedding
 from lightning_d9d.ops.weight_gradients import WeightGradients, put_off
 
 __all__ = [
+    "AttentionKernel",
     "Permutation",
     "Routes",
     "WeightGradients",
     "all_to_all_rows",
     "attention",
-    "document_mask",
     "gather_dim",
     "grouped_gemm",
     "indices_from_multihot",

@@ -1,17 +1,71 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
+from typing import Any, Literal, get_args
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.backends.cuda import (
+    SDPAParams,
+    can_use_cudnn_attention,
+    can_use_efficient_attention,
+    can_use_flash_attention,
+)
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.ops.attention_block import (
+    MAX_HEAD_DIM,
+    attention_block,
+    attention_block_backward,
+    triton_can_run,
+    wide,
+)
+from lightning_d9d.ops.flash_attention import flash_attention, flash_attention_package
+from lightning_d9d.ops.kernels import runs_triton
+from lightning_d9d.ops.linear import autocast_dtype
+
+AttentionKernel = Literal["auto", "cudnn", "flash", "efficient", "math", "triton", "flash-attn"]
+"""What computes attention: see `attention`."""
+
+_NAME = "lightning_d9d::attention"
+_GRADIENT = "lightning_d9d::attention_backward"
+_BACKENDS = {
+    "cudnn": (SDPBackend.CUDNN_ATTENTION, can_use_cudnn_attention),
+    "flash": (SDPBackend.FLASH_ATTENTION, can_use_flash_attention),
+    "efficient": (SDPBackend.EFFICIENT_ATTENTION, can_use_efficient_attention),
+}
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
-    """Causal attention in which several query heads may share one head of keys and values.
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None = None,
+    *,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    kernel: AttentionKernel = "auto",
+) -> Tensor:
+    """Causal attention, `softmax(q @ k.T / sqrt(head_dim)) @ v` over the keys up to a token's own.
 
-    Runs on `torch.nn.functional.scaled_dot_product_attention`. Borders of documents go to it as a mask, which takes
-    `batch * seq**2` numbers in the dtype of `q`, kept for the backward; calls with the same documents can have one in
-    common, made with `document_mask`. Pairs that it masks are computed all the same. In 16 bits GPUs have a kernel for
-    masks and shared heads together; in float32 and float64 they write out `batch * heads * seq**2` scores.
+    Several query heads may share one head of keys and values (https://arxiv.org/abs/2305.13245). What runs it,
+    `kernel`:
+
+    - "auto": what torch chooses for causal attention (cuDNN on Hopper, flash attention on other GPUs), Triton kernels
+      for documents and windows on CUDA, and elsewhere, in float64 and with heads of more than 256 numbers, torch with a
+      mask of `batch * seq**2` numbers, which is kept for the backward.
+    - "cudnn", "flash", "efficient", "math": that of torch. The first two take neither documents nor window, "efficient"
+      neither sinks nor shared heads. With a mask where there are documents or a window.
+    - "triton": kernels that compute only blocks of tokens with documents in common, for any shape.
+    - "flash-attn": the package of that name or `flash-attn-4`, of the newest version that is installed; no sinks. With
+      documents the host waits for the device.
+
+    Two runs of the Triton kernels give equal bits; backwards of other kernels may sum in another order each time. These
+    kernels, and whatever computes sinks on CUDA, are one operator, `torch.ops.lightning_d9d.attention`; its backward
+    takes probabilities anew from the logarithms of their sums, one float32 number a query and head. The host waits for
+    nothing.
 
     Args:
         q: shape `[batch, heads, seq, head_dim]`.
@@ -19,39 +73,268 @@ def attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) 
             `h // (heads / kv_heads)`.
         v: shape of `k`.
         documents: integers, shape `[batch, seq]`: a token attends to itself and to those before it that have the same
-            number; or the `document_mask` of such numbers. None is one document a row.
+            number, any one. None is one document a row.
+        window: how many tokens a token sees at most, itself and those before it. None is all.
+        sinks: shape `[heads]`, differentiable: the score of one more key, whose value is zero
+            (https://arxiv.org/abs/2309.17453). None is without.
+        kernel: see above.
 
     Returns:
         Shape and dtype of `q`.
+
+    Raises:
+        ConfigError: A shape does not fit, the window is empty, or the kernel cannot run this.
     """
-    mask = documents
-    if mask is not None and not mask.is_floating_point():
-        mask = document_mask(mask, q.dtype)
+    q, k, v = (t.to(autocast_dtype(t)) for t in (q, k, v))
+    _check(q, k, v, documents, window, sinks, kernel)
+    if window is not None and window >= q.shape[2]:
+        window = None
+    if kernel == "auto":
+        chosen = _choice(q, k, v, documents, window, sinks)
+    elif reason := _why_not(kernel, q, k, v, documents, window, sinks):
+        others = [
+            name for name in get_args(AttentionKernel)[1:] if not _why_not(name, q, k, v, documents, window, sinks)
+        ]
+        raise ConfigError(
+            f"kernel={kernel!r} cannot run this attention: {reason}. Can: 'auto', {', '.join(map(repr, others))}"
+        )
+    else:
+        chosen = kernel
+    if chosen == "flash-attn":
+        return flash_attention(q, k, v, documents, window)
+    if chosen in ("triton", "block") or (chosen in ("cudnn", "flash") and sinks is not None):
+        return torch.ops.lightning_d9d.attention(q, k, v, documents, sinks, window, chosen)[0]
+    if sinks is not None:
+        return attention_reference(q, k, v, documents, window=window, sinks=sinks)
+    backend = SDPBackend.MATH if chosen == "math" else _BACKENDS[chosen][0] if chosen in _BACKENDS else None
+    mask = None if documents is None and window is None else _mask(q, documents, window)
     is_grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=is_grouped)
+    with nullcontext() if backend is None else sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=is_grouped)
 
 
-def document_mask(documents: Tensor, dtype: torch.dtype) -> Tensor:
-    """What `attention` adds to its scores so that tokens attend causally and within their document.
-
-    Args:
-        documents: integers, shape `[batch, seq]`.
-        dtype: of the queries.
-
-    Returns:
-        Shape `[batch, 1, seq, seq]`, by query and key: 0 where the key counts, else -inf.
-    """
-    counts = (documents[:, None, :, None] == documents[:, None, None, :]).tril()
-    return torch.zeros_like(counts, dtype=dtype).masked_fill_(~counts, float("-inf"))
-
-
-def attention_reference(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
-    """`attention` with all scores written out; `documents` are numbers, not a mask."""
-    batch, heads, seq, head_dim = q.shape
+def attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None = None,
+    *,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """`attention` with all scores written out."""
+    heads, seq, head_dim = q.shape[1:]
     k, v = (t.repeat_interleave(heads // k.shape[1], 1) for t in (k, v))
-    if documents is None:
-        documents = torch.zeros(batch, seq, dtype=torch.int64, device=q.device)
-    places = torch.arange(seq, device=q.device)
-    counts = (documents.unsqueeze(-1) == documents.unsqueeze(-2)) & (places.unsqueeze(-1) >= places)
-    scores = (q @ k.mT / head_dim**0.5).masked_fill(~counts.unsqueeze(1), float("-inf"))
+    scores = (q @ k.mT / head_dim**0.5).masked_fill(~_counts(seq, q.device, documents, window), float("-inf"))
+    if sinks is not None:
+        sink = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+        return torch.cat([scores, sink], -1).softmax(-1)[..., :-1] @ v
     return scores.softmax(-1) @ v
+
+
+def _counts(seq: int, device: torch.device, documents: Tensor | None, window: int | None) -> Tensor:
+    """Which keys count for a query, by query and key: shape `[1 or batch, 1, seq, seq]`."""
+    counts = torch.ones(1, 1, seq, seq, dtype=torch.bool, device=device)
+    if documents is not None:
+        counts = documents[:, None, :, None] == documents[:, None, None, :]
+    counts = counts.tril()
+    return counts if window is None else counts.triu(1 - window)
+
+
+def _mask(q: Tensor, documents: Tensor | None, window: int | None) -> Tensor:
+    """What is added to scores."""
+    counts = _counts(q.shape[2], q.device, documents, window)
+    return torch.zeros_like(counts, dtype=q.dtype).masked_fill_(~counts, float("-inf"))
+
+
+def _choice(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int | None, sinks: Tensor | None) -> str:
+    """What "auto" stands for: "torch" is torch's choice, "block" the operator's, which the compiler cannot trace."""
+    can_run_triton = triton_can_run(q, k, v)
+    if can_run_triton and runs_triton(q, k, v, by_default=False):
+        return "triton"
+    is_masked = documents is not None or window is not None
+    if not can_run_triton or not runs_triton(q, k, v) or not (is_masked or sinks is not None):
+        return "torch"
+    return "triton" if is_masked else "block"
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int | None, sinks: Tensor | None, kernel: str
+) -> None:
+    (batch, heads, seq, head_dim), kv_heads = q.shape, k.shape[1]
+    if k.shape != (batch, kv_heads, seq, head_dim) or v.shape != k.shape or heads % max(1, kv_heads):
+        raise ConfigError(
+            f"k {list(k.shape)} and v {list(v.shape)} must have the shape of q {list(q.shape)}, but for a number of "
+            "heads that divides that of q"
+        )
+    if documents is not None and (documents.shape != (batch, seq) or documents.is_floating_point()):
+        raise ConfigError(
+            f"documents {list(documents.shape)} of {documents.dtype} must be integers of shape [batch, seq], here "
+            f"{[batch, seq]}"
+        )
+    if window is not None and window < 1:
+        raise ConfigError(f"window={window} must be 1 or more, for a token sees itself")
+    if sinks is not None and sinks.shape != (heads,):
+        raise ConfigError(f"sinks {list(sinks.shape)} must be one number a head of q, here {heads}")
+    if kernel not in get_args(AttentionKernel):
+        raise ConfigError(f"kernel={kernel!r} must be one of {', '.join(map(repr, get_args(AttentionKernel)))}")
+
+
+def _why_not(
+    kernel: str, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int | None, sinks: Tensor | None
+) -> str | None:
+    """Why a kernel cannot run this."""
+    is_masked = documents is not None or window is not None
+    of_what = f"{q.dtype} on {q.device.type} with head_dim {q.shape[-1]}"
+    if kernel == "math":
+        return None
+    if kernel == "triton":
+        if not triton_can_run(q, k, v):
+            return f"it takes float32, bfloat16 and float16 up to head_dim {MAX_HEAD_DIM}, not {of_what}"
+        is_there = q.is_cuda or runs_triton(q, k, v, by_default=False)
+        return None if is_there else f"it takes CUDA tensors, not {of_what}"
+    if kernel == "flash-attn":
+        if flash_attention_package() is None:
+            return "there is no package for it; pip install 'lightning-d9d[flash-attn]'"
+        if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16):
+            return f"it takes bfloat16 and float16 on CUDA, not {of_what}"
+        return None if sinks is None else "it takes no sinks"
+    if is_masked and kernel != "efficient":
+        return "it takes neither documents nor a window"
+    if sinks is not None and kernel == "efficient":
+        return "it takes no sinks"
+    mask = torch.empty(1, 1, 1, 1, dtype=q.dtype, device=q.device).expand(-1, -1, q.shape[2], -1) if is_masked else None
+    can_use = _BACKENDS[kernel][1]
+    can_run = q.is_cuda and (  # the compiler cannot trace the question
+        torch.compiler.is_compiling() or can_use(SDPAParams(q, k, v, mask, 0.0, mask is None, q.shape[1] != k.shape[1]))
+    )
+    return None if can_run else f"torch has it not for {of_what} and {q.shape[1]} heads on {k.shape[1]}"
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    sinks: Tensor | None,
+    window: int | None,
+    kernel: Any,
+) -> tuple[Tensor, Tensor]:
+    out, lse = attention_block(
+        q,
+        k,
+        v,
+        causal=True,
+        q_documents=documents,
+        k_documents=documents,
+        window=window,
+        sinks=sinks,
+        kernel=None if kernel == "block" else kernel,
+    )
+    return _in_form_of(q, out), lse
+
+
+def _new_results(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
+
+
+def _backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    documents: Tensor | None,
+    sinks: Tensor | None,
+    window: int | None,
+    kernel: Any,
+    needs_q: bool,
+    needs_kv: bool,
+    needs_sinks: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dq, dk, dv, dsinks = _new_gradients(
+        grad_out, q, k, v, out, lse, documents, sinks, window, kernel, needs_q, needs_kv, needs_sinks
+    )
+    if needs_q or needs_kv:
+        given = attention_block_backward(
+            grad_out,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            causal=True,
+            q_documents=documents,
+            k_documents=documents,
+            window=window,
+            kernel=None if kernel == "block" else kernel,
+            needs_q=needs_q,
+            needs_kv=needs_kv,
+        )
+        dq = _in_form_of(q, given[0]) if needs_q else dq
+        dk, dv = (_in_form_of(k, given[1]), _in_form_of(v, given[2])) if needs_kv else (dk, dv)
+    if needs_sinks:
+        assert sinks is not None
+        deltas = (grad_out.to(lse.dtype) * out).sum(-1)
+        dsinks.copy_(-((sinks.to(lse.dtype).unsqueeze(-1) - lse).exp() * deltas).sum((0, 2)))
+    return dq, dk, dv, dsinks
+
+
+def _new_gradients(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    documents: Tensor | None,
+    sinks: Tensor | None,
+    window: int | None,
+    kernel: Any,
+    needs_q: bool,
+    needs_kv: bool,
+    needs_sinks: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Empty ones are not asked for."""
+    parts = ((q, needs_q), (k, needs_kv), (v, needs_kv), (q if sinks is None else sinks, needs_sinks))
+    dq, dk, dv, dsinks = (torch.empty_like(t) if needed else t.new_empty(0) for t, needed in parts)
+    return dq, dk, dv, dsinks
+
+
+def _in_form_of(tensor: Tensor, value: Tensor) -> Tensor:
+    """With the dtype and order in memory that the compiler is told of."""
+    form = torch.empty_like(tensor, device="meta")
+    is_so = value.dtype == form.dtype and value.stride() == form.stride()
+    return value if is_so else torch.empty_like(tensor).copy_(value)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, documents, sinks, ctx.window, ctx.kernel = inputs
+    ctx.save_for_backward(q, k, v, *output, documents, sinks)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate(ctx: Any, grad_out: Tensor, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    needs_q, needs_k, needs_v, _, needs_sinks, *_ = ctx.needs_input_grad
+    needed = needs_q, needs_k or needs_v, needs_sinks
+    operator = torch.ops.lightning_d9d.attention_backward
+    dq, dk, dv, dsinks = operator(grad_out, *ctx.saved_tensors, ctx.window, ctx.kernel, *needed)
+    asked = ((dq, needs_q), (dk, needs_k), (dv, needs_v))
+    return *(d if needed else None for d, needed in asked), None, dsinks if needs_sinks else None, None, None
+
+
+torch.library.define(
+    _NAME,
+    "(Tensor q, Tensor k, Tensor v, Tensor? documents, Tensor? sinks, int? window, str kernel) -> (Tensor, Tensor)",
+)
+torch.library.define(
+    _GRADIENT,
+    "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? documents, Tensor? sinks, "
+    "int? window, str kernel, bool needs_q, bool needs_kv, bool needs_sinks) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+torch.library.impl(_NAME, "CompositeExplicitAutograd", _forward)
+torch.library.impl(_GRADIENT, "CompositeExplicitAutograd", _backward)
+torch.library.register_fake(_NAME, _new_results)
+torch.library.register_fake(_GRADIENT, _new_gradients)
+torch.library.register_autograd(_NAME, _differentiate, setup_context=_setup_context)

@@ -16,6 +16,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
+from torch.distributed.tensor import DTensor
+
+from lightning_d9d.ops.kernels import runs_triton
+
+BlockKernel = Literal["cudnn", "flash", "triton", "reference"]
+"""What can run a block: kernels of torch, those of `lightning_d9d.ops.attention_kernels`, or plain torch."""
+
+MAX_HEAD_DIM = 256
+"""Of the Triton kernels."""
 
 _MAX_SCORES = 1 << 24
 """How many scores the reference has in memory at a time, unless those of one query a head are more."""
@@ -31,11 +40,15 @@ def attention_block(
     causal: bool,
     q_documents: Tensor | None = None,
     k_documents: Tensor | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    kernel: BlockKernel | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attends with queries to a block of keys; several query heads may share one head of keys and values.
 
-    Runs on cuDNN's or flash attention's kernels where these can, else, and always with documents, on
-    `attention_block_reference`.
+    On CUDA this runs on cuDNN's or flash attention's kernels of torch where these can, else, and always with documents
+    or a window, on Triton kernels: pairs of blocks that share no document are not computed. float64, heads of more than
+    256 numbers and other devices take `attention_block_reference`.
 
     Args:
         q: shape `[batch, heads, queries, head_dim]`.
@@ -47,19 +60,35 @@ def attention_block(
         q_documents: integers, shape `[batch, queries]`: a query attends only to keys with its own number. With
             `k_documents` or not at all.
         k_documents: integers, shape `[batch, keys]`.
+        window: with `causal`, to how many keys a query attends at most, its own and those before it.
+        sinks: shape `[heads]`, the score of one more key with a value of zero. The backward knows them from `lse`.
+        kernel: what runs it, which must be able to (`block_kernel`); None chooses.
 
     Returns:
         The result, shape and dtype of `q`, and the logarithms, shape `[batch, heads, queries]`: 0 and -inf for a query
         without any key.
     """
-    kernel = _kernel(q, k, v, causal, q_documents)
+    kernel = kernel or block_kernel(q, k, v, causal=causal, is_masked=q_documents is not None or window is not None)
+    if kernel == "triton":
+        from lightning_d9d.ops.attention_kernels import forward
+        from lightning_d9d.ops.attention_plan import Masks
+
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+        if q.numel():
+            forward(q, k, v, Masks(causal, window, q_documents, k_documents), sinks, out, lse)
+        return out, lse
     if kernel == "cudnn":
         out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
-        return out, lse.view(q.shape[:-1])
-    if kernel == "flash":
+        lse = lse.view(q.shape[:-1])
+    elif kernel == "flash":
         out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+    else:
+        ids = {"q_documents": q_documents, "k_documents": k_documents}
+        out, lse = attention_block_reference(q, k, v, causal=causal, window=window, **ids)
+    if sinks is None:
         return out, lse
-    return attention_block_reference(q, k, v, causal=causal, q_documents=q_documents, k_documents=k_documents)
+    sinks = sinks.to(lse.dtype).unsqueeze(-1)
+    return (out * torch.sigmoid(lse - sinks).unsqueeze(-1)).to(q.dtype), torch.logaddexp(lse, sinks)
 
 
 def attention_block_backward(
@@ -73,12 +102,16 @@ def attention_block_backward(
     causal: bool,
     q_documents: Tensor | None = None,
     k_documents: Tensor | None = None,
+    window: int | None = None,
+    kernel: BlockKernel | None = None,
+    needs_q: bool = True,
+    needs_kv: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What a block of keys contributes to the gradients of attention.
 
     Args:
         grad_out: gradient of the result, shape of `q`.
-        q: as in `attention_block`, as are `k`, `v`, `causal`, `q_documents` and `k_documents`.
+        q: as in `attention_block`, as are `k`, `v`, `causal`, `q_documents`, `k_documents`, `window` and `kernel`.
         k: see `q`.
         v: see `q`.
         out: what these queries got from all their keys, in this block and others.
@@ -86,15 +119,29 @@ def attention_block_backward(
         causal: see `q`.
         q_documents: see `q`.
         k_documents: see `q`.
+        window: see `q`.
+        kernel: see `q`.
+        needs_q: whether the gradient of `q` is asked for; the Triton kernels compute no others.
+        needs_kv: whether those of `k` and `v` are.
 
     Returns:
-        The summands of the gradients of `q`, `k` and `v`, in their shapes and dtypes.
+        The summands of the gradients of `q`, `k` and `v`, in their shapes and dtypes; those that are not asked for may
+        be empty.
     """
-    kernel = _kernel(q, k, v, causal, q_documents)
-    if kernel is None:
-        return attention_block_backward_reference(
-            grad_out, q, k, v, out, lse, causal=causal, q_documents=q_documents, k_documents=k_documents
-        )
+    kernel = kernel or block_kernel(q, k, v, causal=causal, is_masked=q_documents is not None or window is not None)
+    if kernel == "reference":
+        ids = {"q_documents": q_documents, "k_documents": k_documents}
+        return attention_block_backward_reference(grad_out, q, k, v, out, lse, causal=causal, window=window, **ids)
+    if kernel == "triton":
+        from lightning_d9d.ops.attention_kernels import backward
+        from lightning_d9d.ops.attention_plan import Masks
+
+        new = torch.empty_like if q.numel() and k.numel() else torch.zeros_like
+        dq = new(q) if needs_q else q.new_empty(0)
+        dk, dv = (new(t) if needs_kv else t.new_empty(0) for t in (k, v))
+        if q.numel() and k.numel():
+            backward(grad_out, q, k, v, out, lse, Masks(causal, window, q_documents, k_documents), dq, dk, dv)
+        return dq, dk, dv
     lse = lse.contiguous()  # flash attention takes it for that
     lengths = (q.shape[2], k.shape[2])
     no_seed = torch.empty(2, dtype=torch.int64, device=q.device)  # without dropout nothing reads it
@@ -135,12 +182,13 @@ def attention_block_reference(
     causal: bool,
     q_documents: Tensor | None = None,
     k_documents: Tensor | None = None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`attention_block` in plain torch and wide arithmetic, with the scores of some queries at a time."""
     k, v = k.to(wide(k.dtype)), v.to(wide(v.dtype))
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=k.dtype)
     for rows in _chunks(q, k):
-        scores = _scores(q, k, rows, causal, q_documents, k_documents)
+        scores = _scores(q, k, rows, causal, window, q_documents, k_documents)
         log_sums = scores.logsumexp(-1)
         out[:, :, rows] = _probabilities(scores, log_sums).matmul(v).view(q[:, :, rows].shape)
         lse[:, :, rows] = log_sums.view(lse[:, :, rows].shape)
@@ -158,12 +206,13 @@ def attention_block_backward_reference(
     causal: bool,
     q_documents: Tensor | None = None,
     k_documents: Tensor | None = None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`attention_block_backward` in plain torch and wide arithmetic, with the scores of some queries at a time."""
     k_wide, v_wide = k.to(wide(k.dtype)), v.to(wide(v.dtype))
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k_wide), torch.zeros_like(v_wide)
     for rows in _chunks(q, k):
-        scores = _scores(q, k_wide, rows, causal, q_documents, k_documents)
+        scores = _scores(q, k_wide, rows, causal, window, q_documents, k_documents)
         probabilities = _probabilities(scores, lse[:, :, rows].reshape(scores.shape[:-1]))
         gradient, result = (_grouped(t[:, :, rows], k_wide) for t in (grad_out, out))
         dv += probabilities.mT @ gradient
@@ -174,16 +223,32 @@ def attention_block_backward_reference(
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _kernel(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, documents: Tensor | None
-) -> Literal["cudnn", "flash"] | None:
-    """What can run a block here; `torch.nn.attention.sdpa_kernel` narrows it down as for torch's own attention."""
-    if not q.is_cuda or documents is not None or q.shape[-1] % 8:
-        return None
-    parameters = SDPAParams(q, k, v, None, 0.0, causal, True)
-    if can_use_cudnn_attention(parameters):
-        return "cudnn"
-    return "flash" if can_use_flash_attention(parameters) else None
+def block_kernel(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, is_masked: bool) -> BlockKernel:
+    """What runs a block here; `torch.nn.attention.sdpa_kernel` narrows kernels of torch down as for its own attention.
+
+    Args:
+        q: as in `attention_block`, as are `k`, `v` and `causal`.
+        k: see `q`.
+        v: see `q`.
+        causal: see `q`.
+        is_masked: whether there are documents or a window.
+    """
+    can_run_triton = triton_can_run(q, k, v)
+    if can_run_triton and runs_triton(q, k, v, by_default=False):
+        return "triton"
+    if q.is_cuda and not is_masked and q.shape[-1] % 8 == 0:
+        parameters = SDPAParams(q, k, v, None, 0.0, causal, True)
+        if can_use_cudnn_attention(parameters):
+            return "cudnn"
+        if can_use_flash_attention(parameters):
+            return "flash"
+    return "triton" if can_run_triton and runs_triton(q, k, v) else "reference"
+
+
+def triton_can_run(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the Triton kernels take such tensors."""
+    is_plain = not any(isinstance(tensor, DTensor) for tensor in (q, k, v))
+    return is_plain and q.dtype == k.dtype == v.dtype != torch.float64 and q.shape[-1] <= MAX_HEAD_DIM
 
 
 def _chunks(q: Tensor, k: Tensor) -> Iterator[slice]:
@@ -199,14 +264,22 @@ def _grouped(rows: Tensor, k: Tensor) -> Tensor:
 
 
 def _scores(
-    q: Tensor, k: Tensor, rows: slice, causal: bool, q_documents: Tensor | None, k_documents: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    rows: slice,
+    causal: bool,
+    window: int | None,
+    q_documents: Tensor | None,
+    k_documents: Tensor | None,
 ) -> Tensor:
     """Shape `[batch, kv_heads, group * rows, keys]`, -inf where a query does not attend."""
     scores = _grouped(q[:, :, rows], k) @ (k.mT * q.shape[-1] ** -0.5)
     by_row = scores.unflatten(2, (-1, rows.stop - rows.start))
     if causal:
         places = torch.arange(k.shape[2], device=k.device)
-        by_row.masked_fill_(places > places[rows].unsqueeze(-1), float("-inf"))
+        distances = places[rows].unsqueeze(-1) - places
+        is_masked = distances < 0 if window is None else (distances < 0) | (distances >= window)
+        by_row.masked_fill_(is_masked, float("-inf"))
     if q_documents is not None and k_documents is not None:
         differ = q_documents[:, rows].unsqueeze(-1) != k_documents.unsqueeze(-2)
         by_row.masked_fill_(differ[:, None, None], float("-inf"))

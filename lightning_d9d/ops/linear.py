@@ -7,6 +7,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_d9d.ops.sharded_weights import is_cut, local_part
 from lightning_d9d.ops.weight_gradients import AT_ONCE, WeightGradients, receiver
@@ -31,7 +32,9 @@ def linear(
             is a DTensor placed alike, to which this rank's rows alone have contributed.
         bias: shape `[out]`.
         dtype: compute the product in this dtype, also under autocast, and keep `x` and `weight` for the backward as
-            they are; `x` has two dims or more then.
+            they are; `x` has two dims or more then. In float32 and without `bias`, where both are bfloat16 on CUDA,
+            nothing is cast: products of such numbers are exact in float32, and added up in it. In the backward
+            [Note: two halves].
         own_part: a plain `x` is multiplied with the part that this rank holds of a DTensor that is cut, and the result
             is this rank's own. Otherwise torch refuses such a weight.
 
@@ -64,7 +67,8 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def _no_autocast(device_type: str) -> AbstractContextManager:
-    return torch.autocast(device_type, enabled=False) if torch.amp.is_autocast_available(device_type) else nullcontext()
+    # As in `autocast_dtype`: meta tensors know none, and to ask is more than torch 2.11 can compile.
+    return nullcontext() if device_type == "meta" else torch.autocast(device_type, enabled=False)
 
 
 def split_linears(module: nn.Module) -> Callable[[], None]:
@@ -109,10 +113,15 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.later = later
+        ctx.widens = bias is None and _widens(x, weight, dtype)
         if bias is not None:
             bias = bias.to(dtype or autocast_dtype(bias))
         with nullcontext() if dtype is None else _no_autocast(x.device.type):
-            y = F.linear(x.flatten(0, -2).to(dtype or x.dtype), weight.to(dtype or autocast_dtype(weight)), bias)
+            if ctx.widens:
+                assert dtype is not None
+                y = torch.mm(x.flatten(0, -2), weight.t(), out_dtype=dtype)
+            else:
+                y = F.linear(x.flatten(0, -2).to(dtype or x.dtype), weight.to(dtype or autocast_dtype(weight)), bias)
         # Detached, since autograd forbids to modify a view that a Function returns.
         return y.view(*x.shape[:-1], y.shape[-1]).detach()
 
@@ -122,16 +131,21 @@ class _Linear(torch.autograd.Function):
         shape = x.shape
         x, dy = x.flatten(0, -2), grad_outputs[0].flatten(0, -2)
         dx = dw = db = None
+        widens = ctx.widens and not torch.is_grad_enabled()  # torch has no derivative of a product that widens
         if ctx.needs_input_grad[0]:
-            dx = (dy @ weight.to(dy.dtype)).view(shape)
+            if widens:
+                dx = (_halves(dy).flatten(1) @ weight.repeat(2, 1)).view(shape)
+            else:
+                dx = (dy @ weight.to(dy.dtype)).view(shape)
+        weight_gradient = _wide_weight_gradient if widens else _weight_gradient
         if ctx.later is not None:
             gradients, trained_weight, trained_bias = ctx.later
-            gradients.add(trained_weight, _weight_gradient, dy, x)
+            gradients.add(trained_weight, weight_gradient, dy, x)
             if trained_bias is not None:
                 gradients.add(trained_bias, _bias_gradient, dy)
         else:
             if ctx.needs_input_grad[1]:
-                dw = _weight_gradient(dy, x)
+                dw = weight_gradient(dy, x)
             if ctx.needs_input_grad[2]:
                 db = _bias_gradient(dy)
         return dx, dw, db, None, None
@@ -139,6 +153,33 @@ class _Linear(torch.autograd.Function):
 
 def _weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
     return dy.t() @ x.to(dy.dtype)
+
+
+def _wide_weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    halves = _halves(dy)
+    return torch.mm(halves.flatten(1).t(), x, out_dtype=dy.dtype).unflatten(0, halves.shape[1:]).sum(0)
+
+
+def _widens(x: Tensor, weight: Tensor, dtype: torch.dtype | None) -> bool:
+    """Whether tensor cores give the product in float32, for which DTensors have no rule."""
+    is_plain = not isinstance(x, DTensor) and not isinstance(weight, DTensor)
+    return is_plain and x.is_cuda and dtype == torch.float32 and x.dtype == weight.dtype == torch.bfloat16
+
+
+def _halves(wide: Tensor) -> Tensor:
+    """A float32 gradient as the sum of two in bfloat16.
+
+    [Note: two halves] The second is what rounding cut off of the first, so together they have 16 bits of it. A product
+    with both is one with twice as many columns. What is infinite, or rounded to that, becomes NaN.
+
+    Args:
+        wide: shape `[rows, columns]`.
+
+    Returns:
+        Shape `[rows, 2, columns]`.
+    """
+    first = wide.bfloat16()
+    return torch.stack([first, (wide - first).bfloat16()], 1)
 
 
 def _bias_gradient(dy: Tensor) -> Tensor:

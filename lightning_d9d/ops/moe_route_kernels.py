@@ -95,7 +95,7 @@ def backward(
         of_logits,
         num_tokens,
         num_experts,
-        indices.shape[1],
+        TOP_K=indices.shape[1],  # loops over it are unrolled, so that all loads are on their way together
         SIGMOID=sigmoid,
         NORMALIZE=normalize,
         OF_WEIGHTS=of_weights is not None,
@@ -218,7 +218,7 @@ def _backward(
     of_logits,
     num_tokens,
     num_experts,
-    top_k,
+    TOP_K: tl.constexpr,
     SIGMOID: tl.constexpr,
     NORMALIZE: tl.constexpr,
     OF_WEIGHTS: tl.constexpr,
@@ -236,11 +236,11 @@ def _backward(
     if OF_WEIGHTS:
         mean = tl.zeros([ROWS], tl.float32)
         if NORMALIZE:
-            for place in range(top_k):
-                weight = tl.load(weights + tokens * top_k + place, mask=is_token, other=0.0)
-                mean += weight * tl.load(of_weights + tokens * top_k + place, mask=is_token, other=0.0).to(tl.float32)
-        for place in range(top_k):
-            at = tokens * top_k + place
+            for place in tl.static_range(TOP_K):  # type: ignore[misc]
+                weight = tl.load(weights + tokens * TOP_K + place, mask=is_token, other=0.0)
+                mean += weight * tl.load(of_weights + tokens * TOP_K + place, mask=is_token, other=0.0).to(tl.float32)
+        for place in tl.static_range(TOP_K):  # type: ignore[misc]
+            at = tokens * TOP_K + place
             index = tl.load(indices + at, mask=is_token, other=0)
             gradient = tl.load(of_weights + at, mask=is_token, other=0.0).to(tl.float32)
             if NORMALIZE:

@@ -128,23 +128,29 @@ def adamw_reference(tensors: AdamWTensors, factors: Tensor, scalars: Scalars) ->
     """`MultiTensorAdamW` of one parameter; `factors` are its row of what the kernels read."""
     step_size, inverse_root, decay, unscale, step = factors.unbind()
     p, g, m, v = (each.float() for each in tensors[:4])
+    targets = tensors.parameter, tensors.exp_avg, tensors.exp_avg_sq
+    is_rounded = any(target.dtype == torch.bfloat16 for target in targets)
+    random = _random_bits(p, g, tensors.place, scalars.seed, step) if is_rounded else [None] * 3
     beta1, beta2 = scalars.betas
-    index = tensors.place.indices(p.device)
-    key = torch.stack([torch.full_like(step, scalars.seed, dtype=torch.int64), step.long()])
-    quad = index // 4
-    words = torch.stack(philox((quad & _WORD, quad >> 32, 0 * quad, 0 * quad), key), -1)
-    of_gradient, of_value = (each.contiguous().view(torch.int32).long() & _WORD for each in (g, p))
-    mixed = (of_gradient ^ of_value >> 16) * SPREAD & _WORD
-    word = words.gather(-1, (index % 4).unsqueeze(-1)).squeeze(-1) + (mixed ^ mixed >> 16) & _WORD
-    random = word, word >> 16, (word * SPREAD & _WORD) >> 16
     g = g * unscale
     m = m + (g - m) * (1 - beta1)
     v = v * beta2 + g * g * (1 - beta2)
     root = v.double().sqrt().float()  # rounded correctly, which torch's float32 root is not on every CPU
     p = p * decay - m / (root * inverse_root + scalars.eps) * step_size
-    for name, value, bits in zip(_WRITTEN, (p, m, v), random, strict=True):
-        target = getattr(tensors, name)
-        target.copy_(rounded(value, bits) if target.dtype == torch.bfloat16 else value)
+    for target, value, bits in zip(targets, (p, m, v), random, strict=True):
+        target.copy_(rounded(value, bits) if target.dtype == torch.bfloat16 and bits is not None else value)
+
+
+def _random_bits(p: Tensor, g: Tensor, place: Place, seed: int, step: Tensor) -> Sequence[Tensor]:
+    """16 of them for each element of the parameter, of its first and of its second average."""
+    index = place.indices(p.device)
+    key = torch.stack([torch.full_like(step, seed, dtype=torch.int64), step.long()])
+    quad = index // 4
+    words = torch.stack(philox((quad & _WORD, quad >> 32, 0 * quad, 0 * quad), key), -1)
+    of_gradient, of_value = (each.contiguous().view(torch.int32).long() & _WORD for each in (g, p))
+    mixed = (of_gradient ^ of_value >> 16) * SPREAD & _WORD
+    word = words.gather(-1, (index % 4).unsqueeze(-1)).squeeze(-1) + (mixed ^ mixed >> 16) & _WORD
+    return word, word >> 16, (word * SPREAD & _WORD) >> 16
 
 
 class Block(NamedTuple):

@@ -52,6 +52,8 @@ class StochasticAdamW(Optimizer):
     """
 
     _step_supports_amp_scaling = True  # torch's name for `grad_scale` and `found_inf`
+    takes_wide_gradients = True
+    """Gradients of bfloat16 weights may be float32, as sums over microbatches and ranks are; they are not rounded."""
 
     def __init__(
         self,

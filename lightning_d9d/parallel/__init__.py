@@ -1,5 +1,6 @@
 """How a module is spread over the ranks of a mesh: each piece can be used alone, on any module."""
 
+from lightning_d9d.parallel.compiling import compile_blocks
 from lightning_d9d.parallel.config import ParallelConfig
 from lightning_d9d.parallel.context import shard_context
 from lightning_d9d.parallel.data import blocks_of, shard_data, weight_mesh
@@ -16,6 +17,7 @@ __all__ = [
     "Summed",
     "TokenPart",
     "blocks_of",
+    "compile_blocks",
     "parallelize",
     "recompute_activations",
     "shard_context",

@@ -30,6 +30,10 @@ class ParallelConfig:
     each block but for matrix products, attention, routing and all-to-alls; "attention", each attention module;
     "every_2" (or another number), all of every second block."""
 
+    compile: bool = False
+    """Whether `torch.compile` compiles each block. Recomputation is of whole blocks then. In split backwards compiled
+    blocks have no weight phase."""
+
     expert_dispatch: Literal["auto", "local", "all_to_all"] = "auto"
     """How tokens come to experts on other ranks. "auto": "local" where a rank has all experts, else "all_to_all"."""
 
@@ -76,6 +80,7 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         for name, allowed in (
             ("reshard_after_forward", (True, False, "auto")),
+            ("compile", (True, False)),
             ("expert_dispatch", ("auto", "local", "all_to_all")),
             ("kernels", get_args(Kernels)),
             ("grouped_gemm", get_args(GroupedGemmBackend)),
@@ -94,6 +99,11 @@ class ParallelConfig:
             raise ConfigError(
                 f"ParallelConfig.recompute={self.recompute!r} must be 'none', 'full', 'selective', 'attention' or "
                 "'every_2' with any number from 1 on"
+            )
+        if self.compile and self.recompute in ("selective", "attention"):
+            raise ConfigError(
+                f"ParallelConfig.compile=True with recompute={self.recompute!r}, of something inside of blocks, which "
+                "are compiled whole; choose recompute='none', 'full' or 'every_2'"
             )
         if isinstance(self.shard_blocks, str) or self.shard_blocks == ():
             raise ConfigError(

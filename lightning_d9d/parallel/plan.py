@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.parallel.compiling import compile_blocks
 from lightning_d9d.parallel.config import ParallelConfig
 from lightning_d9d.parallel.data import blocks_of, is_of_experts, shard_data
 from lightning_d9d.parallel.expert import shard_experts
@@ -79,7 +80,7 @@ WHO_SUMS: dict[Layout, dict[str, Summed]] = {
 
 
 def parallelize(stage: nn.Module, mesh: MeshDomains | None, parallel: ParallelConfig) -> None:
-    """Spread experts and weights of a stage over the ranks, and recompute its blocks, in place.
+    """Spread experts and weights of a stage over the ranks, and compile and recompute its blocks, in place.
 
     Tensor and context parallelism are left to `shard_tensors` and `shard_context`, which must know the model.
 
@@ -91,6 +92,7 @@ def parallelize(stage: nn.Module, mesh: MeshDomains | None, parallel: ParallelCo
     blocks = blocks_of(stage, parallel.shard_blocks)
     if mesh is not None:
         shard_experts(stage, mesh, parallel)
+    compile_blocks(stage, parallel, blocks)
     recompute_activations(stage, parallel, blocks)
     if mesh is not None:
         shard_data(stage, blocks, mesh, parallel)

@@ -58,6 +58,7 @@ _ATTENTION_OPS = {
 """With the place of the argument that says whether they draw random numbers."""
 _KEPT_OPS = {
     _aten.mm.default,
+    _aten.mm.dtype,
     _aten.addmm.default,
     _aten.bmm.default,
     _aten.baddbmm.default,
@@ -69,6 +70,7 @@ _KEPT_OPS = {
     torch.ops.lightning_d9d.moe_sort_sources.default,
     torch.ops.lightning_d9d.all_to_all_rows.default,
     torch.ops.lightning_d9d.scatter_sum.default,
+    torch.ops.lightning_d9d.attention.default,
     *CONTEXT_OPS,
     *_ATTENTION_OPS,
 }
@@ -98,7 +100,7 @@ def recompute_activations(
         ConfigError: There is nothing of the kind that is to be recomputed.
     """
     for part in module.modules():
-        _undo(part)
+        keep_activations(part)
     kind = parallel.recompute
     if kind == "none":
         return
@@ -129,7 +131,8 @@ def _nothing_to_recompute(module: nn.Module, kind: str, attention: tuple[type[nn
     )
 
 
-def _undo(module: nn.Module) -> None:
+def keep_activations(module: nn.Module) -> None:
+    """Take `recompute_activations` back for one module, not for those in it."""
     forward = vars(module).get("forward")
     if isinstance(forward, partial) and forward.func is _forward:
         _, replaced, _ = forward.args

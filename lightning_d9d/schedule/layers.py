@@ -8,7 +8,7 @@ the weights of their products once a microbatch, a weight backward writes the gr
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from lightning_d9d.errors import ScheduleError
@@ -41,6 +41,8 @@ class LayerCosts:
     """Kept from forward to backward."""
     split_activation_bytes: float = 0.0
     """Kept from input backward to weight backward, where they are split: inputs of products and their gradients."""
+    is_compiled: bool = False
+    """Whether the backward is one compiled function, all of it in the input phase."""
     output_bytes: float = 0.0
     """What travels to the next stage if the layer is a stage's last, and as gradient back."""
 
@@ -86,6 +88,11 @@ class ModelCosts:
         object.__setattr__(self, "layers", tuple(self.layers))
         if not self.layers:
             raise ScheduleError("ModelCosts.layers is empty; a pipeline needs at least one layer")
+
+    def compiled(self) -> ModelCosts:
+        """With layers whose backward is one compiled function: all of it is in the input phase."""
+        layers = (replace(layer, is_compiled=True, split_activation_bytes=0.0) for layer in self.layers)
+        return replace(self, layers=tuple(layers))
 
     @property
     def parts(self) -> tuple[LayerCosts, ...]:
@@ -147,4 +154,6 @@ class Machine:
             layer.backward_input_flops, layer.backward_input_bytes, weights if layer.backward_input_flops else 0
         )
         gradients = action(layer.backward_weight_flops, layer.backward_weight_bytes, weights)
+        if layer.is_compiled:
+            inputs, gradients = inputs + gradients, 0.0
         return LayerSeconds(forward, inputs, gradients, inputs + gradients)

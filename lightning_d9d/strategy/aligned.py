@@ -48,18 +48,21 @@ class AlignedStrategy(CheckpointedStrategy):
         return self.lightning_module is not None and filling_of(self.lightning_module.trainer.fit_loop).is_filler
 
     def align_loaders(self, trainer: L.Trainer) -> None:
-        """Let data ranks of a D9DModule have the same number of batches in this run. Collective."""
+        """Let data ranks of a D9DModule have the same number of batches in this run. Collective.
+
+        A plain module's loaders are read as they are, with the states that they had before Lightning read ahead.
+        """
         module = self.lightning_module
-        if isinstance(module, D9DModule):
-            is_alone = self.world_size == 1 or self.mesh.dp_size == 1
-            counts = self.needs_equal_batches and not self.microbatch_count.is_one
-            alignment = Alignment(
-                group=None if is_alone else self.mesh.group("dp", backend="gloo"),
-                in_evaluation=self.needs_equal_batches,
-                num_microbatches=module.num_microbatches_of if counts else None,
-                run_filler=self._run_filler,
-            )
-            self._undo_loaders.append(align_loaders(trainer, alignment))
+        is_d9d = isinstance(module, D9DModule)
+        is_alone = self.world_size == 1 or self.mesh.dp_size == 1 or not is_d9d
+        counts = is_d9d and self.needs_equal_batches and not self.microbatch_count.is_one
+        alignment = Alignment(
+            group=None if is_alone else self.mesh.group("dp", backend="gloo"),
+            in_evaluation=is_d9d and self.needs_equal_batches,
+            num_microbatches=module.num_microbatches_of if is_d9d and counts else None,
+            run_filler=self._run_filler,
+        )
+        self._undo_loaders.append(align_loaders(trainer, alignment))
 
     def process_dataloader(self, dataloader: object) -> object:
         """Refuse a D9DModule's loader without a batch; Lightning would warn and train on nothing. Collective.

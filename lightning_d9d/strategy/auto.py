@@ -18,7 +18,9 @@ CHOICE = "lightning_d9d_schedule"
 _FLOAT32_BYTES = 4
 
 
-def choose(auto: Auto, module: D9DModule, num_ranks: int, dtype: torch.dtype, device: torch.device) -> Choice:
+def choose(
+    auto: Auto, module: D9DModule, num_ranks: int, dtype: torch.dtype, device: torch.device, compiles: bool
+) -> Choice:
     """Rank 0's choice, on all ranks. Collective over all ranks.
 
     Args:
@@ -27,6 +29,7 @@ def choose(auto: Auto, module: D9DModule, num_ranks: int, dtype: torch.dtype, de
         num_ranks: Of the pipeline.
         dtype: Of weights, activations and the two states that Adam keeps of a weight. Gradients are in float32.
         device: Whose memory is the cap, if it is a GPU and no other is given.
+        compiles: Whether layers are compiled, so that they have no weight phase.
 
     Raises:
         ScheduleError: Nothing fits.
@@ -43,6 +46,7 @@ def choose(auto: Auto, module: D9DModule, num_ranks: int, dtype: torch.dtype, de
                 f"schedule=Auto(...) needs to know what the layers of {type(module).__name__} cost: implement "
                 "model_costs(sequence_length, bytes_per_element) -> ModelCosts, or name a schedule"
             )
+        costs = costs.compiled() if compiles else costs
         memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
         state_ratio = 3 + max(_FLOAT32_BYTES, dtype.itemsize) / dtype.itemsize
         return auto.choose(num_ranks, costs, state_ratio=state_ratio, device_memory=memory).to_dict()

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
@@ -24,6 +25,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
 from lightning_d9d.checkpoint import (
+    BackgroundSaver,
     Checkpoint,
     fit_scheduler_state,
     is_directory,
@@ -33,12 +35,25 @@ from lightning_d9d.checkpoint import (
     remove_directory,
     save_directory,
 )
-from lightning_d9d.data import can_resume_by_sampler, is_place_of_sampler, make_resumable, seed_order, seed_workers
+from lightning_d9d.data import (
+    DataRank,
+    can_replay,
+    can_resume_by_sampler,
+    is_place_of_sampler,
+    is_replayed,
+    make_replayed,
+    make_resumable,
+    resumes_at,
+    seed_order,
+    seed_workers,
+)
 from lightning_d9d.errors import ConfigError, StateError
 from lightning_d9d.mesh.agreement import Ranks
 from lightning_d9d.mesh.collectives import gather_object
 from lightning_d9d.mesh.seeds import random_state, seed_for, set_random_state
 from lightning_d9d.strategy.checkpoint_files import AtomicFileIO, load_weights, read_checkpoint
+from lightning_d9d.strategy.configuration import check_saving_callbacks
+from lightning_d9d.strategy.deferred_saves import DeferredSaves
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.ranks import RankedStrategy
 from lightning_d9d.strategy.sharding import is_sharded
@@ -60,6 +75,12 @@ class CheckpointConfig:
     """"sharded": a directory, to which each rank writes what it holds. "consolidated": Lightning's own file, written by
     rank 0, for which sharded tensors are gathered one by one. "auto": the file for a plain LightningModule without
     sharded tensors, else the directory."""
+
+    asynchronous: bool = False
+    """In `fit`, training goes on as soon as what is saved has been copied to the host's memory: on each rank as much as
+    it holds of model and optimizer. Files are written in the background, and a checkpoint appears, and the one that it
+    replaces is removed, when it is complete. What goes wrong is raised by the next save, or at the end of `fit`, which
+    waits."""
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
@@ -84,8 +105,60 @@ class CheckpointedStrategy(RankedStrategy):
         self._resumed: Mapping[str, Any] | None = None
         self._undo_loaders: list[Callable[[], None]] = []
         self._loader_states: list[dict[str, Any]] | None = None
+        self._saver: BackgroundSaver | None = None
+        self._deferred: DeferredSaves | None = None
+        self.saves_at_once = False
+        """The job may end as soon as a checkpoint is saved."""
 
     # Saving
+
+    def open_saver(self, window_is_open: Callable[[], bool]) -> None:
+        """Let this run save at the end of accumulation windows and, if so configured, in the background. Collective.
+
+        Args:
+            window_is_open: Whether there are gradients for which no step was taken.
+        """
+        self._deferred = DeferredSaves(window_is_open)
+        cast(Any, self.lightning_module).trainer.callbacks.append(self._deferred)
+        if self.checkpoint_config.asynchronous:
+            check_saving_callbacks(cast(Any, self.lightning_module).trainer.callbacks)
+            self._saver = BackgroundSaver(None if self.world_size == 1 else self._group_of_saves())
+
+    def _group_of_saves(self) -> dist.ProcessGroup:
+        return self.mesh.group("pp", "dp", "cp", "tp", lane="checkpoint", backend="gloo")
+
+    def finish_saves(self) -> None:
+        """Wait for what is saved in the background. Local.
+
+        Raises:
+            StateError: A save has failed; on every rank.
+        """
+        if self._saver is not None:
+            self._saver.wait()
+
+    def close_saver(self) -> None:
+        """Finish, and save at once from now on. After another failure one of a save is a warning. Local."""
+        saver, self._saver = self._saver, None
+        if self._deferred is not None:
+            cast(Any, self.lightning_module).trainer.callbacks.remove(self._deferred)
+        self._deferred = None
+        try:
+            if saver is not None:
+                saver.close()
+        except StateError as error:
+            assert self.lightning_module is not None
+            if not self.lightning_module.trainer.interrupted:
+                raise
+            rank_zero_warn(str(error))
+
+    def on_train_end(self) -> None:
+        """Wait for what callbacks have saved last. In a window that stays open, save nevertheless."""
+        super().on_train_end()
+        if self._deferred is not None and self._deferred.are_waiting:
+            rank_zero_warn("training ends inside of an accumulation window, whose gradients are not saved")
+            self._deferred.is_open = lambda: False
+            self._deferred.run()
+        self.finish_saves()
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -106,12 +179,21 @@ class CheckpointedStrategy(RankedStrategy):
     ) -> None:
         """Save what Lightning has put together, a file or a directory; see `CheckpointConfig`. Collective.
 
+        Inside of an accumulation window it is put together and saved once more at its end, and not now: gradients are
+        not saved.
+
         Raises:
             StateError: The directory could not be written; on every rank.
         """
         assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        ends = self.saves_at_once or trainer.interrupted
+        if self._deferred is not None and self._deferred.is_open() and not ends:
+            weights_only = "optimizer_states" not in checkpoint
+            self._deferred.add(functools.partial(trainer.save_checkpoint, filepath, weights_only, storage_options))
+            return
         filepath = self.broadcast(filepath)
-        if "optimizer_states" in checkpoint and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+        if "optimizer_states" in checkpoint and trainer.state.fn == TrainerFn.FITTING:
             checkpoint[_RANKS] = self._gather_ranks(checkpoint)
         if self._saves_directory:
             if storage_options is not None:
@@ -121,8 +203,20 @@ class CheckpointedStrategy(RankedStrategy):
             for key in ("state_dict", "optimizer_states"):
                 if key in checkpoint:
                     checkpoint[key] = tree_map(functools.partial(_gathered, keep=self.is_global_zero), checkpoint[key])
-            with Ranks().agreed(f"checkpoint {str(filepath)!r} cannot be saved"):
-                super().save_checkpoint(checkpoint, filepath, storage_options)
+            self._save_file(checkpoint, filepath, storage_options)
+        if self.saves_at_once:
+            self.finish_saves()
+
+    def _save_file(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None) -> None:
+        failure = f"checkpoint {str(path)!r} cannot be saved"
+        if self._saver is None:
+            with Ranks().agreed(failure):
+                super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        saver, copies = self._saver, list[dict[str, Any]]()
+        Ranks().together(failure, lambda: copies.append(saver.copied(checkpoint if self.is_global_zero else {})))
+        write = functools.partial(super().save_checkpoint, copies[0], path, storage_options)
+        saver.submit(lambda: Ranks(saver.group).together(failure, write))
 
     @property
     def _saves_directory(self) -> bool:
@@ -143,14 +237,29 @@ class CheckpointedStrategy(RankedStrategy):
                 of_optimizer = optimizer_state(optimizer, names, _OPTIMIZER.format(index))
                 tensors.update(of_optimizer[0])
                 named_values.update(of_optimizer[1])
-        save_directory(path, tensors, checkpoint, named_values=named_values)
+        if self._saver is None:
+            save_directory(path, tensors, checkpoint, named_values=named_values)
+        else:
+            step = cast(Any, self.lightning_module).trainer.global_step
+            self._saver.save_directory(path, tensors, checkpoint, named_values=named_values, version=step)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Lightning's own for files; a directory has it by parameter names, which `save_checkpoint` sees to."""
         return {} if self._saves_directory else super().optimizer_state(optimizer)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Remove a file or a directory, a directory so that no part of it is left under its name."""
+        """Remove a file or a directory, a directory so that no part of it is left under its name.
+
+        Where saves go on in the background, after those: what takes its place must be there.
+        """
+        if self._deferred is not None and self._deferred.are_waiting:
+            self._deferred.add(functools.partial(self.remove_checkpoint, filepath))
+        elif self._saver is None:
+            self._remove(filepath)
+        else:
+            self._saver.submit(functools.partial(self._remove, filepath))
+
+    def _remove(self, filepath: str | Path) -> None:
         if self.is_global_zero and (is_directory(filepath) or Path(filepath).is_symlink()):
             remove_directory(filepath)
         else:
@@ -179,6 +288,7 @@ class CheckpointedStrategy(RankedStrategy):
             StateError: It is damaged, incomplete or foreign; on every rank.
         """
         assert self.lightning_module is not None
+        self.finish_saves()
         self._checkpoint_path, self._opened = checkpoint_path, None
         if self.broadcast(is_directory(checkpoint_path)):
             self._opened = open_directory(checkpoint_path)
@@ -257,7 +367,7 @@ class CheckpointedStrategy(RankedStrategy):
     # Going on in the middle of an epoch
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Let a map-style training loader go on in the middle of an epoch; others have their own way, or none.
+        """Let a training loader go on in the middle of an epoch, if it has no way of its own.
 
         Ranks that read the same samples read them in the same order, and get the same random numbers in worker
         processes.
@@ -270,9 +380,12 @@ class CheckpointedStrategy(RankedStrategy):
             self._undo_loaders.append(seed_workers(dataloader, self.seed, self.mesh.coordinates))
         if self.lightning_module.trainer.training:
             self._loader_states = None
-        if self.lightning_module.trainer.training and can_resume_by_sampler(dataloader):
+            rank = DataRank(self.mesh.dp_rank, self.mesh.dp_size) if self.world_size > 1 else DataRank()
             loader: Any = dataloader
-            self._undo_loaders.append(make_resumable(loader, lambda: self._num_batches_read_of(loader)))
+            if can_resume_by_sampler(loader):
+                self._undo_loaders.append(make_resumable(loader, lambda: self._num_batches_read_of(loader), rank))
+            elif can_replay(loader):
+                self._undo_loaders.append(make_replayed(loader, lambda: self._num_batches_read_of(loader), rank))
         return super().process_dataloader(dataloader)
 
     def on_train_start(self) -> None:
@@ -295,15 +408,16 @@ class CheckpointedStrategy(RankedStrategy):
         if resumed is None:
             return
         loop = self.lightning_module.trainer.fit_loop
+        epochs: Any = loop.epoch_progress.current
+        if loop.restarted_mid_epoch and epochs.processed >= epochs.ready:
+            loop.reset_restart_stage()  # saved in an epoch's last batch; Lightning would not count the next as begun
         loader, fetcher = loop._combined_loader, loop._data_fetcher
         assert loader is not None
         assert fetcher is not None
         for each in loader.flattened:
-            _set_sampler_epoch(each, cast(Any, loop.epoch_progress.current).processed)
-        _load_states(loader, resumed["loaders"], self._checkpoint_path)
+            _set_sampler_epoch(each, epochs.processed)
+        self._load_states(loader, resumed)
         loop._last_train_dl_reload_epoch = resumed["reload_epoch"]
-        if resumed["other_data_ranks"] and self._num_batches_read():
-            rank_zero_warn(resumed["other_data_ranks"])
         between_epochs = self._num_batches_read() == 0
         if between_epochs:  # the order of the epoch is still to be drawn, as it would have been
             self._set_random_state(resumed)
@@ -318,9 +432,8 @@ class CheckpointedStrategy(RankedStrategy):
 
     def _num_batches_read(self) -> int:
         """How many batches the current epoch has trained on; 0 between epochs."""
-        assert self.lightning_module is not None
-        progress = self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress
-        return 0 if progress.is_last_batch else cast(Any, progress.current).processed
+        progress = self._batch_progress
+        return 0 if progress.is_last_batch else progress.current.processed
 
     def _num_batches_read_of(self, loader: Any) -> int:
         """Of one among several: in mode "max_size" a shorter one stays at its end, otherwise it begins again."""
@@ -329,7 +442,47 @@ class CheckpointedStrategy(RankedStrategy):
         if isinstance(combined, TrainingLoader):
             num_read = combined.num_own(num_read)
         ends = combined is not None and combined._mode == "max_size"
-        return min(num_read, len(loader)) if ends else num_read
+        return min(num_read, len(loader)) if ends and sized_len(loader) is not None else num_read
+
+    def _load_states(self, loader: CombinedLoader, resumed: Mapping[str, Any]) -> None:
+        """Give loaders their states, and Lightning's loop the place where they are in the epoch.
+
+        Raises:
+            StateError: The checkpoint is of other loaders, or they cannot go on with so many data ranks.
+        """
+        states, path = resumed["loaders"], str(self._checkpoint_path)
+        num_read, saved = self._num_batches_read(), resumed["num_data_ranks"]
+        if num_read and resumed["is_other_job"]:
+            rank_zero_info(f"{saved} data ranks saved {path!r}: the rest of the epoch is dealt out anew to the present")
+            if not all(map(is_place_of_sampler, states)):
+                raise StateError(
+                    f"checkpoint {path!r} was saved in the middle of an epoch by {saved} data-parallel ranks, and a "
+                    "dataloader has a state of its own, which only as many can take up; go on with as many, or save at "
+                    "the end of an epoch"
+                )
+        try:
+            loader._load_state_dicts(states)
+        except StateError as error:
+            raise StateError(f"checkpoint {path!r}: {error}") from error
+        except RuntimeError as error:
+            raise StateError(f"checkpoint {path!r} is of a run with other training dataloaders: {error}") from error
+        if num_read and any(map(is_replayed, loader.flattened)):
+            rank_zero_info(f"{num_read} batches are read again and left out: a dataloader has no state of its own")
+        places = {place for each in loader.flattened if (place := resumes_at(each)) is not None}
+        if len(places) > 1:
+            raise StateError(
+                f"checkpoint {path!r}: dataloaders of a run with other data ranks or batches would be at batches "
+                f"{sorted(places)} of the epoch at a time; go on with as many as before, or save at the end of an epoch"
+            )
+        for place in places:
+            progress: Any = self._batch_progress.current
+            for name in ("ready", "started", "processed", "completed"):
+                setattr(progress, name, getattr(progress, name) + place - num_read)
+
+    @property
+    def _batch_progress(self) -> Any:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress
 
     def _gather_ranks(self, checkpoint: Mapping[str, Any]) -> list[dict[str, Any]] | None:
         assert self.lightning_module is not None
@@ -349,17 +502,15 @@ class CheckpointedStrategy(RankedStrategy):
     def _of_this_rank(self, ranks: list[dict[str, Any]]) -> dict[str, Any]:
         """What this rank goes on with; without random numbers on another number of ranks."""
         dp_rank, dp_size = (self.mesh.dp_rank, self.mesh.dp_size) if self.world_size > 1 else (0, 1)
-        dp_size_saved = 1 + max(each["dp_rank"] for each in ranks)
-        warning = None
-        if dp_size != dp_size_saved:
-            warning = (
-                f"{dp_size_saved} data-parallel ranks saved the checkpoint within an epoch and {dp_size} go on: "
-                "some samples of this epoch are read twice or not at all"
-            )
+        saved = 1 + max(each["dp_rank"] for each in ranks)
         own = next((each for each in ranks if each["dp_rank"] == dp_rank), ranks[0])
-        is_same_job = len(ranks) == self.world_size and dp_size == dp_size_saved
+        loaders = own["loaders"]
+        if dp_size != saved:  # of an order that is dealt out anew, all take the first rank's
+            pairs = zip(loaders, ranks[0]["loaders"], strict=True)
+            loaders = [first if is_place_of_sampler(first) and first["order"] else each for each, first in pairs]
+        is_same_job = len(ranks) == self.world_size and dp_size == saved
         random = ranks[self.global_rank]["random"] if is_same_job else None
-        return {**own, "random": random, "other_data_ranks": warning}
+        return {**own, "loaders": loaders, "random": random, "num_data_ranks": saved, "is_other_job": dp_size != saved}
 
     def release_loaders(self) -> None:
         """Give loaders back as they were; what is saved from now on has the place where they are. Local."""
@@ -372,13 +523,6 @@ class CheckpointedStrategy(RankedStrategy):
 
 def _loader_states(loader: CombinedLoader | None) -> list[dict[str, Any]]:
     return [] if loader is None else loader._state_dicts()
-
-
-def _load_states(loader: CombinedLoader, states: list[dict[str, Any]], path: str | Path) -> None:
-    try:
-        loader._load_state_dicts(states)
-    except RuntimeError as error:
-        raise StateError(f"checkpoint {str(path)!r} is of a run with other training dataloaders: {error}") from error
 
 
 def _gathered(value: Any, keep: bool) -> Any:

@@ -8,7 +8,7 @@ from typing import cast
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshConfig
@@ -60,6 +60,22 @@ def check_callbacks(callbacks: Iterable[L.Callback], config: MeshConfig) -> None
                 f"{', '.join(spread)}) each rank has a part of it, which cannot be copied; leave it out, or train with "
                 "data_parallel_replicate alone"
             )
+
+
+def check_saving_callbacks(callbacks: Iterable[L.Callback]) -> None:
+    """Raise `ConfigError` for what goes wrong where checkpoints are there only some time after they were saved."""
+    savers = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
+    if any(saver.save_last == "link" for saver in savers):
+        raise ConfigError(
+            "ModelCheckpoint(save_last='link') with CheckpointConfig(asynchronous=True) would link to checkpoints that "
+            "are not complete yet; use save_last=True, which training does not wait for either"
+        )
+    names = [(saver.dirpath, saver.filename) for saver in savers if saver.save_top_k != 0]
+    if same := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(
+            f"two ModelCheckpoints with dirpath={str(same[0][0])!r}, filename={same[0][1]!r} and CheckpointConfig("
+            "asynchronous=True) would save to the same paths; give each a filename"
+        )
 
 
 def check_equal_configuration(settings: Mapping[str, object], trainer: L.Trainer) -> None:

@@ -17,7 +17,13 @@ from torch.distributed.tensor import DTensor
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshConfig, MeshDomains
 from lightning_d9d.mesh.collectives import all_gather_object, broadcast_tensors, check_equal_tensors, first_difference
-from lightning_d9d.parallel import ParallelConfig, blocks_of, recompute_activations, weight_mesh
+from lightning_d9d.parallel import (
+    ParallelConfig,
+    blocks_of,
+    compile_blocks,
+    recompute_activations,
+    weight_mesh,
+)
 from lightning_d9d.parallel.data import as_unit, class_name, is_of_experts, reduce_all, separable, settings
 from lightning_d9d.strategy.offload import move
 
@@ -124,20 +130,23 @@ def make_replicas_equal(tensors: Iterable[Tensor]) -> None:
         broadcast_tensors(copies, group, dist.get_process_group_ranks(group)[0])
 
 
-def recompute_blocks(module: nn.Module, parallel: ParallelConfig) -> None:
-    """Let the blocks of a plain module that `parallel.shard_blocks` names be recomputed, in place. Local.
+def prepare_blocks(module: nn.Module, parallel: ParallelConfig) -> None:
+    """Compile and recompute the blocks of a plain module that `parallel.shard_blocks` names, in place. Local.
 
     Raises:
         ConfigError: It names none.
     """
-    if parallel.recompute == "none":
+    if parallel.recompute == "none" and not parallel.compile:
         return
     if parallel.shard_blocks is None:
+        asked = "compile=True" if parallel.compile else f"recompute={parallel.recompute!r}"
         raise ConfigError(
-            f"ParallelConfig.recompute={parallel.recompute!r}: {type(module).__name__} is a plain LightningModule, of "
-            'which nobody knows the blocks; name their classes, as in shard_blocks=["Block"], or call '
-            "lightning_d9d.parallel.recompute_activations in configure_model"
+            f"ParallelConfig.{asked}: {type(module).__name__} is a plain LightningModule, of which nobody knows the "
+            'blocks; name their classes, as in shard_blocks=["Block"], or call '
+            f"lightning_d9d.parallel.{'compile_blocks' if parallel.compile else 'recompute_activations'} in "
+            "configure_model"
         )
+    compile_blocks(module, parallel)
     recompute_activations(module, parallel)
 
 

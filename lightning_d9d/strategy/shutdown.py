@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from subprocess import Popen
 from types import FrameType
+from typing import Any, cast
 
 import lightning as L
 import torch.distributed as dist
@@ -151,6 +152,7 @@ class Shutdown:
         except SIGTERMException as stop:
             signum, connector = self.watch.requeue_signal, self._trainer._signal_connector
             if signum is not None and stop.code == 128 + signum and self._trainer.state.fn == TrainerFn.FITTING:
+                cast(Any, self._trainer.strategy).saves_at_once = True
                 type(connector)._slurm_sigusr_handler_fn(connector, signum, None)  # type: ignore[arg-type]
             raise
 

@@ -63,7 +63,7 @@ from lightning_d9d.strategy.sharding import (
     is_sharded,
     make_replicas_equal,
     not_yet_summed,
-    recompute_blocks,
+    prepare_blocks,
     shard_blocks,
 )
 from lightning_d9d.strategy.train_step import TrainStep, cast_gradients
@@ -188,7 +188,9 @@ class D9DStrategy(AlignedStrategy):
             num_ranks = self.mesh.sizes["pp"] if self.world_size > 1 else 1
             with self.precision_plugin.module_init_context():
                 dtype = torch.get_default_dtype()
-            self._take(choose(self.schedule, self.lightning_module, num_ranks, dtype, self.root_device))
+            self._take(
+                choose(self.schedule, self.lightning_module, num_ranks, dtype, self.root_device, self.parallel.compile)
+            )
 
     @property
     def _mesh_of_ranks(self) -> MeshDomains | None:
@@ -245,6 +247,7 @@ class D9DStrategy(AlignedStrategy):
         """As the base class, with what `Auto` has chosen. Collective."""
         if self._choice is not None:
             checkpoint[CHOICE] = self._choice.to_dict()
+        self._sync_buffers()
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @property
@@ -276,7 +279,7 @@ class D9DStrategy(AlignedStrategy):
             self.model = self._layer_sync.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
         if not isinstance(self.model, D9DModule):
-            recompute_blocks(self.model, self.parallel)
+            prepare_blocks(self.model, self.parallel)
         if isinstance(self.model, D9DModule) or self.parallel.shard_blocks is None or self.world_size == 1:
             self.model_to_device()
         else:
@@ -299,6 +302,7 @@ class D9DStrategy(AlignedStrategy):
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
             self._setup_gradients(self.lightning_module)
+            self.open_saver(lambda: self._window_is_open)
 
     def _broadcast_replicas(self, tensors: Iterable[Tensor]) -> None:
         """Overwrite what is not sharded by the first's among the ranks that hold the same stages. Collective."""
@@ -348,6 +352,7 @@ class D9DStrategy(AlignedStrategy):
             self._drop_gradients()
             self._kernels.close()
             self.release_loaders()
+            self.close_saver()
             super().teardown()
             self.close_mesh()
         finally:
@@ -543,15 +548,15 @@ class D9DStrategy(AlignedStrategy):
             assert self.lightning_module is not None
             closure = functools.partial(self.precision_plugin._wrap_closure, self.lightning_module, optimizer, closure)
             if self._train_step is None and not self.skip_nonfinite:
-                result = optimizer.step(closure=functools.partial(self._run_and_cast, closure), **kwargs)
+                result = optimizer.step(closure=functools.partial(self._run_and_cast, optimizer, closure), **kwargs)
             else:
                 result = self._run_and_step(optimizer, closure, **kwargs)
         self.set_step_timeout()
         return result
 
-    def _run_and_cast(self, closure: Callable[[], Any]) -> Any:
+    def _run_and_cast(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
         result = closure()
-        cast_gradients(self._parameters)
+        cast_gradients(self._parameters, optimizer)
         return result
 
     def _run_and_step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
@@ -567,7 +572,7 @@ class D9DStrategy(AlignedStrategy):
             self._train_step.step(optimizer, norm, **kwargs)
         else:
             assert norm is not None
-            cast_gradients(self._parameters)
+            cast_gradients(self._parameters, optimizer)
             self._optimizer_step(optimizer, ~norm.isfinite(), **kwargs)
         if self.skip_nonfinite:
             self.lightning_module.log("skipped_steps", self._optimizer_step.skipped.float(), batch_size=1)

@@ -204,7 +204,7 @@ class TrainStep:
             kwargs: For `optimizer.step`.
         """
         if self.data_parallel is not None:
-            cast_gradients(self.parameters)
+            cast_gradients(self.parameters, optimizer)
         skip = None if self._window_weight is None else self._window_weight == 0  # None: a mean of at least one row
         if norm is not None:
             skip = ~norm.isfinite() if skip is None else skip | ~norm.isfinite()
@@ -264,8 +264,10 @@ class TrainStep:
                 parameter.grad = None
 
 
-def cast_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Cast gradients that are kept in a wider dtype than their parameter to the parameter's dtype."""
+def cast_gradients(parameters: Iterable[nn.Parameter], optimizer: Optimizer) -> None:
+    """Cast gradients that are kept in a wider dtype than their parameter to that, unless the optimizer takes them."""
+    if getattr(optimizer, "takes_wide_gradients", False):
+        return
     for parameter in parameters:
         if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
             parameter.grad = parameter.grad.to(parameter.dtype)

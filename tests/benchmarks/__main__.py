@@ -20,7 +20,17 @@ import torch
 
 from tests.benchmarks.frame import MIN_STEP_SECONDS, run_case
 
-NAMES = ("strategy_overhead", "mesh_build", "pipeline", "parallel", "tensor", "context", "ops", "streaming")
+NAMES = (
+    "strategy_overhead",
+    "mesh_build",
+    "pipeline",
+    "parallel",
+    "tensor",
+    "context",
+    "ops",
+    "train_step",
+    "streaming",
+)
 SELECTIONS = {"pipeline": ("schedules", "microbatches"), "ops": ("ops", "sizes")}
 """Options of single benchmarks."""
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import lightning as L
 import torch
@@ -105,7 +105,7 @@ class Work:
 
     def batches(self, device: torch.device) -> DataLoader:
         """Batches on the host, more than any run takes."""
-        tokens = _Tokens(self.config.vocab_size, self.sequence_length)
+        tokens = Tokens(self.config.vocab_size, self.sequence_length)
         return DataLoader(tokens, batch_size=self.batch_size, pin_memory=device.type == "cuda")
 
     def conditions(self) -> dict[str, Any]:
@@ -121,7 +121,7 @@ class Work:
         }
 
 
-class _Tokens(Dataset):
+class Tokens(Dataset):
     """A few random sequences over and over."""
 
     def __init__(self, vocab_size: int, sequence_length: int) -> None:
@@ -177,11 +177,20 @@ class BareLoop:
         pass
 
 
+class Trained(Protocol):
+    """What a Trainer needs to know of the work."""
+
+    @property
+    def precision(self) -> str: ...
+
+    def batches(self, device: torch.device) -> DataLoader: ...
+
+
 class PausedFit(L.Callback):
     """A `Trainer.fit` in a thread of its own that stands still at the start of a batch, between blocks."""
 
     def __init__(
-        self, module: L.LightningModule, strategy: Strategy, work: Work, device: torch.device, num: int
+        self, module: L.LightningModule, strategy: Strategy, work: Trained, device: torch.device, num: int
     ) -> None:
         logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
         warnings.filterwarnings("ignore", module="lightning")

@@ -8,6 +8,7 @@ import os
 import pickle
 import resource
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,14 +88,14 @@ def test_what_cannot_be_loaded_is_not_saved(rank: RankContext, bad: str) -> None
 @pytest.mark.ranks(2)
 def test_ranks_that_do_not_see_each_others_files(rank: RankContext) -> None:
     path, elsewhere = rank.tmp_dir / "checkpoint", rank.tmp_dir / "other node"
-    real = directory._write_tensors
+    real = directory.write_tensors
     if rank.rank == 1:
-        directory._write_tensors = lambda data, *rest: real(elsewhere / data.name, *rest)
+        directory.write_tensors = lambda data, *rest: real(elsewhere / data.name, *rest)
     try:
         with pytest.raises(StateError, match=r"rank 0: .*__1_0.distcp' is missing: .*file system that all ranks see"):
             save(path, 1)
     finally:
-        directory._write_tensors = real
+        directory.write_tensors = real
     rank.barrier()
     assert os.listdir(rank.tmp_dir) == ["other node"]
 
@@ -211,7 +212,7 @@ def malicious_values(path: Path) -> None:
     torch.save({"format": "lightning_d9d checkpoint 1", "values": {"a": Malicious(path)}}, path / "values.pt")
 
 
-def values_of(path: Path, **changes: str) -> None:
+def values_of(path: Path, **changes: Any) -> None:
     torch.save({**torch.load(path / "values.pt", weights_only=True), **changes}, path / "values.pt")
 
 
@@ -271,7 +272,37 @@ def test_damaged_and_foreign_checkpoints(rank: RankContext) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_damage_that_shows_only_in_reading(rank: RankContext) -> None:
+def test_flipped_bits_in_the_tensors(rank: RankContext) -> None:
+    """Wherever they are, file and tensor are named on all ranks, and no tensor has changed."""
+    path = rank.tmp_dir / "checkpoint"
+    save(path, 1)
+    files = sorted(data_folder(path).glob("*.distcp"))
+    assert len(files) == 2
+    for file in files:
+        content = file.read_bytes()
+        for place in range(0, len(content), len(content) // 12):
+            rank.barrier()
+            if rank.rank == 0:
+                file.write_bytes(content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :])
+            rank.barrier()
+            mine = {name: torch.zeros(300) for name in ("ab" if rank.rank else "abcd")}
+            with pytest.raises(StateError, match=rf"cannot be loaded: .*{file.name}' is damaged where it has [a-d]:"):
+                open_directory(path).load(mine)
+            assert not any(tensor.any() for tensor in mine.values())
+            rank.barrier()
+            if rank.rank == 0:
+                file.write_bytes(content)
+    rank.barrier()
+    if rank.rank == 0:
+        files[0].write_bytes(bytes(files[0].stat().st_size))
+    rank.barrier()
+    with pytest.raises(StateError, match="is damaged where it has a"):
+        open_directory(path, alone=True).read("a")
+
+
+@pytest.mark.ranks(2)
+def test_code_among_the_tensors_does_not_run(rank: RankContext) -> None:
+    """With a checksum that fits."""
     path = rank.tmp_dir / "checkpoint"
     save(path, 1)
     if rank.rank == 0:
@@ -280,6 +311,10 @@ def test_damage_that_shows_only_in_reading(rank: RankContext) -> None:
         torch.save(Malicious(path), buffer)
         padded = buffer.getvalue().ljust(file.stat().st_size, b"\0")
         file.write_bytes(padded)
+        sums = torch.load(path / "values.pt", weights_only=True)["checksums"]
+        ends = [*sorted(sums[file.name])[1:], len(padded)]
+        sums[file.name] = {a: zlib.crc32(padded[a:b]) for a, b in zip(sorted(sums[file.name]), ends, strict=True)}
+        values_of(path, checksums=sums)
     rank.barrier()
     checkpoint = open_directory(path)
     mine = {"abcd"[rank.rank]: torch.zeros(300)}

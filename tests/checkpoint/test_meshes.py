@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from lightning_d9d import ConfigError, StateError
@@ -98,6 +99,14 @@ def test_few_files(rank: RankContext) -> None:
     files = [path for path in (rank.tmp_dir / "checkpoint").rglob("*") if path.is_file()]
     assert len(files) == 4
     assert sum(path.stat().st_size for path in files) < 1.8 * 20 * 4000
+
+
+def test_torch_reads_the_tensors(tmp_path: Path) -> None:
+    save_directory(tmp_path / "checkpoint", {"a": torch.arange(3.0)}, {})
+    target = {"a": torch.zeros(3)}
+    (data,) = (tmp_path / "checkpoint").glob("data-*")
+    dcp.load(target, checkpoint_id=data, no_dist=True)
+    assert target["a"].tolist() == [0, 1, 2]
 
 
 @contextmanager

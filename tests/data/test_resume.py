@@ -22,7 +22,15 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_d9d.data import can_resume_by_sampler, make_resumable
+from lightning_d9d import StateError
+from lightning_d9d.data import (
+    DataRank,
+    can_replay,
+    can_resume_by_sampler,
+    make_replayed,
+    make_resumable,
+    resumes_at,
+)
 
 ROWS, BATCH = 31, 4
 
@@ -230,3 +238,113 @@ def test_loaders_that_it_is_not_for() -> None:
     assert not can_resume_by_sampler([1, 2])
     endless = Endless(RandomSampler(Numbers()), BATCH, drop_last=False)
     assert not can_resume_by_sampler(DataLoader(Numbers(), batch_sampler=endless))
+
+
+# Other data ranks
+
+
+def dealt(num_ranks: int, size: int, drop_last: bool = False, shuffle: bool = True) -> list[DataLoader]:
+    """The loaders of all data ranks, as Lightning makes them."""
+    options = {"batch_size": size, "drop_last": drop_last}
+    if num_ranks == 1:
+        return [DataLoader(Numbers(), shuffle=shuffle, **options)]
+    samplers = [DistributedSampler(Numbers(), num_ranks, rank, shuffle=shuffle, seed=3) for rank in range(num_ranks)]
+    return [DataLoader(Numbers(), sampler=sampler, **options) for sampler in samplers]
+
+
+def read_on(loaders: list[DataLoader], states: list[Any] | None, num_steps: int | None) -> tuple[list[set[int]], Any]:
+    """The samples of each step of all ranks together, and a state after so many."""
+    counts, passes = [0] * len(loaders), []
+    for rank, loader in enumerate(loaders):
+        make_resumable(loader, lambda rank=rank: counts[rank], DataRank(rank, len(loaders)))
+        if states is not None:
+            loader.load_state_dict(states[0])  # type: ignore[attr-defined]
+            place = resumes_at(loader)
+            counts[rank] = states[0]["num_read"] if place is None else place
+        passes.append(iter(loader))
+    steps: list[set[int]] = []
+    while num_steps is None or len(steps) < num_steps:
+        batches = [next(each, None) for each in passes]
+        if any(batch is None for batch in batches):
+            assert batches == [None] * len(loaders)  # all have as many
+            assert {len(loader) for loader in loaders} == set(counts)  # and the epoch as many as any other
+            break
+        counts = [count + 1 for count in counts]
+        steps.append({row for batch in batches for row in torch.as_tensor(batch).tolist()})
+    return steps, [loader.state_dict() for loader in loaders]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize(
+    "chain", [((2, 2), (1, 4)), ((1, 4), (2, 2)), ((4, 1), (2, 3)), ((2, 3), (3, 1)), ((1, 4), (3, 2), (3, 2), (1, 1))]
+)
+def test_the_rest_of_an_epoch_is_dealt_out_to_other_ranks(chain: tuple[tuple[int, int], ...], shuffle: bool) -> None:
+    """Ranks and rows of a batch of each: every sample once, but for what fills up the last step."""
+    torch.manual_seed(1)
+    expected, _ = read_on(dealt(*chain[0], shuffle=shuffle), None, None)
+    torch.manual_seed(1)
+    states, seen = None, []
+    for number, (num_ranks, size) in enumerate(chain):
+        steps, states = read_on(dealt(num_ranks, size, shuffle=shuffle), states, 2 if number + 1 < len(chain) else None)
+        seen += steps
+        torch.manual_seed(7 + number)
+    assert set().union(*seen) == set(range(ROWS))
+    assert sum(map(len, seen)) <= ROWS + chain[-1][0]
+    if len({num_ranks * size for num_ranks, size in chain}) == 1:
+        assert seen[:-1] == expected[:-1]
+
+
+def test_other_ranks_and_samples_that_nobody_knows_how_to_deal_out() -> None:
+    def make(length: int) -> DataLoader:
+        return DataLoader(Numbers(), batch_sampler=ShuffledBatches(range(length), BATCH, drop_last=False))
+
+    loader = make(ROWS)
+    make_resumable(loader, lambda: 2, DataRank(0, 2))
+    state = loader.state_dict()  # type: ignore[attr-defined]
+    same, other = make(ROWS), make(2 * ROWS)
+    make_resumable(same, lambda: 2, DataRank(0, 4))
+    same.load_state_dict(state)  # type: ignore[attr-defined]  # whoever deals out has as many steps: batches fit
+    make_resumable(other, lambda: 2, DataRank(0, 1))
+    with pytest.raises(StateError, match=r"2 data-parallel ranks saved .* 1 go on, .*use_distributed_sampler"):
+        other.load_state_dict(state)  # type: ignore[attr-defined]
+
+
+# Streams
+
+
+class Drawn(IterableDataset):
+    """Counts, and draws when an epoch begins."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(12).tolist())
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_stream_is_read_again(num_workers: int) -> None:
+    def make() -> DataLoader:
+        return DataLoader(Drawn(), batch_size=2, num_workers=num_workers)
+
+    seed(1)
+    loader, count = make(), 0
+    assert can_replay(loader)
+    undo = make_replayed(loader, lambda: count)
+    batches = []
+    for count, batch in enumerate(loader, 1):
+        batches.append(batch.tolist())
+        if count == 2:
+            state = loader.state_dict()  # type: ignore[attr-defined]
+    seed(2)
+    resumed = make()
+    make_replayed(resumed, lambda: 2)
+    resumed.load_state_dict(state)  # type: ignore[attr-defined]
+    numbers = torch.get_rng_state()
+    assert as_lists(resumed) == batches[2:]
+    assert torch.equal(torch.get_rng_state(), numbers)
+    assert len(as_lists(resumed)) == 6
+    other = make()
+    make_replayed(other, lambda: 2, DataRank(1, 2))
+    with pytest.raises(StateError, match="1 data-parallel ranks saved"):
+        other.load_state_dict(state)  # type: ignore[attr-defined]
+    undo()
+    assert type(loader) is DataLoader
+    assert not hasattr(loader, "state_dict")

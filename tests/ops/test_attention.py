@@ -1,15 +1,22 @@
-"""Attention within documents against its reference, and that against a loop over tokens."""
+"""Attention against its reference, on its kernels (Triton's interpreter without a GPU), torch's and packages'."""
 
 import math
+import sys
+from itertools import product
+from types import ModuleType
+from unittest.mock import patch
 
 import pytest
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_d9d.ops import attention, document_mask
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.ops import attention
+from lightning_d9d.ops import flash_attention as packages
 from lightning_d9d.ops.attention import attention_reference
+from lightning_d9d.ops.kernels import using_kernels
 from tests.harness.compare import assert_bitwise_equal, assert_close_named
 from tests.harness.tolerances import Kind
+from tests.ops.grid import DEVICES, DTYPES, LAYOUTS, check_op
 
 HEADS = [(4, 4), (4, 2), (6, 1)]
 DOCUMENTS = {
@@ -17,15 +24,16 @@ DOCUMENTS = {
     "one": [[7] * 33, [0] * 33],
     "runs": [[0] * 10 + [1] + [2] * 22, [5] * 32 + [-1]],
     "of two tokens": [[place // 2 for place in range(33)], [-place // 2 for place in range(33)]],
+    "all different": [[*range(33)], [*range(33, 0, -1)]],
     "come again": [[0, 1, 2] * 11, [4] * 8 + [3] * 17 + [4] * 8],
 }
-on_every_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+WINDOWS = [None, 1, 5, 33]
 
 
-def make(heads, kv_heads, dtype=torch.float64, seq=33, device="cpu"):
+def make(heads, kv_heads, dtype=torch.float64, seq=33, device="cpu", head_dim=16):
     """Queries, keys, values and a gradient for the result; as projections leave them, heads behind the sequence."""
     generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(2, seq, n, 16, generator=generator) for n in (heads, kv_heads, kv_heads, heads)]
+    tensors = [torch.randn(2, seq, n, head_dim, generator=generator) for n in (heads, kv_heads, kv_heads, heads)]
     q, k, v, gradient = (t.to(device, dtype).transpose(1, 2) for t in tensors)
     return [t.requires_grad_() for t in (q, k, v)], gradient
 
@@ -38,54 +46,366 @@ def ids_of(name, device="cpu"):
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
 def test_reference_by_definition(heads, kv_heads, name):
     (q, k, v), _ = make(heads, kv_heads)
-    actual = attention_reference(q, k, v, ids_of(name))
-    expected = torch.zeros_like(q)
-    for row, ids in enumerate(DOCUMENTS[name] or [[0] * 33] * 2):
-        for place, own in enumerate(ids):
-            before = [other for other in range(place + 1) if ids[other] == own]
-            for head in range(heads):
-                of_keys = head // (heads // kv_heads)
-                scores = k[row, of_keys, before] @ q[row, head, place] / math.sqrt(16)
-                expected[row, head, place] = scores.softmax(0) @ v[row, of_keys, before]
-    assert_close_named("attended", actual, expected)
+    for window, sinks in product([None, 4], [None, torch.randn(heads, dtype=torch.float64)]):
+        actual = attention_reference(q, k, v, ids_of(name), window=window, sinks=sinks)
+        expected = torch.zeros_like(q)
+        for row, ids in enumerate(DOCUMENTS[name] or [[0] * 33] * 2):
+            for place, own in enumerate(ids):
+                seen = range(max(0, place + 1 - (window or 33)), place + 1)
+                before = [other for other in seen if ids[other] == own]
+                for head in range(heads):
+                    of_keys = head // (heads // kv_heads)
+                    scores = k[row, of_keys, before] @ q[row, head, place] / math.sqrt(16)
+                    total = scores.exp().sum() + (0 if sinks is None else sinks[head].exp())
+                    expected[row, head, place] = scores.exp() / total @ v[row, of_keys, before]
+        assert_close_named("attended", actual, expected)
 
 
-@on_every_device
+@DEVICES
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", DOCUMENTS)
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
-def test_equals_reference(heads, kv_heads, name, dtype, device):
-    inputs, gradient = make(heads, kv_heads, dtype, device=device)
-    actual = attention(*inputs, ids_of(name, device))
-    assert actual.dtype == dtype
+def test_without_choice_equals_the_reference(heads, kv_heads, name, dtype, device):
+    for window in WINDOWS:
+        inputs, gradient = make(heads, kv_heads, dtype, device=device)
+        actual = attention(*inputs, ids_of(name, device), window=window)
+        assert actual.dtype == dtype
+        assert_equals_reference(actual, inputs, gradient, ids_of(name, device), window=window)
+
+
+def assert_equals_reference(actual, inputs, gradient, documents=None, *, sinks=None, **options):
+    inputs = inputs if sinks is None else [*inputs, sinks]
     exact = [t.detach().double().requires_grad_() for t in inputs]
-    expected = attention_reference(*exact, ids_of(name, device))
-    assert_close_named("attended", actual, expected.to(dtype), kind=Kind.OUTPUT)
+    expected = attention_reference(*exact[:3], documents, sinks=exact[3] if sinks is not None else None, **options)
+    assert_close_named("attended", actual, expected.to(actual.dtype), kind=Kind.OUTPUT)
     gradients = torch.autograd.grad(actual, inputs, gradient)
     expected_gradients = torch.autograd.grad(expected, exact, gradient.double())
-    for which, ours, theirs in zip("qkv", gradients, expected_gradients, strict=True):
-        assert_close_named(f"gradient of {which}", ours, theirs.to(dtype))
+    for which, ours, theirs in zip("qkvs", gradients, expected_gradients, strict=False):
+        if theirs.any():
+            assert_close_named(f"gradient of {which}", ours.to(actual.dtype), theirs.to(actual.dtype))
+        else:  # of a softmax over one key
+            assert ours.norm() < 30 * torch.finfo(ours.dtype).eps * gradient.norm()
 
 
-def test_a_mask_for_many_calls_is_kept_once():
-    inputs, _ = make(4, 2)
-    ids = ids_of("runs")
-    mask = document_mask(ids, torch.float64)
-    kept = []
-    with saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        results = [attention(*inputs, mask) for _ in range(3)]
-    squares = {t.data_ptr() for t in kept if t.shape[-2:] == (33, 33)}
-    assert squares == {mask.data_ptr()}
-    for result in results:
-        assert_bitwise_equal("attended", result, attention(*inputs, ids))
+# On kernels of our own
 
 
+def arguments(batch, heads, kv_heads, seq, head_dim, *, lengths=None, has_sinks=False):
+    """By name, as `check_op` takes them; documents of about `lengths` tokens."""
+    generator = torch.Generator().manual_seed(seq)
+    shapes = {"q": (batch, heads, seq, head_dim), "k": (batch, kv_heads, seq, head_dim)}
+    shapes["v"] = shapes["k"]
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    if has_sinks:
+        tensors["sinks"] = torch.randn(heads, generator=generator)
+    if lengths is not None:
+        begins = torch.rand(batch, seq, generator=generator) < 1 / lengths
+        tensors["documents"] = begins.cumsum(1)
+    return tensors
+
+
+def check(tensors, dtype, device, **options):
+    def with_own_layout(q, k, v, sinks=None, **rest):
+        return attention(q, k, v, sinks=sinks, **rest)
+
+    def reference(q, k, v, sinks=None, **rest):
+        return attention_reference(q, k, v, sinks=sinks, **rest)
+
+    names = options.pop("gradients_of", [name for name in ("q", "k", "v", "sinks") if name in tensors])
+    check_op(with_own_layout, reference, tensors, dtype, device, gradients_of=names, wide=["sinks"], **options)
+
+
+@DEVICES
+@pytest.mark.parametrize(
+    ("shape", "lengths", "window", "has_sinks"),
+    [
+        ((1, 2, 1, 75, 24), 20, None, True),
+        ((2, 2, 2, 33, 16), None, 7, False),
+        ((1, 1, 1, 1, 8), None, None, False),
+        ((1, 4, 1, 40, 16), None, None, True),
+        ((2, 1, 1, 70, 16), 6, 40, False),
+    ],
+)
+def test_small_shapes(device, shape, lengths, window, has_sinks):
+    check(arguments(*shape, lengths=lengths, has_sinks=has_sinks), torch.float32, device, window=window)
+
+
+@DEVICES
+def test_large_blocks(device):
+    for head_dim, lengths, window in [(64, 60, None), (128, None, 100)]:
+        check(arguments(1, 1, 1, 140, head_dim, lengths=lengths), torch.float16, device, window=window)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seq", [257, 1024])
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"),
+    [*product([16, 64, 80, 128, 256], DTYPES[1:]), (16, torch.float32), (80, torch.float32)],
+    ids=str,
+)
+def test_every_shape(head_dim, dtype, seq):
+    """Not those of a few tokens alone, whose gradients are differences of almost equal numbers."""
+    for (heads, kv_heads), lengths, window, has_sinks in [
+        ((4, 4), None, None, False),
+        ((4, 2), 30, 200, True),
+        ((6, 1), 300, None, False),
+        ((4, 1), None, 50, False),
+    ]:
+        tensors = arguments(2, heads, kv_heads, seq, head_dim, lengths=lengths, has_sinks=has_sinks)
+        check(tensors, dtype, "cuda", window=window)
+
+
+@DEVICES
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout(device, layout):
+    check(arguments(2, 2, 1, 40, 16, lengths=10), torch.float32, device, layout=layout)
+
+
+@DEVICES
+def test_every_gradient_alone_and_together(device):
+    tensors = arguments(1, 2, 1, 30, 16, lengths=10, has_sinks=True)
+    for names in [["q"], ["k"], ["v"], ["sinks"]]:
+        check(tensors, torch.float32, device, gradients_of=names)
+
+
+@DEVICES
+def test_ids_in_any_order(device):
+    """Of 64 bits, and of 32 with the batch side by side in memory."""
+    tensors = arguments(2, 1, 1, 70, 16)
+    rows = [[2**40, 5, -(2**40)] * 23 + [5], [-1] * 20 + [7] * 30 + [-1] * 20]
+    tensors["documents"] = torch.tensor(rows)
+    check(tensors, torch.float32, device)
+    tensors["documents"] = torch.tensor(rows[1:] * 2, dtype=torch.int32).T.contiguous().T
+    check(tensors, torch.float32, device, gradients_of=[])
+
+
+@DEVICES
+def test_what_no_query_may_see_does_not_matter(device):
+    (q, k, v), gradient = make(2, 1, torch.float32, seq=40, device=device)
+    documents = torch.tensor([[0] * 3 + [1] * 37] * 2, device=device)
+    results = []
+    for junk in (0.0, 1e4):
+        leaves = [t.detach().clone() for t in (q, k, v)]
+        leaves[1][:, :, :3], leaves[2][:, :, :3] = junk, junk
+        leaves = [t.requires_grad_() for t in leaves]
+        with using_kernels("triton"):
+            out = attention(*leaves, documents)
+            gradients = torch.autograd.grad(out[:, :, 3:], leaves, gradient[:, :, 3:])
+            results.append([each[:, :, 3:] for each in (out, *gradients)])
+    for ours, theirs in zip(*results, strict=True):
+        assert_bitwise_equal("with junk", ours, theirs)
+
+
+@DEVICES
+@pytest.mark.parametrize("kernels", ["auto", "triton"])
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0), (2, 1)], ids=str)
-def test_few_tokens(shape):
+def test_few_tokens(shape, kernels, device):
     batch, seq = shape
-    q = torch.randn(batch, 4, seq, 16, requires_grad=True)
-    k, v = (torch.randn(batch, 2, seq, 16, requires_grad=True) for _ in range(2))
-    result = attention(q, k, v, torch.zeros(shape, dtype=torch.int64))
-    assert_close_named("attended", result, v.repeat_interleave(2, 1), kind=Kind.OUTPUT)
-    result.sum().backward()
+    q = torch.randn(batch, 4, seq, 16, requires_grad=True, device=device)
+    k, v = (torch.randn(batch, 2, seq, 16, requires_grad=True, device=device) for _ in range(2))
+    with using_kernels(kernels):
+        result = attention(q, k, v, torch.zeros(shape, dtype=torch.int64, device=device))
+        assert_close_named("attended", result, v.repeat_interleave(2, 1), kind=Kind.OUTPUT)
+        result.sum().backward()
     assert all(t.grad is not None for t in (q, k, v))
+
+
+@DEVICES
+def test_the_operators_are_what_torch_takes_them_for(device):
+    (q, k, v), gradient = make(2, 1, torch.float32, seq=20, device=device)
+    sinks = torch.randn(2, device=device, requires_grad=True)
+    documents = torch.tensor([[0] * 12 + [1] * 8] * 2, device=device)
+    ops, some = torch.ops.lightning_d9d, ("test_schema", "test_faketensor")
+    torch.library.opcheck(ops.attention.default, (q, k, v, documents, sinks, 9, "triton"))
+    torch.library.opcheck(ops.attention.default, (q, k, v, None, None, None, "triton"), test_utils=some)
+    torch.library.opcheck(ops.attention.default, (q, k, v, None, sinks, None, "block"), test_utils=some)
+    q, k, v = (t.detach() for t in (q, k, v))
+    out, lse = ops.attention(q, k, v, None, None, None, "triton")
+    backward = (gradient, q, k, v, out, lse, None, None, None, "triton", True, False, False)
+    torch.library.opcheck(ops.attention_backward.default, backward, test_utils=some)
+
+
+@DEVICES
+def test_compiled_whole(device):
+    def op(q, k, v, documents):
+        return attention(q, k, v, documents, window=9)
+
+    results = []
+    with using_kernels("triton"):
+        for each in (torch.compile(op, backend="aot_eager", fullgraph=True), op):
+            leaves, gradient = make(2, 1, torch.float32, device=device)
+            out = each(*leaves, ids_of("runs", device))
+            results.append([out, *torch.autograd.grad(out, leaves, gradient)])
+    for ours, theirs in zip(*results, strict=True):
+        assert_bitwise_equal("compiled", ours, theirs)
+
+
+@pytest.mark.gpu
+def test_no_square_and_no_waiting():
+    """Of 64k tokens a mask would take 8 GiB; the host does not wait for the device."""
+    q, k, v = (torch.randn(1, n, 2**16, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (4, 1, 1))
+    documents = torch.arange(2**16, device="cuda")[None] // 1000
+    for window in (None, 512):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            attention(q, k, v, documents, window=window).sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.cuda.max_memory_allocated() - before < 10 * q.nbytes
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_32_bits():
+    q = torch.randn(1, 2**15 + 3, 2048, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2)[:, ::2047]
+    k = q[:, :1]
+    assert q.stride(2) * q.shape[2] > 2**31
+    documents = torch.arange(q.shape[2], device="cuda")[None] // 500
+    assert_bitwise_equal(
+        "attended", attention(q, k, k, documents), attention(*(t.contiguous() for t in (q, k, k)), documents)
+    )
+
+
+# On what it is told
+
+
+NAMED = ["cudnn", "flash", "efficient", "math", "triton"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", NAMED)
+def test_named_kernels(kernel):
+    for name, window, has_sinks in product(["none", "runs"], [None, 5], [False, True]):
+        is_masked = name != "none" or window is not None
+        kv_heads = 4 if kernel == "efficient" else 2
+        inputs, gradient = make(4, kv_heads, torch.bfloat16, device="cuda", head_dim=64)
+        documents = ids_of(name, "cuda")
+        sinks = torch.randn(4, device="cuda").requires_grad_() if has_sinks else None
+        options = {"window": window, "sinks": sinks}
+        if (is_masked and kernel in ("cudnn", "flash")) or (has_sinks and kernel == "efficient"):
+            with pytest.raises(ConfigError, match=f"kernel='{kernel}' cannot run .* Can: 'auto', .*'math', 'triton'"):
+                attention(*inputs, documents, kernel=kernel, **options)
+        else:
+            actual = attention(*inputs, documents, kernel=kernel, **options)
+            assert_equals_reference(actual, inputs, gradient, documents, **options)
+
+
+@pytest.mark.gpu
+def test_sinks_on_what_torch_would_choose():
+    """Compiled and not."""
+    results = []
+    sinks = torch.randn(4, device="cuda").requires_grad_()
+    for op in (attention, torch.compile(attention, backend="aot_eager", fullgraph=True)):
+        inputs, gradient = make(4, 2, torch.bfloat16, seq=512, device="cuda", head_dim=128)
+        results.append(op(*inputs, sinks=sinks))
+        assert_equals_reference(results[-1], inputs, gradient, sinks=sinks)
+    assert_bitwise_equal("compiled", *results)
+
+
+def test_sinks_without_kernels():
+    inputs, gradient = make(4, 2)
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    for kernel in ("auto", "math"):
+        actual = attention(*inputs, ids_of("runs"), window=9, sinks=sinks, kernel=kernel)
+        assert_equals_reference(actual, inputs, gradient, ids_of("runs"), window=9, sinks=sinks)
+
+
+def test_math_is_what_torch_calls_so():
+    inputs, gradient = make(4, 2)
+    actual = attention(*inputs, ids_of("runs"), kernel="math")
+    assert_equals_reference(actual, inputs, gradient, ids_of("runs"))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "reason"),
+    [
+        ("cudnn", "torch has it not for torch.float64 on cpu with head_dim 16 and 4 heads on 2"),
+        ("triton", "it takes float32, bfloat16 and float16 up to head_dim 256, not torch.float64"),
+        ("flash-attn", "there is no package for it; pip install 'lightning-d9d.flash-attn.'"),
+    ],
+)
+def test_a_kernel_that_cannot(kernel, reason):
+    inputs, _ = make(4, 2)
+    with pytest.raises(
+        ConfigError, match=f"kernel='{kernel}' cannot run this attention: {reason}.* Can: 'auto', 'math'"
+    ):
+        attention(*inputs, kernel=kernel)
+
+
+def test_arguments_that_do_not_fit():
+    (q, k, v), _ = make(4, 2)
+    for arguments_, options, message in [
+        ((q, k, v[:, :, 1:]), {}, r"k \[2, 2, 33, 16\] and v \[2, 2, 32, 16\] must have the shape of q"),
+        ((q[:, :3], k, v), {}, "a number of heads that divides that of q"),
+        ((q, k, v, ids_of("one")[:, 1:]), {}, r"documents \[2, 32\] of torch.int64 must be integers of .* \[2, 33\]"),
+        ((q, k, v), {"window": 0}, "window=0 must be 1 or more"),
+        ((q, k, v), {"sinks": torch.zeros(2)}, r"sinks \[2\] must be one number a head of q, here 4"),
+        ((q, k, v), {"kernel": "cuda"}, "kernel='cuda' must be one of 'auto', 'cudnn'"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            attention(*arguments_, **options)
+
+
+# On packages
+
+
+def package_of(calls, *, returns_logarithms):
+    """One that is called like them, and computes with the reference."""
+    module = ModuleType("flash attention")
+
+    def attend(q, k, v, *, causal, window_size=(-1, -1)):
+        assert causal
+        assert window_size[1] == (0 if window_size[0] >= 0 else -1)
+        calls.append(window_size[0])
+        window = window_size[0] + 1 if window_size[0] >= 0 else None
+        out = attention_reference(*(t.transpose(1, 2) for t in (q, k, v)), window=window).transpose(1, 2)
+        return (out, None) if returns_logarithms else out
+
+    def attend_apart(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
+        assert cu_seqlens_q.dtype == torch.int32
+        assert cu_seqlens_q is cu_seqlens_k
+        lengths = cu_seqlens_q.diff().tolist()
+        assert max(lengths) == max_seqlen_q == max_seqlen_k
+        parts = zip(*(t.split(lengths) for t in (q, k, v)), strict=True)
+        outs = [attend(*(t.unsqueeze(0) for t in part), **options) for part in parts]
+        whole = torch.cat([out[0] if returns_logarithms else out for out in outs], 1)[0]
+        return (whole, None) if returns_logarithms else whole
+
+    module.flash_attn_func, module.flash_attn_varlen_func = attend, attend_apart
+    return module
+
+
+@pytest.mark.parametrize("returns_logarithms", [False, True])
+@pytest.mark.parametrize("name", ["none", "runs", "of two tokens"])
+def test_packages(name, returns_logarithms):
+    (q, k, v), _ = make(4, 2)
+    for window in (None, 5):
+        calls = []
+        package = package_of(calls, returns_logarithms=returns_logarithms)
+        with patch.object(packages, "flash_attention_package", lambda package=package: package):
+            actual = packages.flash_attention(q, k, v, ids_of(name), window)
+        expected = attention_reference(q, k, v, ids_of(name), window=window)
+        assert_close_named("attended", actual, expected, kind=Kind.OUTPUT)
+        assert set(calls) == {-1 if window is None else 4}
+
+
+def test_documents_in_pieces_are_not_for_packages():
+    (q, k, v), _ = make(4, 2)
+    package = package_of([], returns_logarithms=False)
+    with (
+        patch.object(packages, "flash_attention_package", lambda: package),
+        pytest.raises(ConfigError, match="an id that comes again after another one"),
+    ):
+        packages.flash_attention(q, k, v, ids_of("come again"), None)
+
+
+def test_the_newest_package_is_taken():
+    versions = ["flash_attn.flash_attn_interface", "flash_attn_interface", "flash_attn.cute.interface"]
+    modules = {name: None for name in versions} | {name: ModuleType(name) for name in ("flash_attn", "flash_attn.cute")}
+    find = packages.flash_attention_package.__wrapped__
+    with patch.dict(sys.modules, modules):
+        assert find() is None
+        for name in versions:
+            sys.modules[name] = ModuleType(name)
+            assert find() is sys.modules[name]

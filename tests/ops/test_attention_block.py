@@ -7,9 +7,17 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_d9d.ops import attention_block as module
-from lightning_d9d.ops.attention_block import attention_block, attention_block_backward, merge, wide
+from lightning_d9d.ops.attention_block import (
+    attention_block,
+    attention_block_backward,
+    block_kernel,
+    merge,
+    wide,
+)
+from lightning_d9d.ops.kernels import using_kernels
 from tests.harness.compare import assert_close_named, assert_tensors_close
 from tests.harness.tolerances import Kind
+from tests.ops.grid import DEVICES
 
 HEADS = {"all heads their own": (4, 4), "two share one": (4, 2), "all share one": (6, 1)}
 by_heads = pytest.mark.parametrize(("heads", "kv_heads"), HEADS.values(), ids=HEADS)
@@ -96,10 +104,17 @@ def test_blocks_make_up_the_whole(has_documents, heads, kv_heads):
     assert_tensors_close(grads, expected_grads)
 
 
-def test_queries_without_keys_get_nothing():
-    q, k, v, grad_out = make(4, 2, 3, 5)
+@DEVICES
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_queries_without_keys_get_nothing(kernels, device):
+    q, k, v, grad_out = make(4, 2, 3, 5, dtype=torch.float32, device=device)
     documents = torch.tensor([[7, 1, 1]] * 2), torch.ones(2, 5, dtype=torch.int32)
-    ids = dict(zip(("q_documents", "k_documents"), documents, strict=True))
+    ids = {name: each.to(device) for name, each in zip(("q_documents", "k_documents"), documents, strict=True)}
+    with using_kernels(kernels):
+        assert_nothing_without_keys(q, k, v, grad_out, ids)
+
+
+def assert_nothing_without_keys(q, k, v, grad_out, ids):
     out, lse = attention_block(q, k, v, causal=False, **ids)
     assert (out[:, :, 0] == 0).all()
     assert (lse[:, :, 0] == float("-inf")).all()
@@ -151,22 +166,50 @@ def test_kernels(head_dim, heads, kv_heads, backend, dtype):
     q, k, v, grad_out = make(heads, kv_heads, 384, 384, head_dim, dtype=dtype, device="cuda")
     expected, log_sums, expected_grads = by_definition(q, k, v, lower(2, 384, "cuda"), grad_out)
     with sdpa_kernel(backend):
-        assert module._kernel(q, k, v, True, None) == backend.name.split("_")[0].lower()
+        assert block_kernel(q, k, v, causal=True, is_masked=False) == backend.name.split("_")[0].lower()
         out, lse, grads = in_blocks(q, k, v, None, grad_out, borders=[128, 256])
     assert_close_named("lse", lse, log_sums, kind=Kind.OUTPUT)
     assert_close_named("out", out.bfloat16(), expected, kind=Kind.OUTPUT)
     assert_tensors_close({name: grad.bfloat16() for name, grad in grads.items()}, expected_grads)
 
 
+@DEVICES
+def test_own_kernels(device):
+    """Blocks of several blocks, with documents that end and begin within them and lie in many."""
+    dtypes = [torch.float32, torch.bfloat16] if device == "cuda" else [torch.float32]
+    for dtype in dtypes:
+        q, k, v, grad_out = make(2, 1, 70, 70, 16, dtype=dtype, device=device)
+        documents = torch.tensor([[0] * 20 + [1] * 40 + [0] * 10, [3] * 50 + [4] * 20], device=device)
+        allowed = lower(2, 70, device) & (documents.unsqueeze(-1) == documents.unsqueeze(-2))
+        expected, log_sums, expected_grads = by_definition(q, k, v, allowed, grad_out)
+        with using_kernels("triton"):
+            assert block_kernel(q, k, v, causal=True, is_masked=True) == "triton"
+            out, lse, grads = in_blocks(q, k, v, documents, grad_out, borders=[40])
+        assert_close_named("lse", lse, log_sums, kind=Kind.OUTPUT)
+        assert_close_named("out", out.to(dtype), expected, kind=Kind.OUTPUT)
+        assert_tensors_close({name: grad.to(dtype) for name, grad in grads.items()}, expected_grads)
+
+
+@DEVICES
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_windows(kernels, device):
+    q, k, v, grad_out = make(2, 1, 50, 50, 16, dtype=torch.float32, device=device)
+    expected, log_sums, expected_grads = by_definition(q, k, v, lower(2, 50, device).triu(-9), grad_out)
+    with using_kernels(kernels):
+        out, lse = attention_block(q, k, v, causal=True, window=10)
+        grads = attention_block_backward(grad_out, q, k, v, out, lse, causal=True, window=10)
+    assert_close_named("lse", lse, log_sums, kind=Kind.OUTPUT)
+    assert_close_named("out", out, expected, kind=Kind.OUTPUT)
+    assert_tensors_close(dict(zip(expected_grads, grads, strict=True)), expected_grads)
+
+
 @pytest.mark.gpu
-def test_what_no_kernel_takes_runs_on_the_reference():
-    for q, k, v, grad_out in (
-        make(2, 1, 16, 16, 12, torch.bfloat16, "cuda"),
-        make(2, 1, 16, 16, 16, torch.float32, "cuda"),
-    ):
-        assert module._kernel(q, k, v, True, None) is None
-        expected, _, expected_grads = by_definition(q, k, v, lower(2, 16, "cuda"), grad_out)
-        out, lse = attention_block(q, k, v, causal=True)
-        grads = attention_block_backward(grad_out, q, k, v, out, lse, causal=True)
-        assert_close_named("out", out, expected, kind=Kind.OUTPUT)
-        assert_tensors_close(dict(zip(expected_grads, grads, strict=True)), expected_grads)
+@pytest.mark.parametrize(("head_dim", "dtype"), [(12, torch.bfloat16), (16, torch.float32)])
+def test_what_no_kernel_of_torch_takes_runs_on_our_own(head_dim, dtype):
+    q, k, v, grad_out = make(2, 1, 16, 16, head_dim, dtype, "cuda")
+    assert block_kernel(q, k, v, causal=True, is_masked=False) == "triton"
+    expected, _, expected_grads = by_definition(q, k, v, lower(2, 16, "cuda"), grad_out)
+    out, lse = attention_block(q, k, v, causal=True)
+    grads = attention_block_backward(grad_out, q, k, v, out, lse, causal=True)
+    assert_close_named("out", out, expected, kind=Kind.OUTPUT)
+    assert_tensors_close(dict(zip(expected_grads, grads, strict=True)), expected_grads)

@@ -1,5 +1,6 @@
 import copy
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.nn.utils import parametrizations
 
 from lightning_d9d.modules.linear import Linear
 from lightning_d9d.ops import WeightGradients, linear, put_off, split_linears
+from lightning_d9d.ops.linear import _halves
 from tests.harness.compare import assert_bitwise_equal, assert_close_named
 from tests.harness.tolerances import Kind, tolerance_for
 
@@ -283,3 +285,35 @@ def test_a_frozen_weight_gets_no_gradient_in_a_wider_dtype():
     weight.requires_grad_(False)
     gradient, of_bias = torch.autograd.grad(linear(x, weight, bias, dtype=torch.float32).sum(), [x, bias])
     assert gradient.dtype == of_bias.dtype == torch.bfloat16
+
+
+def test_two_halves_have_16_bits() -> None:
+    wide = torch.randn(5, 7)
+    halves = _halves(wide)
+    assert halves.dtype == torch.bfloat16
+    assert ((halves[:, 0].double() + halves[:, 1].double() - wide).abs() <= 2**-16 * wide.abs()).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [False, True])
+def test_wide_products_of_narrow_factors(splits: bool) -> None:
+    """As exact as with all cast to float32: gradients are rounded to bfloat16 in the end."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight, dy = (torch.randn(*s, generator=generator).cuda() for s in ((3, 65, 256), (24, 256), (3, 65, 24)))
+    x, weight = (each.bfloat16().requires_grad_() for each in (x, weight))
+    exact = [each.detach().double().requires_grad_() for each in (x, weight)]
+    expected = F.linear(*exact)
+    expected.backward(dy.double())
+    later = WeightGradients()
+    with put_off(later) if splits else nullcontext():
+        y = linear(x, weight, dtype=torch.float32)
+    if splits:
+        later.backward(y, dy)
+        later.accumulate()
+    else:
+        y.backward(dy)
+    assert y.dtype == torch.float32
+    assert_close_named("result", y, expected.float())
+    for actual, gradient in zip((x.grad, weight.grad), (each.grad for each in exact), strict=True):
+        error, of_rounding = ((each.double() - gradient).norm() for each in (actual, gradient.bfloat16()))
+        assert error <= 1.01 * of_rounding

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_d9d import ConfigError
 from lightning_d9d.modules import GroupedQueryAttention, rope_tables
 from lightning_d9d.ops.attention import attention_reference
+from lightning_d9d.ops.kernels import using_kernels
 from lightning_d9d.parallel import context
 from lightning_d9d.parallel.context import KINDS, SequenceCut, shard_context
 from tests.harness.compare import assert_bitwise_equal, assert_close_named, assert_tensors_close
@@ -121,6 +122,14 @@ def test_on_two_ranks(rank: RankContext, documents: str, kind: str) -> None:
 @pytest.mark.parametrize("documents", DOCUMENTS)
 def test_on_four_ranks(rank: RankContext, documents: str, kind: str) -> None:
     assert_equals_whole(kind, make(documents), rank)
+
+
+@pytest.mark.ranks(2)
+@by_kind
+def test_on_kernels_of_our_own(rank: RankContext, kind: str) -> None:
+    """Which run in Triton's interpreter where there is no GPU."""
+    with using_kernels("triton"):
+        assert_equals_whole(kind, make("two borders", heads=4, kv_heads=2, dtype=torch.float32), rank)
 
 
 @pytest.mark.ranks(4)

@@ -159,3 +159,12 @@ def test_averaged_weights(tmp_path: Path, mode: Any) -> None:
 @pytest.mark.parametrize("make", [Dropping, DroppingPlain])
 def test_two_ranks(rank: RankContext, make: Any) -> None:
     check(make, rank.tmp_dir, OPTIONS["accumulated"], 2, str(rank.device))
+
+
+def test_resumed_at_the_end_of_an_epoch_and_again_in_the_next(tmp_path: Path) -> None:
+    """Lightning itself would not count the second epoch as begun, and train one too many after the second time."""
+    whole, run = fit(Dropping, tmp_path / "0", {}, EPOCH, None)
+    fit(Dropping, tmp_path / "1", {}, EPOCH + 3, tmp_path / "0" / f"step={EPOCH}.ckpt")
+    resumed, again = fit(Dropping, tmp_path / "2", {}, None, tmp_path / "1" / f"step={EPOCH + 3}.ckpt")
+    assert again.global_step == run.global_step
+    assert resumed.losses == whole.losses[EPOCH + 3 :]

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_d9d import ConfigError, D9DStrategy, GradSyncConfig, WeightedLoss
+from lightning_d9d.optim import StochasticAdamW
 from tests.harness.compare import assert_close_named, assert_tensors_close
 from tests.harness.ranks import RankContext
 from tests.harness.tolerances import Kind
@@ -120,6 +121,27 @@ def test_low_precision_accumulates_in_float32(precision: str) -> None:
     expected = torch.bfloat16 if precision == "bf16-true" else torch.float32
     assert {p.dtype for p in module.parameters()} == {expected}
     assert run.global_step == 2
+
+
+@pytest.mark.parametrize("takes_wide", [True, False])
+def test_gradients_are_rounded_for_optimizers_that_ask_for_it(takes_wide: bool) -> None:
+    seen: set[torch.dtype] = set()
+
+    class Watched(StochasticAdamW):
+        takes_wide_gradients = takes_wide
+
+        def step(self, closure: Any = None) -> Any:
+            seen.update(p.grad.dtype for group in self.param_groups for p in group["params"] if p.grad is not None)
+            return super().step(closure)
+
+    class Module(Staged):
+        def configure_optimizers(self) -> Any:
+            return Watched(self.parameters(), lr=0.01)
+
+    rows = [{"x": row["x"].float(), "y": row["y"]} for row in staged_rows(8)]
+    run = trainer(D9DStrategy(microbatch_size=1), precision="bf16-true", max_epochs=1)
+    run.fit(Module(), DataLoader(rows, batch_size=4))
+    assert seen == {torch.float32 if takes_wide else torch.bfloat16}
 
 
 def test_fused_optimizers_are_clipped_under_bf16_mixed() -> None:

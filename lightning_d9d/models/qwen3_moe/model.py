@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from lightning_d9d.errors import ConfigError
@@ -21,8 +20,6 @@ from lightning_d9d.modules import (
     rope_tables,
 )
 from lightning_d9d.modules.lm_head import Reduction
-from lightning_d9d.ops import attention, document_mask
-from lightning_d9d.ops.linear import autocast_dtype
 from lightning_d9d.parallel.tokens import TokenPart
 from lightning_d9d.pipeline.partition import check_layers, distribute_layers
 from lightning_d9d.pipeline.types import StageInfo
@@ -182,7 +179,11 @@ class Qwen3MoeModel(nn.Module):
                 shape than `input_ids`.
         """
         x = self._into_layers(input_ids, hidden_states)
-        documents = self._documents(document_ids, input_ids, autocast_dtype(x))
+        if document_ids is not None and input_ids is not None and document_ids.shape != input_ids.shape:
+            raise ConfigError(
+                f"document_ids have shape {list(document_ids.shape)}, but input_ids {list(input_ids.shape)}: give each "
+                "token the id of its document, and padding an id of its own"
+            )
         if self.stage.is_first and output_hidden_states:
             snapshots = ()
         if position_ids is None and document_ids is not None:
@@ -193,7 +194,7 @@ class Qwen3MoeModel(nn.Module):
         for layer in self.layers.values():
             if snapshots is not None:
                 snapshots = (*snapshots, x)
-            y = layer(x, rope, documents)
+            y = layer(x, rope, document_ids)
             x, loss = y if isinstance(y, tuple) else (y, None)
             if loss is not None:
                 router_loss = loss if router_loss is None else router_loss + loss
@@ -213,20 +214,6 @@ class Qwen3MoeModel(nn.Module):
                 "takes input_ids, a later one what the stage before it returns, as keyword arguments"
             )
         return self.embed_tokens(given) if self.stage.is_first else given
-
-    def _documents(self, document_ids: Tensor | None, input_ids: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        """What the layers attend with: one mask for all, or the ids where some layer attends in another way."""
-        if document_ids is None:
-            return None
-        if input_ids is not None and document_ids.shape != input_ids.shape:
-            raise ConfigError(
-                f"document_ids have shape {list(document_ids.shape)}, but input_ids {list(input_ids.shape)}: give each "
-                "token the id of its document, and padding an id of its own"
-            )
-        layers: list[Any] = [*self.layers.values()]
-        if all(layer.self_attn.attend is attention for layer in layers):
-            return document_mask(document_ids, dtype)
-        return document_ids
 
 
 def token_embedding(config: Qwen3MoeConfig) -> TokenEmbedding | SplitTokenEmbedding:

@@ -11,6 +11,7 @@ from lightning_d9d.parallel import (
     ParallelConfig,
     TokenPart,
     blocks_of,
+    compile_blocks,
     recompute_activations,
     shard_context,
     shard_data,
@@ -39,6 +40,7 @@ def parallelize_qwen3_moe(stage: Qwen3MoeForCausalLM, mesh: MeshDomains | None, 
         if mesh.sizes["cp"] > 1:
             shard_context(stage, mesh.group("cp"), parallel.context)
         spread_sequences(stage, mesh.group("cp", "tp"))
+    compile_blocks(stage, parallel, layers)
     recompute_activations(stage, parallel, layers)
     if mesh is not None:
         # hidden states are in the gathered dtype from the embedding on, and the losses of routers stay in their own

@@ -1,0 +1,136 @@
+"""Saves that are finished while training goes on."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from lightning_d9d.checkpoint.directory import prepare_save
+from lightning_d9d.checkpoint.tensors import PiecesToSave
+
+THREAD_NAME = "lightning_d9d_checkpoint"
+
+
+class BackgroundSaver:
+    """Copies what is to be saved, and writes it in a thread, one thing after the other.
+
+    Tensors are copied to the CPU, to pinned memory from a GPU, which is kept for the next save. There is one copy: a
+    save of other tensors first waits for those before it. Another save of the same ones, not changed since (to
+    `last.ckpt`, say), takes the copy that is there.
+
+    After a failure nothing that was still to be done is done: an older checkpoint stays where a newer one failed.
+
+    Args:
+        group: The ranks that save, on a backend for the CPU and for nothing else; None for this process alone.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self._stager: DefaultStager | None = None
+        self._executor = ThreadPoolExecutor(1, THREAD_NAME)
+        self._pending: deque[Future[None]] = deque()
+        self._copied: tuple[Any, PiecesToSave] | None = None
+
+    def save_directory(
+        self,
+        path: str | Path,
+        tensors: Mapping[str, Tensor],
+        values: Mapping[str, Any],
+        *,
+        named_values: Mapping[str, Any],
+        version: object = None,
+    ) -> None:
+        """As `save_directory`, but what goes wrong while files are written is raised by `wait`. Collective.
+
+        Args:
+            path: Likewise.
+            tensors: Likewise; they may change as soon as this returns.
+            values: Likewise.
+            named_values: Likewise.
+            version: Whatever differs when the tensors may have changed in ways that torch does not count.
+
+        Raises:
+            StateError: An earlier save has failed, or values cannot be saved; on every rank.
+            ConfigError: The path is a URL.
+        """
+
+        def pieces() -> PiecesToSave:
+            return self._copied_pieces(tensors, version)
+
+        rest = prepare_save(path, pieces, values, named_values=named_values, later_group=self.group, copy=True)
+        self.submit(rest)
+
+    def copied(self, content: dict[str, Any]) -> dict[str, Any]:
+        """A deep copy whose tensors are on the CPU, after waiting for all saves, as `wait` does.
+
+        It is one's own until the next copy is made.
+        """
+        self.wait()
+        return self._stage(content)
+
+    def submit(self, action: Callable[[], object]) -> None:
+        """Do something after all that is still to be done, unless that fails. Local."""
+        before = self._pending[-1] if self._pending else None
+
+        def act() -> None:
+            if before is None or before.exception() is None:
+                action()
+            else:
+                before.result()
+
+        while self._pending and self._pending[0].done() and self._pending[0].exception() is None:
+            self._pending.popleft()
+        self._pending.append(self._executor.submit(act))
+
+    def wait(self) -> None:
+        """Until all is done. Local; what failed on one rank in a save fails on all.
+
+        Raises:
+            StateError: The first failure of a save.
+        """
+        pending, self._pending, self._copied = self._pending, deque(), None
+        for future in pending:
+            future.exception()
+        for future in pending:
+            future.result()
+
+    def close(self) -> None:
+        """Wait, and let go of thread and memory. Raises as `wait`."""
+        try:
+            self.wait()
+        finally:
+            self._executor.shutdown()
+            if self._stager is not None:
+                self._stager.close()
+
+    def _copied_pieces(self, tensors: Mapping[str, Tensor], version: object) -> PiecesToSave:
+        pieces = PiecesToSave(tensors)
+        key = (version, pieces.version)
+        if self._copied is not None and self._copied[0] == key and self._pending and not self._pending[-1].done():
+            return self._copied[1]
+        copies = self.copied({"pieces": list(pieces.pieces.values())})["pieces"]
+        pieces.pieces = dict(zip(pieces.pieces, copies, strict=True))
+        self._copied = (key, pieces)
+        return pieces
+
+    def _stage(self, content: dict[str, Any]) -> dict[str, Any]:
+        if self._stager is None:
+            on_device = torch.accelerator.is_available()
+            self._stager = DefaultStager(
+                StagingOptions(
+                    use_pinned_memory=torch.cuda.is_available(),
+                    use_shared_memory=False,
+                    use_async_staging=False,
+                    use_non_blocking_copy=on_device,
+                )
+            )
+        staged: Any = self._stager.stage(content)
+        return staged

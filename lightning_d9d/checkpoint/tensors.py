@@ -1,0 +1,246 @@
+"""The tensors of a checkpoint: files of torch Distributed Checkpoint, and a checksum of every piece in them.
+
+A piece is what one rank wrote of one tensor. Its checksum is taken of the bytes on their way into the file, and looked
+at before any tensor is filled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+import warnings
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import IO, Any
+
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_local_save_plan,
+)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import find_state_dict_object
+from torch.futures import Future
+
+from lightning_d9d.errors import StateError
+from lightning_d9d.mesh.agreement import Ranks
+
+_BLOCK_BYTES = 2**24
+_FOREIGN = "it was changed since it was saved; give another checkpoint"
+
+Pieces = dict[MetadataIndex, Tensor]
+"""This rank's own, plain and by tensor and place."""
+Checksums = dict[str, dict[int, int]]
+"""CRC-32 of each piece, by file and by where it begins there."""
+
+
+class PiecesToSave(DefaultSavePlanner):
+    """This rank's part of tensors, but for empty shards: nothing would be read from them.
+
+    Args:
+        tensors: As `save_directory` takes them. DTensors are not asked for anything later on.
+
+    Raises:
+        StateError: One is no tensor.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, Tensor):
+                raise StateError(f"{name} is no tensor but {type(tensor).__name__}; give it among the values")
+        plan = create_default_local_save_plan(dict(tensors), is_coordinator=False)
+        self._own = dataclasses.replace(plan, items=[item for item in plan.items if not _is_empty_shard(item)])
+        everything = dict(tensors)
+        self.pieces: Pieces = {
+            item.index: find_state_dict_object(everything, item.index).detach() for item in self._own.items
+        }
+        """What is saved."""
+
+    @property
+    def version(self) -> list[Any]:
+        """Differs when tensors are others or have changed, as far as torch counts that."""
+        return [(index, piece.data_ptr(), piece._version) for index, piece in self.pieces.items()]
+
+    def create_local_plan(self) -> SavePlan:
+        """What this rank could write."""
+        self.plan = self._own
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        """A piece."""
+        return self.pieces[index]
+
+
+def write_tensors(data: Path, pieces: PiecesToSave, ranks: Ranks) -> Checksums:
+    """Write all ranks' pieces, replicated ones once, into an empty folder. Collective.
+
+    Returns:
+        On the first rank, all checksums.
+
+    Raises:
+        Exception: What failed on this rank; on others perhaps nothing.
+    """
+    writer = _Writer(data)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            dcp.save({}, storage_writer=writer, planner=pieces, process_group=ranks.group, no_dist=ranks.alone)
+        except CheckpointException as error:  # torch raises it on all ranks, for the failures of some
+            if ranks.rank in error.failures:
+                raise error.failures[ranks.rank][0] from error
+    if writer.failure is not None:
+        raise writer.failure
+    return writer.checksums
+
+
+class TensorReader:
+    """What `dcp.load` does on each rank, without asking rank 0 about it and with the metadata read already.
+
+    Args:
+        data: The folder.
+        metadata: Of it, checked.
+        checksums: Likewise.
+    """
+
+    def __init__(self, data: Path, metadata: Metadata, checksums: Checksums) -> None:
+        self.data = data
+        self.metadata = metadata
+        self._checksums = checksums
+        self._checked: set[tuple[str, int]] = set()
+
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """Compare the checksums of all pieces from which these tensors would be filled.
+
+        Raises:
+            StateError: One is wrong; with its file and tensor.
+        """
+        _, _, plan = self._planned(tensors)
+        places = {}
+        for item in plan.items:
+            stored = self.metadata.storage_data[item.storage_index]
+            places[stored.relative_path, stored.offset] = (stored.length, item.storage_index.fqn)
+        for (name, offset), (length, tensor) in sorted(places.items()):
+            if (name, offset) not in self._checked:
+                self._check_piece(name, offset, length, tensor)
+                self._checked.add((name, offset))
+
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Overwrite tensors in place."""
+        planner, reader, plan = self._planned(tensors)
+        try:
+            reader.read_data(planner.finish_plan(plan), planner).wait()
+        except OSError:
+            raise
+        except Exception as error:
+            raise StateError(f"a file in {str(self.data)!r} is damaged ({error}); give another checkpoint") from error
+
+    def _planned(self, tensors: Mapping[str, Tensor]) -> tuple[DefaultLoadPlanner, dcp.FileSystemReader, LoadPlan]:
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False, allow_partial_load=True)
+        planner.set_up_planner(dict(tensors), self.metadata)
+        reader = dcp.FileSystemReader(self.data)
+        reader.set_up_storage_reader(self.metadata, is_coordinator=False)
+        return planner, reader, reader.prepare_local_plan(planner.create_local_plan())
+
+    def _check_piece(self, name: str, offset: int, length: int, tensor: str) -> None:
+        file, expected = self.data / name, self._checksums.get(name, {}).get(offset)
+        checksum, left = 0, length
+        with open(file, "rb") as stream:
+            stream.seek(offset)
+            while left > 0 and (block := stream.read(min(left, _BLOCK_BYTES))):
+                checksum, left = zlib.crc32(block, checksum), left - len(block)
+        if left or checksum != expected:
+            raise StateError(f"{str(file)!r} is damaged where it has {tensor}: {_FOREIGN}")
+
+
+@dataclass(frozen=True)
+class _Written(WriteResult):
+    """What a rank tells the first one of a piece."""
+
+    checksum: int
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Names no path in the metadata. Keeps what fails for later: torch cannot send every exception to other ranks."""
+
+    failure: Exception | None = None
+
+    def __init__(self, data: Path) -> None:
+        super().__init__(data)
+        self.transforms = self._sums = _Sums()  # type: ignore[assignment]
+        self.checksums: Checksums = {}
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(save_id=self.save_id)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        with self._keeping():
+            return super().prepare_local_plan(plan)
+        return plan
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        written: list[WriteResult] = []
+        with self._keeping():
+            results = super().write_data(plan, planner).value()
+            written = [_Written(**vars(each), checksum=self._sums.streams[each.index].checksum) for each in results]
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(written)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        with self._keeping():
+            super().finish(metadata, results)
+            for each in chain.from_iterable(results):
+                assert isinstance(each, _Written)
+                self.checksums.setdefault(each.storage_data.relative_path, {})[each.storage_data.offset] = each.checksum
+
+    @contextmanager
+    def _keeping(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.failure = self.failure or error
+
+
+class _Sums:
+    """Stands where torch has its transformations of what is written: it changes nothing, and adds up."""
+
+    def __init__(self) -> None:
+        self.streams: dict[MetadataIndex, _SummingStream] = {}
+
+    def transform_save_stream(self, write_item: WriteItem, raw_stream: IO[bytes]) -> tuple[Any, list[str]]:
+        self.streams[write_item.index] = _SummingStream(raw_stream)
+        return self.streams[write_item.index], []
+
+
+class _SummingStream(io.IOBase):
+    """Into a file that stays open, in which other pieces follow."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.checksum = 0
+
+    def write(self, data: Any) -> int:
+        self.checksum = zlib.crc32(data, self.checksum)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self.flush()
+
+
+def _is_empty_shard(item: WriteItem) -> bool:
+    data = item.tensor_data
+    return data is not None and math.prod(data.chunk.sizes) == 0 < math.prod(data.size)

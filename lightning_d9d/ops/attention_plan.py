@@ -1,0 +1,151 @@
+"""Which blocks of queries and keys meet in attention, found out on the device.
+
+A program has a block of rows (queries, or keys for their gradients) and goes through columns (the other ones) a block
+at a time. A plan says which of these it visits: from the first to the last that has a pair, and of these from where to
+where no pair is masked. Of documents it knows the least and largest id of each block, so it is tight where documents
+lie in one piece with ids that rise or fall; other ids cost time, not correctness.
+"""
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SIZES = ["num_queries", "num_keys", "num_rows", "num_columns", "length", "heads", "group", "parts", "window"]
+"""Numbers that kernels are not compiled anew for."""
+
+
+class Masks(NamedTuple):
+    """Which pairs count."""
+
+    causal: bool
+    """Queries and keys are those of the same tokens, and a query attends to keys up to its own."""
+    window: int | None
+    """How many of these at most; only with `causal`."""
+    q_documents: Tensor | None
+    """Integers, shape `[batch, queries]`; only keys with the same one count."""
+    k_documents: Tensor | None
+    """Integers, shape `[batch, keys]`."""
+
+
+class Blocks(NamedTuple):
+    """How many rows and columns a program has at a time, and how it does."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+def plan_blocks(
+    masks: Masks, num_rows: int, num_columns: int, blocks: Blocks, *, rows_are_queries: bool, device: torch.device
+) -> Tensor:
+    """Shape `[batch, blocks of rows, 4]`, one batch if it is the same for all.
+
+    The first block of columns and the one after the last, then the same for those without masks.
+    """
+    ids = (masks.q_documents, masks.k_documents) if rows_are_queries else (masks.k_documents, masks.q_documents)
+    row_ids, column_ids = ids
+    row_blocks, column_blocks = triton.cdiv(num_rows, blocks.rows), triton.cdiv(num_columns, blocks.columns)
+    batch = 1 if row_ids is None else len(row_ids)
+    extremes = None
+    if row_ids is not None and column_ids is not None:
+        extremes = column_ids.new_empty(2, batch, column_blocks)
+        if column_blocks:
+            _extremes[(column_blocks, batch)](
+                column_ids, *extremes, column_ids.stride(0), num_columns, COLUMNS=blocks.columns, num_warps=1
+            )
+    plan = torch.empty(batch, row_blocks, 4, dtype=torch.int32, device=device)
+    _plan_rows[(row_blocks, batch)](
+        plan,
+        row_ids,
+        *((None, None) if extremes is None else extremes),
+        0 if row_ids is None else row_ids.stride(0),
+        num_rows,
+        num_columns,
+        masks.window,
+        CAUSAL=masks.causal,
+        ROWS_ARE_QUERIES=rows_are_queries,
+        ROWS=blocks.rows,
+        COLUMNS=blocks.columns,
+        BLOCKS=triton.next_power_of_2(max(1, column_blocks)),
+    )
+    return plan
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _extremes(ids_ptr, low_ptr, high_ptr, ids_stride, length, COLUMNS: tl.constexpr):
+    """Of the ids of each block of columns."""
+    block = tl.program_id(0)
+    batch = tl.program_id(1).to(tl.int64)
+    ids = ids_from(ids_ptr + batch * ids_stride, block * COLUMNS, length, COLUMNS)
+    place = batch * tl.num_programs(0) + block
+    tl.store(low_ptr + place, tl.min(ids, 0))
+    tl.store(high_ptr + place, tl.max(ids, 0))
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _plan_rows(
+    plan_ptr,
+    row_ids_ptr,
+    low_ptr,
+    high_ptr,
+    row_ids_stride,
+    num_rows,
+    num_columns,
+    window,
+    CAUSAL: tl.constexpr,
+    ROWS_ARE_QUERIES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    batch = tl.program_id(1).to(tl.int64)
+    first_row = tl.program_id(0) * ROWS
+    last_row = tl.minimum(first_row + ROWS, num_rows) - 1
+    column = tl.arange(0, BLOCKS)
+    first = column * COLUMNS
+    last = tl.minimum(first + COLUMNS, num_columns) - 1
+    is_useful = first < num_columns
+    is_full = first + COLUMNS <= num_columns
+    if CAUSAL:
+        if ROWS_ARE_QUERIES:
+            most, least = last_row - first, first_row - last  # how far keys are behind their queries
+        else:
+            most, least = last - first_row, first - last_row
+        is_useful = is_useful & (most >= 0)
+        is_full = is_full & (least >= 0)
+        if window is not None:
+            is_useful = is_useful & (least < window)
+            is_full = is_full & (most < window)
+    if row_ids_ptr is not None:
+        ids = ids_from(row_ids_ptr + batch * row_ids_stride, first_row, num_rows, ROWS)
+        low = tl.min(ids, 0)
+        high = tl.max(ids, 0)
+        num_blocks = tl.cdiv(num_columns, COLUMNS)
+        column_low = tl.load(low_ptr + batch * num_blocks + column, mask=column < num_blocks, other=0)
+        column_high = tl.load(high_ptr + batch * num_blocks + column, mask=column < num_blocks, other=0)
+        is_useful = is_useful & (column_low <= high) & (column_high >= low)
+        is_full = is_full & (low == high) & (column_low == low) & (column_high == low)
+    is_full = is_full & is_useful
+    end = tl.max(tl.where(is_useful, column + 1, 0), 0)
+    start = tl.minimum(tl.min(tl.where(is_useful, column, BLOCKS), 0), end)
+    full_end = tl.max(tl.where(is_full, column + 1, 0), 0)
+    full_start = tl.max(tl.where((column < full_end) & (is_full == 0), column + 1, 0), 0)
+    place = plan_ptr + (batch * tl.num_programs(0) + tl.program_id(0)) * 4
+    tl.store(place, start)
+    tl.store(place + 1, end)
+    tl.store(place + 2, tl.maximum(full_start, start))  # with none of them both are `start`
+    tl.store(place + 3, tl.maximum(full_end, start))
+
+
+@triton.jit
+def ids_from(ids_ptr, first, length, SIZE: tl.constexpr):
+    """Ids from `first` on; after the last one comes the first of these again."""
+    places = first + tl.arange(0, SIZE)
+    return tl.load(ids_ptr + tl.where(places < length, places, first))

@@ -1,0 +1,81 @@
+"""Blocks that `torch.compile` compiles, one by one.
+
+An attribute `forward` of each block calls the compiled `forward` of its class, so parameters keep their names, hooks
+run around it as ever (FSDP2's are not compiled), copies of a block compute with their own weights, and blocks of one
+class and structure share one compilation. What recomputes a block ([Note: what is recomputed] in `recompute`) does so
+around the compiled call.
+
+[Note: compiled weight gradients] In split backwards a compiled block has no weight phase: its backward, one compiled
+function, gives all gradients in the input phase. What is not compiled, such as embedding and head, is split as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.modules import ExpertBalance
+from lightning_d9d.parallel.config import ParallelConfig
+from lightning_d9d.parallel.data import blocks_of
+from lightning_d9d.parallel.recompute import keep_activations
+
+
+def compile_blocks(module: nn.Module, parallel: ParallelConfig, blocks: Iterable[nn.Module] | None = None) -> None:
+    """Let `torch.compile` compile the blocks of a module when they are first called, in place. Local.
+
+    Losses and gradients are those of the uncompiled module up to rounding. The first call of each class of blocks, mode
+    (training or not) and structure waits for the compiler. A second shape is compiled once more, for sizes that change,
+    where nothing in the block ties them down; after eight compilations of a class torch runs further shapes uncompiled.
+
+    Args:
+        module: Any.
+        parallel: Blocks are compiled if `parallel.compile` is set. In any case earlier calls, and those of
+            `recompute_activations`, are taken back: call that afterwards.
+        blocks: Parts of the module; by default what `blocks_of` finds with `parallel.shard_blocks`.
+
+    Raises:
+        ConfigError: A block has a `forward` of its own, beside that of its class. Or it is to be recomputed, and has a
+            router with losses over several ranks: the recomputation does not ask them again, and the compiler may take
+            its numbers for the first ones.
+    """
+    for part in module.modules():
+        keep_activations(part)
+        forward = vars(part).get("forward")
+        if isinstance(forward, partial) and forward.func is _forward:
+            del part.forward
+    if not parallel.compile:
+        return
+    has_losses = any(
+        isinstance(part, ExpertBalance) and (part.config.sequence_loss or part.config.global_batch_loss)
+        for part in module.modules()
+    )
+    if has_losses and parallel.recompute != "none" and dist.is_initialized():
+        raise ConfigError(
+            f"ParallelConfig.compile=True with recompute={parallel.recompute!r}: routers have losses over several "
+            "ranks (BalanceConfig.sequence_loss, global_batch_loss); leave out one of the three, or take bias_rate for "
+            "the balance"
+        )
+    blocks = blocks_of(module, parallel.shard_blocks) if blocks is None else list(blocks)
+    for block in dict.fromkeys(blocks):
+        if "forward" in vars(block):
+            raise ConfigError(
+                f"ParallelConfig.compile=True: a {type(block).__name__} has a forward of its own, "
+                f"{vars(block)['forward']}, which is not that of its class; name other blocks, in "
+                "ParallelConfig.shard_blocks, or compile them yourself"
+            )
+        block.forward = partial(_forward, block)
+
+
+def _forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return _compiled(type(block).forward)(block, *args, **kwargs)
+
+
+@cache
+def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(forward)

@@ -1,0 +1,82 @@
+"""What is killed: a fully sharded run of two ranks that saves after most of its steps."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_d9d import CheckpointConfig, D9DStrategy, MeshConfig, StageInfo, TimeoutConfig
+from lightning_d9d.checkpoint import open_directory
+from lightning_d9d.optim import StochasticAdamW
+from tests.strategy.plain import trainer
+from tests.strategy.staged import Staged, staged_rows
+
+NUM_RANKS = 2
+BATCHES, EPOCHS = 8, 3
+NUM_STEPS = BATCHES * EPOCHS
+STARTED, FINISHED = "started", "finished.ckpt"
+
+
+class Job(Staged):
+    """Dropout, and bfloat16 weights whose updates are rounded stochastically."""
+
+    def configure_stage(self, stage: StageInfo) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 256), nn.Tanh(), nn.Dropout(0.5), nn.Linear(256, 4))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = StochasticAdamW(self.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, NUM_STEPS)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class Announcing(L.Callback):
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.file.touch()
+
+
+def train(number: int, port: int, folder: Path, asynchronous: bool) -> None:
+    """One of two ranks, in a process of its own; goes on from the last checkpoint, if there is one.
+
+    Makes FOLDER/started when training begins, and FOLDER/finished.ckpt in the end.
+    """
+    os.environ.update(LOCAL_RANK=str(number), NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    with open(folder / f"{number}.txt", "a") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    L.seed_everything(1, verbose=False)
+    strategy = D9DStrategy(
+        mesh=MeshConfig(data_parallel_shard=NUM_RANKS),
+        microbatch_size=2,
+        checkpoint=CheckpointConfig(asynchronous=asynchronous),
+        timeouts=TimeoutConfig(shutdown_seconds=1),
+    )
+    saved = folder / "checkpoints"
+    two = ModelCheckpoint(
+        saved, "{step}", monitor="step", mode="max", save_top_k=2, every_n_train_steps=1, save_last=True
+    )
+    every = ModelCheckpoint(saved, "kept-{step}", every_n_train_steps=10, save_top_k=-1)
+    run = trainer(
+        strategy,
+        NUM_RANKS,
+        callbacks=[two, every, Announcing(folder / STARTED)],
+        enable_checkpointing=True,
+        precision="bf16-true",
+        max_epochs=EPOCHS,
+    )
+    run.fit(Job(), DataLoader(staged_rows(BATCHES * 4 * NUM_RANKS), batch_size=4, shuffle=True), ckpt_path="last")
+    run.save_checkpoint(folder / FINISHED, weights_only=True)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Of a job that has finished."""
+    return open_directory(folder / FINISHED, alone=True).read()

@@ -1,0 +1,11 @@
+"""Six kills; `python -m tests.chaos --kills 200` has more."""
+
+from pathlib import Path
+
+from tests.chaos.kill import run
+
+
+def test_a_job_that_is_killed_again_and_again(tmp_path: Path) -> None:
+    report = run(tmp_path / "chaos", num_kills=6, seed=3)
+    assert report.kills == 6
+    assert report.loaded > 6

@@ -1,0 +1,161 @@
+"""Compiled blocks: the same losses and gradients, whole, recomputed, in split backwards, in copies and under FSDP2.
+
+On the CPU a backend that traces and splits graphs as the default one does, but leaves it at torch's operators.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Generator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from lightning_d9d import ConfigError, MeshConfig, ParallelConfig
+from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.models.qwen3_moe.plan import parallelize_qwen3_moe
+from lightning_d9d.modules import SwiGLU
+from lightning_d9d.ops import WeightGradients, put_off
+from lightning_d9d.parallel import compile_blocks, compiling
+from lightning_d9d.schedule import LayerCosts, Machine, ModelCosts
+from tests.harness.compare import assert_bitwise_equal, assert_tensors_close
+from tests.harness.ranks import RankContext
+from tests.parallel.test_recompute import LAYERS, make_own, make_qwen3, train
+
+COMPILED = ParallelConfig(compile=True)
+
+
+@contextmanager
+def compiler(backend: str = "aot_eager") -> Generator[None]:
+    """That refuses what it cannot take whole."""
+    torch._dynamo.reset()
+    counters.clear()
+    with mock.patch.object(compiling.torch, "compile", partial(torch.compile, backend=backend, fullgraph=True)):
+        compiling._compiled.cache_clear()
+        yield
+    compiling._compiled.cache_clear()
+    torch._dynamo.reset()
+
+
+def assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    del actual["drawn after"], expected["drawn after"]
+    assert_tensors_close(actual, expected)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "every_2"])
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+def test_losses_and_gradients_are_those_of_the_model(recompute: str, split: bool) -> None:
+    (model, inputs), (compiled, same_inputs) = make_qwen3(), make_qwen3()
+    parallelize_qwen3_moe(compiled, None, ParallelConfig(compile=True, recompute=recompute))
+    with compiler():
+        assert_same(train(compiled, same_inputs, split), train(model, inputs, split))
+        assert counters["stats"]["unique_graphs"] >= 1
+    assert compiled.state_dict().keys() == model.state_dict().keys()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+def test_on_a_gpu(split: bool) -> None:
+    (model, inputs), (compiled, _) = make_qwen3(torch.float32), make_qwen3(torch.float32)
+    parallelize_qwen3_moe(compiled, None, COMPILED)
+    on_gpu = {n: v.cuda() if isinstance(v, Tensor) else v for n, v in inputs.items()}
+    with compiler("inductor"):
+        assert_same(train(compiled.cuda(), dict(on_gpu), split), train(model.cuda(), on_gpu, split))
+
+
+class Layers(nn.Sequential):
+    """A dense model."""
+
+    def __init__(self) -> None:
+        super().__init__(*(SwiGLU(8, 12, initializer_range=0.3) for _ in range(LAYERS)))
+
+
+def test_layers_share_a_compilation_and_shapes_are_compiled_twice() -> None:
+    model = Layers()
+    compile_blocks(model, COMPILED, list(model))
+    with compiler():
+        for length in (6, 5, 4, 3):
+            model(torch.randn(2, length, 8, requires_grad=True)).sum().backward()
+        assert counters["stats"]["unique_graphs"] == 2  # of one shape, then of any
+
+
+def test_split_backwards_have_no_weight_phase() -> None:
+    """Of the model's parameters only those outside of blocks wait."""
+    model, inputs = make_qwen3(torch.float32)
+    compile_blocks(model, COMPILED, list(model.model.layers.values()))
+    later = WeightGradients()
+    with compiler():
+        with put_off(later):
+            output = model(**inputs)
+        later.backward(output.loss + output.router_loss)
+    waiting = {name for name, p in model.named_parameters() if p.grad is None}
+    assert waiting == {"lm_head.weight"}
+    later.accumulate()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_copies_compute_with_their_own_weights() -> None:
+    model, inputs = make_qwen3()
+    compile_blocks(model, COMPILED, list(model.model.layers.values()))
+    with compiler():
+        first = model(**inputs).loss
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        assert_bitwise_equal("loss", other(**inputs).loss, first)
+
+
+def test_calls_are_taken_back() -> None:
+    model, inputs = make_own()
+    for parallel in (ParallelConfig(compile=True, recompute="full"), COMPILED, ParallelConfig()):
+        compile_blocks(model, parallel)
+        assert sum("forward" in vars(layer) for layer in model.layers) == LAYERS * parallel.compile  # type: ignore[arg-type]
+    with compiler():
+        model(**inputs)
+        assert not counters["stats"]
+
+
+def test_a_forward_of_the_owner_s_is_refused() -> None:
+    model = nn.Sequential(nn.ModuleList([nn.Linear(2, 2)]))
+    model[0][0].forward = nn.Identity().forward  # type: ignore[index,union-attr]
+    with pytest.raises(ConfigError, match="a Linear has a forward of its own"):
+        compile_blocks(model, COMPILED)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "attention"])
+def test_recomputation_inside_of_blocks_is_refused(recompute: str) -> None:
+    with pytest.raises(ConfigError, match=f"compile=True with recompute='{recompute}'"):
+        ParallelConfig(compile=True, recompute=recompute)
+
+
+@pytest.mark.ranks(2)
+def test_fully_sharded(rank: RankContext) -> None:
+    domains = MeshDomains.build(MeshConfig(data_parallel_shard=2), rank.device.type)
+    (model, inputs), (compiled, _) = make_qwen3(seed=1 + rank.rank), make_qwen3()
+    with pytest.raises(ConfigError, match="recompute='full': routers have losses over several ranks"):
+        compile_blocks(model, ParallelConfig(compile=True, recompute="full"))
+    for each, parallel in ((model, ParallelConfig()), (compiled, COMPILED)):
+        parallelize_qwen3_moe(each.to(rank.device), domains, parallel)
+    inputs = {n: v.to(rank.device) if isinstance(v, Tensor) else v for n, v in inputs.items()}
+    with compiler():
+        actual = train(compiled, inputs)
+        assert counters["stats"]["unique_graphs"] >= 1
+    assert_same(actual, train(model, inputs))
+    domains.close()
+
+
+def test_the_simulator_is_told() -> None:
+    layer = LayerCosts(forward_flops=1e9, backward_input_flops=1e9, backward_weight_flops=1e9, weight_bytes=1e9)
+    costs = ModelCosts(before=layer, layers=(layer, layer), after=layer).compiled()
+    assert costs.before == costs.after == layer  # which stay as they are
+    machine = Machine()
+    whole, compiled = (machine.seconds(each, 4) for each in (layer, costs.layers[0]))
+    assert compiled.backward_weight == 0
+    assert compiled.backward == compiled.backward_input == pytest.approx(whole.backward)
