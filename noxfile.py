@@ -44,6 +44,13 @@ def meshes(session: nox.Session) -> None:
     session.run("pytest", "tests/meshes", *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
+@nox.session(default=False)
+def chaos(session: nox.Session) -> None:
+    """Kill training jobs at random moments, 200 times unless `-- --kills N`, and go on from what they left."""
+    _install(session, "test")
+    session.run("python", "-m", "tests.chaos", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
     """Format, style, import layers, spelling."""

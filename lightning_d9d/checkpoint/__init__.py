@@ -8,6 +8,7 @@ name.
 from lightning_d9d.checkpoint.background import BackgroundSaver
 from lightning_d9d.checkpoint.directory import (
     Checkpoint,
+    Differences,
     is_directory,
     open_directory,
     remove_directory,
@@ -19,6 +20,7 @@ from lightning_d9d.checkpoint.optimizers import fit_scheduler_state, load_optimi
 __all__ = [
     "BackgroundSaver",
     "Checkpoint",
+    "Differences",
     "StoredTensor",
     "fit_scheduler_state",
     "is_directory",

@@ -16,7 +16,7 @@ import zipfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -186,6 +186,15 @@ def remove_directory(path: str | Path) -> None:
     remove(removed)
 
 
+class Differences(NamedTuple):
+    """Between what was asked for and what a checkpoint has."""
+
+    missing: list[str]
+    """Not in the checkpoint: these tensors are as they were."""
+    unexpected: list[str]
+    """In the checkpoint, and not asked for."""
+
+
 class Checkpoint:
     """A checkpoint that `open_directory` opened; all of its files have been found."""
 
@@ -198,7 +207,7 @@ class Checkpoint:
         self._reader = reader
         self.ranks = ranks
 
-    def load(self, tensors: Mapping[str, Tensor], *, strict: bool = True, prefix: str = "") -> None:
+    def load(self, tensors: Mapping[str, Tensor], *, strict: bool = True, prefix: str = "") -> Differences:
         """Overwrite tensors in place with the saved ones. Collective, over the ranks that opened it.
 
         Args:
@@ -206,6 +215,9 @@ class Checkpoint:
                 different names. Floating dtypes are cast, others must be the saved ones.
             strict: All of them must have been saved, and all saved ones with `prefix` must be among some rank's.
             prefix: What the names begin with that must all be asked for.
+
+        Returns:
+            Where it is not strict, the names that are not in both; on every rank all of them.
 
         Raises:
             StateError: Names, shapes or dtypes do not fit, or a file is damaged; on every rank, and no tensor was
@@ -221,9 +233,12 @@ class Checkpoint:
             for (name, shape, _, is_meta), dtype in wanted.items()
             if (problem := self._misfit(name, shape, dtype, is_meta, strict))
         ]
+        differences = Differences(
+            sorted(name for name in names if name not in self.tensors),
+            [name for name in self.tensors if name.startswith(prefix) and name not in names],
+        )
         if strict:
-            extra = [name for name in self.tensors if name.startswith(prefix) and name not in names]
-            problems += [f"{name} is in the checkpoint, but not asked for" for name in extra]
+            problems += [f"{name} is in the checkpoint, but not asked for" for name in differences.unexpected]
         if problems:
             raise StateError(
                 f"{failure}, it is of another model: {first_of(problems)}. Build the model as it was when it was "
@@ -231,6 +246,7 @@ class Checkpoint:
             )
         self.ranks.together(failure, lambda: self._reader.check(tensors))
         self.ranks.together(failure, lambda: self._reader.fill(tensors))
+        return differences
 
     def read(self, prefix: str = "") -> dict[str, Tensor]:
         """New whole tensors on the CPU, of all names that begin with `prefix`. Not collective.

@@ -12,6 +12,7 @@ import math
 import warnings
 import zlib
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -35,7 +36,8 @@ from torch.futures import Future
 from lightning_d9d.errors import StateError
 from lightning_d9d.mesh.agreement import Ranks
 
-_BLOCK_BYTES = 2**24
+_BLOCK_BYTES = 2**22
+_NUM_READERS = 4
 _FOREIGN = "it was changed since it was saved; give another checkpoint"
 
 Pieces = dict[MetadataIndex, Tensor]
@@ -130,10 +132,11 @@ class TensorReader:
         for item in plan.items:
             stored = self.metadata.storage_data[item.storage_index]
             places[stored.relative_path, stored.offset] = (stored.length, item.storage_index.fqn)
-        for (name, offset), (length, tensor) in sorted(places.items()):
-            if (name, offset) not in self._checked:
-                self._check_piece(name, offset, length, tensor)
-                self._checked.add((name, offset))
+        left = [(*place, *about) for place, about in sorted(places.items()) if place not in self._checked]
+        with ThreadPoolExecutor(_NUM_READERS) as readers:  # the sums are taken without the interpreter's lock
+            for _ in readers.map(lambda piece: self._check_piece(*piece), left):
+                pass
+        self._checked |= places.keys()
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Overwrite tensors in place."""

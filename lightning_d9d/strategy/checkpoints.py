@@ -19,7 +19,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
@@ -58,6 +57,7 @@ from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.ranks import RankedStrategy
 from lightning_d9d.strategy.sharding import is_sharded
 from lightning_d9d.strategy.uneven import TrainingLoader
+from lightning_d9d.strategy.weights import gathered, laid_out_like, report, sharded_state
 
 _RANKS = "lightning_d9d_ranks"
 """What each rank adds to a checkpoint, in the order of ranks."""
@@ -202,7 +202,7 @@ class CheckpointedStrategy(RankedStrategy):
         else:
             for key in ("state_dict", "optimizer_states"):
                 if key in checkpoint:
-                    checkpoint[key] = tree_map(functools.partial(_gathered, keep=self.is_global_zero), checkpoint[key])
+                    checkpoint[key] = tree_map(functools.partial(gathered, keep=self.is_global_zero), checkpoint[key])
             self._save_file(checkpoint, filepath, storage_options)
         if self.saves_at_once:
             self.finish_saves()
@@ -317,7 +317,7 @@ class CheckpointedStrategy(RankedStrategy):
         """
         module = self.lightning_module
         assert module is not None
-        state = _laid_out_like(module.state_dict(), checkpoint["state_dict"])
+        state = laid_out_like(module.state_dict(), checkpoint["state_dict"])
         if self._opened is None and self.is_pipelined:  # a file has all stages
             own = module.state_dict().keys()
             of_others = Ranks().merge(dict.fromkeys(own)).keys() - own
@@ -329,7 +329,7 @@ class CheckpointedStrategy(RankedStrategy):
         assert self.lightning_module is not None
         state = self.lightning_module.state_dict()
         tensors = {f"{_MODEL}{name}": value for name, value in state.items() if isinstance(value, Tensor)}
-        opened.load(tensors, strict=self.lightning_module.strict_loading, prefix=_MODEL)
+        report(opened.load(tensors, strict=self.lightning_module.strict_loading, prefix=_MODEL), opened.path)
         return {name: opened.values.get(f"{_MODEL}{name}", value) for name, value in state.items()}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -354,7 +354,7 @@ class CheckpointedStrategy(RankedStrategy):
         names = {} if self._opened is None else self._parameter_names()
         for index, optimizer in enumerate(self.optimizers):
             if self._opened is None:
-                optimizer.load_state_dict(_sharded_state(optimizer, states[index]))
+                optimizer.load_state_dict(sharded_state(optimizer, states[index]))
             else:
                 load_optimizer_state(optimizer, names, _OPTIMIZER.format(index), self._opened)
             _optimizer_to_device(optimizer, self.root_device)
@@ -523,39 +523,3 @@ class CheckpointedStrategy(RankedStrategy):
 
 def _loader_states(loader: CombinedLoader | None) -> list[dict[str, Any]]:
     return [] if loader is None else loader._state_dicts()
-
-
-def _gathered(value: Any, keep: bool) -> Any:
-    """A DTensor whole, on the CPU, where it is kept. Collective."""
-    if not isinstance(value, DTensor):
-        return value
-    whole = value.full_tensor()
-    return whole.cpu() if keep else None
-
-
-def _laid_out_like(present: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
-    """A whole model's tensors, cut as the model's are. Local: each rank has all of it."""
-    return {
-        name: _cut(value, present[name]) if isinstance(present.get(name), DTensor) else value
-        for name, value in whole.items()
-    }
-
-
-def _sharded_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's whole state, cut as its parameters are."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if not any(isinstance(parameter, DTensor) for parameter in parameters):
-        return state
-    of_parameters = {
-        index: {key: _cut(value, parameters[index]) for key, value in entries.items()}
-        for index, entries in state["state"].items()
-    }
-    return {**state, "state": of_parameters}
-
-
-def _cut(value: Any, like: Tensor) -> Any:
-    if not isinstance(like, DTensor) or isinstance(value, DTensor) or not isinstance(value, Tensor):
-        return value
-    if value.shape != like.shape:  # what differs is told later, or it is a step count
-        return value
-    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)

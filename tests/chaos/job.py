@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +43,11 @@ class Announcing(L.Callback):
         self.file.touch()
 
 
-def train(number: int, port: int, folder: Path, asynchronous: bool) -> None:
-    """One of two ranks, in a process of its own; goes on from the last checkpoint, if there is one.
+def train(folder: Path, asynchronous: bool) -> None:
+    """One rank's part; it goes on from the last checkpoint, if there is one.
 
     Makes FOLDER/started when training begins, and FOLDER/finished.ckpt in the end.
     """
-    os.environ.update(LOCAL_RANK=str(number), NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    with open(folder / f"{number}.txt", "a") as output:
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
     L.seed_everything(1, verbose=False)
     strategy = D9DStrategy(
         mesh=MeshConfig(data_parallel_shard=NUM_RANKS),

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 import signal
-import socket
 import time
 from dataclasses import dataclass
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from lightning_d9d.checkpoint import open_directory
 from tests.chaos.job import FINISHED, NUM_RANKS, NUM_STEPS, STARTED, train, weights
 from tests.harness.compare import assert_bitwise_equal
+from tests.harness.jobs import end_job, output_of_job, run_job, start_job
 
 SECONDS_ALONE = 10
 """How long a rank may take to end after another was killed; a launcher would not wait so long."""
@@ -39,57 +37,32 @@ class Report:
         )
 
 
-def start(folder: Path, asynchronous: bool) -> list[BaseProcess]:
-    context = multiprocessing.get_context("forkserver")  # has imported everything
-    context.set_forkserver_preload(["tests.chaos.job"])
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    (folder / STARTED).unlink(missing_ok=True)
-    ranks = [context.Process(target=train, args=(number, port, folder, asynchronous)) for number in range(NUM_RANKS)]
-    for rank in ranks:
-        rank.start()
-    return ranks
-
-
-def end(ranks: list[BaseProcess], seconds: float) -> list[int | None]:
-    """Exit codes; those of ranks that had to be killed are their signal's."""
-    deadline = time.monotonic() + seconds
-    for rank in ranks:
-        rank.join(max(0.0, deadline - time.monotonic()))
-        rank.kill()
-        rank.join()
-    return [rank.exitcode for rank in ranks]
-
-
-def output(folder: Path) -> str:
-    return "\n".join(path.read_text()[-3000:] for path in sorted(folder.glob("*.txt")))
-
-
 def finish(folder: Path, asynchronous: bool) -> None:
     """Run a job to its end, from wherever it is."""
-    codes = end(start(folder, asynchronous), SECONDS)
-    assert codes == [0] * NUM_RANKS, f"{codes}\n{output(folder)}"
+    (folder / STARTED).unlink(missing_ok=True)
+    run_job(NUM_RANKS, folder, train, folder, asynchronous)
 
 
 def kill_at_random(folder: Path, asynchronous: bool, chance: random.Random, report: Report) -> bool:
     """Whether the job was still running."""
-    ranks = start(folder, asynchronous)
+    (folder / STARTED).unlink(missing_ok=True)
+    ranks = start_job(NUM_RANKS, folder, train, folder, asynchronous)
     early = chance.random() < 0.1
     if early:
         time.sleep(chance.uniform(0, 1.5))
     else:
         deadline = time.monotonic() + SECONDS
         while not (folder / STARTED).exists() and all(rank.is_alive() for rank in ranks):
-            assert time.monotonic() < deadline, output(folder)
+            assert time.monotonic() < deadline, output_of_job(folder)
             time.sleep(0.002)
         time.sleep(chance.uniform(0, 2.0))
     victims = ranks if chance.random() < 0.5 else [chance.choice(ranks)]
     was_running = all(rank.is_alive() for rank in ranks)
     for rank in victims:
         rank.kill()
-    codes = end(ranks, SECONDS_ALONE)
+    codes = end_job(ranks, SECONDS_ALONE)
     if not was_running:
-        assert codes == [0] * NUM_RANKS or -signal.SIGKILL in codes, f"{codes}\n{output(folder)}"
+        assert codes == [0] * NUM_RANKS or -signal.SIGKILL in codes, f"{codes}\n{output_of_job(folder)}"
         return False
     report.kills += 1
     report.before_training += not (folder / STARTED).exists()

@@ -1,0 +1,111 @@
+"""Weights of a checkpoint, whole or in part, and the ways between whole and sharded tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from lightning_d9d.checkpoint import Differences, is_directory, open_directory
+from lightning_d9d.errors import StateError
+from lightning_d9d.mesh.agreement import Ranks, first_of
+from lightning_d9d.strategy.checkpoint_files import read_checkpoint
+
+_MODEL = "model."
+"""What names of the model begin with in a directory."""
+
+
+def load_part(module: nn.Module, path: str | Path, *, prefix: str = "", strict: bool = True) -> Differences:
+    """Overwrite a module's parameters and buffers in place by those of a checkpoint, and nothing else. Collective.
+
+    Args:
+        module: Allocated; its tensors plain or DTensors on any mesh. In a pipeline, each rank's own stages.
+        path: A checkpoint directory or a Lightning file.
+        prefix: What the names begin with that are to be loaded.
+        strict: All of these in the module must be in the checkpoint, and the other way round.
+
+    Returns:
+        If it is not strict, what is in one of them only.
+
+    Raises:
+        StateError: The checkpoint is damaged, or names or shapes do not fit; on every rank, and nothing was changed.
+    """
+    own = {k: v for k, v in module.state_dict().items() if isinstance(v, Tensor) and k.startswith(prefix)}
+    if Ranks().all_gather(is_directory(path))[0]:
+        tensors = {f"{_MODEL}{name}": value for name, value in own.items()}
+        found = open_directory(path).load(tensors, strict=strict, prefix=_MODEL + prefix)
+        return Differences(*([name.removeprefix(_MODEL) for name in names] for names in found))
+    failure = f"checkpoint {str(path)!r} cannot be loaded"
+    read = functools.partial(torch.load, path, map_location="cpu", weights_only=True)
+    with Ranks().agreed(failure):
+        state = read_checkpoint(read, path)["state_dict"]
+    saved = {k: v for k, v in state.items() if isinstance(v, Tensor) and k.startswith(prefix)}
+    wanted = Ranks().merge({name: tuple(value.shape) for name, value in own.items()})
+    differences = Differences([name for name in wanted if name not in saved], [k for k in saved if k not in wanted])
+    problems = [
+        f"{name} has shape {list(saved[name].shape)} in the file, {list(shape)} in the model"
+        for name, shape in wanted.items()
+        if name in saved and saved[name].shape != shape
+    ]
+    if strict:
+        problems += [f"{name} is not in the file" for name in differences.missing]
+        problems += [f"{name} is not in the model" for name in differences.unexpected]
+    if problems:
+        raise StateError(f"{failure}, it is of another model: {first_of(problems)}. Give another, or load less of it")
+    with torch.no_grad():
+        for name in own.keys() & saved.keys():
+            own[name].copy_(cut(saved[name], own[name]))
+    return differences
+
+
+def report(differences: Differences, path: str | Path) -> None:
+    """Warn of what was not loaded."""
+    for names, where in zip(differences, ("not in it, and stay as they are", "not in the model"), strict=True):
+        if names:
+            rank_zero_warn(
+                f"of checkpoint {str(path)!r} not all was loaded: {len(names)} are {where}: {first_of(names)}"
+            )
+
+
+def gathered(value: Any, keep: bool) -> Any:
+    """A DTensor whole, on the CPU, where it is kept. Collective."""
+    if not isinstance(value, DTensor):
+        return value
+    whole = value.full_tensor()
+    return whole.cpu() if keep else None
+
+
+def laid_out_like(present: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
+    """A whole model's tensors, cut as the model's are. Local: each rank has all of it."""
+    return {
+        name: cut(value, present[name]) if isinstance(present.get(name), DTensor) else value
+        for name, value in whole.items()
+    }
+
+
+def sharded_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's whole state, cut as its parameters are."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not any(isinstance(parameter, DTensor) for parameter in parameters):
+        return state
+    of_parameters = {
+        index: {key: cut(value, parameters[index]) for key, value in entries.items()}
+        for index, entries in state["state"].items()
+    }
+    return {**state, "state": of_parameters}
+
+
+def cut(value: Any, like: Tensor) -> Any:
+    """A whole tensor, cut as another of its shape is; other values and shapes as they are. Local."""
+    if not isinstance(like, DTensor) or isinstance(value, DTensor) or not isinstance(value, Tensor):
+        return value
+    if value.shape != like.shape:  # what differs is told later, or it is a step count
+        return value
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)

@@ -1,0 +1,72 @@
+"""Jobs of several ranks, each a process of its own, that a test starts, waits for and may kill."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+TargetOfRank = Callable[..., None]
+
+
+def start_job(num_ranks: int, folder: Path, target: TargetOfRank, *arguments: Any) -> list[BaseProcess]:
+    """Start `target(*arguments)` on ranks that a `Trainer(devices=num_ranks)` in it takes as they are.
+
+    Args:
+        num_ranks: Processes, forked from one that has imported the target's module.
+        folder: Gets their output, in `0.txt` and so on.
+        target: A function of a module.
+        arguments: Picklable.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([target.__module__])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    ranks = [
+        context.Process(target=_run, args=(number, num_ranks, port, folder, target, arguments))
+        for number in range(num_ranks)
+    ]
+    for rank in ranks:
+        rank.start()
+    return list(ranks)
+
+
+def end_job(ranks: list[BaseProcess], seconds: float) -> list[int | None]:
+    """Wait for all, and kill those that take longer. Returns the exit codes."""
+    deadline = time.monotonic() + seconds
+    for rank in ranks:
+        rank.join(max(0.0, deadline - time.monotonic()))
+        rank.kill()
+        rank.join()
+    return [rank.exitcode for rank in ranks]
+
+
+def run_job(num_ranks: int, folder: Path, target: TargetOfRank, *arguments: Any, seconds: float = 120) -> None:
+    """Run a job to its end.
+
+    Raises:
+        AssertionError: A rank failed; with the ends of their outputs.
+    """
+    codes = end_job(start_job(num_ranks, folder, target, *arguments), seconds)
+    assert codes == [0] * num_ranks, f"exit codes {codes}\n{output_of_job(folder)}"
+
+
+def output_of_job(folder: Path) -> str:
+    """The end of what each rank wrote."""
+    return "\n".join(f"rank {path.stem}:\n{path.read_text()[-3000:]}" for path in sorted(folder.glob("[0-9].txt")))
+
+
+def _run(
+    number: int, num_ranks: int, port: int, folder: Path, target: TargetOfRank, arguments: tuple[Any, ...]
+) -> None:
+    with open(folder / f"{number}.txt", "a") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    if num_ranks > 1:
+        os.environ.update(LOCAL_RANK=str(number), NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    target(*arguments)
