@@ -101,7 +101,9 @@ class ResumableSampler:
         state, ranks = state_dict, self._data_rank.num_ranks
         own, saved = _description(self._order, ranks), state["order"]
         is_within = state["num_read"] > 0
-        if is_within and saved is not None and (own is not None or saved["first_sample"]):
+        # Of other data only the number of batches says where to go on.
+        is_other_data = own is not None and saved is not None and own["num_samples"] != saved["num_samples"]
+        if is_within and saved is not None and not is_other_data and (own is not None or saved["first_sample"]):
             state = self._dealt_anew(state, saved, own)
         elif is_within and ranks != state["num_ranks"] and len(self) != state["num_batches"]:
             raise StateError(_refusal(state["num_ranks"], ranks))  # with as many, steps have the same samples
