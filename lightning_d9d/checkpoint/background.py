@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_d9d.checkpoint.directory import prepare_save
 from lightning_d9d.checkpoint.tensors import PiecesToSave
 
+K = TypeVar("K")
 THREAD_NAME = "lightning_d9d_checkpoint"
+_BLOCK_BYTES = 2**28
+_ALIGNMENT = 64
 
 
 class BackgroundSaver:
@@ -34,7 +38,7 @@ class BackgroundSaver:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
-        self._stager: DefaultStager | None = None
+        self._copies = HostCopies()
         self._executor = ThreadPoolExecutor(1, THREAD_NAME)
         self._pending: deque[Future[None]] = deque()
         self._copied: tuple[Any, PiecesToSave] | None = None
@@ -74,7 +78,9 @@ class BackgroundSaver:
         It is one's own until the next copy is made.
         """
         self.wait()
-        return self._stage(content)
+        leaves, form = tree_flatten(content)
+        tensors = self._copies.of({i: leaf.detach() for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)})
+        return tree_unflatten([tensors[i] if i in tensors else copy.deepcopy(v) for i, v in enumerate(leaves)], form)
 
     def submit(self, action: Callable[[], object]) -> None:
         """Do something after all that is still to be done, unless that fails. Local."""
@@ -108,29 +114,48 @@ class BackgroundSaver:
             self.wait()
         finally:
             self._executor.shutdown()
-            if self._stager is not None:
-                self._stager.close()
+            self._copies = HostCopies()
 
     def _copied_pieces(self, tensors: Mapping[str, Tensor], version: object) -> PiecesToSave:
         pieces = PiecesToSave(tensors)
         key = (version, pieces.version)
         if self._copied is not None and self._copied[0] == key and self._pending and not self._pending[-1].done():
             return self._copied[1]
-        copies = self.copied({"pieces": list(pieces.pieces.values())})["pieces"]
-        pieces.pieces = dict(zip(pieces.pieces, copies, strict=True))
+        self.wait()
+        pieces.pieces = self._copies.of(pieces.pieces)
         self._copied = (key, pieces)
         return pieces
 
-    def _stage(self, content: dict[str, Any]) -> dict[str, Any]:
-        if self._stager is None:
-            on_device = torch.accelerator.is_available()
-            self._stager = DefaultStager(
-                StagingOptions(
-                    use_pinned_memory=torch.cuda.is_available(),
-                    use_shared_memory=False,
-                    use_async_staging=False,
-                    use_non_blocking_copy=on_device,
-                )
-            )
-        staged: Any = self._stager.stage(content)
-        return staged
+
+class HostCopies:
+    """Memory on the host for copies of tensors, which is kept for later copies of as many of the same shapes.
+
+    From a GPU it is pinned. Torch rounds what it pins up to powers of two, so many tensors share a block of that size.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[Any, Tensor] = {}
+        self._block = torch.empty(0, dtype=torch.uint8)
+
+    def of(self, tensors: Mapping[K, Tensor]) -> dict[K, Tensor]:
+        """Copies, which the next call overwrites. The host waits for them."""
+        described = {key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()}
+        if described != {key: (tensor.shape, tensor.dtype) for key, tensor in self._copies.items()}:
+            self._copies = {}
+            self._copies = {key: self._room_for(tensor) for key, tensor in tensors.items()}
+            self._block = torch.empty(0, dtype=torch.uint8)
+        for key, tensor in tensors.items():
+            self._copies[key].copy_(tensor, non_blocking=True)
+        for device in {tensor.device for tensor in tensors.values() if tensor.device.type != "cpu"}:
+            torch.accelerator.synchronize(device)
+        return dict(self._copies)
+
+    def _room_for(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type == "cpu":
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+        num_bytes = tensor.numel() * tensor.itemsize
+        if self._block.numel() < num_bytes:
+            self._block = torch.empty(max(num_bytes, _BLOCK_BYTES), dtype=torch.uint8, pin_memory=True)
+        room = self._block[:num_bytes].view(tensor.dtype).view(tensor.shape)
+        self._block = self._block[-(-num_bytes // _ALIGNMENT) * _ALIGNMENT :]
+        return room

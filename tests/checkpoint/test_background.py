@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from lightning_d9d import StateError
 from lightning_d9d.checkpoint import BackgroundSaver, directory, open_directory, remove_directory
+from lightning_d9d.checkpoint.background import HostCopies
 from tests.harness.ranks import RankContext
 
 
@@ -121,3 +122,19 @@ def test_what_cannot_be_saved_is_refused_at_once(rank: RankContext) -> None:
             saver.save_directory(rank.tmp_dir / "a", {}, {}, named_values={"n": wrong})
         saver.wait()
     assert os.listdir(rank.tmp_dir) == []
+
+
+@pytest.mark.gpu
+def test_copies_from_a_gpu_lie_in_pinned_memory_that_is_kept() -> None:
+    kinds = [((3, 5), torch.float32), ((), torch.int64), ((0, 4), torch.bfloat16), ((1001,), torch.bfloat16)]
+    tensors = {i: torch.ones(shape, dtype=dtype, device="cuda") for i, (shape, dtype) in enumerate(kinds)}
+    tensors[9] = torch.ones(7)
+    copies = HostCopies()
+    first = copies.of(tensors)
+    assert all(first[i].is_pinned() for i in (0, 1, 3))
+    for i, tensor in tensors.items():
+        assert torch.equal(first[i], tensor.cpu())
+        tensor.zero_()
+    places = {i: copy.data_ptr() for i, copy in first.items()}
+    assert {i: copy.data_ptr() for i, copy in copies.of(tensors).items()} == places
+    assert not any(copy.any() for copy in first.values())
