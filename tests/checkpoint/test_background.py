@@ -23,11 +23,11 @@ from tests.harness.ranks import RankContext
 @contextmanager
 def saver_of(rank: RankContext | None = None) -> Iterator[BackgroundSaver]:
     group = None if rank is None else dist.new_group(backend="gloo")
-    saver = BackgroundSaver(group)
+    saver = BackgroundSaver(group)  # type: ignore[arg-type]
     yield saver
     saver.close()
     if group is not None:
-        dist.destroy_process_group(group)
+        dist.destroy_process_group(group)  # type: ignore[arg-type]
 
 
 @contextmanager
