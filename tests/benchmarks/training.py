@@ -362,7 +362,7 @@ class Trained:
         if not sums:
             for parameter, gradient in self.zeros.items():
                 parameter.grad = gradient
-        cast_gradients(self.parameters)
+        cast_gradients(self.parameters, self.optimizer)
         self.optimizer.step()
 
     def forget_gradients(self) -> None:

@@ -309,6 +309,17 @@ def test_other_ranks_and_samples_that_nobody_knows_how_to_deal_out() -> None:
         other.load_state_dict(state)  # type: ignore[attr-defined]
 
 
+def test_other_ranks_with_data_of_their_own() -> None:
+    """Where each data rank has its own part, steps are what ranks have in common."""
+    first, second = (DataLoader(range(length), batch_size=BATCH) for length in (24, 48))  # type: ignore[arg-type]
+    make_resumable(first, lambda: 2)
+    make_resumable(second, lambda: 2, DataRank(0, 2))
+    second.load_state_dict(first.state_dict() | {"num_batches": 12})  # type: ignore[attr-defined]
+    assert as_lists(second)[0] == [8, 9, 10, 11]
+    with pytest.raises(StateError, match="1 data-parallel ranks saved"):
+        second.load_state_dict(first.state_dict())  # type: ignore[attr-defined]
+
+
 # Streams
 
 
