@@ -69,6 +69,8 @@ class Part(NamedTuple):
     """In the source."""
     dims: tuple[int | None, ...]
     """For each dim of the tensor that of the source; None where the source has none."""
+    casts: tuple[torch.dtype, ...] = ()
+    """To what the values are cast on their way from the source, one after the other: each may round."""
 
     def within(self, held: Box) -> Part | None:
         """What of the part lies in `held`, a box of the tensor, with the place in `held`; None if nothing does."""
@@ -84,9 +86,10 @@ class Part(NamedTuple):
         return self._replace(place=tuple(place), box=tuple(box))
 
     def flipped(self, tensor: str) -> Part:
-        """The same from the side of the source, for the name of the tensor."""
+        """The same from the side of the source, for the name of the tensor. The casts stay as they are."""
         place_of = {dim: place for place, dim in enumerate(self.dims)}
-        return Part(self.box, tensor, self.place, tuple(place_of.get(dim) for dim in range(len(self.box))))
+        dims = tuple(place_of.get(dim) for dim in range(len(self.box)))
+        return self._replace(place=self.box, source=tensor, box=self.place, dims=dims)
 
     def place_index(self) -> Index:
         """Picks the part out of the tensor, without the dims that the source lacks."""
@@ -100,6 +103,12 @@ class Part(NamedTuple):
         dims = [dim for dim in self.dims if dim is not None]
         return [sorted(dims).index(dim) for dim in dims]
 
+    def cast(self, values: Tensor) -> Tensor:
+        """Values of the source as those of the tensor."""
+        for dtype in self.casts:
+            values = values.to(dtype)
+        return values
+
     def take(self, source: Readable) -> Tensor:
         """The values out of the source, as `place_index` picks them out of the tensor."""
-        return source[self.flipped("").place_index()].permute(self.order())
+        return self.cast(source[self.flipped("").place_index()]).permute(self.order())

@@ -62,16 +62,12 @@ class Mapper(ABC):
         """By input."""
         return {name: group for group in self.groups for name in group.inputs}
 
-    @cached_property
-    def outputs(self) -> dict[str, Group]:
-        """By output."""
-        return {name: group for group in self.groups for name in group.outputs}
-
-    def plan(self, specs: Mapping[str, Spec | Tensor]) -> dict[str, View]:
+    def plan(self, specs: Mapping[str, Spec | Tensor], *, strict: bool = True) -> dict[str, View]:
         """Check the mapper against tensors without their data.
 
         Args:
             specs: All inputs; more are not looked at. Tensors may be on the meta device.
+            strict: All inputs must be there. Otherwise groups that lack one are left out.
 
         Returns:
             The outputs.
@@ -79,11 +75,14 @@ class Mapper(ABC):
         Raises:
             StateError: An input is missing, or shapes or dtypes do not fit.
         """
-        if missing := [name for name in self.group_of if name not in specs]:
+        missing = [name for name in self.group_of if name not in specs]
+        if strict and missing:
             raise StateError(
                 f"{first_of(missing)}: what the mapper takes is not there; give it, or a mapper of these tensors"
             )
-        return self.map({name: View.of(name, specs[name]) for name in self.group_of})
+        complete = [group for group in self.groups if all(name in specs for name in group.inputs)]
+        views = {name: View.of(name, specs[name]) for group in complete for name in group.inputs}
+        return self.map(views) if views else {}
 
     def describe(self, specs: Mapping[str, Spec | Tensor] | None = None) -> str:
         """A line for each group: what it takes and makes; with `specs`, as in `plan`, also shapes and dtypes."""
@@ -215,6 +214,13 @@ class Select(_Leaf):
     def __init__(self, source: str, targets: Mapping[str, int], dim: int = 0) -> None:
         super().__init__([source], targets)
         self._index_of, self._dim = dict(targets), dim
+        name_of: dict[int, str] = {}
+        for name, index in targets.items():
+            if index in name_of:
+                raise StateError(
+                    f"{name_of[index]} and {name} are both child {index} of {source}; take each child once"
+                )
+            name_of[index] = name
 
     def map(self, views: Mapping[str, View]) -> dict[str, View]:
         """A view for each child."""

@@ -17,7 +17,7 @@ from lightning_d9d.state.format import (
     StoredTensor,
     read_json,
 )
-from lightning_d9d.state.layout import Index
+from lightning_d9d.state.layout import Part
 from lightning_d9d.state.manifest import read_manifest, verify
 from lightning_d9d.state.places import Place, UrlPath, place_of
 from lightning_d9d.state.progress import Progress
@@ -102,18 +102,15 @@ class SafetensorsReader(Mapping[str, StoredTensor]):
         with Progress(progress, f"checking {self.path}", total) as bar:
             verify(tensors, self.file_of, manifest, check_finite, bar)
 
-    def read(self, name: str, index: Index) -> Tensor:
-        """A slice of a tensor, in the dtype of the file, on the CPU."""
-        return self[name][index].clone()
-
-    def fill(self, targets: Mapping[str, Sequence[tuple[Index, Tensor]]], progress: bool = False) -> None:
-        """Copies slices of tensors into others, cast to their dtype; next to no memory is needed besides them."""
-        total = sum(target.numel() * self[name].dtype.itemsize for name in targets for _, target in targets[name])
+    def fill(self, targets: Mapping[str, Sequence[tuple[Part, Tensor]]], progress: bool = False) -> None:
+        """Copies parts of tensors into others, cast to their dtype; next to no memory is needed besides them."""
+        names = self._in_order(targets)
+        total = sum(target.numel() * self[name].dtype.itemsize for name in names for _, target in targets[name])
         with Progress(progress, f"reading {self.path}", total) as bar:
-            for name in self._in_order(targets):
+            for name in names:
                 stored = self[name]
-                for index, target in targets[name]:
-                    target.copy_(stored[index])
+                for part, target in targets[name]:
+                    target.copy_(part.take(stored))
                     bar.add(target.numel() * stored.dtype.itemsize)
                 stored.forget()
 

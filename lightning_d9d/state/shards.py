@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_d9d.mesh.agreement import Ranks
 from lightning_d9d.mesh.collectives import device_of_messages
-from lightning_d9d.state.layout import Box, Index, LocalShard, size
+from lightning_d9d.state.layout import Box, LocalShard, Part, size
 from lightning_d9d.state.reader import SafetensorsReader
 from lightning_d9d.state.views import View
 
@@ -71,7 +71,9 @@ def fill_shards(
     received = {(each.name, each.box, each.dtype) for each in copies if each.line[0] != ranks.rank}
     with ranks.agreed(failure):
         reader.fill(_targets(views, [(n, s) for n, s in local if (n, s.box, s.values.dtype) not in received]), shown)
-    values_of = {(name, shard.box, shard.values.dtype): shard.values for name, shard in local}
+    values_of: dict[tuple[str, Box, torch.dtype], list[Tensor]] = defaultdict(list)
+    for name, shard in local:
+        values_of[name, shard.box, shard.values.dtype].append(shard.values)
     for name, box, dtype, line in copies:
         if ranks.rank in line:
             _pass_on(values_of[name, box, dtype], line, ranks.rank)
@@ -95,16 +97,23 @@ def _find_copies(local: Sequence[tuple[str, LocalShard]], ranks: Ranks) -> list[
     return copies
 
 
-def _pass_on(values: Tensor, line: Sequence[int], rank: int) -> None:
-    """From the rank before to the one behind; all ranks do so in the same order, so each has its turn."""
-    place = line.index(rank)
+def _pass_on(same: Sequence[Tensor], line: Sequence[int], rank: int) -> None:
+    """From the rank before to the one behind; all ranks do so in the same order, so each has its turn.
+
+    Args:
+        same: This rank's tensors with these values: two, say, if its first and last stage share a matrix.
+        line: The ranks.
+        rank: This one.
+    """
+    place, first = line.index(rank), same[0]
     device = device_of_messages(dist.group.WORLD)
     message = (
-        values.to(device).contiguous() if place == 0 else torch.empty(values.shape, dtype=values.dtype, device=device)
+        first.to(device).contiguous() if place == 0 else torch.empty(first.shape, dtype=first.dtype, device=device)
     )
     if place > 0:
         _exchange(dist.P2POp(dist.irecv, message, line[place - 1]))
-        values.copy_(message)
+        for values in same:
+            values.copy_(message)
     if place < len(line) - 1:
         _exchange(dist.P2POp(dist.isend, message, line[place + 1]))
 
@@ -116,13 +125,11 @@ def _exchange(message: dist.P2POp) -> None:
 
 def _targets(
     views: Mapping[str, View], local: Sequence[tuple[str, LocalShard]]
-) -> dict[str, list[tuple[Index, Tensor]]]:
+) -> dict[str, list[tuple[Part, Tensor]]]:
     """What this rank needs of each tensor of the files, and where it goes."""
-    targets: dict[str, list[tuple[Index, Tensor]]] = {}
+    targets: dict[str, list[tuple[Part, Tensor]]] = {}
     for name, shard in local:
         for part in views[name].parts:
             if held := part.within(shard.box):
-                back = held.flipped(name)
-                in_order = shard.values[held.place_index()].permute(back.order())
-                targets.setdefault(part.source, []).append((back.place_index(), in_order))
+                targets.setdefault(part.source, []).append((held, shard.values[held.place_index()]))
     return targets

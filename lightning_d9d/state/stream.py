@@ -74,7 +74,7 @@ def load_tensors(
         path: As in `read_tensors`, on every rank.
         mapper: From names in the files to names in the target. None: they are the same.
         strict: All of the target must be filled, and all that is in the files must be used on some rank. Otherwise what
-            both have.
+            both have: tensors of which all is in the files that the mapper makes them of.
         verify: Compare with the manifest first, if the directory has one.
         check_finite: Look first for numbers that are infinite or NaN.
         progress: Show bars on the first rank.
@@ -88,7 +88,7 @@ def load_tensors(
     with ranks.agreed(failure):
         reader = SafetensorsReader(path)
         chosen = mapper or Identity(reader)
-        views = chosen.plan(reader.specs)
+        views = chosen.plan(reader.specs, strict=strict)
         if strict:
             shared = {id(tensor) for name, tensor in held.items() if name in views}  # tied, and filled under one name
             _check_names(
@@ -152,6 +152,9 @@ def save_tensors(
         if lost := [name for name in specs if name not in mapper.group_of]:
             raise StateError(f"{first_of(lost)}: the mapper does not take it; add it, or use mapper.with_rest(names)")
         views = mapper.plan(specs)
+        for name, view in views.items() if dtype is not None else ():
+            if view.dtype is not None and view.dtype.is_floating_point:
+                _check_cast(name, view.dtype, "here", dtype, "in the files")
     with complete_directory(directory, overwrite, failure) as folder:
         write_tensors(folder, local, views, dtype, max_shard_bytes, failure, progress)
         with ranks.agreed(failure):
@@ -212,9 +215,16 @@ def _check_fit(name: str, view: View, tensor: Tensor) -> None:
         raise StateError(
             f"{name} has shape {list(view.shape)} in the files and {list(tensor.shape)} here; build the model as it was"
         )
-    floats = (tensor.dtype.is_floating_point, view.dtype is not None and view.dtype.is_floating_point)
-    if view.dtype != tensor.dtype and not all(floats):
-        raise StateError(f"{name} is {view.dtype} in the files and {tensor.dtype} here; only floats are cast")
+    if view.dtype is not None:
+        _check_cast(name, view.dtype, "in the files", tensor.dtype, "here")
+
+
+def _check_cast(name: str, dtype: torch.dtype, where: str, target: torch.dtype, there: str) -> None:
+    if dtype == target or (dtype in DTYPE_NAMES and target in DTYPE_NAMES):
+        return
+    floats = dtype.is_floating_point and target.is_floating_point
+    remedy = "their scales are not known, use an unquantized checkpoint" if floats else "only floats are cast"
+    raise StateError(f"{name} is {dtype} {where} and {target} {there}; {remedy}")
 
 
 def _check_has_memory(name: str, tensor: Tensor) -> None:

@@ -42,6 +42,10 @@ class Sharding(NamedTuple):
     placements: tuple[Placement, ...]
 
 
+def _sharding_of(tensor: object) -> Sharding | None:
+    return Sharding(tensor.device_mesh, tuple(tensor.placements)) if isinstance(tensor, DTensor) else None
+
+
 @dataclass(frozen=True)
 class View:
     """A tensor made of parts of others."""
@@ -58,9 +62,8 @@ class View:
     def of(cls, name: str, spec: Spec | Tensor) -> View:
         """All of one source."""
         shape = tuple(spec.shape)
-        sharding = Sharding(spec.device_mesh, tuple(spec.placements)) if isinstance(spec, DTensor) else None
         box = whole_box(shape)
-        return cls(name, shape, spec.dtype, (Part(box, name, box, tuple(range(len(box)))),), sharding)
+        return cls(name, shape, spec.dtype, (Part(box, name, box, tuple(range(len(box)))),), _sharding_of(spec))
 
     @property
     def spec(self) -> Spec:
@@ -78,7 +81,8 @@ class View:
 
     def cast(self, dtype: torch.dtype) -> View:
         """In another dtype."""
-        return dataclasses.replace(self, dtype=dtype)
+        parts = tuple(part._replace(casts=(*part.casts, dtype)) for part in self.parts)
+        return dataclasses.replace(self, dtype=dtype, parts=parts)
 
     def narrow(self, dim: int, start: int, length: int) -> View:
         """Some indices of a dim."""
@@ -195,7 +199,8 @@ def inverted(views: Mapping[str, View], specs: Mapping[str, Spec]) -> dict[str, 
     parts: dict[str, list[Part]] = {name: [] for name in specs}
     for name, view in views.items():
         for part in view._whole("turned around").parts:
-            parts[part.source].append(part.flipped(name))
+            dtype = specs[part.source].dtype
+            parts[part.source].append(part.flipped(name)._replace(casts=() if dtype is None else (dtype,)))
     for name, spec in specs.items():
         if sum(size(part.place) for part in parts[name]) != size(whole_box(spec.shape)):
             raise StateError(f"not all of {name} is kept, so it cannot be made again; give a mapper that keeps all")
@@ -203,7 +208,7 @@ def inverted(views: Mapping[str, View], specs: Mapping[str, Spec]) -> dict[str, 
 
 
 def substituted(view: View, sources: Mapping[str, View]) -> View:
-    """A view whose sources are views themselves, as one of their sources."""
+    """A view whose sources are views themselves, as one of their sources. Its dtype, if not known, is that of them."""
     parts = []
     for part in view.parts:
         values = sources[part.source]
@@ -215,8 +220,9 @@ def substituted(view: View, sources: Mapping[str, View]) -> View:
             length = (1,) if of_source is None else ()
             shape = (*values.shape[:dim], *length, *values.shape[dim:])
             values = dataclasses.replace(values, shape=shape, parts=parts_here)
-        parts += values.parts
-    return dataclasses.replace(view, parts=tuple(parts))
+        parts += [each._replace(casts=each.casts + part.casts) for each in values.parts]
+    dtype = view.dtype or next((sources[part.source].dtype for part in view.parts), None)
+    return dataclasses.replace(view, dtype=dtype, parts=tuple(parts))
 
 
 def materialized(views: Mapping[str, View], sources: Mapping[str, Readable]) -> Iterator[tuple[str, Tensor]]:
@@ -234,27 +240,33 @@ def _materialized(view: View, sources: Mapping[str, Readable], gathered: dict[st
     used = {part.source: sources[part.source] for part in view.parts}
     first = next(iter(used.values()), None)
     dtype = view.dtype or (torch.get_default_dtype() if first is None else first.dtype)
-    if isinstance(first, DTensor) and view.sharding == (first.device_mesh, tuple(first.placements)):
-        return first.to(dtype)
+    same = _unmoved(view, used)
+    if isinstance(same, DTensor) and view.sharding == _sharding_of(same):
+        return view.parts[0].cast(same).to(dtype)
     for name, value in used.items():
         if isinstance(value, DTensor):
             if name not in gathered:
                 gathered[name] = value.full_tensor()
             used[name] = gathered[name]
     if view.sharding is None:
-        return _assembled(view, view.box, used, dtype)
+        same = _unmoved(view, used)
+        return _assembled(view, view.box, used, dtype) if same is None else view.parts[0].cast(same).to(dtype)
     mesh, placements = view.sharding
     local = _assembled(view, tuple(ranges_on(view.shape, mesh, placements)), used, dtype).to(mesh.device_type)
     stride = torch.empty(view.shape, device="meta").stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(view.shape), stride=stride)
 
 
+def _unmoved(view: View, sources: Mapping[str, Readable]) -> Tensor | None:
+    """The source of which a view is the whole, each element in its own place; None if there is no such."""
+    if len(view.parts) != 1:
+        return None
+    [part], source = view.parts, sources[view.parts[0].source]
+    unmoved = part.box == part.place == view.box and part.dims == tuple(range(len(view.shape)))
+    return source if unmoved and isinstance(source, Tensor) and tuple(source.shape) == view.shape else None
+
+
 def _assembled(view: View, box: Box, sources: Mapping[str, Readable], dtype: torch.dtype) -> Tensor:
-    if len(view.parts) == 1 and view.sharding is None:
-        [part], source = view.parts, sources[view.parts[0].source]
-        unmoved = part.box == part.place and part.order() == sorted(part.order()) and None not in part.dims
-        if isinstance(source, Tensor) and unmoved and tuple(source.shape) == view.shape:
-            return source.to(dtype)
     devices = {value.device for value in sources.values() if isinstance(value, Tensor)}
     whole = torch.empty([len(held) for held in box], dtype=dtype, device=devices.pop() if devices else "cpu")
     for each in view.parts:

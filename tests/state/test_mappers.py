@@ -157,7 +157,7 @@ def test_shares_of_ranks_make_up_the_whole() -> None:
     parts = [share.apply(tensors) for share in shares]
     assert not parts[0].keys() & parts[1].keys()
     assert_same({**parts[0], **parts[1]}, {name: mapper.apply(tensors)[name] for name in {**parts[0], **parts[1]}})
-    assert {**parts[0], **parts[1]}.keys() == mapper.outputs.keys()
+    assert {**parts[0], **parts[1]}.keys() == {name for group in mapper.groups for name in group.outputs}
 
 
 def test_the_rest_stays_as_it_is() -> None:
@@ -179,6 +179,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "no such dim": (lambda: Split("a", {"x": 3}, dim=2).apply({"a": A}), "a has 2 dims and none of number 2"),
     "not all": (lambda: Split("a", {"x": 1, "y": 1}).apply({"a": A}), r"a \[3, 4\] cannot be cut .*\[1, 1\], 2 tog"),
     "no such child": (lambda: Select("a", {"x": 3}).apply({"a": A}), "no child 3 in dim 0 to be x"),
+    "a child twice": (lambda: Select("a", {"x": 1, "y": 1}), "x and y are both child 1 of a; take each child once"),
     "lossy": (lambda: Select("a", {"x": 0}).inverse({"a": A}), "not all of a is kept"),
     "wrong way": (lambda: Transpose(["a"]).inverse({"a": A}).apply({"a": A}), r"a has shape \[3, 4\] and should"),
     "whole already": (lambda: Gather(["a"]).apply({"a": A}), "a is no DTensor"),
@@ -190,6 +191,20 @@ def test_refused(case: str) -> None:
     action, message = REFUSED[case]
     with pytest.raises(StateError, match=message):
         action()
+
+
+def test_each_cast_rounds() -> None:
+    precise = {"a": torch.tensor([1 + 2**-12, 3.0])}
+    rounded = {"a": precise["a"].bfloat16().float()}
+    twice = Sequential([Cast(["a"], torch.bfloat16), Cast(["a"], torch.float32)])
+    assert_same(twice.apply(precise), rounded)
+    assert_same(Sequential([twice, Transpose(["a"], 0, 0)]).apply(precise), rounded)
+    stacked = Sequential([Cast(["a"], torch.bfloat16), Stack(["a"], "a"), Cast(["a"], torch.float32)])
+    assert_same(stacked.apply(precise), {"a": rounded["a"][None]})
+    back = Sequential(
+        [Cast(["a"], torch.float32).inverse({"a": Spec((2,), torch.bfloat16)}), Cast(["a"], torch.float32)]
+    )
+    assert_same(back.apply(precise), rounded)
 
 
 @given(st.data())
@@ -256,3 +271,22 @@ def test_distribute_and_gather(rank: RankContext) -> None:
         Distribute(["a"], mesh, [Partial()])
     uneven = distribute_tensor(whole.to(rank.device), mesh, [Shard(0)])
     assert_same(Gather(["a"]).apply({"a": uneven}), {"a": whole})
+
+
+@pytest.mark.ranks(2)
+def test_what_is_changed_while_it_is_whole(rank: RankContext) -> None:
+    """Cut as the sources were, and yet none of them."""
+    mesh = init_device_mesh(rank.device.type, (2,))
+    whole = {name: torch.randn(4, 4, generator=torch.Generator().manual_seed(i)) for i, name in enumerate("qkv")}
+    cut = {name: distribute_tensor(tensor.to(rank.device), mesh, [Shard(0)]) for name, tensor in whole.items()}
+
+    def apply(mapper: Mapper, name: str) -> Tensor:
+        chain = Sequential([Gather(mapper.group_of), mapper, Distribute([name], mesh, [Shard(0)])])
+        return chain.apply(cut)[name].full_tensor().cpu()  # type: ignore[attr-defined]
+
+    assert_bitwise_equal("transposed", apply(Transpose(["q"]), "q"), whole["q"].T)
+    assert_bitwise_equal("merged", apply(Concatenate([*"qkv"], "qkv"), "qkv"), torch.cat([*whole.values()]))
+    turned = Sequential([Split("q", {"x": 2, "y": 2}), Concatenate(["y", "x"], "q")])
+    assert_bitwise_equal("turned", apply(turned, "q"), whole["q"].roll(2, 0))
+    same = Sequential([Gather(["q"]), Distribute(["q"], mesh, [Shard(0)])])
+    assert same.apply(cut)["q"] is cut["q"]

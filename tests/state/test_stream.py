@@ -16,17 +16,22 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lightning_d9d.errors import ConfigError, StateError
 from lightning_d9d.state import (
+    Cast,
+    Checks,
     Concatenate,
     Distribute,
     Identity,
+    LocalShard,
     Parallel,
     Prefix,
     Rename,
     SafetensorsReader,
     Sequential,
+    fill_shards,
     load_tensors,
     read_tensors,
     save_tensors,
+    whole_box,
 )
 from tests.harness.compare import assert_bitwise_equal
 from tests.harness.ranks import RankContext
@@ -132,6 +137,47 @@ def test_only_what_both_have(saved: Path) -> None:
     assert_same(wanted, {"0.norm": make_tensors()["0.norm"], "new": torch.zeros(2)})
 
 
+def test_a_mapper_of_more_than_the_files_have(saved: Path) -> None:
+    """Of its groups those that are whole are loaded."""
+    mapper = Parallel([MERGE, Concatenate(["0.norm", "gone"], "norms")])
+    wanted = {"0.qkv": torch.zeros(10, 5), "norms": torch.zeros(10)}
+    with pytest.raises(StateError, match="gone: what the mapper takes is not there"):
+        load_tensors(wanted, saved, mapper)
+    load_tensors(wanted, saved, mapper, strict=False)
+    assert_same(wanted, {"0.qkv": merged(make_tensors())["0.qkv"], "norms": torch.zeros(10)})
+    load_tensors(wanted, saved, Rename("gone", "norms"), strict=False)
+    assert not wanted["norms"].any()
+
+
+def test_casts_on_the_way_from_and_to_files(saved: Path, tmp_path: Path) -> None:
+    names = [*make_tensors()]
+    rounding = Sequential([Cast(names, torch.bfloat16), Cast(names, torch.float32)])
+    rounded = {name: tensor.bfloat16().float() for name, tensor in make_tensors().items()}
+    found = {name: torch.zeros_like(tensor) for name, tensor in make_tensors().items()}
+    load_tensors(found, saved, rounding)
+    assert_same(found, rounded)
+    load_tensors(found, saved, Cast(names, torch.bfloat16))
+    assert_same(found, rounded)
+    save_tensors(make_tensors(), tmp_path / "new", rounding)
+    assert_same(dict(read_tensors(tmp_path / "new")), rounded)
+
+
+def test_quantized_weights_have_scales_that_are_not_known(tmp_path: Path) -> None:
+    quantized = {"w": torch.tensor([300.0, 1.0]).to(torch.float8_e4m3fn)}
+    save_file(quantized, tmp_path / "w.safetensors")
+    target = torch.zeros(2, dtype=torch.bfloat16)
+    with pytest.raises(
+        StateError, match=r"w is torch\.float8_e4m3fn in the files and torch\.bfloat16 here; .*unquantized"
+    ):
+        load_tensors({"w": target}, tmp_path / "w.safetensors")
+    assert not target.any()
+    with pytest.raises(StateError, match=r"w is torch\.float8_e4m3fn .*torch\.bfloat16.*unquantized"):
+        save_tensors(quantized, tmp_path / "new", dtype=torch.bfloat16)
+    found = {"w": torch.zeros(2).to(torch.float8_e4m3fn)}
+    load_tensors(found, tmp_path / "w.safetensors")
+    assert_same({"w": found["w"].float()}, {"w": quantized["w"].float()})
+
+
 def test_urls(tmp_path: Path) -> None:
     url = "memory://test_urls/model"
     save_tensors(make_tensors(), url, max_shard_bytes=100)
@@ -225,6 +271,19 @@ def test_ranks_with_different_names(rank: RankContext, tmp_path: Path) -> None:
     with pytest.raises(StateError, match=r"rank 1: 1\.norm has shape \[5\] in the files and \[6\] here"):
         load_tensors(found, tmp_path / "saved")
     assert_same(found, before)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_have_a_name_twice(rank: RankContext, tmp_path: Path) -> None:
+    """As a rank with the first and the last stage has tied weights."""
+    save_tensors(make_tensors(), tmp_path / "saved")
+    reader = SafetensorsReader(tmp_path / "saved")
+    names = ["0.q", "0.q", "0.k", "0.k"]
+    local = [(name, torch.zeros(reader.specs[name].shape, device=rank.device)) for name in names]
+    shards = [(name, LocalShard(values, whole_box(values.shape))) for name, values in local]
+    fill_shards(reader, Identity(names).plan(reader.specs), shards, Checks(), "not filled")
+    for name, values in local:
+        assert_bitwise_equal(name, values.cpu(), make_tensors()[name])
 
 
 def test_reading_takes_what_is_asked_for(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
