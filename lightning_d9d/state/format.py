@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import mmap
+import os
+import stat
+import sys
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +35,27 @@ ALL_DTYPE_NAMES = {**DTYPE_NAMES, **_OTHER_DTYPE_NAMES}
 _DTYPES = {name: dtype for dtype, name in ALL_DTYPE_NAMES.items()}
 _MAX_HEADER_BYTES = 100_000_000
 """As other readers have it."""
+_CHUNK_BYTES = 2**24
+_MAP_FLAGS = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+"""Private: torch asks for memory that may be written to. What nobody writes is not copied, and no memory is set aside
+for it, so a file may be larger than all memory."""
 _AGAIN = "fetch or export it again"
+_REMEDIES: dict[int | None, str] = {
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n)"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "let this user read it"),
+    errno.ENOMEM: "raise the limit of memory, or export it in smaller files",
+    errno.EIO: "look at the disk, or at the address, the rights and the connection",
+}
+
+
+@contextmanager
+def reading(path: object) -> Iterator[None]:
+    """Errors of the system and of the content become a `StateError` that names the file or directory."""
+    try:
+        yield
+    except (OSError, ValueError, RecursionError) as error:
+        remedy = _REMEDIES.get(getattr(error, "errno", None), _AGAIN)
+        raise StateError(f"{path}: cannot be read ({error}); {remedy}.") from error
 
 
 class StoredTensor:
@@ -54,9 +80,11 @@ class StoredTensor:
         """Of the file."""
         return self._entry.end - self._entry.begin
 
-    def checksum(self) -> int:
-        """CRC-32 of all of its bytes."""
-        return zlib.crc32(self._file.content(self._entry.begin, self._entry.end))
+    def chunks(self) -> Iterator[Tensor]:
+        """All of its elements, flat, some at a time; under a URL those are fetched when they are asked for."""
+        for begin in range(self._entry.begin, self._entry.end, _CHUNK_BYTES):
+            end = min(begin + _CHUNK_BYTES, self._entry.end)
+            yield self._file.values(begin, end, (-1,), self.dtype)
 
     def forget(self) -> None:
         """Let the system take back the memory into which the file was mapped."""
@@ -82,33 +110,29 @@ class SafetensorsFile:
     def __init__(self, path: Place) -> None:
         self.path = path
         self._map: mmap.mmap | None = None
-        try:
+        with reading(path):
             if isinstance(path, UrlPath):
                 size = path.size()
             else:
+                _check_regular(path)
                 with path.open("rb") as file:
                     size = file.seek(0, 2)
-                    # Private: torch asks for memory that may be written to, and what nobody writes is not copied.
-                    self._map = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if size else None
+                    self._map = mmap.mmap(file.fileno(), size, flags=_MAP_FLAGS) if size else None
             self.tensors = {name: StoredTensor(self, entry) for name, entry in self._header(size).items()}
-        except (OSError, ValueError, RecursionError) as error:
-            raise StateError(f"{path}: cannot be read ({error}); {_AGAIN}.") from error
 
     def content(self, begin: int, end: int) -> memoryview | bytes:
         """A range of bytes."""
         if isinstance(self.path, UrlPath):
-            try:
+            with reading(self.path):
                 content = self.path.read_bytes(begin, end)
-            except (OSError, ValueError) as error:
-                raise StateError(f"{self.path}: cannot be read ({error}); {_AGAIN}.") from error
-            if len(content) != end - begin:
-                raise StateError(f"{self.path}: ends too early; {_AGAIN}.")
+                if len(content) != end - begin:
+                    raise ValueError("it ends too early")
             return content
         return memoryview(self._map or b"")[begin:end]
 
     def forget(self, begin: int, end: int) -> None:
         """A range of bytes is not looked at soon."""
-        if self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
+        if self._map is not None and begin < end and hasattr(mmap, "MADV_DONTNEED"):
             begin -= begin % mmap.PAGESIZE
             self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
@@ -141,6 +165,12 @@ class SafetensorsFile:
         if end != size:
             raise ValueError(f"it has {size} bytes and tensors up to {end}")
         return entries
+
+
+def _check_regular(path: Path) -> None:
+    """Others, a pipe say, may block forever when they are opened."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise ValueError("it is no regular file")
 
 
 def _entry(name: str, values: Any, start: int) -> _Entry:
@@ -196,7 +226,7 @@ def write_safetensors(
                 content = tensor.reshape(-1).view(torch.uint8).numpy().data
                 checksums[name] = zlib.crc32(content)
                 file.write(content)
-            flush(file, path)
+            flush(file)
     except OSError as error:
         at = f", at {next(reversed(checksums))}" if checksums else ""
         raise OSError(error.errno, f"{path.name}{at}: {error.strerror}") from error
@@ -212,7 +242,7 @@ def write_bytes(path: Place, content: bytes) -> None:
     """Writes a file. Local."""
     with path.open("wb") as file:
         file.write(content)
-        flush(file, path)
+        flush(file)
 
 
 def read_json(path: Place) -> dict[str, Any]:
@@ -220,13 +250,16 @@ def read_json(path: Place) -> dict[str, Any]:
 
     Raises:
         ValueError: It has none, or one with a name twice.
-        OSError: It cannot be read.
+        StateError: It cannot be read.
     """
-    with path.open("r", encoding="utf-8") as file:
-        try:
-            values = json.loads(file.read(), object_pairs_hook=_without_repetition)
-        except RecursionError as error:
-            raise ValueError("it is too deep") from error
+    with reading(path):
+        if isinstance(path, Path):
+            _check_regular(path)
+        content = path.read_bytes()
+    try:
+        values = json.loads(content.decode(), object_pairs_hook=_without_repetition)
+    except RecursionError as error:
+        raise ValueError("it is too deep") from error
     if not isinstance(values, dict):
         raise ValueError("it is no table")  # noqa: TRY004
     return values

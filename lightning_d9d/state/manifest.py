@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_d9d.errors import StateError
-from lightning_d9d.state.format import ALL_DTYPE_NAMES, MANIFEST_FILE, StoredTensor, read_json, write_json
+from lightning_d9d.state.format import (
+    ALL_DTYPE_NAMES,
+    DTYPE_NAMES,
+    MANIFEST_FILE,
+    StoredTensor,
+    read_json,
+    reading,
+    write_json,
+)
 from lightning_d9d.state.places import Place
 from lightning_d9d.state.progress import Progress
 
@@ -45,19 +55,21 @@ def read_manifest(directory: Place) -> dict[str, Any] | None:
         StateError: It is damaged.
     """
     path = directory / MANIFEST_FILE
-    if not path.exists():
-        return None
+    with reading(path):
+        if not path.exists():
+            return None
     try:
         values = read_json(path)
         if values["format"] != _FORMAT:
             raise ValueError("it is of another kind")
         return dict(values["tensors"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise StateError(f"{path}: is no manifest ({error!r}); {_REMEDY}.") from error
 
 
 def verify(
     tensors: Mapping[str, StoredTensor],
+    num_bytes: Mapping[str, int],
     where: Mapping[str, Place],
     manifest: Mapping[str, Any] | None,
     check_finite: bool,
@@ -66,7 +78,8 @@ def verify(
     """Check stored tensors against a manifest, and that their numbers are finite. Local; several threads.
 
     Args:
-        tensors: To look at.
+        tensors: Opens the file of a tensor when it is asked for one.
+        num_bytes: Of each tensor to look at, file by file.
         where: The file of each.
         manifest: None: what they are is not checked.
         check_finite: Neither infinite nor NaN.
@@ -77,45 +90,55 @@ def verify(
     """
 
     def check(name: str) -> None:
-        stored = tensors[name]
-        if manifest is not None:
-            _check_sum(f"{where[name]}: {name}", stored, manifest.get(name))
-        if check_finite and stored.dtype.is_floating_point:
-            flat = stored[()].reshape(-1)
-            if not all(bool(torch.isfinite(chunk.float()).all()) for chunk in flat.split(_CHUNK_ELEMENTS)):
-                raise StateError(f"{where[name]}: {name} has numbers that are not finite; use another checkpoint.")
+        stored, text = tensors[name], f"{where[name]}: {name}"
+        expected = None if manifest is None else _expected_sum(text, stored, manifest.get(name))
+        checksum, finite = 0, True
+        for chunk in stored.chunks():
+            if expected is not None:
+                checksum = zlib.crc32(chunk.view(torch.uint8).numpy().data, checksum)
+            finite = finite and (not check_finite or _is_finite(chunk))
+        if expected not in (None, f"{checksum:08x}"):
+            raise StateError(f"{text} is damaged, its checksum is not that of the manifest; {_REMEDY}.")
+        if not finite:
+            raise StateError(f"{text} has numbers that are not finite; use another checkpoint.")
         stored.forget()
 
     def check_all(names: list[str]) -> int:
         for name in names:
             check(name)
-        return sum(tensors[name].num_bytes for name in names)
+        return sum(num_bytes[name] for name in names)
 
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
-        for checked in pool.map(check_all, _bundles(tensors)):
+        for checked in pool.map(check_all, _bundles(num_bytes)):
             progress.add(checked)
 
 
-def _bundles(tensors: Mapping[str, StoredTensor]) -> list[list[str]]:
+def _bundles(num_bytes: Mapping[str, int]) -> list[list[str]]:
     """Many small tensors are one piece of work."""
     bundles: list[list[str]] = []
     filled = _BUNDLE_BYTES
-    for name, stored in tensors.items():
+    for name, size in num_bytes.items():
         if filled >= _BUNDLE_BYTES:
             bundles.append([])
             filled = 0
         bundles[-1].append(name)
-        filled += stored.num_bytes
+        filled += size
     return bundles
 
 
-def _check_sum(where: str, stored: StoredTensor, expected: Any) -> None:
+def _is_finite(chunk: Tensor) -> bool:
+    if not chunk.is_floating_point():
+        return True
+    parts = chunk.split(_CHUNK_ELEMENTS)
+    return all(bool(torch.isfinite(each if each.dtype in DTYPE_NAMES else each.float()).all()) for each in parts)
+
+
+def _expected_sum(where: str, stored: StoredTensor, expected: Any) -> str:
+    """What the manifest has, after a look at the rest of what it says."""
     if not isinstance(expected, dict):
         raise StateError(f"{where} is not in the manifest; {_REMEDY}.")
     found = {"dtype": ALL_DTYPE_NAMES[stored.dtype], "shape": list(stored.shape)}
     for key, value in found.items():
         if expected.get(key) != value:
             raise StateError(f"{where} has {key} {value}, in the manifest {expected.get(key)}; {_REMEDY}.")
-    checksum = f"{stored.checksum():08x}"
-    if expected.get("crc32") != checksum:
-        raise StateError(f"{where} is damaged, its checksum is not that of the manifest; {_REMEDY}.")
+    return str(expected.get("crc32"))

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from types import TracebackType
+from typing import IO, Any, Self
 
 import fsspec
 
 
 class UrlPath:
-    """The few things of a `Path` that reading and writing weights needs, for a URL such as `s3://bucket/model`."""
+    """The few things of a `Path` that reading and writing weights needs, for a URL such as `s3://bucket/model`.
+
+    Raises:
+        OSError: Whatever a package of fsspec's raises, with the URL; in all methods.
+    """
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
-        self._files, self._path = fsspec.core.url_to_fs(self._url)
+        with _named(self._url):
+            self._files, self._path = fsspec.core.url_to_fs(self._url)
 
     def __truediv__(self, name: str) -> UrlPath:
         return UrlPath(f"{self._url}/{name}")
@@ -29,32 +38,76 @@ class UrlPath:
 
     def exists(self) -> bool:
         """Whether a file or directory is there."""
-        return bool(self._files.exists(self._path))
+        with _named(self._url):
+            return bool(self._files.exists(self._path))
 
-    def open(self, mode: str, encoding: str | None = None) -> IO[Any]:
-        """The file."""
-        return self._files.open(self._path, mode, **({} if encoding is None else {"encoding": encoding}))
+    def open(self, mode: str) -> UrlFile:
+        """The file, to write to."""
+        with _named(self._url):
+            return UrlFile(self._url, self._files.open(self._path, mode))
 
     def size(self) -> int:
         """Of the file in bytes."""
-        return int(self._files.size(self._path))
+        with _named(self._url):
+            return int(self._files.size(self._path))
 
-    def read_bytes(self, start: int, stop: int) -> bytes:
+    def read_bytes(self, start: int = 0, stop: int | None = None) -> bytes:
         """A range of the file. Fetched anew each time."""
-        return self._files.cat_file(self._path, start=start, end=stop) if stop > start else b""
+        with _named(self._url):
+            return self._files.cat_file(self._path, start=start, end=stop) if stop is None or stop > start else b""
 
     def has_files(self) -> bool:
         """Whether something is in the directory."""
-        return self.exists() and bool(self._files.ls(self._path, detail=False))
+        with _named(self._url):
+            return self.exists() and bool(self._files.ls(self._path, detail=False))
 
     def make_directory(self) -> None:
         """Where there are directories."""
-        self._files.makedirs(self._path, exist_ok=True)
+        with _named(self._url):
+            self._files.makedirs(self._path, exist_ok=True)
 
     def remove(self) -> None:
         """The directory or file, with everything in it."""
-        if self.exists():
-            self._files.rm(self._path, recursive=True)
+        with _named(self._url):
+            if self.exists():
+                self._files.rm(self._path, recursive=True)
+
+
+class UrlFile:
+    """What is written goes to the URL, at the latest when the file is closed. Raises as `UrlPath` does."""
+
+    def __init__(self, url: str, file: IO[Any]) -> None:
+        self._url, self._file = url, file
+
+    def write(self, content: Any) -> None:
+        """More bytes."""
+        with _named(self._url):
+            self._file.write(content)
+
+    def flush(self) -> None:
+        """Send what can be sent."""
+        with _named(self._url):
+            self._file.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with _named(self._url):
+            self._file.close()
+
+
+@contextmanager
+def _named(url: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, OSError) and error.filename == url:
+            raise
+        number, text = getattr(error, "errno", None), getattr(error, "strerror", None)
+        raise OSError(number or errno.EIO, text or f"{type(error).__name__}: {error}", url) from error
 
 
 Place = Path | UrlPath
@@ -69,8 +122,8 @@ def place_of(path: str | Path | UrlPath) -> Place:
     return UrlPath(str(path)) if "://" in str(path) else Path(path)
 
 
-def flush(file: IO[Any], path: Place) -> None:
+def flush(file: IO[Any] | UrlFile) -> None:
     """Put what was written on the disk; URLs see to it when they are closed."""
     file.flush()
-    if isinstance(path, Path):
+    if not isinstance(file, UrlFile):
         os.fsync(file.fileno())

@@ -16,6 +16,7 @@ from lightning_d9d.state.format import (
     SafetensorsFile,
     StoredTensor,
     read_json,
+    reading,
 )
 from lightning_d9d.state.layout import Part
 from lightning_d9d.state.manifest import read_manifest, verify
@@ -42,9 +43,10 @@ class SafetensorsReader(Mapping[str, StoredTensor]):
     """
 
     def __init__(self, path: str | Path | UrlPath) -> None:
-        self.path = place_of(path)
         self._open = lru_cache(_MAX_OPEN_FILES)(SafetensorsFile)
-        self.file_of = self._find_tensors()
+        with reading(path):
+            self.path = place_of(path)
+            self.file_of = self._find_tensors()
 
     def __getitem__(self, name: str) -> StoredTensor:
         file = self._open(self.file_of[name])
@@ -97,10 +99,9 @@ class SafetensorsReader(Mapping[str, StoredTensor]):
             return
         if lost := [name for name in manifest or () if name not in self.file_of]:
             raise StateError(f"{self.path}: lacks {min(lost)}, which the manifest has; fetch or export it again.")
-        tensors = {name: self[name] for name in self._in_order(names)}
-        total = sum(stored.num_bytes for stored in tensors.values())
-        with Progress(progress, f"checking {self.path}", total) as bar:
-            verify(tensors, self.file_of, manifest, check_finite, bar)
+        num_bytes = {name: self[name].num_bytes for name in self._in_order(names)}
+        with Progress(progress, f"checking {self.path}", sum(num_bytes.values())) as bar:
+            verify(self, num_bytes, self.file_of, manifest, check_finite, bar)
 
     def fill(self, targets: Mapping[str, Sequence[tuple[Part, Tensor]]], progress: bool = False) -> None:
         """Copies parts of tensors into others, cast to their dtype; next to no memory is needed besides them."""
@@ -139,7 +140,7 @@ class SafetensorsReader(Mapping[str, StoredTensor]):
             )
         try:
             names = {name: str(file) for name, file in read_json(index)["weight_map"].items()}
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise StateError(
                 f"{index}: is no index of safetensors files ({error!r}); fetch or export it again."
             ) from error

@@ -152,8 +152,8 @@ def save_tensors(
         if lost := [name for name in specs if name not in mapper.group_of]:
             raise StateError(f"{first_of(lost)}: the mapper does not take it; add it, or use mapper.with_rest(names)")
         views = mapper.plan(specs)
-        for name, view in views.items() if dtype is not None else ():
-            if view.dtype is not None and view.dtype.is_floating_point:
+        for name, view in views.items():
+            if dtype is not None and view.dtype is not None and view.dtype.is_floating_point:
                 _check_cast(name, view.dtype, "here", dtype, "in the files")
     with complete_directory(directory, overwrite, failure) as folder:
         write_tensors(folder, local, views, dtype, max_shard_bytes, failure, progress)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import os
 import pickle
 import resource
@@ -114,6 +115,31 @@ def test_without_a_manifest_nothing_is_compared(saved: Path) -> None:
     assert len(dict(read_tensors(saved))) == 3
 
 
+def test_large_numbers_are_finite(tmp_path: Path) -> None:
+    tensors = {"double": torch.tensor([1e300], dtype=torch.float64), "eight": torch.ones(3).to(torch.float8_e5m2)}
+    save_file(tensors, tmp_path / "w.safetensors")
+    assert dict(read_tensors(tmp_path / "w.safetensors", check_finite=True))["double"] == 1e300
+    tensors["eight"][1] = float("inf")
+    save_file(tensors, tmp_path / "w.safetensors")
+    with pytest.raises(StateError, match="eight has numbers that are not finite"):
+        next(read_tensors(tmp_path / "w.safetensors", check_finite=True))
+
+
+def test_an_empty_tensor_at_the_end_of_a_page(tmp_path: Path) -> None:
+    path, length = tmp_path / "w.safetensors", 900
+
+    def save() -> int:
+        save_file({"a": torch.ones(length), "empty": torch.zeros(0, 3)}, path)
+        return path.stat().st_size
+
+    length += -save() % mmap.PAGESIZE // 4
+    assert save() % mmap.PAGESIZE == 0
+    assert dict(read_tensors(path))["empty"].shape == (0, 3)
+    targets = {"a": torch.zeros(length), "empty": torch.zeros(0, 3)}
+    load_tensors(targets, path, check_finite=True)
+    assert targets["a"].all()
+
+
 def test_a_tensor_that_was_exchanged_for_a_sound_one(saved: Path) -> None:
     save_file({"a": torch.zeros(4, 6)}, file_of(saved, "a"))
     refuses(saved, "a is damaged")
@@ -151,6 +177,46 @@ def test_missing_files(saved: Path) -> None:
     refuses(saved, str(path), "cannot be read")
     shutil.rmtree(saved)
     refuses(saved, f"{saved} has neither")
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, INDEX, MANIFEST])
+def test_pipes_are_not_waited_for(saved: Path, name: str) -> None:
+    (saved / name).unlink(missing_ok=True)
+    os.mkfifo(saved / name)
+    refuses(saved, str(saved / name), "no regular file")
+
+
+@contextlib.contextmanager
+def limited(which: int, soft: int) -> Iterator[None]:
+    limits = resource.getrlimit(which)
+    resource.setrlimit(which, (soft, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(which, limits)
+
+
+def test_more_files_than_may_be_open(tmp_path: Path) -> None:
+    tensors = {f"t{i}": torch.full((2,), float(i)) for i in range(80)}
+    save_tensors(tensors, tmp_path / "many", max_shard_bytes=8)
+    found = {name: torch.zeros(2) for name in tensors}
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+    with limited(resource.RLIMIT_NOFILE, highest + 50):
+        load_tensors(found, tmp_path / "many", check_finite=True)
+    for name, tensor in tensors.items():
+        assert_bitwise_equal(name, found[name], tensor)
+    with limited(resource.RLIMIT_NOFILE, 1), pytest.raises(StateError, match=r"json.* raise the limit of open files"):
+        SafetensorsReader(tmp_path / "many")
+
+
+def test_a_file_that_is_larger_than_all_memory(tmp_path: Path) -> None:
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    size = 1024 * sum(2 * int(words[1]) for words in lines if words[0] in ("MemTotal:", "SwapTotal:"))
+    header = json.dumps({"a": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+    with (tmp_path / "w.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + size)
+    assert SafetensorsReader(tmp_path / "w.safetensors")["a"][slice(size - 2, size),].tolist() == [0, 0]
 
 
 HEADERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
@@ -290,13 +356,11 @@ def test_a_pickle_is_no_file_of_weights(saved: Path) -> None:
 @contextlib.contextmanager
 def largest_file(num_bytes: int) -> Iterator[None]:
     """As if the disk was full then: writing fails with the system's own error."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
     try:
-        yield
+        with limited(resource.RLIMIT_FSIZE, num_bytes):
+            yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
 
 

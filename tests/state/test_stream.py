@@ -9,11 +9,13 @@ from pathlib import Path
 import fsspec
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+import lightning_d9d.state.format as files
 from lightning_d9d.errors import ConfigError, StateError
 from lightning_d9d.state import (
     Cast,
@@ -33,6 +35,7 @@ from lightning_d9d.state import (
     save_tensors,
     whole_box,
 )
+from lightning_d9d.state.places import UrlPath
 from tests.harness.compare import assert_bitwise_equal
 from tests.harness.ranks import RankContext
 
@@ -194,6 +197,46 @@ def test_urls(tmp_path: Path) -> None:
     assert_same(dict(read_tensors(f"file://{tmp_path}/local/model.safetensors")), make_tensors())
     with pytest.raises(StateError, match="memory://test_urls/none has neither"):
         list(read_tensors("memory://test_urls/none"))
+
+
+def test_checks_fetch_each_byte_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not all of a tensor at a time."""
+    url = "memory://test_checks/model"
+    save_tensors({"w": torch.randn(100)}, url)
+    reader = SafetensorsReader(url)
+    stored, fetched, original = reader["w"], [], UrlPath.read_bytes
+
+    def read_bytes(self: UrlPath, *bounds: int) -> bytes:
+        fetched.extend([range(*bounds)] if bounds else [])  # the manifest is read whole
+        return original(self, *bounds)
+
+    monkeypatch.setattr(UrlPath, "read_bytes", read_bytes)
+    monkeypatch.setattr(files, "_CHUNK_BYTES", 160)
+    reader.verify(["w"], check_finite=True)
+    assert [*map(len, fetched)] == [160, 160, 80]
+    assert len({byte for each in fetched for byte in each}) == stored.num_bytes
+
+
+class ClientError(Exception):
+    """As packages for stores of objects have them: no `OSError`."""
+
+
+@pytest.mark.parametrize("call", ["exists", "size", "cat_file"])
+def test_errors_of_stores_name_the_file(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    url = f"memory://test_errors/{call}"
+    save_tensors(make_tensors(), url)
+
+    def fail(*_: object, **__: object) -> None:
+        raise ClientError("no rights")
+
+    monkeypatch.setattr(MemoryFileSystem, call, fail)
+    with pytest.raises(StateError, match=rf"^{url}.*ClientError: no rights.*look at .* the address, the rights"):
+        next(read_tensors(url))
+    monkeypatch.setattr(MemoryFileSystem, "open", fail)
+    with pytest.raises(StateError, match=rf"{url}.*ClientError: no rights"):
+        save_tensors(make_tensors(), url, overwrite=True)
+    with pytest.raises(StateError, match=r"^none://a.*cannot be read .*Protocol not known"):
+        next(read_tensors("none://a"))
 
 
 def test_progress_is_shown_when_asked_for(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
