@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import lightning as L
@@ -12,19 +14,21 @@ from torch import nn
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.models.qwen3_moe import Qwen3MoeForCausalLM, save_huggingface
 from lightning_d9d.state import DTYPE_NAMES
+from lightning_d9d.state.places import is_occupied, place_of
+from lightning_d9d.strategy.progress import is_watched
 
 
 class HuggingFaceExport(L.Callback):
     """Writes a Qwen3-MoE in Hugging Face's layout when `fit` ends.
 
     Args:
-        directory: Where `config.json` and the safetensors files go.
+        directory: Where `config.json` and the safetensors files go; also a URL that fsspec knows.
         overwrite: Whether to replace an existing directory with everything in it.
         dtype: Of the files, "bfloat16" say; None keeps each parameter's own.
         fused_experts: All experts of a layer in one tensor, not each in its own.
 
     Raises:
-        ConfigError: A dtype that is none of float64, float32, float16, bfloat16.
+        ConfigError: A dtype that is none of float64, float32, float16, bfloat16, or a URL that fsspec does not know.
     """
 
     def __init__(
@@ -33,7 +37,9 @@ class HuggingFaceExport(L.Callback):
         if dtype is not None and getattr(torch, dtype, None) not in DTYPE_NAMES:
             legal = ", ".join(str(each).removeprefix("torch.") for each in DTYPE_NAMES)
             raise ConfigError(f"HuggingFaceExport(dtype={dtype!r}) must be one of {legal}, or None")
-        self.directory = Path(directory)
+        self._text = f"HuggingFaceExport(directory={str(directory)!r})"
+        with _usable(self._text):
+            self.directory = place_of(directory)
         self.overwrite = overwrite
         self.dtype: torch.dtype | None = None if dtype is None else getattr(torch, dtype)
         self.fused_experts = fused_experts
@@ -41,21 +47,25 @@ class HuggingFaceExport(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Raises `ConfigError` before the training if the export could not be written after it."""
         qwen3_moe_stages(pl_module, self)
-        if not self.overwrite and self.directory.exists() and any(self.directory.iterdir()):
+        with _usable(self._text):
+            occupied = is_occupied(self.directory)
+        if occupied and not self.overwrite:
             raise ConfigError(
-                f"HuggingFaceExport(directory={str(self.directory)!r}): the directory is not empty; choose another "
-                "one, or set overwrite=True to replace it with everything in it."
+                f"{self._text}: the directory is not empty; choose another one, or set overwrite=True to replace it "
+                "with everything in it."
             )
-        make_folder(trainer, self.directory.parent, f"HuggingFaceExport(directory={str(self.directory)!r})")
+        if isinstance(self.directory, Path):
+            make_folder(trainer, self.directory.parent, self._text)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Writes; on all ranks, as `save_huggingface` is collective."""
         save_huggingface(
             qwen3_moe_stages(pl_module, self),
-            self.directory,
+            str(self.directory),
             dtype=self.dtype,
             overwrite=self.overwrite,
             fused_experts=self.fused_experts,
+            progress=is_watched(trainer),
         )
 
 
@@ -63,12 +73,18 @@ def make_folder(trainer: L.Trainer, folder: Path, callback: str) -> None:
     """On rank 0, make the folder that a callback will write to; `ConfigError` before the training if it cannot."""
     if not trainer.is_global_zero:
         return
-    try:
+    with _usable(callback):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{callback} cannot be written: {error}; give another place") from error
     if not os.access(folder, os.W_OK):
         raise ConfigError(f"{callback} cannot be written: no right to write to {folder}; give another place")
+
+
+@contextmanager
+def _usable(callback: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{callback} cannot be written: {error}; give another place") from error
 
 
 def qwen3_moe_stages(module: nn.Module, callback: L.Callback) -> list[Qwen3MoeForCausalLM]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lightning_d9d.errors import StateError
 from lightning_d9d.mesh.agreement import Ranks
-from lightning_d9d.state.places import Place, UrlPath, place_of
+from lightning_d9d.state.places import Place, UrlPath, is_occupied, place_of
 
 _OCCUPIED = "it exists and is not an empty directory; choose another or set overwrite=True"
 
@@ -44,7 +44,7 @@ def complete_directory(target: str | Path, overwrite: bool, failure: str) -> Ite
         with ranks.agreed(failure):
             if ranks.is_first:
                 tidy(target)
-                if target.exists() and (not target.is_dir() or (not overwrite and any(target.iterdir()))):
+                if is_occupied(target) and not (overwrite and target.is_dir()):
                     raise StateError(_OCCUPIED)
                 partial.mkdir(parents=True)
         yield partial
@@ -61,7 +61,7 @@ def complete_directory(target: str | Path, overwrite: bool, failure: str) -> Ite
 def _emptied(place: UrlPath, overwrite: bool, failure: str) -> Iterator[None]:
     ranks = Ranks()
     with ranks.agreed(failure):
-        if ranks.is_first and place.has_files():
+        if ranks.is_first and is_occupied(place):
             if not overwrite:
                 raise StateError(_OCCUPIED)
             place.remove()

@@ -122,6 +122,13 @@ def place_of(path: str | Path | UrlPath) -> Place:
     return UrlPath(str(path)) if "://" in str(path) else Path(path)
 
 
+def is_occupied(place: Place) -> bool:
+    """Whether something is there that is no empty directory."""
+    if isinstance(place, UrlPath):
+        return place.has_files()
+    return place.exists() and (not place.is_dir() or any(place.iterdir()))
+
+
 def flush(file: IO[Any] | UrlFile) -> None:
     """Put what was written on the disk; URLs see to it when they are closed."""
     file.flush()

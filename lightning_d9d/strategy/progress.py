@@ -1,13 +1,19 @@
-"""The loss in the progress bar, one step late."""
+"""Progress bars: whether anybody sees them, and the loss in them, one step late."""
 
 from __future__ import annotations
 
 import math
+import sys
 
 import lightning as L
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
+
+
+def is_watched(trainer: L.Trainer | None) -> bool:
+    """Whether to show bars: there is a Trainer that has one (`enable_progress_bar`), and stderr is a terminal."""
+    return trainer is not None and trainer.progress_bar_callback is not None and sys.stderr.isatty()
 
 
 class LateProgress:

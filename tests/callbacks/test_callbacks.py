@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,13 @@ from lightning_d9d import D9DStrategy
 from lightning_d9d.callbacks import HuggingFaceExport, LossCurve, TextSample
 from lightning_d9d.datamodules import ByteTextDataModule
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3MoePretraining, load_huggingface
+from lightning_d9d.models.qwen3_moe import (
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Qwen3MoePretraining,
+    load_huggingface,
+    save_huggingface,
+)
 from lightning_d9d.state import SafetensorsReader
 
 CONFIG = Qwen3MoeConfig(
@@ -107,6 +114,43 @@ def test_export_refuses_a_directory_with_files(folder: Path):
     with pytest.raises(ConfigError, match="not empty; choose another one, or set overwrite=True"):
         fit(folder, HuggingFaceExport(folder))
     assert (folder / "a.py").exists()
+
+
+def test_an_export_to_a_url(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    url = "memory://test_callbacks/export"
+    module = fit(folder, HuggingFaceExport(url))
+    loaded = Qwen3MoeForCausalLM(CONFIG)
+    load_huggingface(loaded, url)
+    assert torch.equal(loaded.lm_head.weight, module.model.lm_head.weight)
+    assert not (folder / "memory:").exists()
+    with pytest.raises(ConfigError, match=rf"directory='{url}'\): the directory is not empty; choose another one"):
+        fit(folder, HuggingFaceExport(url))
+    message = r"HuggingFaceExport\(directory=.none://a.\) cannot be written: .*Protocol not"
+    with pytest.raises(ConfigError, match=message):
+        ConfigError, match=r"HuggingFaceExport\(directory='none://a'\) cannot be written: .*Protocol not"
+    ):
+        HuggingFaceExport("none://a")
+
+
+def test_bars_of_files_where_somebody_sees_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_huggingface(Qwen3MoeForCausalLM(CONFIG), tmp_path / "weights")
+
+    def shown(**options: Any) -> str:
+        module = Qwen3MoePretraining(CONFIG, pretrained=str(tmp_path / "weights"))
+        module.trainer = trainer = L.Trainer(logger=False, accelerator="cpu", **options)
+        module.configure_model()
+        HuggingFaceExport(tmp_path / "export", overwrite=True).on_fit_end(trainer, module)
+        return capsys.readouterr().err
+
+    assert "B/s" not in shown()
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    printed = shown()
+    for what in ("checking", "reading", "writing"):
+        assert what in printed
+    assert "B/s" not in shown(enable_progress_bar=False)
 
 
 def test_the_export_in_another_dtype_and_layout(folder: Path, tmp_path: Path) -> None:

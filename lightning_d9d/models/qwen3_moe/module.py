@@ -40,6 +40,7 @@ from lightning_d9d.pipeline.types import StageInfo, StageInputs, WeightedLoss
 from lightning_d9d.schedule import ModelCosts
 from lightning_d9d.strategy.checkpoint_files import read_value
 from lightning_d9d.strategy.module import D9DModule
+from lightning_d9d.strategy.progress import is_watched
 
 ARGUMENTS_KEY = "qwen3_moe_arguments"
 """Under which name a checkpoint has the arguments of the module."""
@@ -211,7 +212,7 @@ class Qwen3MoePretraining(D9DModule):
     def on_stages_built(self) -> None:
         """Load the pretrained weights."""
         if self.pretrained is not None:
-            load_huggingface(list(self.stages), self.pretrained)
+            load_huggingface(list(self.stages), self.pretrained, progress=is_watched(self._trainer))
 
     def microbatch_inputs(self, microbatch: Any) -> StageInputs:
         """Token ids and labels (the last stage makes the loss; in predict there are none)."""
