@@ -29,13 +29,14 @@ from lightning_d9d.state.mappers import (
     Transpose,
 )
 from lightning_d9d.state.reader import SafetensorsReader
-from lightning_d9d.state.shards import Checks, fill_shards
-from lightning_d9d.state.stream import load_tensors, read_tensors, save_tensors
+from lightning_d9d.state.shards import Checks, check_names, fill_shards
+from lightning_d9d.state.stream import MAX_SHARD_BYTES, load_tensors, read_tensors, save_tensors
 from lightning_d9d.state.views import Spec, View, inverted
 from lightning_d9d.state.writer import write_tensors
 
 __all__ = [
     "DTYPE_NAMES",
+    "MAX_SHARD_BYTES",
     "Box",
     "Cast",
     "Checks",
@@ -61,6 +62,7 @@ __all__ = [
     "Stack",
     "Transpose",
     "View",
+    "check_names",
     "complete_directory",
     "fill_shards",
     "inverted",

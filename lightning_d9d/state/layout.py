@@ -13,6 +13,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from lightning_d9d.errors import StateError
+from lightning_d9d.mesh.sharding import local, local_ranges
+
 Box = tuple[range, ...]
 """The indices of each dim, in steps of one."""
 
@@ -44,6 +47,18 @@ class LocalShard(NamedTuple):
     values: Any
     """A `Tensor`; to write from, any `Readable`."""
     box: Box
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> LocalShard:
+        """Of a DTensor this rank's part, of another all.
+
+        Raises:
+            StateError: The tensor, of this name, is on the meta device.
+        """
+        values = local(tensor)
+        if values.is_meta:
+            raise StateError(f"{name} is on the meta device: call to_empty(device=...) on the model first")
+        return cls(values, tuple(local_ranges(tensor)))
 
 
 def whole_box(shape: Iterable[int]) -> Box:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_d9d.mesh.agreement import Ranks
+from lightning_d9d.errors import StateError
+from lightning_d9d.mesh.agreement import Ranks, first_of
 from lightning_d9d.mesh.collectives import device_of_messages
 from lightning_d9d.state.layout import Box, LocalShard, Part, size
 from lightning_d9d.state.reader import SafetensorsReader
@@ -33,6 +34,23 @@ class _Copies(NamedTuple):
     box: Box
     dtype: torch.dtype
     line: tuple[int, ...]
+
+
+def check_names(missing: Collection[str], unexpected: Collection[str], remedy: str) -> None:
+    """Raises a `StateError` that names what files lack, and what they have besides.
+
+    Args:
+        missing: Of the files.
+        unexpected: In them.
+        remedy: What to do, as the end of a sentence.
+    """
+    texts = [
+        f"{len(names)} {kind} in the files: {first_of(sorted(names))}"
+        for kind, names in (("missing", missing), ("unexpected", unexpected))
+        if names
+    ]
+    if texts:
+        raise StateError(f"{'. '.join(texts)}; {remedy}")
 
 
 @torch.no_grad()

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lightning_d9d.errors import ConfigError, StateError
 from lightning_d9d.mesh.agreement import Ranks, first_of
-from lightning_d9d.mesh.sharding import local_ranges
 from lightning_d9d.state.directory import complete_directory
 from lightning_d9d.state.format import ALL_DTYPE_NAMES, DTYPE_NAMES, write_bytes
 from lightning_d9d.state.layout import Index, LocalShard, Readable, whole_box
 from lightning_d9d.state.mappers import Identity, Mapper
 from lightning_d9d.state.reader import SafetensorsReader
-from lightning_d9d.state.shards import Checks, fill_shards
+from lightning_d9d.state.shards import Checks, check_names, fill_shards
 from lightning_d9d.state.views import Spec, View, materialized
 from lightning_d9d.state.writer import write_tensors
 
@@ -91,15 +89,16 @@ def load_tensors(
         views = chosen.plan(reader.specs, strict=strict)
         if strict:
             shared = {id(tensor) for name, tensor in held.items() if name in views}  # tied, and filled under one name
-            _check_names(
+            check_names(
                 missing=[name for name, tensor in held.items() if name not in views and id(tensor) not in shared],
                 unexpected=[name for name in (*views, *_unused(reader, chosen)) if name not in everywhere],
+                remedy="give the files of this model, a mapper, or strict=False",
             )
         local = []
         for name, tensor in held.items():
             if name in views:
                 _check_fit(name, views[name], tensor)
-                local.append((name, LocalShard(_local(tensor), tuple(local_ranges(tensor)))))
+                local.append((name, LocalShard.of(name, tensor)))
     fill_shards(reader, views, local, Checks(verify, check_finite), failure, progress)
 
 
@@ -176,12 +175,7 @@ def _shard(name: str, tensor: Any) -> LocalShard:
         raise StateError(f"{name} is {tensor.dtype}, which safetensors files do not have; cast it before")
     if not isinstance(tensor, Tensor):
         return LocalShard(tensor, whole_box(tensor.shape))
-    _check_has_memory(name, tensor)
-    return LocalShard(_local(tensor), tuple(local_ranges(tensor)))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    return LocalShard.of(name, tensor)
 
 
 class _Lazy:
@@ -195,22 +189,11 @@ class _Lazy:
         return self._reader[self._name][index]
 
 
-def _check_names(missing: Collection[str], unexpected: Collection[str]) -> None:
-    texts = [
-        f"{len(names)} {kind}: {first_of(sorted(names))}"
-        for kind, names in (("missing in the files", missing), ("unexpected in the files", unexpected))
-        if names
-    ]
-    if texts:
-        raise StateError(f"{'. '.join(texts)}. Give the files of this model, a mapper, or strict=False")
-
-
 def _unused(reader: SafetensorsReader, mapper: Mapper) -> list[str]:
     return [name for name in reader if name not in mapper.group_of]
 
 
 def _check_fit(name: str, view: View, tensor: Tensor) -> None:
-    _check_has_memory(name, tensor)
     if view.shape != tuple(tensor.shape):
         raise StateError(
             f"{name} has shape {list(view.shape)} in the files and {list(tensor.shape)} here; build the model as it was"
@@ -225,8 +208,3 @@ def _check_cast(name: str, dtype: torch.dtype, where: str, target: torch.dtype, 
     floats = dtype.is_floating_point and target.is_floating_point
     remedy = "their scales are not known, use an unquantized checkpoint" if floats else "only floats are cast"
     raise StateError(f"{name} is {dtype} {where} and {target} {there}; {remedy}")
-
-
-def _check_has_memory(name: str, tensor: Tensor) -> None:
-    if tensor.is_meta:
-        raise StateError(f"{name} is on the meta device: call to_empty(device=...) on the model first")

@@ -128,8 +128,6 @@ def test_an_export_to_a_url(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
         fit(folder, HuggingFaceExport(url))
     message = r"HuggingFaceExport\(directory=.none://a.\) cannot be written: .*Protocol not"
     with pytest.raises(ConfigError, match=message):
-        ConfigError, match=r"HuggingFaceExport\(directory='none://a'\) cannot be written: .*Protocol not"
-    ):
         HuggingFaceExport("none://a")
 
 

@@ -203,12 +203,12 @@ def rewrite(directory, change):
 
 
 BAD_TENSORS = {
-    "missing": (lambda t: t.pop("model.norm.weight"), "1 missing: model.norm.weight"),
-    "unexpected": (lambda t: t.update(extra=torch.zeros(2)), "1 unexpected: extra"),
+    "missing": (lambda t: t.pop("model.norm.weight"), "1 missing in the files: model.norm.weight"),
+    "unexpected": (lambda t: t.update(extra=torch.zeros(2)), "1 unexpected in the files: extra"),
     "tied elsewhere": (lambda t: t.pop("lm_head.weight"), "tie_word_embeddings=True"),
     "more experts": (
         lambda t: t.update({"model.layers.0.mlp.experts.4.up_proj.weight": torch.zeros(24, 32)}),
-        "1 unexpected: model.layers.0.mlp.experts.4.up_proj.weight",
+        "1 unexpected in the files: model.layers.0.mlp.experts.4.up_proj.weight",
     ),
     "shape": (
         lambda t: t.update({"model.layers.0.mlp.experts.3.up_proj.weight": torch.zeros(24, 33)}),

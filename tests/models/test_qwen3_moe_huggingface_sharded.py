@@ -420,7 +420,10 @@ def test_names_that_belong_to_no_stage(rank: RankContext, one: Path) -> None:
     if rank.rank == 0:
         index.write_text(json.dumps(values))
     rank.barrier()
-    with pytest.raises(StateError, match=r"1 missing: model\.norm.*1 unexpected: model\.layers\.3\.mlp\.up_proj"):
+    with pytest.raises(
+        StateError,
+        match=r"1 missing in the files: model\.norm.*1 unexpected in the files: model\.layers\.3\.mlp\.up_proj",
+    ):
         load_huggingface(make_stage(rank.rank), one)
 
 

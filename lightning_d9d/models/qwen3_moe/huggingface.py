@@ -5,16 +5,15 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lightning_d9d.errors import ConfigError, StateError
 from lightning_d9d.log import logger
 from lightning_d9d.mesh.agreement import Ranks
-from lightning_d9d.mesh.sharding import local_ranges
 from lightning_d9d.models.qwen3_moe.config import Qwen3MoeConfig
 from lightning_d9d.models.qwen3_moe.model import Qwen3MoeForCausalLM
 from lightning_d9d.state import (
     DTYPE_NAMES,
+    MAX_SHARD_BYTES,
     Checks,
     Concatenate,
     Identity,
@@ -27,6 +26,7 @@ from lightning_d9d.state import (
     Spec,
     Split,
     View,
+    check_names,
     complete_directory,
     fill_shards,
     inverted,
@@ -79,7 +79,13 @@ def load_huggingface(
         reader = SafetensorsReader(directory)
         in_files = _mapper(config, specs, stacked=reader.file_of).plan(specs)
         repeated_head = {_HEAD_TENSOR} & reader.file_of.keys() if config.tie_word_embeddings else set()
-        _check_names(directory, expected=in_files, stored=reader.file_of.keys() - repeated_head)
+        missing = [name for name in in_files if name not in reader.file_of]
+        tied_elsewhere = "the embeddings are tied, set tie_word_embeddings=True, or " if _HEAD_TENSOR in missing else ""
+        check_names(
+            missing,
+            unexpected=[name for name in reader if name not in in_files and name not in repeated_head],
+            remedy=f"{tied_elsewhere}build the model with Qwen3MoeConfig.from_json of the same directory",
+        )
         views = inverted(in_files, specs)
         needed = {part.source for name, shard in local for part in views[name].parts if part.within(shard.box)}
         checked = {tensor: view.shape for tensor, view in in_files.items() if tensor in needed}
@@ -96,7 +102,7 @@ def save_huggingface(
     model: nn.Module | Sequence[nn.Module],
     directory: str | Path,
     dtype: torch.dtype | None = None,
-    max_shard_bytes: int = 5 * 1000**3,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
     overwrite: bool = False,
     fused_experts: bool = False,
     progress: bool = False,
@@ -204,12 +210,7 @@ def _local_shards(stages: Iterable[nn.Module], specs: Mapping[str, Spec]) -> lis
                     f"the model has a parameter {name} of shape {tuple(parameter.shape)}, but one of its config has "
                     f"there {expected or 'none'}; build the model, or the stage of one, with its config."
                 )
-            values = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
-            if values.is_meta:
-                raise StateError(
-                    f"The parameter of {name} is on the meta device: call model.to_empty(device=...) first."
-                )
-            local[parameter] = name, LocalShard(values, tuple(local_ranges(parameter)))
+            local[parameter] = name, LocalShard.of(name, parameter)
     return list(local.values())
 
 
@@ -243,20 +244,6 @@ def _of_experts(config: Qwen3MoeConfig, owner: str, stack: str) -> Mapper:
     half = config.moe_intermediate_size
     halves = [{f"{owner}.{expert}.{matrix}.weight": half for matrix in ("gate_proj", "up_proj")} for expert in experts]
     return Sequential([Select(f"{owner}.{stack}", both), Parallel(map(Split, both, halves))])
-
-
-def _check_names(directory: str | Path, expected: Collection[str], stored: Collection[str]) -> None:
-    missing = [name for name in expected if name not in stored]
-    unexpected = [name for name in stored if name not in expected]
-    if not missing and not unexpected:
-        return
-    message = f"{directory} does not have the tensors of this model."
-    for kind, names in (("missing", missing), ("unexpected", unexpected)):
-        if names:
-            message += f" {len(names)} {kind}: {', '.join(sorted(names)[:3])}{', ...' if len(names) > 3 else ''}."
-    if _HEAD_TENSOR in missing:
-        message += " Its embeddings are tied: set tie_word_embeddings=True."
-    raise StateError(f"{message} Build the model with Qwen3MoeConfig.from_json of the same directory.")
 
 
 def _check_tied(reader: SafetensorsReader, views: Mapping[str, View], local: Iterable[tuple[str, LocalShard]]) -> None:
