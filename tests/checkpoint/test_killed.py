@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,8 +12,8 @@ import torch
 
 from lightning_d9d.checkpoint import is_directory, open_directory, remove_directory, save_directory
 from lightning_d9d.state import directory
+from tests.harness.forked import killed_at
 
-KILLED = 9
 NAME = "last.ckpt"
 
 
@@ -30,29 +29,6 @@ def loaded(path: Path) -> int:
     assert tensors["a"].tolist() == 3 * [number]
     assert tensors["b"] == number
     return number
-
-
-def killed_at(call: int, folder: Path, action: Callable[[], object]) -> bool:
-    """Whether `action`, in a process of its own, got as far as its n-th call that concerns `folder`."""
-    child = os.fork()
-    if child == 0:
-        left = [call]
-
-        def before(event: str, arguments: tuple[object, ...]) -> None:
-            if event == "ctypes.dlsym" or (arguments and str(arguments[0]).startswith(str(folder))):
-                left[0] -= 1
-                if left[0] < 0:
-                    os._exit(KILLED)
-
-        try:
-            sys.addaudithook(before)
-            action()
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert code in (0, KILLED)
-    return code == KILLED
 
 
 def assert_tidy(folder: Path, *others: str) -> None:

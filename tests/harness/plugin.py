@@ -45,6 +45,13 @@ def _can_add_network_namespaces() -> bool:
     return added and subprocess.run(["ip", "netns", "del", name], check=False).returncode == 0
 
 
+def _can_mount() -> bool:
+    probe = ["unshare", "-Urm", "mount", "-t", "tmpfs", "tmpfs", "/tmp"]
+    return (
+        shutil.which("unshare") is not None and subprocess.run(probe, capture_output=True, check=False).returncode == 0
+    )
+
+
 def _has_mpi() -> bool:
     return importlib.util.find_spec("mpi4py") is not None and shutil.which("mpiexec") is not None
 
@@ -59,6 +66,9 @@ NEEDS = {
         _can_add_network_namespaces,
         "`ip netns add` is not there or not permitted",
         "needs Linux, iproute2 and the right to add network namespaces",
+    ),
+    "mounts": Need(
+        _can_mount, "`unshare -Urm` is not permitted", "needs Linux and the right to mount in a namespace of its own"
     ),
     "mpi": Need(_has_mpi, "no mpi4py or no mpiexec", "needs mpi4py and mpiexec; `nox -s mpi` installs them"),
     "nv_grouped_gemm": Need(_has_nv_grouped_gemm, "no nv-grouped-gemm", "needs the package nv-grouped-gemm"),

@@ -1,0 +1,67 @@
+"""Actions in a forked process: killed at a chosen moment, or with a small file system of its own."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+KILLED = 9
+_NEW_USER, _NEW_MOUNTS = 0x10000000, 0x00020000
+"""Of `clone(2)`."""
+
+
+def killed_at(call: int, folder: Path, action: Callable[[], object]) -> bool:
+    """Whether `action`, in a process of its own, got as far as its n-th call that concerns `folder`."""
+    left = [call]
+
+    def before(event: str, arguments: tuple[object, ...]) -> None:
+        if event == "ctypes.dlsym" or (arguments and str(arguments[0]).startswith(str(folder))):
+            left[0] -= 1
+            if left[0] < 0:
+                os._exit(KILLED)
+
+    def watched() -> None:
+        sys.addaudithook(before)
+        action()
+
+    code = _forked(watched)
+    assert code in (0, KILLED)
+    return code == KILLED
+
+
+def on_small_disk(folder: Path, num_kb: int, action: Callable[[], object]) -> None:
+    """Runs `action` in a process that has a file system of this size at `folder`, which others do not see.
+
+    The test is marked `mounts`. Raises `AssertionError` if the action raises; what it raised is printed.
+    """
+    maps = {"setgroups": "deny", "uid_map": f"0 {os.geteuid()} 1", "gid_map": f"0 {os.getegid()} 1"}
+
+    def mounted() -> None:
+        system = ctypes.CDLL(None, use_errno=True)
+        if system.unshare(_NEW_USER | _NEW_MOUNTS) != 0:
+            raise OSError(ctypes.get_errno(), "unshare")
+        for name, content in maps.items():
+            Path("/proc/self", name).write_text(content)
+        if system.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", 0, f"size={num_kb}k".encode()) != 0:
+            raise OSError(ctypes.get_errno(), "mount")
+        action()
+
+    assert _forked(mounted) == 0
+
+
+def _forked(action: Callable[[], object]) -> int:
+    """The exit code of a process that does this and nothing else."""
+    child = os.fork()
+    if child == 0:
+        try:
+            action()
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
