@@ -209,6 +209,9 @@ class Select(_Leaf):
         source: The stacked tensor.
         targets: Name of each child that is taken, and its index.
         dim: In which they are stacked.
+
+    Raises:
+        StateError: A child is taken twice.
     """
 
     def __init__(self, source: str, targets: Mapping[str, int], dim: int = 0) -> None:

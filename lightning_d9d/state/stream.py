@@ -64,8 +64,8 @@ def load_tensors(
     """Fills tensors in place with those of a directory or file. Collective over the default group where there is one.
 
     A rank reads what it holds: of DTensors its own slices, whatever their meshes and placements. What several ranks
-    hold alike one of them reads, and passes on. Floats are cast. All is checked on all ranks before the first tensor
-    changes on any.
+    hold alike one of them reads, and passes on. Floats are cast, but not float8, which needs a scale. All is checked on
+    all ranks before the first tensor changes on any.
 
     Args:
         target: A module, whose state dict is filled, or tensors by name. Ranks may have different names.
@@ -125,7 +125,7 @@ def save_tensors(
             read by name, such as a `SafetensorsReader`.
         directory: As for `complete_directory`.
         mapper: From names of the source, all of which it must take, to names in the files. None: they are the same.
-        dtype: Of floats in the files. None: as they are.
+        dtype: Of floats in the files; float8 is refused. None: as they are.
         max_shard_bytes: Size at which a new file begins; a larger tensor gets a file of its own.
         files: What else the directory gets, name and content; the first rank's.
         overwrite: Replace an existing directory, with everything in it.
