@@ -388,7 +388,7 @@ MUTATIONS = [
     Mutation(
         "optimizer state of directories is left out",
         "lightning_d9d/strategy/checkpoints.py",
-        "load_optimizer_state(optimizer, names, _OPTIMIZER.format(index), self._opened)",
+        "load_optimizer_state(optimizer, names, OPTIMIZER.format(index), self._opened)",
         "pass",
         "tests/strategy/test_sharded.py -k another_mesh",
     ),
