@@ -393,6 +393,20 @@ MUTATIONS = [
         "tests/strategy/test_sharded.py -k another_mesh",
     ),
     Mutation(
+        "parameters of stages come in the order of ranks",
+        "lightning_d9d/checkpoint/whole.py",
+        "merged = [name for name in order if name in num_holders]",
+        "merged = [*num_holders]",
+        "tests/checkpoint/test_whole.py",
+    ),
+    Mutation(
+        "one rank writes all files of an export",
+        "lightning_d9d/state/writer.py",
+        "key=lambda rank: (num_written[rank], -held[rank], rank)",
+        "key=lambda rank: rank",
+        "tests/state/test_stream.py -k all_ranks",
+    ),
+    Mutation(
         "copies of shards begin with their own weights",
         "lightning_d9d/strategy/sharding.py",
         "by_group.setdefault(mesh.get_group(axis), []).append(tensor.to_local())",
