@@ -173,6 +173,17 @@ class D9DModule(L.LightningModule):
         share_equal_names(self.stages)
         self.on_stages_built()
 
+    def parameter_order(self) -> list[str]:
+        """The names of all stages' parameters, in the order of one process that has them all. Local."""
+        apart = object.__new__(type(self))  # what configure_stage sets lands there
+        apart.__dict__.update(self.__dict__)
+        for kind in ("_parameters", "_buffers", "_modules"):
+            apart.__dict__[kind] = dict(self.__dict__[kind])
+        with torch.device("meta"):
+            apart.stages = nn.ModuleList([apart.configure_stage(StageInfo(0, 1))])
+        state = apart.state_dict(keep_vars=True)
+        return [name for name, value in state.items() if isinstance(value, nn.Parameter)]
+
     @property
     def _strategy(self) -> Any:
         return None if self._trainer is None else self.trainer.strategy

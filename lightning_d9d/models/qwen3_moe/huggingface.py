@@ -74,7 +74,7 @@ def load_huggingface(
     ranks, failure = Ranks(), f"weights cannot be loaded from {str(directory)!r}"
     with ranks.agreed(failure):
         stages, config = _stages(model)
-        specs = _parameter_specs(config)
+        specs = parameter_specs(config)
         local = _local_shards(stages, specs)
         reader = SafetensorsReader(directory)
         in_files = _mapper(config, specs, stacked=reader.file_of).plan(specs)
@@ -113,9 +113,10 @@ def save_huggingface(
     checksum of each tensor, which `load_huggingface` compares.
 
     Collective over the default process group where there is one, also for models that are whole on every rank. The
-    first rank that holds a parameter writes it, and tied embeddings are written once. Besides the model, a writing rank
-    has two copies of one tensor of the files in memory (an expert's matrix, unless the experts are fused), any other
-    rank its slice of it.
+    files are the same on any mesh. Ranks that hold something of a file take turns to write one, all at the same time,
+    and tied embeddings are written once. Besides the model a rank has one tensor of the files in memory (an expert's
+    matrix, unless the experts are fused), the slices of it that other ranks sent, and its own slices of those that they
+    write.
 
     The bias of `BalanceConfig(bias_rate=...)`, which Hugging Face's Qwen3-MoE does not know, is left out, and if it is
     not zero there is a warning: without it some tokens visit other experts. Checkpoints of the strategy have it.
@@ -142,7 +143,7 @@ def save_huggingface(
     ranks, failure = Ranks(), f"weights cannot be saved to {str(directory)!r}"
     with ranks.agreed(failure):
         stages, config = _stages(model)
-        specs = _parameter_specs(config)
+        specs = parameter_specs(config)
         local = dict(_local_shards(stages, specs))
         biased = {name: "" for stage in stages for name, value in stage.named_buffers() if _is_biased(name, value)}
     biased = ranks.merge(biased)
@@ -177,7 +178,7 @@ def huggingface_mapper(config: Qwen3MoeConfig, fused_experts: bool = False) -> M
         config: Of the whole model.
         fused_experts: All experts of a layer in one tensor, not each in its own.
     """
-    specs = _parameter_specs(config)
+    specs = parameter_specs(config)
     return _mapper(config, specs, stacked=specs if fused_experts else ())
 
 
@@ -192,7 +193,7 @@ def _stages(model: nn.Module | Sequence[nn.Module]) -> tuple[list[nn.Module], Qw
     return stages, config
 
 
-def _parameter_specs(config: Qwen3MoeConfig) -> dict[str, Spec]:
+def parameter_specs(config: Qwen3MoeConfig) -> dict[str, Spec]:
     """Of the whole model."""
     with torch.device("meta"):
         whole = Qwen3MoeForCausalLM(config)
