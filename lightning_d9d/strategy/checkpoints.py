@@ -496,11 +496,20 @@ class CheckpointedStrategy(RankedStrategy):
             "loaders": loaders,
             "reload_epoch": loop._last_train_dl_reload_epoch,
             "dp_rank": self.mesh.dp_rank if self.world_size > 1 else 0,
+            "mesh": self._sizes,
         }
         return gather_object(ours) if self.world_size > 1 else [ours]
 
+    @property
+    def _sizes(self) -> dict[str, int]:
+        """Of the axes that say which rank is where: equal sizes give a rank of the same number the same place."""
+        return {axis: self.mesh.sizes[axis] if self.world_size > 1 else 1 for axis in ("pp", "dp", "cp", "tp")}
+
     def _of_this_rank(self, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-        """What this rank goes on with; without random numbers on another number of ranks."""
+        """What this rank goes on with; without random numbers on another mesh, where copies must draw equal ones.
+
+        Checkpoints of older versions do not say their mesh: data ranks alone are known to be none else.
+        """
         dp_rank, dp_size = (self.mesh.dp_rank, self.mesh.dp_size) if self.world_size > 1 else (0, 1)
         saved = 1 + max(each["dp_rank"] for each in ranks)
         own = next((each for each in ranks if each["dp_rank"] == dp_rank), ranks[0])
@@ -508,8 +517,9 @@ class CheckpointedStrategy(RankedStrategy):
         if dp_size != saved:  # of an order that is dealt out anew, all take the first rank's
             pairs = zip(loaders, ranks[0]["loaders"], strict=True)
             loaders = [first if is_place_of_sampler(first) and first["order"] else each for each, first in pairs]
-        is_same_job = len(ranks) == self.world_size and dp_size == saved
-        random = ranks[self.global_rank]["random"] if is_same_job else None
+        mesh = ranks[0].get("mesh", {"pp": 1, "dp": saved, "cp": 1, "tp": 1})
+        is_same_mesh = len(ranks) == self.world_size and mesh == self._sizes
+        random = ranks[self.global_rank]["random"] if is_same_mesh else None
         return {**own, "loaders": loaders, "random": random, "num_data_ranks": saved, "is_other_job": dp_size != saved}
 
     def release_loaders(self) -> None:
