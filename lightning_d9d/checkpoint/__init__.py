@@ -7,6 +7,8 @@ name.
 
 from lightning_d9d.checkpoint.background import BackgroundSaver
 from lightning_d9d.checkpoint.directory import (
+    MODEL_PREFIX,
+    OPTIMIZER_PREFIX,
     Checkpoint,
     Differences,
     is_directory,
@@ -18,6 +20,8 @@ from lightning_d9d.checkpoint.metadata import StoredTensor
 from lightning_d9d.checkpoint.optimizers import fit_scheduler_state, load_optimizer_state, optimizer_state
 
 __all__ = [
+    "MODEL_PREFIX",
+    "OPTIMIZER_PREFIX",
     "BackgroundSaver",
     "Checkpoint",
     "Differences",

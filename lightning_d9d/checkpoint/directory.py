@@ -28,6 +28,8 @@ from lightning_d9d.errors import ConfigError, StateError
 from lightning_d9d.mesh.agreement import Ranks, first_of
 from lightning_d9d.state.directory import hidden, publish, remove, sync, tidy
 
+MODEL_PREFIX, OPTIMIZER_PREFIX = "model.", "optimizer_"
+"""What names of the model, and of optimizers with their number behind, begin with in the checkpoints of a job."""
 VALUES_NAME = "values.pt"
 _PARTIAL_VALUES_NAME = f".{VALUES_NAME}.partial"
 _FORMAT = "lightning_d9d checkpoint 2"
@@ -207,7 +209,9 @@ class Checkpoint:
         self._reader = reader
         self.ranks = ranks
 
-    def load(self, tensors: Mapping[str, Tensor], *, strict: bool = True, prefix: str = "") -> Differences:
+    def load(
+        self, tensors: Mapping[str, Tensor], *, strict: bool = True, prefix: str = "", later: str | None = None
+    ) -> Differences:
         """Overwrite tensors in place with the saved ones. Collective, over the ranks that opened it.
 
         Args:
@@ -215,6 +219,8 @@ class Checkpoint:
                 different names. Floating dtypes are cast, others must be the saved ones.
             strict: All of them must have been saved, and all saved ones with `prefix` must be among some rank's.
             prefix: What the names begin with that must all be asked for.
+            later: What the names begin with that will be loaded afterwards: those must be undamaged, too. Each of their
+                pieces is looked at once, by some rank.
 
         Returns:
             Where it is not strict, the names that are not in both; on every rank all of them.
@@ -245,6 +251,10 @@ class Checkpoint:
                 "saved, or give another checkpoint"
             )
         self.ranks.together(failure, lambda: self._reader.check(tensors))
+        if later is not None:
+            rest = [name for name in self.tensors if name.startswith(later)]
+            self.ranks.together(failure, lambda: self._reader.check_share(rest, self.ranks.share))
+            self._reader.trust(rest)
         self.ranks.together(failure, lambda: self._reader.fill(tensors))
         return differences
 

@@ -24,6 +24,8 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
 from lightning_d9d.checkpoint import (
+    MODEL_PREFIX,
+    OPTIMIZER_PREFIX,
     BackgroundSaver,
     Checkpoint,
     fit_scheduler_state,
@@ -61,8 +63,7 @@ from lightning_d9d.strategy.weights import gathered, laid_out_like, report, shar
 
 _RANKS = "lightning_d9d_ranks"
 """What each rank adds to a checkpoint, in the order of ranks."""
-_MODEL = "model."
-_OPTIMIZER = "optimizer_{}"
+_OPTIMIZER = OPTIMIZER_PREFIX + "{}"
 
 Mode = Literal["auto", "sharded", "consolidated"]
 
@@ -227,7 +228,7 @@ class CheckpointedStrategy(RankedStrategy):
         return self.checkpoint_config.mode == "sharded"
 
     def _save_directory(self, checkpoint: dict[str, Any], path: str | Path) -> None:
-        state = {f"{_MODEL}{name}": value for name, value in checkpoint.pop("state_dict").items()}
+        state = {f"{MODEL_PREFIX}{name}": value for name, value in checkpoint.pop("state_dict").items()}
         tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
         named_values = {name: value for name, value in state.items() if name not in tensors}
         if "optimizer_states" in checkpoint:
@@ -325,12 +326,17 @@ class CheckpointedStrategy(RankedStrategy):
         load_weights(module, state, strict, self._checkpoint_path)
 
     def _load_weights(self, opened: Checkpoint) -> dict[str, Any]:
-        """The module's state dict, whose tensors now have the saved values: nothing is held twice. Collective."""
-        assert self.lightning_module is not None
-        state = self.lightning_module.state_dict()
-        tensors = {f"{_MODEL}{name}": value for name, value in state.items() if isinstance(value, Tensor)}
-        report(opened.load(tensors, strict=self.lightning_module.strict_loading, prefix=_MODEL), opened.path)
-        return {name: opened.values.get(f"{_MODEL}{name}", value) for name, value in state.items()}
+        """The module's state dict, whose tensors now have the saved values: nothing is held twice. Collective.
+
+        Where optimizers go on, too, what they will get has been found undamaged before a weight is changed.
+        """
+        module = self.lightning_module
+        assert module is not None
+        state = module.state_dict()
+        tensors = {f"{MODEL_PREFIX}{name}": value for name, value in state.items() if isinstance(value, Tensor)}
+        later = OPTIMIZER_PREFIX if module.trainer.state.fn == TrainerFn.FITTING else None
+        report(opened.load(tensors, strict=module.strict_loading, prefix=MODEL_PREFIX, later=later), opened.path)
+        return {name: opened.values.get(f"{MODEL_PREFIX}{name}", value) for name, value in state.items()}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Give optimizers their state, however their parameters are sharded. Collective for directories.

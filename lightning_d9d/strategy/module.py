@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
-from lightning_d9d.checkpoint import is_directory, open_directory
+from lightning_d9d.checkpoint import MODEL_PREFIX, is_directory, open_directory
 from lightning_d9d.data import Filling
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshConfig, MeshDomains
@@ -283,8 +283,8 @@ class D9DModule(L.LightningModule):
                 checkpoint_path, map_location, hparams_file, strict, weights_only, **kwargs
             )
         checkpoint = open_directory(checkpoint_path, alone=True)
-        weights = checkpoint.read("model.")
-        values = {**checkpoint.values, "state_dict": {n.removeprefix("model."): w for n, w in weights.items()}}
+        weights = checkpoint.read(MODEL_PREFIX)
+        values = {**checkpoint.values, "state_dict": {n.removeprefix(MODEL_PREFIX): w for n, w in weights.items()}}
         values[cls.CHECKPOINT_HYPER_PARAMS_KEY] = {**values.get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {}), **kwargs}
         return cast(Self, _load_state(cls, values, strict=strict, **kwargs))
 

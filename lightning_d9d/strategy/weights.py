@@ -13,13 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from lightning_d9d.checkpoint import Differences, is_directory, open_directory
+from lightning_d9d.checkpoint import MODEL_PREFIX, Differences, is_directory, open_directory
 from lightning_d9d.errors import StateError
 from lightning_d9d.mesh.agreement import Ranks, first_of
 from lightning_d9d.strategy.checkpoint_files import read_checkpoint
-
-_MODEL = "model."
-"""What names of the model begin with in a directory."""
 
 
 def load_part(module: nn.Module, path: str | Path, *, prefix: str = "", strict: bool = True) -> Differences:
@@ -39,9 +36,9 @@ def load_part(module: nn.Module, path: str | Path, *, prefix: str = "", strict: 
     """
     own = {k: v for k, v in module.state_dict().items() if isinstance(v, Tensor) and k.startswith(prefix)}
     if Ranks().all_gather(is_directory(path))[0]:
-        tensors = {f"{_MODEL}{name}": value for name, value in own.items()}
-        found = open_directory(path).load(tensors, strict=strict, prefix=_MODEL + prefix)
-        return Differences(*([name.removeprefix(_MODEL) for name in names] for names in found))
+        tensors = {f"{MODEL_PREFIX}{name}": value for name, value in own.items()}
+        found = open_directory(path).load(tensors, strict=strict, prefix=MODEL_PREFIX + prefix)
+        return Differences(*([name.removeprefix(MODEL_PREFIX) for name in names] for names in found))
     failure = f"checkpoint {str(path)!r} cannot be loaded"
     read = functools.partial(torch.load, path, map_location="cpu", weights_only=True)
     with Ranks().agreed(failure):
