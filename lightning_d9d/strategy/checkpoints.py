@@ -251,7 +251,8 @@ class CheckpointedStrategy(RankedStrategy):
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a file or a directory, a directory so that no part of it is left under its name.
 
-        Where saves go on in the background, after those: what takes its place must be there.
+        Where saves go on in the background, after those: what takes its place must be there. If it cannot be removed,
+        that is a warning, as nothing is lost and this rank alone knows of it: the others wait for it in the next save.
         """
         if self._deferred is not None and self._deferred.are_waiting:
             self._deferred.add(functools.partial(self.remove_checkpoint, filepath))
@@ -261,10 +262,13 @@ class CheckpointedStrategy(RankedStrategy):
             self._saver.submit(functools.partial(self._remove, filepath))
 
     def _remove(self, filepath: str | Path) -> None:
-        if self.is_global_zero and (is_directory(filepath) or Path(filepath).is_symlink()):
-            remove_directory(filepath)
-        else:
-            super().remove_checkpoint(filepath)
+        try:
+            if self.is_global_zero and (is_directory(filepath) or Path(filepath).is_symlink()):
+                remove_directory(filepath)
+            else:
+                super().remove_checkpoint(filepath)
+        except Exception as error:  # whatever a Trainer's plugin raises
+            rank_zero_warn(f"checkpoint {str(filepath)!r} is no longer needed, but cannot be removed: {error}")
 
     def _parameter_names(self) -> dict[nn.Parameter, str]:
         """As in checkpoints."""
