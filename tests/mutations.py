@@ -444,7 +444,7 @@ MUTATIONS = [
     Mutation(
         "files are written in place",
         "lightning_d9d/strategy/checkpoint_files.py",
-        'partial = path.with_name(f".{path.name}.partial")',
+        'partial = hidden(path, "partial")',
         "partial = path",
         "tests/strategy/test_faults.py -k 'disk'",
     ),
