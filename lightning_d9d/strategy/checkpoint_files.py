@@ -28,10 +28,10 @@ UNREADABLE = (OSError, RuntimeError, EOFError, pickle.UnpicklingError, KeyError,
 class AtomicFileIO(TorchCheckpointIO):
     """Lightning's, but for how a file gets its name.
 
-    It is written beside the place, flushed to the disk, and takes the place at the end: whenever the process ends or the
-    disk is full, what was there before, a file, a link or a checkpoint directory, stays whole. See `publish` for file
-    systems on which a file cannot take a directory's place in one step. Lightning writes to the folder of temporary
-    files, from where a file is copied if that is on another file system.
+    It is written beside the place, flushed to the disk, and takes the place at the end: whenever the process ends or
+    the disk is full, what was there before, a file, a link or a checkpoint directory, stays whole (see `publish` for
+    file systems on which a file cannot take a directory's place in one step). Lightning writes to the folder of
+    temporary files, from where a file is copied if that is on another file system.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
@@ -60,6 +60,15 @@ def _write(checkpoint: dict[str, Any], path: Path) -> None:
     finally:
         with suppress(OSError):  # that of the body says more
             tidy(path)
+
+
+def never_runs_code(path: object, weights_only: bool | None) -> bool | None:
+    """`weights_only` for Lightning's loading: what comes over http, too, runs code only if the user said so.
+
+    Lightning turns None into False there, and leaves it to torch, where it is True, for other files.
+    """
+    is_from_http = isinstance(path, str | Path) and str(path).startswith("http")  # as Lightning asks
+    return True if weights_only is None and is_from_http else weights_only
 
 
 def unreadable(path: str | Path, error: BaseException) -> StateError:

@@ -52,7 +52,7 @@ from lightning_d9d.errors import ConfigError, StateError
 from lightning_d9d.mesh.agreement import Ranks
 from lightning_d9d.mesh.collectives import gather_object
 from lightning_d9d.mesh.seeds import random_state, seed_for, set_random_state
-from lightning_d9d.strategy.checkpoint_files import AtomicFileIO, load_weights, read_checkpoint
+from lightning_d9d.strategy.checkpoint_files import AtomicFileIO, load_weights, never_runs_code, read_checkpoint
 from lightning_d9d.strategy.configuration import check_saving_callbacks
 from lightning_d9d.strategy.deferred_saves import DeferredSaves
 from lightning_d9d.strategy.module import D9DModule
@@ -287,7 +287,7 @@ class CheckpointedStrategy(RankedStrategy):
 
         Args:
             checkpoint_path: Of either.
-            weights_only: For files, as in Lightning. Directories never run code.
+            weights_only: For files: False lets them run code. Directories never do.
 
         Raises:
             StateError: It is damaged, incomplete or foreign; on every rank.
@@ -300,6 +300,7 @@ class CheckpointedStrategy(RankedStrategy):
             self.go_on_as(self._opened.values)
             checkpoint = {**self._opened.values, "state_dict": self._load_weights(self._opened)}
         else:
+            weights_only = never_runs_code(checkpoint_path, weights_only)
             read = functools.partial(super().load_checkpoint, checkpoint_path, weights_only=weights_only)
             with Ranks().agreed(f"checkpoint {str(checkpoint_path)!r} cannot be read"):
                 checkpoint = read_checkpoint(read, checkpoint_path)

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+import http.server
 import os
+import pickle
 import shutil
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import pytest
 import torch
 
+from lightning_d9d import D9DStrategy, StateError, convert
+from lightning_d9d.callbacks import InitialWeights
 from lightning_d9d.checkpoint import is_directory, save_directory
 from lightning_d9d.strategy.checkpoint_files import AtomicFileIO
 from tests.checkpoint.test_killed import killed_at, loaded
+from tests.strategy.plain import Plain, loader, trainer
+from tests.strategy.staged import Staged
 
 
 def file(path: Path, number: int) -> None:
@@ -63,3 +72,74 @@ def test_a_killed_save_is_not_what_a_slurm_job_goes_on_from(tmp_path: Path, save
             shutil.rmtree(each) if each.is_dir() else each.unlink()
         call += 2
     assert path == str(tmp_path / "hpc_ckpt_2.ckpt")
+
+
+class Malicious:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path.with_name("executed")),)
+
+
+@pytest.fixture
+def malicious(tmp_path: Path) -> Path:
+    """A complete checkpoint, with something else in it."""
+    path = tmp_path / "step.ckpt"
+    run = trainer(D9DStrategy(), max_epochs=1)
+    run.fit(Plain(), loader(16))
+    run.save_checkpoint(path)
+    torch.save({**torch.load(path, weights_only=True), "more": Malicious(path)}, path)
+    return path
+
+
+@pytest.fixture
+def address(malicious: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Where it is to be had by http."""
+    monkeypatch.setenv("TORCH_HOME", str(malicious.parent / "cache"))
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(malicious.parent))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield f"http://127.0.0.1:{server.server_port}/{malicious.name}"
+        server.shutdown()
+
+
+def fit(path: Any, **options: Any) -> None:
+    trainer(D9DStrategy()).fit(Plain(), loader(16), ckpt_path=path, **options)
+
+
+def fit_from_its_weights(path: Any) -> None:
+    trainer(D9DStrategy(), callbacks=[InitialWeights(path)]).fit(Plain(), loader(16))
+
+
+def convert_it(path: Any) -> None:
+    convert.main([str(path), str(path.with_name("huggingface"))])
+
+
+READERS: dict[str, tuple[Callable[[Any], Any], type[Exception]]] = {
+    "ckpt_path": (fit, StateError),
+    "InitialWeights": (fit_from_its_weights, StateError),
+    "load_from_checkpoint": (Staged.load_from_checkpoint, pickle.UnpicklingError),
+    "convert": (convert_it, StateError),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_file_runs_no_code(malicious: Path, reader: str) -> None:
+    read, error = READERS[reader]
+    with pytest.raises(error, match="posix.mkdir"):
+        read(malicious)
+    assert not malicious.with_name("executed").exists()
+
+
+@pytest.mark.parametrize("reader", ["ckpt_path", "load_from_checkpoint"])
+def test_a_file_from_http_runs_no_code(malicious: Path, address: str, reader: str) -> None:
+    read, error = READERS[reader]
+    with pytest.raises(error, match="posix.mkdir"):
+        read(address)
+    assert not malicious.with_name("executed").exists()
+
+
+def test_a_file_runs_code_where_the_user_says_so(malicious: Path) -> None:
+    fit(malicious, weights_only=False)
+    assert malicious.with_name("executed").exists()
