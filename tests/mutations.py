@@ -423,7 +423,7 @@ MUTATIONS = [
     Mutation(
         "checkpoints are saved inside of accumulation windows",
         "lightning_d9d/strategy/checkpoints.py",
-        "if self._deferred is not None and self._deferred.is_open() and not ends:",
+        "if self._deferred is not None and self.is_inside_of_window:",
         "if False:",
         "tests/strategy/test_resume_loaders.py -k window",
     ),

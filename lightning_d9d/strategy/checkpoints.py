@@ -64,6 +64,9 @@ from lightning_d9d.strategy.weights import gathered, laid_out_like, report, shar
 _RANKS = "lightning_d9d_ranks"
 """What each rank adds to a checkpoint, in the order of ranks."""
 _OPTIMIZER = OPTIMIZER_PREFIX + "{}"
+_REQUEUED = "hpc_ckpt_"
+"""How the names begin of what Lightning saves when SLURM puts a job back into the queue."""
+_WITHOUT_GRADIENTS = "inside of an accumulation window, whose gradients are not saved"
 
 Mode = Literal["auto", "sharded", "consolidated"]
 
@@ -156,10 +159,15 @@ class CheckpointedStrategy(RankedStrategy):
         """Wait for what callbacks have saved last. In a window that stays open, save nevertheless."""
         super().on_train_end()
         if self._deferred is not None and self._deferred.are_waiting:
-            rank_zero_warn("training ends inside of an accumulation window, whose gradients are not saved")
+            rank_zero_warn(f"training ends {_WITHOUT_GRADIENTS}")
             self._deferred.is_open = lambda: False
             self._deferred.run()
         self.finish_saves()
+
+    @property
+    def is_inside_of_window(self) -> bool:
+        """Whether gradients have been accumulated with which no step was taken; the same on all ranks."""
+        return self._deferred is not None and self._deferred.is_open()
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -188,11 +196,16 @@ class CheckpointedStrategy(RankedStrategy):
         """
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        ends = self.saves_at_once or trainer.interrupted
-        if self._deferred is not None and self._deferred.is_open() and not ends:
+        if self._deferred is not None and self.is_inside_of_window:
             weights_only = "optimizer_states" not in checkpoint
-            self._deferred.add(functools.partial(trainer.save_checkpoint, filepath, weights_only, storage_options))
-            return
+            is_last = Path(filepath).name.startswith(
+                _REQUEUED
+            )  # in one process, Lightning does it in the signal handler
+            if not (self.saves_at_once or trainer.interrupted or is_last):
+                self._deferred.add(functools.partial(trainer.save_checkpoint, filepath, weights_only, storage_options))
+                return
+            if not weights_only:
+                rank_zero_warn(f"{str(filepath)!r} is saved {_WITHOUT_GRADIENTS}")
         filepath = self.broadcast(filepath)
         if "optimizer_states" in checkpoint and trainer.state.fn == TrainerFn.FITTING:
             checkpoint[_RANKS] = self._gather_ranks(checkpoint)
