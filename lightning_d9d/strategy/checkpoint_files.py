@@ -118,9 +118,15 @@ def read_value(path: Any, name: str) -> Any:
     if is_directory(path):
         return open_directory(path, alone=True).values.get(name)
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True).get(name)
+        content = mapped(path)
     except UNREADABLE:
         return None
+    return content.get(name) if isinstance(content, dict) else None
+
+
+def mapped(path: str | Path) -> Any:
+    """The content of a file, without running code; of tensors only what is used is read, and nothing held twice."""
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
 
 
 def _check_sums(path: str | Path) -> None:

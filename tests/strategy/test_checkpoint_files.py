@@ -15,11 +15,13 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from torch import nn
 
 from lightning_d9d import D9DStrategy, StateError, convert
 from lightning_d9d.callbacks import InitialWeights
-from lightning_d9d.checkpoint import is_directory, save_directory
-from lightning_d9d.strategy.checkpoint_files import AtomicFileIO
+from lightning_d9d.checkpoint import MODEL_PREFIX, is_directory, save_directory
+from lightning_d9d.strategy.checkpoint_files import AtomicFileIO, read_value
+from lightning_d9d.strategy.weights import load_part
 from tests.checkpoint.test_killed import killed_at, loaded
 from tests.strategy.plain import Plain, loader, trainer
 from tests.strategy.staged import Staged
@@ -143,3 +145,28 @@ def test_a_file_from_http_runs_no_code(malicious: Path, address: str, reader: st
 def test_a_file_runs_code_where_the_user_says_so(malicious: Path) -> None:
     fit(malicious, weights_only=False)
     assert malicious.with_name("executed").exists()
+
+
+@pytest.mark.parametrize("save", [torch.save, lambda state, path: save_directory(path, as_in_a_directory(state), {})])
+def test_a_part_is_refused_from_a_file_as_from_a_directory(tmp_path: Path, save: Callable[[Any, Path], None]) -> None:
+    state = nn.BatchNorm1d(2).state_dict()
+    save({"state_dict": {**state, "num_batches_tracked": torch.tensor(2.5)}}, tmp_path / "float.ckpt")
+    module = nn.BatchNorm1d(2)
+    with pytest.raises(StateError, match=r"num_batches_tracked is torch.float32 in the checkpoint, torch.int64 in the"):
+        load_part(module, tmp_path / "float.ckpt")
+    assert module.num_batches_tracked == 0
+    load_part(module, tmp_path / "float.ckpt", prefix="weight")
+    save({"state_dict": state}, tmp_path / "right.ckpt")
+    with pytest.raises(StateError, match="is on the meta device; allocate it first"):
+        load_part(module.to("meta"), tmp_path / "right.ckpt")
+
+
+def as_in_a_directory(content: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {f"{MODEL_PREFIX}{name}": value for name, value in content["state_dict"].items()}
+
+
+def test_a_file_that_holds_no_mapping_has_no_value(tmp_path: Path) -> None:
+    torch.save(torch.ones(2), tmp_path / "tensor.ckpt")
+    assert read_value(tmp_path / "tensor.ckpt", "epoch") is None
+    torch.save({"epoch": 3}, tmp_path / "old.ckpt", _use_new_zipfile_serialization=False)
+    assert read_value(tmp_path / "old.ckpt", "epoch") == 3
