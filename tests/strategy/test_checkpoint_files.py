@@ -63,7 +63,7 @@ def test_a_killed_save_leaves_the_old_or_the_new(tmp_path: Path, former: Callabl
 def test_a_killed_save_is_not_what_a_slurm_job_goes_on_from(tmp_path: Path, save: Callable[[Path, int], None]) -> None:
     """Lightning takes the highest number of all names that have `hpc_ckpt_` in them."""
     connector = L.Trainer(default_root_dir=tmp_path, logger=False, accelerator="cpu")._checkpoint_connector
-    call, killed = 0, True
+    call, killed, path = 0, True, None
     while killed:
         save(tmp_path / "hpc_ckpt_1.ckpt", 1)
         killed = killed_at(call, tmp_path, lambda: save(tmp_path / "hpc_ckpt_2.ckpt", 2))

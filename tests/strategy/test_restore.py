@@ -61,7 +61,7 @@ def test_damaged_optimizer_state_is_found_before_a_weight_has_changed(tmp_path: 
     first, module = run(), Plain("adamw")
     first.fit(module, loader(16))
     first.save_checkpoint(tmp_path / "step.ckpt")
-    moment = first.optimizers[0].state[module.net[0].weight]["exp_avg"].numpy().tobytes()
+    moment = first.optimizers[0].state[module.get_parameter("net.0.weight")]["exp_avg"].numpy().tobytes()
     [file] = (tmp_path / "step.ckpt").glob("data-*/*.distcp")
     content = bytearray(file.read_bytes())
     content[content.index(moment)] ^= 4
