@@ -34,14 +34,16 @@ def tests(session: nox.Session) -> None:
     """Everything that needs no GPU."""
     _install(session, "test")
     # One thread a process: the models are tiny, and rank tests fill the cores with processes.
-    session.run("pytest", "-m", "not gpu and not meshes", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+    session.run("python", "-m", "tests", *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session(default=False)
 def meshes(session: nox.Session) -> None:
-    """Every mesh of tests/meshes against one process, on the CPU. With GPUs: `pytest tests/meshes --device cuda`."""
+    """Every mesh, and every number of microbatches, against one process on the CPU. With GPUs: with `--device cuda`."""
     _install(session, "test")
-    session.run("pytest", "tests/meshes", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+    session.run(
+        "pytest", "tests/meshes", "tests/pipeline/test_executor.py", *session.posargs, env={"OMP_NUM_THREADS": "1"}
+    )
 
 
 @nox.session(default=False)
@@ -81,7 +83,7 @@ def minimums(session: nox.Session) -> None:
     """The tests with torch 2.11, the oldest supported (several GB to download)."""
     session.install("-q", "torch==2.11.0")
     session.install("-q", "-e", ".[test]")
-    session.run("pytest", "-m", "not gpu and not meshes", *session.posargs)
+    session.run("python", "-m", "tests", *session.posargs)
 
 
 @nox.session(default=False)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_d9d.checkpoint import Checkpoint, StoredTensor, is_directory, open_directory
+from lightning_d9d.checkpoint import MODEL, Checkpoint, StoredTensor, is_directory, open_directory, whole_checkpoint
 from lightning_d9d.errors import ConfigError, StateError
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM, huggingface_mapper
 from lightning_d9d.models.qwen3_moe.module import ARGUMENTS_KEY
@@ -31,9 +31,6 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _COPIED = {".json", ".txt", ".model", ".jinja"}
 """Endings of the small files beside weights: tokenizer, chat template, generation config."""
-_MODEL, _OPTIMIZER = "model.", "optimizer"
-"""What names in checkpoint directories begin with."""
-_NAMED = re.compile(r"model\.|optimizer_\d+(\.|$)")
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -151,8 +148,8 @@ def _read(source: str) -> tuple[dict[str, Any], Mapping[str, Readable]]:
         return values, {name: each for name, each in values["state_dict"].items() if isinstance(each, Tensor)}
     checkpoint = open_directory(source, alone=True)
     read = functools.lru_cache(1)(functools.partial(_whole, checkpoint))
-    names = [name for name in checkpoint.tensors if name.startswith(_MODEL)]
-    weights = {name.removeprefix(_MODEL): _Saved(read, name, checkpoint.tensors[name]) for name in names}
+    names = [name for name in checkpoint.tensors if name.startswith(MODEL)]
+    weights = {name.removeprefix(MODEL): _Saved(read, name, checkpoint.tensors[name]) for name in names}
     return checkpoint.values, weights
 
 
@@ -170,53 +167,20 @@ def _write_file(source: str, target: Path, dtype: torch.dtype | None, weights_on
     if os.path.lexists(target) and not overwrite:
         raise StateError(f"{target} exists; choose another or add --overwrite")
     checkpoint = open_directory(source, alone=True)
-    values = {name: value for name, value in checkpoint.values.items() if not _NAMED.match(name)}
-    state = {**_below(checkpoint.values, _MODEL), **_below(checkpoint.read(_MODEL), _MODEL)}
-    if dtype is not None:
-        state = {name: _cast(value, dtype) for name, value in state.items()}
+    values = dict(checkpoint.values)
     if weights_only:
         values = {name: value for name, value in values.items() if name not in ("optimizer_states", "lr_schedulers")}
-    if "optimizer_states" in values:
-        indices = range(values["optimizer_states"])
-        values["optimizer_states"] = [_optimizer(checkpoint, f"{_OPTIMIZER}_{index}") for index in indices]
-    AtomicFileIO().save_checkpoint({**values, "state_dict": state}, target)
+    try:
+        whole = whole_checkpoint(values, checkpoint.read(MODEL if weights_only else ""))
+    except StateError as error:
+        raise StateError(f"{source}: {error}. Add --weights-only, for a file without optimizers") from error
+    if dtype is not None:
+        whole["state_dict"] = {name: _cast(value, dtype) for name, value in whole["state_dict"].items()}
+    AtomicFileIO().save_checkpoint(whole, target)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
-def _below(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
-
-
-def _optimizer(checkpoint: Checkpoint, prefix: str) -> dict[str, Any]:
-    """The state of an optimizer by position, as torch has it.
-
-    A directory has it by name, in the order of the optimizer if one rank had all parameters.
-    """
-    own = _below(checkpoint.values, f"{prefix}.")
-    tensors = checkpoint.read(f"{prefix}.")
-    groups: list[dict[str, Any]] = []
-    states: dict[int, dict[str, Any]] = {}
-    last: Any = None
-    for index, (name, saved) in enumerate(own.items()):
-        if saved["group"] is not last:  # parameters of one group share what is said of it
-            last = saved["group"]
-            groups.append({**last, "params": []})
-        groups[-1]["params"].append(index)
-        state = {key: tensors[f"{prefix}.{name}.{key}"] for key in saved["tensors"]} | saved["values"]
-        if state:
-            states[index] = state
-    hyperparameters = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-    if any(hyperparameters.count(each) > 1 for each in hyperparameters):
-        raise StateError(
-            f"{prefix} of {str(checkpoint.path)!r} was saved by several pipeline stages, or has groups that do not "
-            "differ, so the order of its parameters in one file is not known; add "
-            '--weights-only, or save with CheckpointConfig(mode="consolidated")'
-        )
-    other = checkpoint.values[prefix]
-    return {**other["other"], "state": {**other["state"], **states}, "param_groups": groups}
 
 
 def _num_bytes(text: str) -> int:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_d9d import CheckpointConfig, D9DStrategy
-from lightning_d9d.checkpoint import is_directory
+from lightning_d9d.checkpoint import is_directory, save_directory
 from lightning_d9d.cli import main
 from lightning_d9d.models.qwen3_moe import (
     Qwen3MoeConfig,
@@ -24,7 +24,6 @@ from lightning_d9d.models.qwen3_moe import (
     save_huggingface,
 )
 from tests.harness.compare import assert_bitwise_equal
-from tests.harness.ranks import RankContext
 
 SMALL = Qwen3MoeConfig(
     vocab_size=32, hidden_size=16, intermediate_size=24, moe_intermediate_size=8, num_hidden_layers=2,
@@ -138,7 +137,7 @@ class Plain(L.LightningModule):
         super().__init__()
         self.net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
 
-    def training_step(self, batch: Any) -> torch.Tensor:
+    def training_step(self, batch: Any, batch_idx: int = 0) -> torch.Tensor:
         return self.net(batch[0]).square().mean()
 
     def configure_optimizers(self) -> Any:
@@ -150,17 +149,55 @@ class Plain(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
 
 
-def test_groups_of_an_optimizer_keep_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Alike(Plain):
+    """Two groups that do not differ, one with a frozen parameter; the second parameter of a tie."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].weight.requires_grad_(False)
+        self.again = self.net[2]
+
+    def configure_optimizers(self) -> Any:
+        parameters = [*self.parameters()]
+        return torch.optim.AdamW([{"params": parameters[3:]}, {"params": parameters[:3]}], lr=0.1)
+
+
+class TwoOptimizers(Plain):
+    """With a scheduler for the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> torch.Tensor:
+        loss = super().training_step(batch)
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+        self.lr_schedulers().step()  # type: ignore[union-attr,call-arg]
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        first = torch.optim.SGD(self.net[2].parameters(), lr=0.1, momentum=0.9)
+        second = torch.optim.Adam(self.net[:2].parameters(), lr=0.1)
+        return [first, second], [torch.optim.lr_scheduler.StepLR(second, 1)]
+
+
+@pytest.mark.parametrize("kind", [Plain, Alike, TwoOptimizers])
+def test_groups_of_an_optimizer_keep_their_order(
+    kind: type[Plain], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = DataLoader(TensorDataset(torch.randn(8, 4, generator=torch.Generator().manual_seed(0))), batch_size=4)
     run = trainer(D9DStrategy(checkpoint=CheckpointConfig(mode="sharded")), max_epochs=2)
-    run.fit(Plain(), rows)
+    run.fit(kind(), rows)
     run.save_checkpoint(tmp_path / "job.ckpt")
     run.strategy.checkpoint_config = CheckpointConfig(mode="consolidated")  # type: ignore[attr-defined]
     run.save_checkpoint(tmp_path / "direct.ckpt")
     convert(monkeypatch, tmp_path / "job.ckpt", tmp_path / "converted.ckpt")
     ends = []
     for name in ("direct.ckpt", "converted.ckpt"):
-        module = Plain()
+        module = kind()
         trainer("auto", max_epochs=3).fit(module, rows, ckpt_path=tmp_path / name)
         ends.append(module.state_dict())
     for name, tensor in ends[0].items():
@@ -168,28 +205,6 @@ def test_groups_of_an_optimizer_keep_their_order(tmp_path: Path, monkeypatch: py
     half = tmp_path / "half.ckpt"
     convert(monkeypatch, tmp_path / "job.ckpt", half, "--dtype", "bfloat16")
     assert torch.load(half, weights_only=True)["state_dict"]["net.0.weight"].dtype == torch.bfloat16
-
-
-@pytest.mark.ranks(2)
-def test_of_a_pipeline_the_weights(rank: RankContext, tmp_path: Path) -> None:
-    from lightning_d9d import MeshConfig, convert
-
-    run = L.Trainer(
-        strategy=D9DStrategy(mesh=MeshConfig(pipeline_parallel=2)), max_steps=1, devices=2, accelerator="cpu",
-        logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    run.fit(Qwen3MoePretraining(SMALL), data())
-    run.save_checkpoint(tmp_path / "job.ckpt")
-    if rank.rank == 0:
-        expected = Qwen3MoePretraining.load_from_checkpoint(tmp_path / "job.ckpt").model
-        with pytest.raises(Exception, match="several pipeline stages"):
-            convert.main([str(tmp_path / "job.ckpt"), str(tmp_path / "whole.ckpt")])
-        convert.main([str(tmp_path / "job.ckpt"), str(tmp_path / "whole.ckpt"), "--weights-only"])
-        state = torch.load(tmp_path / "whole.ckpt", weights_only=True)["state_dict"]
-        for name, parameter in expected.named_parameters():
-            assert_bitwise_equal(name, state[name], parameter)
-    rank.barrier()
 
 
 def test_what_is_refused(
@@ -212,6 +227,12 @@ def test_what_is_refused(
     assert "no checkpoint of Qwen3MoePretraining" in refused(
         monkeypatch, capsys, tmp_path / "other.ckpt", tmp_path / "y"
     )
+    saved = {"tensors": [], "values": {}, "group": {"lr": 0.1}}
+    named = {"optimizer_0": {"state": {}, "other": {}}, "optimizer_0.a": saved, "optimizer_0.b": {**saved, "group": {}}}
+    save_directory(tmp_path / "stages", {}, {"optimizer_states": 1}, named_values={**named, "optimizer_0.c": saved})
+    message = refused(monkeypatch, capsys, tmp_path / "stages", tmp_path / "z.ckpt")
+    assert "noted no order" in message
+    assert "--weights-only" in message
     (tmp_path / "junk.ckpt").write_text("junk")
     assert "cannot be read" in refused(monkeypatch, capsys, tmp_path / "junk.ckpt", tmp_path / "y")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "junk.ckpt", "new", "other.ckpt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "junk.ckpt", "new", "other.ckpt", "stages"]

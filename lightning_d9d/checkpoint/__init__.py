@@ -2,13 +2,11 @@
 
 `directory.py`: save, open, remove; `tensors.py`: its files; `metadata.py`: what torch writes beside the tensors, read
 without running code; `background.py`: saves that go on beside training; `optimizers.py`: optimizer state by parameter
-name.
+name; `whole.py`: what one process would have of all that, as Lightning's own files do.
 """
 
 from lightning_d9d.checkpoint.background import BackgroundSaver
 from lightning_d9d.checkpoint.directory import (
-    MODEL_PREFIX,
-    OPTIMIZER_PREFIX,
     Checkpoint,
     Differences,
     compare,
@@ -19,20 +17,36 @@ from lightning_d9d.checkpoint.directory import (
 )
 from lightning_d9d.checkpoint.metadata import StoredTensor
 from lightning_d9d.checkpoint.optimizers import fit_scheduler_state, load_optimizer_state, optimizer_state
+from lightning_d9d.checkpoint.whole import (
+    GROUPS,
+    MODEL,
+    ONE_PROCESS,
+    OPTIMIZER,
+    group_records,
+    part_of_whole,
+    whole_checkpoint,
+    whole_groups,
+)
 
 __all__ = [
-    "MODEL_PREFIX",
-    "OPTIMIZER_PREFIX",
+    "GROUPS",
+    "MODEL",
+    "ONE_PROCESS",
+    "OPTIMIZER",
     "BackgroundSaver",
     "Checkpoint",
     "Differences",
     "StoredTensor",
     "compare",
     "fit_scheduler_state",
+    "group_records",
     "is_directory",
     "load_optimizer_state",
     "open_directory",
     "optimizer_state",
+    "part_of_whole",
     "remove_directory",
     "save_directory",
+    "whole_checkpoint",
+    "whole_groups",
 ]

@@ -28,8 +28,6 @@ from lightning_d9d.errors import ConfigError, StateError
 from lightning_d9d.mesh.agreement import Ranks, first_of
 from lightning_d9d.state.directory import hidden, publish, remove, sync, tidy
 
-MODEL_PREFIX, OPTIMIZER_PREFIX = "model.", "optimizer_"
-"""What names of the model, and of optimizers with their number behind, begin with in the checkpoints of a job."""
 VALUES_NAME = "values.pt"
 _PARTIAL_VALUES_NAME = f".{VALUES_NAME}.partial"
 _FORMAT = "lightning_d9d checkpoint 2"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -38,12 +38,12 @@ def optimizer_state(
         ConfigError: A parameter of the optimizer has no name.
     """
     packed = optimizer.state_dict()
-    parameter_names = _parameter_names(optimizer, names)
+    parameter_names = names_by_position(optimizer, names)
     states = packed.pop("state")
     tensors: dict[str, Tensor] = {}
     named_values: dict[str, Any] = {}
     for group in packed.pop("param_groups"):
-        hyperparameters = {key: value for key, value in group.items() if key not in _NOT_HYPERPARAMETERS}
+        hyperparameters = hyperparameters_of(group)
         for index in group["params"]:
             name = f"{prefix}.{parameter_names[index]}"
             state = states.pop(index, {})
@@ -79,7 +79,7 @@ def load_optimizer_state(
 
     def prepare() -> int:
         prepared.append(_prepare(optimizer, names, prefix, checkpoint))
-        return sum(f"{prefix}.{name}" in checkpoint.values for name in _parameter_names(optimizer, names))
+        return sum(f"{prefix}.{name}" in checkpoint.values for name in names_by_position(optimizer, names))
 
     if not any(checkpoint.ranks.together(failure, prepare)):
         raise StateError(f"{failure}: it has none of the parameters' names; give the checkpoint of this model")
@@ -88,8 +88,8 @@ def load_optimizer_state(
     checkpoint.ranks.together(failure, lambda: optimizer.load_state_dict(state))
 
 
-def fit_scheduler_state(state: dict[str, Any], optimizer: Optimizer) -> None:
-    """Change the state of a learning rate scheduler, in place, to the parameter groups that an optimizer has now.
+def fit_scheduler_state(state: dict[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Change the state of a learning rate scheduler, in place, to the parameter groups that its optimizer has now.
 
     Groups may be others than when it was saved: `parameter_groups` makes them by mesh. What a scheduler keeps for each
     group follows from the groups, whose learning rates have been loaded by the names of parameters, or is the same for
@@ -98,9 +98,8 @@ def fit_scheduler_state(state: dict[str, Any], optimizer: Optimizer) -> None:
     Raises:
         StateError: Something else that it keeps for each group differs between them.
     """
-    groups = optimizer.param_groups
     for each in state.get("_schedulers", []):
-        fit_scheduler_state(each, optimizer)
+        fit_scheduler_state(each, groups)
     for key in sorted(_PER_GROUP & state.keys()):
         values = state[key]
         if key in _FROM_GROUPS and all(_FROM_GROUPS[key] in group for group in groups):
@@ -119,7 +118,7 @@ def _prepare(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """What `load_state_dict` takes, and the tensors in it that are still to be filled."""
     values = checkpoint.values
-    parameter_names = [f"{prefix}.{name}" for name in _parameter_names(optimizer, names)]
+    parameter_names = [f"{prefix}.{name}" for name in names_by_position(optimizer, names)]
     if prefix not in values:
         raise StateError("none was saved under this prefix; give the checkpoint of a run with as many optimizers")
     parameters = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
@@ -131,12 +130,7 @@ def _prepare(
         tensors |= {f"{name}.{key}": tensor for key, tensor in own.items()}
         if own or stored["values"]:
             states[index] = {**own, **stored["values"]}
-    groups: list[dict[str, Any]] = []
-    rest = iter(enumerate(parameter_names))
-    for group in optimizer.param_groups:
-        members = [next(rest) for _ in group["params"]]
-        hyperparameters = _hyperparameters(group, [name for _, name in members], values)
-        groups.append({**hyperparameters, "params": [index for index, _ in members]})
+    groups = groups_with(optimizer, parameter_names, values)
     other = values[prefix]
     return {**other["other"], "state": {**other["state"], **states}, "param_groups": groups}, tensors
 
@@ -150,9 +144,34 @@ def _room(parameter: nn.Parameter, key: Any, name: str, checkpoint: Checkpoint) 
     return torch.empty(shape, dtype=dtype)
 
 
-def _hyperparameters(group: Mapping[str, Any], names: list[str], values: Mapping[str, Any]) -> dict[str, Any]:
+def groups_with(optimizer: Optimizer, names: Sequence[str], values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The groups of an optimizer as `load_state_dict` takes them, with the hyperparameters that were saved. Local.
+
+    Args:
+        optimizer: As it is now.
+        names: Of its parameters, by position.
+        values: By name, mappings with the hyperparameters under `group`; not of parameters that were not saved.
+
+    Raises:
+        StateError: Parameters of one group had different hyperparameters.
+    """
+    groups: list[dict[str, Any]] = []
+    rest = iter(enumerate(names))
+    for group in optimizer.param_groups:
+        members = [next(rest) for _ in group["params"]]
+        hyperparameters = _saved_hyperparameters(group, [name for _, name in members], values)
+        groups.append({**hyperparameters, "params": [index for index, _ in members]})
+    return groups
+
+
+def hyperparameters_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a parameter group has besides its parameters."""
+    return {key: value for key, value in group.items() if key not in _NOT_HYPERPARAMETERS}
+
+
+def _saved_hyperparameters(group: Mapping[str, Any], names: list[str], values: Mapping[str, Any]) -> dict[str, Any]:
     """Those that the group's parameters had when saved; its own if none of them was."""
-    own = {key: value for key, value in group.items() if key not in _NOT_HYPERPARAMETERS}
+    own = hyperparameters_of(group)
     saved = [(name, values[name]["group"]) for name in names if name in values]
     if not saved:
         return own
@@ -174,12 +193,21 @@ def _beside(value: Any, present: Any) -> Any:
     return value.to(present.device) if isinstance(value, Tensor) and isinstance(present, Tensor) else value
 
 
+def are_equal(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    """Whether hyperparameters are, which may be tensors of one element."""
+    return first.keys() == second.keys() and all(_equal(first[key], second[key]) for key in first)
+
+
 def _equal(first: Any, second: Any) -> bool:
     return bool(first == second)
 
 
-def _parameter_names(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> list[str]:
-    """In the order in which torch numbers an optimizer's parameters."""
+def names_by_position(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> list[str]:
+    """Names of an optimizer's parameters, as torch numbers them.
+
+    Raises:
+        ConfigError: One has none.
+    """
     found = []
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -118,14 +119,16 @@ def save_tensors(
 ) -> None:
     """Writes tensors as safetensors files with a manifest, and an index if they are several. Collective, as loading.
 
-    Tensors may lie on many ranks: no rank holds more than one whole tensor of the files besides its own. From a reader,
-    one tensor is in memory at a time.
+    Tensors may lie on many ranks, which all write, each other files than the rest: the files are the same as from one
+    process. No rank holds more than one whole tensor of the files besides its own, and the slices of it and of others
+    that ranks send to each other meanwhile. From a reader, one tensor is in memory at a time.
 
     Args:
         source: A module or tensors by name, with DTensors of any mesh; ranks may have different names. Or what can be
             read by name, such as a `SafetensorsReader`.
         directory: As for `complete_directory`.
-        mapper: From names of the source, all of which it must take, to names in the files. None: they are the same.
+        mapper: From names of the source, all of which it must take, to names in the files, which come in its order.
+            None: they are the same, sorted with numbers by value.
         dtype: Of floats in the files. None: as they are.
         max_shard_bytes: Size at which a new file begins; a larger tensor gets a file of its own.
         files: What else the directory gets, name and content; the first rank's.
@@ -148,7 +151,7 @@ def save_tensors(
             source.verify(sorted(source)[ranks.share], checksums=verify, progress=progress and ranks.is_first)
     specs = ranks.merge({name: Spec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()})
     with ranks.agreed(failure):
-        mapper = mapper or Identity(specs)
+        mapper = mapper or Identity(sorted(specs, key=_number_aware))
         if lost := [name for name in specs if name not in mapper.group_of]:
             raise StateError(f"{first_of(lost)}: the mapper does not take it; add it, or use mapper.with_rest(names)")
         views = mapper.plan(specs)
@@ -157,6 +160,11 @@ def save_tensors(
         with ranks.agreed(failure):
             for name, content in (files or {}).items() if ranks.is_first else ():
                 write_bytes(folder / name, content)
+
+
+def _number_aware(name: str) -> list[Any]:
+    """For an order that no stages have a say in, in which layer 10 comes behind layer 2."""
+    return [int(text) if text.isdigit() else text for text in re.split(r"(\d+)", name)]
 
 
 def _tensors_of(source: nn.Module | Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -26,14 +26,20 @@ class _StoredTensor(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    writer: int
-    """The rank that puts it together and writes it."""
-    parts: Sequence[tuple[Part, Mapping[Box, int]]]
-    """Each part, the boxes that make up its source, and the rank that gives each."""
+    parts: Sequence[tuple[Part, Mapping[Box, Sequence[int]]]]
+    """Each part, the boxes that make up its source, and the ranks that hold each."""
 
     @property
     def num_bytes(self) -> int:
         return num_bytes(self.shape, self.dtype)
+
+
+class _File(NamedTuple):
+    """A file, and the rank that writes it."""
+
+    path: Place
+    tensors: Mapping[str, _StoredTensor]
+    writer: int
 
 
 @torch.no_grad()
@@ -48,9 +54,10 @@ def write_tensors(
 ) -> torch.dtype:
     """Writes tensors that lie on many ranks into safetensors files: with a manifest, and an index if there are several.
 
-    Collective. The first rank that holds a source of a tensor writes it; ranks send it slices, each slice by one rank.
-    So the stages of a pipeline write at the same time, each by one rank. A writing rank holds one tensor of the files
-    at a time besides its sources (and the slices of it that it was sent), a sending rank one slice.
+    Collective. The files are the same on any mesh. Ranks that hold something of a file take turns to write one, so all
+    of them write at the same time where there are enough files. The slices that another rank holds are sent to the
+    writer, each by one rank: all ranks walk through their files together, tensor by tensor. So besides its own a rank
+    has one tensor of the files in memory, the slices of it that it was sent, and those that it sends.
 
     Args:
         folder: Exists, where all ranks reach it.
@@ -59,7 +66,7 @@ def write_tensors(
         dtype: Of floats in the files; None keeps that of the view, or else of the source.
         max_file_bytes: Size at which a new file begins.
         failure: How an error of a rank begins.
-        progress: Show a bar, of what the first rank writes.
+        progress: Show a bar on the first rank, of what it writes.
 
     Returns:
         The dtype of the first tensor.
@@ -70,26 +77,23 @@ def write_tensors(
     ranks = Ranks()
     held = ranks.all_gather({name: (shard.box, shard.values.dtype) for name, shard in local.items()})
     tensors = _find_sources(views, held, dtype)
-    files = _split_into_files(tensors, max_file_bytes)
-    file_names = _name_files(len(files))
+    files = _split_into_files(folder, tensors, max_file_bytes)
     # A file of each writer, then all meet: no rank waits for longer than a file takes, nor goes on after a failure.
-    by_writer: dict[int, list[tuple[str, list[str]]]] = defaultdict(list)
-    for file_name, names in zip(file_names, files, strict=True):
-        by_writer[tensors[names[0]].writer].append((file_name, names))
-    own_bytes = sum(tensor.num_bytes for tensor in tensors.values() if tensor.writer == ranks.rank)
+    by_writer: dict[int, list[_File]] = defaultdict(list)
+    for file in files:
+        by_writer[file.writer].append(file)
+    own_bytes = sum(each.num_bytes for file in by_writer.get(ranks.rank, ()) for each in file.tensors.values())
     sums: dict[str, int] = {}
     with Progress(progress and ranks.is_first, f"writing {folder}", own_bytes) as bar:
         for files_of_round in zip_longest(*by_writer.values()):
             with ranks.agreed(failure):
-                for file_name, names in filter(None, files_of_round):
-                    of_file = {name: tensors[name] for name in names}
-                    sums |= _write_file(folder / file_name, of_file, local, ranks.rank, bar)
+                sums |= _write_round([file for file in files_of_round if file], local, ranks.rank, bar)
     all_sums = {name: value for theirs in ranks.all_gather(sums) for name, value in theirs.items()}
     with ranks.agreed(failure):
         if ranks.is_first:
             if len(files) > 1:
                 total = sum(tensor.num_bytes for tensor in tensors.values())
-                weight_map = {name: file for file, names in zip(file_names, files, strict=True) for name in names}
+                weight_map = {name: file.path.name for file in files for name in file.tensors}
                 write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
             write_manifest(folder, {name: (each.shape, each.dtype) for name, each in tensors.items()}, all_sums)
     return next(iter(tensors.values())).dtype
@@ -99,13 +103,11 @@ def _find_sources(
     views: Mapping[str, View], held: Sequence[Mapping[str, tuple[Box, torch.dtype]]], dtype: torch.dtype | None
 ) -> dict[str, _StoredTensor]:
     """All tensors of the files, from what each rank holds; the same on every rank."""
-    owners: dict[str, dict[Box, int]] = defaultdict(dict)
-    writers: dict[str, int] = {}
+    owners: dict[str, dict[Box, list[int]]] = defaultdict(dict)
     dtypes: dict[str, torch.dtype] = {}
     for rank, sources in enumerate(held):
         for name, (box, own_dtype) in sources.items():
-            owners[name].setdefault(box, rank)
-            writers.setdefault(name, rank)
+            owners[name].setdefault(box, []).append(rank)
             dtypes.setdefault(name, own_dtype)
     used: dict[str, int] = defaultdict(int)
     for part in (part for view in views.values() for part in view.parts):
@@ -121,17 +123,17 @@ def _find_sources(
             _check_complete(source, owners[source], used[source])
         first = view.parts[0].source
         own = view.dtype or dtypes[first]
-        writer = min(writers[part.source] for part in view.parts)
         parts = [(part, owners[part.source]) for part in view.parts]
-        tensors[name] = _StoredTensor(view.shape, dtype if dtype and own.is_floating_point else own, writer, parts)
+        tensors[name] = _StoredTensor(view.shape, dtype if dtype and own.is_floating_point else own, parts)
     if not tensors:
         raise StateError("there is no tensor to write; give some.")
     return tensors
 
 
-def _check_complete(name: str, owners: Mapping[Box, int], num_used: int) -> None:
-    held = sum(map(size, owners))
-    bounds = math.prod(max(held.stop for held in dim) for dim in zip(*owners, strict=True))
+def _check_complete(name: str, owners: Iterable[Box], num_used: int) -> None:
+    boxes = list(owners)
+    held = sum(map(size, boxes))
+    bounds = math.prod(max(held.stop for held in dim) for dim in zip(*boxes, strict=True))
     expected = max(num_used, bounds)
     if held != expected:
         raise StateError(
@@ -140,94 +142,126 @@ def _check_complete(name: str, owners: Mapping[Box, int], num_used: int) -> None
         )
 
 
-def _split_into_files(tensors: Mapping[str, _StoredTensor], max_bytes: int) -> list[list[str]]:
-    """Names of the tensors in each file: consecutive ones of the same writer."""
-    files: list[list[str]] = []
-    current: dict[int, list[str]] = {}
-    sizes: dict[int, int] = {}
+def _split_into_files(folder: Place, tensors: Mapping[str, _StoredTensor], max_bytes: int) -> list[_File]:
+    """Consecutive tensors in each."""
+    contents: list[dict[str, _StoredTensor]] = []
+    num_bytes = max_bytes
     for name, tensor in tensors.items():
-        if tensor.writer not in current or sizes[tensor.writer] + tensor.num_bytes > max_bytes:
-            files.append([])
-            current[tensor.writer], sizes[tensor.writer] = files[-1], 0
-        current[tensor.writer].append(name)
-        sizes[tensor.writer] += tensor.num_bytes
+        if not contents or num_bytes + tensor.num_bytes > max_bytes:
+            contents.append({})
+            num_bytes = 0
+        contents[-1][name] = tensor
+        num_bytes += tensor.num_bytes
+    num_written: dict[int, int] = defaultdict(int)
+    files = []
+    for number, content in enumerate(contents, 1):
+        name = WEIGHTS_FILE if len(contents) == 1 else f"model-{number:05d}-of-{len(contents):05d}.safetensors"
+        held = _num_held(content)
+        writer = min(held, key=lambda rank: (num_written[rank], -held[rank], rank))
+        num_written[writer] += sum(tensor.num_bytes for tensor in content.values())
+        files.append(_File(folder / name, content, writer))
     return files
 
 
-def _name_files(number: int) -> list[str]:
-    if number == 1:
-        return [WEIGHTS_FILE]
-    return [f"model-{count:05d}-of-{number:05d}.safetensors" for count in range(1, number + 1)]
+def _num_held(tensors: Mapping[str, _StoredTensor]) -> dict[int, int]:
+    """How many elements each rank holds of the sources of some tensors."""
+    sources = {part.source: owners for tensor in tensors.values() for part, owners in tensor.parts}
+    held: dict[int, int] = defaultdict(int)
+    for owners in sources.values():
+        for box, ranks in owners.items():
+            for rank in ranks:
+                held[rank] += size(box)
+    return held
 
 
-def _write_file(
-    path: Place, tensors: Mapping[str, _StoredTensor], local: Mapping[str, LocalShard], rank: int, progress: Progress
+def _write_round(
+    files: Sequence[_File], local: Mapping[str, LocalShard], rank: int, progress: Progress
 ) -> dict[str, int]:
-    """One file, whose tensors have one writer: this rank writes or sends. Files come in the same order on all ranks.
+    """Some files, each of another writer, all at the same time. Files come in the same order on all ranks.
 
     Returns:
         The checksums of what this rank has written.
     """
-    if next(iter(tensors.values())).writer != rank:
-        for tensor in tensors.values():
-            _send(tensor, local, rank)
-        return {}
-
-    def assemble() -> Iterator[Tensor]:
-        for tensor in tensors.values():
-            yield _put_together(tensor, local, rank)
-            progress.add(tensor.num_bytes)
-
-    values = assemble()
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    own = next((file.tensors for file in files if file.writer == rank), {})
+    path = next((file.path for file in files if file.writer == rank), None)
+    values = _exchange_tensors(files, local, rank, progress)
+    shapes = {name: tensor.shape for name, tensor in own.items()}
+    dtypes = {name: tensor.dtype for name, tensor in own.items()}
     try:
-        return write_safetensors(path, shapes, dtypes, values)
+        return {} if path is None else write_safetensors(path, shapes, dtypes, values)
     finally:
-        for _ in values:  # those who send do not wait for a rank that cannot write
+        for _ in values:  # others do not wait for a rank that has no file, or cannot write it
             pass
 
 
-def _put_together(tensor: _StoredTensor, local: Mapping[str, LocalShard], rank: int) -> Tensor:
-    """The whole tensor, on the CPU, from this rank's slices and those of the others."""
-    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+def _exchange_tensors(
+    files: Sequence[_File], local: Mapping[str, LocalShard], rank: int, progress: Progress
+) -> Iterator[Tensor]:
+    """This rank's tensors of the files, one by one, each whole and on the CPU.
+
+    The ranks send what others need for the tensors that they are at.
+    """
+    for tensors in zip_longest(*(file.tensors.values() for file in files)):
+        messages: list[dist.P2POp] = []
+        received: list[tuple[Tensor, Tensor]] = []
+        whole: Tensor | None = None
+        for file, tensor in zip(files, tensors, strict=True):
+            if tensor is None:
+                continue
+            if file.writer == rank:
+                whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                _put_together(whole, tensor, local, rank, messages, received)
+            else:
+                messages += _sent(tensor, file.writer, local, rank)
+        if messages:
+            for work in dist.batch_isend_irecv(messages):
+                work.wait()
+        for target, message in received:
+            target.copy_(message)
+        if whole is not None:
+            del messages, received
+            yield whole
+            progress.add(whole.nbytes)
+
+
+def _put_together(
+    whole: Tensor,
+    tensor: _StoredTensor,
+    local: Mapping[str, LocalShard],
+    rank: int,
+    messages: list[dist.P2POp],
+    received: list[tuple[Tensor, Tensor]],
+) -> None:
+    """Fills in this rank's slices, and adds the messages with those of others, and where they belong."""
     device = device_of_messages(dist.group.WORLD)  # the sources may be on the CPU again, after a run
     for part, owners in tensor.parts:
-        received: list[tuple[Tensor, Tensor, int]] = []
-        for box, owner in owners.items():
-            held = _held(part, box)
-            if held is None:
+        for box, ranks in owners.items():
+            if (held := _held(part, box)) is None:
                 continue
             target = whole[held.place_index()]
-            if owner == rank:
+            if rank in ranks:
                 target.copy_(held.take(local[part.source].values))
-            else:
-                received.append((target, torch.empty(target.shape, dtype=tensor.dtype, device=device), owner))
-        _exchange([dist.P2POp(dist.irecv, message, owner) for _, message, owner in received])
-        for target, message, _ in received:
-            target.copy_(message)
-    return whole
+                continue
+            message = target
+            if device.type != "cpu" or not target.is_contiguous():
+                message = torch.empty(target.shape, dtype=target.dtype, device=device)
+                received.append((target, message))
+            messages.append(dist.P2POp(dist.irecv, message, ranks[0]))
 
 
-def _send(tensor: _StoredTensor, local: Mapping[str, LocalShard], rank: int) -> None:
-    """This rank's slices of the tensor to its writer, one after the other."""
+def _sent(tensor: _StoredTensor, writer: int, local: Mapping[str, LocalShard], rank: int) -> list[dist.P2POp]:
+    """This rank's slices of a tensor, to its writer."""
+    messages = []
     for part, owners in tensor.parts:
-        if part.source not in local or owners.get(local[part.source].box) != rank:
-            continue
-        held = _held(part, local[part.source].box)
-        if held is not None:
+        ranks = owners.get(local[part.source].box, []) if part.source in local else []
+        if ranks[:1] == [rank] and writer not in ranks and (held := _held(part, local[part.source].box)):
             values = held.take(local[part.source].values)
-            message = values.to(device_of_messages(dist.group.WORLD), tensor.dtype).contiguous()
-            _exchange([dist.P2POp(dist.isend, message, tensor.writer)])
+            values = values.to(device_of_messages(dist.group.WORLD), tensor.dtype).contiguous()
+            messages.append(dist.P2POp(dist.isend, values, writer))
+    return messages
 
 
 def _held(part: Part, box: Box) -> Part | None:
     """What of the part lies in a box of its source, with its place in the box."""
     within = part.flipped("").within(box)
     return within and within.flipped(part.source)
-
-
-def _exchange(messages: list[dist.P2POp]) -> None:
-    if messages:
-        for work in dist.batch_isend_irecv(messages):
-            work.wait()

@@ -20,21 +20,26 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
 from lightning_d9d.checkpoint import (
-    MODEL_PREFIX,
-    OPTIMIZER_PREFIX,
+    GROUPS,
+    MODEL,
+    ONE_PROCESS,
+    OPTIMIZER,
     BackgroundSaver,
     Checkpoint,
     fit_scheduler_state,
+    group_records,
     is_directory,
     load_optimizer_state,
     open_directory,
     optimizer_state,
+    part_of_whole,
     remove_directory,
     save_directory,
+    whole_checkpoint,
+    whole_groups,
 )
 from lightning_d9d.data import (
     DataRank,
@@ -50,7 +55,7 @@ from lightning_d9d.data import (
 )
 from lightning_d9d.errors import ConfigError, StateError
 from lightning_d9d.mesh.agreement import Ranks
-from lightning_d9d.mesh.collectives import gather_object
+from lightning_d9d.mesh.collectives import all_gather_object, gather_object
 from lightning_d9d.mesh.seeds import random_state, seed_for, set_random_state
 from lightning_d9d.strategy.checkpoint_files import AtomicFileIO, load_weights, never_runs_code, read_checkpoint
 from lightning_d9d.strategy.configuration import check_saving_callbacks
@@ -59,11 +64,10 @@ from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.ranks import RankedStrategy
 from lightning_d9d.strategy.sharding import is_sharded
 from lightning_d9d.strategy.uneven import TrainingLoader
-from lightning_d9d.strategy.weights import gathered, laid_out_like, report, sharded_state
+from lightning_d9d.strategy.weights import gathered_on_first, laid_out_like, report, sharded_state
 
 _RANKS = "lightning_d9d_ranks"
 """What each rank adds to a checkpoint, in the order of ranks."""
-_OPTIMIZER = OPTIMIZER_PREFIX + "{}"
 _REQUEUED = "hpc_ckpt_"
 """How the names begin of what Lightning saves when SLURM puts a job back into the queue."""
 _WITHOUT_GRADIENTS = "inside of an accumulation window, whose gradients are not saved"
@@ -77,8 +81,8 @@ class CheckpointConfig:
 
     mode: Mode = "auto"
     """"sharded": a directory, to which each rank writes what it holds. "consolidated": Lightning's own file, written by
-    rank 0, for which sharded tensors are gathered one by one. "auto": the file for a plain LightningModule without
-    sharded tensors, else the directory."""
+    rank 0, to whose host all stages and shards are gathered, tensor by tensor. "auto": the file for a plain
+    LightningModule without sharded tensors, else the directory."""
 
     asynchronous: bool = False
     """In `fit`, training goes on as soon as what is saved has been copied to the host's memory: on each rank as much as
@@ -111,6 +115,8 @@ class CheckpointedStrategy(RankedStrategy):
         self._loader_states: list[dict[str, Any]] | None = None
         self._saver: BackgroundSaver | None = None
         self._deferred: DeferredSaves | None = None
+        self.parameters_of_pipeline: list[str] = []
+        """The names of all stages' parameters, in the order of one process that has them all; in a pipeline."""
         self.saves_at_once = False
         """The job may end as soon as a checkpoint is saved."""
 
@@ -209,15 +215,13 @@ class CheckpointedStrategy(RankedStrategy):
         filepath = self.broadcast(filepath)
         if "optimizer_states" in checkpoint and trainer.state.fn == TrainerFn.FITTING:
             checkpoint[_RANKS] = self._gather_ranks(checkpoint)
-        if self._saves_directory:
-            if storage_options is not None:
-                raise ConfigError(f"storage_options={storage_options!r}: a checkpoint directory takes none")
-            self._save_directory(checkpoint, filepath)
+        if not self._saves_directory:
+            whole = self._gather(checkpoint, filepath) if self._is_spread else checkpoint
+            self._save_file(whole, filepath, storage_options)
+        elif storage_options is not None:
+            raise ConfigError(f"storage_options={storage_options!r}: a checkpoint directory takes none")
         else:
-            for key in ("state_dict", "optimizer_states"):
-                if key in checkpoint:
-                    checkpoint[key] = tree_map(functools.partial(gathered, keep=self.is_global_zero), checkpoint[key])
-            self._save_file(checkpoint, filepath, storage_options)
+            self._save_directory(checkpoint, filepath)
         if self.saves_at_once:
             self.finish_saves()
 
@@ -240,17 +244,52 @@ class CheckpointedStrategy(RankedStrategy):
             return isinstance(module, D9DModule) or is_sharded(module)
         return self.checkpoint_config.mode == "sharded"
 
-    def _save_directory(self, checkpoint: dict[str, Any], path: str | Path) -> None:
-        state = {f"{MODEL_PREFIX}{name}": value for name, value in checkpoint.pop("state_dict").items()}
+    @property
+    def _is_spread(self) -> bool:
+        """Whether ranks hold parts of the model."""
+        assert self.lightning_module is not None
+        return self.is_pipelined or is_sharded(self.lightning_module)
+
+    def _gather(self, checkpoint: dict[str, Any], path: str | Path) -> dict[str, Any]:
+        """The checkpoint of one process, on rank 0. Collective."""
+        tensors, named_values = self._by_name(checkpoint)
+        values = {**checkpoint, **Ranks().merge(named_values)}
+        tensors = gathered_on_first(tensors, self.mesh.group("pp") if self.is_pipelined else None)
+        whole = dict[str, Any]()
+        with Ranks().agreed(f"checkpoint {str(path)!r} cannot be saved"):
+            if self.is_global_zero:
+                whole = whole_checkpoint(values, tensors)
+        return whole
+
+    def _by_name(self, checkpoint: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """This rank's tensors and named values of model and optimizers, which are taken out of the checkpoint."""
+        state = {f"{MODEL}{name}": value for name, value in checkpoint.pop("state_dict").items()}
         tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
         named_values = {name: value for name, value in state.items() if name not in tensors}
         if "optimizer_states" in checkpoint:
             checkpoint["optimizer_states"] = len(self.optimizers)
             names = self._parameter_names()
+            place = self.mesh.coordinates["pp"] if self.is_pipelined else 0
             for index, optimizer in enumerate(self.optimizers):
-                of_optimizer = optimizer_state(optimizer, names, _OPTIMIZER.format(index))
+                of_optimizer = optimizer_state(optimizer, names, OPTIMIZER.format(index))
                 tensors.update(of_optimizer[0])
                 named_values.update(of_optimizer[1])
+                named_values[GROUPS.format(index, place)] = group_records(optimizer, names)
+            checkpoint[ONE_PROCESS] = {"parameters": self._parameter_order(names), "scheduled": self._scheduled()}
+        return tensors, named_values
+
+    def _parameter_order(self, names: Mapping[nn.Parameter, str]) -> list[str]:
+        """All parameters, as one process names them; `names` has those of this rank."""
+        return [*(self.parameters_of_pipeline if self.is_pipelined else names.values())]
+
+    def _scheduled(self) -> list[int | None]:
+        """For each scheduler, the index of its optimizer."""
+        indices = {id(optimizer): index for index, optimizer in enumerate(self.optimizers)}
+        configs = cast(Any, self.lightning_module).trainer.lr_scheduler_configs
+        return [indices.get(id(getattr(config.scheduler, "optimizer", None))) for config in configs]
+
+    def _save_directory(self, checkpoint: dict[str, Any], path: str | Path) -> None:
+        tensors, named_values = self._by_name(checkpoint)
         if self._saver is None:
             save_directory(path, tensors, checkpoint, named_values=named_values)
         else:
@@ -258,8 +297,8 @@ class CheckpointedStrategy(RankedStrategy):
             self._saver.save_directory(path, tensors, checkpoint, named_values=named_values, version=step)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Lightning's own for files; a directory has it by parameter names, which `save_checkpoint` sees to."""
-        return {} if self._saves_directory else super().optimizer_state(optimizer)
+        """Lightning's own; where it goes by parameter names first, `save_checkpoint` sees to it."""
+        return {} if self._saves_directory or self._is_spread else super().optimizer_state(optimizer)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a file or a directory, a directory so that no part of it is left under its name.
@@ -351,23 +390,17 @@ class CheckpointedStrategy(RankedStrategy):
         module = self.lightning_module
         assert module is not None
         state = module.state_dict()
-        tensors = {f"{MODEL_PREFIX}{name}": value for name, value in state.items() if isinstance(value, Tensor)}
-        later = OPTIMIZER_PREFIX if module.trainer.state.fn == TrainerFn.FITTING else None
-        report(opened.load(tensors, strict=module.strict_loading, prefix=MODEL_PREFIX, later=later), opened.path)
-        return {name: opened.values.get(f"{MODEL_PREFIX}{name}", value) for name, value in state.items()}
+        tensors = {f"{MODEL}{name}": value for name, value in state.items() if isinstance(value, Tensor)}
+        later = OPTIMIZER.format("") if module.trainer.state.fn == TrainerFn.FITTING else None
+        report(opened.load(tensors, strict=module.strict_loading, prefix=MODEL, later=later), opened.path)
+        return {name: opened.values.get(f"{MODEL}{name}", value) for name, value in state.items()}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Give optimizers their state, however their parameters are sharded. Collective for directories.
+        """Give optimizers their state, however their parameters are sharded. Collective where ranks hold parts.
 
         Raises:
-            StateError: Their number or their parameters differ from what was saved, or a pipeline was given a file.
+            StateError: Their number or their parameters differ from what was saved; on every rank.
         """
-        if self._opened is None and self.is_pipelined:
-            raise StateError(
-                f"checkpoint {str(self._checkpoint_path)!r} is a file, which has optimizer state by position; a "
-                "pipeline needs it by name. Go on from it without a pipeline, and D9DStrategy saves a directory; or "
-                "load the weights alone, with load_from_checkpoint"
-            )
         states: Any = checkpoint["optimizer_states"]
         num_saved = len(states) if self._opened is None else states
         if num_saved != len(self.optimizers):
@@ -375,18 +408,32 @@ class CheckpointedStrategy(RankedStrategy):
                 f"checkpoint {str(self._checkpoint_path)!r} has {num_saved} optimizers and the module "
                 f"{len(self.optimizers)}; let configure_optimizers return as many"
             )
-        names = {} if self._opened is None else self._parameter_names()
+        by_name = self._opened is not None or self._is_spread
+        names = self._parameter_names() if by_name else {}
         for index, optimizer in enumerate(self.optimizers):
-            if self._opened is None:
-                optimizer.load_state_dict(sharded_state(optimizer, states[index]))
+            if self._opened is not None:
+                load_optimizer_state(optimizer, names, OPTIMIZER.format(index), self._opened)
             else:
-                load_optimizer_state(optimizer, names, _OPTIMIZER.format(index), self._opened)
+                state = self._part_of(states[index], optimizer, names) if by_name else states[index]
+                optimizer.load_state_dict(state)
             _optimizer_to_device(optimizer, self.root_device)
-        if self._opened is not None:  # Lightning loads schedulers behind this
+        if by_name:  # Lightning loads schedulers behind this
             assert self.lightning_module is not None
             configs = self.lightning_module.trainer.lr_scheduler_configs
             for config, state in zip(configs, checkpoint.get("lr_schedulers", []), strict=False):
-                fit_scheduler_state(state, config.scheduler.optimizer)  # type: ignore[arg-type]
+                fit_scheduler_state(state, config.scheduler.optimizer.param_groups)  # type: ignore[union-attr]
+
+    def _part_of(
+        self, state: Mapping[str, Any], optimizer: Optimizer, names: Mapping[nn.Parameter, str]
+    ) -> dict[str, Any]:
+        """What a file has of the parameters that this rank's optimizer has. Collective."""
+        part = dict[str, Any]()
+        with Ranks().agreed(f"optimizer state of checkpoint {str(self._checkpoint_path)!r} cannot be loaded"):
+            records = group_records(optimizer, names)
+            of_pipeline = all_gather_object(records, self.mesh.group("pp")) if self.is_pipelined else [records]
+            whole = whole_groups(of_pipeline, self._parameter_order(names))
+            part = sharded_state(optimizer, part_of_whole(optimizer, names, state, whole))
+        return part
 
     # Going on in the middle of an epoch
 

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
-from lightning_d9d.checkpoint import MODEL_PREFIX, is_directory, open_directory
+from lightning_d9d.checkpoint import MODEL, is_directory, open_directory
 from lightning_d9d.data import Filling
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshConfig, MeshDomains
@@ -173,6 +173,17 @@ class D9DModule(L.LightningModule):
         share_equal_names(self.stages)
         self.on_stages_built()
 
+    def parameter_order(self) -> list[str]:
+        """The names of all stages' parameters, in the order of one process that has them all. Local."""
+        apart = object.__new__(type(self))  # what configure_stage sets lands there
+        apart.__dict__.update(self.__dict__)
+        for kind in ("_parameters", "_buffers", "_modules"):
+            apart.__dict__[kind] = dict(self.__dict__[kind])
+        with torch.device("meta"):
+            apart.stages = nn.ModuleList([apart.configure_stage(StageInfo(0, 1))])
+        state = apart.state_dict(keep_vars=True)
+        return [name for name, value in state.items() if isinstance(value, nn.Parameter)]
+
     @property
     def _strategy(self) -> Any:
         return None if self._trainer is None else self.trainer.strategy
@@ -284,8 +295,8 @@ class D9DModule(L.LightningModule):
                 checkpoint_path, map_location, hparams_file, strict, weights_only, **kwargs
             )
         checkpoint = open_directory(checkpoint_path, alone=True)
-        weights = checkpoint.read(MODEL_PREFIX)
-        values = {**checkpoint.values, "state_dict": {n.removeprefix(MODEL_PREFIX): w for n, w in weights.items()}}
+        weights = checkpoint.read(MODEL)
+        values = {**checkpoint.values, "state_dict": {n.removeprefix(MODEL): w for n, w in weights.items()}}
         values[cls.CHECKPOINT_HYPER_PARAMS_KEY] = {**values.get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {}), **kwargs}
         return cast(Self, _load_state(cls, values, strict=strict, **kwargs))
 

@@ -381,15 +381,12 @@ class D9DStrategy(AlignedStrategy):
     def _check_module(self, module: L.LightningModule) -> None:
         if isinstance(module, D9DModule):
             module.check_overrides()
-            if self.is_pipelined and self.checkpoint_config.mode == "consolidated":
-                raise ConfigError(
-                    "CheckpointConfig.mode='consolidated' with a pipeline: no rank has the whole model; choose "
-                    "'sharded', which load_from_checkpoint reads in one process, too"
-                )
             if len(module.stages) == 0:
                 raise ConfigError(
                     f"{type(module).__name__} has no stages: its configure_model must call super().configure_model()"
                 )
+            if self.is_pipelined:
+                self.parameters_of_pipeline = module.parameter_order()
         elif not self.microbatch_count.is_one:
             raise ConfigError(
                 f"microbatch_size={self.microbatch_count.microbatch_size}, num_microbatches="

@@ -8,20 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from lightning_d9d.checkpoint import (
-    MODEL_PREFIX,
-    Differences,
-    StoredTensor,
-    compare,
-    is_directory,
-    open_directory,
-)
+from lightning_d9d.checkpoint import MODEL, Differences, StoredTensor, compare, is_directory, open_directory
 from lightning_d9d.mesh.agreement import Ranks, first_of
+from lightning_d9d.mesh.collectives import all_gather_object, device_of_messages
 from lightning_d9d.strategy.checkpoint_files import mapped, read_checkpoint
 
 
@@ -42,9 +37,9 @@ def load_part(module: nn.Module, path: str | Path, *, prefix: str = "", strict: 
     """
     own = {k: v for k, v in module.state_dict().items() if isinstance(v, Tensor) and k.startswith(prefix)}
     if Ranks().all_gather(is_directory(path))[0]:
-        tensors = {f"{MODEL_PREFIX}{name}": value for name, value in own.items()}
-        found = open_directory(path).load(tensors, strict=strict, prefix=MODEL_PREFIX + prefix)
-        return Differences(*([name.removeprefix(MODEL_PREFIX) for name in names] for names in found))
+        tensors = {f"{MODEL}{name}": value for name, value in own.items()}
+        found = open_directory(path).load(tensors, strict=strict, prefix=MODEL + prefix)
+        return Differences(*([name.removeprefix(MODEL) for name in names] for names in found))
     failure = f"checkpoint {str(path)!r} cannot be loaded"
     with Ranks().agreed(failure):
         state = read_checkpoint(functools.partial(mapped, path), path)["state_dict"]
@@ -66,12 +61,46 @@ def report(differences: Differences, path: str | Path) -> None:
             )
 
 
-def gathered(value: Any, keep: bool) -> Any:
-    """A DTensor whole, on the CPU, where it is kept. Collective."""
-    if not isinstance(value, DTensor):
-        return value
-    whole = value.full_tensor()
-    return whole.cpu() if keep else None
+def gathered_on_first(tensors: Mapping[str, Tensor], pipeline: dist.ProcessGroup | None) -> dict[str, Tensor]:
+    """All ranks' tensors, whole and on the CPU, on the first rank; there is nothing on others. Collective.
+
+    They are gathered and sent one by one.
+
+    Args:
+        tensors: By name; those that are no DTensors are equal on all ranks that have the name.
+        pipeline: The ranks that have other stages, and with this rank all other places in the mesh in common; None if
+            this rank has all stages.
+    """
+    if pipeline is None:
+        is_first = Ranks().is_first
+        return {name: whole for name, tensor in tensors.items() if (whole := _whole(tensor, is_first)) is not None}
+    ranks, device, place = dist.get_process_group_ranks(pipeline), device_of_messages(pipeline), dist.get_rank(pipeline)
+    of_stages = all_gather_object({name: (each.shape, each.dtype) for name, each in tensors.items()}, pipeline)
+    sources: dict[str, int] = {}
+    for stage, specs in enumerate(of_stages):
+        sources = dict.fromkeys(specs, stage) | sources
+    is_on_line = ranks[0] == 0  # of ranks to the first one; others only help to gather
+    kept: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if sources[name] == place and (whole := _whole(tensor, is_on_line)) is not None:
+            if place == 0:
+                kept[name] = whole
+            else:
+                dist.send(whole.to(device).contiguous(), ranks[0], group=pipeline)
+    if is_on_line and place == 0:
+        for stage, specs in enumerate(of_stages):
+            for name, (shape, dtype) in specs.items():
+                if 0 < stage == sources[name]:
+                    received = torch.empty(shape, dtype=dtype, device=device)
+                    dist.recv(received, ranks[stage], group=pipeline)
+                    kept[name] = received.cpu()
+    return kept
+
+
+def _whole(tensor: Tensor, keep: bool) -> Tensor | None:
+    """On the CPU, where it is kept. Collective over the mesh of a DTensor."""
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach().cpu() if keep else None
 
 
 def laid_out_like(present: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:

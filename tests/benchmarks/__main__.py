@@ -30,6 +30,7 @@ NAMES = (
     "ops",
     "train_step",
     "streaming",
+    "saving",
 )
 SELECTIONS = {"pipeline": ("schedules", "microbatches"), "ops": ("ops", "sizes")}
 """Options of single benchmarks."""

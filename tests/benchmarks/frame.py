@@ -31,7 +31,10 @@ LOSS_TOLERANCE = 0.01
 
 
 class Contender(Protocol):
-    """Something that trains step by step. Built paused, before its first step. All methods are collective."""
+    """Something that trains step by step. Built paused, before its first step. All methods are collective.
+
+    It may have a method `settle`, for what has to be over before a block begins, and is not timed.
+    """
 
     def run(self, steps: int) -> None: ...  # the device may be behind when it returns
 
@@ -177,6 +180,8 @@ def measure(case: Case, device: torch.device) -> dict[str, dict[str, Any]]:
 
 
 def _block(contender: Contender, steps: int, device: torch.device) -> float:
+    if settle := getattr(contender, "settle", None):
+        settle()
     synchronize(device)
     start = time.perf_counter()
     contender.run(steps)

@@ -216,15 +216,14 @@ class PausedFit(L.Callback):
         self._wait()
 
     def run(self, steps: int) -> None:
-        self._requests.put(steps)
-        self._wait()
+        self._train(steps)
 
     def loss(self) -> float:
         return float(self._trainer.callback_metrics["train_loss"])
 
     def close(self) -> None:
         self._trainer.should_stop = True
-        self.run(1)
+        self._train(1)
         self._thread.join()
 
     def on_train_batch_start(
@@ -241,6 +240,10 @@ class PausedFit(L.Callback):
             self._answers.put(None)
         except BaseException as error:
             self._answers.put(error)
+
+    def _train(self, steps: int) -> None:
+        self._requests.put(steps)
+        self._wait()
 
     def _wait(self) -> None:
         error = self._answers.get()

@@ -95,15 +95,20 @@ def _process(rank: int, num_tensors: int, num_processes: int, folder: str) -> No
         dist.destroy_process_group()
 
 
+def peaks_of(num_tensors: int, num_processes: int) -> list[int]:
+    """What `load_and_export` returns in each of so many new processes."""
+    with tempfile.TemporaryDirectory(prefix="streaming_memory") as folder:
+        make_files(num_tensors, Path(folder, "files"))
+        multiprocessing.spawn(_process, (num_tensors, num_processes, folder), nprocs=num_processes)  # type: ignore[attr-defined]
+        return [int(Path(folder, f"peak.{rank}").read_text()) for rank in range(num_processes)]
+
+
 def main(num_gb: float = 4, num_processes: int = 1) -> int:
     """Prints a line for each process. 1 if one of them needs more than is allowed."""
     num_tensors = round(num_gb * 10**9 / GROUP_BYTES)
     share = num_tensors * GROUP_BYTES // num_processes
     allowed = share + 2 * GROUP_BYTES + ALLOWED_BYTES
-    with tempfile.TemporaryDirectory(prefix="streaming_memory") as folder:
-        make_files(num_tensors, Path(folder, "files"))
-        multiprocessing.spawn(_process, (num_tensors, num_processes, folder), nprocs=num_processes)  # type: ignore[attr-defined]
-        peaks = [int(Path(folder, f"peak.{rank}").read_text()) for rank in range(num_processes)]
+    peaks = peaks_of(num_tensors, num_processes)
     for rank, peak in enumerate(peaks):
         figures = f"{peak / 1e6:.0f} MB, share {share / 1e6:.0f}, allowed {allowed / 1e6:.0f}"
         print(f"process {rank} of {num_processes}: {figures}")

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.utils.data import DataLoader
 
-from lightning_d9d import D9DStrategy
+from lightning_d9d import D9DModule, D9DStrategy
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3MoePretraining
 from lightning_d9d.optim import StochasticAdamW
 from lightning_d9d.sync.norm import clip_factor, gradient_norm
@@ -226,11 +226,16 @@ class _Module(Qwen3MoePretraining):
         return _optimizer(self, self.dtype_of_states)
 
 
-def by_trainer(work: Work, device: torch.device) -> PausedFit:
-    """The same through `Trainer.fit` and `D9DStrategy`."""
+def module_of(work: Work, device: torch.device) -> D9DModule:
+    """What a Trainer trains, with the same weights."""
     module = _Module(work)
     module.stages.append(work.network(device))
-    return PausedFit(module, D9DStrategy(), work, device, 1)
+    return module
+
+
+def by_trainer(work: Work, device: torch.device) -> PausedFit:
+    """The same through `Trainer.fit` and `D9DStrategy`."""
+    return PausedFit(module_of(work, device), D9DStrategy(), work, device, 1)
 
 
 def profile(work: Work, contenders: Mapping[str, Contender], device: torch.device) -> dict[str, dict[str, Any]]:

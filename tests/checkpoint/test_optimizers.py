@@ -337,7 +337,7 @@ def test_a_scheduler_fits_other_groups() -> None:
     for each in (state, *state["_schedulers"]):
         for key in {"base_lrs", "_last_lr", "lr_lambdas"} & each.keys():
             each[key] = each[key][:1] * 3  # of three groups
-    fit_scheduler_state(state, optimizer)
+    fit_scheduler_state(state, optimizer.param_groups)
     assert state["_last_lr"] == [group["lr"] for group in optimizer.param_groups]
     for each in state["_schedulers"]:
         assert each["base_lrs"] == [0.1, 0.2]
@@ -348,7 +348,7 @@ def test_a_scheduler_that_tells_other_groups_apart_is_refused() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
     state = {"_last_lr": [0.1, 0.1], "min_lrs": [0.0, 0.01], "best": 1.0}
     with pytest.raises(StateError, match=r"min_lrs=\[0.0, 0.01\], one for each of the optimizer's groups, of which"):
-        fit_scheduler_state(state, optimizer)
+        fit_scheduler_state(state, optimizer.param_groups)
 
 
 def one_or_two(build: Callable[[Optimizer], Any], num_groups: int) -> tuple[Optimizer, Any]:
@@ -385,7 +385,7 @@ def test_lists_that_are_not_of_groups_stay(name: str, num_groups: tuple[int, int
     for group in other[0].param_groups:
         group.update({key: value for key, value in optimizer.param_groups[0].items() if key != "params"})
     state = copy.deepcopy(scheduler.state_dict())
-    fit_scheduler_state(state, other[0])
+    fit_scheduler_state(state, other[0].param_groups)
     other[1].load_state_dict(state)
     for _ in range(5):
         for optimizer, scheduler in (first, other):

@@ -24,7 +24,9 @@ _RANKS = (
     "--device cuda or the marker gpu), its collectives are recorded and compared over the ranks"
 )
 
-_MESHES = "meshes: one of the many meshes of tests/meshes that `nox -s tests` leaves out and `nox -s meshes` runs"
+_MESHES = (
+    "meshes: one of the many meshes or numbers of microbatches that `nox -s tests` leaves out and `nox -s meshes` runs"
+)
 
 
 @dataclass(frozen=True)

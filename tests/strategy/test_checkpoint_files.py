@@ -19,7 +19,7 @@ from torch import nn
 
 from lightning_d9d import D9DStrategy, StateError, convert
 from lightning_d9d.callbacks import InitialWeights
-from lightning_d9d.checkpoint import MODEL_PREFIX, is_directory, save_directory
+from lightning_d9d.checkpoint import MODEL, is_directory, save_directory
 from lightning_d9d.strategy.checkpoint_files import AtomicFileIO, read_value
 from lightning_d9d.strategy.weights import load_part
 from tests.checkpoint.test_killed import killed_at, loaded
@@ -162,7 +162,7 @@ def test_a_part_is_refused_from_a_file_as_from_a_directory(tmp_path: Path, save:
 
 
 def as_in_a_directory(content: dict[str, Any]) -> dict[str, torch.Tensor]:
-    return {f"{MODEL_PREFIX}{name}": value for name, value in content["state_dict"].items()}
+    return {f"{MODEL}{name}": value for name, value in content["state_dict"].items()}
 
 
 def test_a_file_that_holds_no_mapping_has_no_value(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from lightning_d9d.callbacks import HuggingFaceExport, TextSample
 from lightning_d9d.models.qwen3_moe import Qwen3MoeForCausalLM, Qwen3MoePretraining, load_huggingface
 from lightning_d9d.modules import SparseMoE
 from lightning_d9d.parallel import shard_experts
+from lightning_d9d.state import read_tensors, save_tensors
 from tests.harness.compare import assert_bitwise_equal, assert_close_named, assert_tensors_close
 from tests.harness.ranks import RankContext
 from tests.harness.tolerances import Kind
@@ -403,6 +404,8 @@ def test_blocks_of_a_plain_module_are_sharded(rank: RankContext, accumulated: in
     assert isinstance(module.net.blocks[0], FSDPModule)
     assert isinstance(module.net.blocks[0].layer.weight, DTensor)
     assert not isinstance(module.net.first.weight, DTensor)
+    save_tensors(module, rank.tmp_dir / "export", max_shard_bytes=200)
+    assert_tensors_close(dict(read_tensors(rank.tmp_dir / "export")), actual)
     _, expected = trained(MeshConfig(data_parallel_replicate=2), ParallelConfig())
     assert_tensors_close(actual, expected)
 

@@ -10,9 +10,12 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_d9d import CheckpointConfig, D9DStrategy, MeshConfig
+from lightning_d9d.optim import parameter_groups
 from tests.harness.compare import assert_tensors_close
 from tests.harness.ranks import RankContext
 from tests.strategy.plain import trainer
@@ -50,6 +53,19 @@ class Plainly(Sharded):
     def configure_model(self) -> None:
         if isinstance(self.trainer.strategy, D9DStrategy):
             super().configure_model()
+
+
+class Partly(Plainly):
+    """Has a group more where it shards itself, for what is replicated."""
+
+    def configure_model(self) -> None:
+        strategy: Any = self.trainer.strategy
+        if isinstance(strategy, D9DStrategy) and not isinstance(self.net[0].weight, DTensor):
+            fully_shard(self.net[0], mesh=strategy.mesh.for_axes("dp_cp_shard"))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(parameter_groups(self, 0.3), lr=0.01)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9), "interval": "step"}]
 
 
 def ours(mode: Any = "consolidated", **mesh: int) -> D9DStrategy:
@@ -94,6 +110,7 @@ CASES: dict[str, tuple[type, dict[str, int]]] = {
     "replicas": (Plainly, {"data_parallel_replicate": 2}),
     "shards": (Plainly, {"data_parallel_shard": 2}),
     "tensors": (Plainly, {"tensor_parallel": 2}),
+    "shards beside replicas": (Partly, {"data_parallel_shard": 2}),
     "stages of data ranks": (Stagewise, {"data_parallel_shard": 2}),
 }
 

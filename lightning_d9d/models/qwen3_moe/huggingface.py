@@ -107,9 +107,10 @@ def save_huggingface(
     checksum of each tensor, which `load_huggingface` compares.
 
     Collective over the default process group where there is one, also for models that are whole on every rank. The
-    first rank that holds a parameter writes it, and tied embeddings are written once. Besides the model, a writing rank
-    has two copies of one tensor of the files in memory (an expert's matrix, unless the experts are fused), any other
-    rank its slice of it.
+    files are the same on any mesh. Ranks that hold something of a file take turns to write one, all at the same time,
+    and tied embeddings are written once. Besides the model a rank has one tensor of the files in memory (an expert's
+    matrix, unless the experts are fused), the slices of it that other ranks sent, and its own slices of those that they
+    write.
 
     The bias of `BalanceConfig(bias_rate=...)`, which Hugging Face's Qwen3-MoE does not know, is left out, and if it is
     not zero there is a warning: without it some tokens visit other experts. Checkpoints of the strategy have it.

@@ -1,0 +1,242 @@
+"""What one process would have of a checkpoint that many ranks saved: Lightning's own form, with optimizers by position.
+
+torch numbers an optimizer's parameters by their places in its groups. Each rank has groups of its own: in a pipeline
+with the parameters of its stages, and perhaps more groups than one process, since fused steps do not take tensors
+together that are sharded otherwise (see `parameter_groups`). The groups of one process follow from those of all
+pipeline ranks and the order in which one process names parameters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import chain, count, takewhile
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_d9d.checkpoint.optimizers import (
+    are_equal,
+    fit_scheduler_state,
+    groups_with,
+    hyperparameters_of,
+    names_by_position,
+)
+from lightning_d9d.errors import StateError
+
+MODEL = "model."
+"""What names of the model begin with in a directory."""
+OPTIMIZER = "optimizer_{}"
+"""What names of an optimizer begin with there."""
+GROUPS = "optimizer_{}_groups.{}"
+"""Of an optimizer and a rank of the pipeline: its `group_records`."""
+ONE_PROCESS = "lightning_d9d_one_process"
+"""`parameters`, the names of all in the order of one process, and `scheduled`, for each scheduler the index of its
+optimizer (or None)."""
+_OF_DIRECTORIES = re.compile(rf"{re.escape(MODEL)}|optimizer_\d+(_groups)?(\.|$)|{ONE_PROCESS}$")
+
+
+class WholeGroup(NamedTuple):
+    """A parameter group of an optimizer that has all parameters."""
+
+    hyperparameters: Mapping[str, Any]
+    names: Sequence[str]
+
+
+def group_records(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> list[dict[str, Any]]:
+    """A rank's parameter groups, for `whole_groups`. Not collective.
+
+    Args:
+        optimizer: This rank's.
+        names: Global names of its parameters.
+
+    Returns:
+        Of each group its `hyperparameters`, the `names` of its parameters, and its `repetition`: how many groups before
+        it have the same hyperparameters and are sharded alike. Those that are sharded otherwise are one in one process.
+
+    Raises:
+        ConfigError: A parameter of the optimizer has no name.
+    """
+    rest = iter(names_by_position(optimizer, names))
+    records: list[dict[str, Any]] = []
+    layouts: list[set[str]] = []
+    for group in optimizer.param_groups:
+        record = {"hyperparameters": hyperparameters_of(group), "names": [next(rest) for _ in group["params"]]}
+        layout = {repr(each.device_mesh) if isinstance(each, DTensor) else "" for each in group["params"]}
+        before = zip(records, layouts, strict=True)
+        alike = [each for each, theirs in before if theirs == layout and _have_same_values(each, record)]
+        records.append({**record, "repetition": len(alike)})
+        layouts.append(layout)
+    return records
+
+
+def whole_groups(ranks: Sequence[Sequence[Mapping[str, Any]]], order: Sequence[str]) -> list[WholeGroup]:
+    """The groups that one process makes.
+
+    Args:
+        ranks: `group_records` of one rank from each place in the pipeline.
+        order: All parameters, as one process names them.
+
+    Raises:
+        StateError: They cannot be told.
+    """
+    of_ranks = [_regardless_of_sharding(records) for records in ranks]
+    whole = [(record, list[Sequence[str]]()) for record, _ in max(of_ranks, key=len)]
+    for groups in of_ranks:
+        rest = iter(whole)
+        for record, sequences in groups:
+            same = next((found for first, found in rest if _is_same_group(first, record)), None)
+            if same is None:
+                raise StateError(
+                    "ranks of the pipeline had other parameter groups, so theirs in one process are unknown"
+                )
+            same += sequences
+    return [WholeGroup(record["hyperparameters"], _in_order(sequences, order)) for record, sequences in whole]
+
+
+def _regardless_of_sharding(
+    records: Sequence[Mapping[str, Any]],
+) -> list[tuple[Mapping[str, Any], list[Sequence[str]]]]:
+    groups: list[tuple[Mapping[str, Any], list[Sequence[str]]]] = []
+    for record in records:
+        same = next((sequences for first, sequences in groups if _is_same_group(first, record)), None)
+        if same is None:
+            groups.append((record, [record["names"]]))
+        else:
+            same.append(record["names"])
+    return groups
+
+
+def _is_same_group(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return one["repetition"] == other["repetition"] and _have_same_values(one, other)
+
+
+def _have_same_values(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return are_equal(one["hyperparameters"], other["hyperparameters"])
+
+
+def _in_order(sequences: Sequence[Sequence[str]], order: Sequence[str]) -> Sequence[str]:
+    num_holders = Counter(chain.from_iterable(sequences))
+    merged = [name for name in order if name in num_holders]
+    for names in sequences:
+        own = [
+            name for name in names if num_holders[name] == 1
+        ]  # tied ones have other parameters before them elsewhere
+        own_names = {*own}
+        if [name for name in merged if name in own_names] != own:
+            break
+    else:
+        return merged
+    for names in sequences:
+        if len(names) == len(num_holders):  # in whatever order the user gave them
+            return names
+    raise StateError(
+        f"an optimizer has parameters in another order than the module ({', '.join(names[:3])}, ...), so theirs in one "
+        "process is unknown"
+    )
+
+
+def whole_checkpoint(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Lightning's own checkpoint, which stock strategies load.
+
+    Args:
+        values: Values and named values of a directory. Without `optimizer_states` they are not looked for.
+        tensors: Those of model and optimizers, whole.
+
+    Raises:
+        StateError: The order is unknown in which one process has an optimizer's parameters.
+    """
+    of_lightning = {name: value for name, value in values.items() if not _OF_DIRECTORIES.match(name)}
+    checkpoint = {**of_lightning, "state_dict": {**_below(MODEL, values), **_below(MODEL, tensors)}}
+    if "optimizer_states" in values:
+        states = [_by_position(index, values, tensors) for index in range(values["optimizer_states"])]
+        scheduled = values.get(ONE_PROCESS, {}).get("scheduled", [])
+        for state, index in zip(values.get("lr_schedulers", []), scheduled, strict=False):
+            if index is not None:
+                fit_scheduler_state(state, states[index]["param_groups"])
+        checkpoint["optimizer_states"] = states
+    return checkpoint
+
+
+def _below(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
+
+
+def _by_position(index: int, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    prefix = OPTIMIZER.format(index)
+    keys = takewhile(values.__contains__, (GROUPS.format(index, rank) for rank in count()))
+    try:
+        records = [values[key] for key in keys] or [_records_before(prefix, values)]
+        groups = whole_groups(records, values.get(ONE_PROCESS, {}).get("parameters", []))
+    except StateError as error:
+        raise StateError(f"the state of {prefix} has no form that stock strategies load: {error}") from error
+    states: dict[Any, Any] = {}
+    param_groups: list[dict[str, Any]] = []
+    positions = count()
+    for hyperparameters, names in groups:
+        params = [next(positions) for _ in names]
+        param_groups.append({**hyperparameters, "params": params})
+        for position, name in zip(params, names, strict=True):
+            saved = values[f"{prefix}.{name}"]
+            state = {key: tensors[f"{prefix}.{name}.{key}"] for key in saved["tensors"]} | saved["values"]
+            if state:
+                states[position] = state
+    other = values[prefix]
+    return {**other["other"], "state": {**other["state"], **states}, "param_groups": param_groups}
+
+
+def _records_before(prefix: str, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Of a checkpoint without them that one rank saved: there, parameters of one group share what is said of it."""
+    records: list[dict[str, Any]] = []
+    last: Any = None
+    for name, saved in _below(f"{prefix}.", values).items():
+        if saved["group"] is not last:
+            last = saved["group"]
+            records.append({"hyperparameters": last, "names": [], "repetition": 0})
+        records[-1]["names"].append(name)
+    if any(_have_same_values(one, other) for one in records for other in records if one is not other):
+        raise StateError(
+            "it was saved by several stages, or has groups that do not differ, and by a version that noted no order"
+        )
+    return records
+
+
+def part_of_whole(
+    optimizer: Optimizer, names: Mapping[nn.Parameter, str], state: Mapping[str, Any], whole: Sequence[WholeGroup]
+) -> dict[str, Any]:
+    """A rank's part of the state by position that an optimizer of one process has saved. Not collective.
+
+    Args:
+        optimizer: This rank's.
+        names: Global names of its parameters.
+        state: What was saved.
+        whole: This run's groups, as one process has them.
+
+    Returns:
+        For `load_state_dict`; tensors are whole.
+
+    Raises:
+        StateError: The groups are others, or parameters in one group had different hyperparameters.
+    """
+    sizes = [len(group["params"]) for group in state["param_groups"]]
+    if sizes != [len(group.names) for group in whole]:
+        raise StateError(
+            f"an optimizer was saved with groups of {sizes} parameters, but those of this run have "
+            f"{[len(group.names) for group in whole]} in one process; group them as they were"
+        )
+    places: dict[str, Any] = {}
+    groups: dict[str, Any] = {}
+    for saved, group in zip(state["param_groups"], whole, strict=True):
+        places |= zip(group.names, saved["params"], strict=True)
+        shared = {"group": hyperparameters_of(saved)}
+        groups |= dict.fromkeys(group.names, shared)
+    own = names_by_position(optimizer, names)
+    numbered = {*places.values()}
+    states = {place: value for place, value in state["state"].items() if place not in numbered}
+    for position, name in enumerate(own):
+        if places[name] in state["state"]:
+            states[position] = state["state"][places[name]]
+    return {**state, "state": states, "param_groups": groups_with(optimizer, own, groups)}
