@@ -437,7 +437,7 @@ MUTATIONS = [
     Mutation(
         "checkpoints are saved inside of accumulation windows",
         "lightning_d9d/strategy/checkpoints.py",
-        "if self._deferred is not None and self._deferred.is_open() and not ends:",
+        "if self._deferred is not None and self.is_inside_of_window:",
         "if False:",
         "tests/strategy/test_resume_loaders.py -k window",
     ),
@@ -458,7 +458,7 @@ MUTATIONS = [
     Mutation(
         "files are written in place",
         "lightning_d9d/strategy/checkpoint_files.py",
-        'partial = path.with_name(f".{path.name}.partial")',
+        'partial = hidden(path, "partial")',
         "partial = path",
         "tests/strategy/test_faults.py -k 'disk'",
     ),

@@ -9,6 +9,7 @@ from lightning_d9d.checkpoint.background import BackgroundSaver
 from lightning_d9d.checkpoint.directory import (
     Checkpoint,
     Differences,
+    compare,
     is_directory,
     open_directory,
     remove_directory,
@@ -36,6 +37,7 @@ __all__ = [
     "Checkpoint",
     "Differences",
     "StoredTensor",
+    "compare",
     "fit_scheduler_state",
     "group_records",
     "is_directory",

@@ -30,7 +30,8 @@ class BackgroundSaver:
     save of other tensors first waits for those before it. Another save of the same ones, not changed since (to
     `last.ckpt`, say), takes the copy that is there.
 
-    After a failure nothing that was still to be done is done: an older checkpoint stays where a newer one failed.
+    After a failure, which all ranks have alike, nothing that was still to be done is done: an older checkpoint stays
+    where a newer one failed. The next save, or `wait`, raises it.
 
     Args:
         group: The ranks that save, on a backend for the CPU and for nothing else; None for this process alone.
@@ -83,7 +84,11 @@ class BackgroundSaver:
         return tree_unflatten([tensors[i] if i in tensors else copy.deepcopy(v) for i, v in enumerate(leaves)], form)
 
     def submit(self, action: Callable[[], object]) -> None:
-        """Do something after all that is still to be done, unless that fails. Local."""
+        """Do something after all that is still to be done, unless that fails. Local.
+
+        Args:
+            action: Fails on all ranks or on none: one that failed alone would not take part in what the others do next.
+        """
         before = self._pending[-1] if self._pending else None
 
         def act() -> None:

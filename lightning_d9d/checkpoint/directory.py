@@ -195,6 +195,57 @@ class Differences(NamedTuple):
     """In the checkpoint, and not asked for."""
 
 
+def compare(
+    tensors: Mapping[str, Tensor],
+    stored: Mapping[str, StoredTensor],
+    ranks: Ranks,
+    failure: str,
+    *,
+    strict: bool,
+    prefix: str,
+) -> Differences:
+    """Compare what is asked for with what there is. Collective.
+
+    Args:
+        tensors: As for `Checkpoint.load`.
+        stored: All that there is; the same on all ranks.
+        ranks: That load.
+        failure: How the error begins.
+        strict: As for `Checkpoint.load`.
+        prefix: Likewise.
+
+    Raises:
+        StateError: Something does not fit, or is on the meta device; the same on every rank.
+    """
+    wanted = ranks.merge({(name, tuple(t.shape), str(t.dtype), t.is_meta): t.dtype for name, t in tensors.items()})
+    names = {name for name, *_ in wanted}
+    differences = Differences(
+        sorted(names - stored.keys()), [name for name in stored if name.startswith(prefix) and name not in names]
+    )
+    problems = [
+        problem
+        for (name, shape, _, is_meta), dtype in wanted.items()
+        if name in stored and (problem := _misfit(name, stored[name], shape, dtype, is_meta))
+    ]
+    if strict:
+        problems += [f"{name} is not in the checkpoint" for name in differences.missing]
+        problems += [f"{name} is in the checkpoint, but not asked for" for name in differences.unexpected]
+    if problems:
+        raise StateError(
+            f"{failure}, it is of another model: {first_of(problems)}. Build the model as it was when it was "
+            "saved, or give another checkpoint"
+        )
+    return differences
+
+
+def _misfit(name: str, stored: StoredTensor, shape: tuple[int, ...], dtype: torch.dtype, is_meta: bool) -> str | None:
+    if tuple(stored.shape) != shape:
+        return f"{name} has shape {list(stored.shape)} in the checkpoint, {list(shape)} in the model"
+    if stored.dtype != dtype and not (stored.dtype.is_floating_point and dtype.is_floating_point):
+        return f"{name} is {stored.dtype} in the checkpoint, {dtype} in the model"
+    return f"{name} is on the meta device; allocate it first" if is_meta else None
+
+
 class Checkpoint:
     """A checkpoint that `open_directory` opened; all of its files have been found."""
 
@@ -207,7 +258,9 @@ class Checkpoint:
         self._reader = reader
         self.ranks = ranks
 
-    def load(self, tensors: Mapping[str, Tensor], *, strict: bool = True, prefix: str = "") -> Differences:
+    def load(
+        self, tensors: Mapping[str, Tensor], *, strict: bool = True, prefix: str = "", later: str | None = None
+    ) -> Differences:
         """Overwrite tensors in place with the saved ones. Collective, over the ranks that opened it.
 
         Args:
@@ -215,6 +268,8 @@ class Checkpoint:
                 different names. Floating dtypes are cast, others must be the saved ones.
             strict: All of them must have been saved, and all saved ones with `prefix` must be among some rank's.
             prefix: What the names begin with that must all be asked for.
+            later: What the names begin with that will be loaded afterwards: those must be undamaged, too. Each of their
+                pieces is looked at once, by some rank.
 
         Returns:
             Where it is not strict, the names that are not in both; on every rank all of them.
@@ -224,27 +279,12 @@ class Checkpoint:
                 changed.
         """
         failure = f"checkpoint {str(self.path)!r} cannot be loaded"
-        wanted = self.ranks.merge(
-            {(name, tuple(t.shape), str(t.dtype), t.is_meta): t.dtype for name, t in tensors.items()}
-        )
-        names = {name for name, *_ in wanted}
-        problems = [
-            problem
-            for (name, shape, _, is_meta), dtype in wanted.items()
-            if (problem := self._misfit(name, shape, dtype, is_meta, strict))
-        ]
-        differences = Differences(
-            sorted(name for name in names if name not in self.tensors),
-            [name for name in self.tensors if name.startswith(prefix) and name not in names],
-        )
-        if strict:
-            problems += [f"{name} is in the checkpoint, but not asked for" for name in differences.unexpected]
-        if problems:
-            raise StateError(
-                f"{failure}, it is of another model: {first_of(problems)}. Build the model as it was when it was "
-                "saved, or give another checkpoint"
-            )
+        differences = compare(tensors, self.tensors, self.ranks, failure, strict=strict, prefix=prefix)
         self.ranks.together(failure, lambda: self._reader.check(tensors))
+        if later is not None:
+            rest = [name for name in self.tensors if name.startswith(later)]
+            self.ranks.together(failure, lambda: self._reader.check_share(rest, self.ranks.share))
+            self._reader.trust(rest)
         self.ranks.together(failure, lambda: self._reader.fill(tensors))
         return differences
 
@@ -260,16 +300,6 @@ class Checkpoint:
         Ranks(alone=True).together(failure, lambda: self._reader.check(tensors))
         Ranks(alone=True).together(failure, lambda: self._reader.fill(tensors))
         return tensors
-
-    def _misfit(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, is_meta: bool, strict: bool) -> str | None:
-        stored = self.tensors.get(name)
-        if stored is None:
-            return f"{name} is not in the checkpoint" if strict else None
-        if tuple(stored.shape) != shape:
-            return f"{name} has shape {list(stored.shape)} in the checkpoint, {list(shape)} in the model"
-        if stored.dtype != dtype and not (stored.dtype.is_floating_point and dtype.is_floating_point):
-            return f"{name} is {stored.dtype} in the checkpoint, {dtype} in the model"
-        return f"{name} is on the meta device; allocate it first" if is_meta else None
 
 
 # Values

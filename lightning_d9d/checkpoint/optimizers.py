@@ -14,6 +14,10 @@ from lightning_d9d.checkpoint.directory import Checkpoint
 from lightning_d9d.errors import ConfigError, StateError
 
 _NOT_HYPERPARAMETERS = {"params", "param_names"}
+_FROM_GROUPS = {"base_lrs": "initial_lr", "_last_lr": "lr"}
+"""What torch's learning rate schedulers keep of each parameter group that the group has, too; and under which name."""
+_PER_GROUP = {*_FROM_GROUPS, "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"}
+"""All that they keep of each group. Other lists (milestones, phases, nested schedulers) are of the whole."""
 
 
 def optimizer_state(
@@ -94,15 +98,13 @@ def fit_scheduler_state(state: dict[str, Any], groups: Sequence[Mapping[str, Any
     Raises:
         StateError: Something else that it keeps for each group differs between them.
     """
-    known = {"base_lrs": "initial_lr", "_last_lr": "lr"}
-    saved = {len(state[key]) for key in known if isinstance(state.get(key), list)}
-    for key, values in list(state.items()):
-        if key in known and all(known[key] in group for group in groups):
-            state[key] = [group[known[key]] for group in groups]
-        elif key == "_schedulers":
-            for each in values:
-                fit_scheduler_state(each, groups)
-        elif isinstance(values, list) and values and {len(values)} == saved != {len(groups)}:
+    for each in state.get("_schedulers", []):
+        fit_scheduler_state(each, groups)
+    for key in sorted(_PER_GROUP & state.keys()):
+        values = state[key]
+        if key in _FROM_GROUPS and all(_FROM_GROUPS[key] in group for group in groups):
+            state[key] = [group[_FROM_GROUPS[key]] for group in groups]
+        elif len(values) != len(groups):
             if any(value != values[0] for value in values):
                 raise StateError(
                     f"a learning rate scheduler was saved with {key}={values}, one for each of the optimizer's groups, "

@@ -11,7 +11,7 @@ import io
 import math
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -128,10 +128,32 @@ class TensorReader:
             StateError: One is wrong; with its file and tensor.
         """
         _, _, plan = self._planned(tensors)
+        self._check_pieces(item.storage_index for item in plan.items)
+
+    def check_share(self, names: Iterable[str], share: slice) -> None:
+        """Compare the checksums of a part of the pieces of whole tensors: with the shares of all ranks, of each once.
+
+        Raises:
+            StateError: As `check`.
+        """
+        self._check_pieces(self._pieces_of(names)[share])
+
+    def trust(self, names: Iterable[str]) -> None:
+        """Compare no more checksums of these tensors, as other ranks have done it."""
+        self._checked |= {_place(self.metadata.storage_data[piece]) for piece in self._pieces_of(names)}
+
+    def _pieces_of(self, names: Iterable[str]) -> list[MetadataIndex]:
+        return [
+            MetadataIndex(name, chunk.offsets)
+            for name in names
+            for chunk in self.metadata.state_dict_metadata[name].chunks  # type: ignore[union-attr]  # tensors alone
+        ]
+
+    def _check_pieces(self, pieces: Iterable[MetadataIndex]) -> None:
         places = {}
-        for item in plan.items:
-            stored = self.metadata.storage_data[item.storage_index]
-            places[stored.relative_path, stored.offset] = (stored.length, item.storage_index.fqn)
+        for piece in pieces:
+            stored = self.metadata.storage_data[piece]
+            places[_place(stored)] = (stored.length, piece.fqn)
         left = [(*place, *about) for place, about in sorted(places.items()) if place not in self._checked]
         with ThreadPoolExecutor(_NUM_READERS) as readers:  # the sums are taken without the interpreter's lock
             for _ in readers.map(lambda piece: self._check_piece(*piece), left):
@@ -242,6 +264,10 @@ class _SummingStream(io.IOBase):
 
     def close(self) -> None:
         self.flush()
+
+
+def _place(stored: Any) -> tuple[str, int]:
+    return stored.relative_path, stored.offset
 
 
 def _is_empty_shard(item: WriteItem) -> bool:

@@ -1,9 +1,10 @@
-"""A directory that appears under its name complete or not at all, whatever was there and whenever the job is killed."""
+"""What appears under its name complete or not at all, whatever was there and whenever the job is killed."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import hashlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -77,20 +78,31 @@ def _emptied(place: UrlPath, overwrite: bool, failure: str) -> Iterator[None]:
 
 
 def hidden(path: Path, purpose: str) -> Path:
-    """A name beside `path` for what is not yet or no longer there: "partial", "replaced" or "removed"."""
-    return path.with_name(f".{path.name}.{purpose}")
+    """A name beside `path` for what is not yet or no longer there: "partial", "replaced" or "removed".
+
+    The former name is not in it, where others look for what is complete: Lightning for anything with `hpc_ckpt_2.ckpt`.
+    """
+    return path.with_name(f".{hashlib.blake2b(os.fsencode(path.name), digest_size=8).hexdigest()}.{purpose}")
 
 
 def publish(new: Path, path: Path, overwrite: bool = False) -> None:
-    """Put a directory in place of what is under `path`: in one step where Linux and the file system can, else in two.
+    """Put a directory or a file in place of what is under `path`.
 
-    A former file or link, or with `overwrite` a directory with files, stays under a hidden name, for `tidy`.
+    In one step; only where a file or link makes room for a directory, or the other way round, or a directory with files
+    for another, and Linux or the file system cannot exchange names, in two. What was there is gone, or stays under a
+    hidden name, for `tidy`.
+
+    Args:
+        new: In the same directory as `path`; the content of files in it on the disk.
+        path: Where it shall be.
+        overwrite: Also in place of a directory with files, or by a file of any directory.
     """
     sync(new)
     try:
         os.rename(new, path)
     except OSError as error:
-        if error.errno != errno.ENOTDIR and not (overwrite and error.errno in (errno.ENOTEMPTY, errno.EEXIST)):
+        is_occupied = error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR)
+        if error.errno != errno.ENOTDIR and not (overwrite and is_occupied):
             raise
         _swap(new, path)
     sync(path.parent)
@@ -122,9 +134,9 @@ def remove(path: Path) -> None:
             path.unlink()
 
 
-def sync(directory: Path) -> None:
-    """Put names on the disk, as `fsync` does with the content of files."""
-    descriptor = os.open(directory, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Put the names in a directory, or the content of a file, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:

@@ -7,6 +7,7 @@ import pickle
 import re
 import zipfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import Tensor
 
-from lightning_d9d.checkpoint import is_directory, open_directory, remove_directory
+from lightning_d9d.checkpoint import is_directory, open_directory
 from lightning_d9d.errors import StateError
 from lightning_d9d.mesh.agreement import MAX_NAMED, Ranks, first_of
+from lightning_d9d.state.directory import hidden, publish, tidy
 
 UNREADABLE = (OSError, RuntimeError, EOFError, pickle.UnpicklingError, KeyError, ValueError)
 """What torch raises for a file that is no checkpoint."""
@@ -26,9 +28,10 @@ UNREADABLE = (OSError, RuntimeError, EOFError, pickle.UnpicklingError, KeyError,
 class AtomicFileIO(TorchCheckpointIO):
     """Lightning's, but for how a file gets its name.
 
-    It is written beside the place and renamed at the end: whenever the process ends or the disk is full, the older file
-    stays whole. Lightning writes to the folder of temporary files, from where a file is copied if that is on another
-    file system.
+    It is written beside the place, flushed to the disk, and takes the place at the end: whenever the process ends or
+    the disk is full, what was there before, a file, a link or a checkpoint directory, stays whole (see `publish` for
+    file systems on which a file cannot take a directory's place in one step). Lightning writes to the folder of
+    temporary files, from where a file is copied if that is on another file system.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
@@ -45,20 +48,27 @@ class AtomicFileIO(TorchCheckpointIO):
 
 
 def _write(checkpoint: dict[str, Any], path: Path) -> None:
+    if path.is_dir() and not path.is_symlink() and not is_directory(path):
+        raise StateError("a directory with other files is there; remove it or give another path")
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
+    tidy(path)
+    partial = hidden(path, "partial")
     try:
         with open(partial, "wb") as file:
             torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        if path.is_dir() and not path.is_symlink() and not is_directory(path):
-            raise StateError("a directory with other files is there; remove it or give another path")
-        if is_directory(path) and not path.is_symlink():
-            remove_directory(path)
-        os.replace(partial, path)
+        publish(partial, path, overwrite=True)
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # that of the body says more
+            tidy(path)
+
+
+def never_runs_code(path: object, weights_only: bool | None) -> bool | None:
+    """`weights_only` for Lightning's loading: what comes over http, too, runs code only if the user said so.
+
+    Lightning turns None into False there, and leaves it to torch, where it is True, for other files.
+    """
+    is_from_http = isinstance(path, str | Path) and str(path).startswith("http")  # as Lightning asks
+    return True if weights_only is None and is_from_http else weights_only
 
 
 def unreadable(path: str | Path, error: BaseException) -> StateError:
@@ -108,9 +118,15 @@ def read_value(path: Any, name: str) -> Any:
     if is_directory(path):
         return open_directory(path, alone=True).values.get(name)
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True).get(name)
+        content = mapped(path)
     except UNREADABLE:
         return None
+    return content.get(name) if isinstance(content, dict) else None
+
+
+def mapped(path: str | Path) -> Any:
+    """The content of a file, without running code; of tensors only what is used is read, and nothing held twice."""
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
 
 
 def _check_sums(path: str | Path) -> None:

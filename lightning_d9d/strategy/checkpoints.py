@@ -57,7 +57,7 @@ from lightning_d9d.errors import ConfigError, StateError
 from lightning_d9d.mesh.agreement import Ranks
 from lightning_d9d.mesh.collectives import all_gather_object, gather_object
 from lightning_d9d.mesh.seeds import random_state, seed_for, set_random_state
-from lightning_d9d.strategy.checkpoint_files import AtomicFileIO, load_weights, read_checkpoint
+from lightning_d9d.strategy.checkpoint_files import AtomicFileIO, load_weights, never_runs_code, read_checkpoint
 from lightning_d9d.strategy.configuration import check_saving_callbacks
 from lightning_d9d.strategy.deferred_saves import DeferredSaves
 from lightning_d9d.strategy.module import D9DModule
@@ -68,6 +68,9 @@ from lightning_d9d.strategy.weights import gathered_on_first, laid_out_like, rep
 
 _RANKS = "lightning_d9d_ranks"
 """What each rank adds to a checkpoint, in the order of ranks."""
+_REQUEUED = "hpc_ckpt_"
+"""How the names begin of what Lightning saves when SLURM puts a job back into the queue."""
+_WITHOUT_GRADIENTS = "inside of an accumulation window, whose gradients are not saved"
 
 Mode = Literal["auto", "sharded", "consolidated"]
 
@@ -162,10 +165,15 @@ class CheckpointedStrategy(RankedStrategy):
         """Wait for what callbacks have saved last. In a window that stays open, save nevertheless."""
         super().on_train_end()
         if self._deferred is not None and self._deferred.are_waiting:
-            rank_zero_warn("training ends inside of an accumulation window, whose gradients are not saved")
+            rank_zero_warn(f"training ends {_WITHOUT_GRADIENTS}")
             self._deferred.is_open = lambda: False
             self._deferred.run()
         self.finish_saves()
+
+    @property
+    def is_inside_of_window(self) -> bool:
+        """Whether gradients have been accumulated with which no step was taken; the same on all ranks."""
+        return self._deferred is not None and self._deferred.is_open()
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -194,11 +202,16 @@ class CheckpointedStrategy(RankedStrategy):
         """
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        ends = self.saves_at_once or trainer.interrupted
-        if self._deferred is not None and self._deferred.is_open() and not ends:
+        if self._deferred is not None and self.is_inside_of_window:
             weights_only = "optimizer_states" not in checkpoint
-            self._deferred.add(functools.partial(trainer.save_checkpoint, filepath, weights_only, storage_options))
-            return
+            is_last = Path(filepath).name.startswith(
+                _REQUEUED
+            )  # in one process, Lightning does it in the signal handler
+            if not (self.saves_at_once or trainer.interrupted or is_last):
+                self._deferred.add(functools.partial(trainer.save_checkpoint, filepath, weights_only, storage_options))
+                return
+            if not weights_only:
+                rank_zero_warn(f"{str(filepath)!r} is saved {_WITHOUT_GRADIENTS}")
         filepath = self.broadcast(filepath)
         if "optimizer_states" in checkpoint and trainer.state.fn == TrainerFn.FITTING:
             checkpoint[_RANKS] = self._gather_ranks(checkpoint)
@@ -290,7 +303,8 @@ class CheckpointedStrategy(RankedStrategy):
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a file or a directory, a directory so that no part of it is left under its name.
 
-        Where saves go on in the background, after those: what takes its place must be there.
+        Where saves go on in the background, after those: what takes its place must be there. If it cannot be removed,
+        that is a warning, as nothing is lost and this rank alone knows of it: the others wait for it in the next save.
         """
         if self._deferred is not None and self._deferred.are_waiting:
             self._deferred.add(functools.partial(self.remove_checkpoint, filepath))
@@ -300,10 +314,13 @@ class CheckpointedStrategy(RankedStrategy):
             self._saver.submit(functools.partial(self._remove, filepath))
 
     def _remove(self, filepath: str | Path) -> None:
-        if self.is_global_zero and (is_directory(filepath) or Path(filepath).is_symlink()):
-            remove_directory(filepath)
-        else:
-            super().remove_checkpoint(filepath)
+        try:
+            if self.is_global_zero and (is_directory(filepath) or Path(filepath).is_symlink()):
+                remove_directory(filepath)
+            else:
+                super().remove_checkpoint(filepath)
+        except Exception as error:  # whatever a Trainer's plugin raises
+            rank_zero_warn(f"checkpoint {str(filepath)!r} is no longer needed, but cannot be removed: {error}")
 
     def _parameter_names(self) -> dict[nn.Parameter, str]:
         """As in checkpoints."""
@@ -322,7 +339,7 @@ class CheckpointedStrategy(RankedStrategy):
 
         Args:
             checkpoint_path: Of either.
-            weights_only: For files, as in Lightning. Directories never run code.
+            weights_only: For files: False lets them run code. Directories never do.
 
         Raises:
             StateError: It is damaged, incomplete or foreign; on every rank.
@@ -335,6 +352,7 @@ class CheckpointedStrategy(RankedStrategy):
             self.go_on_as(self._opened.values)
             checkpoint = {**self._opened.values, "state_dict": self._load_weights(self._opened)}
         else:
+            weights_only = never_runs_code(checkpoint_path, weights_only)
             read = functools.partial(super().load_checkpoint, checkpoint_path, weights_only=weights_only)
             with Ranks().agreed(f"checkpoint {str(checkpoint_path)!r} cannot be read"):
                 checkpoint = read_checkpoint(read, checkpoint_path)
@@ -365,11 +383,16 @@ class CheckpointedStrategy(RankedStrategy):
         load_weights(module, state, strict, self._checkpoint_path)
 
     def _load_weights(self, opened: Checkpoint) -> dict[str, Any]:
-        """The module's state dict, whose tensors now have the saved values: nothing is held twice. Collective."""
-        assert self.lightning_module is not None
-        state = self.lightning_module.state_dict()
+        """The module's state dict, whose tensors now have the saved values: nothing is held twice. Collective.
+
+        Where optimizers go on, too, what they will get has been found undamaged before a weight is changed.
+        """
+        module = self.lightning_module
+        assert module is not None
+        state = module.state_dict()
         tensors = {f"{MODEL}{name}": value for name, value in state.items() if isinstance(value, Tensor)}
-        report(opened.load(tensors, strict=self.lightning_module.strict_loading, prefix=MODEL), opened.path)
+        later = OPTIMIZER.format("") if module.trainer.state.fn == TrainerFn.FITTING else None
+        report(opened.load(tensors, strict=module.strict_loading, prefix=MODEL, later=later), opened.path)
         return {name: opened.values.get(f"{MODEL}{name}", value) for name, value in state.items()}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -544,11 +567,20 @@ class CheckpointedStrategy(RankedStrategy):
             "loaders": loaders,
             "reload_epoch": loop._last_train_dl_reload_epoch,
             "dp_rank": self.mesh.dp_rank if self.world_size > 1 else 0,
+            "mesh": self._sizes,
         }
         return gather_object(ours) if self.world_size > 1 else [ours]
 
+    @property
+    def _sizes(self) -> dict[str, int]:
+        """Of the axes that say which rank is where: equal sizes give a rank of the same number the same place."""
+        return {axis: self.mesh.sizes[axis] if self.world_size > 1 else 1 for axis in ("pp", "dp", "cp", "tp")}
+
     def _of_this_rank(self, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-        """What this rank goes on with; without random numbers on another number of ranks."""
+        """What this rank goes on with; without random numbers on another mesh, where copies must draw equal ones.
+
+        Checkpoints of older versions do not say their mesh: data ranks alone are known to be none else.
+        """
         dp_rank, dp_size = (self.mesh.dp_rank, self.mesh.dp_size) if self.world_size > 1 else (0, 1)
         saved = 1 + max(each["dp_rank"] for each in ranks)
         own = next((each for each in ranks if each["dp_rank"] == dp_rank), ranks[0])
@@ -556,8 +588,9 @@ class CheckpointedStrategy(RankedStrategy):
         if dp_size != saved:  # of an order that is dealt out anew, all take the first rank's
             pairs = zip(loaders, ranks[0]["loaders"], strict=True)
             loaders = [first if is_place_of_sampler(first) and first["order"] else each for each, first in pairs]
-        is_same_job = len(ranks) == self.world_size and dp_size == saved
-        random = ranks[self.global_rank]["random"] if is_same_job else None
+        mesh = ranks[0].get("mesh", {"pp": 1, "dp": saved, "cp": 1, "tp": 1})
+        is_same_mesh = len(ranks) == self.world_size and mesh == self._sizes
+        random = ranks[self.global_rank]["random"] if is_same_mesh else None
         return {**own, "loaders": loaders, "random": random, "num_data_ranks": saved, "is_other_job": dp_size != saved}
 
     def release_loaders(self) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
-from lightning_d9d.checkpoint import is_directory, open_directory
+from lightning_d9d.checkpoint import MODEL, is_directory, open_directory
 from lightning_d9d.data import Filling
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshConfig, MeshDomains
@@ -32,7 +32,7 @@ from lightning_d9d.pipeline.microbatch import MicrobatchCount, num_rows, split_r
 from lightning_d9d.pipeline.totals import BatchTotals, weighted_mean
 from lightning_d9d.pipeline.types import StageInfo, StageInputs, WeightedLoss
 from lightning_d9d.schedule import ModelCosts, OneForwardOneBackward
-from lightning_d9d.strategy.checkpoint_files import unreadable
+from lightning_d9d.strategy.checkpoint_files import never_runs_code, unreadable
 from lightning_d9d.strategy.eval_step import evaluate, predict
 from lightning_d9d.strategy.pipeline import Pipeline
 from lightning_d9d.strategy.sharding import differing, is_sharded
@@ -284,18 +284,19 @@ class D9DModule(L.LightningModule):
             map_location: For files.
             hparams_file: For files.
             strict: All names must be the same in the module and the checkpoint; by default as the module has it.
-            weights_only: For files; a directory never runs code.
+            weights_only: For files: False lets them run code. A directory never does.
             kwargs: Arguments of `__init__`, in place of the saved ones.
         """
         if not isinstance(checkpoint_path, str | Path) or not is_directory(checkpoint_path):
             if isinstance(checkpoint_path, str | Path) and Path(checkpoint_path).is_dir():
                 raise unreadable(checkpoint_path, IsADirectoryError())
+            weights_only = never_runs_code(checkpoint_path, weights_only)
             return super().load_from_checkpoint(
                 checkpoint_path, map_location, hparams_file, strict, weights_only, **kwargs
             )
         checkpoint = open_directory(checkpoint_path, alone=True)
-        weights = checkpoint.read("model.")
-        values = {**checkpoint.values, "state_dict": {n.removeprefix("model."): w for n, w in weights.items()}}
+        weights = checkpoint.read(MODEL)
+        values = {**checkpoint.values, "state_dict": {n.removeprefix(MODEL): w for n, w in weights.items()}}
         values[cls.CHECKPOINT_HYPER_PARAMS_KEY] = {**values.get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {}), **kwargs}
         return cast(Self, _load_state(cls, values, strict=strict, **kwargs))
 

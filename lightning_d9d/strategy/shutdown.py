@@ -162,6 +162,7 @@ class Shutdown:
         environment = self._trainer._accelerator_connector.cluster_environment
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
             self.watch.requeue_signal = environment.requeue_signal or signal.SIGUSR1
+            self.watch.goes_on = lambda: cast(Any, self._trainer.strategy).is_inside_of_window
             connector._slurm_sigusr_handler_fn = lambda signum, _: None  # the watch reads it from its pipe
         type(connector).register_signal_handlers(connector)  # for SIGTERM
         if threading.current_thread() is threading.main_thread():

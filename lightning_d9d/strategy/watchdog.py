@@ -21,6 +21,9 @@ may be issued for it, as another rank may be inside a different one, so the rank
 3. Rank 0's watchdog takes the maximum of all positions. Every main thread goes on up to that position and raises at the
    start of the next batch.
 
+For the signal that puts a SLURM job back into the queue they go on to the end of an accumulation window: the first
+batch behind that position before which none is open, the same on all ranks.
+
 No batch after the maximum has begun anywhere, since all ranks waited. Every batch up to it has begun on some rank, and
 the other ranks begin it as well, so no collective of these batches misses a rank. A position is (training batches,
 evaluation batches since the last of those), compared in this order. Behind the last batch of an evaluation stands its
@@ -125,6 +128,8 @@ class RankWatch:
         self.wait_seconds = wait_seconds
         self.requeue_signal: int | None = None
         """One more signal on which ranks stop together; they then have all the time that a checkpoint takes."""
+        self.goes_on: Callable[[], bool] = lambda: False
+        """Whether that signal is not to stop ranks yet; asked before a batch, where all ranks must say the same."""
         self._store = store
         self._world_size = world_size
         self._shutdown_seconds = shutdown_seconds
@@ -186,7 +191,7 @@ class RankWatch:
         number = evaluation_batches // END_OF_EVALUATION + 1  # there may be several between two training batches
         position = (train_batches, number * END_OF_EVALUATION)
         with self._changed:
-            self._meet("evaluation", lambda: self._last_position is not None and position > self._last_position)
+            self._meet("evaluation", lambda: self._stops_before(position))
         self._begin(position)
 
     def _begin(self, position: tuple[int, int]) -> None:
@@ -195,9 +200,13 @@ class RankWatch:
                 self._changed.wait()
             if self.failure is not None:
                 raise RankError(str(self.failure))
-            if self._last_position is not None and position > self._last_position:
+            if self._stops_before(position):
                 self._raise_stop()
             self._position = position
+
+    def _stops_before(self, position: tuple[int, int]) -> bool:
+        is_behind = self._last_position is not None and position > self._last_position
+        return is_behind and not (self._stop == self.requeue_signal and self.goes_on())
 
     def _raise_stop(self) -> None:
         assert self._stop is not None

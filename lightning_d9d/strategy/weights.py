@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from lightning_d9d.checkpoint import MODEL, Differences, is_directory, open_directory
-from lightning_d9d.errors import StateError
+from lightning_d9d.checkpoint import MODEL, Differences, StoredTensor, compare, is_directory, open_directory
 from lightning_d9d.mesh.agreement import Ranks, first_of
 from lightning_d9d.mesh.collectives import all_gather_object, device_of_messages
-from lightning_d9d.strategy.checkpoint_files import read_checkpoint
+from lightning_d9d.strategy.checkpoint_files import mapped, read_checkpoint
 
 
 def load_part(module: nn.Module, path: str | Path, *, prefix: str = "", strict: bool = True) -> Differences:
@@ -42,22 +41,11 @@ def load_part(module: nn.Module, path: str | Path, *, prefix: str = "", strict: 
         found = open_directory(path).load(tensors, strict=strict, prefix=MODEL + prefix)
         return Differences(*([name.removeprefix(MODEL) for name in names] for names in found))
     failure = f"checkpoint {str(path)!r} cannot be loaded"
-    read = functools.partial(torch.load, path, map_location="cpu", weights_only=True)
     with Ranks().agreed(failure):
-        state = read_checkpoint(read, path)["state_dict"]
-    saved = {k: v for k, v in state.items() if isinstance(v, Tensor) and k.startswith(prefix)}
-    wanted = Ranks().merge({name: tuple(value.shape) for name, value in own.items()})
-    differences = Differences([name for name in wanted if name not in saved], [k for k in saved if k not in wanted])
-    problems = [
-        f"{name} has shape {list(saved[name].shape)} in the file, {list(shape)} in the model"
-        for name, shape in wanted.items()
-        if name in saved and saved[name].shape != shape
-    ]
-    if strict:
-        problems += [f"{name} is not in the file" for name in differences.missing]
-        problems += [f"{name} is not in the model" for name in differences.unexpected]
-    if problems:
-        raise StateError(f"{failure}, it is of another model: {first_of(problems)}. Give another, or load less of it")
+        state = read_checkpoint(functools.partial(mapped, path), path)["state_dict"]
+    saved = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    stored = {name: StoredTensor(value.shape, value.dtype) for name, value in saved.items()}
+    differences = compare(own, stored, Ranks(), failure, strict=strict, prefix=prefix)
     with torch.no_grad():
         for name in own.keys() & saved.keys():
             own[name].copy_(cut(saved[name], own[name]))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer, RMSprop
+from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer, RMSprop, lr_scheduler
 
 from lightning_d9d import ConfigError, StateError
 from lightning_d9d.checkpoint import (
@@ -331,8 +331,8 @@ def test_a_missing_tensor(tmp_path: Path) -> None:
 def test_a_scheduler_fits_other_groups() -> None:
     first, second = (nn.Parameter(torch.zeros(2)) for _ in range(2))
     optimizer = torch.optim.SGD([{"params": [first], "lr": 0.1}, {"params": [second], "lr": 0.2}])
-    warm, then = (torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5) for _ in range(2))
-    scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, then], milestones=[2])
+    warm, then = (lr_scheduler.LambdaLR(optimizer, lambda step: 0.5) for _ in range(2))
+    scheduler = lr_scheduler.SequentialLR(optimizer, [warm, then], milestones=[2])
     state = copy.deepcopy(scheduler.state_dict())
     for each in (state, *state["_schedulers"]):
         for key in {"base_lrs", "_last_lr", "lr_lambdas"} & each.keys():
@@ -349,3 +349,46 @@ def test_a_scheduler_that_tells_other_groups_apart_is_refused() -> None:
     state = {"_last_lr": [0.1, 0.1], "min_lrs": [0.0, 0.01], "best": 1.0}
     with pytest.raises(StateError, match=r"min_lrs=\[0.0, 0.01\], one for each of the optimizer's groups, of which"):
         fit_scheduler_state(state, optimizer.param_groups)
+
+
+def one_or_two(build: Callable[[Optimizer], Any], num_groups: int) -> tuple[Optimizer, Any]:
+    parameters = [nn.Parameter(torch.zeros(1)) for _ in range(num_groups)]
+    optimizer = torch.optim.SGD([{"params": [each]} for each in parameters], lr=0.1, momentum=0.9)
+    return optimizer, build(optimizer)
+
+
+SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
+    "milestones": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=2), lr_scheduler.CosineAnnealingLR(o, 8)], milestones=[2]
+    ),
+    "phases": lambda o: lr_scheduler.OneCycleLR(o, 0.2, total_steps=10),
+    "cycle": lambda o: lr_scheduler.CyclicLR(o, 0.1, 0.3, step_size_up=3),
+    "nested": lambda o: lr_scheduler.SequentialLR(
+        o,
+        [
+            lr_scheduler.ChainedScheduler([lr_scheduler.ConstantLR(o, 0.5), lr_scheduler.ExponentialLR(o, 0.9)]),
+            lr_scheduler.MultiplicativeLR(o, lambda step: 0.9),
+        ],
+        milestones=[3],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("num_groups", [(1, 2), (2, 1), (2, 3)])
+def test_lists_that_are_not_of_groups_stay(name: str, num_groups: tuple[int, int]) -> None:
+    """They may be as long as the optimizer had groups."""
+    first, other = (one_or_two(SCHEDULERS[name], number) for number in num_groups)
+    optimizer, scheduler = first
+    optimizer.step()
+    scheduler.step()
+    for group in other[0].param_groups:
+        group.update({key: value for key, value in optimizer.param_groups[0].items() if key != "params"})
+    state = copy.deepcopy(scheduler.state_dict())
+    fit_scheduler_state(state, other[0].param_groups)
+    other[1].load_state_dict(state)
+    for _ in range(5):
+        for optimizer, scheduler in (first, other):
+            optimizer.step()
+            scheduler.step()
+        assert other[1].get_last_lr() == first[1].get_last_lr()[:1] * num_groups[1]

@@ -9,6 +9,7 @@ import pytest
 
 from lightning_d9d.errors import StateError
 from lightning_d9d.state import complete_directory
+from lightning_d9d.state.directory import hidden
 
 
 def write(target: Path, text: str, overwrite: bool = True, error: Exception | None = None) -> None:
@@ -24,8 +25,8 @@ def make(folder: Path, text: str) -> None:
 
 
 def test_what_a_killed_save_left_is_put_back_or_removed(tmp_path: Path) -> None:
-    make(tmp_path / ".target.partial", "of a killed save")
-    make(tmp_path / ".target.replaced", "old")
+    make(hidden(tmp_path / "target", "partial"), "of a killed save")
+    make(hidden(tmp_path / "target", "replaced"), "old")
     with pytest.raises(ValueError, match="body"):
         write(tmp_path / "target", "new", error=ValueError("body"))
     assert os.listdir(tmp_path) == ["target"]

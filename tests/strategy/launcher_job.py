@@ -97,7 +97,7 @@ def fit_until_cut() -> tuple[L.Trainer, Model]:
 
 
 class Signalled(L.Callback):
-    """SLURM's warning, as rank 1 alone gets it in its third batch."""
+    """SLURM's warning, as rank 1 alone gets it in each batch of its third step."""
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -108,7 +108,8 @@ class Signalled(L.Callback):
 
 def fit_until_requeued(*callbacks: L.Callback) -> tuple[L.Trainer, Model]:
     root = os.environ["SLURM_TEST_ROOT"]
-    return fit(Model(num_steps=2000), devices=2, default_root_dir=root, callbacks=list(callbacks))
+    options: dict[str, Any] = {"default_root_dir": root, "callbacks": list(callbacks), "accumulate_grad_batches": 4}
+    return fit(Model(num_steps=2000), devices=2, **options)
 
 
 CASES = {

@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_d9d import CheckpointConfig, ConfigError, D9DStrategy, StateError
 from lightning_d9d.checkpoint import directory, is_directory, open_directory
 from lightning_d9d.checkpoint.background import THREAD_NAME
+from lightning_d9d.strategy import checkpoints
 from tests.harness.compare import assert_bitwise_equal
 from tests.harness.ranks import RankContext
 from tests.strategy.plain import Plain, loader, trainer
@@ -118,6 +119,29 @@ def test_a_failure_is_raised_at_the_end(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(StateError, match=r"step=6.ckpt' cannot be saved: .*step=3.ckpt' cannot be saved: "):
         fit(tmp_path, [ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3)])
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_cannot_be_removed_stays_and_training_goes_on(rank: RankContext, asynchronous: bool) -> None:
+    """Only rank 0 removes, and the other one must not wait for it in the next save."""
+
+    def fail(path: Any) -> None:
+        raise PermissionError(1, "Operation not permitted", str(path))
+
+    saving = ModelCheckpoint(rank.tmp_dir, "{step}", every_n_train_steps=1)
+    options: dict[str, Any] = {"devices": 2, "device": str(rank.device), "asynchronous": asynchronous, "max_steps": 3}
+    real, checkpoints.remove_directory = checkpoints.remove_directory, fail
+    try:
+        if rank.rank == 0:
+            with pytest.warns(UserWarning, match=r"step=1.ckpt' is no longer needed, but cannot .* not permitted"):
+                fit(rank.tmp_dir, [saving], **options)
+        else:
+            fit(rank.tmp_dir, [saving], **options)
+    finally:
+        checkpoints.remove_directory = real
+    rank.barrier()
+    assert sorted(os.listdir(rank.tmp_dir)) == [f"step={step}.ckpt" for step in (1, 2, 3)]
 
 
 @pytest.mark.filterwarnings("error:checkpoint")

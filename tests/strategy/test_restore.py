@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
+import lightning as L
 import pytest
 import torch
 from torch import nn
 
-from lightning_d9d import D9DStrategy, StateError
+from lightning_d9d import CheckpointConfig, D9DStrategy, StateError
+from tests.harness.compare import assert_bitwise_equal
 from tests.harness.ranks import RankContext
 from tests.strategy.plain import Plain, loader, trainer
 
@@ -49,6 +52,27 @@ def test_a_checkpoint_of_another_model_names_what_differs(tmp_path: Path) -> Non
     )
     with pytest.raises(StateError, match=text):
         trainer(D9DStrategy()).fit(Wider(), loader(16), ckpt_path=path)
+
+
+def test_damaged_optimizer_state_is_found_before_a_weight_has_changed(tmp_path: Path) -> None:
+    def run() -> L.Trainer:
+        return trainer(D9DStrategy(checkpoint=CheckpointConfig(mode="sharded")), max_epochs=1)
+
+    first, module = run(), Plain("adamw")
+    first.fit(module, loader(16))
+    first.save_checkpoint(tmp_path / "step.ckpt")
+    moment = first.optimizers[0].state[module.get_parameter("net.0.weight")]["exp_avg"].numpy().tobytes()
+    [file] = (tmp_path / "step.ckpt").glob("data-*/*.distcp")
+    content = bytearray(file.read_bytes())
+    content[content.index(moment)] ^= 4
+    file.write_bytes(content)
+    other = Plain("adamw")
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(StateError, match=r"damaged where it has optimizer_0\.net\.0\.weight\.exp_avg:"):
+        run().fit(other, loader(16), ckpt_path=tmp_path / "step.ckpt")
+    for name, value in other.state_dict().items():
+        assert_bitwise_equal(name, value, before[name])
+    run().validate(module, loader(16), ckpt_path=tmp_path / "step.ckpt", verbose=False)  # which needs no optimizer
 
 
 @pytest.mark.ranks(2)

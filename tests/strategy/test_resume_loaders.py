@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -115,24 +116,23 @@ def test_what_a_save_replaces_stays_until_the_window_ends(tmp_path: Path) -> Non
     assert [len(each) for each in left] == [0, 0, 0, 0, *[1] * 8]
 
 
-@pytest.mark.parametrize("interrupted", [False, True])
-def test_a_window_that_stays_open_is_saved_without_its_gradients(tmp_path: Path, interrupted: bool) -> None:
-    class Stopping(Callback):
+@pytest.mark.parametrize("ending", ["stopped", "failed", "requeued"])
+def test_a_window_that_stays_open_is_saved_without_its_gradients(tmp_path: Path, ending: str) -> None:
+    path = tmp_path / ("hpc_ckpt_1.ckpt" if ending == "requeued" else "end.ckpt")
+
+    class Ending(Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 5 and interrupted:
+            if batch_idx == 5 and ending == "failed":
                 raise ValueError("bad row")
             if batch_idx == 5:
-                trainer.save_checkpoint(tmp_path / "end.ckpt")
-                trainer.should_stop = True
+                trainer.save_checkpoint(path)
+                assert path.exists() == (ending == "requeued")
+                trainer.should_stop = ending == "stopped"
 
         def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-            trainer.save_checkpoint(tmp_path / "end.ckpt")
+            trainer.save_checkpoint(path)
 
-    options = {"accumulate_grad_batches": 4}
-    if interrupted:
-        with pytest.raises(ValueError, match="bad row"):
-            fit(Plain, "map-style", Stopping(), **options)
-    else:
-        with pytest.warns(UserWarning, match="inside of an accumulation window"):
-            fit(Plain, "map-style", Stopping(), **options)
-    assert torch.load(tmp_path / "end.ckpt", weights_only=True)["global_step"] == 1
+    failing = pytest.raises(ValueError, match="bad row") if ending == "failed" else nullcontext()
+    with failing, pytest.warns(UserWarning, match="inside of an accumulation window, whose gradients"):
+        fit(Plain, "map-style", Ending(), accumulate_grad_batches=4, max_epochs=1)
+    assert torch.load(path, weights_only=True)["global_step"] == 1

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_d9d import D9DStrategy, MeshConfig
+from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoePretraining
 from tests.harness.ranks import RankContext
 from tests.strategy.plain import trainer
 from tests.strategy.sharded import Sharded
@@ -84,3 +85,38 @@ def test_a_staged_modules_ranks_agree_on_weights_and_differ_in_dropout(rank: Ran
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert drawn[0] == drawn[1]
     assert not set(drawn[0]) & {*drawn[2], *other_drawn[0]}
+
+
+TINY = Qwen3MoeConfig(
+    vocab_size=16,
+    hidden_size=8,
+    intermediate_size=8,
+    moe_intermediate_size=8,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    head_dim=4,
+    num_experts=2,
+    num_experts_per_tok=1,
+)
+
+
+@pytest.mark.ranks(2)
+def test_tensor_parallel_ranks_agree_though_stages_saved(rank: RankContext) -> None:
+    """Stages draw numbers of their own; ranks that hold copies of one activation must not go on with those."""
+    path, drawn = rank.tmp_dir / "step.ckpt", {}
+    ids = torch.arange(72).view(8, 9) % 16
+    data = DataLoader([{"input_ids": row[:-1], "labels": row[1:]} for row in ids], batch_size=2)  # type: ignore[arg-type]
+    for axis in ("pipeline_parallel", "tensor_parallel"):
+        draws = Draws()
+        strategy = D9DStrategy(mesh=MeshConfig(**{axis: 2}))
+        is_first = axis == "pipeline_parallel"
+        run = trainer(strategy, 2, str(rank.device), max_steps=2 if is_first else 3, callbacks=[draws])
+        run.fit(Qwen3MoePretraining(TINY), data, ckpt_path=None if is_first else path)
+        if is_first:
+            run.save_checkpoint(path)
+        drawn[axis] = draws.drawn
+    ours, theirs = rank.all_gather_object(drawn)
+    assert not set(ours["pipeline_parallel"]) & set(theirs["pipeline_parallel"])
+    assert len(ours["tensor_parallel"]) == 1
+    assert ours["tensor_parallel"] == theirs["tensor_parallel"]

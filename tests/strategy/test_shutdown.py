@@ -349,6 +349,29 @@ def test_ranks_of_unequal_speed_agree_on_one_batch(seed):
     assert not any(watch.ended_normally for watch in watches)
 
 
+@pytest.mark.parametrize(("number", "end"), [(signal.SIGUSR1, 4), (signal.SIGTERM, 2)])
+def test_a_job_that_is_requeued_first_ends_its_window(number, end):
+    """Of four batches, with a validation before the last. Other jobs, who have less time, end at once."""
+    begun = [0] * 3
+
+    def body(watch: RankWatch, rank: int) -> None:
+        watch.requeue_signal = signal.SIGUSR1
+        watch.goes_on = lambda: begun[rank] % 4 != 0
+        while True:
+            watch.begin_train_batch()
+            begun[rank] += 1
+            if begun == [2] * 3:
+                os.write(watch.signal_pipe, bytes([number]))
+            while begun[rank] == 2 and watch._last_position is None:
+                time.sleep(0.001)
+            if begun[rank] == 3:
+                watch.begin_evaluation_batch()
+                watch.end_evaluation()
+
+    run_watches(body, 3)
+    assert begun == [end] * 3
+
+
 def test_rank_that_ends_early_waits_for_the_others():
     events = []
 
