@@ -21,10 +21,13 @@ from torch import Tensor
 
 from lightning_d9d.checkpoint import MODEL, Checkpoint, StoredTensor, is_directory, open_directory, whole_checkpoint
 from lightning_d9d.errors import ConfigError, StateError
-from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM, huggingface_mapper
+from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig
+from lightning_d9d.models.qwen3_moe.huggingface import check_tied, huggingface_mapper, parameter_specs, repeated_head
 from lightning_d9d.models.qwen3_moe.module import ARGUMENTS_KEY
 from lightning_d9d.state import DTYPE_NAMES, SafetensorsReader, Sequential, Spec, save_tensors
+from lightning_d9d.state.format import read_json
 from lightning_d9d.state.layout import Index, Readable
+from lightning_d9d.state.places import names_in
 from lightning_d9d.strategy.checkpoint_files import AtomicFileIO, read_checkpoint
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
@@ -78,21 +81,26 @@ def _is_checkpoint(source: str) -> bool:
 
 
 def _from_huggingface(source: str, target: str, fused_experts: bool, options: Mapping[str, Any]) -> None:
-    if "://" in source:
-        raise ConfigError(f"{source} is a URL; copy the directory to a file system first")
     reader = SafetensorsReader(source)
-    config = Qwen3MoeConfig.from_json(source)
-    specs = _parameters(config)
+    try:
+        described = read_json(reader.path / "config.json")
+    except ValueError as error:
+        raise ConfigError(f"{source}: config.json cannot be read: {error}") from error
+    config = Qwen3MoeConfig.from_dict(described, source=source)
     are_fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in reader)
-    to_parameters = huggingface_mapper(config, are_fused).inverse(specs)
+    to_parameters = huggingface_mapper(config, are_fused).inverse(parameter_specs(config))
+    if repeated := repeated_head(reader, config):
+        views = to_parameters.plan(reader.specs).values()
+        check_tied(reader, [part for view in views for part in view.parts])
+        reader.leave_out(repeated)
     mapper = Sequential([to_parameters, huggingface_mapper(config, fused_experts)])
-    files = {path.name: path.read_bytes() for path in Path(source).iterdir() if _is_beside_weights(path)}
-    files["config.json"] = _described(json.loads(files["config.json"]), reader.specs, options["dtype"])
+    files = {name: (reader.path / name).read_bytes() for name in names_in(reader.path) if _is_beside_weights(name)}
+    files["config.json"] = _described(described, reader.specs, options["dtype"])
     save_tensors(reader, target, mapper, files=files, **options)
 
 
-def _is_beside_weights(path: Path) -> bool:
-    return path.suffix in _COPIED and ".safetensors." not in path.name and path.is_file()
+def _is_beside_weights(name: str) -> bool:
+    return Path(name).suffix in _COPIED and ".safetensors." not in name
 
 
 def _from_checkpoint(source: str, target: str, fused_experts: bool, options: Mapping[str, Any]) -> None:
@@ -103,19 +111,13 @@ def _from_checkpoint(source: str, target: str, fused_experts: bool, options: Map
             "that ends with .ckpt, or save its weights with lightning_d9d.state.save_tensors"
         )
     config = Qwen3MoeConfig.from_dict(values[ARGUMENTS_KEY]["config"], source=source)
-    parameters = _parameters(config)
+    parameters = parameter_specs(config)
     if missing := [name for name in parameters if name not in weights]:
         raise StateError(f"{source} lacks {missing[0]}, which its own configuration asks for; give another checkpoint")
     used = {name: weights[name] for name in parameters}  # without what Hugging Face's Qwen3-MoE does not know
     specs = {name: Spec(tuple(weight.shape), weight.dtype) for name, weight in used.items()}
     files = {"config.json": _described(config.to_dict(), specs, options["dtype"])}
     save_tensors(used, target, huggingface_mapper(config, fused_experts), files=files, **options)
-
-
-def _parameters(config: Qwen3MoeConfig) -> dict[str, Spec]:
-    with torch.device("meta"):
-        model = Qwen3MoeForCausalLM(config)
-    return {name: Spec(tuple(parameter.shape)) for name, parameter in model.named_parameters()}
 
 
 def _described(config: Mapping[str, Any], specs: Mapping[str, Spec], dtype: torch.dtype | None) -> bytes:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_d9d import CheckpointConfig, D9DStrategy
@@ -23,6 +24,7 @@ from lightning_d9d.models.qwen3_moe import (
     load_huggingface,
     save_huggingface,
 )
+from lightning_d9d.state.format import MANIFEST_FILE
 from tests.harness.compare import assert_bitwise_equal
 
 SMALL = Qwen3MoeConfig(
@@ -102,6 +104,35 @@ def test_dtype_files_and_layout_of_experts(tmp_path: Path, monkeypatch: pytest.M
         assert load_file(tmp_path / each / "model.safetensors").keys() == (
             load_file(tmp_path / "back" / "model.safetensors").keys()
         )
+
+
+def test_from_and_to_urls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model = make_model()
+    save_huggingface(model, "memory://source/model")
+    convert(monkeypatch, "memory://source/model", "memory://target/model", "--fused-experts")
+    convert(monkeypatch, "memory://target/model", tmp_path / "back")
+    assert_loads(tmp_path / "back", model)
+    assert (tmp_path / "back" / "generation_config.json").exists()
+
+
+def test_tied_embeddings_that_files_repeat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(replace(SMALL, tie_word_embeddings=True))
+    save_huggingface(model, tmp_path / "source")
+    (tmp_path / "source" / MANIFEST_FILE).unlink()
+    file = tmp_path / "source" / "model.safetensors"
+    tensors = load_file(file)
+    embedding = tensors["model.embed_tokens.weight"]
+    save_file({**tensors, "lm_head.weight": embedding.clone()}, file)
+    convert(monkeypatch, tmp_path / "source", tmp_path / "target")
+    assert "lm_head.weight" not in load_file(tmp_path / "target" / "model.safetensors")
+    assert_loads(tmp_path / "target", model)
+
+    save_file({**tensors, "lm_head.weight": embedding + 1}, file)
+    assert "lm_head.weight differs" in refused(monkeypatch, capsys, tmp_path / "source", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
 
 
 def test_transformers_opens_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Path) -> None:

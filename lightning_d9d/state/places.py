@@ -61,6 +61,12 @@ class UrlPath:
         with _named(self._url):
             return self.exists() and bool(self._files.ls(self._path, detail=False))
 
+    def names(self) -> list[str]:
+        """Of the files in the directory."""
+        with _named(self._url):
+            found = self._files.ls(self._path, detail=True)
+            return [str(each["name"]).rpartition("/")[2] for each in found if each["type"] == "file"]
+
     def make_directory(self) -> None:
         """Where there are directories."""
         with _named(self._url):
@@ -127,6 +133,11 @@ def is_occupied(place: Place) -> bool:
     if isinstance(place, UrlPath):
         return place.has_files()
     return place.exists() and (not place.is_dir() or any(place.iterdir()))
+
+
+def names_in(place: Place) -> list[str]:
+    """Of the files in a directory."""
+    return place.names() if isinstance(place, UrlPath) else [path.name for path in place.iterdir() if path.is_file()]
 
 
 def flush(file: IO[Any] | UrlFile) -> None:

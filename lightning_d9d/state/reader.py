@@ -44,6 +44,7 @@ class SafetensorsReader(Mapping[str, StoredTensor]):
 
     def __init__(self, path: str | Path | UrlPath) -> None:
         self._open = lru_cache(_MAX_OPEN_FILES)(SafetensorsFile)
+        self._left_out: set[str] = set()
         with reading(path):
             self.path = place_of(path)
             self.file_of = self._find_tensors()
@@ -59,6 +60,13 @@ class SafetensorsReader(Mapping[str, StoredTensor]):
 
     def __len__(self) -> int:
         return len(self.file_of)
+
+    def leave_out(self, names: Iterable[str]) -> None:
+        """Go on as if the files did not have these tensors."""
+        self.__dict__.pop("specs", None)
+        for name in names:
+            del self.file_of[name]
+            self._left_out.add(name)
 
     @cached_property
     def specs(self) -> dict[str, Spec]:
@@ -97,7 +105,7 @@ class SafetensorsReader(Mapping[str, StoredTensor]):
         manifest = read_manifest(self.path) if checksums and not self._is_file else None
         if manifest is None and not check_finite:
             return
-        if lost := [name for name in manifest or () if name not in self.file_of]:
+        if lost := (manifest or {}).keys() - self.file_of.keys() - self._left_out:
             raise StateError(f"{self.path}: lacks {min(lost)}, which the manifest has; fetch or export it again.")
         num_bytes = {name: self[name].num_bytes for name in self._in_order(names)}
         with Progress(progress, f"checking {self.path}", sum(num_bytes.values())) as bar:

@@ -20,12 +20,12 @@ from lightning_d9d.state import (
     LocalShard,
     Mapper,
     Parallel,
+    Part,
     SafetensorsReader,
     Select,
     Sequential,
     Spec,
     Split,
-    View,
     check_names,
     complete_directory,
     fill_shards,
@@ -78,22 +78,23 @@ def load_huggingface(
         local = _local_shards(stages, specs)
         reader = SafetensorsReader(directory)
         in_files = _mapper(config, specs, stacked=reader.file_of).plan(specs)
-        repeated_head = {_HEAD_TENSOR} & reader.file_of.keys() if config.tie_word_embeddings else set()
+        repeated = repeated_head(reader, config)
         missing = [name for name in in_files if name not in reader.file_of]
         tied_elsewhere = "the embeddings are tied, set tie_word_embeddings=True, or " if _HEAD_TENSOR in missing else ""
         check_names(
             missing,
-            unexpected=[name for name in reader if name not in in_files and name not in repeated_head],
+            unexpected=[name for name in reader if name not in in_files and name not in repeated],
             remedy=f"{tied_elsewhere}build the model with Qwen3MoeConfig.from_json of the same directory",
         )
         views = inverted(in_files, specs)
-        needed = {part.source for name, shard in local for part in views[name].parts if part.within(shard.box)}
+        parts = [held for name, shard in local for part in views[name].parts if (held := part.within(shard.box))]
+        needed = {part.source for part in parts}
         checked = {tensor: view.shape for tensor, view in in_files.items() if tensor in needed}
-        if repeated_head and _EMBEDDING_TENSOR in needed:
+        if repeated and _EMBEDDING_TENSOR in needed:
             checked[_HEAD_TENSOR] = in_files[_EMBEDDING_TENSOR].shape
         reader.check(checked, f"build the model with Qwen3MoeConfig.from_json({str(directory)!r})")
-        if repeated_head:
-            _check_tied(reader, views, local)
+        if repeated:
+            check_tied(reader, parts)
     fill_shards(reader, views, local, Checks(verify, check_finite), failure, progress)
 
 
@@ -247,13 +248,24 @@ def _of_experts(config: Qwen3MoeConfig, owner: str, stack: str) -> Mapper:
     return Sequential([Select(f"{owner}.{stack}", both), Parallel(map(Split, both, halves))])
 
 
-def _check_tied(reader: SafetensorsReader, views: Mapping[str, View], local: Iterable[tuple[str, LocalShard]]) -> None:
-    """Some exports repeat the tied matrix as the head's; a head of its own must not be dropped without a word."""
-    for name, shard in local:
-        for part in (part for part in views[name].parts if part.source == _EMBEDDING_TENSOR):
-            held = part.within(shard.box)
-            if held and not torch.equal(*(held.take(reader[tensor]) for tensor in (_EMBEDDING_TENSOR, _HEAD_TENSOR))):
-                raise StateError(
-                    f"{reader.file_of[_HEAD_TENSOR]}: {_HEAD_TENSOR} differs from {_EMBEDDING_TENSOR}, and the model's "
-                    "embeddings are tied; build it with tie_word_embeddings=False."
-                )
+def repeated_head(reader: SafetensorsReader, config: Qwen3MoeConfig) -> set[str]:
+    """The name of the head's matrix, where embeddings are tied and the files have it all the same, as some exports."""
+    return {_HEAD_TENSOR} & reader.file_of.keys() if config.tie_word_embeddings else set()
+
+
+def check_tied(reader: SafetensorsReader, parts: Iterable[Part]) -> None:
+    """Compare a repeated head with the embedding: one of its own must not be dropped without a word. Local.
+
+    Args:
+        reader: Of files that have both.
+        parts: Of tensors of the files; those of the embedding are compared.
+
+    Raises:
+        StateError: They differ.
+    """
+    for part in (part for part in parts if part.source == _EMBEDDING_TENSOR):
+        if not torch.equal(*(part.take(reader[tensor]) for tensor in (_EMBEDDING_TENSOR, _HEAD_TENSOR))):
+            raise StateError(
+                f"{reader.file_of[_HEAD_TENSOR]}: {_HEAD_TENSOR} differs from {_EMBEDDING_TENSOR}, and the model's "
+                "embeddings are tied; build it with tie_word_embeddings=False."
+            )
