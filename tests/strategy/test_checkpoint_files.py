@@ -22,7 +22,8 @@ from lightning_d9d.callbacks import InitialWeights
 from lightning_d9d.checkpoint import MODEL, is_directory, save_directory
 from lightning_d9d.strategy.checkpoint_files import AtomicFileIO, read_value
 from lightning_d9d.strategy.weights import load_part
-from tests.checkpoint.test_killed import killed_at, loaded
+from tests.checkpoint.test_killed import loaded
+from tests.harness.forked import killed_at
 from tests.strategy.plain import Plain, loader, trainer
 from tests.strategy.staged import Staged
 
