@@ -204,9 +204,7 @@ class CheckpointedStrategy(RankedStrategy):
         trainer = self.lightning_module.trainer
         if self._deferred is not None and self.is_inside_of_window:
             weights_only = "optimizer_states" not in checkpoint
-            is_last = Path(filepath).name.startswith(
-                _REQUEUED
-            )  # in one process, Lightning does it in the signal handler
+            is_last = Path(filepath).name.startswith(_REQUEUED)  # by Lightning's signal handler, in one process
             if not (self.saves_at_once or trainer.interrupted or is_last):
                 self._deferred.add(functools.partial(trainer.save_checkpoint, filepath, weights_only, storage_options))
                 return
