@@ -1,4 +1,4 @@
-"""All tests that need no GPU: `python -m tests`. Those of several ranks go on beside those of one process.
+"""All tests that need no GPU: `python -m tests`. Those of ranks and jobs go on beside those of one process.
 
 Ranks wait for each other often, and tests of faults for their time limits: side by side they fill the cores. What goes
 on beside prints when all is over.
@@ -13,14 +13,15 @@ import tempfile
 import pytest
 
 WITHOUT_GPU = "not gpu and not meshes"
+WAITING = "(ranks or jobs)"
 
 
 def main() -> int:
     """The exit status of what failed, or 0."""
     command = [sys.executable, "-m", "pytest", *sys.argv[1:], "-m"]
     with tempfile.TemporaryFile("w+") as output:
-        with subprocess.Popen([*command, f"ranks and {WITHOUT_GPU}"], stdout=output, stderr=output) as ranks:
-            other = subprocess.run([*command, f"not ranks and {WITHOUT_GPU}"], check=False)
+        with subprocess.Popen([*command, f"{WAITING} and {WITHOUT_GPU}"], stdout=output, stderr=output) as ranks:
+            other = subprocess.run([*command, f"not {WAITING} and {WITHOUT_GPU}"], check=False)
         output.seek(0)
         print(output.read())
     ended = {ranks.returncode, other.returncode}

@@ -118,7 +118,11 @@ class SafetensorsFile:
                 with path.open("rb") as file:
                     size = file.seek(0, 2)
                     self._map = mmap.mmap(file.fileno(), size, flags=_MAP_FLAGS) if size else None
-            self.tensors = {name: StoredTensor(self, entry) for name, entry in self._header(size).items()}
+            self.entries = self._header(size)
+            """By name. Not the tensors, which hold the file: it is closed as soon as nobody else holds it."""
+
+    def __getitem__(self, name: str) -> StoredTensor:
+        return StoredTensor(self, self.entries[name])
 
     def content(self, begin: int, end: int) -> memoryview | bytes:
         """A range of bytes."""

@@ -51,9 +51,9 @@ class SafetensorsReader(Mapping[str, StoredTensor]):
 
     def __getitem__(self, name: str) -> StoredTensor:
         file = self._open(self.file_of[name])
-        if name not in file.tensors:
+        if name not in file.entries:
             raise StateError(f"{file.path}: lacks {name}, which the index puts there; fetch or export it again.")
-        return file.tensors[name]
+        return file[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.file_of)
@@ -136,10 +136,10 @@ class SafetensorsReader(Mapping[str, StoredTensor]):
 
     def _find_tensors(self) -> dict[str, Place]:
         if self._is_file:
-            return dict.fromkeys(self._open(self.path).tensors, self.path)
+            return dict.fromkeys(self._open(self.path).entries, self.path)
         if (self.path / WEIGHTS_FILE).exists():
             self._check_links({WEIGHTS_FILE}, self.path)
-            return dict.fromkeys(self._open(self.path / WEIGHTS_FILE).tensors, self.path / WEIGHTS_FILE)
+            return dict.fromkeys(self._open(self.path / WEIGHTS_FILE).entries, self.path / WEIGHTS_FILE)
         index = self.path / INDEX_FILE
         if not index.exists():
             raise StateError(

@@ -30,6 +30,8 @@ SHORT = (
 )
 TIMEOUT_SECONDS = 200
 
+pytestmark = pytest.mark.jobs
+
 
 def run(*command: str | Path, output: Path) -> subprocess.CompletedProcess[str]:
     """Runs `python ...` until every process that it started has ended: each of them holds the pipes open."""

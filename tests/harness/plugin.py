@@ -28,6 +28,10 @@ _MESHES = (
     "meshes: one of the many meshes or numbers of microbatches that `nox -s tests` leaves out and `nox -s meshes` runs"
 )
 
+_JOBS = (
+    "jobs: starts whole jobs, whose processes wait for each other; `python -m tests` runs it beside those that do not"
+)
+
 
 @dataclass(frozen=True)
 class Need:
@@ -175,7 +179,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     markers = [f"{name}: {need.meaning}; deselected where that is missing" for name, need in NEEDS.items()]
-    for marker in (_RANKS, _MESHES, *markers):
+    for marker in (_RANKS, _MESHES, _JOBS, *markers):
         config.addinivalue_line("markers", marker)
     rank_tests = RankTests(config)
     config.pluginmanager.register(rank_tests, "rank-tests")

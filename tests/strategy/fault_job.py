@@ -29,7 +29,7 @@ from tests.strategy.plain import Plain, rows, trainer
 from tests.strategy.staged import Staged, staged_rows
 
 INIT_SECONDS = 4.0
-STEP_SECONDS = 2.0
+STEP_SECONDS = 4.0
 SHUTDOWN_SECONDS = 2.0
 TIMEOUTS = TimeoutConfig(init_seconds=INIT_SECONDS, step_seconds=STEP_SECONDS, shutdown_seconds=SHUTDOWN_SECONDS)
 SLOW_SECONDS = 0.6

@@ -27,7 +27,7 @@ LAUNCHER_VARIABLES = (
     *("MASTER_", "LOCAL_", "NODE_", "GROUP_", "RANK", "WORLD_"),
 )
 NUM_STEPS = 4
-STEP_SECONDS = 2.0
+STEP_SECONDS = 4.0
 SHUTDOWN_SECONDS = 2.0
 CUT_AT = 3  # the step of the case "cut" at which it says that it is ready
 

@@ -25,7 +25,7 @@ from lightning_d9d.strategy.watchdog import RankWatch
 
 ROOT = Path(__file__).parents[2]
 SHUTDOWN_SECONDS = 2.0  # as in shutdown_job.py, which only the jobs import
-FORKED_SECONDS = SHUTDOWN_SECONDS + 3.0  # on top: noticing, printing
+FORKED_SECONDS = SHUTDOWN_SECONDS + 5.0  # on top: noticing, printing
 LAUNCHED_SECONDS = SHUTDOWN_SECONDS + 15.0  # and a whole Python with Lightning that exits, twice, on a busy machine
 JOB_SECONDS = 120.0
 MARKER = "SHUTDOWN_TEST_JOB"
