@@ -28,7 +28,7 @@ from lightning_d9d.state import DTYPE_NAMES, SafetensorsReader, Sequential, Spec
 from lightning_d9d.state.format import read_json
 from lightning_d9d.state.layout import Index, Readable
 from lightning_d9d.state.places import names_in
-from lightning_d9d.strategy.checkpoint_files import AtomicFileIO, read_checkpoint
+from lightning_d9d.strategy.checkpoint_files import AtomicFileIO, mapped, read_checkpoint
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -145,8 +145,7 @@ class _Saved:
 def _read(source: str) -> tuple[dict[str, Any], Mapping[str, Readable]]:
     """The values and the weights of a checkpoint; weights of a directory are read when they are needed."""
     if not is_directory(source):
-        load = functools.partial(torch.load, source, map_location="cpu", weights_only=True, mmap=True)
-        values = read_checkpoint(load, source)
+        values = read_checkpoint(functools.partial(mapped, source), source)
         return values, {name: each for name, each in values["state_dict"].items() if isinstance(each, Tensor)}
     checkpoint = open_directory(source, alone=True)
     read = functools.lru_cache(1)(functools.partial(_whole, checkpoint))

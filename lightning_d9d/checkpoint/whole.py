@@ -122,9 +122,7 @@ def _in_order(sequences: Sequence[Sequence[str]], order: Sequence[str]) -> Seque
     num_holders = Counter(chain.from_iterable(sequences))
     merged = [name for name in order if name in num_holders]
     for names in sequences:
-        own = [
-            name for name in names if num_holders[name] == 1
-        ]  # tied ones have other parameters before them elsewhere
+        own = [name for name in names if num_holders[name] == 1]  # tied ones come behind other parameters elsewhere
         own_names = {*own}
         if [name for name in merged if name in own_names] != own:
             break

@@ -3,13 +3,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_d9d.ops.collectives import group_named
-
-_NAME = "lightning_d9d::all_to_all_rows"
+from lightning_d9d.ops.operator import define
 
 
 def all_to_all_rows(rows: Tensor, received: Sequence[int], sent: Sequence[int], group_name: str) -> Tensor:
@@ -28,7 +26,7 @@ def all_to_all_rows(rows: Tensor, received: Sequence[int], sent: Sequence[int], 
     Returns:
         Shape `[sum(received), ...]`: in new memory, by rank that sent them.
     """
-    return torch.ops.lightning_d9d.all_to_all_rows(rows, received, sent, group_name)
+    return _exchange_op(rows, received, sent, group_name)
 
 
 def _new_rows(rows: Tensor, received: Sequence[int], sent: Sequence[int], group_name: str) -> Tensor:
@@ -49,8 +47,11 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
     return all_to_all_rows(gradient, ctx.sent, ctx.received, ctx.group_name), None, None, None
 
 
-# Not torch.library.custom_op, which imports the compiler at the first call.
-torch.library.define(_NAME, "(Tensor rows, SymInt[] received, SymInt[] sent, str group_name) -> Tensor")
-torch.library.impl(_NAME, "CompositeExplicitAutograd", _exchange)
-torch.library.register_fake(_NAME, _new_rows)
-torch.library.register_autograd(_NAME, _backward, setup_context=_setup_context)
+_exchange_op = define(
+    "all_to_all_rows",
+    "(Tensor rows, SymInt[] received, SymInt[] sent, str group_name) -> Tensor",
+    _exchange,
+    _new_rows,
+    setup_context=_setup_context,
+    backward=_backward,
+)

@@ -19,18 +19,18 @@ from lightning_d9d.ops.attention_block import (
     MAX_HEAD_DIM,
     attention_block,
     attention_block_backward,
+    in_form_of,
     triton_can_run,
     wide,
 )
 from lightning_d9d.ops.flash_attention import flash_attention, flash_attention_package
 from lightning_d9d.ops.kernels import runs_triton
 from lightning_d9d.ops.linear import autocast_dtype
+from lightning_d9d.ops.operator import define
 
 AttentionKernel = Literal["auto", "cudnn", "flash", "efficient", "math", "triton", "flash-attn"]
 """What computes attention: see `attention`."""
 
-_NAME = "lightning_d9d::attention"
-_GRADIENT = "lightning_d9d::attention_backward"
 _BACKENDS = {
     "cudnn": (SDPBackend.CUDNN_ATTENTION, can_use_cudnn_attention),
     "flash": (SDPBackend.FLASH_ATTENTION, can_use_flash_attention),
@@ -62,10 +62,10 @@ def attention(
     - "flash-attn": the package of that name or `flash-attn-4`, of the newest version that is installed; no sinks. With
       documents the host waits for the device.
 
-    Two runs of the Triton kernels give equal bits; backwards of other kernels may sum in another order each time. These
-    kernels, and whatever computes sinks on CUDA, are one operator, `torch.ops.lightning_d9d.attention`; its backward
-    takes probabilities anew from the logarithms of their sums, one float32 number a query and head. The host waits for
-    nothing.
+    Two runs of the Triton kernels give equal bits; of the backwards of other kernels, cuDNN's too, that is not
+    promised. These kernels, and whatever computes sinks on CUDA, are one operator, `torch.ops.lightning_d9d.attention`;
+    its backward takes probabilities anew from the logarithms of their sums, one float32 number a query and head. The
+    host waits for nothing.
 
     Args:
         q: shape `[batch, heads, seq, head_dim]`.
@@ -103,14 +103,31 @@ def attention(
     if chosen == "flash-attn":
         return flash_attention(q, k, v, documents, window)
     if chosen in ("triton", "block") or (chosen in ("cudnn", "flash") and sinks is not None):
-        return torch.ops.lightning_d9d.attention(q, k, v, documents, sinks, window, chosen)[0]
+        return _attend_op(q, k, v, documents, sinks, window, chosen)[0]
     if sinks is not None:
         return attention_reference(q, k, v, documents, window=window, sinks=sinks)
     backend = SDPBackend.MATH if chosen == "math" else _BACKENDS[chosen][0] if chosen in _BACKENDS else None
     mask = None if documents is None and window is None else _mask(q, documents, window)
     is_grouped = q.shape[1] != k.shape[1]
     with nullcontext() if backend is None else sdpa_kernel(backend):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=is_grouped)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=is_grouped)
+    return _TakesGradientInOneForm.apply(out) if out.is_cuda and out.requires_grad else out
+
+
+class _TakesGradientInOneForm(torch.autograd.Function):
+    """Nothing but [Note: plans of cuDNN]."""
+
+    @staticmethod
+    def forward(ctx, out: Tensor) -> Tensor:
+        ctx.strides = out.stride()
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor) -> Tensor:
+        (gradient,) = gradients
+        if gradient.stride() == ctx.strides:
+            return gradient
+        return gradient.new_empty_strided(gradient.shape, ctx.strides).copy_(gradient)
 
 
 def attention_reference(
@@ -231,7 +248,7 @@ def _forward(
         sinks=sinks,
         kernel=None if kernel == "block" else kernel,
     )
-    return _in_form_of(q, out), lse
+    return _in_form_of(q, out, kernel), lse
 
 
 def _new_results(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -272,8 +289,8 @@ def _backward(
             needs_q=needs_q,
             needs_kv=needs_kv,
         )
-        dq = _in_form_of(q, given[0]) if needs_q else dq
-        dk, dv = (_in_form_of(k, given[1]), _in_form_of(v, given[2])) if needs_kv else (dk, dv)
+        dq = _in_form_of(q, given[0], kernel) if needs_q else dq
+        dk, dv = (_in_form_of(k, given[1], kernel), _in_form_of(v, given[2], kernel)) if needs_kv else (dk, dv)
     if needs_sinks:
         assert sinks is not None
         deltas = (grad_out.to(lse.dtype) * out).sum(-1)
@@ -302,39 +319,40 @@ def _new_gradients(
     return dq, dk, dv, dsinks
 
 
-def _in_form_of(tensor: Tensor, value: Tensor) -> Tensor:
-    """With the dtype and order in memory that the compiler is told of."""
-    form = torch.empty_like(tensor, device="meta")
-    is_so = value.dtype == form.dtype and value.stride() == form.stride()
-    return value if is_so else torch.empty_like(tensor).copy_(value)
+def _in_form_of(tensor: Tensor, value: Tensor, kernel: str) -> Tensor:
+    """As the compiler is told; the Triton kernels' results are so."""
+    return value if kernel == "triton" else in_form_of(tensor, value)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, documents, sinks, ctx.window, ctx.kernel = inputs
     ctx.save_for_backward(q, k, v, *output, documents, sinks)
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # else zeros are written for that of the logarithms
 
 
-def _differentiate(ctx: Any, grad_out: Tensor, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: None) -> tuple[Tensor | None, ...]:
+    if grad_out is None:
+        return (None,) * 7
     needs_q, needs_k, needs_v, _, needs_sinks, *_ = ctx.needs_input_grad
     needed = needs_q, needs_k or needs_v, needs_sinks
-    operator = torch.ops.lightning_d9d.attention_backward
-    dq, dk, dv, dsinks = operator(grad_out, *ctx.saved_tensors, ctx.window, ctx.kernel, *needed)
+    dq, dk, dv, dsinks = _gradient_op(grad_out, *ctx.saved_tensors, ctx.window, ctx.kernel, *needed)
     asked = ((dq, needs_q), (dk, needs_k), (dv, needs_v))
     return *(d if needed else None for d, needed in asked), None, dsinks if needs_sinks else None, None, None
 
 
-torch.library.define(
-    _NAME,
+_attend_op = define(
+    "attention",
     "(Tensor q, Tensor k, Tensor v, Tensor? documents, Tensor? sinks, int? window, str kernel) -> (Tensor, Tensor)",
+    _forward,
+    _new_results,
+    setup_context=_setup_context,
+    backward=_differentiate,
 )
-torch.library.define(
-    _GRADIENT,
+_gradient_op = define(
+    "attention_backward",
     "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? documents, Tensor? sinks, "
     "int? window, str kernel, bool needs_q, bool needs_kv, bool needs_sinks) -> (Tensor, Tensor, Tensor, Tensor)",
+    _backward,
+    _new_gradients,
 )
-torch.library.impl(_NAME, "CompositeExplicitAutograd", _forward)
-torch.library.impl(_GRADIENT, "CompositeExplicitAutograd", _backward)
-torch.library.register_fake(_NAME, _new_results)
-torch.library.register_fake(_GRADIENT, _new_gradients)
-torch.library.register_autograd(_NAME, _differentiate, setup_context=_setup_context)

@@ -6,6 +6,10 @@ logarithm of the whole, so gradients of blocks are parts of a sum. See https://a
 arithmetic and https://arxiv.org/abs/2310.01889 for blocks on several devices.
 
 None of these is differentiable itself.
+
+[Note: plans of cuDNN] torch keeps a plan of cuDNN's backward for each size and order in memory of queries, keys and
+values, but not of result and gradient, and reads these as they lay when the plan was made (torch 2.11). So both are
+always given as they leave the forward: in the order of the queries.
 """
 
 from __future__ import annotations
@@ -146,12 +150,20 @@ def attention_block_backward(
     lengths = (q.shape[2], k.shape[2])
     no_seed = torch.empty(2, dtype=torch.int64, device=q.device)  # without dropout nothing reads it
     if kernel == "cudnn":
+        grad_out, out = (in_form_of(q, each) for each in (grad_out, out))  # [Note: plans of cuDNN]
         return _aten._scaled_dot_product_cudnn_attention_backward(
             grad_out, q, k, v, out, lse.unsqueeze(-1), no_seed, no_seed, None, None, None, *lengths, 0.0, causal
         )
     return _aten._scaled_dot_product_flash_attention_backward(
         grad_out, q, k, v, out, lse, None, None, *lengths, 0.0, causal, no_seed, no_seed
     )
+
+
+def in_form_of(tensor: Tensor, value: Tensor) -> Tensor:
+    """`value` with the dtype of `tensor` and the order in memory of what is new like it; a copy if it is otherwise."""
+    form = torch.empty_like(tensor, device="meta")
+    is_so = value.dtype == form.dtype and value.stride() == form.stride()
+    return value if is_so else torch.empty_like(tensor).copy_(value)
 
 
 def merge(out: Tensor, lse: Tensor, out2: Tensor, lse2: Tensor) -> None:

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_d9d.ops.attention_plan import SIZES, Blocks, Masks, ids_from, plan_blocks
-from lightning_d9d.ops.rows import num_programs
+from lightning_d9d.ops.rows import ceil_div, next_power_of_2, num_programs
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
@@ -74,7 +74,7 @@ def backward(
     with torch.cuda.device_of(q):
         masks = _in_rows(masks)
         numbers = torch.empty(batch, heads, num_queries, 2, dtype=torch.float32, device=q.device)
-        _prepare[(batch * heads, triton.cdiv(num_queries, 64))](
+        _prepare[(batch * heads, ceil_div(num_queries, 64))](
             out,
             grad_out,
             lse.contiguous(),
@@ -193,7 +193,7 @@ def _strides(*tensors: Tensor) -> list[int]:
 
 def _width(q: Tensor) -> int:
     """Of blocks: a power of two, of which products take 16 at least."""
-    return max(16, triton.next_power_of_2(q.shape[-1]))
+    return max(16, next_power_of_2(q.shape[-1]))
 
 
 def _blocks_of(q: Tensor, kernel: Literal["forward", "dq", "dk_dv"]) -> Blocks:

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_d9d.ops.rows import ceil_div, next_power_of_2
+
 SIZES = ["num_queries", "num_keys", "num_rows", "num_columns", "length", "heads", "group", "parts", "window"]
 """Numbers that kernels are not compiled anew for."""
 
@@ -51,7 +53,7 @@ def plan_blocks(
     """
     ids = (masks.q_documents, masks.k_documents) if rows_are_queries else (masks.k_documents, masks.q_documents)
     row_ids, column_ids = ids
-    row_blocks, column_blocks = triton.cdiv(num_rows, blocks.rows), triton.cdiv(num_columns, blocks.columns)
+    row_blocks, column_blocks = ceil_div(num_rows, blocks.rows), ceil_div(num_columns, blocks.columns)
     batch = 1 if row_ids is None else len(row_ids)
     extremes = None
     if row_ids is not None and column_ids is not None:
@@ -73,7 +75,7 @@ def plan_blocks(
         ROWS_ARE_QUERIES=rows_are_queries,
         ROWS=blocks.rows,
         COLUMNS=blocks.columns,
-        BLOCKS=triton.next_power_of_2(max(1, column_blocks)),
+        BLOCKS=next_power_of_2(max(1, column_blocks)),
     )
     return plan
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.ops.operator import define
 
 # Torch 2.12 and before know them by the second names alone, which later ones deprecate.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -41,7 +42,7 @@ def gather_dim(x: Tensor, dim: int, group_name: str, *, sums_gradients: bool = T
     Returns:
         The whole, `group size` times as long along `dim`.
     """
-    return x if group_size(group_name) == 1 else torch.ops.lightning_d9d.gather_dim(x, dim, group_name, sums_gradients)
+    return x if group_size(group_name) == 1 else _gather_op(x, dim, group_name, sums_gradients)
 
 
 def scatter_sum(x: Tensor, dim: int, group_name: str) -> Tensor:
@@ -68,7 +69,7 @@ def scatter_sum(x: Tensor, dim: int, group_name: str) -> Tensor:
             f"dim {dim} of a tensor {list(x.shape)} has length {x.shape[dim]}, which {size} ranks cannot share "
             f"equally; pad it to a multiple of {size}"
         )
-    return torch.ops.lightning_d9d.scatter_sum(x, dim, group_name)
+    return _scatter_op(x, dim, group_name)
 
 
 def sum_over(x: Tensor, group_name: str, *, sums_gradients: bool) -> Tensor:
@@ -84,7 +85,7 @@ def sum_over(x: Tensor, group_name: str, *, sums_gradients: bool) -> Tensor:
     Returns:
         In the shape and dtype of `x`.
     """
-    return x if group_size(group_name) == 1 else torch.ops.lightning_d9d.sum_over(x, group_name, sums_gradients)
+    return x if group_size(group_name) == 1 else _sum_op(x, group_name, sums_gradients)
 
 
 def group_size(group_name: str) -> int:
@@ -168,20 +169,27 @@ def _sum_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
     return gradient, None, None
 
 
-# Not torch.library.custom_op, which imports the compiler at the first call.
-for _name, _arguments, _run, _fake, _keep, _backward in (
-    (
-        "gather_dim",
-        "int dim, str group_name, bool sums_gradients",
-        _gather,
-        _new_whole,
-        _keep_gather,
-        _gather_backward,
-    ),
-    ("scatter_sum", "int dim, str group_name", _scatter, _new_part, _keep_dim, _scatter_backward),
-    ("sum_over", "str group_name, bool sums_gradients", _sum, _new_sum, _keep_sums_gradients, _sum_backward),
-):
-    torch.library.define(f"lightning_d9d::{_name}", f"(Tensor x, {_arguments}) -> Tensor")
-    torch.library.impl(f"lightning_d9d::{_name}", "CompositeExplicitAutograd", _run)
-    torch.library.register_fake(f"lightning_d9d::{_name}", _fake)
-    torch.library.register_autograd(f"lightning_d9d::{_name}", _backward, setup_context=_keep)
+_gather_op = define(
+    "gather_dim",
+    "(Tensor x, int dim, str group_name, bool sums_gradients) -> Tensor",
+    _gather,
+    _new_whole,
+    setup_context=_keep_gather,
+    backward=_gather_backward,
+)
+_scatter_op = define(
+    "scatter_sum",
+    "(Tensor x, int dim, str group_name) -> Tensor",
+    _scatter,
+    _new_part,
+    setup_context=_keep_dim,
+    backward=_scatter_backward,
+)
+_sum_op = define(
+    "sum_over",
+    "(Tensor x, str group_name, bool sums_gradients) -> Tensor",
+    _sum,
+    _new_sum,
+    setup_context=_keep_sums_gradients,
+    backward=_sum_backward,
+)

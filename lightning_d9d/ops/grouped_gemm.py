@@ -12,13 +12,12 @@ from torch.utils.flop_counter import register_flop_formula
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.ops.linear import autocast_dtype
+from lightning_d9d.ops.operator import define
 from lightning_d9d.ops.sharded_weights import local_part
 from lightning_d9d.ops.weight_gradients import AT_ONCE, WeightGradients, receiver
 
 GroupedGemmBackend = Literal["auto", "torch", "nv", "eager"]
 
-_NAME = "lightning_d9d::grouped_gemm"
-_WEIGHT_GRADIENT = "lightning_d9d::grouped_gemm_weight_gradient"
 _TORCH_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _chosen: GroupedGemmBackend = "auto"
 
@@ -63,7 +62,7 @@ def grouped_gemm(x: Tensor, weight: Tensor, offsets: Tensor, *, backend: Grouped
     x = x.to(autocast_dtype(x))
     runs_on = _choose(x, weight, offsets, backend or _chosen)
     if gradients is None or gradients is AT_ONCE:
-        return torch.ops.lightning_d9d.grouped_gemm(x, weight, offsets, runs_on)
+        return _multiply_op(x, weight, offsets, runs_on)
     return _PutOff.apply(x, weight.detach(), offsets, runs_on, gradients, leaf)
 
 
@@ -143,17 +142,17 @@ class _PutOff(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight, offsets)
         ctx.backend, ctx.gradients, ctx.leaf = backend, gradients, leaf
-        return torch.ops.lightning_d9d.grouped_gemm(x, weight, offsets, backend)
+        return _multiply_op(x, weight, offsets, backend)
 
     @staticmethod
     def backward(ctx, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (dy,), (x, weight, offsets), backend = grad_outputs, ctx.saved_tensors, ctx.backend
 
         def weight_gradient(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
-            return torch.ops.lightning_d9d.grouped_gemm_weight_gradient(dy, x, offsets, backend)
+            return _multiply_columns_op(dy, x, offsets, backend)
 
         ctx.gradients.add(ctx.leaf, weight_gradient, dy, x, offsets)
-        dx = torch.ops.lightning_d9d.grouped_gemm(dy, weight.mT, offsets, backend)
+        dx = _multiply_op(dy, weight.mT, offsets, backend)
         return dx, None, None, None, None, None
 
 
@@ -232,9 +231,9 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, offsets = ctx.saved_tensors
     dx = dw = None
     if weight is not None:
-        dx = torch.ops.lightning_d9d.grouped_gemm(dy, weight.mT, offsets, ctx.backend)
+        dx = _multiply_op(dy, weight.mT, offsets, ctx.backend)
     if x is not None:
-        dw = torch.ops.lightning_d9d.grouped_gemm_weight_gradient(dy, x, offsets, ctx.backend)
+        dw = _multiply_columns_op(dy, x, offsets, ctx.backend)
     return dx, dw, None, None
 
 
@@ -242,20 +241,28 @@ def _backward_of_columns(ctx: Any, dw: Tensor) -> tuple[Tensor | None, ...]:
     dy, x, offsets = ctx.saved_tensors
     of_dy = of_x = None
     if x is not None:
-        of_dy = torch.ops.lightning_d9d.grouped_gemm(x, dw, offsets, ctx.backend)
+        of_dy = _multiply_op(x, dw, offsets, ctx.backend)
     if dy is not None:
-        of_x = torch.ops.lightning_d9d.grouped_gemm(dy, dw.mT, offsets, ctx.backend)
+        of_x = _multiply_op(dy, dw.mT, offsets, ctx.backend)
     return of_dy, of_x, None, None
 
 
-torch.library.define(_NAME, "(Tensor x, Tensor weight, Tensor offsets, str backend) -> Tensor")
-torch.library.impl(_NAME, "CompositeExplicitAutograd", _multiply)
-torch.library.register_fake(_NAME, _new_rows)
-torch.library.register_autograd(_NAME, _backward, setup_context=_setup_context)
-torch.library.define(_WEIGHT_GRADIENT, "(Tensor dy, Tensor x, Tensor offsets, str backend) -> Tensor")
-torch.library.impl(_WEIGHT_GRADIENT, "CompositeExplicitAutograd", _multiply_columns)
-torch.library.register_fake(_WEIGHT_GRADIENT, _new_matrices)
-torch.library.register_autograd(_WEIGHT_GRADIENT, _backward_of_columns, setup_context=_setup_context)
+_multiply_op = define(
+    "grouped_gemm",
+    "(Tensor x, Tensor weight, Tensor offsets, str backend) -> Tensor",
+    _multiply,
+    _new_rows,
+    setup_context=_setup_context,
+    backward=_backward,
+)
+_multiply_columns_op = define(
+    "grouped_gemm_weight_gradient",
+    "(Tensor dy, Tensor x, Tensor offsets, str backend) -> Tensor",
+    _multiply_columns,
+    _new_matrices,
+    setup_context=_setup_context,
+    backward=_backward_of_columns,
+)
 
 
 @register_flop_formula(torch.ops.lightning_d9d.grouped_gemm)

@@ -47,15 +47,20 @@ def using_kernels(kernels: Kernels) -> Generator[None]:
         set_kernels(before)
 
 
-def runs_triton(*tensors: Tensor, by_default: bool = True) -> bool:
+def runs_triton(*tensors: Tensor | None, by_default: bool = True) -> bool:
     """Whether an op runs its Triton kernels on these tensors: never in float64 or on DTensors, which torch's take.
 
     Args:
-        tensors: What the op is called with.
+        tensors: What the op is called with; None for what it is called without.
         by_default: Whether "auto" takes them on CUDA, where they have been measured to be the fastest.
     """
-    if _chosen == "torch" or any(isinstance(tensor, DTensor) for tensor in tensors):
+    if _chosen == "torch" or (_chosen == "auto" and not by_default):
         return False
-    if any(tensor.dtype not in _DTYPES for tensor in tensors if tensor.is_floating_point()):
-        return False
-    return _chosen == "triton" or (by_default and all(tensor.is_cuda for tensor in tensors))
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if isinstance(tensor, DTensor) or (tensor.dtype not in _DTYPES and tensor.is_floating_point()):
+            return False
+        if _chosen == "auto" and not tensor.is_cuda:
+            return False
+    return True

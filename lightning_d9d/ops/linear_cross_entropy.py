@@ -38,10 +38,12 @@ from lightning_d9d.errors import ConfigError
 from lightning_d9d.ops.collectives import gather_dim, group_size, sum_over
 from lightning_d9d.ops.kernels import runs_triton
 from lightning_d9d.ops.linear import autocast_dtype
+from lightning_d9d.ops.operator import define
 from lightning_d9d.ops.sharded_weights import is_cut, local_part
 from lightning_d9d.ops.vocab_parallel import check_labels, own_columns
 from lightning_d9d.ops.weight_gradients import AT_ONCE, WeightGradients, receiver
 
+_CHUNK_BYTES = 2**30
 _MOST_ROUNDINGS = 8
 _TOKENS_OF_CHUNKS = (2048, 128)
 """Chunks are a multiple of the first of these for which there is room. [Note: gradients of chunks]"""
@@ -62,7 +64,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
     return_lse: Literal[False] = False,
-    chunk_bytes: int = 2**30,
+    chunk_bytes: int | None = None,
     group_name: str | None = None,
     first: int = 0,
     vocab_size: int | None = None,
@@ -82,7 +84,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
     return_lse: Literal[True],
-    chunk_bytes: int = 2**30,
+    chunk_bytes: int | None = None,
     group_name: str | None = None,
     first: int = 0,
     vocab_size: int | None = None,
@@ -101,7 +103,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
     return_lse: bool = False,
-    chunk_bytes: int = 2**30,
+    chunk_bytes: int | None = None,
     group_name: str | None = None,
     first: int = 0,
     vocab_size: int | None = None,
@@ -138,7 +140,8 @@ def linear_cross_entropy(
         label_smoothing: from 0 to 1.
         return_lse: also return `lse`, of ignored tokens as well. With "none" gradients flow through it, too.
         chunk_bytes: how many bytes the logits of a chunk may take; it has one token at least. With torch's kernels
-            these are counted in float32, and there are copies.
+            these are counted in float32, and there are copies. None: 1 GiB; or as much as makes eight chunks, where
+            that takes no more than the gradient of `weight` in float32, which more chunks would be added up in.
         group_name: `group_name` of a process group of torch.
         first: which row of the whole matrix this rank's first one is.
         vocab_size: rows of the whole matrix, each of them on one rank. Only with `group_name`, and needed there.
@@ -162,7 +165,7 @@ def linear_cross_entropy(
         soft_cap=soft_cap or 0.0,
         z_loss=z_loss,
         label_smoothing=label_smoothing,
-        chunk_bytes=chunk_bytes,
+        chunk_bytes=chunk_bytes or 0,
         first=first,
         vocab_size=len(weight) if vocab_size is None else vocab_size,
         group_name=group_name or "",
@@ -227,7 +230,7 @@ def _check(
     reduction: str,
     soft_cap: float | None,
     label_smoothing: float,
-    chunk_bytes: int,
+    chunk_bytes: int | None,
     group_name: str | None,
     vocab_size: int | None,
 ) -> None:
@@ -253,7 +256,7 @@ def _check(
         raise ConfigError(f"soft_cap={soft_cap} must be above 0, or None")
     if not 0 <= label_smoothing <= 1:
         raise ConfigError(f"label_smoothing={label_smoothing} must be from 0 to 1")
-    if chunk_bytes < 1:
+    if chunk_bytes is not None and chunk_bytes < 1:
         raise ConfigError(f"chunk_bytes={chunk_bytes} must be at least 1")
 
 
@@ -266,6 +269,7 @@ class _Options(NamedTuple):
     z_loss: float
     label_smoothing: float
     chunk_bytes: int
+    """0 for None."""
     first: int
     vocab_size: int
     group_name: str
@@ -292,9 +296,7 @@ class _Losses(torch.autograd.Function):
         later: _Later | None,
         options: _Options,
     ) -> tuple[Tensor, Tensor]:
-        loss, lse, *_ = torch.ops.lightning_d9d.linear_cross_entropy(
-            x, weight, bias, labels, *options, False, False, False, False
-        )
+        loss, lse, *_ = _forward_op(x, weight, bias, labels, *options, False, False, False, False)
         ctx.save_for_backward(x, weight, bias, labels, lse)
         ctx.later, ctx.options = later, options
         return loss, lse
@@ -305,7 +307,7 @@ class _Losses(torch.autograd.Function):
         x, weight, bias, labels, lse = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         keep = ctx.later is not None and _is_one_chunk(x, ctx.options)
-        dx, dw, db, dlogits = torch.ops.lightning_d9d.linear_cross_entropy_backward(
+        dx, dw, db, dlogits = _backward_op(
             x, weight, bias, labels, lse, *grad_outputs, *ctx.options, needs_x, needs_weight, needs_bias, keep
         )
         if ctx.later is not None:
@@ -337,7 +339,7 @@ class _SumOfLosses(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         keep = waits and _is_one_chunk(x, options)
-        loss, lse, dx, dw, db, dlogits = torch.ops.lightning_d9d.linear_cross_entropy(
+        loss, lse, dx, dw, db, dlogits = _forward_op(
             x, weight, bias, labels, *options, needs_x, needs_weight and not waits, needs_bias, keep
         )
         again = (x, weight, labels, lse, *(() if bias is None else (bias,)))
@@ -409,9 +411,7 @@ def _weight_gradient_again(
     lse: Tensor,
     bias: Tensor | None = None,
 ) -> Tensor:
-    return torch.ops.lightning_d9d.linear_cross_entropy_backward(
-        x, weight, bias, labels, lse, dloss, dlse, *options, False, True, False, False
-    )[1]
+    return _backward_op(x, weight, bias, labels, lse, dloss, dlse, *options, False, True, False, False)[1]
 
 
 # The operators
@@ -501,10 +501,13 @@ def _rows_at_once(x: Tensor, options: _Options) -> int:
     """How many tokens a chunk has; equal on all ranks, which count as if they had equally many columns."""
     columns = -(-options.vocab_size // (group_size(options.group_name) if options.group_name else 1))
     itemsize = x.element_size() if options.triton else max(4, x.element_size())
-    room = options.chunk_bytes // max(1, _padded(columns) * itemsize)
+    room = (options.chunk_bytes or _CHUNK_BYTES) // max(1, _padded(columns) * itemsize)
     if room >= len(x):
         return max(1, len(x))
-    return next((room // step * step for step in _TOKENS_OF_CHUNKS if room >= step), max(1, room))
+    rows = next((room // step * step for step in _TOKENS_OF_CHUNKS if room >= step), max(1, room))
+    enough = -(-len(x) // _MOST_ROUNDINGS // _TOKENS_OF_CHUNKS[0]) * _TOKENS_OF_CHUNKS[0]
+    is_cheaper = (enough - rows) * itemsize <= x.shape[1] * torch.float32.itemsize
+    return enough if not options.chunk_bytes and rows < enough and is_cheaper else rows
 
 
 def _is_one_chunk(x: Tensor, options: _Options) -> bool:
@@ -653,17 +656,19 @@ _OPTIONS = (
     "int ignore_index, float soft_cap, float z_loss, float label_smoothing, int chunk_bytes, SymInt first, "
     "SymInt vocab_size, str group_name, bool triton, bool dx, bool dw, bool db, bool dlogits"
 )
-for _name, _arguments, _results, _run, _fake in (
-    ("linear_cross_entropy", "", 6, _forward, _new_forward),
-    ("linear_cross_entropy_backward", " Tensor lse, Tensor dloss, Tensor dlse,", 4, _backward, _new_backward),
-):
-    torch.library.define(
-        f"lightning_d9d::{_name}",
-        f"(Tensor x, Tensor weight, Tensor? bias, Tensor labels,{_arguments} {_OPTIONS}) "
-        f"-> ({', '.join(['Tensor'] * _results)})",
-    )
-    torch.library.impl(f"lightning_d9d::{_name}", "CompositeExplicitAutograd", _run)
-    torch.library.register_fake(f"lightning_d9d::{_name}", _fake)
+_forward_op = define(
+    "linear_cross_entropy",
+    f"(Tensor x, Tensor weight, Tensor? bias, Tensor labels, {_OPTIONS}) -> ({', '.join(['Tensor'] * 6)})",
+    _forward,
+    _new_forward,
+)
+_backward_op = define(
+    "linear_cross_entropy_backward",
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor labels, Tensor lse, Tensor dloss, Tensor dlse, "
+    f"{_OPTIONS}) -> ({', '.join(['Tensor'] * 4)})",
+    _backward,
+    _new_backward,
+)
 
 
 @register_flop_formula(

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_d9d.ops.rows import ceil_div, next_power_of_2
+
 _MOST_AT_ONCE = 16384
 _NUMBERS_PER_THREAD = 16
 _PROGRAMS_OF_SCALE = 1056
@@ -87,7 +89,7 @@ def write_statistics_and_gradient(
 def scale_in_place(tensor: Tensor, factor: Tensor) -> None:
     """Multiply a contiguous tensor by a float32 scalar on the device; where that is 1, memory is not touched."""
     if tensor.numel():
-        num_programs = min(_PROGRAMS_OF_SCALE, triton.cdiv(tensor.numel(), _SCALED_AT_ONCE))
+        num_programs = min(_PROGRAMS_OF_SCALE, ceil_div(tensor.numel(), _SCALED_AT_ONCE))
         _scale_kernel[(num_programs,)](tensor, factor, tensor.numel(), BLOCK=_SCALED_AT_ONCE, num_warps=8)
 
 
@@ -106,7 +108,7 @@ def _launch(
 ) -> None:
     rows, columns = logits.shape
     width = 16 // logits.element_size()
-    at_once = min(_MOST_AT_ONCE, max(width, triton.next_power_of_2(columns)))
+    at_once = min(_MOST_AT_ONCE, max(width, next_power_of_2(columns)))
     _kernel[(rows,)](
         logits,
         labels,

@@ -6,12 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_d9d.ops.kernels import runs_triton
-
-_SORT = "lightning_d9d::moe_sort"
-_SORT_SOURCES = "lightning_d9d::moe_sort_sources"
-_COPY = "lightning_d9d::moe_copy_rows"
-_SUM = "lightning_d9d::moe_sum_rows"
-_DOT = "lightning_d9d::moe_dot_rows"
+from lightning_d9d.ops.operator import define
 
 
 class Permutation(NamedTuple):
@@ -32,13 +27,13 @@ class Permutation(NamedTuple):
     def copy(self, x: Tensor) -> Tensor:
         """Shape `[tokens, ...]` to `[rows, ...]`, padding is zero. Its backward is `sum`."""
         places, padding = self.places, self._padding
-        return torch.ops.lightning_d9d.moe_copy_rows(x, places, None, *padding, self.num_rows, runs_triton(x))
+        return _copy_op(x, places, None, *padding, self.num_rows, runs_triton(x))
 
     def spread(self, values: Tensor) -> Tensor:
         """Shape `[tokens, top_k]`, a value for each copy, to `[rows]`; padding is zero."""
         places, padding = self.places.view(-1, 1), self._padding
         values = values.flatten()
-        return torch.ops.lightning_d9d.moe_copy_rows(values, places, None, *padding, self.num_rows, runs_triton(values))
+        return _copy_op(values, places, None, *padding, self.num_rows, runs_triton(values))
 
     def sum(self, rows: Tensor, weights: Tensor | None = None) -> Tensor:
         """Shape `[rows, ...]` to `[tokens, ...]`, perhaps times weights `[tokens, top_k]`. Its backward is `copy`.
@@ -46,7 +41,7 @@ class Permutation(NamedTuple):
         The copies of a token are added in float32, in the order of its experts.
         """
         places, padding = self.places, self._padding
-        return torch.ops.lightning_d9d.moe_sum_rows(rows, places, weights, *padding, runs_triton(rows))
+        return _sum_op(rows, places, weights, *padding, runs_triton(rows))
 
     @property
     def _padding(self) -> tuple[Tensor | None, Tensor | None]:
@@ -103,7 +98,7 @@ def sort_by_expert(indices: Tensor, num_experts: int, multiple: int = 1) -> Perm
     """The places of copies of tokens with these experts `[tokens, top_k]`; see `moe_permute`."""
     num_copies = indices.numel()
     num_rows = (num_copies + min(num_experts, num_copies) * (multiple - 1)) // multiple * multiple
-    sort = torch.ops.lightning_d9d.moe_sort if runs_triton(indices) else sort_reference
+    sort = _sort_op if runs_triton(indices) else sort_reference
     places, counts, offsets = sort(indices, num_experts, multiple)
     return Permutation(places, counts, offsets, num_rows)
 
@@ -115,7 +110,7 @@ def sort_by_source(counts: Tensor, num_rows: int) -> Permutation:
         counts: How many rows came from each source for each expert, int64 `[sources, experts]`.
         num_rows: Their sum.
     """
-    sort = torch.ops.lightning_d9d.moe_sort_sources if runs_triton(counts) else sort_sources_reference
+    sort = _sort_sources_op if runs_triton(counts) else sort_sources_reference
     places, counts, offsets = sort(counts, num_rows)
     return Permutation(places, counts, offsets, num_rows)
 
@@ -187,7 +182,8 @@ def _summed(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
 
 
 # The operators. Copying and summing are each other's backward. Left to autograd, the backward of the copy would add the
-# gradients of a token one by one in the model's dtype, in no fixed order on CUDA.
+# gradients of a token one by one in the model's dtype, in no fixed order on CUDA. With weights the backward of the sum
+# copies and multiplies at once, which reads the gradient once.
 
 
 def _new_places(indices: Tensor, num_experts: int, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -281,6 +277,32 @@ def _dot(x: Tensor, rows: Tensor, places: Tensor, dtype: torch.dtype, triton: bo
     return products
 
 
+def _new_copies_and_products(
+    x: Tensor, rows: Tensor, places: Tensor, weights: Tensor, *_: Any
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(rows.shape), weights.new_empty(weights.shape)
+
+
+def _copy_and_dot(
+    x: Tensor,
+    rows: Tensor,
+    places: Tensor,
+    weights: Tensor,
+    counts: Tensor | None,
+    offsets: Tensor | None,
+    triton: bool,
+) -> tuple[Tensor, Tensor]:
+    if not triton:
+        return _copied(x, places, weights, len(rows)), _dot(x, rows, places, weights.dtype, triton)
+    from lightning_d9d.ops import moe_permute_kernels
+
+    copies, products = _new_copies_and_products(x, rows, places, weights)
+    moe_permute_kernels.copy_and_dot_rows(x, rows, places, weights, copies, products)
+    if counts is not None and offsets is not None:
+        moe_permute_kernels.clear_padding(counts, offsets, copies)
+    return copies, products
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, places, weights, counts, offsets, *_ = inputs
     ctx.triton, ctx.size = inputs[-1], len(x)
@@ -296,44 +318,62 @@ def _copy_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     (places, counts, offsets), (x, weights) = ctx.where, ctx.saved_tensors or (None, None)
     of_x = of_weights = None
     if ctx.needs_input_grad[0]:
-        of_x = torch.ops.lightning_d9d.moe_sum_rows(gradient, places, weights, counts, offsets, ctx.triton)
+        of_x = _sum_op(gradient, places, weights, counts, offsets, ctx.triton)
     if ctx.needs_input_grad[2]:
-        of_weights = torch.ops.lightning_d9d.moe_dot_rows(x, gradient, places, ctx.dtype, ctx.triton)
+        of_weights = _dot_op(x, gradient, places, ctx.dtype, ctx.triton)
     return of_x, None, of_weights, None, None, None, None
 
 
 def _sum_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     (places, counts, offsets), (rows, weights) = ctx.where, ctx.saved_tensors or (None, None)
     of_rows = of_weights = None
+    # Both at once have no derivative of their own, so for a second one they are computed one by one.
+    if ctx.needs_input_grad[0] and ctx.needs_input_grad[2] and not torch.is_grad_enabled():
+        of_rows, of_weights = _copy_and_dot_op(gradient, rows, places, weights, counts, offsets, ctx.triton)
+        return of_rows, None, of_weights, None, None, None
     if ctx.needs_input_grad[0]:
-        of_rows = torch.ops.lightning_d9d.moe_copy_rows(
-            gradient, places, weights, counts, offsets, ctx.size, ctx.triton
-        )
+        of_rows = _copy_op(gradient, places, weights, counts, offsets, ctx.size, ctx.triton)
     if ctx.needs_input_grad[2]:
-        of_weights = torch.ops.lightning_d9d.moe_dot_rows(gradient, rows, places, ctx.dtype, ctx.triton)
+        of_weights = _dot_op(gradient, rows, places, ctx.dtype, ctx.triton)
     return of_rows, None, of_weights, None, None, None
 
 
-torch.library.define(_SORT, "(Tensor indices, SymInt num_experts, SymInt multiple) -> (Tensor, Tensor, Tensor)")
-torch.library.impl(_SORT, "CompositeExplicitAutograd", _sort)
-torch.library.register_fake(_SORT, _new_places)
-torch.library.define(_SORT_SOURCES, "(Tensor counts, SymInt num_rows) -> (Tensor, Tensor, Tensor)")
-torch.library.impl(_SORT_SOURCES, "CompositeExplicitAutograd", _sort_sources)
-torch.library.register_fake(_SORT_SOURCES, _new_source_places)
-torch.library.define(
-    _COPY,
+_sort_op = define(
+    "moe_sort", "(Tensor indices, SymInt num_experts, SymInt multiple) -> (Tensor, Tensor, Tensor)", _sort, _new_places
+)
+_sort_sources_op = define(
+    "moe_sort_sources",
+    "(Tensor counts, SymInt num_rows) -> (Tensor, Tensor, Tensor)",
+    _sort_sources,
+    _new_source_places,
+)
+_copy_op = define(
+    "moe_copy_rows",
     "(Tensor x, Tensor places, Tensor? weights, Tensor? counts, Tensor? offsets, SymInt num_rows, bool triton) "
     "-> Tensor",
+    _copy,
+    _new_rows,
+    setup_context=_setup_context,
+    backward=_copy_backward,
 )
-torch.library.impl(_COPY, "CompositeExplicitAutograd", _copy)
-torch.library.register_fake(_COPY, _new_rows)
-torch.library.register_autograd(_COPY, _copy_backward, setup_context=_setup_context)
-torch.library.define(
-    _SUM, "(Tensor rows, Tensor places, Tensor? weights, Tensor? counts, Tensor? offsets, bool triton) -> Tensor"
+_sum_op = define(
+    "moe_sum_rows",
+    "(Tensor rows, Tensor places, Tensor? weights, Tensor? counts, Tensor? offsets, bool triton) -> Tensor",
+    _sum,
+    _new_sums,
+    setup_context=_setup_context,
+    backward=_sum_backward,
 )
-torch.library.impl(_SUM, "CompositeExplicitAutograd", _sum)
-torch.library.register_fake(_SUM, _new_sums)
-torch.library.register_autograd(_SUM, _sum_backward, setup_context=_setup_context)
-torch.library.define(_DOT, "(Tensor x, Tensor rows, Tensor places, ScalarType dtype, bool triton) -> Tensor")
-torch.library.impl(_DOT, "CompositeExplicitAutograd", _dot)
-torch.library.register_fake(_DOT, _new_products)
+_dot_op = define(
+    "moe_dot_rows",
+    "(Tensor x, Tensor rows, Tensor places, ScalarType dtype, bool triton) -> Tensor",
+    _dot,
+    _new_products,
+)
+_copy_and_dot_op = define(
+    "moe_copy_and_dot_rows",
+    "(Tensor x, Tensor rows, Tensor places, Tensor weights, Tensor? counts, Tensor? offsets, bool triton) "
+    "-> (Tensor, Tensor)",
+    _copy_and_dot,
+    _new_copies_and_products,
+)

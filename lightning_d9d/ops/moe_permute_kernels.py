@@ -1,11 +1,14 @@
 """Triton kernels of `moe_permute` and `moe_unpermute`.
 
-[Note: sorting] Copies are counted in blocks (`_count`), the counts are summed up over blocks (`_sum_up`), and then each
-copy goes to the first row of its expert and block, plus the number of those before it in the block with the same expert
-(`_place`). All sums are of integers, so their order does not matter.
+[Note: sorting] A program goes through a block of copies and gives each its number among those of its expert there; it
+keeps count of experts (`_rank`). To that number each copy then adds the first row of its expert and block, for which
+every program sums up the counts of all blocks (`_finish`): less time than a third launch would take. All sums are of
+integers, so their order does not matter.
 
 [Note: copying] A program reads rows of some tokens once and writes all their copies, as tokens are near each other and
-copies are not: a kernel by copies would read each token `top_k` times. Summing reads the copies, and writes once.
+copies are not: a kernel by copies would read each token `top_k` times. Summing reads the copies, and writes once. Where
+copies and products with rows are wanted of the same tokens, a program has all rows of one token in flight while it
+writes the copies.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -18,37 +21,71 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_d9d.ops.rows import num_programs
+from lightning_d9d.ops.rows import ceil_div, next_power_of_2, num_programs
 
 _NUM_WARPS = 4
 _TILE_BYTES = 4096
 """Of a program's tile: two accesses of 16 bytes for each thread, times the number of copies in flight."""
 _DOT_TILE_BYTES = 2048
 """Of products of rows, which read two of these at a time."""
-_BLOCK = 128
-"""Copies that a program sorts. Fewer make more counts to sum up, more are compared with more others."""
+_BOTH_TILE_BYTES = 16384
+"""Of copies and products at once: all rows of a token."""
+_STREAMED_BYTES = 2**28
+"""Copies of so many bytes, several times what caches hold, are gone from there before the next product reads them
+anyway: they are written as what is not read again. Fewer stay where they can be found."""
+_STEP = 64
+"""Copies that are ranked at a time. More are compared with more others."""
 _AT_ONCE = 32
 """How many of these a copy is compared with at once."""
-_EXPERTS = 8
-"""Whose counts a program sums up: 32 bytes of each block's, the least that memory reads."""
+_MOST_STEPS = 64
+"""Of a block, whose copies are in the registers of a program at the end."""
+_MOST_BLOCKS = 256
+"""If that is possible. Fewer make more steps, more make more counts to sum up."""
+_MOST_COUNTS = 65536
+"""That a program sums up, all blocks together: with more than 256 experts there are fewer blocks."""
+_COUNTS_AT_ONCE = 8192
+"""Of all experts and some blocks: eight loads of 16 bytes for each thread."""
 
 
 def sort(indices: Tensor, multiple: int, places: Tensor, counts: Tensor, offsets: Tensor) -> None:
     """Writes the last three; see [Note: sorting]."""
     indices, num_experts, num_copies = indices.contiguous(), len(counts), indices.numel()
-    num_blocks = triton.cdiv(num_copies, _BLOCK)
-    of_blocks = counts.new_empty(num_blocks, num_experts)
-    counts.zero_()
-    if num_experts == 0:
+    if num_copies == 0 or num_experts == 0:
+        counts.zero_()
+        offsets.zero_()
         return
-    experts = triton.next_power_of_2(num_experts)
-    if num_blocks > 0:
-        _count[(num_blocks,)](indices, of_blocks, counts, num_copies, num_experts, BLOCK=_BLOCK, EXPERTS=2 * experts)
-    _sum_up[(triton.cdiv(num_experts, _EXPERTS),)](
-        counts, of_blocks, offsets, num_blocks, num_experts, multiple, BLOCKS=256, OWN=_EXPERTS, EXPERTS=experts
+    experts = max(32, next_power_of_2(num_experts))
+    most_blocks = max(1, min(_MOST_BLOCKS, _MOST_COUNTS // experts))
+    num_steps = min(_MOST_STEPS, next_power_of_2(ceil_div(num_copies, most_blocks * _STEP)))
+    num_blocks = ceil_div(num_copies, num_steps * _STEP)
+    of_blocks = counts.new_empty(num_blocks, num_experts)
+    _rank[(num_blocks,)](
+        indices,
+        of_blocks,
+        places,
+        num_copies,
+        num_experts,
+        num_steps,
+        STEP=_STEP,
+        AT_ONCE=_AT_ONCE,
+        EXPERTS=2 * experts,
+        num_warps=_NUM_WARPS,
     )
-    if num_blocks > 0:
-        _place[(num_blocks,)](indices, of_blocks, places, num_copies, num_experts, BLOCK=_BLOCK, AT_ONCE=_AT_ONCE)
+    _finish[(num_blocks,)](
+        indices,
+        of_blocks,
+        places,
+        counts,
+        offsets,
+        num_copies,
+        num_experts,
+        num_blocks,
+        multiple,
+        BLOCK=num_steps * _STEP,
+        BLOCKS=max(1, _COUNTS_AT_ONCE // experts),
+        EXPERTS=experts,
+        num_warps=2 * _NUM_WARPS,
+    )
 
 
 def sort_sources(counts: Tensor, places: Tensor, summed: Tensor, offsets: Tensor) -> None:
@@ -65,7 +102,7 @@ def sort_sources(counts: Tensor, places: Tensor, summed: Tensor, offsets: Tensor
         offsets,
         num_sources,
         num_experts,
-        GROUPS=triton.next_power_of_2(counts.numel()),
+        GROUPS=next_power_of_2(counts.numel()),
         BLOCK=1024,
         num_warps=_NUM_WARPS,
     )
@@ -77,6 +114,7 @@ def copy_rows(x: Tensor, places: Tensor, weights: Tensor | None, rows: Tensor) -
         return
     matrix = _matrix(x)
     grid, tile = _tiles(matrix)
+    is_streamed = weights is None and rows.numel() * rows.element_size() >= _STREAMED_BYTES
     _copy[grid](
         matrix,
         matrix.stride(0),
@@ -86,6 +124,7 @@ def copy_rows(x: Tensor, places: Tensor, weights: Tensor | None, rows: Tensor) -
         *matrix.shape,
         TOP_K=places.shape[1],
         HAS_WEIGHTS=weights is not None,
+        STORE_CACHE=".cs" if is_streamed else "",
         **tile,
         num_warps=_NUM_WARPS,
     )
@@ -96,7 +135,7 @@ def clear_padding(counts: Tensor, offsets: Tensor, rows: Tensor) -> None:
     if rows.numel() == 0:
         return
     width = rows.numel() // len(rows)
-    columns = min(triton.next_power_of_2(width), _TILE_BYTES // rows.element_size())
+    columns = min(next_power_of_2(width), _TILE_BYTES // rows.element_size())
     tail = num_programs(len(rows), rows.device)
     _clear[(len(counts) + tail,)](counts, offsets, rows, len(rows), width, len(counts), TAIL=tail, COLUMNS=columns)
 
@@ -147,76 +186,124 @@ def dot_rows(x: Tensor, rows: Tensor, places: Tensor, products: Tensor) -> None:
     )
 
 
+def copy_and_dot_rows(
+    x: Tensor, rows: Tensor, places: Tensor, weights: Tensor, copies: Tensor, products: Tensor
+) -> None:
+    """Writes the last two, copies but for padding: `copy_rows` and `dot_rows` in one; see [Note: copying]."""
+    if products.numel() == 0:
+        return
+    if rows.numel() == 0:
+        products.zero_()
+        return
+    x, matrix = _matrix(x), _matrix(rows)
+    (num_tokens, width), top_k = x.shape, places.shape[1]
+    ks = next_power_of_2(top_k)
+    columns = min(next_power_of_2(width), max(1, _BOTH_TILE_BYTES // (ks * x.element_size())))
+    _copy_and_dot[(num_tokens,)](
+        x,
+        x.stride(0),
+        matrix,
+        matrix.stride(0),
+        places,
+        weights.contiguous(),
+        copies,
+        products,
+        width,
+        TOP_K=top_k,
+        KS=ks,
+        COLUMNS=columns,
+        PARTS=ceil_div(width, columns),
+        num_warps=_NUM_WARPS,
+    )
+
+
 def _matrix(tensor: Tensor) -> Tensor:
     """Shape `[len, width]`, elements of a row side by side: a view if strides allow it. `rows_of` cuts the last dim."""
-    matrix = tensor.reshape(len(tensor), math.prod(tensor.shape[1:]))
+    matrix = tensor if tensor.dim() == 2 else tensor.reshape(tensor.shape[0], math.prod(tensor.shape[1:]))
     return matrix if matrix.shape[1] == 1 or matrix.stride(1) == 1 else matrix.contiguous()
 
 
 def _tiles(matrix: Tensor, tile_bytes: int = _TILE_BYTES) -> tuple[tuple[int, int], dict[str, int]]:
     """The grid of programs over a matrix, and their tiles."""
-    size = tile_bytes // matrix.element_size()
-    columns = min(triton.next_power_of_2(matrix.shape[1]), size)
-    rows = min(size // columns, triton.next_power_of_2(len(matrix)))
-    grid = triton.cdiv(len(matrix), rows), triton.cdiv(matrix.shape[1], columns)
-    return grid, {"ROWS": rows, "COLUMNS": columns}
+    (num_rows, width), size = matrix.shape, tile_bytes // matrix.element_size()
+    columns = min(next_power_of_2(width), size)
+    rows = min(size // columns, next_power_of_2(num_rows))
+    return (ceil_div(num_rows, rows), ceil_div(width, columns)), {"ROWS": rows, "COLUMNS": columns}
 
 
 @triton.jit
-def _count(indices, of_blocks, counts, num_copies, num_experts, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
-    block = tl.program_id(0).to(tl.int64)
-    copies = block * BLOCK + tl.arange(0, BLOCK)
-    # What is past the end counts for an expert that there is not: EXPERTS is more than their number.
-    experts = tl.load(indices + copies, mask=copies < num_copies, other=num_experts).to(tl.int32)
-    histogram = tl.histogram(experts, EXPERTS)
-    bins = tl.arange(0, EXPERTS)
-    tl.store(of_blocks + block * num_experts + bins, histogram, mask=bins < num_experts)
-    tl.atomic_add(counts + bins, histogram, mask=(bins < num_experts) & (histogram > 0), sem="relaxed")
-
-
-@triton.jit
-def _sum_up(
-    counts,
+def _rank(
+    indices,
     of_blocks,
-    offsets,
-    num_blocks,
+    ranks,
+    num_copies,
     num_experts,
-    multiple,
-    BLOCKS: tl.constexpr,
-    OWN: tl.constexpr,
+    num_steps,
+    STEP: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    """Turns the counts of blocks to the first row of each expert and block, for some experts."""
-    own = tl.program_id(0) * OWN + tl.arange(0, OWN)
-    is_own = own < num_experts
-    experts = tl.arange(0, EXPERTS)
-    padded = tl.load(counts + experts, mask=experts < num_experts, other=0)
-    padded = (padded + multiple - 1) // multiple * multiple
-    first = tl.sum(tl.where(experts[None, :] < own[:, None], padded[None, :], 0), 1)
-    last = tl.sum(tl.where(experts[None, :] <= own[:, None], padded[None, :], 0), 1)
-    tl.store(offsets + own, last, mask=is_own)
-    for start in range(0, num_blocks, BLOCKS):
-        blocks = start + tl.arange(0, BLOCKS)
-        at = of_blocks + blocks.to(tl.int64)[:, None] * num_experts + own[None, :]
-        mask = (blocks < num_blocks)[:, None] & is_own[None, :]
-        values = tl.load(at, mask=mask, other=0)
-        tl.store(at, first[None, :] + tl.cumsum(values, 0) - values, mask=mask)
-        first += tl.sum(values, 0)
+    block = tl.program_id(0).to(tl.int64)
+    own, bins = tl.arange(0, STEP), tl.arange(0, EXPERTS)
+    first = block * num_steps * STEP
+    end = tl.minimum(first + num_steps * STEP, num_copies)
+    # What is past the end counts for an expert that there is not: EXPERTS is more than their number.
+    experts = tl.load(indices + first + own, mask=first + own < end, other=num_experts).to(tl.int32)
+    counts = tl.zeros([EXPERTS], tl.int32)
+    for step in range(0, num_steps):
+        start = first + step * STEP
+        copies = start + own
+        # The next ones are on their way while these are compared.
+        next_experts = tl.load(indices + copies + STEP, mask=copies + STEP < end, other=num_experts).to(tl.int32)
+        rank = tl.gather(counts, experts, 0)
+        for other in range(0, STEP, AT_ONCE):
+            others = other + tl.arange(0, AT_ONCE)
+            of_others = tl.load(indices + start + others, mask=start + others < end, other=num_experts).to(tl.int32)
+            is_before = (of_others[None, :] == experts[:, None]) & (others[None, :] < own[:, None])
+            rank += tl.sum(is_before.to(tl.int32), 1)
+        tl.store(ranks + copies, rank, mask=copies < end)
+        counts += tl.histogram(experts, EXPERTS)
+        experts = next_experts
+    tl.store(of_blocks + block * num_experts + bins, counts, mask=bins < num_experts)
 
 
 @triton.jit
-def _place(indices, starts, places, num_copies, num_experts, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr):
-    block = tl.program_id(0).to(tl.int64)
-    own = tl.arange(0, BLOCK)
-    mask = block * BLOCK + own < num_copies
-    experts = tl.load(indices + block * BLOCK + own, mask=mask, other=0).to(tl.int32)
-    rows = tl.load(starts + block * num_experts + experts, mask=mask, other=0)
-    for start in range(0, BLOCK, AT_ONCE):
-        others = start + tl.arange(0, AT_ONCE)
-        of_others = tl.load(indices + block * BLOCK + others, mask=block * BLOCK + others < num_copies, other=-1)
-        is_before = (of_others.to(tl.int32)[None, :] == experts[:, None]) & (others[None, :] < own[:, None])
-        rows += tl.sum(is_before.to(tl.int32), 1)
-    tl.store(places + block * BLOCK + own, rows, mask=mask)
+def _finish(
+    indices,
+    of_blocks,
+    places,
+    counts,
+    offsets,
+    num_copies,
+    num_experts,
+    num_blocks,
+    multiple,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    """Turns ranks to places, and writes counts and offsets of all."""
+    block = tl.program_id(0)
+    copies = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    experts = tl.load(indices + copies, mask=copies < num_copies, other=0).to(tl.int32)
+    ranks = tl.load(places + copies, mask=copies < num_copies, other=0)
+    bins = tl.arange(0, EXPERTS)
+    total = tl.zeros([BLOCKS, EXPERTS], tl.int32)
+    before = tl.zeros([BLOCKS, EXPERTS], tl.int32)
+    for start in range(0, num_blocks, BLOCKS):
+        blocks = start + tl.arange(0, BLOCKS)[:, None]
+        mask = (blocks < num_blocks) & (bins < num_experts)[None, :]
+        values = tl.load(of_blocks + blocks.to(tl.int64) * num_experts + bins[None, :], mask=mask, other=0)
+        total += values
+        before += tl.where(blocks < block, values, 0)
+    count = tl.sum(total, 0)
+    padded = (count + multiple - 1) // multiple * multiple
+    last = tl.cumsum(padded, 0)
+    first = last - padded + tl.sum(before, 0)
+    tl.store(places + copies, ranks + tl.gather(first, experts, 0), mask=copies < num_copies)
+    if block == 0:
+        tl.store(counts + bins, count, mask=bins < num_experts)
+        tl.store(offsets + bins, last, mask=bins < num_experts)
 
 
 @triton.jit
@@ -264,6 +351,7 @@ def _copy(
     width,
     TOP_K: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
+    STORE_CACHE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -278,7 +366,7 @@ def _copy(
         if HAS_WEIGHTS:
             weight = tl.load(weights + tokens * TOP_K + k, mask=is_token, other=0.0).to(tl.float32)
             copies = (values.to(tl.float32) * weight[:, None]).to(values.dtype)
-        tl.store(rows + place[:, None] * width + columns[None, :], copies, mask=mask)
+        tl.store(rows + place[:, None] * width + columns[None, :], copies, mask=mask, cache_modifier=STORE_CACHE)
 
 
 @triton.jit
@@ -355,3 +443,35 @@ def _dot(
             copies = tl.load(rows + place[:, None] * stride + columns[None, :], mask=mask, other=0.0)
             total += own * copies.to(tl.float32)
         tl.store(products + tokens * TOP_K + k, tl.sum(total, 1), mask=is_token)
+
+
+@triton.jit
+def _copy_and_dot(
+    x,
+    x_stride,
+    rows,
+    stride,
+    places,
+    weights,
+    copies,
+    products,
+    width,
+    TOP_K: tl.constexpr,
+    KS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    ks = tl.arange(0, KS)
+    place = tl.load(places + token * TOP_K + ks, mask=ks < TOP_K, other=0).to(tl.int64)[:, None]
+    weight = tl.load(weights + token * TOP_K + ks, mask=ks < TOP_K, other=0.0).to(tl.float32)[:, None]
+    total = tl.zeros([KS, COLUMNS], tl.float32)
+    for part in range(PARTS):
+        columns = part * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        mask = (ks < TOP_K)[:, None] & (columns < width)
+        own = tl.load(x + token * x_stride + columns, mask=columns < width, other=0.0)
+        of_rows = tl.load(rows + place * stride + columns, mask=mask, other=0.0)
+        wide = own.to(tl.float32)
+        tl.store(copies + place * width + columns, (wide * weight).to(own.dtype), mask=mask)
+        total += wide * of_rows.to(tl.float32)
+    tl.store(products + token * TOP_K + ks, tl.sum(total, 1), mask=ks < TOP_K)

@@ -8,11 +8,9 @@ from torch import Tensor
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.ops.kernels import runs_triton
+from lightning_d9d.ops.operator import define
 
 Scores = Literal["softmax", "sigmoid"]
-
-_NAME = "lightning_d9d::moe_route"
-_BACKWARD = "lightning_d9d::moe_route_backward"
 
 
 class Routes(NamedTuple):
@@ -81,7 +79,7 @@ def moe_route(
             logits, top_k, scores=scores, bias=bias, normalize=normalize, chosen=chosen, with_scores=with_scores
         )
     bias = None if bias is None else bias.detach()
-    indices, weights, counts, of_all = torch.ops.lightning_d9d.moe_route(
+    indices, weights, counts, of_all = _route_op(
         logits, top_k, bias, chosen, scores == "sigmoid", normalize, with_scores
     )
     return Routes(indices, weights, counts, of_all if with_scores else None)
@@ -167,7 +165,7 @@ def _differentiate(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, 
     logits, indices, weights = ctx.saved_tensors
     of_logits = None
     if of_weights is not None or of_scores is not None:
-        of_logits = torch.ops.lightning_d9d.moe_route_backward(
+        of_logits = _gradient_op(
             of_weights, of_scores, logits, indices, weights, ctx.sigmoid, ctx.normalize, ctx.num_experts, ctx.dtype
         )
     return of_logits, *[None] * 6
@@ -205,18 +203,19 @@ def _backward(
     return result
 
 
-torch.library.define(
-    _NAME,
+_route_op = define(
+    "moe_route",
     "(Tensor logits, int top_k, Tensor? bias, Tensor? chosen, bool sigmoid, bool normalize, bool with_scores) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
+    _route,
+    _new_results,
+    setup_context=_setup_context,
+    backward=_differentiate,
 )
-torch.library.impl(_NAME, "CompositeExplicitAutograd", _route)
-torch.library.register_fake(_NAME, _new_results)
-torch.library.register_autograd(_NAME, _differentiate, setup_context=_setup_context)
-torch.library.define(
-    _BACKWARD,
+_gradient_op = define(
+    "moe_route_backward",
     "(Tensor? of_weights, Tensor? of_scores, Tensor? logits, Tensor indices, Tensor weights, bool sigmoid, "
     "bool normalize, SymInt num_experts, ScalarType dtype) -> Tensor",
+    _backward,
+    _new_gradient,
 )
-torch.library.impl(_BACKWARD, "CompositeExplicitAutograd", _backward)
-torch.library.register_fake(_BACKWARD, _new_gradient)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_d9d.ops.rows import num_programs, rows_of
+from lightning_d9d.ops.rows import ceil_div, next_power_of_2, num_programs, rows_of
 
 _NUM_WARPS = 4
 _TILE = 2048
@@ -43,7 +43,7 @@ def route(
     rows, columns = _tile(num_experts)
     top_k = indices.shape[1]
     # Few programs: each adds to the counters once, for all tiles that it takes.
-    _route[(num_programs(triton.cdiv(num_tokens, rows), logits.device),)](
+    _route[(num_programs(ceil_div(num_tokens, rows), logits.device),)](
         logits,
         logits.stride(0),
         None if bias is None else bias.contiguous(),
@@ -62,7 +62,7 @@ def route(
         HAS_SCORES=len(scores) > 0,
         ROWS=rows,
         COLUMNS=columns,
-        TOP=triton.next_power_of_2(top_k),
+        TOP=next_power_of_2(top_k),
         num_warps=_NUM_WARPS,
     )
 
@@ -84,7 +84,7 @@ def backward(
     logits = None if logits is None else rows_of(logits)
     of_scores = None if of_scores is None else rows_of(of_scores)
     rows, columns = _tile(num_experts)
-    _backward[(triton.cdiv(num_tokens, rows),)](
+    _backward[(ceil_div(num_tokens, rows),)](
         None if of_weights is None else of_weights.contiguous(),
         of_scores,
         0 if of_scores is None else of_scores.stride(0),
@@ -107,7 +107,7 @@ def backward(
 
 
 def _tile(num_experts: int) -> tuple[int, int]:
-    columns = triton.next_power_of_2(num_experts)
+    columns = next_power_of_2(num_experts)
     return max(1, min(64, _TILE // columns)), columns
 
 

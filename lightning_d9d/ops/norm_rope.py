@@ -2,14 +2,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from lightning_d9d.ops.operator import define
 from lightning_d9d.ops.rms_norm import MAX_NORM_DIM, check_norm_weight, rms_norm_reference
 from lightning_d9d.ops.rope import check_tables, rope_reference, turns_on_triton
-
-_NAME = "lightning_d9d::norm_rope"
-_GRADIENT = "lightning_d9d::norm_rope_backward"
 
 
 def norm_rope(
@@ -48,7 +45,7 @@ def norm_rope(
     check_tables(x, cos, sin)
     if len(weight) > MAX_NORM_DIM or not turns_on_triton(x, cos, sin, weight):
         return norm_rope_reference(x, weight, eps, cos, sin, interleaved=interleaved, zero_centered=zero_centered)
-    return torch.ops.lightning_d9d.norm_rope(x, weight, eps, cos, sin, interleaved, zero_centered)
+    return _turned_op(x, weight, eps, cos, sin, interleaved, zero_centered)
 
 
 def norm_rope_reference(
@@ -129,23 +126,22 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     needs_x, needs_weight, *_ = ctx.needs_input_grad
-    dx, dweight = torch.ops.lightning_d9d.norm_rope_backward(
-        gradient, *ctx.saved_tensors, *ctx.options, needs_x, needs_weight
-    )
+    dx, dweight = _gradient_op(gradient, *ctx.saved_tensors, *ctx.options, needs_x, needs_weight)
     return dx if needs_x else None, dweight if needs_weight else None, None, None, None, None, None
 
 
-torch.library.define(
-    _NAME,
+_turned_op = define(
+    "norm_rope",
     "(Tensor x, Tensor weight, float eps, Tensor cos, Tensor sin, bool interleaved, bool zero_centered) -> Tensor",
+    _norm_and_turn,
+    _new_turned,
+    setup_context=_setup_context,
+    backward=_backward,
 )
-torch.library.define(
-    _GRADIENT,
+_gradient_op = define(
+    "norm_rope_backward",
     "(Tensor gradient, Tensor x, Tensor weight, Tensor cos, Tensor sin, float eps, bool interleaved, "
     "bool zero_centered, bool needs_x, bool needs_weight) -> (Tensor, Tensor)",
+    _gradients,
+    _new_gradients,
 )
-torch.library.impl(_NAME, "CompositeExplicitAutograd", _norm_and_turn)
-torch.library.impl(_GRADIENT, "CompositeExplicitAutograd", _gradients)
-torch.library.register_fake(_NAME, _new_turned)
-torch.library.register_fake(_GRADIENT, _new_gradients)
-torch.library.register_autograd(_NAME, _backward, setup_context=_setup_context)

@@ -10,14 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_d9d.ops.collectives import group_named
-
-_ADD = "lightning_d9d::add_once_"
-_SUM = "lightning_d9d::sum_once"
+from lightning_d9d.ops.operator import define
 
 
 def add_once_(total: Tensor, values: Tensor) -> None:
     """`total += values`, but not in a recomputation. Without gradient."""
-    torch.ops.lightning_d9d.add_once_(total, values)
+    _add_op(total, values)
 
 
 def sum_once(values: Tensor, group_name: str) -> Tensor:
@@ -25,7 +23,7 @@ def sum_once(values: Tensor, group_name: str) -> Tensor:
 
     Collective over the group, except in a recomputation. Without gradient.
     """
-    return torch.ops.lightning_d9d.sum_once(values, group_name)
+    return _sum_op(values, group_name)
 
 
 def _is_repeated() -> bool:
@@ -45,9 +43,7 @@ def _sum(values: Tensor, group_name: str) -> Tensor:
     return result
 
 
-torch.library.define(_ADD, "(Tensor(a!) total, Tensor values) -> ()")
-torch.library.impl(_ADD, "CompositeExplicitAutograd", _add)
-torch.library.register_fake(_ADD, lambda total, values: None)
-torch.library.define(_SUM, "(Tensor values, str group_name) -> Tensor")
-torch.library.impl(_SUM, "CompositeExplicitAutograd", _sum)
-torch.library.register_fake(_SUM, lambda values, group_name: torch.empty_like(values))
+_add_op = define("add_once_", "(Tensor(a!) total, Tensor values) -> ()", _add, lambda total, values: None)
+_sum_op = define(
+    "sum_once", "(Tensor values, str group_name) -> Tensor", _sum, lambda values, group_name: torch.empty_like(values)
+)

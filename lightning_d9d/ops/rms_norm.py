@@ -8,9 +8,7 @@ from torch import Tensor
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.ops.kernels import runs_triton
-
-_NAME = "lightning_d9d::rms_norm"
-_GRADIENT = "lightning_d9d::rms_norm_backward"
+from lightning_d9d.ops.operator import define
 
 MAX_NORM_DIM = 2**15
 """Wider rows do not fit the registers of one program; torch takes them."""
@@ -55,9 +53,9 @@ def rms_norm(
     check_norm_weight(x, weight)
     if residual is not None and residual.shape != x.shape:
         raise ConfigError(f"residual {list(residual.shape)} must have the shape of x {list(x.shape)}")
-    if len(weight) > MAX_NORM_DIM or not runs_triton(*(t for t in (x, weight, residual) if t is not None)):
+    if len(weight) > MAX_NORM_DIM or not runs_triton(x, weight, residual):
         return rms_norm_reference(x, weight, eps, zero_centered=zero_centered, residual=residual)
-    normed, total = torch.ops.lightning_d9d.rms_norm(x, weight, residual, eps, zero_centered)
+    normed, total = _norm_op(x, weight, residual, eps, zero_centered)
     return normed if residual is None else (normed, total)
 
 
@@ -147,23 +145,25 @@ def _backward(ctx: Any, dnormed: Tensor | None, dtotal: Tensor | None) -> tuple[
     dweight = None
     if dnormed is not None:
         options = ctx.eps, ctx.zero_centered, needs_x or needs_residual, needs_weight
-        dtotal, dweight = torch.ops.lightning_d9d.rms_norm_backward(dnormed, dtotal, *ctx.saved_tensors, *options)
+        dtotal, dweight = _gradient_op(dnormed, dtotal, *ctx.saved_tensors, *options)
     x_dtype, residual_dtype = ctx.dtypes
     dx = dtotal.to(x_dtype) if needs_x and dtotal is not None else None
     dresidual = dtotal.to(residual_dtype) if needs_residual and dtotal is not None else None
     return dx, dweight if needs_weight else None, dresidual, None, None
 
 
-torch.library.define(
-    _NAME, "(Tensor x, Tensor weight, Tensor? residual, float eps, bool zero_centered) -> (Tensor, Tensor)"
+_norm_op = define(
+    "rms_norm",
+    "(Tensor x, Tensor weight, Tensor? residual, float eps, bool zero_centered) -> (Tensor, Tensor)",
+    _norm,
+    _new_norm,
+    setup_context=_setup_context,
+    backward=_backward,
 )
-torch.library.define(
-    _GRADIENT,
+_gradient_op = define(
+    "rms_norm_backward",
     "(Tensor dnormed, Tensor? dtotal, Tensor total, Tensor weight, float eps, bool zero_centered, bool needs_total, "
     "bool needs_weight) -> (Tensor, Tensor)",
+    _gradients,
+    _new_gradients,
 )
-torch.library.impl(_NAME, "CompositeExplicitAutograd", _norm)
-torch.library.impl(_GRADIENT, "CompositeExplicitAutograd", _gradients)
-torch.library.register_fake(_NAME, _new_norm)
-torch.library.register_fake(_GRADIENT, _new_gradients)
-torch.library.register_autograd(_NAME, _backward, setup_context=_setup_context)

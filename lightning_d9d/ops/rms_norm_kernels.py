@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_d9d.ops.rows import num_programs, rows_of
+from lightning_d9d.ops.rows import ceil_div, next_power_of_2, num_programs, rows_of
 from lightning_d9d.ops.rows_kernels import add_up
 
 _FORWARD_TILE = 2048
@@ -32,7 +32,7 @@ def forward(
     num_rows, dim = x.shape
     rows, block, warps = _tile(dim, _FORWARD_TILE)
     with torch.cuda.device_of(x):
-        _forward[(triton.cdiv(num_rows, rows),)](
+        _forward[(ceil_div(num_rows, rows),)](
             x,
             residual,
             weight.contiguous(),
@@ -65,7 +65,7 @@ def backward(
     dtotal = None if dtotal is None else rows_of(dtotal)
     num_rows, dim = total.shape
     rows, block, warps = _tile(dim, _BACKWARD_TILE)
-    num_tiles = triton.cdiv(num_rows, rows)
+    num_tiles = ceil_div(num_rows, rows)
     needs_weight = dweight.numel() > 0
     programs = num_programs(num_tiles, total.device, a_processor=2) if needs_weight else num_tiles
     partial = torch.empty(programs, dim, dtype=torch.float32, device=total.device) if needs_weight else None
@@ -95,7 +95,7 @@ def backward(
 
 def _tile(dim: int, size: int) -> tuple[int, int, int]:
     """Rows and columns of a tile, and its warps."""
-    block = triton.next_power_of_2(dim)
+    block = next_power_of_2(dim)
     return max(1, size // block), block, min(32, max(8, block // 512))
 
 

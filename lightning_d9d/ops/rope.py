@@ -7,8 +7,7 @@ from torch import Tensor
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.ops.kernels import runs_triton
-
-_NAME = "lightning_d9d::rope"
+from lightning_d9d.ops.operator import define
 
 
 def rope(
@@ -42,7 +41,7 @@ def rope(
     check_tables(x, cos, sin)
     if not turns_on_triton(x, cos, sin):
         return rope_reference(x, cos, sin, interleaved=interleaved)
-    return torch.ops.lightning_d9d.rope(x, cos, sin, interleaved, False)
+    return _turn_op(x, cos, sin, interleaved, False)
 
 
 def rope_reference(
@@ -95,11 +94,15 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-    dx = torch.ops.lightning_d9d.rope(gradient, *ctx.saved_tensors, ctx.interleaved, not ctx.back)
+    dx = _turn_op(gradient, *ctx.saved_tensors, ctx.interleaved, not ctx.back)
     return dx, None, None, None, None
 
 
-torch.library.define(_NAME, "(Tensor x, Tensor cos, Tensor sin, bool interleaved, bool back) -> Tensor")
-torch.library.impl(_NAME, "CompositeExplicitAutograd", _turn)
-torch.library.register_fake(_NAME, _new_turned)
-torch.library.register_autograd(_NAME, _backward, setup_context=_setup_context)
+_turn_op = define(
+    "rope",
+    "(Tensor x, Tensor cos, Tensor sin, bool interleaved, bool back) -> Tensor",
+    _turn,
+    _new_turned,
+    setup_context=_setup_context,
+    backward=_backward,
+)

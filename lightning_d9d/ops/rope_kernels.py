@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_d9d.ops.rows import num_programs
+from lightning_d9d.ops.rows import ceil_div, next_power_of_2, num_programs
 from lightning_d9d.ops.rows_kernels import add_up
 
 _TILE = 4096
@@ -100,7 +100,7 @@ def backward(
             **options,
         )
     if partial is not None:
-        add_up(partial, dweight)
+        add_up(partial, dweight, at_once=True)
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -120,13 +120,13 @@ def _tiles(x: Tensor, cos: Tensor, elements: int) -> tuple[int, tuple[int, ...],
     """How many tiles there are, the sizes that kernels take, and how large a tile is; `elements` are a thread's."""
     batch, seq, num_heads, dim = x.shape
     pairs = cos.shape[-1]
-    half = triton.next_power_of_2(pairs)
-    rest = triton.next_power_of_2(dim - 2 * pairs) if dim > 2 * pairs else 0
-    width = triton.next_power_of_2(2 * half + rest)
+    half = next_power_of_2(pairs)
+    rest = next_power_of_2(dim - 2 * pairs) if dim > 2 * pairs else 0
+    width = next_power_of_2(2 * half + rest)
     rows = max(1, _TILE // width)
-    heads = min(rows, triton.next_power_of_2(num_heads))
+    heads = min(rows, next_power_of_2(num_heads))
     tokens = rows // heads
-    seq_tiles, head_tiles = triton.cdiv(seq, tokens), triton.cdiv(num_heads, heads)
+    seq_tiles, head_tiles = ceil_div(seq, tokens), ceil_div(num_heads, heads)
     warps = min(32, max(_TILE, width) // (32 * elements))
     options = {"TOKENS": tokens, "HEADS": heads, "HALF": half, "REST": rest, "num_warps": warps}
     return batch * seq_tiles * head_tiles, (seq, num_heads, dim, pairs, seq_tiles, head_tiles), options
@@ -192,8 +192,8 @@ def _load_rest_weight(ptr, column, dim, ZERO_CENTERED: tl.constexpr):
 def _load_angles(cos_ptr, sin_ptr, offset, mask, pairs, HALF: tl.constexpr):
     column = tl.arange(0, HALF)[None, :]
     mask = mask & (column < pairs)
-    cos = tl.load(cos_ptr + offset + column, mask=mask, other=0).to(tl.float32)
-    sin = tl.load(sin_ptr + offset + column, mask=mask, other=0).to(tl.float32)
+    cos = tl.load(cos_ptr + offset + column, mask=mask, other=0)
+    sin = tl.load(sin_ptr + offset + column, mask=mask, other=0)
     return cos, sin
 
 
@@ -246,6 +246,7 @@ def _forward(
             rest *= scale * _load_rest_weight(weight_ptr, column, dim, ZERO_CENTERED)
     table_offset = batch * table_batch_stride + token * table_token_stride
     cos, sin = _load_angles(cos_ptr, sin_ptr, table_offset, token < seq, pairs, HALF)
+    cos, sin = cos.to(tl.float32), sin.to(tl.float32)
     if BACK:
         sin = -sin
     turned_first = first * cos - second * sin
@@ -300,20 +301,26 @@ def _backward(
     x_row = x_ptr + batch * x_batch_stride + token * x_token_stride + head * x_head_stride
     gradient_row = gradient_ptr + batch * gradient_batch_stride
     gradient_row += token * gradient_token_stride + head * gradient_head_stride
+    dx_offset = ((batch * seq + token) * num_heads + head) * dim
+    table_offset = batch * table_batch_stride + token * table_token_stride
+    raw_cos, raw_sin = _load_angles(cos_ptr, sin_ptr, table_offset, token < seq, pairs, HALF)
     raw_first, raw_second = _load_pairs(x_row, mask, pairs, INTERLEAVED, ROWS, HALF)
     turned_first, turned_second = _load_pairs(gradient_row, mask, pairs, INTERLEAVED, ROWS, HALF)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         # The next tile is on its way while this one is computed: sums over rows make threads wait.
         next_tile = tl.full([1, 1], 0, tl.int32) + tile + tl.num_programs(0)
-        next_batch, next_token, next_head = _places(next_tile, seq_tiles, head_tiles, TOKENS, HEADS)
-        next_mask = (next_tile < num_tiles) & (next_token < seq) & (next_head < num_heads)
-        next_x = x_ptr + next_batch * x_batch_stride + next_token * x_token_stride + next_head * x_head_stride
-        next_gradient = gradient_ptr + next_batch * gradient_batch_stride
-        next_gradient += next_token * gradient_token_stride + next_head * gradient_head_stride
+        batch, token, head = _places(next_tile, seq_tiles, head_tiles, TOKENS, HEADS)
+        is_token = (next_tile < num_tiles) & (token < seq)
+        next_mask = is_token & (head < num_heads)
+        next_x = x_ptr + batch * x_batch_stride + token * x_token_stride + head * x_head_stride
+        next_gradient = gradient_ptr + batch * gradient_batch_stride
+        next_gradient += token * gradient_token_stride + head * gradient_head_stride
+        next_dx_offset = ((batch * seq + token) * num_heads + head) * dim
+        table_offset = batch * table_batch_stride + token * table_token_stride
+        next_cos, next_sin = _load_angles(cos_ptr, sin_ptr, table_offset, is_token, pairs, HALF)
         next_first, next_second = _load_pairs(next_x, next_mask, pairs, INTERLEAVED, ROWS, HALF)
         next_turned_first, next_turned_second = _load_pairs(next_gradient, next_mask, pairs, INTERLEAVED, ROWS, HALF)
-        table_offset = batch * table_batch_stride + token * table_token_stride
-        cos, sin = _load_angles(cos_ptr, sin_ptr, table_offset, token < seq, pairs, HALF)
+        cos, sin = raw_cos.to(tl.float32), raw_sin.to(tl.float32)
         first, second = raw_first.to(tl.float32), raw_second.to(tl.float32)
         first_gradient = turned_first.to(tl.float32) * cos + turned_second.to(tl.float32) * sin
         second_gradient = turned_second.to(tl.float32) * cos - turned_first.to(tl.float32) * sin
@@ -339,26 +346,15 @@ def _backward(
                 rest_gradient *= rest_weight
                 product += tl.sum(rest_gradient * rest, axis=1)
             mean = product[:, None] / dim
-            dx_row = dx_ptr + ((batch * seq + token) * num_heads + head) * dim
+            dx_row = dx_ptr + dx_offset
             dfirst = (first_gradient - first * mean) * scale
             dsecond = (second_gradient - second * mean) * scale
             _store_pairs(dx_row, mask, dfirst, dsecond, pairs, INTERLEAVED, ROWS, HALF)
             if REST > 0:
                 tl.store(dx_row + column, (rest_gradient - rest * mean) * scale, mask=mask & (column < dim))
-        batch, token, head, mask, x_row, gradient_row = (
-            next_batch,
-            next_token,
-            next_head,
-            next_mask,
-            next_x,
-            next_gradient,
-        )
-        raw_first, raw_second, turned_first, turned_second = (
-            next_first,
-            next_second,
-            next_turned_first,
-            next_turned_second,
-        )
+        mask, x_row, gradient_row, dx_offset = next_mask, next_x, next_gradient, next_dx_offset
+        raw_cos, raw_sin, raw_first, raw_second = next_cos, next_sin, next_first, next_second
+        turned_first, turned_second = next_turned_first, next_turned_second
     if partial_ptr is not None:
         partial_row = partial_ptr + tl.program_id(0) * tl.full([1, 1], 1, tl.int64) * dim
         first_total = tl.sum(first_sum, axis=0)[None, :]

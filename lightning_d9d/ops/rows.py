@@ -1,4 +1,4 @@
-"""How kernels that work on rows, the last dim of a tensor, read them and share them out."""
+"""How kernels that work on rows, the last dim of a tensor, read them and share them out, on the host."""
 
 from __future__ import annotations
 
@@ -16,8 +16,18 @@ _PROGRAMS_ON_CPU = 3
 
 def rows_of(tensor: Tensor) -> Tensor:
     """Shape `[rows, columns]` with elements of a row side by side: a view where strides allow it, else a copy."""
-    rows = tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
+    rows = tensor if tensor.dim() == 2 else tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def ceil_div(number: int, divisor: int) -> int:
+    """The quotient, rounded up: `triton.cdiv`, which takes far longer on the host."""
+    return -(-number // divisor)
+
+
+def next_power_of_2(number: int) -> int:
+    """The lowest one that is not less than `number`, which is 1 or more: as `triton.next_power_of_2`."""
+    return 1 << (number - 1).bit_length()
 
 
 def num_programs(num_tiles: int, device: torch.device, a_processor: int = _PROGRAMS_A_PROCESSOR) -> int:

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.ops.kernels import runs_triton
+from lightning_d9d.ops.operator import define
 
-_NAME = "lightning_d9d::round_stochastic_"
 ROUNDS = 7
 """Of Philox4x32: the fewest that pass all tests of BigCrush (Salmon et al., 2011, table 2)."""
 _WORD = 0xFFFFFFFF
@@ -49,7 +49,7 @@ def round_stochastic_(target: Tensor, source: Tensor, seed: int, offset: int = 0
         )
     if seed < 0 or offset < 0:
         raise ConfigError(f"seed={seed} and offset={offset} must not be negative")
-    torch.ops.lightning_d9d.round_stochastic_(target, source.detach(), seed, offset)
+    _round_op(target, source.detach(), seed, offset)
     return target
 
 
@@ -102,6 +102,9 @@ def _round(target: Tensor, source: Tensor, seed: int, offset: int) -> None:
         target.copy_(whole)
 
 
-torch.library.define(_NAME, "(Tensor(a!) target, Tensor source, SymInt seed, SymInt offset) -> ()")
-torch.library.impl(_NAME, "CompositeExplicitAutograd", _round)
-torch.library.register_fake(_NAME, lambda target, source, seed, offset: None)
+_round_op = define(
+    "round_stochastic_",
+    "(Tensor(a!) target, Tensor source, SymInt seed, SymInt offset) -> ()",
+    _round,
+    lambda target, source, seed, offset: None,
+)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_d9d.ops.rows import ceil_div
 from lightning_d9d.ops.stochastic import LARGEST, ROUNDS, SPREAD
 
 _ROUNDED = 2048
@@ -29,7 +30,7 @@ _LARGEST = tl.constexpr(LARGEST)
 def round_stochastic(target: Tensor, source: Tensor, seed: int, offset: int) -> None:
     """Fill `target`, bfloat16, from `source`, float32; both are contiguous and have elements."""
     count, shift = source.numel(), offset % 8
-    _round[(triton.cdiv(count + shift, _ROUNDED),)](
+    _round[(ceil_div(count + shift, _ROUNDED),)](
         target.view(torch.int16),
         source,
         count,

@@ -2,15 +2,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.ops.kernels import runs_triton
-
-_NAME = "lightning_d9d::swiglu"
-_GRADIENT = "lightning_d9d::swiglu_backward"
+from lightning_d9d.ops.operator import define
 
 
 def swiglu(gate_up: Tensor | tuple[Tensor, Tensor], weights: Tensor | None = None) -> Tensor:
@@ -39,9 +36,9 @@ def swiglu(gate_up: Tensor | tuple[Tensor, Tensor], weights: Tensor | None = Non
     if weights is not None and weights.shape != gate.shape[:-1]:
         raise ConfigError(f"weights {list(weights.shape)} must have a number for each row of {list(gate.shape)}")
     has_one_dtype = up is None or up.dtype == gate.dtype
-    if not has_one_dtype or not runs_triton(*(t for t in (gate, up, weights) if t is not None)):
+    if not has_one_dtype or not runs_triton(gate, up, weights):
         return swiglu_reference(gate_up, weights)
-    return torch.ops.lightning_d9d.swiglu(gate, up, weights)
+    return _activate_op(gate, up, weights)
 
 
 def swiglu_reference(gate_up: Tensor | tuple[Tensor, Tensor], weights: Tensor | None = None) -> Tensor:
@@ -105,18 +102,22 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     needed = ctx.needs_input_grad
-    gradients = torch.ops.lightning_d9d.swiglu_backward(dy, *ctx.saved_tensors, *needed)
+    gradients = _gradient_op(dy, *ctx.saved_tensors, *needed)
     return tuple(gradient if needs else None for gradient, needs in zip(gradients, needed, strict=True))
 
 
-torch.library.define(_NAME, "(Tensor gate, Tensor? up, Tensor? weights) -> Tensor")
-torch.library.define(
-    _GRADIENT,
+_activate_op = define(
+    "swiglu",
+    "(Tensor gate, Tensor? up, Tensor? weights) -> Tensor",
+    _activate,
+    _new_result,
+    setup_context=_setup_context,
+    backward=_backward,
+)
+_gradient_op = define(
+    "swiglu_backward",
     "(Tensor dy, Tensor gate, Tensor? up, Tensor? weights, bool needs_gate, bool needs_up, bool needs_weights) "
     "-> (Tensor, Tensor, Tensor)",
+    _gradients,
+    _new_gradients,
 )
-torch.library.impl(_NAME, "CompositeExplicitAutograd", _activate)
-torch.library.impl(_GRADIENT, "CompositeExplicitAutograd", _gradients)
-torch.library.register_fake(_NAME, _new_result)
-torch.library.register_fake(_GRADIENT, _new_gradients)
-torch.library.register_autograd(_NAME, _backward, setup_context=_setup_context)

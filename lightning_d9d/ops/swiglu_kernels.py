@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_d9d.ops.rows import rows_of
+from lightning_d9d.ops.rows import ceil_div, next_power_of_2, rows_of
 
 _TILE = 1024
 """Elements of a tile, for 4 warps: 8 a thread, so a load of 16 bytes of each argument in 16 bits. With twice as many
@@ -22,9 +22,9 @@ def forward(gate: Tensor, up: Tensor | None, weights: Tensor | None, result: Ten
     gate, up = _halves(gate, up)
     num_rows, inner = gate.shape
     rows, columns = _tile(inner)
-    num_parts = triton.cdiv(inner, columns)
+    num_parts = ceil_div(inner, columns)
     with torch.cuda.device_of(result):
-        _forward[(triton.cdiv(num_rows, rows) * num_parts,)](
+        _forward[(ceil_div(num_rows, rows) * num_parts,)](
             gate,
             up,
             None if weights is None else weights.reshape(-1).contiguous(),
@@ -59,9 +59,9 @@ def backward(
         dgate, dup = rows_of(dgate).chunk(2, dim=1)
     needs_weights = dweights.numel() > 0
     # With a gradient of weights, a program has all columns of its rows, one tile after the other.
-    num_parts = 1 if needs_weights else triton.cdiv(inner, columns)
+    num_parts = 1 if needs_weights else ceil_div(inner, columns)
     with torch.cuda.device_of(dy):
-        _backward[(triton.cdiv(num_rows, rows) * num_parts,)](
+        _backward[(ceil_div(num_rows, rows) * num_parts,)](
             dy,
             gate,
             up,
@@ -91,7 +91,7 @@ def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _tile(inner: int) -> tuple[int, int]:
-    columns = min(_MAX_COLUMNS, triton.next_power_of_2(inner))
+    columns = min(_MAX_COLUMNS, next_power_of_2(inner))
     return _TILE // columns, columns
 
 

@@ -186,8 +186,8 @@ AT_ONCE = WeightGradients()
 
 
 @contextmanager
-def put_off(gradients: WeightGradients) -> Iterator[None]:
-    """Ops called inside, in this thread, leave their weight gradients to `gradients`.
+def put_off(gradients: WeightGradients | None) -> Iterator[None]:
+    """Ops called inside, in this thread, leave their weight gradients to `gradients`; None: compute them as ever.
 
     To be opened around the forward of a stage, of a microbatch whose backward is split. Then `gradients.backward` and
     `gradients.accumulate` make one full backward; an ordinary one would leave out the weights of these ops.

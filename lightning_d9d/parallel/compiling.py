@@ -12,7 +12,7 @@ function, gives all gradients in the input phase. What is not compiled, such as 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from lightning_d9d.errors import ConfigError
 from lightning_d9d.modules import ExpertBalance
 from lightning_d9d.parallel.config import ParallelConfig
 from lightning_d9d.parallel.data import blocks_of
+from lightning_d9d.parallel.forwards import replace_forwards, restore_forwards
 from lightning_d9d.parallel.recompute import keep_activations
 
 
@@ -46,9 +47,7 @@ def compile_blocks(module: nn.Module, parallel: ParallelConfig, blocks: Iterable
     """
     for part in module.modules():
         keep_activations(part)
-        forward = vars(part).get("forward")
-        if isinstance(forward, partial) and forward.func is _forward:
-            del part.forward
+    restore_forwards(module, _forward)
     if not parallel.compile:
         return
     has_losses = any(
@@ -61,15 +60,8 @@ def compile_blocks(module: nn.Module, parallel: ParallelConfig, blocks: Iterable
             "ranks (BalanceConfig.sequence_loss, global_batch_loss); leave out one of the three, or take bias_rate for "
             "the balance"
         )
-    blocks = blocks_of(module, parallel.shard_blocks) if blocks is None else list(blocks)
-    for block in dict.fromkeys(blocks):
-        if "forward" in vars(block):
-            raise ConfigError(
-                f"ParallelConfig.compile=True: a {type(block).__name__} has a forward of its own, "
-                f"{vars(block)['forward']}, which is not that of its class; name other blocks, in "
-                "ParallelConfig.shard_blocks, or compile them yourself"
-            )
-        block.forward = partial(_forward, block)
+    blocks = blocks_of(module, parallel.shard_blocks) if blocks is None else blocks
+    replace_forwards(blocks, _forward, "ParallelConfig.compile=True")
 
 
 def _forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -34,6 +34,11 @@ class ParallelConfig:
     """Whether `torch.compile` compiles each block. Recomputation is of whole blocks then. In split backwards compiled
     blocks have no weight phase."""
 
+    cuda_graphs: bool = False
+    """Whether the forward and the backward of each block are captured as CUDA graphs, for small models, whose steps
+    wait for the host. It takes ranks that hold the whole model, neither `compile` nor `recompute`, and schedules in
+    which the backward of a microbatch comes before the next forward. Without CUDA it changes nothing."""
+
     expert_dispatch: Literal["auto", "local", "all_to_all"] = "auto"
     """How tokens come to experts on other ranks. "auto": "local" where a rank has all experts, else "all_to_all"."""
 
@@ -81,6 +86,7 @@ class ParallelConfig:
         for name, allowed in (
             ("reshard_after_forward", (True, False, "auto")),
             ("compile", (True, False)),
+            ("cuda_graphs", (True, False)),
             ("expert_dispatch", ("auto", "local", "all_to_all")),
             ("kernels", get_args(Kernels)),
             ("grouped_gemm", get_args(GroupedGemmBackend)),
@@ -105,6 +111,9 @@ class ParallelConfig:
                 f"ParallelConfig.compile=True with recompute={self.recompute!r}, of something inside of blocks, which "
                 "are compiled whole; choose recompute='none', 'full' or 'every_2'"
             )
+        if self.cuda_graphs and (self.compile or self.recompute != "none"):
+            other = "compile=True" if self.compile else f"recompute={self.recompute!r}"
+            raise ConfigError(f"ParallelConfig.cuda_graphs=True cannot be had with {other}; leave out one of them")
         if isinstance(self.shard_blocks, str) or self.shard_blocks == ():
             raise ConfigError(
                 f"ParallelConfig.shard_blocks={self.shard_blocks!r} must be a list of names of classes, such as "

@@ -29,6 +29,7 @@ from lightning_d9d.modules import GroupedQueryAttention
 from lightning_d9d.ops import all_to_all_rows, attention, gather_dim
 from lightning_d9d.ops.attention_block import attention_block, attention_block_backward, merge, wide
 from lightning_d9d.ops.collectives import all_gather_single, group_named, reduce_scatter_single
+from lightning_d9d.ops.operator import define
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ class GatherAttention(ContextAttention):
     """
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
-        return torch.ops.lightning_d9d.gather_attention(q, k, v, documents, self.group_name)[0]
+        return _gather_op(q, k, v, documents, self.group_name)[0]
 
 
 class RingAttention(ContextAttention):
@@ -147,7 +148,7 @@ class RingAttention(ContextAttention):
     """
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
-        return torch.ops.lightning_d9d.ring_attention(q, k, v, documents, self.group_name)[0]
+        return _ring_op(q, k, v, documents, self.group_name)[0]
 
 
 class HeadsAttention(ContextAttention):
@@ -420,10 +421,15 @@ def _new_gradients(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-def _register(name: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
+def _define(name: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
     """One operator for the forward and one for its backward, which `torch.compile` takes whole."""
-    name, backward_name = f"lightning_d9d::{name}", f"lightning_d9d::{name}_backward"
     qkv, rest = "Tensor q, Tensor k, Tensor v", "Tensor? documents, str group_name"
+    gradients = define(
+        f"{name}_backward",
+        f"(Tensor grad_out, {qkv}, Tensor out, Tensor lse, {rest}) -> (Tensor, Tensor, Tensor)",
+        backward,
+        _new_gradients,
+    )
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         q, k, v, documents, ctx.group_name = inputs
@@ -431,23 +437,14 @@ def _register(name: str, forward: Callable[..., Any], backward: Callable[..., An
         ctx.mark_non_differentiable(output[1])
 
     def differentiate(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        operator = getattr(torch.ops.lightning_d9d, backward_name.split("::")[1])
-        return *operator(grad_out, *ctx.saved_tensors, ctx.group_name), None, None
+        return *gradients(grad_out, *ctx.saved_tensors, ctx.group_name), None, None
 
-    # Not torch.library.custom_op, which imports the compiler at the first call.
-    torch.library.define(name, f"({qkv}, {rest}) -> (Tensor, Tensor)")
-    torch.library.impl(name, "CompositeExplicitAutograd", forward)
-    torch.library.register_fake(name, _new_results)
-    torch.library.register_autograd(name, differentiate, setup_context=keep)
-    torch.library.define(
-        backward_name, f"(Tensor grad_out, {qkv}, Tensor out, Tensor lse, {rest}) -> (Tensor, Tensor, Tensor)"
-    )
-    torch.library.impl(backward_name, "CompositeExplicitAutograd", backward)
-    torch.library.register_fake(backward_name, _new_gradients)
+    schema = f"({qkv}, {rest}) -> (Tensor, Tensor)"
+    return define(name, schema, forward, _new_results, setup_context=keep, backward=differentiate)
 
 
-_register("gather_attention", _gather_attention, _gather_attention_backward)
-_register("ring_attention", _ring_attention, _ring_attention_backward)
+_gather_op = _define("gather_attention", _gather_attention, _gather_attention_backward)
+_ring_op = _define("ring_attention", _ring_attention, _ring_attention_backward)
 
 CONTEXT_OPS = (torch.ops.lightning_d9d.gather_attention.default, torch.ops.lightning_d9d.ring_attention.default)
 """What attends in the forward. Selective recomputation keeps the results."""

@@ -22,6 +22,7 @@ from lightning_d9d.parallel.compiling import compile_blocks
 from lightning_d9d.parallel.config import ParallelConfig
 from lightning_d9d.parallel.data import blocks_of, is_of_experts, shard_data
 from lightning_d9d.parallel.expert import shard_experts
+from lightning_d9d.parallel.graphs import capture_blocks
 from lightning_d9d.parallel.recompute import recompute_activations
 
 
@@ -80,7 +81,7 @@ WHO_SUMS: dict[Layout, dict[str, Summed]] = {
 
 
 def parallelize(stage: nn.Module, mesh: MeshDomains | None, parallel: ParallelConfig) -> None:
-    """Spread experts and weights of a stage over the ranks, and compile and recompute its blocks, in place.
+    """Spread experts and weights of a stage over the ranks, and compile, recompute or capture its blocks, in place.
 
     Tensor and context parallelism are left to `shard_tensors` and `shard_context`, which must know the model.
 
@@ -94,6 +95,7 @@ def parallelize(stage: nn.Module, mesh: MeshDomains | None, parallel: ParallelCo
         shard_experts(stage, mesh, parallel)
     compile_blocks(stage, parallel, blocks)
     recompute_activations(stage, parallel, blocks)
+    capture_blocks(stage, parallel, mesh, blocks)
     if mesh is not None:
         shard_data(stage, blocks, mesh, parallel)
 

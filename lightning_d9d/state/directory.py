@@ -101,8 +101,8 @@ def publish(new: Path, path: Path, overwrite: bool = False) -> None:
     try:
         os.rename(new, path)
     except OSError as error:
-        is_occupied = error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR)
-        if error.errno != errno.ENOTDIR and not (overwrite and is_occupied):
+        has_files = error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR)
+        if error.errno != errno.ENOTDIR and not (overwrite and has_files):
             raise
         _swap(new, path)
     sync(path.parent)

@@ -166,7 +166,7 @@ def save_tensors(
 
 def _number_aware(name: str) -> list[Any]:
     """For an order that no stages have a say in, in which layer 10 comes behind layer 2."""
-    return [int(text) if text.isdigit() else text for text in re.split(r"(\d+)", name)]
+    return [int(text) if i % 2 else text for i, text in enumerate(re.split(r"(\d+)", name))]
 
 
 def _tensors_of(source: nn.Module | Mapping[str, Any]) -> dict[str, Any]:

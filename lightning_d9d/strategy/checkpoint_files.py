@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import struct
 import zipfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -21,7 +22,17 @@ from lightning_d9d.errors import StateError
 from lightning_d9d.mesh.agreement import MAX_NAMED, Ranks, first_of
 from lightning_d9d.state.directory import hidden, publish, tidy
 
-UNREADABLE = (OSError, RuntimeError, EOFError, pickle.UnpicklingError, KeyError, ValueError)
+UNREADABLE = (
+    OSError,
+    RuntimeError,
+    EOFError,
+    pickle.UnpicklingError,
+    LookupError,
+    ValueError,
+    TypeError,
+    AssertionError,
+    struct.error,
+)
 """What torch raises for a file that is no checkpoint."""
 
 

@@ -425,10 +425,12 @@ class CheckpointedStrategy(RankedStrategy):
         self, state: Mapping[str, Any], optimizer: Optimizer, names: Mapping[nn.Parameter, str]
     ) -> dict[str, Any]:
         """What a file has of the parameters that this rank's optimizer has. Collective."""
-        part = dict[str, Any]()
-        with Ranks().agreed(f"optimizer state of checkpoint {str(self._checkpoint_path)!r} cannot be loaded"):
+        failure = f"optimizer state of checkpoint {str(self._checkpoint_path)!r} cannot be loaded"
+        records, part = list[dict[str, Any]](), dict[str, Any]()
+        with Ranks().agreed(failure):
             records = group_records(optimizer, names)
-            of_pipeline = all_gather_object(records, self.mesh.group("pp")) if self.is_pipelined else [records]
+        of_pipeline = all_gather_object(records, self.mesh.group("pp")) if self.is_pipelined else [records]
+        with Ranks().agreed(failure):
             whole = whole_groups(of_pipeline, self._parameter_order(names))
             part = sharded_state(optimizer, part_of_whole(optimizer, names, state, whole))
         return part

@@ -20,6 +20,7 @@ from lightning_d9d.mesh.collectives import all_gather_object, broadcast_tensors,
 from lightning_d9d.parallel import (
     ParallelConfig,
     blocks_of,
+    capture_blocks,
     compile_blocks,
     recompute_activations,
     weight_mesh,
@@ -130,24 +131,29 @@ def make_replicas_equal(tensors: Iterable[Tensor]) -> None:
         broadcast_tensors(copies, group, dist.get_process_group_ranks(group)[0])
 
 
-def prepare_blocks(module: nn.Module, parallel: ParallelConfig) -> None:
-    """Compile and recompute the blocks of a plain module that `parallel.shard_blocks` names, in place. Local.
+def prepare_blocks(module: nn.Module, parallel: ParallelConfig, mesh: MeshDomains | None) -> None:
+    """Compile, recompute or capture the blocks of a plain module that `parallel.shard_blocks` names, in place. Local.
 
     Raises:
         ConfigError: It names none.
     """
-    if parallel.recompute == "none" and not parallel.compile:
+    asked = {
+        f"recompute={parallel.recompute!r}": ("recompute_activations", parallel.recompute != "none"),
+        "compile=True": ("compile_blocks", parallel.compile),
+        "cuda_graphs=True": ("capture_blocks", parallel.cuda_graphs),
+    }
+    names = {setting: function for setting, (function, is_asked) in asked.items() if is_asked}
+    if not names:
         return
     if parallel.shard_blocks is None:
-        asked = "compile=True" if parallel.compile else f"recompute={parallel.recompute!r}"
         raise ConfigError(
-            f"ParallelConfig.{asked}: {type(module).__name__} is a plain LightningModule, of which nobody knows the "
-            'blocks; name their classes, as in shard_blocks=["Block"], or call '
-            f"lightning_d9d.parallel.{'compile_blocks' if parallel.compile else 'recompute_activations'} in "
-            "configure_model"
+            f"ParallelConfig.{' and '.join(names)}: {type(module).__name__} is a plain LightningModule, of which "
+            'nobody knows the blocks; name their classes, as in shard_blocks=["Block"], or call '
+            f"lightning_d9d.parallel.{' and '.join(names.values())} in configure_model"
         )
     compile_blocks(module, parallel)
     recompute_activations(module, parallel)
+    capture_blocks(module, parallel, mesh)
 
 
 def shard_blocks(module: nn.Module, mesh: MeshDomains, parallel: ParallelConfig, device: torch.device) -> None:

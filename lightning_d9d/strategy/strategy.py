@@ -35,6 +35,7 @@ from lightning_d9d.ops.kernels import using_kernels
 from lightning_d9d.parallel import ParallelConfig
 from lightning_d9d.parallel.data import FullySharded, let_go, reset
 from lightning_d9d.parallel.expert import are_units
+from lightning_d9d.parallel.graphs import release_graphs
 from lightning_d9d.parallel.plan import axes_left, fully_sharded, layout_of
 from lightning_d9d.pipeline.executor import Executor
 from lightning_d9d.pipeline.microbatch import MicrobatchCount, num_tokens
@@ -279,7 +280,7 @@ class D9DStrategy(AlignedStrategy):
             self.model = self._layer_sync.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
         if not isinstance(self.model, D9DModule):
-            prepare_blocks(self.model, self.parallel)
+            prepare_blocks(self.model, self.parallel, self._mesh_of_ranks)
         if isinstance(self.model, D9DModule) or self.parallel.shard_blocks is None or self.world_size == 1:
             self.model_to_device()
         else:
@@ -350,6 +351,8 @@ class D9DStrategy(AlignedStrategy):
             if self._layer_sync is not None and module is not None and module.trainer.state.fn == TrainerFn.FITTING:
                 self.model = self._layer_sync.revert(module)
             self._drop_gradients()
+            if self.model is not None:
+                release_graphs(self.model)
             self._kernels.close()
             self.release_loaders()
             self.close_saver()

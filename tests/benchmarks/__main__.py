@@ -32,7 +32,7 @@ NAMES = (
     "streaming",
     "saving",
 )
-SELECTIONS = {"pipeline": ("schedules", "microbatches"), "ops": ("ops", "sizes")}
+SELECTIONS = {"pipeline": ("schedules", "microbatches", "kernels"), "ops": ("ops", "sizes")}
 """Options of single benchmarks."""
 
 
@@ -72,6 +72,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="JSON file for raw samples, conditions and the machine")
     parser.add_argument("--schedules", nargs="+", help="of `pipeline`; the first is the peer of the others")
     parser.add_argument("--microbatches", nargs="+", type=int, help="of `pipeline`")
+    parser.add_argument("--kernels", choices=("auto", "torch"), default="auto", help="of `pipeline`")
     parser.add_argument("--ops", nargs="+", help="of `ops`")
     parser.add_argument("--sizes", nargs="+", type=float, help="of `ops`, as multiples of the shape; default: 1")
     parser.add_argument("--quick", action="store_true", help="small and short: shows that it runs, judges nothing")

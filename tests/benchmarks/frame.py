@@ -25,7 +25,7 @@ from torch import multiprocessing
 CONFIDENCE = 0.95
 QUARTILES = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
 MIN_STEP_SECONDS = 0.1
-"""A ratio is held against its limit only on steps that are at least this long."""
+"""Of cases that name no other: shorter steps say little of the overhead of a large model."""
 LOSS_TOLERANCE = 0.01
 """Relative; contenders whose losses after the warm-up differ by more do not do the same work."""
 
@@ -61,6 +61,8 @@ class Case:
     warmup_steps: int = 4
     block_steps: int = 2
     repeats: int = 20
+    min_step_seconds: float = MIN_STEP_SECONDS
+    """A ratio is held against its limit only on steps that are at least this long."""
     conditions: Mapping[str, Any] = field(default_factory=dict)
     """What a reader must know to repeat it: sizes, dtype, settings."""
 
@@ -124,19 +126,21 @@ def summarize(case: Case, measured: dict[str, dict[str, Any]]) -> dict[str, Any]
         values |= {"median_seconds": median, "quartiles_seconds": [low, high]}
         if name == case.peer:
             continue
-        values["ratio"] = _judged(samples, peer, case.limits.get(name))
+        values["ratio"] = _judged(samples, peer, case.limits.get(name), case.min_step_seconds)
     for name, (other, limit) in case.pairs.items():
         samples, theirs = (measured[each]["seconds_per_step"] for each in (name, other))
-        measured[name]["pair"] = {"peer": other, **_judged(samples, theirs, limit)}
+        measured[name]["pair"] = {"peer": other, **_judged(samples, theirs, limit, case.min_step_seconds)}
     plan = {name: getattr(case, name) for name in ("peer", "num_processes", "warmup_steps", "block_steps", "repeats")}
     return {"case": case.name, **plan, "conditions": dict(case.conditions), "contenders": measured}
 
 
-def _judged(samples: Sequence[float], peer: Sequence[float], limit: float | None) -> dict[str, Any]:
+def _judged(
+    samples: Sequence[float], peer: Sequence[float], limit: float | None, min_step_seconds: float
+) -> dict[str, Any]:
     ratio = ratio_of_pairs(samples, peer)
     if limit is None:
         return asdict(ratio)
-    long_enough = statistics.median(peer) >= MIN_STEP_SECONDS
+    long_enough = statistics.median(peer) >= min_step_seconds
     return asdict(ratio) | {"limit": limit, "verdict": ratio.verdict(limit) if long_enough else "steps too short"}
 
 

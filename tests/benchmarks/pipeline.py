@@ -1,8 +1,11 @@
 """Steps of a pipeline against `torch.distributed.pipelining`: the same stages, schedules, microbatches and messages.
 
 All contenders of a case live in the same processes, one a pipeline rank. For each schedule ours and torch's run the
-same stage modules; stages of different schedules hold the same values of the same names, so all losses are equal. A
-step is all microbatches forward and backward from gradients that are None, without an optimizer. The loss, a sum over
+same stage modules; stages of different schedules hold the same values of the same names, so all losses are equal.
+`zero_bubble_v+compile` is a schedule whose layers are compiled, beside the same one without. What has no contender of
+torch's is held against the first schedule.
+
+A step is all microbatches forward and backward from gradients that are None, without an optimizer. The loss, a sum over
 tokens divided by their number, is made inside the last stage.
 
 When the rounds are over `pipeline_probe` measures more.
@@ -12,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,12 +29,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
-from lightning_d9d import MeshConfig, StageInfo, StageInputs, WeightedLoss
+from lightning_d9d import MeshConfig, ParallelConfig, StageInfo, StageInputs, WeightedLoss
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshDomains
 from lightning_d9d.mesh.sharding import local, local_ranges
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from lightning_d9d.modules import experts
+from lightning_d9d.ops.kernels import Kernels, set_kernels
+from lightning_d9d.parallel import compile_blocks
 from lightning_d9d.pipeline.executor import Cut, Executor
 from lightning_d9d.pipeline.totals import BatchTotals
 from lightning_d9d.schedule import Span, parse, plot, resolve_schedule
@@ -50,12 +55,21 @@ TORCH = {
 }
 """Our schedules and torch's that run the same program (GPipe's backwards in another order)."""
 DEFAULT = ("1f1b", "interleaved_1f1b", "zero_bubble", "zero_bubble_v", "dual_pipe_v")
+SPLIT = ("zero_bubble", "zero_bubble_v", "dual_pipe_v")
+"""Of these torch 2.11 has no split backward through kernels of ours: it keeps Python's side of their nodes alone, which
+outlives the graph, and asks it for what the graph knows. They are compared on torch's kernels."""
+COMPILED = "+compile"
+"""Behind the name of a schedule: its layers are compiled, so their backwards are not split."""
 FASTER_THAN_1F1B = ("zero_bubble_v", "dual_pipe_v")
 _DEVIATION = 0.02
 
 
 def cases(
-    device_type: str, quick: bool, schedules: Sequence[str] | None = None, microbatches: Sequence[int] | None = None
+    device_type: str,
+    quick: bool,
+    schedules: Sequence[str] | None = None,
+    microbatches: Sequence[int] | None = None,
+    kernels: Kernels = "auto",
 ) -> list[Case]:
     """One for each number of microbatches, with two contenders for each schedule. The peer is the first schedule."""
     rounds: dict[str, Any]
@@ -73,24 +87,33 @@ def cases(
         config = replace(Qwen3MoeConfig.preset("tiny"), num_hidden_layers=16)
         work = Work(config=config, dtype=torch.float32, sequence_length=128)
         rounds = dict(warmup_steps=2, block_steps=1, repeats=12)
+    theirs = TORCH if device_type == "cpu" or kernels == "torch" else [each for each in TORCH if each not in SPLIT]
+    work = replace(work, kernels=kernels)
     return [
-        case(replace(work, num_microbatches=n), schedules or DEFAULT, judges=not quick, **rounds)
+        case(replace(work, num_microbatches=n), schedules or DEFAULT, theirs, judges=not quick, **rounds)
         for n in microbatches or ((8,) if quick else (16, 32))
     ]
 
 
-def case(work: Work, schedules: Sequence[str], judges: bool, **rounds: Any) -> Case:
-    """Ours and torch's of each schedule."""
+def case(work: Work, schedules: Sequence[str], theirs: Collection[str], judges: bool, **rounds: Any) -> Case:
+    """Ours of each schedule, and torch's of those that are in `theirs`."""
     contenders: dict[str, Any] = {}
     for name in schedules:
-        contenders |= {name: partial(Ours, work, name), f"{name}, torch": partial(Torchs, work, name)}
+        contenders[name] = partial(Ours, work, name)
+        if name in theirs:
+            contenders[f"{name}, torch"] = partial(Torchs, work, name)
     against_1f1b = FASTER_THAN_1F1B if judges and schedules[0] == "1f1b" else ()
     return Case(
         name=f"{work.num_microbatches} microbatches",
         contenders=contenders,
         peer=schedules[0],
         limits={name: 1.0 for name in schedules if name in against_1f1b},
-        pairs={name: (f"{name}, torch", 1.0 if judges else None) for name in schedules},
+        pairs={
+            name: (f"{name}, torch", 1.0 if judges else None)
+            if name in theirs
+            else (name.removesuffix(COMPILED) if name.endswith(COMPILED) else schedules[0], None)
+            for name in schedules
+        },
         afterwards=pipeline_probe.measure,
         num_processes=work.num_ranks,
         conditions=work.conditions(),
@@ -107,6 +130,7 @@ class Work:
     sequence_length: int
     num_ranks: int = 4
     num_microbatches: int = 0
+    kernels: Kernels = "auto"
 
     def stage(self, info: StageInfo, device: torch.device) -> Qwen3MoeForCausalLM:
         """A stage of equally many layers as the others. Its values follow from its parameters' names."""
@@ -141,6 +165,7 @@ class Work:
             "vocabulary": self.config.vocab_size,
             "microbatch": f"1 x {self.sequence_length} tokens",
             "dtype": str(self.dtype).removeprefix("torch."),
+            "kernels": self.kernels,
         }
 
 
@@ -157,9 +182,14 @@ def _mesh(num_ranks: int, device_type: str) -> MeshDomains:
 
 
 @functools.cache
-def _stages(work: Work, placement: tuple[int, ...], rank: int, device: torch.device) -> dict[int, Qwen3MoeForCausalLM]:
+def _stages(
+    work: Work, placement: tuple[int, ...], rank: int, device: torch.device, compiles: bool = False
+) -> dict[int, Qwen3MoeForCausalLM]:
     num_stages = len(placement)
-    return {i: work.stage(StageInfo(i, num_stages), device) for i in range(num_stages) if placement[i] == rank}
+    stages = {i: work.stage(StageInfo(i, num_stages), device) for i in range(num_stages) if placement[i] == rank}
+    for stage in stages.values():
+        compile_blocks(stage, ParallelConfig(compile=compiles))
+    return stages
 
 
 def _forget() -> None:
@@ -175,9 +205,13 @@ class Ours:
     def __init__(self, work: Work, schedule: str, device: torch.device) -> None:
         self.work = work
         self.device = device
-        self.pipeline = Pipeline(resolve_schedule(schedule), _mesh(work.num_ranks, device.type), device)
+        set_kernels(work.kernels)
+        compiles = schedule.endswith(COMPILED)
+        self.pipeline = Pipeline(
+            resolve_schedule(schedule.removesuffix(COMPILED)), _mesh(work.num_ranks, device.type), device
+        )
         self.program = self.pipeline.schedule.program(work.num_ranks, work.num_microbatches)
-        self.stages = _stages(work, self.pipeline.placement, self.pipeline.rank, device)
+        self.stages = _stages(work, self.pipeline.placement, self.pipeline.rank, device, compiles)
         self.executor = Executor(
             self.stages, len(self.pipeline.placement), Hooks(device), nullcontext, self.pipeline.messages
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from torch._dynamo.utils import counters
 
 from lightning_d9d.schedule import check, resolve_schedule
 from tests.benchmarks.frame import measure, summarize
@@ -12,6 +13,7 @@ from tests.benchmarks.pipeline import QUICK, TORCH, Ours, Torchs, case, table, w
 from tests.benchmarks.pipeline_probe import serial
 from tests.harness.compare import assert_tensors_close
 from tests.harness.ranks import RankContext
+from tests.parallel.test_compiling import compiler
 
 WORK = replace(QUICK, num_ranks=2, num_microbatches=4)
 
@@ -40,8 +42,25 @@ def test_gradients_and_losses_are_torchs(rank: RankContext, schedule: str) -> No
 
 
 @pytest.mark.ranks(2)
+def test_compiled_layers_do_the_same_work(rank: RankContext) -> None:
+    schedules = ["zero_bubble_v", "zero_bubble_v+compile"]
+    compared = case(WORK, schedules, TORCH, judges=True, warmup_steps=1, repeats=2)
+    assert compared.pairs == {schedules[0]: (f"{schedules[0]}, torch", 1.0), schedules[1]: (schedules[0], None)}
+    gradients = []
+    with compiler():
+        for name in schedules:
+            contender = Ours(WORK, name, rank.device)
+            contender.run(1)
+            stages = contender.stages.values()
+            gradients.append({n: p.grad.clone() for stage in stages for n, p in stage.named_parameters()})
+        assert counters["stats"]["unique_graphs"] >= 1
+    contender.close()
+    assert_tensors_close(*gradients)
+
+
+@pytest.mark.ranks(2)
 def test_what_is_measured(rank: RankContext) -> None:
-    compared = case(WORK, ["1f1b", "zero_bubble_v"], judges=True, warmup_steps=1, repeats=2)
+    compared = case(WORK, ["1f1b", "zero_bubble_v"], TORCH, judges=True, warmup_steps=1, repeats=2)
     measured = measure(compared, rank.device)
     values = measured["zero_bubble_v"]
     assert len(values["spans"]) == 4 * 4 * 3 - 4  # stage 0 runs its backwards as a whole

@@ -9,6 +9,7 @@ When the rounds are over one more step of ours is profiled: `step_parts`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -20,8 +21,9 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.utils.data import DataLoader
 
-from lightning_d9d import D9DModule, D9DStrategy
+from lightning_d9d import D9DModule, D9DStrategy, ParallelConfig
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3MoePretraining
+from lightning_d9d.models.qwen3_moe.plan import parallelize_qwen3_moe
 from lightning_d9d.optim import StochasticAdamW
 from lightning_d9d.sync.norm import clip_factor, gradient_norm
 from tests.benchmarks import step_parts
@@ -29,6 +31,7 @@ from tests.benchmarks.frame import Case, Contender
 from tests.benchmarks.strategy_overhead import MAX_NORM, PausedFit, Tokens
 
 OURS, TRAINER = "ours", "ours, by Trainer"
+OURS_COMPILED, OURS_CAPTURED = "ours, compiled", "ours, CUDA graphs"
 COMPILED, EAGER = "transformers, compiled", "transformers"
 LEAST_OF_PEER = 1.15
 """Tokens/s of ours, of the best peer's."""
@@ -104,28 +107,40 @@ def cases(device_type: str, quick: bool) -> list[Case]:
         case("step", whole, (COMPILED, OURS), 1 / LEAST_OF_PEER, **rounds),
         case("norm and clipping", replace(whole, clips=True), (COMPILED, OURS), 1 / LEAST_OF_PEER, **rounds),
         case("by Trainer", replace(whole, clips=True), (OURS, TRAINER), MOST_OF_BARE, **rounds),
+        case("compiled blocks", whole, (OURS, OURS_COMPILED), None, **rounds),
         case("32,768 tokens", long, (COMPILED, OURS), 1 / LEAST_OF_LONG, **rounds),
-        case("small model", small, (EAGER, OURS), 1 / LEAST_OF_SMALL, warmup_steps=8, block_steps=40, repeats=10),
+        case(
+            "small model",
+            small,
+            (EAGER, OURS, OURS_CAPTURED),
+            1 / LEAST_OF_SMALL,
+            warmup_steps=8,
+            block_steps=40,
+            repeats=10,
+            min_step_seconds=0,
+        ),
     ]
 
 
 def case(
-    name: str, work: Work, contenders: Sequence[str], limit: float = 1.0, *, judges: bool = True, **rounds: Any
+    name: str, work: Work, contenders: Sequence[str], limit: float | None = 1.0, *, judges: bool = True, **rounds: Any
 ) -> Case:
-    """One peer, and one contender that may take `limit` times as long at most."""
+    """A peer, and contenders of which the last may take `limit` times as long at most."""
     build: dict[str, Callable[[torch.device], Contender]] = {
         OURS: partial(Ours, work),
+        OURS_COMPILED: partial(Ours, work, parallel=ParallelConfig(compile=True)),
+        OURS_CAPTURED: partial(Ours, work, parallel=ParallelConfig(cuda_graphs=True)),
         TRAINER: partial(by_trainer, work),
         COMPILED: partial(Transformers, work, True),
         EAGER: partial(Transformers, work, False),
     }
-    peer, judged = contenders
+    peer, *others = contenders
     return Case(
         name=name,
         contenders={each: build[each] for each in contenders},
         peer=peer,
-        limits={judged: limit} if judges else {},
-        afterwards=partial(profile, work) if judged == OURS else None,
+        limits={others[-1]: limit} if judges and limit is not None else {},
+        afterwards=partial(more_of_ours, work),
         conditions=work.conditions(),
         **rounds,
     )
@@ -138,8 +153,19 @@ class Loop:
         self.work, self.network, self.optimizer, self.device = work, network, optimizer, device
         self.batches = iter(work.batches(device))
         self.last_loss = torch.zeros(())
+        self.seconds_of_first: float | None = None
+        """Of the first steps, in which kernels are compiled and chosen."""
 
     def run(self, steps: int) -> None:
+        if self.seconds_of_first is None:
+            start = time.perf_counter()
+            self._train(steps)
+            self.loss()  # waits for the device
+            self.seconds_of_first = time.perf_counter() - start
+        else:
+            self._train(steps)
+
+    def _train(self, steps: int) -> None:
         for _ in range(steps):
             batch = {name: t.to(self.device, non_blocking=True) for name, t in next(self.batches).items()}
             loss = self.mean_loss(batch)
@@ -166,8 +192,9 @@ class Loop:
 class Ours(Loop):
     """`Qwen3MoeForCausalLM` and `StochasticAdamW`, which divides by what clipping asks for."""
 
-    def __init__(self, work: Work, device: torch.device) -> None:
+    def __init__(self, work: Work, device: torch.device, parallel: ParallelConfig | None = None) -> None:
         network = work.network(device)
+        parallelize_qwen3_moe(network, None, parallel or ParallelConfig())
         super().__init__(work, network, _optimizer(network, work.dtype), device)
 
     def mean_loss(self, batch: Mapping[str, Tensor]) -> Tensor:
@@ -238,16 +265,22 @@ def by_trainer(work: Work, device: torch.device) -> PausedFit:
     return PausedFit(module_of(work, device), D9DStrategy(), work, device, 1)
 
 
-def profile(work: Work, contenders: Mapping[str, Contender], device: torch.device) -> dict[str, dict[str, Any]]:
-    """The parts of a step of ours."""
-    ours = contenders[OURS]
-    return {OURS: {"parts": step_parts.measure(partial(ours.run, 1), work.config, work.num_rows, work.sequence_length)}}
+def more_of_ours(work: Work, contenders: Mapping[str, Contender], device: torch.device) -> dict[str, dict[str, Any]]:
+    """How long the first steps took, and where ours is judged by transformers the parts of one of its steps."""
+    loops = {name: each for name, each in contenders.items() if isinstance(each, Loop)}
+    more: dict[str, dict[str, Any]] = {
+        name: {"seconds_of_first": each.seconds_of_first} for name, each in loops.items()
+    }
+    if len(loops) > 1 and OURS in [*loops][1:]:
+        step = partial(loops[OURS].run, 1)
+        more[OURS]["parts"] = step_parts.measure(step, work.config, work.num_rows, work.sequence_length)
+    return more
 
 
 def table(result: Mapping[str, Any], device_type: str) -> str:
     """What a person reads, in Markdown. Times only of GPUs."""
     conditions = result["conditions"]
-    head = ["", "tokens/s of the peer's", "interval", "", "ms", "tokens/s", "TFLOP/s", "peak GiB"]
+    head = ["", "tokens/s of the peer's", "interval", "", "ms", "tokens/s", "TFLOP/s", "peak GiB", "s of first steps"]
     on_cuda = device_type == "cuda"
     rows = [head if on_cuda else head[:4]]
     rows.append(["---"] * len(rows[0]))
@@ -261,6 +294,7 @@ def table(result: Mapping[str, Any], device_type: str) -> str:
             seconds = values["median_seconds"]
             row += [f"{1e3 * seconds:.1f}", f"{conditions['tokens'] / seconds:.0f}"]
             row += [f"{conditions['operations'] / seconds / 1e12:.0f}", f"{values['peak_memory_bytes'] / 2**30:.2f}"]
+            row += [f"{values['seconds_of_first']:.1f}" if "seconds_of_first" in values else ""]
         rows.append(row)
     text = ", ".join(f"{key} {value}" for key, value in conditions.items())
     lines = [f"\n{result['benchmark']}, {result['case']}, {result['repeats']} rounds", f"  {text}", ""]
@@ -273,4 +307,5 @@ def table(result: Mapping[str, Any], device_type: str) -> str:
 
 def write(result: Mapping[str, Any], directory: Path, device_type: str) -> None:
     """The table as a file."""
-    (directory / f"train_step-{str(result['case']).replace(' ', '-')}.md").write_text(table(result, device_type) + "\n")
+    name = str(result["case"]).replace(" ", "-").replace(",", "")
+    (directory / f"train_step-{name}.md").write_text(table(result, device_type) + "\n")

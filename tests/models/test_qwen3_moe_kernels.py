@@ -17,9 +17,10 @@ from tests.harness.compare import assert_close_named, assert_gradients_equal
 from tests.harness.tolerances import TOLERANCES, Kind
 from tests.models.test_qwen3_moe_model import BASE, VARIANTS, make_batch, make_pair, shift
 
-NUM_STEPS, WINDOW = 200, 20
-MOST_APART = 0.01
-"""Of mean losses of a window. Roundings differ, and grow from step to step."""
+NUM_STEPS, WINDOW = 500, 50
+MOST_APART = 0.02
+"""Of mean losses of a window. Roundings differ, and grow from step to step: two runs on torch's kernels, with first
+weights that differ by 2**-12 of themselves, were up to 0.0117 apart in bf16-mixed, over windows of 20."""
 
 
 def check(changes: dict, dtype: torch.dtype, device: str, kernels: Kernels) -> None:

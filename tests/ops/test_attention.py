@@ -240,6 +240,26 @@ def test_compiled_whole(device):
         assert_bitwise_equal("compiled", ours, theirs)
 
 
+class Stopped(torch.autograd.Function):
+    """Lets no gradient through."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return None
+
+
+@DEVICES
+def test_without_a_gradient_there_are_none(device):
+    leaves, _ = make(2, 1, torch.float32, device=device)
+    with using_kernels("triton"):
+        Stopped.apply(attention(*leaves)).sum().backward()
+    assert [t.grad for t in leaves] == [None] * 3
+
+
 @pytest.mark.gpu
 def test_no_square_and_no_waiting():
     """Of 64k tokens a mask would take 8 GiB; the host does not wait for the device."""
@@ -301,6 +321,16 @@ def test_sinks_on_what_torch_would_choose():
         results.append(op(*inputs, sinks=sinks))
         assert_equals_reference(results[-1], inputs, gradient, sinks=sinks)
     assert_bitwise_equal("compiled", *results)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["torch", "operator"])
+def test_gradients_in_any_order_in_memory(has_sinks):
+    """One process, equal inputs: what is kept for the first gradient must not serve another."""
+    sinks = torch.randn(4, device="cuda").requires_grad_() if has_sinks else None
+    for change in (torch.clone, torch.Tensor.contiguous, lambda g: g.mT.contiguous().mT, torch.clone):
+        inputs, gradient = make(4, 2, torch.bfloat16, seq=512, device="cuda", head_dim=128)
+        assert_equals_reference(attention(*inputs, sinks=sinks), inputs, change(gradient), sinks=sinks)
 
 
 def test_sinks_without_kernels():

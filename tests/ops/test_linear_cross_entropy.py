@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_d9d import ConfigError
 from lightning_d9d.ops import WeightGradients, linear_cross_entropy, put_off
 from lightning_d9d.ops.kernels import Kernels, using_kernels
-from lightning_d9d.ops.linear_cross_entropy import linear_cross_entropy_reference
+from lightning_d9d.ops.linear_cross_entropy import _Options, _rows_at_once, linear_cross_entropy_reference
 from tests.harness.compare import assert_bitwise_equal, assert_close_named
 from tests.harness.ranks import RankContext
 from tests.harness.tolerances import Kind
@@ -430,3 +430,16 @@ def test_labels_outside_of_the_vocabulary(bad):
 def test_arguments_that_do_not_fit(changes, message):
     with pytest.raises(ConfigError, match=message):
         linear_cross_entropy(**{**make_tensors(), **changes})
+
+
+def test_chunks_grow_where_that_takes_less_memory_than_a_wide_gradient():
+    """Tokens of a chunk, for 151,936 ids and a hidden size of 2048 in bfloat16."""
+    rows = {}
+    for tokens in (2_000, 16_384, 32_768, 65_536, 1_048_576):
+        for chunk_bytes in (0, 2**30):
+            x = torch.empty(tokens, 2048, dtype=torch.bfloat16, device="meta")
+            options = _Options(-100, 0.0, 0.0, 0.0, chunk_bytes, 0, 151_936, "", True)
+            rows[tokens, chunk_bytes] = _rows_at_once(x, options)
+    assert [rows[tokens, 2**30] for tokens in (2_000, 16_384, 32_768, 65_536, 1_048_576)] == [2_000, *[2_048] * 4]
+    assert [rows[tokens, 0] for tokens in (2_000, 16_384, 32_768)] == [2_000, 2_048, 4_096]
+    assert [rows[tokens, 0] for tokens in (65_536, 1_048_576)] == [2_048, 2_048]

@@ -15,13 +15,14 @@ from lightning_d9d.ops.moe_permute import (
     moe_unpermute_reference,
     sort_by_expert,
     sort_by_source,
+    sort_reference,
 )
 from lightning_d9d.ops.multihot import indices_from_multihot, multihot_from_indices
-from tests.harness.compare import assert_bitwise_equal
+from tests.harness.compare import assert_bitwise_equal, assert_close_named
 from tests.ops.grid import DEVICES, LAYOUTS, check_op, dtypes, unwritten_memory_is_nan
 
-SHAPES = [(1, 5, 1, 1), (7, 48, 6, 2), (13, 33, 4, 3), (3, 2056, 2, 2)]
-"""Tokens, width, experts, and how many a token visits."""
+SHAPES = [(1, 5, 1, 1), (7, 48, 6, 2), (13, 33, 4, 3), (3, 2056, 2, 2), (2, 1100, 7, 5)]
+"""Tokens, width, experts, and how many a token visits; of the wide ones a program sees several parts."""
 KERNELS = pytest.mark.parametrize("kernels", ["torch", "triton"])
 
 
@@ -108,15 +109,67 @@ def test_each_gradient_alone_and_no_weights(device: str) -> None:
 
 @DEVICES
 @KERNELS
+@pytest.mark.parametrize("shape", [(7, 48, 6, 2), (2, 1100, 7, 5)], ids=str)
+def test_both_gradients_are_those_of_one_at_a_time(
+    device: str, shape: tuple[int, int, int, int], kernels: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lightning_d9d.ops import moe_permute_kernels
+
+    x, weights, indices = (tensor.to(device) for tensor in make(*shape).values())
+    with using_kernels(kernels), unwritten_memory_is_nan():
+        permutation = sort_by_expert(indices, shape[2], 4)
+        rows = torch.randn(permutation.num_rows, shape[1], device=device).half()
+
+        def gradients_of(*needed: str) -> list[Tensor]:
+            leaves = {"rows": rows, "weights": weights}
+            leaves = {name: leaf.detach().requires_grad_(name in needed) for name, leaf in leaves.items()}
+            sums = moe_unpermute(leaves["rows"], permutation, leaves["weights"])
+            return list(torch.autograd.grad(sums, [leaves[name] for name in needed], x.half()))
+
+        expected = gradients_of("rows") + gradients_of("weights")
+        for name in ("copy_rows", "dot_rows"):
+            monkeypatch.setattr(moe_permute_kernels, name, None)
+        of_rows, of_weights = gradients_of("rows", "weights")
+    assert_bitwise_equal("rows", of_rows, expected[0])
+    assert_close_named("weights", of_weights, expected[1])
+
+
+@KERNELS
+def test_second_derivatives(kernels: Any) -> None:
+    tensors = make(5, 8, 4, 3)
+    permutation = sort_by_expert(tensors["indices"], 4, 2)
+    rows, weights = torch.randn(permutation.num_rows, 8, requires_grad=True), tensors["weights"].requires_grad_()
+    x = tensors["x"].requires_grad_()
+    with using_kernels(kernels):
+        of_rows, _ = torch.autograd.grad(
+            moe_unpermute(rows, permutation, weights), (rows, weights), x, create_graph=True
+        )
+        given = torch.autograd.grad(of_rows.square().sum(), (x, weights))
+    copies = x.unsqueeze(1) * weights.unsqueeze(2)
+    expected = torch.autograd.grad(copies.square().sum(), (x, weights))
+    for name, ours, theirs in zip(("gradient", "weights"), given, expected, strict=True):
+        assert_close_named(name, ours, theirs)
+
+
+@DEVICES
+def test_rows_too_large_for_a_cache(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_d9d.ops import moe_permute_kernels
+
+    monkeypatch.setattr(moe_permute_kernels, "_STREAMED_BYTES", 0)
+    check_permute(make(7, 48, 6, 2), 6, torch.float32, device, 4)
+
+
+@DEVICES
+@KERNELS
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
 @pytest.mark.parametrize("multiple", [1, 4])
 @pytest.mark.parametrize(
-    ("num_tokens", "num_experts", "top_k"), [(140, 9, 4), (3, 40, 5), (5, 1, 1), (0, 4, 2)], ids=str
+    ("num_tokens", "num_experts", "top_k"), [(140, 9, 4), (140, 520, 4), (3, 40, 5), (5, 1, 1), (0, 4, 2)], ids=str
 )
 def test_rows_are_in_order(
     device: str, num_tokens: int, num_experts: int, top_k: int, multiple: int, dtype: torch.dtype, kernels: Any
 ) -> None:
-    """More copies than a block has, experts without any, and none at all."""
+    """More copies than a block has, more blocks than are summed at once, experts without any, and none at all."""
     indices = make_indices(num_tokens, num_experts, top_k)
     with using_kernels(kernels), unwritten_memory_is_nan():
         places, counts, offsets, num_rows = sort_by_expert(indices.to(device, dtype), num_experts, multiple)
@@ -133,6 +186,45 @@ def test_rows_are_in_order(
     assert place <= num_rows
     assert num_rows % multiple == 0
     assert num_rows == place or multiple > 1
+
+
+@DEVICES
+@pytest.mark.parametrize(("most_blocks", "most_steps"), [(3, 64), (1, 64), (2, 2)], ids=str)
+def test_blocks_of_many_copies(device: str, most_blocks: int, most_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_d9d.ops import moe_permute_kernels
+
+    monkeypatch.setattr(moe_permute_kernels, "_MOST_BLOCKS", most_blocks)
+    monkeypatch.setattr(moe_permute_kernels, "_MOST_STEPS", most_steps)
+    indices = make_indices(150, 9, 4).to(device)
+    with using_kernels("triton"), unwritten_memory_is_nan():
+        places, counts, offsets, _ = sort_by_expert(indices, 9, 4)
+    for name, ours, theirs in zip(
+        ("places", "counts", "offsets"), (places, counts, offsets), sort_reference(indices, 9, 4), strict=True
+    ):
+        assert_bitwise_equal(name, ours, theirs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("num_tokens", "num_experts"), [(16384, 128), (40_001, 512), (150_000, 8)], ids=str)
+def test_sort_of_many_copies(num_tokens: int, num_experts: int) -> None:
+    indices = make_indices(num_tokens, num_experts, 8).cuda()
+    ours = sort_by_expert(indices, num_experts, 16)[:3]
+    theirs = sort_reference(indices, num_experts, 16)
+    for name, our, their in zip(("places", "counts", "offsets"), ours, theirs, strict=True):
+        assert_bitwise_equal(name, our, their)
+
+
+@DEVICES
+@KERNELS
+def test_indices_that_lie_otherwise(device: str, kernels: Any) -> None:
+    indices = make_indices(70, 5, 3).to(device)
+    with using_kernels(kernels):
+        expected = sort_by_expert(indices, 5)
+        actual = sort_by_expert(indices.t().contiguous().t(), 5)
+        none = sort_by_expert(indices[:0], 0)
+    for name in ("places", "counts", "offsets"):
+        assert_bitwise_equal(name, getattr(actual, name), getattr(expected, name))
+    assert [len(each) for each in none[:3]] == [0, 0, 0]
 
 
 def test_there_is_room_for_the_most_padding() -> None:
@@ -192,6 +284,7 @@ def test_under_the_compiler(device: str) -> None:
         for op, arguments in (
             (ops.moe_copy_rows, (x, places, weights, counts, offsets, num_rows, True)),
             (ops.moe_sum_rows, (rows, places, weights, counts, offsets, True)),
+            (ops.moe_copy_and_dot_rows, (x.detach(), rows.detach(), places, weights.detach(), counts, offsets, True)),
             (ops.moe_sort, (tensors["indices"], 5, 4)),
             (ops.moe_sort_sources, (torch.tensor([[1, 2], [0, 4]], device=device), 7)),
         ):

@@ -90,6 +90,21 @@ def test_weight_may_be_wider(device):
     check_op(norm_rope, norm_rope_reference, tensors, torch.float16, device, **options)
 
 
+@DEVICES
+@BOTH
+def test_tables_may_be_narrower(device, has_norm):
+    x, cos, sin, weight = (tensor.to(device) for tensor in inputs(1, 7, 5, 600, 200).values())
+    cos, sin = cos.half(), sin.half()
+    leaves = [x.requires_grad_(), weight.requires_grad_()] if has_norm else [x.requires_grad_()]
+    results = []
+    with using_kernels("triton"):
+        for tables in ((cos, sin), (cos.float(), sin.float())):
+            y = norm_rope(*leaves, 1e-6, *tables) if has_norm else rope(*leaves, *tables)
+            results.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
+    for narrow, wide in zip(*results, strict=True):
+        assert_bitwise_equal("turned", narrow, wide)
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 def test_pairs_are_complex_numbers(interleaved, kernels):

@@ -20,7 +20,7 @@ from torch import nn
 from lightning_d9d import D9DStrategy, StateError, convert
 from lightning_d9d.callbacks import InitialWeights
 from lightning_d9d.checkpoint import MODEL, is_directory, save_directory
-from lightning_d9d.strategy.checkpoint_files import AtomicFileIO, read_value
+from lightning_d9d.strategy.checkpoint_files import AtomicFileIO, mapped, read_checkpoint, read_value
 from lightning_d9d.strategy.weights import load_part
 from tests.checkpoint.test_killed import loaded
 from tests.harness.forked import killed_at
@@ -164,6 +164,16 @@ def test_a_part_is_refused_from_a_file_as_from_a_directory(tmp_path: Path, save:
 
 def as_in_a_directory(content: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {f"{MODEL}{name}": value for name, value in content["state_dict"].items()}
+
+
+@pytest.mark.parametrize("content", [b"", b".", b"h0", b"junk", b"N.", bytes(range(256)), b"PK\x03\x04junk"])
+def test_a_file_that_is_no_checkpoint(tmp_path: Path, content: bytes) -> None:
+    """Torch's reader fails in its own way for each."""
+    path = tmp_path / "no.ckpt"
+    path.write_bytes(content)
+    assert read_value(path, "epoch") is None
+    with pytest.raises(StateError, match="cannot be read"):
+        read_checkpoint(functools.partial(mapped, path), path)
 
 
 def test_a_file_that_holds_no_mapping_has_no_value(tmp_path: Path) -> None:

@@ -144,6 +144,32 @@ def test_files_and_directories_of_shards(rank: RankContext) -> None:
     check(rank, MeshConfig(pipeline_parallel=2, data_parallel_shard=2), "interleaved_1f1b")
 
 
+class SaveOnce(L.Callback):
+    """After the first epoch."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.ranks(2)
+def test_a_file_that_is_written_in_the_background(rank: RankContext) -> None:
+    path = rank.tmp_dir / "background.ckpt"
+
+    def ours() -> D9DStrategy:
+        config = CheckpointConfig(mode="consolidated", asynchronous=True)
+        return D9DStrategy(mesh=MeshConfig(pipeline_parallel=2), microbatch_size=1, checkpoint=config)
+
+    uninterrupted, _ = fit(ours(), 2, rank.device.type, callbacks=[SaveOnce(path)])
+    resumed, _ = fit(ours(), 2, rank.device.type, path)
+    assert path.is_file()
+    for name, value in losses(resumed).items():
+        assert_bitwise_equal(name, value, losses(uninterrupted)[name])
+
+
 @pytest.mark.ranks(2)
 def test_a_stock_file_goes_on_in_a_pipeline(rank: RankContext) -> None:
     path, expected = rank.tmp_dir / "stock.ckpt", None

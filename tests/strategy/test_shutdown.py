@@ -362,8 +362,9 @@ def test_a_job_that_is_requeued_first_ends_its_window(number, end):
             begun[rank] += 1
             if begun == [2] * 3:
                 os.write(watch.signal_pipe, bytes([number]))
-            while begun[rank] == 2 and watch._last_position is None:
-                time.sleep(0.001)
+            if begun[rank] == 2:
+                with watch._changed:
+                    watch._changed.wait_for(lambda: watch._last_position is not None)
             if begun[rank] == 3:
                 watch.begin_evaluation_batch()
                 watch.end_evaluation()

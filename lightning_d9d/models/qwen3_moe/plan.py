@@ -11,6 +11,7 @@ from lightning_d9d.parallel import (
     ParallelConfig,
     TokenPart,
     blocks_of,
+    capture_blocks,
     compile_blocks,
     recompute_activations,
     shard_context,
@@ -42,6 +43,7 @@ def parallelize_qwen3_moe(stage: Qwen3MoeForCausalLM, mesh: MeshDomains | None, 
         spread_sequences(stage, mesh.group("cp", "tp"))
     compile_blocks(stage, parallel, layers)
     recompute_activations(stage, parallel, layers)
+    capture_blocks(stage, parallel, mesh, layers)
     if mesh is not None:
         # hidden states are in the gathered dtype from the embedding on, and the losses of routers stay in their own
         shard_data(stage, _gathered_together(stage, layers), mesh, parallel, casts_inputs=False)

@@ -1,0 +1,34 @@
+"""Blocks that run by a function in place of the `forward` of their class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from lightning_d9d.errors import ConfigError
+
+
+def replace_forwards(blocks: Iterable[nn.Module], function: Callable[..., Any], setting: str) -> None:
+    """Let `function(block, *args, **kwargs)` run each block, by an attribute `forward`, which copies of a block keep.
+
+    Raises:
+        ConfigError: A block has a `forward` of its own, beside that of its class. It names what asked, `setting`.
+    """
+    for block in dict.fromkeys(blocks):
+        if "forward" in vars(block):
+            raise ConfigError(
+                f"{setting}: a {type(block).__name__} has a forward of its own, {vars(block)['forward']}, which is not "
+                "that of its class; name other blocks, in ParallelConfig.shard_blocks, or do it yourself"
+            )
+        block.forward = partial(function, block)
+
+
+def restore_forwards(module: nn.Module, function: Callable[..., Any]) -> None:
+    """Take back what `replace_forwards` did with this function, anywhere in `module`."""
+    for part in module.modules():
+        forward = vars(part).get("forward")
+        if isinstance(forward, partial) and forward.func is function:
+            del part.forward

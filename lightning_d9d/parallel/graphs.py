@@ -1,0 +1,201 @@
+"""Blocks whose kernels are launched all at once: CUDA graphs, for steps that wait for the host.
+
+Each block gets an attribute `forward`, as in `compiling`. The first call with tensors of a form captures the block's
+forward and backward; later ones copy their tensors to where the captured kernels read, and launch the graph.
+
+[Note: what a graph holds] A graph has the addresses of its tensors. Weights that have moved since, or have become
+trainable, are noticed, and captured anew. What the forward leaves for the backward lies in the graph, once: a second
+forward overwrites it, so the backward of the first is refused. Results and gradients are copied out, since a caller may
+keep them.
+
+In split backwards a captured block has no weight phase, as a compiled one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.ops.weight_gradients import put_off
+from lightning_d9d.parallel.config import ParallelConfig
+from lightning_d9d.parallel.data import blocks_of
+from lightning_d9d.parallel.forwards import replace_forwards, restore_forwards
+
+MAX_FORMS = 8
+"""How many forms of its inputs a block is captured for; others run as without graphs."""
+_NUM_WARM_UPS = 2
+"""Kernels are compiled and chosen, and workspaces taken, when they first run."""
+
+
+def capture_blocks(
+    module: nn.Module, parallel: ParallelConfig, mesh: MeshDomains | None, blocks: Iterable[nn.Module] | None = None
+) -> None:
+    """Let the blocks of a module run as CUDA graphs while it is trained on CUDA, in place. Local.
+
+    Losses and gradients are those of the uncaptured module. Dropout draws other numbers. Each block keeps the memory of
+    its activations for each form of its inputs (shapes, dtypes, which of them require gradients), up to eight. The
+    forward must not wait for the device, nor do anything but compute and change buffers in place: what else it does
+    happens only when it is captured.
+
+    Args:
+        module: Any.
+        parallel: Blocks are captured if `parallel.cuda_graphs` is set. In any case earlier calls are taken back.
+        mesh: Of all ranks; None for one process.
+        blocks: Parts of the module; by default what `blocks_of` finds with `parallel.shard_blocks`.
+
+    Raises:
+        ConfigError: Ranks do not hold whole models, or a block has a `forward` of its own, beside that of its class. In
+            the first training step: a block cannot be captured.
+    """
+    restore_forwards(module, _forward)
+    release_graphs(module)
+    if not parallel.cuda_graphs:
+        return
+    if mesh is not None and mesh.config.world_size != mesh.config.data_parallel_replicate:
+        raise ConfigError(
+            f"ParallelConfig.cuda_graphs=True takes ranks that hold the whole model, each for itself: "
+            f"data_parallel_replicate={mesh.config.data_parallel_replicate} must be the number of ranks, "
+            f"{mesh.config.world_size}"
+        )
+    blocks = blocks_of(module, parallel.shard_blocks) if blocks is None else blocks
+    replace_forwards(blocks, _forward, "ParallelConfig.cuda_graphs=True")
+
+
+def release_graphs(module: nn.Module) -> None:
+    """Let go of the memory of what has been captured; a next call captures again. Local."""
+    for part in module.modules():
+        _captured.pop(part, None)
+
+
+def _forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    leaves, structure = tree_flatten((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    weights = [parameter for parameter in block.parameters() if parameter.requires_grad]
+    is_trained = block.training and torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *weights))
+    if not is_trained or not all(t.is_cuda for t in tensors):
+        return type(block).forward(block, *args, **kwargs)
+    autocasts = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
+    held = tuple((each.data_ptr(), each.requires_grad) for each in (*block.parameters(), *block.buffers()))
+    form = (
+        structure,
+        autocasts,
+        *((t.shape, t.stride(), t.dtype, t.requires_grad) if isinstance(t, Tensor) else t for t in leaves),
+    )
+    its_held, graphs = _captured.get(block, (None, {}))
+    if its_held != held:  # [Note: what a graph holds]
+        graphs = {}
+        _captured[block] = held, graphs
+    if form not in graphs:
+        if len(graphs) == MAX_FORMS:
+            return type(block).forward(block, *args, **kwargs)
+
+        def call(inputs: Sequence[Tensor]) -> Any:
+            of_inputs = iter(inputs)
+            replaced = [next(of_inputs) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            new_args, new_kwargs = tree_unflatten(replaced, structure)
+            # A weight that autocast has cast before would be cast never again.
+            with put_off(None), torch.autocast("cuda", autocasts or None, enabled=bool(autocasts), cache_enabled=False):
+                return type(block).forward(block, *new_args, **new_kwargs)
+
+        try:
+            with torch.autocast("cuda", enabled=False):  # as backwards run
+                graphs[form] = _Graphs(call, tensors, weights, list(block.buffers()))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise ConfigError(
+                f"ParallelConfig.cuda_graphs=True: a {type(block).__name__} cannot be captured; set it to False, or "
+                "look for what waits for the device, as products of experts in float32 do, and blocks whose results "
+                f"need no gradient: {error}"
+            ) from error
+    captured = graphs[form]
+    results = iter(_Replay.apply(captured, *tensors, *weights))
+    return tree_unflatten([next(results) if isinstance(r, Tensor) else r for r in captured.results], captured.structure)
+
+
+class _Graphs:
+    """The forward and the backward of a function of tensors and weights, captured.
+
+    Args:
+        call: The function.
+        tensors: What it is called with.
+        weights: What else it computes gradients of.
+        buffers: What it may change; it does not change while it is captured.
+    """
+
+    def __init__(
+        self,
+        call: Callable[[Sequence[Tensor]], Any],
+        tensors: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+    ) -> None:
+        self.inputs = [torch.empty_like(t).copy_(t.detach()).requires_grad_(t.requires_grad) for t in tensors]
+        sources = [t for t in (*self.inputs, *weights) if t.requires_grad]
+        saved = [buffer.clone() for buffer in buffers]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(_NUM_WARM_UPS):
+                differentiable = _differentiable(tree_flatten(call(self.inputs))[0])
+                gradients = [torch.zeros_like(t) for t in differentiable]
+                torch.autograd.grad(differentiable, sources, gradients, allow_unused=True)
+        torch.cuda.current_stream().wait_stream(stream)
+        self.forward, self.backward, self.num_forwards = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(), 0
+        # Other threads, that pin memory or watch collectives, may go on meanwhile.
+        with torch.cuda.graph(self.forward, stream=stream, capture_error_mode="thread_local"):
+            results, self.structure = tree_flatten(call(self.inputs))
+        differentiable = _differentiable(results)
+        self.gradients = [torch.zeros_like(t) for t in differentiable]
+        with torch.cuda.graph(
+            self.backward, pool=self.forward.pool(), stream=stream, capture_error_mode="thread_local"
+        ):
+            found = torch.autograd.grad(differentiable, sources, self.gradients, allow_unused=True)
+        of_sources = iter(found)
+        self.found = [next(of_sources) if t.requires_grad else None for t in (*self.inputs, *weights)]
+        self.are_differentiable = [t.requires_grad for t in results if isinstance(t, Tensor)]
+        self.results = [t.detach() if isinstance(t, Tensor) else t for t in results]
+        for buffer, value in zip(buffers, saved, strict=True):
+            buffer.copy_(value)
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, captured: _Graphs, *tensors: Tensor) -> tuple[Tensor, ...]:
+        torch._foreach_copy_([t.detach() for t in captured.inputs], tensors[: len(captured.inputs)])
+        captured.forward.replay()
+        captured.num_forwards += 1
+        ctx.captured, ctx.number = captured, captured.num_forwards
+        results = tuple(t.clone() for t in captured.results if isinstance(t, Tensor))
+        ctx.mark_non_differentiable(
+            *(t for t, does in zip(results, captured.are_differentiable, strict=True) if not does)
+        )
+        return results
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        captured: _Graphs = ctx.captured
+        if ctx.number != captured.num_forwards:
+            raise RuntimeError(
+                "this block ran again before the backward of this call, and overwrote what that needs: with "
+                "ParallelConfig.cuda_graphs each forward of a block must be followed by its backward; set it to False"
+            )
+        given = [g for g, does in zip(gradients, captured.are_differentiable, strict=True) if does]
+        torch._foreach_copy_(captured.gradients, given)
+        captured.backward.replay()
+        return None, *(None if found is None else found.clone() for found in captured.found)
+
+
+def _differentiable(results: Iterable[Any]) -> list[Tensor]:
+    return [t for t in results if isinstance(t, Tensor) and t.requires_grad]
+
+
+_captured: WeakKeyDictionary[nn.Module, tuple[Any, dict[Any, _Graphs]]] = WeakKeyDictionary()
+"""Of each block: where its weights lie, and what has been captured, by form. Not in the block: copies share nothing."""
