@@ -107,8 +107,13 @@ def fit(rank: RankContext, name: str, **options: Any) -> job.Fitted:
 def test_ranks_that_all_raise_can_run_again(rank: RankContext) -> None:
     """Rank 0 has sent a microbatch that rank 1 does not take; the first of the next run would be taken for it."""
     undisturbed = fit(rank, "undisturbed")
+
+    def fail_together(inputs: Any) -> None:
+        rank.barrier()  # a rank that heard of the other's failure before its own would raise a RankError
+        job.fail(inputs)
+
     with pytest.raises(ValueError, match="bad row"):
-        fit(rank, "raises", fault=Fault("inputs", None, job.fail, skip=1 - rank.rank))
+        fit(rank, "raises", fault=Fault("inputs", None, fail_together, skip=1 - rank.rank))
     again = fit(rank, "again")
     torch.testing.assert_close(again.weights, undisturbed.weights, rtol=0, atol=0)
 
