@@ -107,6 +107,14 @@ def gpu_ranks(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none", default=False)
+def sanitizer(session: nox.Session) -> None:
+    """Every op at small sizes while each access to a GPU's memory is watched. About four minutes on an H200."""
+    watched = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"]
+    command = [*watched, "python", "-m", "tests.ops.sanitized", *session.posargs]
+    session.run(*command, env={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, external=True)
+
+
+@nox.session(venv_backend="none", default=False)
 def bench(session: nox.Session) -> None:
     """Benchmarks, each against a peer in the same run: `python -m tests.benchmarks`."""
     session.run("python", "-m", "tests.benchmarks", *session.posargs)
