@@ -254,7 +254,7 @@ def test_batches_of_gradients_get_the_operator() -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
 def test_a_tracer_gets_the_operator() -> None:
     x, factors, power = inputs(False, False)
-    traced = torch.jit.trace(lambda x: scaled(x, factors, power)[0], (x,))
+    traced: Any = torch.jit.trace(lambda x: scaled(x, factors, power)[0], (x,))
     assert "lightning_d9d::test_scaled" in [node.kind() for node in traced.graph.nodes()]
     assert_bitwise_equal("y", traced(2 * x), scaled(2 * x, factors, power)[0])
 
