@@ -40,7 +40,8 @@ def _exchange(rows: Tensor, received: Sequence[int], sent: Sequence[int], group_
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.received, ctx.sent, ctx.group_name = inputs
+    _, received, sent, ctx.group_name = inputs
+    ctx.received, ctx.sent = list(received), list(sent)  # the caller's lists may change before the backward
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:

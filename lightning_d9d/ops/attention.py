@@ -80,7 +80,8 @@ def attention(
         kernel: see above.
 
     Returns:
-        Shape and dtype of `q`.
+        Shape and dtype of `q`. What "auto" and "cudnn" leave to torch on CUDA cannot be changed in place where it has a
+        gradient.
 
     Raises:
         ConfigError: A shape does not fit, the window is empty, or the kernel cannot run this.
@@ -111,11 +112,12 @@ def attention(
     is_grouped = q.shape[1] != k.shape[1]
     with nullcontext() if backend is None else sdpa_kernel(backend):
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=is_grouped)
-    return _TakesGradientInOneForm.apply(out) if out.is_cuda and out.requires_grad else out
+    may_be_cudnn = chosen in ("torch", "cudnn") and out.is_cuda
+    return _TakesGradientInOneForm.apply(out) if may_be_cudnn and out.requires_grad else out
 
 
 class _TakesGradientInOneForm(torch.autograd.Function):
-    """Nothing but [Note: plans of cuDNN]."""
+    """Nothing but [Note: plans of cuDNN]. Its result is a view that torch lets nobody change in place."""
 
     @staticmethod
     def forward(ctx, out: Tensor) -> Tensor:

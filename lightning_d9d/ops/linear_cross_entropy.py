@@ -505,9 +505,11 @@ def _rows_at_once(x: Tensor, options: _Options) -> int:
     if room >= len(x):
         return max(1, len(x))
     rows = next((room // step * step for step in _TOKENS_OF_CHUNKS if room >= step), max(1, room))
+    if options.chunk_bytes or len(x) <= _MOST_ROUNDINGS * rows:
+        return rows
     enough = -(-len(x) // _MOST_ROUNDINGS // _TOKENS_OF_CHUNKS[0]) * _TOKENS_OF_CHUNKS[0]
     is_cheaper = (enough - rows) * itemsize <= x.shape[1] * torch.float32.itemsize
-    return enough if not options.chunk_bytes and rows < enough and is_cheaper else rows
+    return enough if is_cheaper else rows
 
 
 def _is_one_chunk(x: Tensor, options: _Options) -> bool:

@@ -2,9 +2,9 @@
 
 [Note: straight calls] The dispatcher and the derivatives that `torch.library.register_autograd` makes in Python take
 several times the host's time of launching a kernel. Both are there for those who look at operators or change what they
-do: compilers, modes, transformations, profilers, subclasses of tensors and tensors without values. Where none of them
-is about, the implementation itself is called, and recorded for autograd by a `torch.autograd.Function` with the same
-backward. Results, gradients and what is kept for them are the same.
+do: compilers, tracers, modes, transformations, profilers, subclasses of tensors and tensors without values. Where none
+of them is about, the implementation itself is called, and recorded for autograd by a `torch.autograd.Function` with the
+same backward. Results, gradients and what is kept for them are the same.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from torch.nn import Parameter
 
 _VALUES = frozenset({type(None), bool, int, float, str, torch.dtype, list, tuple})
 """Classes of arguments that are no tensors, and hold none."""
+_BATCHED_GRADIENTS = torch._C._dispatch_key_parse("VmapMode")
+"""Of `torch.autograd.grad(is_grads_batched=True)`, which `torch.func` knows nothing of."""
 
 
 def define(
@@ -61,6 +63,8 @@ def define(
             or torch._C._len_torch_dispatch_stack()
             or torch._C._len_torch_function_stack()
             or torch._C._are_functorch_transforms_active()
+            or torch._C._dispatch_tls_is_dispatch_key_included(_BATCHED_GRADIENTS)
+            or torch._C._is_tracing()
             or profiler._is_profiler_enabled
         ):
             return registered(*args)

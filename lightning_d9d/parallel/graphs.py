@@ -5,8 +5,9 @@ forward and backward; later ones copy their tensors to where the captured kernel
 
 [Note: what a graph holds] A graph has the addresses of its tensors. Weights that have moved since, or have become
 trainable, are noticed, and captured anew. What the forward leaves for the backward lies in the graph, once: a second
-forward overwrites it, so the backward of the first is refused. Results and gradients are copied out, since a caller may
-keep them.
+forward overwrites it, and so does the backward, so the backward of the first, or the same one again, is refused.
+Results and gradients are copied out, since a caller may keep them. What Python decided is in a graph as well: forwards
+while a part of the block is not trained, or counts no tokens (`lightning_d9d.pipeline.CountsTokens`), are another form.
 
 In split backwards a captured block has no weight phase, as a compiled one.
 """
@@ -18,11 +19,13 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.modules import ExpertBalance
 from lightning_d9d.ops.weight_gradients import put_off
 from lightning_d9d.parallel.config import ParallelConfig
 from lightning_d9d.parallel.data import blocks_of
@@ -41,8 +44,9 @@ def capture_blocks(
 
     Losses and gradients are those of the uncaptured module. Dropout draws other numbers. Each block keeps the memory of
     its activations for each form of its inputs (shapes, dtypes, which of them require gradients), up to eight. The
-    forward must not wait for the device, nor do anything but compute and change buffers in place: what else it does
-    happens only when it is captured.
+    forward must not wait for the device or for other ranks, nor do anything but compute, from its arguments, parameters
+    and buffers, and change buffers in place: what else it does happens only when it is captured. Nothing can be
+    differentiated twice.
 
     Args:
         module: Any.
@@ -51,8 +55,9 @@ def capture_blocks(
         blocks: Parts of the module; by default what `blocks_of` finds with `parallel.shard_blocks`.
 
     Raises:
-        ConfigError: Ranks do not hold whole models, or a block has a `forward` of its own, beside that of its class. In
-            the first training step: a block cannot be captured.
+        ConfigError: Ranks do not hold whole models, routers have a loss over several ranks, or a block has a `forward`
+            of its own, beside that of its class. In the first training step: a block cannot be captured, or a parameter
+            has a hook, which would change its gradient twice.
     """
     restore_forwards(module, _forward)
     release_graphs(module)
@@ -63,6 +68,15 @@ def capture_blocks(
             f"ParallelConfig.cuda_graphs=True takes ranks that hold the whole model, each for itself: "
             f"data_parallel_replicate={mesh.config.data_parallel_replicate} must be the number of ranks, "
             f"{mesh.config.world_size}"
+        )
+    # Each rank runs a block more than once when it captures it, and some capture when others do not.
+    has_loss_of_ranks = dist.is_initialized() and dist.get_world_size() > 1
+    if has_loss_of_ranks and any(
+        isinstance(part, ExpertBalance) and part.config.global_batch_loss for part in module.modules()
+    ):
+        raise ConfigError(
+            "ParallelConfig.cuda_graphs=True: routers have a loss over several ranks "
+            "(BalanceConfig.global_batch_loss); leave out one of them, or take sequence_loss or bias_rate"
         )
     blocks = blocks_of(module, parallel.shard_blocks) if blocks is None else blocks
     replace_forwards(blocks, _forward, "ParallelConfig.cuda_graphs=True")
@@ -86,6 +100,7 @@ def _forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     form = (
         structure,
         autocasts,
+        tuple((part.training, vars(part).get("counts_tokens")) for part in block.modules()),
         *((t.shape, t.stride(), t.dtype, t.requires_grad) if isinstance(t, Tensor) else t for t in leaves),
     )
     its_held, graphs = _captured.get(block, (None, {}))
@@ -95,6 +110,12 @@ def _forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if form not in graphs:
         if len(graphs) == MAX_FORMS:
             return type(block).forward(block, *args, **kwargs)
+        if hooked := [name for name, weight in block.named_parameters() if weight._backward_hooks]:
+            raise ConfigError(
+                f"ParallelConfig.cuda_graphs=True: {hooked[0]} of a {type(block).__name__} has a hook "
+                "(Tensor.register_hook), which would change its gradient in the graph and once more behind it; set it "
+                "to False, or take register_post_accumulate_grad_hook"
+            )
 
         def call(inputs: Sequence[Tensor]) -> Any:
             of_inputs = iter(inputs)
@@ -182,11 +203,18 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         captured: _Graphs = ctx.captured
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a block that runs as a CUDA graph cannot be differentiated twice (create_graph=True): set "
+                "ParallelConfig.cuda_graphs to False"
+            )
         if ctx.number != captured.num_forwards:
             raise RuntimeError(
-                "this block ran again before the backward of this call, and overwrote what that needs: with "
-                "ParallelConfig.cuda_graphs each forward of a block must be followed by its backward; set it to False"
+                "this block ran again before the backward of this call, or this backward has run before, and overwrote "
+                "what it needs: with ParallelConfig.cuda_graphs each forward of a block must be followed by one "
+                "backward; set it to False"
             )
+        ctx.number = None
         given = [g for g, does in zip(gradients, captured.are_differentiable, strict=True) if does]
         torch._foreach_copy_(captured.gradients, given)
         captured.backward.replay()

@@ -43,6 +43,16 @@ def test_an_expanded_gradient_and_strided_rows(rank: RankContext) -> None:
 
 
 @pytest.mark.ranks(2)
+def test_lists_that_change_before_the_backward(rank: RankContext) -> None:
+    received, sent = ([2, 1], [2, 1]) if rank.rank == 0 else ([1, 2], [1, 2])
+    x = torch.arange(3.0, device=rank.device, requires_grad=True)
+    y = all_to_all_rows(x, received, sent, rank.group.group_name)
+    received[:], sent[:] = [3, 0], [0, 3]
+    y.backward(2 * y.detach())
+    assert_bitwise_equal("dx", x.grad, 2 * x.detach())
+
+
+@pytest.mark.ranks(2)
 def test_compiled_as_one_operator(rank: RankContext) -> None:
     graphs = []
 

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from contextlib import nullcontext
 from itertools import product
 from types import ModuleType
 from unittest.mock import patch
@@ -321,6 +322,15 @@ def test_sinks_on_what_torch_would_choose():
         results.append(op(*inputs, sinks=sinks))
         assert_equals_reference(results[-1], inputs, gradient, sinks=sinks)
     assert_bitwise_equal("compiled", *results)
+
+
+@pytest.mark.parametrize(("kernel", "can_change"), [("math", True), ("auto", False)])
+def test_results_that_are_not_cudnns_can_be_changed_in_place(kernel, can_change, monkeypatch):
+    (q, k, v), gradient = make(4, 4)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    out = attention(q, k, v, kernel=kernel)
+    with nullcontext() if can_change else pytest.raises(RuntimeError, match="is being modified inplace"):
+        out.mul_(2).backward(gradient)
 
 
 @pytest.mark.gpu

@@ -443,3 +443,12 @@ def test_chunks_grow_where_that_takes_less_memory_than_a_wide_gradient():
     assert [rows[tokens, 2**30] for tokens in (2_000, 16_384, 32_768, 65_536, 1_048_576)] == [2_000, *[2_048] * 4]
     assert [rows[tokens, 0] for tokens in (2_000, 16_384, 32_768)] == [2_000, 2_048, 4_096]
     assert [rows[tokens, 0] for tokens in (65_536, 1_048_576)] == [2_048, 2_048]
+
+
+def test_chunks_of_which_there_are_no_more_than_eight_stay():
+    """Tokens of a chunk, for 1,048,576 ids and a hidden size of 2048 in float32: 4 MiB each."""
+    rows = []
+    for tokens in (2_048, 2_049):
+        options = _Options(-100, 0.0, 0.0, 0.0, 0, 0, 2**20, "", True)
+        rows.append(_rows_at_once(torch.empty(tokens, 2048, device="meta"), options))
+    assert rows == [256, 2_048]  # the ninth chunk would need a gradient of 8 GiB in float32

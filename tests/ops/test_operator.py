@@ -242,6 +242,23 @@ def test_transformations_get_the_operator() -> None:
     assert messages[0] == messages[1]
 
 
+def test_batches_of_gradients_get_the_operator() -> None:
+    x, factors, power = inputs(True, False)
+    y, _ = scaled(x, factors, power)
+    (together,) = torch.autograd.grad(y, x, torch.stack([y, 2 * y]), is_grads_batched=True, retain_graph=True)
+    assert went_straight() == [True, False, False]  # the backward: one after the other
+    for factor, ours in enumerate(together, 1):
+        assert_bitwise_equal("dx", ours, *torch.autograd.grad(y, x, factor * y, retain_graph=True))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
+def test_a_tracer_gets_the_operator() -> None:
+    x, factors, power = inputs(False, False)
+    traced: Any = torch.jit.trace(lambda x: scaled(x, factors, power)[0], (x,))
+    assert "lightning_d9d::test_scaled" in [node.kind() for node in traced.graph.nodes()]
+    assert_bitwise_equal("y", traced(2 * x), scaled(2 * x, factors, power)[0])
+
+
 def test_compilers_get_the_operator() -> None:
     targets: list[object] = []
 

@@ -6,8 +6,10 @@ Without one nothing is captured, and what is asked for is checked all the same.
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import lightning as L
 import pytest
@@ -19,7 +21,7 @@ from lightning_d9d.datamodules import ByteTextDataModule
 from lightning_d9d.mesh import MeshDomains
 from lightning_d9d.models.qwen3_moe import Qwen3MoePretraining
 from lightning_d9d.models.qwen3_moe.plan import parallelize_qwen3_moe
-from lightning_d9d.modules import SwiGLU
+from lightning_d9d.modules import BalanceConfig, SwiGLU
 from lightning_d9d.parallel import capture_blocks, graphs
 from tests.harness.compare import assert_bitwise_equal, assert_tensors_close
 from tests.harness.ranks import RankContext
@@ -29,6 +31,18 @@ from tests.strategy.plain import trainer
 
 CAPTURED = ParallelConfig(cuda_graphs=True)
 ON_ANY_DEVICE = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=ON_ANY_DEVICE)
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A device on which blocks are captured: a GPU, or the CPU that passes for one, where graphs replay nothing."""
+    if request.param == "cpu":
+        monkeypatch.setattr(Tensor, "is_cuda", True)
+        for name in ("CUDAGraph", "Stream", "current_stream"):
+            monkeypatch.setattr(torch.cuda, name, MagicMock())
+        for name in ("graph", "stream"):
+            monkeypatch.setattr(torch.cuda, name, lambda *args, **kwargs: nullcontext())
+    return request.param
 
 
 def layers(device: str) -> tuple[nn.Sequential, nn.Sequential]:
@@ -112,6 +126,47 @@ def test_a_second_forward_before_the_backward_is_refused() -> None:
     first, _ = (captured(torch.randn(2, 5, 8, device="cuda")) for _ in range(2))
     with pytest.raises(RuntimeError, match="ran again before the backward of this call"):
         first.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda'")
+def test_one_backward_and_one_derivative(gpu: str) -> None:
+    """A backward overwrites what the forward has left for it, and is not recorded itself."""
+    _, captured = layers(gpu)
+    x = torch.randn(2, 5, 8, device=gpu, requires_grad=True)
+    result = captured(x)
+    result.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="this backward has run before"):
+        result.sum().backward()
+    with pytest.raises(RuntimeError, match=r"cannot be differentiated twice \(create_graph=True\)"):
+        torch.autograd.grad(captured(x).sum(), x, create_graph=True)
+    captured(x).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda'")
+def test_what_python_decides_is_captured_apart(gpu: str) -> None:
+    """A part that is not trained for a while, and tokens that do not count."""
+    _, captured = layers(gpu)
+    block = captured[0]
+    block.balance = nn.Module()
+    block.balance.counts_tokens = True
+    x = torch.randn(2, 5, 8, device=gpu)
+    for part, name in ((block.balance, "counts_tokens"), (block.up_proj, "training")):
+        for value in (False, True):
+            setattr(part, name, value)
+            captured(x).sum().backward()
+    assert num_captured(captured) == [3, *[1] * (LAYERS - 1)]
+
+
+@pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda'")
+def test_hooks_on_parameters_are_refused(gpu: str) -> None:
+    """They would run in the graph and behind it."""
+    _, captured = layers(gpu)
+    handle = captured[1].up_proj.weight.register_hook(lambda gradient: 2 * gradient)
+    x = torch.randn(2, 5, 8, device=gpu)
+    with pytest.raises(ConfigError, match=r"up_proj.weight of a SwiGLU has a hook \(Tensor.register_hook\)"):
+        captured(x)
+    handle.remove()
+    captured(x)
 
 
 @pytest.mark.gpu
@@ -209,3 +264,11 @@ def test_replicas_but_no_parts_of_a_model(rank: RankContext) -> None:
             with pytest.raises(ConfigError, match=r"data_parallel_replicate=1 must be the number of ranks, 2"):
                 parallelize_qwen3_moe(model, domains, CAPTURED)
         domains.close()
+
+
+@pytest.mark.ranks(2)
+def test_losses_of_routers_over_ranks_are_refused(rank: RankContext) -> None:
+    """A rank that captures a block runs it more often than another, and they would no longer sum together."""
+    model, _ = make_qwen3(torch.float32, balance=BalanceConfig(global_batch_loss=0.1))
+    with pytest.raises(ConfigError, match=r"a loss over several ranks \(BalanceConfig.global_batch_loss\)"):
+        capture_blocks(model, CAPTURED, None)
