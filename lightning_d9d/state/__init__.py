@@ -2,8 +2,8 @@
 
 `mappers` say which tensors become which others, `stream` reads, loads and saves through them. Below them, `views` are
 tensors made of parts of others and `layout` the boxes that these parts are; `reader`, `shards` and `writer` follow them
-and know no model; `format`, `manifest` and `places` are the files. `directory` lets a directory appear when it is
-complete.
+and know no model; `format`, `manifest` and `places` are the files, of which `threads` look at several at a time.
+`directory` lets a directory appear when it is complete.
 """
 
 from lightning_d9d.state.directory import complete_directory

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -23,11 +21,10 @@ from lightning_d9d.state.format import (
 )
 from lightning_d9d.state.places import Place
 from lightning_d9d.state.progress import Progress
+from lightning_d9d.state.threads import in_threads
 
 _FORMAT = "lightning_d9d manifest 1"
-_MAX_THREADS = 8
 _CHUNK_ELEMENTS = 2**20
-_BUNDLE_BYTES = 2**22
 _REMEDY = "fetch or export it again; if the change was meant, remove the manifest or load with verify=False"
 
 
@@ -103,27 +100,7 @@ def verify(
             raise StateError(f"{text} has numbers that are not finite; use another checkpoint.")
         stored.forget()
 
-    def check_all(names: list[str]) -> int:
-        for name in names:
-            check(name)
-        return sum(num_bytes[name] for name in names)
-
-    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
-        for checked in pool.map(check_all, _bundles(num_bytes)):
-            progress.add(checked)
-
-
-def _bundles(num_bytes: Mapping[str, int]) -> list[list[str]]:
-    """Many small tensors are one piece of work."""
-    bundles: list[list[str]] = []
-    filled = _BUNDLE_BYTES
-    for name, size in num_bytes.items():
-        if filled >= _BUNDLE_BYTES:
-            bundles.append([])
-            filled = 0
-        bundles[-1].append(name)
-        filled += size
-    return bundles
+    in_threads(check, num_bytes, progress)
 
 
 def _is_finite(chunk: Tensor) -> bool:

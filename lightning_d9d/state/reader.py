@@ -2,8 +2,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cached_property, lru_cache
 from pathlib import Path, PurePosixPath, PureWindowsPath
+from threading import Semaphore
 
 from torch import Tensor
 
@@ -22,9 +24,12 @@ from lightning_d9d.state.layout import Part
 from lightning_d9d.state.manifest import read_manifest, verify
 from lightning_d9d.state.places import Place, UrlPath, place_of
 from lightning_d9d.state.progress import Progress
+from lightning_d9d.state.threads import in_threads
 from lightning_d9d.state.views import Spec
 
 _MAX_OPEN_FILES = 16
+_LARGE_BYTES = 2**24
+"""Of tensors of which only two are in memory."""
 _SUFFIX = ".safetensors"
 
 
@@ -112,16 +117,25 @@ class SafetensorsReader(Mapping[str, StoredTensor]):
             verify(self, num_bytes, self.file_of, manifest, check_finite, bar)
 
     def fill(self, targets: Mapping[str, Sequence[tuple[Part, Tensor]]], progress: bool = False) -> None:
-        """Copies parts of tensors into others, cast to their dtype; next to no memory is needed besides them."""
-        names = self._in_order(targets)
-        total = sum(target.numel() * self[name].dtype.itemsize for name in names for _, target in targets[name])
-        with Progress(progress, f"reading {self.path}", total) as bar:
-            for name in names:
-                stored = self[name]
+        """Copies parts of tensors into others, cast to their dtype, in several threads.
+
+        What is fetched, or changed on its way, takes memory besides them: of two tensors, and of some small ones.
+        """
+        num_bytes = {
+            name: sum(target.numel() for _, target in targets[name]) * self[name].dtype.itemsize
+            for name in self._in_order(targets)
+        }
+        two_at_a_time = Semaphore(2)
+
+        def copy(name: str) -> None:
+            stored = self[name]
+            with two_at_a_time if num_bytes[name] > _LARGE_BYTES else nullcontext():
                 for part, target in targets[name]:
                     target.copy_(part.take(stored))
-                    bar.add(target.numel() * stored.dtype.itemsize)
-                stored.forget()
+            stored.forget()
+
+        with Progress(progress, f"reading {self.path}", sum(num_bytes.values())) as bar:
+            in_threads(copy, num_bytes, bar)
 
     def _in_order(self, names: Iterable[str]) -> list[str]:
         """File by file."""

@@ -65,8 +65,9 @@ def load_tensors(
     """Fills tensors in place with those of a directory or file. Collective over the default group where there is one.
 
     A rank reads what it holds: of DTensors its own slices, whatever their meshes and placements. What several ranks
-    hold alike one of them reads, and passes on. Floats are cast, but not float8, which needs a scale. All is checked on
-    all ranks before the first tensor changes on any.
+    hold alike one of them reads, and passes on. A tensor with several names is filled under the first that is there.
+    Floats are cast, but not float8, which needs a scale. All is checked on all ranks before the first tensor changes on
+    any.
 
     Args:
         target: A module, whose state dict is filled, or tensors by name. Ranks may have different names.
@@ -95,12 +96,12 @@ def load_tensors(
                 unexpected=[name for name in (*views, *_unused(reader, chosen)) if name not in everywhere],
                 remedy="give the files of this model, a mapper, or strict=False",
             )
-        local = []
+        local: dict[int, tuple[str, LocalShard]] = {}
         for name, tensor in held.items():
             if name in views:
                 _check_fit(name, views[name], tensor)
-                local.append((name, LocalShard.of(name, tensor)))
-    fill_shards(reader, views, local, Checks(verify, check_finite), failure, progress)
+                local.setdefault(id(tensor), (name, LocalShard.of(name, tensor)))
+    fill_shards(reader, views, [*local.values()], Checks(verify, check_finite), failure, progress)
 
 
 @torch.no_grad()

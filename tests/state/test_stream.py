@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from lightning_d9d.state import (
     Identity,
     LocalShard,
     Parallel,
+    Part,
     Prefix,
     Rename,
     SafetensorsReader,
@@ -36,10 +38,13 @@ from lightning_d9d.state import (
     fill_shards,
     load_tensors,
     read_tensors,
+    reader,
     save_tensors,
+    threads,
     whole_box,
     writer,
 )
+from lightning_d9d.state.layout import Readable
 from lightning_d9d.state.places import UrlPath
 from tests.harness.compare import assert_bitwise_equal
 from tests.harness.ranks import RankContext
@@ -132,6 +137,39 @@ def test_modules_with_buffers_and_tied_weights(tmp_path: Path) -> None:
     third = Tied()
     load_tensors(third, tmp_path / "once")
     assert_same(third.state_dict(), module.state_dict())
+
+
+def test_a_tensor_with_two_names_is_filled_under_the_first(tmp_path: Path) -> None:
+    save_tensors({"a": torch.ones(3), "b": torch.full((3,), 2.0)}, tmp_path / "two")
+    same = torch.zeros(3)
+    load_tensors({"b": same, "a": same}, tmp_path / "two")
+    assert same.tolist() == [2, 2, 2]
+
+
+def test_large_tensors_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two at a time, of eight that are under way on a machine with as many processors."""
+    monkeypatch.setattr(reader, "_LARGE_BYTES", 10)
+    monkeypatch.setattr(threads.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(threads, "_BUNDLE_BYTES", 1)
+    save_tensors({str(i): torch.full((4,), float(i)) for i in range(8)}, tmp_path / "eight")
+    taken, most, lock, pair = 0, 0, threading.Lock(), threading.Barrier(2, timeout=60)
+
+    class Counted(Part):
+        def take(self, source: Readable) -> Tensor:
+            nonlocal taken, most
+            with lock:
+                taken += 1
+                most = max(most, taken)
+            pair.wait()
+            with lock:
+                taken -= 1
+            return super().take(source)
+
+    targets = {str(i): torch.zeros(4) for i in range(8)}
+    part = Counted((range(4),), "", (range(4),), (0,))
+    SafetensorsReader(tmp_path / "eight").fill({name: [(part, target)] for name, target in targets.items()})
+    assert most == 2
+    assert_same(targets, {str(i): torch.full((4,), float(i)) for i in range(8)})
 
 
 def test_only_what_both_have(saved: Path) -> None:
