@@ -32,7 +32,11 @@ NAMES = (
     "streaming",
     "saving",
 )
-SELECTIONS = {"pipeline": ("schedules", "microbatches", "kernels"), "ops": ("ops", "sizes")}
+SELECTIONS = {
+    "pipeline": ("schedules", "microbatches", "kernels"),
+    "ops": ("ops", "sizes"),
+    "train_step": ("peers",),
+}
 """Options of single benchmarks."""
 
 
@@ -45,6 +49,8 @@ def main() -> int:
         module = import_module(f"tests.benchmarks.{name}")
         selected = {option: getattr(arguments, option) for option in SELECTIONS.get(name, ())}
         for case in module.cases(arguments.device, arguments.quick, **selected):
+            if arguments.cases and not any(words in case.name for words in arguments.cases):
+                continue
             if arguments.device == "cuda" and torch.cuda.device_count() < case.num_processes:
                 print(f"{name}, {case.name}: left out, needs {case.num_processes} GPUs", flush=True)
                 continue
@@ -69,12 +75,14 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("names", nargs="*", help=f"of {', '.join(NAMES)}; default: all")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, help="rounds to time; more of them narrow the interval")
+    parser.add_argument("--cases", nargs="+", help="only those whose names contain one of these")
     parser.add_argument("--output", type=Path, help="JSON file for raw samples, conditions and the machine")
     parser.add_argument("--schedules", nargs="+", help="of `pipeline`; the first is the peer of the others")
     parser.add_argument("--microbatches", nargs="+", type=int, help="of `pipeline`")
     parser.add_argument("--kernels", choices=("auto", "torch"), default="auto", help="of `pipeline`")
     parser.add_argument("--ops", nargs="+", help="of `ops`")
     parser.add_argument("--sizes", nargs="+", type=float, help="of `ops`, as multiples of the shape; default: 1")
+    parser.add_argument("--peers", choices=("best", "all"), default="all", help="of `train_step`")
     parser.add_argument("--quick", action="store_true", help="small and short: shows that it runs, judges nothing")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(NAMES):

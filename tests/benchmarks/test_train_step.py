@@ -8,7 +8,7 @@ import torch
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig
 from tests.benchmarks import step_parts
 from tests.benchmarks.frame import measure, summarize
-from tests.benchmarks.train_step import EAGER, OURS, QUICK, TRAINER, case, table
+from tests.benchmarks.train_step import COMPILED, EAGER, OURS, QUICK, TRAINER, case, cases, table
 
 ROUNDS = {"warmup_steps": 1, "block_steps": 1, "repeats": 2}
 
@@ -23,6 +23,13 @@ def test_contenders_do_the_same_work(contenders: tuple[str, str]) -> None:
     text = table(result, "cpu")
     assert f"| {peer} | 1 (peer)" in text
     assert (step_parts.ATTENTION in text) == (judged == OURS)
+
+
+def test_the_best_peer_alone() -> None:
+    peers = {case.name: case.peer for case in cases("cuda", quick=False, peers="best")}
+    of_all = {case.name: case.peer for case in cases("cuda", quick=False)}
+    assert of_all.items() - peers.items() == {("step, uncompiled peer", EAGER)}
+    assert peers["step"] == peers["norm and clipping"] == peers["32,768 tokens"] == COMPILED
 
 
 @pytest.mark.parametrize(
