@@ -33,7 +33,7 @@ NAMES = (
     "saving",
 )
 SELECTIONS = {
-    "pipeline": ("schedules", "microbatches", "kernels"),
+    "pipeline": ("schedules", "microbatches"),
     "ops": ("ops", "sizes"),
     "train_step": ("peers",),
 }
@@ -79,7 +79,6 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="JSON file for raw samples, conditions and the machine")
     parser.add_argument("--schedules", nargs="+", help="of `pipeline`; the first is the peer of the others")
     parser.add_argument("--microbatches", nargs="+", type=int, help="of `pipeline`")
-    parser.add_argument("--kernels", choices=("auto", "torch"), default="auto", help="of `pipeline`")
     parser.add_argument("--ops", nargs="+", help="of `ops`")
     parser.add_argument("--sizes", nargs="+", type=float, help="of `ops`, as multiples of the shape; default: 1")
     parser.add_argument("--peers", choices=("best", "all"), default="all", help="of `train_step`")

@@ -15,17 +15,16 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
@@ -34,8 +33,6 @@ from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshDomains
 from lightning_d9d.mesh.sharding import local, local_ranges
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
-from lightning_d9d.modules import experts
-from lightning_d9d.ops.kernels import Kernels, set_kernels
 from lightning_d9d.parallel import compile_blocks
 from lightning_d9d.pipeline.executor import Cut, Executor
 from lightning_d9d.pipeline.totals import BatchTotals
@@ -44,20 +41,22 @@ from lightning_d9d.strategy.pipeline import Pipeline
 from tests.benchmarks import pipeline_probe
 from tests.benchmarks.frame import Case
 
-TORCH = {
+_WHOLE = {
     "1f1b": "Schedule1F1B",
     "interleaved_1f1b": "ScheduleInterleaved1F1B",
-    "zero_bubble": "ScheduleInterleavedZeroBubble",
-    "zero_bubble_v": "ScheduleZBVZeroBubble",
-    "dual_pipe_v": "ScheduleDualPipeV",
     "gpipe": "ScheduleGPipe",
     "looped_bfs": "ScheduleLoopedBFS",
 }
+_SPLIT = {
+    "zero_bubble": "ScheduleInterleavedZeroBubble",
+    "zero_bubble_v": "ScheduleZBVZeroBubble",
+    "dual_pipe_v": "ScheduleDualPipeV",
+}
+"""Before 2.13 torch cannot split a backward through Python's autograd functions, and so not that of our operators: it
+keeps Python's side of their nodes alone, which outlives the graph, and asks it for what the graph knows."""
+TORCH = _WHOLE | (_SPLIT if Version(torch.__version__) >= Version("2.13") else {})
 """Our schedules and torch's that run the same program (GPipe's backwards in another order)."""
-DEFAULT = ("1f1b", "interleaved_1f1b", "zero_bubble", "zero_bubble_v", "dual_pipe_v")
-SPLIT = ("zero_bubble", "zero_bubble_v", "dual_pipe_v")
-"""Of these torch 2.11 has no split backward through kernels of ours: it keeps Python's side of their nodes alone, which
-outlives the graph, and asks it for what the graph knows. They are compared on torch's kernels."""
+DEFAULT = ("1f1b", "interleaved_1f1b", *_SPLIT)
 COMPILED = "+compile"
 """Behind the name of a schedule: its layers are compiled, so their backwards are not split."""
 FASTER_THAN_1F1B = ("zero_bubble_v", "dual_pipe_v")
@@ -69,7 +68,6 @@ def cases(
     quick: bool,
     schedules: Sequence[str] | None = None,
     microbatches: Sequence[int] | None = None,
-    kernels: Kernels = "auto",
 ) -> list[Case]:
     """One for each number of microbatches, with two contenders for each schedule. The peer is the first schedule."""
     rounds: dict[str, Any]
@@ -87,20 +85,18 @@ def cases(
         config = replace(Qwen3MoeConfig.preset("tiny"), num_hidden_layers=16)
         work = Work(config=config, dtype=torch.float32, sequence_length=128)
         rounds = dict(warmup_steps=2, block_steps=1, repeats=12)
-    theirs = TORCH if device_type == "cpu" or kernels == "torch" else [each for each in TORCH if each not in SPLIT]
-    work = replace(work, kernels=kernels)
     return [
-        case(replace(work, num_microbatches=n), schedules or DEFAULT, theirs, judges=not quick, **rounds)
+        case(replace(work, num_microbatches=n), schedules or DEFAULT, judges=not quick, **rounds)
         for n in microbatches or ((8,) if quick else (16, 32))
     ]
 
 
-def case(work: Work, schedules: Sequence[str], theirs: Collection[str], judges: bool, **rounds: Any) -> Case:
-    """Ours of each schedule, and torch's of those that are in `theirs`."""
+def case(work: Work, schedules: Sequence[str], judges: bool, **rounds: Any) -> Case:
+    """Ours of each schedule, and torch's of those that are in `TORCH`."""
     contenders: dict[str, Any] = {}
     for name in schedules:
         contenders[name] = partial(Ours, work, name)
-        if name in theirs:
+        if name in TORCH:
             contenders[f"{name}, torch"] = partial(Torchs, work, name)
     against_1f1b = FASTER_THAN_1F1B if judges and schedules[0] == "1f1b" else ()
     return Case(
@@ -110,7 +106,7 @@ def case(work: Work, schedules: Sequence[str], theirs: Collection[str], judges: 
         limits={name: 1.0 for name in schedules if name in against_1f1b},
         pairs={
             name: (f"{name}, torch", 1.0 if judges else None)
-            if name in theirs
+            if name in TORCH
             else (name.removesuffix(COMPILED) if name.endswith(COMPILED) else schedules[0], None)
             for name in schedules
         },
@@ -130,7 +126,6 @@ class Work:
     sequence_length: int
     num_ranks: int = 4
     num_microbatches: int = 0
-    kernels: Kernels = "auto"
 
     def stage(self, info: StageInfo, device: torch.device) -> Qwen3MoeForCausalLM:
         """A stage of equally many layers as the others. Its values follow from its parameters' names."""
@@ -165,7 +160,6 @@ class Work:
             "vocabulary": self.config.vocab_size,
             "microbatch": f"1 x {self.sequence_length} tokens",
             "dtype": str(self.dtype).removeprefix("torch."),
-            "kernels": self.kernels,
         }
 
 
@@ -205,7 +199,6 @@ class Ours:
     def __init__(self, work: Work, schedule: str, device: torch.device) -> None:
         self.work = work
         self.device = device
-        set_kernels(work.kernels)
         compiles = schedule.endswith(COMPILED)
         self.pipeline = Pipeline(
             resolve_schedule(schedule.removesuffix(COMPILED)), _mesh(work.num_ranks, device.type), device
@@ -297,11 +290,7 @@ class _Stage(pipelining.PipelineStage):
 
 
 class TensorsOnly(nn.Module):
-    """A stage as torch's pipelines call it: a tensor in and a tensor out, from the last one the loss.
-
-    Experts run on the same grouped products without our autograd function, as the split backward of torch 2.11's
-    pipelines loses what such functions with a weight saved.
-    """
+    """A stage as torch's pipelines call it: a tensor in and a tensor out, from the last one the loss."""
 
     def __init__(self, stage: Qwen3MoeForCausalLM) -> None:
         super().__init__()
@@ -310,13 +299,8 @@ class TensorsOnly(nn.Module):
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
         info = self.stage.stage
         inputs = {"input_ids" if info.is_first else "hidden_states": x}
-        with mock.patch.object(experts, "grouped_gemm", _grouped_product):
-            output = self.stage(**inputs, labels=labels, reduction="sum")
+        output = self.stage(**inputs, labels=labels, reduction="sum")
         return output.loss if info.is_last else output["hidden_states"]
-
-
-def _grouped_product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    return F.grouped_mm(x, weight.transpose(-2, -1), offs=offsets)
 
 
 def table(result: Mapping[str, Any], device_type: str) -> str:
