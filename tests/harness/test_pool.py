@@ -260,7 +260,7 @@ def test_without_a_gpu(tmp_path):
     assert "1 skipped, 1 deselected" in output
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
 def test_no_process_survives_the_session(tmp_path, ending):
     fifo = tmp_path / "fifo"
