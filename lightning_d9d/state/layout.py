@@ -61,6 +61,12 @@ class LocalShard(NamedTuple):
         return cls(values, tuple(local_ranges(tensor)))
 
 
+def memory_of(tensor: Tensor) -> object:
+    """Which memory has what this rank holds: equal for one tensor under two names, and for it and its `detach()`."""
+    values = local(tensor)
+    return values.untyped_storage()._cdata, values.storage_offset(), values.dtype, values.shape, values.stride()
+
+
 def whole_box(shape: Iterable[int]) -> Box:
     """All of a tensor."""
     return tuple(map(range, shape))

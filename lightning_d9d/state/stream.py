@@ -14,7 +14,7 @@ from lightning_d9d.errors import ConfigError, StateError
 from lightning_d9d.mesh.agreement import Ranks, first_of
 from lightning_d9d.state.directory import complete_directory
 from lightning_d9d.state.format import ALL_DTYPE_NAMES, DTYPE_NAMES, write_bytes
-from lightning_d9d.state.layout import Index, LocalShard, Readable, whole_box
+from lightning_d9d.state.layout import Index, LocalShard, Readable, memory_of, whole_box
 from lightning_d9d.state.mappers import Identity, Mapper
 from lightning_d9d.state.reader import SafetensorsReader
 from lightning_d9d.state.shards import Checks, check_names, fill_shards
@@ -65,9 +65,9 @@ def load_tensors(
     """Fills tensors in place with those of a directory or file. Collective over the default group where there is one.
 
     A rank reads what it holds: of DTensors its own slices, whatever their meshes and placements. What several ranks
-    hold alike one of them reads, and passes on. A tensor with several names is filled under the first that is there.
-    Floats are cast, but not float8, which needs a scale. All is checked on all ranks before the first tensor changes on
-    any.
+    hold alike one of them reads, and passes on. What has several names, such as a weight in two modules, or in the
+    state dict of those, is filled under the first that is there. Floats are cast, but not float8, which needs a scale.
+    All is checked on all ranks before the first tensor changes on any.
 
     Args:
         target: A module, whose state dict is filled, or tensors by name. Ranks may have different names.
@@ -90,17 +90,19 @@ def load_tensors(
         chosen = mapper or Identity(reader)
         views = chosen.plan(reader.specs, strict=strict)
         if strict:
-            shared = {id(tensor) for name, tensor in held.items() if name in views}  # tied, and filled under one name
+            filled = {memory_of(tensor) for name, tensor in held.items() if name in views}
             check_names(
-                missing=[name for name, tensor in held.items() if name not in views and id(tensor) not in shared],
+                missing=[
+                    name for name, tensor in held.items() if name not in views and memory_of(tensor) not in filled
+                ],
                 unexpected=[name for name in (*views, *_unused(reader, chosen)) if name not in everywhere],
                 remedy="give the files of this model, a mapper, or strict=False",
             )
-        local: dict[int, tuple[str, LocalShard]] = {}
+        local: dict[object, tuple[str, LocalShard]] = {}
         for name, tensor in held.items():
             if name in views:
                 _check_fit(name, views[name], tensor)
-                local.setdefault(id(tensor), (name, LocalShard.of(name, tensor)))
+                local.setdefault(memory_of(tensor), (name, LocalShard.of(name, tensor)))
     fill_shards(reader, views, [*local.values()], Checks(verify, check_finite), failure, progress)
 
 

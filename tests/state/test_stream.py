@@ -147,6 +147,20 @@ def test_a_tensor_with_two_names_is_filled_under_the_first(tmp_path: Path) -> No
     assert same.tolist() == [2, 2, 2]
 
 
+def test_a_state_dict_of_tied_weights_is_filled_once(tmp_path: Path) -> None:
+    """Its tensors are others, of the same memory: two threads would write to it, each its own numbers."""
+    first, last = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    module = nn.ModuleDict({"first": first, "last": last})
+    save_tensors(module, tmp_path / "untied")
+    expected = first.weight.detach().clone()
+    last.weight = first.weight
+    load_tensors(module.state_dict(), tmp_path / "untied")
+    assert_bitwise_equal("first.weight", first.weight.detach(), expected)
+    save_tensors({"last.weight": torch.ones(4, 4)}, tmp_path / "one")
+    load_tensors(module.state_dict(), tmp_path / "one")
+    assert first.weight.sum() == 16
+
+
 def test_large_tensors_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two at a time, of eight that are under way on a machine with as many processors."""
     monkeypatch.setattr(reader, "_LARGE_BYTES", 10)
