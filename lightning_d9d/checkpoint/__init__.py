@@ -16,7 +16,7 @@ from lightning_d9d.checkpoint.directory import (
     save_directory,
 )
 from lightning_d9d.checkpoint.metadata import StoredTensor
-from lightning_d9d.checkpoint.optimizers import fit_scheduler_state, load_optimizer_state, optimizer_state
+from lightning_d9d.checkpoint.optimizers import fit_scheduler_state, give_state, load_optimizer_state, optimizer_state
 from lightning_d9d.checkpoint.whole import (
     GROUPS,
     MODEL,
@@ -39,6 +39,7 @@ __all__ = [
     "StoredTensor",
     "compare",
     "fit_scheduler_state",
+    "give_state",
     "group_records",
     "is_directory",
     "load_optimizer_state",

@@ -72,7 +72,7 @@ def load_optimizer_state(
 
     Raises:
         StateError: No parameter of the optimizer was saved with it, parameters of one group had different
-            hyperparameters, or tensors are missing; on every rank.
+            hyperparameters, tensors are missing, or it was of another kind; on every rank.
     """
     prepared: list[tuple[dict[str, Any], dict[str, Tensor]]] = []
     failure = f"optimizer state {prefix!r} of checkpoint {str(checkpoint.path)!r} cannot be loaded"
@@ -85,7 +85,24 @@ def load_optimizer_state(
         raise StateError(f"{failure}: it has none of the parameters' names; give the checkpoint of this model")
     [(state, tensors)] = prepared
     checkpoint.load(tensors, strict=False)
-    checkpoint.ranks.together(failure, lambda: optimizer.load_state_dict(state))
+    checkpoint.ranks.together(failure, lambda: give_state(optimizer, state))
+
+
+def give_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Let an optimizer load its state. Local.
+
+    Raises:
+        ValueError: It has other groups.
+        StateError: The state is of another kind of optimizer, without hyperparameters that this one cannot do without.
+    """
+    needed = [optimizer.defaults.keys() & group.keys() for group in optimizer.param_groups]
+    optimizer.load_state_dict(state)
+    for names, group in zip(needed, optimizer.param_groups, strict=True):
+        if lacking := sorted(names - group.keys()):
+            raise StateError(
+                f"it has no {', '.join(lacking)} for {type(optimizer).__name__}: another kind of optimizer was saved; "
+                "let configure_optimizers return that one, or begin with the weights alone (callbacks.InitialWeights)"
+            )
 
 
 def fit_scheduler_state(state: dict[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:

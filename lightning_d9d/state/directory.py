@@ -45,7 +45,9 @@ def complete_directory(target: str | Path, overwrite: bool, failure: str) -> Ite
         with ranks.agreed(failure):
             if ranks.is_first:
                 tidy(target)
-                if is_occupied(target) and not (overwrite and target.is_dir()):
+                if is_occupied(target) and not target.is_dir():
+                    raise StateError("it is a file, which is not replaced by a directory; choose another or remove it")
+                if is_occupied(target) and not overwrite:
                     raise StateError(_OCCUPIED)
                 partial.mkdir(parents=True)
         yield partial

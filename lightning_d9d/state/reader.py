@@ -156,6 +156,8 @@ class SafetensorsReader(Mapping[str, StoredTensor]):
             return dict.fromkeys(self._open(self.path / WEIGHTS_FILE).entries, self.path / WEIGHTS_FILE)
         index = self.path / INDEX_FILE
         if not index.exists():
+            if isinstance(self.path, Path) and not self.path.exists():
+                raise StateError(f"{self.path} does not exist; give the directory of a model saved as safetensors.")
             raise StateError(
                 f"{self.path} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; give the directory of a model saved as "
                 "safetensors."

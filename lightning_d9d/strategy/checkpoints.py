@@ -30,6 +30,7 @@ from lightning_d9d.checkpoint import (
     BackgroundSaver,
     Checkpoint,
     fit_scheduler_state,
+    give_state,
     group_records,
     is_directory,
     load_optimizer_state,
@@ -397,7 +398,7 @@ class CheckpointedStrategy(RankedStrategy):
         """Give optimizers their state, however their parameters are sharded. Collective where ranks hold parts.
 
         Raises:
-            StateError: Their number or their parameters differ from what was saved; on every rank.
+            StateError: Their number, kind or parameters differ from what was saved; on every rank.
         """
         states: Any = checkpoint["optimizer_states"]
         num_saved = len(states) if self._opened is None else states
@@ -406,6 +407,7 @@ class CheckpointedStrategy(RankedStrategy):
                 f"checkpoint {str(self._checkpoint_path)!r} has {num_saved} optimizers and the module "
                 f"{len(self.optimizers)}; let configure_optimizers return as many"
             )
+        failure = self._optimizer_failure
         by_name = self._opened is not None or self._is_spread
         names = self._parameter_names() if by_name else {}
         for index, optimizer in enumerate(self.optimizers):
@@ -413,7 +415,8 @@ class CheckpointedStrategy(RankedStrategy):
                 load_optimizer_state(optimizer, names, OPTIMIZER.format(index), self._opened)
             else:
                 state = self._part_of(states[index], optimizer, names) if by_name else states[index]
-                optimizer.load_state_dict(state)
+                with Ranks().agreed(failure):
+                    give_state(optimizer, state)
             _optimizer_to_device(optimizer, self.root_device)
         if by_name:  # Lightning loads schedulers behind this
             assert self.lightning_module is not None
@@ -425,7 +428,7 @@ class CheckpointedStrategy(RankedStrategy):
         self, state: Mapping[str, Any], optimizer: Optimizer, names: Mapping[nn.Parameter, str]
     ) -> dict[str, Any]:
         """What a file has of the parameters that this rank's optimizer has. Collective."""
-        failure = f"optimizer state of checkpoint {str(self._checkpoint_path)!r} cannot be loaded"
+        failure = self._optimizer_failure
         records, part = list[dict[str, Any]](), dict[str, Any]()
         with Ranks().agreed(failure):
             records = group_records(optimizer, names)
@@ -434,6 +437,10 @@ class CheckpointedStrategy(RankedStrategy):
             whole = whole_groups(of_pipeline, self._parameter_order(names))
             part = sharded_state(optimizer, part_of_whole(optimizer, names, state, whole))
         return part
+
+    @property
+    def _optimizer_failure(self) -> str:
+        return f"optimizer state of checkpoint {str(self._checkpoint_path)!r} cannot be loaded"
 
     # Going on in the middle of an epoch
 

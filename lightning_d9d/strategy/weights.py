@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from lightning_d9d.checkpoint import MODEL, Differences, StoredTensor, compare, is_directory, open_directory
+from lightning_d9d.errors import StateError
 from lightning_d9d.mesh.agreement import Ranks, first_of
 from lightning_d9d.mesh.collectives import all_gather_object, device_of_messages
 from lightning_d9d.strategy.checkpoint_files import mapped, read_checkpoint
@@ -33,12 +34,18 @@ def load_part(module: nn.Module, path: str | Path, *, prefix: str = "", strict: 
         If it is not strict, what is in one of them only.
 
     Raises:
-        StateError: The checkpoint is damaged, or names or shapes do not fit; on every rank, and nothing was changed.
+        StateError: The checkpoint is damaged, names or shapes do not fit, or nothing in the module has the prefix; on
+            every rank, and nothing was changed.
     """
-    own = {k: v for k, v in module.state_dict().items() if isinstance(v, Tensor) and k.startswith(prefix)}
+    tensors = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    own = {name: value for name, value in tensors.items() if name.startswith(prefix)}
+    if prefix and not any(Ranks().all_gather(bool(own))):
+        raise StateError(
+            f"prefix={prefix!r}: nothing in the module has a name that begins so; the names are {first_of([*tensors])}"
+        )
     if Ranks().all_gather(is_directory(path))[0]:
-        tensors = {f"{MODEL}{name}": value for name, value in own.items()}
-        found = open_directory(path).load(tensors, strict=strict, prefix=MODEL + prefix)
+        named = {f"{MODEL}{name}": value for name, value in own.items()}
+        found = open_directory(path).load(named, strict=strict, prefix=MODEL + prefix)
         return Differences(*([name.removeprefix(MODEL) for name in names] for names in found))
     failure = f"checkpoint {str(path)!r} cannot be loaded"
     with Ranks().agreed(failure):

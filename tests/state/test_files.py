@@ -177,7 +177,7 @@ def test_missing_files(saved: Path) -> None:
     path.mkdir()
     refuses(saved, str(path), "cannot be read")
     shutil.rmtree(saved)
-    refuses(saved, f"{saved} has neither")
+    refuses(saved, f"{saved} does not exist; give the directory")
 
 
 @pytest.mark.parametrize("name", [WEIGHTS, INDEX, MANIFEST])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import pytest
@@ -73,6 +74,29 @@ def test_damaged_optimizer_state_is_found_before_a_weight_has_changed(tmp_path: 
     for name, value in other.state_dict().items():
         assert_bitwise_equal(name, value, before[name])
     run().validate(module, loader(16), ckpt_path=tmp_path / "step.ckpt", verbose=False)  # which needs no optimizer
+
+
+class TwoGroups(Plain):
+    def configure_optimizers(self) -> Any:
+        first, *rest = self.parameters()
+        return torch.optim.SGD([{"params": [first]}, {"params": rest}], lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("mode", ["sharded", "consolidated"])
+def test_another_optimizer_is_refused(tmp_path: Path, mode: Any) -> None:
+    def run(module: L.LightningModule, path: Path | None = None) -> L.Trainer:
+        run = trainer(D9DStrategy(checkpoint=CheckpointConfig(mode=mode)), max_epochs=2 if path else 1)
+        run.fit(module, loader(16), ckpt_path=path)
+        return run
+
+    path = tmp_path / "step.ckpt"
+    run(Plain("adamw")).save_checkpoint(path)
+    text = r"step.ckpt' cannot be loaded: it has no dampening, momentum for SGD: another kind of optimizer .*; let"
+    with pytest.raises(StateError, match=text):
+        run(Plain("sgd"), path)
+    if mode == "consolidated":
+        with pytest.raises(StateError, match=r"step.ckpt' cannot be loaded: .*different number of parameter groups"):
+            run(TwoGroups(), path)
 
 
 @pytest.mark.ranks(2)
