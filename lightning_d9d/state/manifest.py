@@ -95,7 +95,9 @@ def verify(
                 checksum = zlib.crc32(chunk.view(torch.uint8).numpy().data, checksum)
             finite = finite and (not check_finite or _is_finite(chunk))
         if expected not in (None, f"{checksum:08x}"):
-            raise StateError(f"{text} is damaged, its checksum is not that of the manifest; {_REMEDY}.")
+            raise StateError(
+                f"{text} is damaged, or replaced meanwhile: its checksum is not that of the manifest; {_REMEDY}."
+            )
         if not finite:
             raise StateError(f"{text} has numbers that are not finite; use another checkpoint.")
         stored.forget()

@@ -91,7 +91,7 @@ def flip(path: Path, place: int, bit: int = 0) -> None:
 def test_a_flipped_bit_in_a_file_of_ours(saved: Path, place: int) -> None:
     path = file_of(saved, "a")
     flip(path, place)
-    refuses(saved, str(path), "a is damaged, its checksum is not that of the manifest")
+    refuses(saved, str(path), "a is damaged, or replaced meanwhile: its checksum is not that of the manifest")
     found = dict(read_tensors(saved, verify=False))
     assert sum(int((found[name] != tensor).sum()) for name, tensor in make_tensors().items()) == 1
     with pytest.raises(StateError, match="a is damaged"):

@@ -21,7 +21,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_d9d.errors import RankError
-from lightning_d9d.strategy.watchdog import RankWatch
+from lightning_d9d.strategy.watchdog import RankWatch, end_processes
 
 ROOT = Path(__file__).parents[2]
 SHUTDOWN_SECONDS = 2.0  # as in shutdown_job.py, which only the jobs import
@@ -448,3 +448,23 @@ def test_counting_batches_is_cheap():
     run_watches(body, 1)
     print(f"{1e6 * seconds[0]:.2f} us a batch")
     assert seconds[0] < 1e-4  # a store would take longer
+
+
+def test_who_presses_ctrl_c_while_ranks_are_awaited_leaves_none_behind() -> None:
+    """No rank is waited for any longer, and none goes on."""
+    deaf = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); print(flush=True); signal.pause()"
+    processes = [subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE) for _ in range(2)]
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            process.stdout.readline()
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        end_processes(processes, 600)
+        assert [process.poll() for process in processes] == [-signal.SIGKILL] * 2
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        for process in processes:
+            process.kill()
+            process.communicate()
