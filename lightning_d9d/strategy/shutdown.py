@@ -44,7 +44,7 @@ class Shutdown:
     - Lightning's handler of SIGTERM issues a collective from inside the handler, and each training batch begins with a
       broadcast and a host sync. Both are replaced, on this Trainer's objects, by the watch's pipe and
       `RankWatch.begin_train_batch`.
-    - Ctrl-C asks all ranks to stop; a second one raises KeyboardInterrupt at once.
+    - Ctrl-C asks all ranks to stop; a second one raises KeyboardInterrupt at once. Where it is ignored it stays so.
     - After the training data are set up, ranks compare how many batches they have; one with more would wait for the
       others in its next gradient sum. Where a loader cannot tell beforehand, `RankWatch.end_epoch` finds out.
     - At the end of each evaluation dataloader, before metrics are reduced, ranks meet and compare what they logged.
@@ -166,7 +166,10 @@ class Shutdown:
             connector._slurm_sigusr_handler_fn = lambda signum, _: None  # the watch reads it from its pipe
         type(connector).register_signal_handlers(connector)  # for SIGTERM
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, self._on_interrupt)  # Lightning puts back the one before, as for SIGTERM
+            if (
+                signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+            ):  # as shells start what a script runs beside itself
+                signal.signal(signal.SIGINT, self._on_interrupt)  # Lightning puts back the one before, as for SIGTERM
             self._wakeup_before = signal.set_wakeup_fd(self.watch.signal_pipe, warn_on_full_buffer=False)
             self._with_signals_before, _with_signals = _with_signals, self  # of a Trainer that this one runs inside of
 

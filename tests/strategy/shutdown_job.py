@@ -136,6 +136,7 @@ CASES = {
         train=on_rank(1, 2, send(signal.SIGTERM)), trainer={"max_steps": 3}, callback=SavesOnException
     ),
     "interrupt": Case(train=on_rank(1, 5, send(signal.SIGINT)), callback=SavesOnException),
+    "interrupt_ignored": Case(train=on_rank(1, 2, send(signal.SIGINT)), trainer={"max_steps": 4}),
     "interrupt_group": Case(train=on_rank(0, 5, lambda: os.killpg(0, signal.SIGINT)), callback=SavesOnException),
     "data_end": Case(
         train=on_rank(1, 2, nothing),

@@ -280,6 +280,14 @@ def test_sigterm_to_the_launching_rank(tmp_path):
     ended.check_quick("endless", LAUNCHED_SECONDS)
 
 
+def test_ranks_that_ignore_ctrl_c_go_on(tmp_path):
+    """So a shell starts what its script runs in the background."""
+    deaf = ["sh", "-c", 'trap \'\' INT; exec "$0" "$@"', *LAUNCHER]
+    ended = run_job(deaf, tmp_path, "interrupt_ignored")
+    assert ended.exit_codes == [0]
+    assert ended.values("interrupt_ignored", "train") == [[0, 1, 2, 3]] * 2
+
+
 def test_torchrun_ranks_stop_then_fail(tmp_path):
     ended = run_job(TORCHRUN, tmp_path, "term_on_1", "interrupt", "raise_in_train")
     ended.check_stopped("term_on_1", "train", "SIGTERMException(143)")
