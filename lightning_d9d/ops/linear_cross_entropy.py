@@ -39,6 +39,7 @@ from lightning_d9d.ops.collectives import gather_dim, group_size, sum_over
 from lightning_d9d.ops.kernels import runs_triton
 from lightning_d9d.ops.linear import autocast_dtype
 from lightning_d9d.ops.operator import define
+from lightning_d9d.ops.rows import ceil_div
 from lightning_d9d.ops.sharded_weights import is_cut, local_part
 from lightning_d9d.ops.vocab_parallel import check_labels, own_columns
 from lightning_d9d.ops.weight_gradients import AT_ONCE, WeightGradients, receiver
@@ -499,7 +500,7 @@ def _new_backward(
 
 def _rows_at_once(x: Tensor, options: _Options) -> int:
     """How many tokens a chunk has; equal on all ranks, which count as if they had equally many columns."""
-    columns = -(-options.vocab_size // (group_size(options.group_name) if options.group_name else 1))
+    columns = ceil_div(options.vocab_size, group_size(options.group_name) if options.group_name else 1)
     itemsize = x.element_size() if options.triton else max(4, x.element_size())
     room = (options.chunk_bytes or _CHUNK_BYTES) // max(1, _padded(columns) * itemsize)
     if room >= len(x):
@@ -507,7 +508,8 @@ def _rows_at_once(x: Tensor, options: _Options) -> int:
     rows = next((room // step * step for step in _TOKENS_OF_CHUNKS if room >= step), max(1, room))
     if options.chunk_bytes or len(x) <= _MOST_ROUNDINGS * rows:
         return rows
-    enough = -(-len(x) // _MOST_ROUNDINGS // _TOKENS_OF_CHUNKS[0]) * _TOKENS_OF_CHUNKS[0]
+    step = _TOKENS_OF_CHUNKS[0]
+    enough = ceil_div(len(x), _MOST_ROUNDINGS * step) * step
     is_cheaper = (enough - rows) * itemsize <= x.shape[1] * torch.float32.itemsize
     return enough if is_cheaper else rows
 
@@ -518,7 +520,7 @@ def _is_one_chunk(x: Tensor, options: _Options) -> bool:
 
 def _padded(columns: int) -> int:
     """Rows of the buffer begin at multiples of 128 bytes, for products and kernels alike."""
-    return -(-columns // 64) * 64
+    return ceil_div(columns, 64) * 64
 
 
 def _new_logits(x: Tensor, rows: int, columns: int) -> Tensor:

@@ -166,9 +166,8 @@ class Shutdown:
             connector._slurm_sigusr_handler_fn = lambda signum, _: None  # the watch reads it from its pipe
         type(connector).register_signal_handlers(connector)  # for SIGTERM
         if threading.current_thread() is threading.main_thread():
-            if (
-                signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
-            ):  # as shells start what a script runs beside itself
+            # Ignored: so shells start what a script runs beside itself.
+            if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
                 signal.signal(signal.SIGINT, self._on_interrupt)  # Lightning puts back the one before, as for SIGTERM
             self._wakeup_before = signal.set_wakeup_fd(self.watch.signal_pipe, warn_on_full_buffer=False)
             self._with_signals_before, _with_signals = _with_signals, self  # of a Trainer that this one runs inside of
