@@ -220,7 +220,7 @@ MUTATIONS = [
     Mutation(
         "an expert's copies of different blocks share rows",
         "lightning_d9d/ops/moe_permute_kernels.py",
-        "before += tl.where(blocks < block, values, 0)",
+        "before += tl.where(blocks < first_block, values, 0)",
         "before += tl.where(blocks < 0, values, 0)",
         "tests/ops/test_moe_permute.py -k rows_are_in_order",
     ),

@@ -23,7 +23,7 @@ from lightning_d9d.ops.attention_block import (
     triton_can_run,
     wide,
 )
-from lightning_d9d.ops.flash_attention import flash_attention, flash_attention_package
+from lightning_d9d.ops.flash_attention import flash_attention, flash_attention_package, runs_blocks
 from lightning_d9d.ops.kernels import runs_triton
 from lightning_d9d.ops.linear import autocast_dtype
 from lightning_d9d.ops.operator import define
@@ -53,9 +53,10 @@ def attention(
     Several query heads may share one head of keys and values (https://arxiv.org/abs/2305.13245). What runs it,
     `kernel`:
 
-    - "auto": what torch chooses for causal attention (cuDNN on Hopper, flash attention on other GPUs), Triton kernels
-      for documents and windows on CUDA, and elsewhere, in float64 and with heads of more than 256 numbers, torch with a
-      mask of `batch * seq**2` numbers, which is kept for the backward.
+    - "auto": flash-attn 4 for causal attention and windows on Hopper, where it is installed and heads have 64 or 128
+      numbers; else what torch chooses for causal attention (cuDNN on Hopper, flash attention on other GPUs), Triton
+      kernels for documents and windows on CUDA, and elsewhere, in float64 and with heads of more than 256 numbers,
+      torch with a mask of `batch * seq**2` numbers, which is kept for the backward.
     - "cudnn", "flash", "efficient", "math": that of torch. The first two take neither documents nor window, "efficient"
       neither sinks nor shared heads. With a mask where there are documents or a window.
     - "triton": kernels that compute only blocks of tokens with documents in common, for any shape.
@@ -101,9 +102,9 @@ def attention(
         )
     else:
         chosen = kernel
-    if chosen == "flash-attn":
+    if chosen == "flash-attn" and (documents is not None or not runs_blocks(q, k, v)):
         return flash_attention(q, k, v, documents, window)
-    if chosen in ("triton", "block") or (chosen in ("cudnn", "flash") and sinks is not None):
+    if chosen in ("triton", "block", "flash-attn") or (chosen in ("cudnn", "flash") and sinks is not None):
         return _attend_op(q, k, v, documents, sinks, window, chosen)[0]
     if sinks is not None:
         return attention_reference(q, k, v, documents, window=window, sinks=sinks)
@@ -171,10 +172,13 @@ def _choice(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: i
     can_run_triton = triton_can_run(q, k, v)
     if can_run_triton and runs_triton(q, k, v, by_default=False):
         return "triton"
-    is_masked = documents is not None or window is not None
-    if not can_run_triton or not runs_triton(q, k, v) or not (is_masked or sinks is not None):
+    if not can_run_triton or not runs_triton(q, k, v):
         return "torch"
-    return "triton" if is_masked else "block"
+    if documents is None and runs_blocks(q, k, v):
+        return "flash-attn"
+    if documents is not None or window is not None:
+        return "triton"
+    return "torch" if sinks is None else "block"
 
 
 def _check(

@@ -22,10 +22,11 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
 from torch.distributed.tensor import DTensor
 
+from lightning_d9d.ops import flash_attention
 from lightning_d9d.ops.kernels import runs_triton
 
-BlockKernel = Literal["cudnn", "flash", "triton", "reference"]
-"""What can run a block: kernels of torch, those of `lightning_d9d.ops.attention_kernels`, or plain torch."""
+BlockKernel = Literal["flash-attn", "cudnn", "flash", "triton", "reference"]
+"""What can run a block: flash-attn 4, kernels of torch, `lightning_d9d.ops.attention_kernels`, or plain torch."""
 
 MAX_HEAD_DIM = 256
 """Of the Triton kernels."""
@@ -50,9 +51,9 @@ def attention_block(
 ) -> tuple[Tensor, Tensor]:
     """Attends with queries to a block of keys; several query heads may share one head of keys and values.
 
-    On CUDA this runs on cuDNN's or flash attention's kernels of torch where these can, else, and always with documents
-    or a window, on Triton kernels: pairs of blocks that share no document are not computed. float64, heads of more than
-    256 numbers and other devices take `attention_block_reference`.
+    On CUDA this runs on flash-attn 4 where it is installed, or on cuDNN's or flash attention's kernels of torch, where
+    these can; else, and always with documents, on Triton kernels: pairs of blocks that share no document are not
+    computed. float64, heads of more than 256 numbers and other devices take `attention_block_reference`.
 
     Args:
         q: shape `[batch, heads, queries, head_dim]`.
@@ -72,7 +73,7 @@ def attention_block(
         The result, shape and dtype of `q`, and the logarithms, shape `[batch, heads, queries]`: 0 and -inf for a query
         without any key.
     """
-    kernel = kernel or block_kernel(q, k, v, causal=causal, is_masked=q_documents is not None or window is not None)
+    kernel = kernel or block_kernel(q, k, v, causal=causal, has_documents=q_documents is not None, window=window)
     if kernel == "triton":
         from lightning_d9d.ops.attention_kernels import forward
         from lightning_d9d.ops.attention_plan import Masks
@@ -81,7 +82,9 @@ def attention_block(
         if q.numel():
             forward(q, k, v, Masks(causal, window, q_documents, k_documents), sinks, out, lse)
         return out, lse
-    if kernel == "cudnn":
+    if kernel == "flash-attn":
+        out, lse = flash_attention.block(q, k, v, causal=causal, window=window)
+    elif kernel == "cudnn":
         out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
         lse = lse.view(q.shape[:-1])
     elif kernel == "flash":
@@ -132,7 +135,7 @@ def attention_block_backward(
         The summands of the gradients of `q`, `k` and `v`, in their shapes and dtypes; those that are not asked for may
         be empty.
     """
-    kernel = kernel or block_kernel(q, k, v, causal=causal, is_masked=q_documents is not None or window is not None)
+    kernel = kernel or block_kernel(q, k, v, causal=causal, has_documents=q_documents is not None, window=window)
     if kernel == "reference":
         ids = {"q_documents": q_documents, "k_documents": k_documents}
         return attention_block_backward_reference(grad_out, q, k, v, out, lse, causal=causal, window=window, **ids)
@@ -147,6 +150,8 @@ def attention_block_backward(
             backward(grad_out, q, k, v, out, lse, Masks(causal, window, q_documents, k_documents), dq, dk, dv)
         return dq, dk, dv
     lse = lse.contiguous()  # flash attention takes it for that
+    if kernel == "flash-attn":
+        return flash_attention.block_backward(grad_out, q, k, v, out, lse, causal=causal, window=window)
     lengths = (q.shape[2], k.shape[2])
     no_seed = torch.empty(2, dtype=torch.int64, device=q.device)  # without dropout nothing reads it
     if kernel == "cudnn":
@@ -235,7 +240,9 @@ def attention_block_backward_reference(
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
-def block_kernel(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, is_masked: bool) -> BlockKernel:
+def block_kernel(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, has_documents: bool, window: int | None
+) -> BlockKernel:
     """What runs a block here; `torch.nn.attention.sdpa_kernel` narrows kernels of torch down as for its own attention.
 
     Args:
@@ -243,12 +250,15 @@ def block_kernel(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, is_masked: bo
         k: see `q`.
         v: see `q`.
         causal: see `q`.
-        is_masked: whether there are documents or a window.
+        has_documents: whether there are documents.
+        window: see `q`.
     """
     can_run_triton = triton_can_run(q, k, v)
     if can_run_triton and runs_triton(q, k, v, by_default=False):
         return "triton"
-    if q.is_cuda and not is_masked and q.shape[-1] % 8 == 0:
+    if not has_documents and runs_triton(q, k, v) and flash_attention.runs_blocks(q, k, v):
+        return "flash-attn"
+    if q.is_cuda and not has_documents and window is None and q.shape[-1] % 8 == 0:
         parameters = SDPAParams(q, k, v, None, 0.0, causal, True)
         if can_use_cudnn_attention(parameters):
             return "cudnn"

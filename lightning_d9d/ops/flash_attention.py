@@ -9,22 +9,88 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.log import logger
 
-_MODULES = ("flash_attn.cute.interface", "flash_attn_interface", "flash_attn.flash_attn_interface")
+_VERSION_4 = "flash_attn.cute.interface"
+_MODULES = (_VERSION_4, "flash_attn_interface", "flash_attn.flash_attn_interface")
 """Of versions 4, 3 and 2, the newest first."""
+_BLOCK_HEAD_DIMS = (64, 128)
+"""Widths of heads for which the kernels of version 4 have been run and compared."""
 
 
 @cache
 def flash_attention_package() -> ModuleType | None:
-    """The newest one that is installed."""
+    """The newest one that is installed. One that is there, but cannot be imported, is passed over with a warning."""
     for name in _MODULES:
         try:
             return import_module(name)
-        except ImportError:
-            continue
+        except ModuleNotFoundError as error:
+            if not f"{name}.".startswith(f"{error.name}."):
+                logger.warning("%s is installed, but not what it needs: %s. Attention runs without it", name, error)
+        except ImportError as error:
+            logger.warning("%s cannot be imported: %s. Attention runs without it", name, error)
     return None
+
+
+def runs_blocks(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether version 4 is installed and its kernels for blocks take such tensors: on Hopper, where they were measured.
+
+    Where `torch.nn.attention.sdpa_kernel` narrows torch's own kernels down it leaves none of these.
+    """
+    is_fit = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.dtype == k.dtype == v.dtype
+    is_plain = not any(isinstance(tensor, DTensor) for tensor in (q, k, v))
+    return is_fit and is_plain and q.shape[-1] in _BLOCK_HEAD_DIMS and _has_block_kernels(q.device)
+
+
+@torch.compiler.assume_constant_result
+def _has_block_kernels(device: torch.device) -> bool:
+    package = flash_attention_package()
+    is_version_4 = package is not None and package.__name__ == _VERSION_4 and hasattr(package, "_flash_attn_bwd")
+    is_allowed = torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.cudnn_sdp_enabled()
+    return is_version_4 and is_allowed and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def block(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None) -> tuple[Tensor, Tensor]:
+    """`attention_block` on version 4."""
+    package = flash_attention_package()
+    assert package is not None
+    if not (q.numel() and k.numel()):
+        return torch.zeros_like(q), q.new_full(q.shape[:-1], float("-inf"), dtype=torch.float32)
+    sides = (None, None) if window is None else (window - 1, 0)
+    q, k, v = (t.detach().transpose(1, 2) for t in (q, k, v))
+    out, lse, *_ = package.flash_attn_func(q, k, v, causal=causal, window_size=sides, return_lse=True)
+    return out.transpose(1, 2), lse
+
+
+def block_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, window: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`attention_block_backward` on version 4. Its sums are atomic, but for `torch.use_deterministic_algorithms`.
+
+    The package's own derivative belongs to its own forward; the function beneath is the one that torch calls, too.
+    """
+    package = flash_attention_package()
+    assert package is not None
+    if not (q.numel() and k.numel()):
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    left, right = (None, None) if window is None else (window - 1, 0)
+    grad_out, q, k, v, out = (t.transpose(1, 2) for t in (grad_out, q, k, v, out))
+    dq, dk, dv, *_ = package._flash_attn_bwd(
+        q,
+        k,
+        v,
+        out,
+        grad_out,
+        lse,
+        causal=causal,
+        window_size_left=left,
+        window_size_right=right,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int | None) -> Tensor:

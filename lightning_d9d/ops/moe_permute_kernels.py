@@ -2,8 +2,8 @@
 
 [Note: sorting] A program goes through a block of copies and gives each its number among those of its expert there; it
 keeps count of experts (`_rank`). To that number each copy then adds the first row of its expert and block, for which
-every program sums up the counts of all blocks (`_finish`): less time than a third launch would take. All sums are of
-integers, so their order does not matter.
+every program sums up the counts of all blocks before its own (`_finish`): less time than a third launch would take. All
+sums are of integers, so their order does not matter.
 
 [Note: copying] A program reads rows of some tokens once and writes all their copies, as tokens are near each other and
 copies are not: a kernel by copies would read each token `top_k` times. Summing reads the copies, and writes once. Where
@@ -43,6 +43,8 @@ _MOST_BLOCKS = 256
 """If that is possible. Fewer make more steps, more make more counts to sum up."""
 _MOST_COUNTS = 65536
 """That a program sums up, all blocks together: with more than 256 experts there are fewer blocks."""
+_BLOCKS_TO_FINISH = 2
+"""A program's: with more the counts are summed up by fewer, and each waits longer."""
 _COUNTS_AT_ONCE = 8192
 """Of all experts and some blocks: eight loads of 16 bytes for each thread."""
 
@@ -71,7 +73,7 @@ def sort(indices: Tensor, multiple: int, places: Tensor, counts: Tensor, offsets
         EXPERTS=2 * experts,
         num_warps=_NUM_WARPS,
     )
-    _finish[(num_blocks,)](
+    _finish[(ceil_div(num_blocks, _BLOCKS_TO_FINISH),)](
         indices,
         of_blocks,
         places,
@@ -82,6 +84,7 @@ def sort(indices: Tensor, multiple: int, places: Tensor, counts: Tensor, offsets
         num_blocks,
         multiple,
         BLOCK=num_steps * _STEP,
+        TO_FINISH=_BLOCKS_TO_FINISH,
         BLOCKS=max(1, _COUNTS_AT_ONCE // experts),
         EXPERTS=experts,
         num_warps=2 * _NUM_WARPS,
@@ -279,14 +282,12 @@ def _finish(
     num_blocks,
     multiple,
     BLOCK: tl.constexpr,
+    TO_FINISH: tl.constexpr,
     BLOCKS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
     """Turns ranks to places, and writes counts and offsets of all."""
-    block = tl.program_id(0)
-    copies = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    experts = tl.load(indices + copies, mask=copies < num_copies, other=0).to(tl.int32)
-    ranks = tl.load(places + copies, mask=copies < num_copies, other=0)
+    first_block = tl.program_id(0) * TO_FINISH
     bins = tl.arange(0, EXPERTS)
     total = tl.zeros([BLOCKS, EXPERTS], tl.int32)
     before = tl.zeros([BLOCKS, EXPERTS], tl.int32)
@@ -295,13 +296,20 @@ def _finish(
         mask = (blocks < num_blocks) & (bins < num_experts)[None, :]
         values = tl.load(of_blocks + blocks.to(tl.int64) * num_experts + bins[None, :], mask=mask, other=0)
         total += values
-        before += tl.where(blocks < block, values, 0)
+        before += tl.where(blocks < first_block, values, 0)
     count = tl.sum(total, 0)
     padded = (count + multiple - 1) // multiple * multiple
     last = tl.cumsum(padded, 0)
     first = last - padded + tl.sum(before, 0)
-    tl.store(places + copies, ranks + tl.gather(first, experts, 0), mask=copies < num_copies)
-    if block == 0:
+    for own in tl.static_range(TO_FINISH):
+        block = first_block + own
+        copies = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        experts = tl.load(indices + copies, mask=copies < num_copies, other=0).to(tl.int32)
+        ranks = tl.load(places + copies, mask=copies < num_copies, other=0)
+        tl.store(places + copies, ranks + tl.gather(first, experts, 0), mask=copies < num_copies)
+        numbers = block.to(tl.int64) * num_experts + bins
+        first += tl.load(of_blocks + numbers, mask=(bins < num_experts) & (numbers < num_blocks * num_experts), other=0)
+    if first_block == 0:
         tl.store(counts + bins, count, mask=bins < num_experts)
         tl.store(offsets + bins, last, mask=bins < num_experts)
 

@@ -111,7 +111,7 @@ def cases(device_type: str, quick: bool, peers: str = "all") -> list[Case]:
         *others,
         case("step", whole, (COMPILED, OURS), 1 / LEAST_OF_PEER, **rounds),
         case("norm and clipping", replace(whole, clips=True), (COMPILED, OURS), 1 / LEAST_OF_PEER, **rounds),
-        case("by Trainer", replace(whole, clips=True), (OURS, TRAINER), MOST_OF_BARE, **rounds),
+        case("by Trainer", replace(whole, clips=True), (OURS, TRAINER), MOST_OF_BARE, **rounds | {"block_steps": 8}),
         case("compiled blocks", whole, (OURS, OURS_COMPILED), None, **rounds),
         case("32,768 tokens", long, (COMPILED, OURS), 1 / LEAST_OF_LONG, **rounds),
         case(

@@ -9,11 +9,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.ops import attention
 from lightning_d9d.ops import flash_attention as packages
 from lightning_d9d.ops.attention import attention_reference
+from lightning_d9d.ops.attention_block import attention_block_backward_reference, attention_block_reference
 from lightning_d9d.ops.kernels import using_kernels
 from tests.harness.compare import assert_bitwise_equal, assert_close_named
 from tests.harness.tolerances import Kind
@@ -292,6 +294,8 @@ def test_offsets_beyond_32_bits():
 
 
 NAMED = ["cudnn", "flash", "efficient", "math", "triton"]
+if packages.flash_attention_package() is not None:
+    NAMED.append("flash-attn")
 
 
 @pytest.mark.gpu
@@ -304,7 +308,7 @@ def test_named_kernels(kernel):
         documents = ids_of(name, "cuda")
         sinks = torch.randn(4, device="cuda").requires_grad_() if has_sinks else None
         options = {"window": window, "sinks": sinks}
-        if (is_masked and kernel in ("cudnn", "flash")) or (has_sinks and kernel == "efficient"):
+        if (is_masked and kernel in ("cudnn", "flash")) or (has_sinks and kernel in ("efficient", "flash-attn")):
             with pytest.raises(ConfigError, match=f"kernel='{kernel}' cannot run .* Can: 'auto', .*'math', 'triton'"):
                 attention(*inputs, documents, kernel=kernel, **options)
         else:
@@ -449,3 +453,133 @@ def test_the_newest_package_is_taken():
         for name in versions:
             sys.modules[name] = ModuleType(name)
             assert find() is sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import cutlass_that_is_not_there", "installed, but not what it needs: No module named 'cutlass_that_is_not_"),
+        ("from sys import nothing_of_the_kind", "cannot be imported: cannot import name 'nothing_of_the_kind'"),
+    ],
+)
+def test_a_package_that_cannot_be_imported_is_named(text, message, tmp_path, monkeypatch, caplog):
+    (tmp_path / "flash_attn_interface.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert packages.flash_attention_package.__wrapped__() is None
+    (record,) = caplog.records
+    assert record.getMessage().startswith("flash_attn_interface ")
+    assert message in record.getMessage()
+
+
+def version_4():
+    """One with blocks, on the reference; `calls` are the arguments by name of all."""
+    module, calls = ModuleType("flash_attn.cute.interface"), []
+
+    def attend(q, k, v, *, return_lse, **options):
+        assert return_lse
+        calls.append(options)
+        left, right = options["window_size"]
+        assert (left is None) == (right is None)
+        window = None if left is None else left + 1
+        out, lse = attention_block_reference(
+            *(t.transpose(1, 2) for t in (q, k, v)), causal=options["causal"], window=window
+        )
+        return out.transpose(1, 2), lse
+
+    def differentiate(q, k, v, out, grad_out, lse, *, causal, window_size_left, window_size_right, **options):
+        calls.append(options)
+        assert (window_size_left is None) == (window_size_right is None)
+        window = None if window_size_left is None else window_size_left + 1
+        tensors = (t.transpose(1, 2) for t in (grad_out, q, k, v, out))
+        grads = attention_block_backward_reference(*tensors, lse, causal=causal, window=window)
+        return tuple(grad.transpose(1, 2) for grad in grads)
+
+    module.flash_attn_func, module._flash_attn_bwd = attend, differentiate
+    return module, calls
+
+
+@pytest.fixture
+def has_version_4(monkeypatch):
+    module, calls = version_4()
+    monkeypatch.setattr(packages, "flash_attention_package", lambda: module)
+    for name in ("lightning_d9d.ops.attention", "lightning_d9d.ops.flash_attention"):
+        monkeypatch.setattr(sys.modules[name], "runs_blocks", lambda q, k, v: q.dtype != torch.float64)
+    return calls
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_version_4_is_an_operator(has_version_4, has_sinks, window, monkeypatch):
+    """It is chosen where there are no documents, compiled and not, and takes part where blocks are put together."""
+    monkeypatch.setattr(
+        sys.modules["lightning_d9d.ops.attention"], "runs_triton", lambda *_, by_default=True: by_default
+    )
+    results = []
+    options = {"sinks": torch.randn(4, requires_grad=True) if has_sinks else None, "window": window}
+    for op in (attention, torch.compile(attention, backend="aot_eager", fullgraph=True)):
+        inputs, gradient = make(4, 2, torch.float32)
+        results.append(op(*inputs, **options))
+        assert_equals_reference(results[-1], inputs, gradient, **options)
+    assert_bitwise_equal("compiled", *results)
+    assert len(has_version_4) == 4
+    assert [call.get("deterministic") for call in has_version_4] == [None, False] * 2
+
+
+def test_version_4_sums_in_order_if_asked(has_version_4, monkeypatch):
+    monkeypatch.setattr(
+        sys.modules["lightning_d9d.ops.attention"], "runs_triton", lambda *_, by_default=True: by_default
+    )
+    inputs, gradient = make(4, 2, torch.float32)
+    torch.use_deterministic_algorithms(True)
+    try:
+        attention(*inputs).backward(gradient)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert has_version_4[-1]["deterministic"] is True
+
+
+def test_version_4_is_left_alone(has_version_4):
+    """By kernels of torch alone, by documents, and by other kernels that are named."""
+    inputs, gradient = make(4, 2, torch.float32)
+    with using_kernels("torch"):
+        assert_equals_reference(attention(*inputs), inputs, gradient)
+    assert_equals_reference(attention(*inputs, ids_of("runs")), inputs, gradient, ids_of("runs"))
+    assert_equals_reference(attention(*inputs, kernel="math"), inputs, gradient)
+    assert not has_version_4
+
+
+def test_who_has_blocks(monkeypatch):
+    """Version 4 on Hopper, for heads that were compared, unless torch's kernels are narrowed down."""
+    q, k, v = (torch.randn(1, heads, 8, 128, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    module, _ = version_4()
+    monkeypatch.setattr(packages, "flash_attention_package", lambda: module)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    assert not packages.runs_blocks(q, k, v)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    assert packages.runs_blocks(q, k, v)
+    assert not packages.runs_blocks(q.float(), k.float(), v.float())
+    assert not packages.runs_blocks(*(t[..., :96] for t in (q, k, v)))
+    for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
+        with sdpa_kernel(backend):
+            assert not packages.runs_blocks(q, k, v)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
+    assert not packages.runs_blocks(q, k, v)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    del module._flash_attn_bwd
+    assert not packages.runs_blocks(q, k, v)
+    monkeypatch.setattr(packages, "flash_attention_package", lambda: None)
+    assert not packages.runs_blocks(q, k, v)
+
+
+@pytest.mark.parametrize("sizes", [(0, 5, 5), (2, 0, 5), (2, 5, 0)])
+def test_version_4_is_not_called_without_tokens(has_version_4, sizes):
+    batch, queries, keys = sizes
+    q = torch.randn(batch, 4, queries, 16)
+    k, v = (torch.randn(batch, 2, keys, 16) for _ in range(2))
+    out, lse = packages.block(q, k, v, causal=False, window=None)
+    grads = packages.block_backward(out, q, k, v, out, lse, causal=False, window=None)
+    assert_bitwise_equal("out", out, torch.zeros_like(q))
+    assert_bitwise_equal("lse", lse, torch.full(q.shape[:-1], float("-inf")))
+    for grad, t in zip(grads, (q, k, v), strict=True):
+        assert_bitwise_equal("gradient", grad, torch.zeros_like(t))
+    assert not has_version_4

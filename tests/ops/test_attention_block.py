@@ -166,7 +166,9 @@ def test_kernels(head_dim, heads, kv_heads, backend, dtype):
     q, k, v, grad_out = make(heads, kv_heads, 384, 384, head_dim, dtype=dtype, device="cuda")
     expected, log_sums, expected_grads = by_definition(q, k, v, lower(2, 384, "cuda"), grad_out)
     with sdpa_kernel(backend):
-        assert block_kernel(q, k, v, causal=True, is_masked=False) == backend.name.split("_")[0].lower()
+        assert (
+            block_kernel(q, k, v, causal=True, has_documents=False, window=None) == backend.name.split("_")[0].lower()
+        )
         out, lse, grads = in_blocks(q, k, v, None, grad_out, borders=[128, 256])
     assert_close_named("lse", lse, log_sums, kind=Kind.OUTPUT)
     assert_close_named("out", out.bfloat16(), expected, kind=Kind.OUTPUT)
@@ -183,7 +185,7 @@ def test_own_kernels(device):
         allowed = lower(2, 70, device) & (documents.unsqueeze(-1) == documents.unsqueeze(-2))
         expected, log_sums, expected_grads = by_definition(q, k, v, allowed, grad_out)
         with using_kernels("triton"):
-            assert block_kernel(q, k, v, causal=True, is_masked=True) == "triton"
+            assert block_kernel(q, k, v, causal=True, has_documents=True, window=None) == "triton"
             out, lse, grads = in_blocks(q, k, v, documents, grad_out, borders=[40])
         assert_close_named("lse", lse, log_sums, kind=Kind.OUTPUT)
         assert_close_named("out", out.to(dtype), expected, kind=Kind.OUTPUT)
@@ -207,7 +209,7 @@ def test_windows(kernels, device):
 @pytest.mark.parametrize(("head_dim", "dtype"), [(12, torch.bfloat16), (16, torch.float32)])
 def test_what_no_kernel_of_torch_takes_runs_on_our_own(head_dim, dtype):
     q, k, v, grad_out = make(2, 1, 16, 16, head_dim, dtype, "cuda")
-    assert block_kernel(q, k, v, causal=True, is_masked=False) == "triton"
+    assert block_kernel(q, k, v, causal=True, has_documents=False, window=None) == "triton"
     expected, _, expected_grads = by_definition(q, k, v, lower(2, 16, "cuda"), grad_out)
     out, lse = attention_block(q, k, v, causal=True)
     grads = attention_block_backward(grad_out, q, k, v, out, lse, causal=True)
