@@ -18,6 +18,7 @@ _OPTIONAL = {
     "deep_ep": ("deep-ep", "deep-ep"),
     "grouped_gemm": ("nv-grouped-gemm", "grouped-gemm"),
     "flash_attn": ("flash-attn-4", "flash-attn"),
+    "quack": ("quack-kernels", "quack"),
     "transformers": ("transformers", "hf"),
     "plotly": ("plotly", "viz"),
     "matplotlib": ("matplotlib", "viz"),

@@ -23,7 +23,7 @@ from lightning_d9d.ops.attention_block import (
     triton_can_run,
     wide,
 )
-from lightning_d9d.ops.flash_attention import flash_attention, flash_attention_package, runs_blocks
+from lightning_d9d.ops.flash_attention import flash_attention, flash_attention_package, is_faster, runs_blocks
 from lightning_d9d.ops.kernels import runs_triton
 from lightning_d9d.ops.linear import autocast_dtype
 from lightning_d9d.ops.operator import define
@@ -53,10 +53,10 @@ def attention(
     Several query heads may share one head of keys and values (https://arxiv.org/abs/2305.13245). What runs it,
     `kernel`:
 
-    - "auto": flash-attn 4 for causal attention and windows on Hopper, where it is installed and heads have 64 or 128
-      numbers; else what torch chooses for causal attention (cuDNN on Hopper, flash attention on other GPUs), Triton
-      kernels for documents and windows on CUDA, and elsewhere, in float64 and with heads of more than 256 numbers,
-      torch with a mask of `batch * seq**2` numbers, which is kept for the backward.
+    - "auto": flash-attn 4 for causal attention and windows over 2048 tokens or more on Hopper, where it is installed
+      and heads have 64 or 128 numbers; else what torch chooses for causal attention (cuDNN on Hopper, flash attention
+      on other GPUs), Triton kernels for documents and windows on CUDA, and elsewhere, in float64 and with heads of more
+      than 256 numbers, torch with a mask of `batch * seq**2` numbers, which is kept for the backward.
     - "cudnn", "flash", "efficient", "math": that of torch. The first two take neither documents nor window, "efficient"
       neither sinks nor shared heads. With a mask where there are documents or a window.
     - "triton": kernels that compute only blocks of tokens with documents in common, for any shape.
@@ -174,7 +174,7 @@ def _choice(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: i
         return "triton"
     if not can_run_triton or not runs_triton(q, k, v):
         return "torch"
-    if documents is None and runs_blocks(q, k, v):
+    if documents is None and is_faster(k) and runs_blocks(q, k, v):
         return "flash-attn"
     if documents is not None or window is not None:
         return "triton"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -12,31 +10,24 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.log import logger
+from lightning_d9d.ops.packages import optional_module
 
 _VERSION_4 = "flash_attn.cute.interface"
 _MODULES = (_VERSION_4, "flash_attn_interface", "flash_attn.flash_attn_interface")
 """Of versions 4, 3 and 2, the newest first."""
 _BLOCK_HEAD_DIMS = (64, 128)
 """Widths of heads for which the kernels of version 4 have been run and compared."""
+_LEAST_KEYS = 2048
+"""With fewer the forward is slower than cuDNN's, and the host takes twice as long for a call."""
 
 
-@cache
 def flash_attention_package() -> ModuleType | None:
-    """The newest one that is installed. One that is there, but cannot be imported, is passed over with a warning."""
-    for name in _MODULES:
-        try:
-            return import_module(name)
-        except ModuleNotFoundError as error:
-            if not f"{name}.".startswith(f"{error.name}."):
-                logger.warning("%s is installed, but not what it needs: %s. Attention runs without it", name, error)
-        except ImportError as error:
-            logger.warning("%s cannot be imported: %s. Attention runs without it", name, error)
-    return None
+    """The newest one that is installed."""
+    return next((package for name in _MODULES if (package := optional_module(name)) is not None), None)
 
 
 def runs_blocks(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether version 4 is installed and its kernels for blocks take such tensors: on Hopper, where they were measured.
+    """Whether version 4 is installed and its kernels for blocks take such tensors: on Hopper, where they were compared.
 
     Where `torch.nn.attention.sdpa_kernel` narrows torch's own kernels down it leaves none of these.
     """
@@ -51,6 +42,11 @@ def _has_block_kernels(device: torch.device) -> bool:
     is_version_4 = package is not None and package.__name__ == _VERSION_4 and hasattr(package, "_flash_attn_bwd")
     is_allowed = torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.cudnn_sdp_enabled()
     return is_version_4 and is_allowed and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def is_faster(k: Tensor) -> bool:
+    """Than cuDNN and the Triton kernels, with so many keys, where `runs_blocks`."""
+    return k.shape[2] >= _LEAST_KEYS
 
 
 def block(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None) -> tuple[Tensor, Tensor]:

@@ -11,14 +11,19 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.ops.kernels import runs_triton
 from lightning_d9d.ops.linear import autocast_dtype
 from lightning_d9d.ops.operator import define
+from lightning_d9d.ops.packages import optional_module
 from lightning_d9d.ops.sharded_weights import local_part
 from lightning_d9d.ops.weight_gradients import AT_ONCE, WeightGradients, receiver
 
-GroupedGemmBackend = Literal["auto", "torch", "nv", "eager"]
+GroupedGemmBackend = Literal["auto", "torch", "quack", "nv", "eager"]
 
 _TORCH_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_QUACK_DTYPES = (torch.bfloat16, torch.float16)
+_LEAST_QUACK_OPERATIONS = 10**11
+"""From here on "auto" takes quack: the device is then at work longer than the host takes to call it."""
 _chosen: GroupedGemmBackend = "auto"
 
 
@@ -44,10 +49,13 @@ def grouped_gemm(x: Tensor, weight: Tensor, offsets: Tensor, *, backend: Grouped
         offsets: int32 on the device of `x`, shape `[groups]`: the row after the last one of each group, not decreasing.
         backend: what computes it; None: what `using_grouped_gemm` says, "auto" if nothing does.
 
-            - "auto": "torch" if it takes these tensors, else "eager".
+            - "auto": "torch" if it takes these tensors, else "eager"; but "quack" on Hopper, where it is installed, for
+              products of 10**11 operations or more that both take.
             - "torch": `torch.nn.functional.grouped_mm`. It takes bfloat16, float16 and float32 whose rows, those of `x`
               and of the result, are multiples of 16 bytes. For bfloat16 on CUDA devices of compute capability 9.0 or
               more that is one kernel, which reads `offsets` on the device; else a loop of torch's over the groups.
+            - "quack": quack-kernels, for bfloat16 and float16 on CUDA devices of compute capability 9.0, and rows that
+              are multiples of 16 bytes. One kernel, which reads `offsets` on the device.
             - "nv": nv-grouped-gemm, for bfloat16 on CUDA: a product of cuBLAS for each group, on four streams. Reads
               `offsets` on the host, so it waits for the device in the result and in each gradient.
             - "eager": a loop of products, for any dtype, size and device. Reads `offsets` on the host, too.
@@ -80,6 +88,8 @@ def using_grouped_gemm(backend: GroupedGemmBackend) -> Generator[None]:
         raise ConfigError(_unknown(backend))
     if backend == "nv":
         _nv_gmm()
+    elif backend == "quack":
+        _quack_gemm()
     before, _chosen = _chosen, backend
     try:
         yield
@@ -107,13 +117,17 @@ def _choose(x: Tensor, weight: Tensor, offsets: Tensor, backend: GroupedGemmBack
     if backend == "eager":
         return backend
     _, num_out, num_in = weight.shape
+    is_aligned = all(width * x.element_size() % 16 == 0 for width in (num_in, num_out))
     if backend in ("auto", "torch"):
-        takes = all(width * x.element_size() % 16 == 0 for width in (num_in, num_out)) and x.dtype in _TORCH_DTYPES
-        if takes and x.device.type in ("cpu", "cuda", "meta"):
-            return "torch"
+        if is_aligned and x.dtype in _TORCH_DTYPES and x.device.type in ("cpu", "cuda", "meta"):
+            return "quack" if backend == "auto" and _is_faster_with_quack(x, weight) else "torch"
         if backend == "auto":
             return "eager"
         limit = "bfloat16, float16 and float32 on a CPU or CUDA, with rows that are multiples of 16 bytes"
+    elif backend == "quack":
+        if is_aligned and x.dtype in _QUACK_DTYPES and x.device.type in ("cuda", "meta"):
+            return backend
+        limit = "bfloat16 and float16 on CUDA, with rows that are multiples of 16 bytes"
     elif backend == "nv":
         if x.dtype == torch.bfloat16 and x.device.type in ("cuda", "meta"):
             return backend
@@ -124,6 +138,16 @@ def _choose(x: Tensor, weight: Tensor, offsets: Tensor, backend: GroupedGemmBack
         f"grouped_gemm: backend {backend!r} takes {limit}, not {x.dtype} on {x.device.type} from {num_in} to {num_out} "
         "numbers a row; choose 'auto'"
     )
+
+
+def _is_faster_with_quack(x: Tensor, weight: Tensor) -> bool:
+    is_fit = x.dtype in _QUACK_DTYPES and x.is_cuda and runs_triton(x, weight)
+    return is_fit and 2 * len(x) * weight[0].numel() >= _LEAST_QUACK_OPERATIONS and _has_quack(x.device)
+
+
+@torch.compiler.assume_constant_result
+def _has_quack(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0) and optional_module("quack.gemm_interface") is not None
 
 
 def _unknown(backend: object) -> str:
@@ -165,9 +189,14 @@ def _multiply(x: Tensor, weight: Tensor, offsets: Tensor, backend: str) -> Tenso
         return x.new_zeros(x.shape[0], weight.shape[1])
     if backend == "eager":
         return grouped_gemm_reference(x, weight, offsets)
-    if backend == "torch":
-        matrices = weight.mT if _has_regular_rows(weight.mT) else _with_regular_rows(weight).mT
-        return F.grouped_mm(_with_regular_rows(x), matrices, offs=offsets)
+    if backend in ("torch", "quack"):
+        x, matrices = (
+            _with_regular_rows(x),
+            weight.mT if _has_regular_rows(weight.mT) else _with_regular_rows(weight).mT,
+        )
+        if backend == "torch":
+            return F.grouped_mm(x, matrices, offs=offsets)
+        return _quack_gemm()(x, matrices, cu_seqlens_m=F.pad(offsets, (1, 0)), tuned=False)
     is_transposed = weight.mT.is_contiguous()
     matrices = weight.mT if is_transposed else weight.contiguous()
     return _nv_gmm()(x.contiguous(), matrices, _sizes(offsets), trans_b=not is_transposed)
@@ -178,8 +207,11 @@ def _multiply_columns(dy: Tensor, x: Tensor, offsets: Tensor, backend: str) -> T
         return dy.new_zeros(len(offsets), dy.shape[1], x.shape[1])
     if backend == "eager":
         return torch.stack([dy[start:end].t() @ x[start:end] for start, end in pairwise([0, *offsets.tolist()])])
-    if backend == "torch":
-        return F.grouped_mm(_with_regular_rows(dy).t(), _with_regular_rows(x), offs=offsets)
+    if backend in ("torch", "quack"):
+        columns, x = _with_regular_rows(dy).t(), _with_regular_rows(x)
+        if backend == "torch":
+            return F.grouped_mm(columns, x, offs=offsets)
+        return _quack_gemm()(columns, x, cu_seqlens_k=F.pad(offsets, (1, 0)), tuned=False)
     return _nv_gmm()(dy.contiguous(), x.contiguous(), _sizes(offsets), trans_a=True)
 
 
@@ -210,6 +242,16 @@ def _nv_gmm() -> Any:
             f"({error}): pip install 'lightning-d9d[grouped-gemm]', or choose 'auto'"
         ) from error
     return gmm
+
+
+def _quack_gemm() -> Any:
+    module = optional_module("quack.gemm_interface")
+    if module is None:
+        raise ConfigError(
+            "grouped_gemm='quack' needs quack-kernels, which is not installed or cannot be imported: pip install "
+            "'lightning-d9d[quack]', or choose 'auto'"
+        )
+    return module.gemm
 
 
 def _new_rows(x: Tensor, weight: Tensor, offsets: Tensor, backend: str) -> Tensor:

@@ -43,10 +43,11 @@ class ParallelConfig:
     """How tokens come to experts on other ranks. "auto": "local" where a rank has all experts, else "all_to_all"."""
 
     grouped_gemm: GroupedGemmBackend = "auto"
-    """What the products of experts run on. "auto": torch's `grouped_mm` where it takes their tensors, else "eager".
-    "torch". "nv": the package nv-grouped-gemm (`pip install 'lightning-d9d[grouped-gemm]'`), whose every product waits
-    for the device. "eager": a product for each expert; it waits, too. For all of the process, from setup to
-    teardown."""
+    """What the products of experts run on. "auto": torch's `grouped_mm` where it takes their tensors, else "eager";
+    large ones on Hopper "quack", where that is installed. "torch". "quack": the package quack-kernels (`pip install
+    'lightning-d9d[quack]'`). "nv": the package nv-grouped-gemm (`pip install 'lightning-d9d[grouped-gemm]'`), whose
+    every product waits for the device. "eager": a product for each expert; it waits, too. For all of the process, from
+    setup to teardown."""
 
     context: Literal["gather", "ring", "heads"] = "gather"
     """How attention sees sequences that are spread over ranks (context parallelism). "gather": each rank gathers the

@@ -13,12 +13,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig
-from lightning_d9d.ops import attention
+from lightning_d9d.ops import attention, grouped_gemm
 
 ATTENTION, PROJECTIONS, EXPERTS, HEAD = "attention", "projections and router", "experts' products", "head and loss"
 COPIES, NORMS, ADAMW, CLIPPING = (
@@ -36,6 +35,7 @@ _OPERATORS = (
     ("_foreach_norm", CLIPPING),
     ("_foreach", ADAMW),
     ("attention", ATTENTION),
+    ("FlashAttn", ATTENTION),
     ("grouped", EXPERTS),
     ("linear_cross_entropy", HEAD),
     ("moe_route", REST),
@@ -111,26 +111,22 @@ def ideals(config: Qwen3MoeConfig, num_rows: int, sequence_length: int) -> dict[
         x, weight, dy = make(rows, inputs), make(outputs, inputs), make(rows, outputs)
         return sum(_time(each) for each in (lambda: x @ weight.t(), lambda: dy @ weight, lambda: dy.t() @ x))
 
+    def both_passes(op: Callable[..., Tensor], *operands: Tensor) -> float:
+        leaves = [operand.requires_grad_() for operand in operands]
+        out = op(*leaves)
+        dy = torch.randn_like(out)
+        backward = _time(lambda: torch.autograd.grad(out, leaves, dy, retain_graph=True))
+        return _time(lambda: op(*leaves)) + backward
+
     def grouped(inputs: int, outputs: int) -> float:
         """Of experts that get tokens by chance."""
         chosen = torch.rand(tokens, experts, device=device).topk(top_k).indices
         offsets = torch.bincount(chosen.flatten(), minlength=experts).cumsum(0).int()
-        x, weight, dy = make(rows, inputs), make(experts, outputs, inputs), make(rows, outputs)
-        return sum(
-            _time(each)
-            for each in (
-                lambda: F.grouped_mm(x, weight.transpose(1, 2), offs=offsets),
-                lambda: F.grouped_mm(dy, weight, offs=offsets),
-                lambda: F.grouped_mm(dy.t(), x, offs=offsets),
-            )
-        )
+        x, weight = make(rows, inputs), make(experts, outputs, inputs)
+        return both_passes(lambda x, weight: grouped_gemm(x, weight, offsets), x, weight)
 
-    q = make(num_rows, heads, sequence_length, head_dim).requires_grad_()
-    k, v = (make(num_rows, kv_heads, sequence_length, head_dim).requires_grad_() for _ in range(2))
-    out = attention(q, k, v)
-    dy = torch.randn_like(out)
-    forward = _time(lambda: attention(q, k, v))
-    backward = _time(lambda: torch.autograd.grad(out, (q, k, v), dy, retain_graph=True))
+    q = make(num_rows, heads, sequence_length, head_dim)
+    k, v = (make(num_rows, kv_heads, sequence_length, head_dim) for _ in range(2))
     source = torch.empty(_COPY_BYTES if device == "cuda" else 2**20, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     per_byte = _time(lambda: target.copy_(source)) / (2 * source.numel()) * dtype.itemsize
@@ -140,7 +136,7 @@ def ideals(config: Qwen3MoeConfig, num_rows: int, sequence_length: int) -> dict[
     chunks = -(-tokens // _CHUNK)
     logits = 2 * tokens * config.vocab_size
     return {
-        ATTENTION: layers * (forward + backward),
+        ATTENTION: layers * both_passes(attention, q, k, v),
         PROJECTIONS: layers
         * (
             product(tokens, hidden, wide) + product(tokens, heads * head_dim, hidden) + product(tokens, hidden, experts)

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from lightning_d9d import D9DModule, D9DStrategy, ParallelConfig
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3MoePretraining
 from lightning_d9d.models.qwen3_moe.plan import parallelize_qwen3_moe
+from lightning_d9d.ops.packages import optional_module
 from lightning_d9d.optim import StochasticAdamW
 from lightning_d9d.sync.norm import clip_factor, gradient_norm
 from tests.benchmarks import step_parts
@@ -33,6 +34,7 @@ from tests.benchmarks.strategy_overhead import MAX_NORM, PausedFit, Tokens
 OURS, TRAINER = "ours", "ours, by Trainer"
 OURS_COMPILED, OURS_CAPTURED = "ours, compiled", "ours, CUDA graphs"
 COMPILED, EAGER = "transformers, compiled", "transformers"
+COMPILED_FLASH = "transformers, compiled, flash-attn 4"
 LEAST_OF_PEER = 1.15
 """Tokens/s of ours, of the best peer's."""
 LEAST_OF_LONG = 1.2
@@ -107,6 +109,8 @@ def cases(device_type: str, quick: bool, peers: str = "all") -> list[Case]:
     small = Work(config=Qwen3MoeConfig.preset("tiny"), dtype=torch.bfloat16, num_rows=8, sequence_length=256)
     rounds = dict(warmup_steps=4, block_steps=2, repeats=10)
     others = [] if peers == "best" else [case("step, uncompiled peer", whole, (EAGER, OURS), judges=False, **rounds)]
+    name = "32,768 tokens, flash-attn 4 for both"
+    of_flash = case(name, long, (COMPILED_FLASH, OURS), 1 / LEAST_OF_LONG, **rounds)
     return [
         *others,
         case("step", whole, (COMPILED, OURS), 1 / LEAST_OF_PEER, **rounds),
@@ -114,6 +118,7 @@ def cases(device_type: str, quick: bool, peers: str = "all") -> list[Case]:
         case("by Trainer", replace(whole, clips=True), (OURS, TRAINER), MOST_OF_BARE, **rounds | {"block_steps": 8}),
         case("compiled blocks", whole, (OURS, OURS_COMPILED), None, **rounds),
         case("32,768 tokens", long, (COMPILED, OURS), 1 / LEAST_OF_LONG, **rounds),
+        *([of_flash] if optional_module("flash_attn.cute.interface") else []),
         case(
             "small model",
             small,
@@ -137,6 +142,7 @@ def case(
         OURS_CAPTURED: partial(Ours, work, parallel=ParallelConfig(cuda_graphs=True)),
         TRAINER: partial(by_trainer, work),
         COMPILED: partial(Transformers, work, True),
+        COMPILED_FLASH: partial(Transformers, work, True, attention="flash_attention_4"),
         EAGER: partial(Transformers, work, False),
     }
     peer, *others = contenders
@@ -214,8 +220,8 @@ class Ours(Loop):
 class Transformers(Loop):
     """Of the same weights."""
 
-    def __init__(self, work: Work, compiles: bool, device: torch.device) -> None:
-        network = transformers_of(work, device)
+    def __init__(self, work: Work, compiles: bool, device: torch.device, attention: str = "sdpa") -> None:
+        network = transformers_of(work, device, attention)
         if compiles:
             for layer in network.model.layers:  # type: ignore[union-attr]
                 layer.compile()
@@ -229,7 +235,7 @@ class Transformers(Loop):
         nn.utils.clip_grad_norm_(self.network.parameters(), MAX_NORM)
 
 
-def transformers_of(work: Work, device: torch.device) -> nn.Module:
+def transformers_of(work: Work, device: torch.device, attention: str = "sdpa") -> nn.Module:
     """Transformers' model with the weights of `work.network`."""
     from transformers import Qwen3MoeConfig as TheirConfig
     from transformers import Qwen3MoeForCausalLM as Their
@@ -240,7 +246,7 @@ def transformers_of(work: Work, device: torch.device) -> nn.Module:
     values["mlp_only_layers"] = list(values["mlp_only_layers"])
     config = TheirConfig(**values, rope_parameters=rope, experts_implementation="grouped_mm")
     with device:
-        network = Their._from_config(config, attn_implementation="sdpa", dtype=work.dtype)
+        network = Their._from_config(config, attn_implementation=attention, dtype=work.dtype)
     network.load_state_dict(work.network(device).state_dict())
     return network.train()
 

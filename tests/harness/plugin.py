@@ -62,8 +62,11 @@ def _has_mpi() -> bool:
     return importlib.util.find_spec("mpi4py") is not None and shutil.which("mpiexec") is not None
 
 
-def _has_nv_grouped_gemm() -> bool:
-    return importlib.util.find_spec("grouped_gemm") is not None
+def _has(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of a package that holds it
+        return False
 
 
 NEEDS = {
@@ -77,7 +80,9 @@ NEEDS = {
         _can_mount, "`unshare -Urm` is not permitted", "needs Linux and the right to mount in a namespace of its own"
     ),
     "mpi": Need(_has_mpi, "no mpi4py or no mpiexec", "needs mpi4py and mpiexec; `nox -s mpi` installs them"),
-    "nv_grouped_gemm": Need(_has_nv_grouped_gemm, "no nv-grouped-gemm", "needs the package nv-grouped-gemm"),
+    "nv_grouped_gemm": Need(lambda: _has("grouped_gemm"), "no nv-grouped-gemm", "needs the package nv-grouped-gemm"),
+    "quack": Need(lambda: _has("quack.gemm_interface"), "no quack-kernels", "needs the package quack-kernels"),
+    "flash_attn_4": Need(lambda: _has("flash_attn.cute"), "no flash-attn-4", "needs the package flash-attn-4"),
 }
 
 

@@ -17,6 +17,7 @@ from lightning_d9d.ops import flash_attention as packages
 from lightning_d9d.ops.attention import attention_reference
 from lightning_d9d.ops.attention_block import attention_block_backward_reference, attention_block_reference
 from lightning_d9d.ops.kernels import using_kernels
+from lightning_d9d.ops.packages import optional_module
 from tests.harness.compare import assert_bitwise_equal, assert_close_named
 from tests.harness.tolerances import Kind
 from tests.ops.grid import DEVICES, DTYPES, LAYOUTS, check_op
@@ -293,9 +294,14 @@ def test_offsets_beyond_32_bits():
 # On what it is told
 
 
-NAMED = ["cudnn", "flash", "efficient", "math", "triton"]
-if packages.flash_attention_package() is not None:
-    NAMED.append("flash-attn")
+NAMED = [
+    "cudnn",
+    "flash",
+    "efficient",
+    "math",
+    "triton",
+    pytest.param("flash-attn", marks=pytest.mark.flash_attn_4),
+]
 
 
 @pytest.mark.gpu
@@ -444,15 +450,15 @@ def test_documents_in_pieces_are_not_for_packages():
         packages.flash_attention(q, k, v, ids_of("come again"), None)
 
 
-def test_the_newest_package_is_taken():
+def test_the_newest_package_is_taken(monkeypatch):
     versions = ["flash_attn.flash_attn_interface", "flash_attn_interface", "flash_attn.cute.interface"]
     modules = {name: None for name in versions} | {name: ModuleType(name) for name in ("flash_attn", "flash_attn.cute")}
-    find = packages.flash_attention_package.__wrapped__
+    monkeypatch.setattr(packages, "optional_module", optional_module.__wrapped__)
     with patch.dict(sys.modules, modules):
-        assert find() is None
+        assert packages.flash_attention_package() is None
         for name in versions:
             sys.modules[name] = ModuleType(name)
-            assert find() is sys.modules[name]
+            assert packages.flash_attention_package() is sys.modules[name]
 
 
 @pytest.mark.parametrize(
@@ -465,7 +471,7 @@ def test_the_newest_package_is_taken():
 def test_a_package_that_cannot_be_imported_is_named(text, message, tmp_path, monkeypatch, caplog):
     (tmp_path / "flash_attn_interface.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    assert packages.flash_attention_package.__wrapped__() is None
+    assert optional_module.__wrapped__("flash_attn_interface") is None
     (record,) = caplog.records
     assert record.getMessage().startswith("flash_attn_interface ")
     assert message in record.getMessage()
@@ -502,6 +508,7 @@ def version_4():
 def has_version_4(monkeypatch):
     module, calls = version_4()
     monkeypatch.setattr(packages, "flash_attention_package", lambda: module)
+    monkeypatch.setattr(packages, "_LEAST_KEYS", 33)
     for name in ("lightning_d9d.ops.attention", "lightning_d9d.ops.flash_attention"):
         monkeypatch.setattr(sys.modules[name], "runs_blocks", lambda q, k, v: q.dtype != torch.float64)
     return calls
@@ -539,7 +546,10 @@ def test_version_4_sums_in_order_if_asked(has_version_4, monkeypatch):
 
 
 def test_version_4_is_left_alone(has_version_4):
-    """By kernels of torch alone, by documents, and by other kernels that are named."""
+    """By kernels of torch alone, by documents, by other kernels that are named, and by few tokens."""
+    inputs, gradient = make(4, 2, torch.float32, seq=32)
+    with using_kernels("triton"):
+        assert_equals_reference(attention(*inputs), inputs, gradient)
     inputs, gradient = make(4, 2, torch.float32)
     with using_kernels("torch"):
         assert_equals_reference(attention(*inputs), inputs, gradient)

@@ -2,6 +2,7 @@
 
 import sys
 from itertools import product
+from types import ModuleType
 
 import pytest
 import torch
@@ -14,10 +15,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.ops import WeightGradients, grouped_gemm, moe_permute, moe_unpermute, put_off, using_grouped_gemm
 from lightning_d9d.ops.grouped_gemm import grouped_gemm_reference
+from lightning_d9d.ops.kernels import using_kernels
 from tests.harness.compare import assert_bitwise_equal, assert_close_named
 from tests.harness.tolerances import Kind
 from tests.ops.grid import DTYPES as KERNEL_DTYPES
 from tests.ops.grid import LAYOUTS, check_op, unwritten_memory_is_nan
+
+products = sys.modules["lightning_d9d.ops.grouped_gemm"]
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 on_every_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -28,6 +32,7 @@ on_every_backend = pytest.mark.parametrize(
         ("cpu", "eager"),
         pytest.param("cuda", "torch", marks=pytest.mark.gpu),
         pytest.param("cuda", "eager", marks=pytest.mark.gpu),
+        pytest.param("cuda", "quack", marks=[pytest.mark.gpu, pytest.mark.quack]),
         pytest.param("cuda", "nv", marks=[pytest.mark.gpu, pytest.mark.nv_grouped_gemm]),
     ],
 )
@@ -41,7 +46,7 @@ GROUP_SIZES = {
 
 
 def dtypes_of(backend):
-    return [torch.bfloat16] if backend == "nv" else KERNEL_DTYPES
+    return {"nv": [torch.bfloat16], "quack": [torch.bfloat16, torch.float16]}.get(backend, KERNEL_DTYPES)
 
 
 def make(sizes, num_in, num_out, dtype, device="cpu", num_after=0):
@@ -385,7 +390,7 @@ def test_the_backend_is_chosen():
 
 def test_backends_that_cannot_be_had(monkeypatch):
     x, weight, _, offsets = make([6, 0, 10], 16, 24, torch.bfloat16)
-    one_of = "grouped_gemm='fast' must be one of 'auto', 'torch', 'nv', 'eager'"
+    one_of = "grouped_gemm='fast' must be one of 'auto', 'torch', 'quack', 'nv', 'eager'"
     with pytest.raises(ConfigError, match=one_of):
         grouped_gemm(x, weight, offsets, backend="fast")
     with pytest.raises(ConfigError, match=one_of), using_grouped_gemm("fast"):
@@ -411,3 +416,55 @@ def test_operands_that_do_not_fit():
             grouped_gemm(*wrong)
     with pytest.raises(ConfigError, match=r"x is torch\.bfloat16 and weight torch\.float32; cast one of them"):
         grouped_gemm(x, weight.float(), offsets)
+
+
+def gemm_of_quack(a, b, *, cu_seqlens_m=None, cu_seqlens_k=None, tuned):
+    """As its products are called, by torch's; what is after the last group is not a number."""
+    assert not tuned
+    if cu_seqlens_k is not None:
+        return F.grouped_mm(a, b, offs=cu_seqlens_k[1:])
+    assert cu_seqlens_m[0] == 0
+    result = F.grouped_mm(a, b, offs=cu_seqlens_m[1:])
+    result[cu_seqlens_m[-1] :] = float("nan")
+    return result
+
+
+@pytest.fixture
+def has_quack(monkeypatch):
+    module = ModuleType("quack.gemm_interface")
+    module.gemm = gemm_of_quack  # type: ignore[attr-defined]
+    monkeypatch.setattr(products, "optional_module", lambda name: {"quack.gemm_interface": module}[name])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+
+
+@pytest.mark.parametrize(("least", "backend"), [(2 * 16 * 16 * 24, "quack"), (2 * 16 * 16 * 24 + 1, "torch")])
+def test_large_products_run_on_quack(least, backend, has_quack, monkeypatch):
+    monkeypatch.setattr(products, "_LEAST_QUACK_OPERATIONS", least)
+    x, weight, gradient, offsets = make([6, 0, 10], 16, 24, torch.bfloat16)
+    with Backends() as backends:
+        y = grouped_gemm(x, weight, offsets)
+        y.backward(gradient)
+        with using_kernels("torch"):
+            grouped_gemm(x, weight, offsets)
+        grouped_gemm(x.float(), weight.float(), offsets)
+        grouped_gemm(x[:, :12], weight[..., :12], offsets)
+    assert backends.seen == [*[backend] * 3, "torch", "torch", "eager"]
+    for name, actual, reference in zip(
+        ("y", "dx", "dweight"), (y, x.grad, weight.grad), by_hand(x, weight, gradient, [6, 0, 10]), strict=True
+    ):
+        assert_close_named(name, actual, reference.bfloat16(), kind=Kind.GRADIENT)
+
+
+def test_quack_that_is_not_there(monkeypatch):
+    monkeypatch.setattr(products, "optional_module", lambda name: None)
+    with (
+        pytest.raises(ConfigError, match=r"needs quack-kernels.*pip install 'lightning-d9d\[quack\]'"),
+        using_grouped_gemm("quack"),
+    ):
+        pass
+    x, weight, _, offsets = make([6, 0, 10], 16, 24, torch.bfloat16)
+    with pytest.raises(
+        ConfigError, match=r"backend 'quack' takes bfloat16 and float16 on CUDA, .* not torch.bfloat16 on cpu"
+    ):
+        grouped_gemm(x, weight, offsets, backend="quack")

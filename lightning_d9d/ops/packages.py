@@ -1,0 +1,22 @@
+"""Packages that ops run on where they are installed."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+
+from lightning_d9d.log import logger
+
+
+@cache
+def optional_module(name: str) -> ModuleType | None:
+    """The module, or None where it is not installed. One that cannot be imported is named in a warning, too."""
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if not f"{name}.".startswith(f"{error.name}."):
+            logger.warning("%s is installed, but not what it needs: %s. Ops run without it", name, error)
+    except ImportError as error:
+        logger.warning("%s cannot be imported: %s. Ops run without it", name, error)
+    return None
