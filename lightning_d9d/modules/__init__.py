@@ -16,7 +16,7 @@ from lightning_d9d.modules.linear import Linear
 from lightning_d9d.modules.lm_head import LMHead, SplitLMHead
 from lightning_d9d.modules.mlp import SwiGLU
 from lightning_d9d.modules.moe import SparseMoE, TopKRouter
-from lightning_d9d.modules.norm import HeadNorm, RMSNorm
+from lightning_d9d.modules.norm import RMSNorm
 from lightning_d9d.modules.rope import document_positions, rope_tables
 
 __all__ = [
@@ -28,7 +28,6 @@ __all__ = [
     "ExpertBalance",
     "GroupedExperts",
     "GroupedQueryAttention",
-    "HeadNorm",
     "LMHead",
     "Linear",
     "LocalDispatch",

@@ -3,10 +3,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_d9d.modules.linear import Linear
-from lightning_d9d.modules.norm import HeadNorm
-from lightning_d9d.ops import attention
+from lightning_d9d.modules.norm import RMSNorm
+from lightning_d9d.ops import attention, norm_rope_qk, rope_qk
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """Of queries, keys, values and documents, as `lightning_d9d.ops.attention`."""
@@ -16,7 +17,9 @@ class GroupedQueryAttention(nn.Module):
     """Causal self-attention in which several query heads share one key and value head.
 
     Queries and keys are normalised per head (RMSNorm over head_dim), then turned by their position. See
-    https://arxiv.org/abs/2305.13245 for the grouping.
+    https://arxiv.org/abs/2305.13245 for the grouping. One op does it for both, with the weights of `q_norm`
+    and `k_norm` and the epsilon of the former; these modules are called only if they were exchanged for others or are
+    sharded by themselves.
 
     `attend` is what mixes values, `lightning_d9d.ops.attention`; set it to something else that is called alike.
     """
@@ -42,8 +45,8 @@ class GroupedQueryAttention(nn.Module):
         self.k_proj = linear(hidden_size, num_key_value_heads * head_dim)
         self.v_proj = linear(hidden_size, num_key_value_heads * head_dim)
         self.o_proj = linear(num_heads * head_dim, hidden_size)
-        self.q_norm = HeadNorm(head_dim, norm_eps)
-        self.k_norm = HeadNorm(head_dim, norm_eps)
+        self.q_norm = RMSNorm(head_dim, norm_eps)
+        self.k_norm = RMSNorm(head_dim, norm_eps)
         self.attend: Attend = attention
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], documents: Tensor | None = None) -> Tensor:
@@ -58,8 +61,15 @@ class GroupedQueryAttention(nn.Module):
             Shape `[batch, seq, hidden]`.
         """
         heads = (-1, self.head_dim)  # the number of heads is read off the projections: tensor parallelism leaves fewer
-        q = self.q_norm(self.q_proj(x).unflatten(-1, heads), *rope)
-        k = self.k_norm(self.k_proj(x).unflatten(-1, heads), *rope)
-        v = self.v_proj(x).unflatten(-1, heads)
+        q, k, v = (proj(x).unflatten(-1, heads) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        if _is_plain(self.q_norm) and _is_plain(self.k_norm):
+            q, k = norm_rope_qk(q, k, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, *rope)
+        else:
+            q, k = rope_qk(self.q_norm(q), self.k_norm(k), *rope)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         return self.o_proj(self.attend(q, k, v, documents).transpose(1, 2).flatten(-2))
+
+
+def _is_plain(norm: nn.Module) -> bool:
+    """Whether it is what it was made as. FSDP2 exchanges the class of what it gathers in a call of the module."""
+    return type(norm) is RMSNorm and not isinstance(norm.weight, DTensor)

@@ -4,7 +4,7 @@ from typing import overload
 
 from torch import Tensor, nn
 
-from lightning_d9d.ops import norm_rope, rms_norm
+from lightning_d9d.ops import rms_norm
 
 
 class RMSNorm(nn.RMSNorm):
@@ -31,11 +31,3 @@ class RMSNorm(nn.RMSNorm):
         if residual is None:
             return rms_norm(x, self.weight, self.eps)
         return rms_norm(x, self.weight, self.eps, residual=residual)
-
-
-class HeadNorm(RMSNorm):
-    """`RMSNorm` of each head of queries or keys, which are then turned by their positions, as `norm_rope`."""
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # type: ignore[override]
-        """Shape `[batch, seq, heads, head_dim]` to the same shape and dtype; with tables of `rope_tables`."""
-        return norm_rope(x, self.weight, self.eps, cos, sin)

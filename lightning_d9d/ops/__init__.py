@@ -12,7 +12,8 @@ computations that ranks share.
 `round_stochastic_` rounds float32 to bfloat16 without bias.
 `rms_norm` scales rows to a unit root mean square.
 `swiglu` is the gated activation of MLPs and experts.
-`rope` turns heads by their positions; `norm_rope` norms them before.
+`rope` turns heads by their positions; `norm_rope` norms them before. `rope_qk` and `norm_rope_qk` take queries and keys
+at once.
 """
 
 from lightning_d9d.ops.all_to_all import all_to_all_rows
@@ -24,9 +25,9 @@ from lightning_d9d.ops.linear_cross_entropy import linear_cross_entropy
 from lightning_d9d.ops.moe_permute import Permutation, moe_permute, moe_unpermute
 from lightning_d9d.ops.moe_route import Routes, moe_route
 from lightning_d9d.ops.multihot import indices_from_multihot, multihot_from_indices
-from lightning_d9d.ops.norm_rope import norm_rope
+from lightning_d9d.ops.norm_rope import norm_rope, norm_rope_qk
 from lightning_d9d.ops.rms_norm import rms_norm
-from lightning_d9d.ops.rope import rope
+from lightning_d9d.ops.rope import rope, rope_qk
 from lightning_d9d.ops.stochastic import round_stochastic_
 from lightning_d9d.ops.swiglu import swiglu
 from lightning_d9d.ops.vocab_parallel import vocab_parallel_embedding
@@ -49,9 +50,11 @@ __all__ = [
     "moe_unpermute",
     "multihot_from_indices",
     "norm_rope",
+    "norm_rope_qk",
     "put_off",
     "rms_norm",
     "rope",
+    "rope_qk",
     "round_stochastic_",
     "scatter_sum",
     "split_linears",

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from lightning_d9d.ops.operator import define
 from lightning_d9d.ops.rms_norm import MAX_NORM_DIM, check_norm_weight, rms_norm_reference
-from lightning_d9d.ops.rope import check_tables, rope_reference, turns_on_triton
+from lightning_d9d.ops.rope import check_keys, check_tables, rope_reference, turns_on_triton
 
 
 def norm_rope(
@@ -45,7 +45,53 @@ def norm_rope(
     check_tables(x, cos, sin)
     if len(weight) > MAX_NORM_DIM or not turns_on_triton(x, cos, sin, weight):
         return norm_rope_reference(x, weight, eps, cos, sin, interleaved=interleaved, zero_centered=zero_centered)
-    return _turned_op(x, weight, eps, cos, sin, interleaved, zero_centered)
+    return _turned_op(x, None, weight, None, eps, cos, sin, interleaved, zero_centered)[0]
+
+
+def norm_rope_qk(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: bool = False,
+    zero_centered: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`norm_rope` of queries and of keys, in one launch of its kernel where they have one dtype, and their weights.
+
+    The backward is one launch, and one that sums up gradients of weights, where both results have a gradient and the
+    same is asked for of queries and of keys. Else it is one for each.
+
+    Args:
+        q: shape `[batch, seq, heads, head_dim]`.
+        k: the same with its own number of heads.
+        q_weight: shape `[head_dim]`, in any dtype.
+        k_weight: the same of keys.
+        eps: as in `rms_norm`.
+        cos: as in `norm_rope`.
+        sin: the same.
+        interleaved: as in `rope`.
+        zero_centered: as in `rms_norm`.
+
+    Returns:
+        Queries and keys, normed and turned: what `norm_rope` makes of each, bit by bit.
+
+    Raises:
+        ConfigError: Shapes do not fit.
+    """
+    check_keys(q, k)
+    check_norm_weight(q, q_weight)
+    check_norm_weight(k, k_weight)
+    check_tables(q, cos, sin)
+    is_alike = q.dtype == k.dtype and q_weight.dtype == k_weight.dtype and len(q_weight) <= MAX_NORM_DIM
+    if not is_alike or not turns_on_triton(q, cos, sin, k, q_weight, k_weight):
+        options = {"interleaved": interleaved, "zero_centered": zero_centered}
+        q = norm_rope(q, q_weight, eps, cos, sin, **options)
+        return q, norm_rope(k, k_weight, eps, cos, sin, **options)
+    return _turned_op(q, k, q_weight, k_weight, eps, cos, sin, interleaved, zero_centered)
 
 
 def norm_rope_reference(
@@ -64,75 +110,125 @@ def norm_rope_reference(
 
 
 def _norm_and_turn(
-    x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor, interleaved: bool, zero_centered: bool
-) -> Tensor:
+    q: Tensor,
+    k: Tensor | None,
+    q_weight: Tensor,
+    k_weight: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+    zero_centered: bool,
+) -> tuple[Tensor, Tensor]:
     from lightning_d9d.ops.rope_kernels import forward
 
-    result = _new_turned(x, weight, eps, cos, sin, interleaved, zero_centered)
-    if result.numel():
-        forward(x, cos, sin, result, interleaved, weight=weight, eps=eps, zero_centered=zero_centered)
-    return result
+    results = _new_turned(q, k, q_weight, k_weight, eps, cos, sin, interleaved, zero_centered)
+    weights = q_weight, k_weight
+    forward(q, k, cos, sin, results, interleaved, weights=weights, eps=eps, zero_centered=zero_centered)
+    return results
 
 
 def _new_turned(
-    x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor, interleaved: bool, zero_centered: bool
-) -> Tensor:
-    return x.new_empty(x.shape)
+    q: Tensor,
+    k: Tensor | None,
+    q_weight: Tensor,
+    k_weight: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+    zero_centered: bool,
+) -> tuple[Tensor, Tensor]:
+    """Without keys the second one is empty."""
+    return q.new_empty(q.shape), q.new_empty(0) if k is None else k.new_empty(k.shape)
 
 
 def _gradients(
-    gradient: Tensor,
-    x: Tensor,
-    weight: Tensor,
+    dq: Tensor,
+    dk: Tensor | None,
+    q: Tensor,
+    k: Tensor | None,
+    q_weight: Tensor,
+    k_weight: Tensor | None,
     cos: Tensor,
     sin: Tensor,
     eps: float,
     interleaved: bool,
     zero_centered: bool,
-    needs_x: bool,
-    needs_weight: bool,
-) -> tuple[Tensor, Tensor]:
+    needs_inputs: bool,
+    needs_weights: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from lightning_d9d.ops.rope_kernels import backward
 
-    dx, dweight = _new_gradients(gradient, x, weight, cos, sin, eps, interleaved, zero_centered, needs_x, needs_weight)
-    if x.numel():
-        backward(gradient, x, weight, cos, sin, eps, interleaved, zero_centered, dx, dweight)
-    else:
-        dweight.zero_()
-    return dx, dweight
+    arguments = dq, dk, q, k, q_weight, k_weight, cos, sin, eps, interleaved, zero_centered
+    results = _new_gradients(*arguments, needs_inputs, needs_weights)
+    inputs, weights = results[:2] if needs_inputs else None, results[2:] if needs_weights else None
+    backward(*arguments, inputs, weights)
+    return results
 
 
 def _new_gradients(
-    gradient: Tensor,
-    x: Tensor,
-    weight: Tensor,
+    dq: Tensor,
+    dk: Tensor | None,
+    q: Tensor,
+    k: Tensor | None,
+    q_weight: Tensor,
+    k_weight: Tensor | None,
     cos: Tensor,
     sin: Tensor,
     eps: float,
     interleaved: bool,
     zero_centered: bool,
-    needs_x: bool,
-    needs_weight: bool,
-) -> tuple[Tensor, Tensor]:
-    """Empty ones are not asked for."""
-    return x.new_empty(x.shape if needs_x else 0), weight.new_empty(weight.shape if needs_weight else 0)
+    needs_inputs: bool,
+    needs_weights: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of queries, keys and the weights of both. Empty ones are not asked for."""
+
+    def like(tensor: Tensor | None, is_needed: bool) -> Tensor:
+        return q.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape if is_needed else 0)
+
+    of_inputs = like(q, needs_inputs), like(k, needs_inputs)
+    return *of_inputs, like(q_weight, needs_weights), like(k_weight, needs_weights)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, eps, cos, sin, interleaved, zero_centered = inputs
-    ctx.save_for_backward(x, weight, cos, sin)
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, q_weight, k_weight, eps, cos, sin, interleaved, zero_centered = inputs
+    ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin)
     ctx.options = eps, interleaved, zero_centered
+    needs_q, needs_k, needs_q_weight, needs_k_weight, *_ = ctx.needs_input_grad
+    needs = needs_q or needs_q_weight, needs_k or needs_k_weight
+    ctx.mark_non_differentiable(*(y for y, is_needed in zip(output, needs, strict=True) if not is_needed))
+    ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    needs_x, needs_weight, *_ = ctx.needs_input_grad
-    dx, dweight = _gradient_op(gradient, *ctx.saved_tensors, *ctx.options, needs_x, needs_weight)
-    return dx if needs_x else None, dweight if needs_weight else None, None, None, None, None, None
+def _backward(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, q_weight, k_weight, cos, sin = ctx.saved_tensors
+    needs_q, needs_k, needs_q_weight, needs_k_weight, *_ = ctx.needs_input_grad
+    others = cos, sin, *ctx.options
+
+    def alone(
+        gradient: Tensor | None, x: Tensor, weight: Tensor, needs_x: bool, needs_weight: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        if gradient is None or not (needs_x or needs_weight):
+            return None, None
+        dx, _, dweight, _ = _gradient_op(gradient, None, x, None, weight, None, *others, needs_x, needs_weight)
+        return dx if needs_x else None, dweight if needs_weight else None
+
+    if dq is not None and dk is not None and (needs_q, needs_q_weight) == (needs_k, needs_k_weight):
+        gradients = _gradient_op(dq, dk, q, k, q_weight, k_weight, *others, needs_q, needs_q_weight)
+        needs = needs_q, needs_k, needs_q_weight, needs_k_weight
+        gradients = tuple(each if is_needed else None for each, is_needed in zip(gradients, needs, strict=True))
+    else:
+        dq, dq_weight = alone(dq, q, q_weight, needs_q, needs_q_weight)
+        dk, dk_weight = alone(dk, k, k_weight, needs_k, needs_k_weight)
+        gradients = dq, dk, dq_weight, dk_weight
+    return *gradients, None, None, None, None, None
 
 
 _turned_op = define(
     "norm_rope",
-    "(Tensor x, Tensor weight, float eps, Tensor cos, Tensor sin, bool interleaved, bool zero_centered) -> Tensor",
+    "(Tensor q, Tensor? k, Tensor q_weight, Tensor? k_weight, float eps, Tensor cos, Tensor sin, bool interleaved, "
+    "bool zero_centered) -> (Tensor, Tensor)",
     _norm_and_turn,
     _new_turned,
     setup_context=_setup_context,
@@ -140,8 +236,9 @@ _turned_op = define(
 )
 _gradient_op = define(
     "norm_rope_backward",
-    "(Tensor gradient, Tensor x, Tensor weight, Tensor cos, Tensor sin, float eps, bool interleaved, "
-    "bool zero_centered, bool needs_x, bool needs_weight) -> (Tensor, Tensor)",
+    "(Tensor dq, Tensor? dk, Tensor q, Tensor? k, Tensor q_weight, Tensor? k_weight, Tensor cos, Tensor sin, "
+    "float eps, bool interleaved, bool zero_centered, bool needs_inputs, bool needs_weights) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
     _gradients,
     _new_gradients,
 )

@@ -36,20 +36,46 @@ def rope(
         ConfigError: Shapes do not fit.
         IndexError: A position is not in the tables: on the CPU. On CUDA it fails in the kernel.
     """
-    if position_ids is not None:
-        cos, sin = (table[position_ids].unsqueeze(-2) for table in (cos, sin))
+    cos, sin = _looked_up(cos, sin, position_ids)
     check_tables(x, cos, sin)
     if not turns_on_triton(x, cos, sin):
         return rope_reference(x, cos, sin, interleaved=interleaved)
-    return _turn_op(x, cos, sin, interleaved, False)
+    return _turn_op(x, None, cos, sin, interleaved, False)[0]
+
+
+def rope_qk(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`rope` of queries and of keys, in one launch of its kernel where they have one dtype.
+
+    Args:
+        q: shape `[batch, seq, heads, head_dim]`.
+        k: the same with its own number of heads.
+        cos: as in `rope`.
+        sin: the same.
+        position_ids: as in `rope`.
+        interleaved: as in `rope`.
+
+    Returns:
+        Queries and keys, turned: what `rope` makes of each, bit by bit.
+
+    Raises:
+        ConfigError: Shapes do not fit.
+        IndexError: As in `rope`.
+    """
+    cos, sin = _looked_up(cos, sin, position_ids)
+    check_keys(q, k)
+    check_tables(q, cos, sin)
+    if q.dtype != k.dtype or not turns_on_triton(q, cos, sin, k):
+        return rope(q, cos, sin, interleaved=interleaved), rope(k, cos, sin, interleaved=interleaved)
+    return _turn_op(q, k, cos, sin, interleaved, False)
 
 
 def rope_reference(
     x: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *, interleaved: bool = False
 ) -> Tensor:
     """`rope` without checks, in the wider dtype of `x` and the tables."""
-    if position_ids is not None:
-        cos, sin = (table[position_ids].unsqueeze(-2) for table in (cos, sin))
+    cos, sin = _looked_up(cos, sin, position_ids)
     width = 2 * cos.shape[-1]
     turned = x[..., :width]
     first, second = turned.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else turned.chunk(2, dim=-1)
@@ -69,38 +95,64 @@ def check_tables(x: Tensor, cos: Tensor, sin: Tensor) -> None:
         )
 
 
+def check_keys(q: Tensor, k: Tensor) -> None:
+    """Raise ConfigError unless keys have the shape of queries, but for the number of heads."""
+    if q.dim() != 4 or k.dim() != 4 or (*q.shape[:2], q.shape[3]) != (*k.shape[:2], k.shape[3]):
+        raise ConfigError(
+            f"keys {list(k.shape)} do not fit queries {list(q.shape)}: both must be [batch, seq, heads, head_dim], and "
+            "only their numbers of heads may differ"
+        )
+
+
 def turns_on_triton(x: Tensor, cos: Tensor, sin: Tensor, *others: Tensor) -> bool:
     """Whether kernels run, which turn one pair at least and give tables no gradient."""
     is_trained = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
     return cos.shape[-1] > 0 and not is_trained and runs_triton(x, cos, sin, *others)
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
+def _looked_up(cos: Tensor, sin: Tensor, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Tables of each token."""
+    if position_ids is None:
+        return cos, sin
+    return cos[position_ids].unsqueeze(-2), sin[position_ids].unsqueeze(-2)
+
+
+def _turn(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, back: bool
+) -> tuple[Tensor, Tensor]:
     from lightning_d9d.ops.rope_kernels import forward
 
-    result = _new_turned(x, cos, sin, interleaved, back)
-    if result.numel():
-        forward(x, cos, sin, result, interleaved, back=back)
-    return result
+    results = _new_turned(q, k, cos, sin, interleaved, back)
+    forward(q, k, cos, sin, results, interleaved, back=back)
+    return results
 
 
-def _new_turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
-    return x.new_empty(x.shape)
+def _new_turned(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, back: bool
+) -> tuple[Tensor, Tensor]:
+    """Without keys the second one is empty."""
+    return q.new_empty(q.shape), q.new_empty(0) if k is None else k.new_empty(k.shape)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, cos, sin, ctx.interleaved, ctx.back = inputs
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _, _, cos, sin, ctx.interleaved, ctx.back = inputs
     ctx.save_for_backward(cos, sin)
+    ctx.mark_non_differentiable(*(y for y, needs in zip(output, ctx.needs_input_grad[:2], strict=True) if not needs))
+    ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-    dx = _turn_op(gradient, *ctx.saved_tensors, ctx.interleaved, not ctx.back)
-    return dx, None, None, None, None
+def _backward(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor | None, ...]:
+    others = (*ctx.saved_tensors, ctx.interleaved, not ctx.back)
+    if dq is not None and dk is not None:
+        dq, dk = _turn_op(dq, dk, *others)
+    else:
+        dq, dk = (None if dy is None else _turn_op(dy, None, *others)[0] for dy in (dq, dk))
+    return dq, dk, None, None, None, None
 
 
 _turn_op = define(
     "rope",
-    "(Tensor x, Tensor cos, Tensor sin, bool interleaved, bool back) -> Tensor",
+    "(Tensor q, Tensor? k, Tensor cos, Tensor sin, bool interleaved, bool back) -> (Tensor, Tensor)",
     _turn,
     _new_turned,
     setup_context=_setup_context,

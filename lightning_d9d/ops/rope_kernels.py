@@ -1,6 +1,9 @@
 """Triton kernels of `rope` and `norm_rope`: a program has whole heads of some tokens in registers.
 
-Pairs are in two tiles, one of their first elements and one of their second; elements that are not turned, if there are
+A launch is for queries and keys, or for one tensor alone: the first programs work on queries, the others on keys. A
+tile is of as many heads of either, one after the other, token by token.
+
+Pairs are in two blocks, one of their first elements and one of their second; elements that are not turned, if there are
 any, are in a third.
 """
 # pyright: reportCallIssue=false, reportArgumentType=false, reportPossiblyUnboundVariable=false
@@ -8,7 +11,7 @@ any, are in a third.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
 import torch
 import triton
@@ -27,32 +30,42 @@ _BACKWARD_ELEMENTS = 16
 
 
 def forward(
-    x: Tensor,
+    q: Tensor,
+    k: Tensor | None,
     cos: Tensor,
     sin: Tensor,
-    result: Tensor,
+    results: tuple[Tensor, Tensor],
     interleaved: bool,
     *,
     back: bool = False,
-    weight: Tensor | None = None,
+    weights: tuple[Tensor | None, Tensor | None] = (None, None),
     eps: float = 0.0,
     zero_centered: bool = False,
 ) -> None:
-    """Fill `result`, which has memory without gaps: `x` normed, if there is a weight, then turned. There are elements.
+    """Fill `results`, which have memory without gaps: what is given is normed, if there are weights, then turned.
 
-    `back` turns by the negative angles.
+    Queries and keys, if there are any, have one dtype, and so have their weights. `back` turns by the negative angles.
     """
-    x, (cos, sin, table_strides) = _dense(x), _tables(x, cos, sin)
-    num_tiles, sizes, options = _tiles(x, cos, _FORWARD_ELEMENTS)
-    with torch.cuda.device_of(x):
-        _forward[(num_tiles,)](
-            x,
-            None if weight is None else weight.contiguous(),
+    q, k, (cos, sin, table_strides) = _dense(q), _dense(k), _tables(q, cos, sin)
+    rows, options = _tile(q, cos, _FORWARD_ELEMENTS)
+    q_tiles, k_tiles = _num_tiles(q, rows), _num_tiles(k, rows)
+    if not q_tiles + k_tiles:
+        return
+    q_weight, k_weight = weights
+    with torch.cuda.device_of(q):
+        _forward[(q_tiles + k_tiles,)](
+            q,
+            k,
+            None if q_weight is None else q_weight.contiguous(),
+            None if k_weight is None else k_weight.contiguous(),
             cos,
             sin,
-            result,
-            *sizes,
-            *x.stride()[:3],
+            results[0],
+            None if k is None else results[1],
+            q_tiles,
+            *_sizes(q, k, cos),
+            *_strides(q),
+            *_strides(k),
             *table_strides,
             eps,
             BACK=back,
@@ -63,49 +76,75 @@ def forward(
 
 
 def backward(
-    gradient: Tensor,
-    x: Tensor,
-    weight: Tensor,
+    dq_turned: Tensor,
+    dk_turned: Tensor | None,
+    q: Tensor,
+    k: Tensor | None,
+    q_weight: Tensor,
+    k_weight: Tensor | None,
     cos: Tensor,
     sin: Tensor,
     eps: float,
     interleaved: bool,
     zero_centered: bool,
-    dx: Tensor,
-    dweight: Tensor,
+    inputs: tuple[Tensor, Tensor] | None,
+    weights: tuple[Tensor, Tensor] | None,
 ) -> None:
-    """Fill `dx` and `dweight`, unless they are empty. There are elements."""
-    gradient, x, (cos, sin, table_strides) = _dense(gradient), _dense(x), _tables(x, cos, sin)
-    num_tiles, sizes, options = _tiles(x, cos, _BACKWARD_ELEMENTS)
-    needs_weight = dweight.numel() > 0
-    programs = num_programs(num_tiles, x.device, a_processor=2) if needs_weight else num_tiles
-    partial = torch.empty(programs, len(weight), dtype=torch.float32, device=x.device) if needs_weight else None
-    with torch.cuda.device_of(x):
-        _backward[(programs,)](
-            gradient,
-            x,
-            weight.contiguous(),
-            cos,
-            sin,
-            dx if dx.numel() else None,
-            partial,
-            num_tiles,
-            *sizes,
-            *gradient.stride()[:3],
-            *x.stride()[:3],
-            *table_strides,
-            eps,
-            ZERO_CENTERED=zero_centered,
-            INTERLEAVED=interleaved,
-            **options,
-        )
-    if partial is not None:
-        add_up(partial, dweight, at_once=True)
+    """Fill gradients of queries and keys, `inputs`, and those of their `weights`, if there are any.
+
+    The arguments are what `forward` had, and the gradients of its results.
+    """
+    q, k, (cos, sin, table_strides) = _dense(q), _dense(k), _tables(q, cos, sin)
+    dq_turned, dk_turned = _dense(dq_turned), _dense(dk_turned)
+    rows, options = _tile(q, cos, _BACKWARD_ELEMENTS)
+    q_tiles, k_tiles = q_programs, k_programs = _num_tiles(q, rows), _num_tiles(k, rows)
+    partial = None
+    if weights is not None:
+        q_programs, k_programs = _shared_programs(q_tiles, k_tiles, q.device)
+        partial = torch.empty(q_programs + k_programs, len(q_weight), dtype=torch.float32, device=q.device)
+    if q_tiles + k_tiles:
+        with torch.cuda.device_of(q):
+            _backward[(q_programs + k_programs,)](
+                dq_turned,
+                dk_turned,
+                q,
+                k,
+                q_weight.contiguous(),
+                None if k_weight is None else k_weight.contiguous(),
+                cos,
+                sin,
+                None if inputs is None else inputs[0],
+                None if inputs is None or k is None else inputs[1],
+                partial,
+                q_programs,
+                q_tiles,
+                None if k is None else k_tiles,
+                *_sizes(q, k, cos),
+                *_strides(dq_turned),
+                *_strides(dk_turned),
+                *_strides(q),
+                *_strides(k),
+                *table_strides,
+                eps,
+                ZERO_CENTERED=zero_centered,
+                INTERLEAVED=interleaved,
+                **options,
+            )
+    if partial is not None and weights is not None:
+        add_up(partial, weights[0], None if k is None else weights[1], num_first=q_programs, at_once=True)
 
 
-def _dense(tensor: Tensor) -> Tensor:
+@overload
+def _dense(tensor: Tensor) -> Tensor: ...
+
+
+@overload
+def _dense(tensor: Tensor | None) -> Tensor | None: ...
+
+
+def _dense(tensor: Tensor | None) -> Tensor | None:
     """With the elements of a head side by side."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+    return tensor if tensor is None or tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _tables(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, tuple[int, int]]:
@@ -116,30 +155,61 @@ def _tables(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, tuple[
     return cos, sin, (0 if cos.shape[0] == 1 else cos.stride(0), cos.stride(1))
 
 
-def _tiles(x: Tensor, cos: Tensor, elements: int) -> tuple[int, tuple[int, ...], dict[str, Any]]:
-    """How many tiles there are, the sizes that kernels take, and how large a tile is; `elements` are a thread's."""
-    batch, seq, num_heads, dim = x.shape
-    pairs = cos.shape[-1]
+def _tile(q: Tensor, cos: Tensor, elements: int) -> tuple[int, dict[str, Any]]:
+    """How many heads a tile has, and what kernels take for it; `elements` are a thread's."""
+    dim, pairs = q.shape[-1], cos.shape[-1]
     half = next_power_of_2(pairs)
     rest = next_power_of_2(dim - 2 * pairs) if dim > 2 * pairs else 0
     width = next_power_of_2(2 * half + rest)
     rows = max(1, _TILE // width)
-    heads = min(rows, next_power_of_2(num_heads))
-    tokens = rows // heads
-    seq_tiles, head_tiles = ceil_div(seq, tokens), ceil_div(num_heads, heads)
     warps = min(32, max(_TILE, width) // (32 * elements))
-    options = {"TOKENS": tokens, "HEADS": heads, "HALF": half, "REST": rest, "num_warps": warps}
-    return batch * seq_tiles * head_tiles, (seq, num_heads, dim, pairs, seq_tiles, head_tiles), options
+    return rows, {"ROWS": rows, "HALF": half, "REST": rest, "num_warps": warps}
+
+
+def _num_tiles(x: Tensor | None, rows: int) -> int:
+    return 0 if x is None else ceil_div(x.shape[0] * x.shape[1] * x.shape[2], rows)
+
+
+def _shared_programs(q_tiles: int, k_tiles: int, device: torch.device) -> tuple[int, int]:
+    """How many programs work on queries, and on keys: as their tiles are shared, and one at least for any."""
+    num_tiles = q_tiles + k_tiles
+    programs = num_programs(num_tiles, device, a_processor=2)
+    of_keys = round(programs * k_tiles / max(num_tiles, 1))
+    of_keys = min(max(of_keys, min(k_tiles, 1)), programs - min(q_tiles, 1))
+    return programs - of_keys, of_keys
+
+
+def _sizes(q: Tensor, k: Tensor | None, cos: Tensor) -> tuple[int | None, ...]:
+    """Tokens, those of a row of the batch, heads of queries and of keys, width of a head, and pairs."""
+    batch, seq, heads, dim = q.shape
+    return batch * seq, seq, heads, None if k is None else k.shape[2], dim, cos.shape[-1]
+
+
+def _strides(x: Tensor | None) -> tuple[int | None, ...]:
+    """Of rows of the batch, tokens and heads."""
+    return (None, None, None) if x is None else x.stride()[:3]
 
 
 @triton.jit
-def _places(tile, seq_tiles, head_tiles, TOKENS: tl.constexpr, HEADS: tl.constexpr):
-    """Row of the batch, token and head of each row of a tile."""
-    row = tl.arange(0, TOKENS * HEADS)[:, None]
-    head = tile % head_tiles * HEADS + row % HEADS
-    token = tile // head_tiles % seq_tiles * TOKENS + row // HEADS
-    batch = tile // head_tiles // seq_tiles * tl.full([1, 1], 1, tl.int64)
-    return batch, token.to(tl.int64), head.to(tl.int64)
+def _one_of(is_k, of_q, of_k):
+    """What a program takes; without keys there is no choice."""
+    if of_k is None:
+        return of_q
+    else:
+        return tl.where(is_k, of_k, of_q)
+
+
+@triton.jit
+def _places(tile, seq, heads, ROWS: tl.constexpr):
+    """Of each row of a tile its token, that token's row of the batch and place there, and its head.
+
+    As many tiles as there are heads have ROWS tokens. So all divisions are in 32 bits.
+    """
+    row = tile % heads * ROWS + tl.arange(0, ROWS)[:, None]
+    token = tile // heads * ROWS + row // heads
+    batch = token // seq
+    place = token - batch * seq
+    return token.to(tl.int64), batch.to(tl.int64), place.to(tl.int64), (row % heads).to(tl.int64)
 
 
 @triton.jit
@@ -199,42 +269,58 @@ def _load_angles(cos_ptr, sin_ptr, offset, mask, pairs, HALF: tl.constexpr):
 
 @triton.jit
 def _forward(
-    x_ptr,
-    weight_ptr,
+    q_ptr,
+    k_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
     cos_ptr,
     sin_ptr,
-    result_ptr,
+    q_result_ptr,
+    k_result_ptr,
+    q_tiles,
+    tokens,
     seq,
-    num_heads,
+    q_heads,
+    k_heads,
     dim,
     pairs,
-    seq_tiles,
-    head_tiles,
-    x_batch_stride,
-    x_token_stride,
-    x_head_stride,
+    q_batch_stride,
+    q_token_stride,
+    q_head_stride,
+    k_batch_stride,
+    k_token_stride,
+    k_head_stride,
     table_batch_stride,
     table_token_stride,
     eps,
     BACK: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
     HALF: tl.constexpr,
     REST: tl.constexpr,
 ):
-    ROWS: tl.constexpr = TOKENS * HEADS
-    batch, token, head = _places(tl.program_id(0), seq_tiles, head_tiles, TOKENS, HEADS)
-    mask = (token < seq) & (head < num_heads)
-    x_ptr += batch * x_batch_stride + token * x_token_stride + head * x_head_stride
-    result_ptr += ((batch * seq + token) * num_heads + head) * dim
+    tile = tl.program_id(0)
+    is_k = tile >= q_tiles
+    if k_ptr is not None:
+        tile = tl.where(is_k, tile - q_tiles, tile)
+    heads = _one_of(is_k, q_heads, k_heads)
+    x_ptr = _one_of(is_k, q_ptr, k_ptr)
+    x_batch_stride = _one_of(is_k, q_batch_stride, k_batch_stride)
+    x_token_stride = _one_of(is_k, q_token_stride, k_token_stride)
+    x_head_stride = _one_of(is_k, q_head_stride, k_head_stride)
+    result_ptr = _one_of(is_k, q_result_ptr, k_result_ptr)
+    token, batch, place, head = _places(tile, seq, heads, ROWS)
+    mask = token < tokens
+    x_ptr += batch * x_batch_stride + place * x_token_stride + head * x_head_stride
+    result_ptr += (token * heads + head) * dim
     first, second = _load_pairs(x_ptr, mask, pairs, INTERLEAVED, ROWS, HALF)
     first, second = first.to(tl.float32), second.to(tl.float32)
     column = 2 * pairs + tl.arange(0, max(REST, 1))[None, :]
     if REST > 0:
         rest = tl.load(x_ptr + column, mask=mask & (column < dim), other=0).to(tl.float32)
-    if weight_ptr is not None:
+    if q_weight_ptr is not None:
+        weight_ptr = _one_of(is_k, q_weight_ptr, k_weight_ptr)
         squares = tl.sum(first * first + second * second, axis=1)
         if REST > 0:
             squares += tl.sum(rest * rest, axis=1)
@@ -244,8 +330,8 @@ def _forward(
         second *= scale * second_weight
         if REST > 0:
             rest *= scale * _load_rest_weight(weight_ptr, column, dim, ZERO_CENTERED)
-    table_offset = batch * table_batch_stride + token * table_token_stride
-    cos, sin = _load_angles(cos_ptr, sin_ptr, table_offset, token < seq, pairs, HALF)
+    table_offset = batch * table_batch_stride + place * table_token_stride
+    cos, sin = _load_angles(cos_ptr, sin_ptr, table_offset, mask, pairs, HALF)
     cos, sin = cos.to(tl.float32), sin.to(tl.float32)
     if BACK:
         sin = -sin
@@ -258,37 +344,63 @@ def _forward(
 
 @triton.jit
 def _backward(
-    gradient_ptr,
-    x_ptr,
-    weight_ptr,
+    dq_turned_ptr,
+    dk_turned_ptr,
+    q_ptr,
+    k_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
     cos_ptr,
     sin_ptr,
-    dx_ptr,
+    dq_ptr,
+    dk_ptr,
     partial_ptr,
-    num_tiles,
+    q_programs,
+    q_tiles,
+    k_tiles,
+    tokens,
     seq,
-    num_heads,
+    q_heads,
+    k_heads,
     dim,
     pairs,
-    seq_tiles,
-    head_tiles,
-    gradient_batch_stride,
-    gradient_token_stride,
-    gradient_head_stride,
-    x_batch_stride,
-    x_token_stride,
-    x_head_stride,
+    dq_batch_stride,
+    dq_token_stride,
+    dq_head_stride,
+    dk_batch_stride,
+    dk_token_stride,
+    dk_head_stride,
+    q_batch_stride,
+    q_token_stride,
+    q_head_stride,
+    k_batch_stride,
+    k_token_stride,
+    k_head_stride,
     table_batch_stride,
     table_token_stride,
     eps,
     ZERO_CENTERED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
     HALF: tl.constexpr,
     REST: tl.constexpr,
 ):
-    ROWS: tl.constexpr = TOKENS * HEADS
+    first_tile, step = tl.program_id(0), tl.num_programs(0)
+    is_k = first_tile >= q_programs
+    if k_ptr is not None:
+        first_tile = tl.where(is_k, first_tile - q_programs, first_tile)
+        step = tl.where(is_k, step - q_programs, q_programs)
+    num_tiles = _one_of(is_k, q_tiles, k_tiles)
+    heads = _one_of(is_k, q_heads, k_heads)
+    x_ptr = _one_of(is_k, q_ptr, k_ptr)
+    x_batch_stride = _one_of(is_k, q_batch_stride, k_batch_stride)
+    x_token_stride = _one_of(is_k, q_token_stride, k_token_stride)
+    x_head_stride = _one_of(is_k, q_head_stride, k_head_stride)
+    gradient_ptr = _one_of(is_k, dq_turned_ptr, dk_turned_ptr)
+    gradient_batch_stride = _one_of(is_k, dq_batch_stride, dk_batch_stride)
+    gradient_token_stride = _one_of(is_k, dq_token_stride, dk_token_stride)
+    gradient_head_stride = _one_of(is_k, dq_head_stride, dk_head_stride)
+    weight_ptr = _one_of(is_k, q_weight_ptr, k_weight_ptr)
     first_weight, second_weight = _load_weight(weight_ptr, pairs, ZERO_CENTERED, INTERLEAVED, HALF)
     first_sum = tl.zeros([ROWS, HALF], tl.float32)
     second_sum = tl.zeros([ROWS, HALF], tl.float32)
@@ -296,28 +408,26 @@ def _backward(
     if REST > 0:
         rest_weight = _load_rest_weight(weight_ptr, column, dim, ZERO_CENTERED)
         rest_sum = tl.zeros([ROWS, REST], tl.float32)
-    batch, token, head = _places(tl.program_id(0), seq_tiles, head_tiles, TOKENS, HEADS)
-    mask = (token < seq) & (head < num_heads)
-    x_row = x_ptr + batch * x_batch_stride + token * x_token_stride + head * x_head_stride
+    token, batch, place, head = _places(first_tile, seq, heads, ROWS)
+    mask = token < tokens
+    x_row = x_ptr + batch * x_batch_stride + place * x_token_stride + head * x_head_stride
     gradient_row = gradient_ptr + batch * gradient_batch_stride
-    gradient_row += token * gradient_token_stride + head * gradient_head_stride
-    dx_offset = ((batch * seq + token) * num_heads + head) * dim
-    table_offset = batch * table_batch_stride + token * table_token_stride
-    raw_cos, raw_sin = _load_angles(cos_ptr, sin_ptr, table_offset, token < seq, pairs, HALF)
+    gradient_row += place * gradient_token_stride + head * gradient_head_stride
+    dx_offset = (token * heads + head) * dim
+    table_offset = batch * table_batch_stride + place * table_token_stride
+    raw_cos, raw_sin = _load_angles(cos_ptr, sin_ptr, table_offset, mask, pairs, HALF)
     raw_first, raw_second = _load_pairs(x_row, mask, pairs, INTERLEAVED, ROWS, HALF)
     turned_first, turned_second = _load_pairs(gradient_row, mask, pairs, INTERLEAVED, ROWS, HALF)
-    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+    for tile in range(first_tile, num_tiles, step):
         # The next tile is on its way while this one is computed: sums over rows make threads wait.
-        next_tile = tl.full([1, 1], 0, tl.int32) + tile + tl.num_programs(0)
-        batch, token, head = _places(next_tile, seq_tiles, head_tiles, TOKENS, HEADS)
-        is_token = (next_tile < num_tiles) & (token < seq)
-        next_mask = is_token & (head < num_heads)
-        next_x = x_ptr + batch * x_batch_stride + token * x_token_stride + head * x_head_stride
+        token, batch, place, head = _places(tile + step, seq, heads, ROWS)
+        next_mask = token < tokens
+        next_x = x_ptr + batch * x_batch_stride + place * x_token_stride + head * x_head_stride
         next_gradient = gradient_ptr + batch * gradient_batch_stride
-        next_gradient += token * gradient_token_stride + head * gradient_head_stride
-        next_dx_offset = ((batch * seq + token) * num_heads + head) * dim
-        table_offset = batch * table_batch_stride + token * table_token_stride
-        next_cos, next_sin = _load_angles(cos_ptr, sin_ptr, table_offset, is_token, pairs, HALF)
+        next_gradient += place * gradient_token_stride + head * gradient_head_stride
+        next_dx_offset = (token * heads + head) * dim
+        table_offset = batch * table_batch_stride + place * table_token_stride
+        next_cos, next_sin = _load_angles(cos_ptr, sin_ptr, table_offset, next_mask, pairs, HALF)
         next_first, next_second = _load_pairs(next_x, next_mask, pairs, INTERLEAVED, ROWS, HALF)
         next_turned_first, next_turned_second = _load_pairs(next_gradient, next_mask, pairs, INTERLEAVED, ROWS, HALF)
         cos, sin = raw_cos.to(tl.float32), raw_sin.to(tl.float32)
@@ -338,7 +448,7 @@ def _backward(
         if REST > 0:
             rest *= scale
             rest_sum += rest_gradient * rest
-        if dx_ptr is not None:
+        if dq_ptr is not None:
             first_gradient *= first_weight
             second_gradient *= second_weight
             product = tl.sum(first_gradient * first + second_gradient * second, axis=1)
@@ -346,7 +456,7 @@ def _backward(
                 rest_gradient *= rest_weight
                 product += tl.sum(rest_gradient * rest, axis=1)
             mean = product[:, None] / dim
-            dx_row = dx_ptr + dx_offset
+            dx_row = _one_of(is_k, dq_ptr, dk_ptr) + dx_offset
             dfirst = (first_gradient - first * mean) * scale
             dsecond = (second_gradient - second * mean) * scale
             _store_pairs(dx_row, mask, dfirst, dsecond, pairs, INTERLEAVED, ROWS, HALF)

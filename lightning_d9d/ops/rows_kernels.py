@@ -17,25 +17,45 @@ _COLUMNS_AT_ONCE = 8
 """Where a program has all rows at once: 32 bytes of each, the least that memory reads."""
 
 
-def add_up(partial: Tensor, result: Tensor, *, at_once: bool = False) -> None:
+def add_up(
+    partial: Tensor, result: Tensor, second: Tensor | None = None, *, num_first: int = 0, at_once: bool = False
+) -> None:
     """Fill `result`, shape `[columns]` in any dtype, with the sums over the rows of `partial`, float32, in fixed order.
 
-    Both have memory without gaps. With `at_once` a program loads all rows of its columns before it adds: faster for up
-    to some hundred.
+    With `second`, of the same shape and dtype, these are the sums of the first `num_first` rows, and it gets those of
+    the others. All have memory without gaps. With `at_once` a program loads all rows of its columns before it adds:
+    faster for up to some hundred.
     """
     num_rows, dim = partial.shape
-    rows, columns = (next_power_of_2(num_rows), _COLUMNS_AT_ONCE) if at_once else (_ROWS, _COLUMNS)
-    warps = 8 if rows > _ROWS else 4
+    if second is None:
+        num_first = num_rows
+    rows, columns = _ROWS, _COLUMNS
+    if at_once:
+        rows, columns = next_power_of_2(max(num_first, num_rows - num_first)), _COLUMNS_AT_ONCE
     with torch.cuda.device_of(partial):
-        _add_up[(ceil_div(dim, columns),)](partial, result, num_rows, dim, ROWS=rows, COLUMNS=columns, num_warps=warps)
+        _add_up[(ceil_div(dim, columns), 1 if second is None else 2)](
+            partial,
+            result,
+            result if second is None else second,
+            num_first,
+            num_rows,
+            dim,
+            ROWS=rows,
+            COLUMNS=columns,
+            num_warps=8 if rows > _ROWS else 4,
+        )
 
 
 @triton.jit
-def _add_up(partial_ptr, result_ptr, num_rows, dim, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _add_up(partial_ptr, result_ptr, second_ptr, num_first, num_rows, dim, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    is_second = tl.program_id(1)
+    first_row, end = is_second * num_first, tl.where(is_second == 1, num_rows, num_first)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = column < dim
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for start in range(0, num_rows, ROWS):
+    for start in range(first_row, end, ROWS):
         row = start + tl.arange(0, ROWS)[:, None]
-        mask = (row < num_rows) & (column < dim)[None, :]
-        sums += tl.load(partial_ptr + row.to(tl.int64) * dim + column[None, :], mask=mask, other=0)
-    tl.store(result_ptr + column, tl.sum(sums, axis=0), mask=column < dim)
+        offset = row.to(tl.int64) * dim + column[None, :]
+        sums += tl.load(partial_ptr + offset, mask=(row < end) & mask[None, :], other=0)
+    result_ptr = tl.where(is_second == 1, second_ptr, result_ptr)
+    tl.store(result_ptr + column, tl.sum(sums, axis=0), mask=mask)

@@ -26,9 +26,9 @@ from lightning_d9d.ops import (
     moe_permute,
     moe_route,
     moe_unpermute,
-    norm_rope,
+    norm_rope_qk,
     rms_norm,
-    rope,
+    rope_qk,
     round_stochastic_,
     swiglu,
 )
@@ -291,7 +291,7 @@ def _heads(sizes: Sizes, make: Inputs) -> dict[str, Any]:
 
 def _rope(sizes: Sizes) -> OpCase:
     def op(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-        return rope(q, cos, sin), rope(k, cos, sin)
+        return rope_qk(q, k, cos, sin)
 
     def plain(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         return rope_reference(q, cos, sin), rope_reference(k, cos, sin)
@@ -314,7 +314,7 @@ def _rope(sizes: Sizes) -> OpCase:
 
 def _norm_rope(sizes: Sizes) -> OpCase:
     def op(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, of_q: Tensor, of_k: Tensor) -> tuple[Tensor, ...]:
-        return norm_rope(q, of_q, EPS, cos, sin), norm_rope(k, of_k, EPS, cos, sin)
+        return norm_rope_qk(q, k, of_q, of_k, EPS, cos, sin)
 
     def plain(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, of_q: Tensor, of_k: Tensor) -> tuple[Tensor, ...]:
         return norm_rope_reference(q, of_q, EPS, cos, sin), norm_rope_reference(k, of_k, EPS, cos, sin)

@@ -72,3 +72,22 @@ def test_attention_by_definition(heads, kv_heads):
             scores = torch.einsum("bd,bsd->bs", q[:, place, head], k[:, past, shared]) / math.sqrt(head_dim)
             mixed[:, place, head] = torch.einsum("bs,bsd->bd", scores.softmax(-1), v[:, past, shared])
     assert_close_named("attention", attention(x, tables), attention.o_proj(mixed.flatten(-2)))
+
+
+def test_norms_may_be_exchanged():
+    """Also by FSDP2, which gives what it shards another class, and gathers the weight when that is called."""
+    torch.manual_seed(0)
+    attention = GroupedQueryAttention(16, 4, 2, 8, norm_eps=1e-6, initializer_range=0.5).double()
+    x = torch.randn(2, 7, 16, dtype=torch.float64)
+    tables = rope_tables(torch.arange(7).unsqueeze(0), 8, 100.0, torch.float64)
+    expected = attention(x, tables)
+    calls = []
+
+    class Norm(RMSNorm):
+        def forward(self, x):  # type: ignore[override]
+            calls.append(tuple(x.shape))
+            return super().forward(x)
+
+    attention.k_norm.__class__ = Norm
+    assert_close_named("attention", attention(x, tables), expected)
+    assert calls == [(2, 7, 2, 8)]
