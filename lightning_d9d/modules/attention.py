@@ -18,8 +18,8 @@ class GroupedQueryAttention(nn.Module):
 
     Queries and keys are normalised per head (RMSNorm over head_dim), then turned by their position. See
     https://arxiv.org/abs/2305.13245 for the grouping. One op does it for both, with the weights of `q_norm`
-    and `k_norm` and the epsilon of the former; these modules are called only if they were exchanged for others or are
-    sharded by themselves.
+    and `k_norm` and the epsilon of the former; these modules are called only if they were exchanged for others, have
+    hooks, or are sharded by themselves.
 
     `attend` is what mixes values, `lightning_d9d.ops.attention`; set it to something else that is called alike.
     """
@@ -72,4 +72,5 @@ class GroupedQueryAttention(nn.Module):
 
 def _is_plain(norm: nn.Module) -> bool:
     """Whether it is what it was made as. FSDP2 exchanges the class of what it gathers in a call of the module."""
-    return type(norm) is RMSNorm and not isinstance(norm.weight, DTensor)
+    has_hooks = norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks
+    return type(norm) is RMSNorm and not has_hooks and not isinstance(norm.weight, DTensor)

@@ -74,6 +74,17 @@ def test_attention_by_definition(heads, kv_heads):
     assert_close_named("attention", attention(x, tables), attention.o_proj(mixed.flatten(-2)))
 
 
+def test_hooks_of_norms_are_called():
+    attention = GroupedQueryAttention(16, 4, 2, 8, norm_eps=1e-6, initializer_range=0.5).double()
+    x, tables = torch.randn(2, 7, 16).double(), rope_tables(torch.arange(7).unsqueeze(0), 8, 100.0, torch.float64)
+    expected, shapes = attention(x, tables), []
+    handle = attention.q_norm.register_forward_hook(lambda _, __, out: shapes.append(tuple(out.shape)))
+    assert_close_named("attention", attention(x, tables), expected)
+    handle.remove()
+    attention(x, tables)
+    assert shapes == [(2, 7, 4, 8)]
+
+
 def test_norms_may_be_exchanged():
     """Also by FSDP2, which gives what it shards another class, and gathers the weight when that is called."""
     torch.manual_seed(0)
