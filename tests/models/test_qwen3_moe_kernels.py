@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import pytest
@@ -11,12 +14,14 @@ import torch
 
 from lightning_d9d import D9DStrategy, ParallelConfig
 from lightning_d9d.datamodules import ByteTextDataModule
-from lightning_d9d.models.qwen3_moe import Qwen3MoePretraining
+from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoePretraining
 from lightning_d9d.ops.kernels import Kernels, using_kernels
 from tests.harness.compare import assert_close_named, assert_gradients_equal
 from tests.harness.tolerances import TOLERANCES, Kind
 from tests.models.test_qwen3_moe_model import BASE, VARIANTS, make_batch, make_pair, shift
 
+PACKAGES = [pytest.mark.flash_attn_4, pytest.mark.quack]
+"""That take only long sequences and large products, unless a test says otherwise: `on_packages`."""
 NUM_STEPS, WINDOW = 500, 50
 MOST_APART = 0.02
 """Of mean losses of a window. Roundings differ, and grow from step to step: two runs on torch's kernels, with first
@@ -54,6 +59,37 @@ def test_bfloat16_equals_transformers_on_a_gpu(changes: dict, kernels: Kernels) 
     check(changes, torch.bfloat16, "cuda", kernels)
 
 
+@pytest.fixture
+def on_packages(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Has "auto" take packages for all that they can run, and counts what it took."""
+    products, flash = (sys.modules[f"lightning_d9d.ops.{name}"] for name in ("grouped_gemm", "flash_attention"))
+    calls: Counter[str] = Counter()
+
+    def counted(name: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(products, "_LEAST_QUACK_OPERATIONS", 0)
+    monkeypatch.setattr(flash, "_LEAST_KEYS", 0)
+    monkeypatch.setattr(products, "_quack_gemm", counted("quack", products._quack_gemm))
+    for name in ("block", "block_backward"):
+        monkeypatch.setattr(flash, name, counted(name, getattr(flash, name)))
+    return calls
+
+
+@pytest.mark.gpu
+@pytest.mark.flash_attn_4
+@pytest.mark.quack
+def test_bfloat16_equals_transformers_on_packages(on_packages: Counter[str]) -> None:
+    changes = {"head_dim": 64}
+    check(changes, torch.bfloat16, "cuda", "auto")
+    layers = BASE.num_hidden_layers
+    assert on_packages == {"block": layers, "block_backward": layers, "quack": 6 * layers}
+
+
 class Losses(L.Callback):
     def __init__(self) -> None:
         self.of_steps: list[torch.Tensor] = []
@@ -64,7 +100,14 @@ class Losses(L.Callback):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
-def test_same_losses_on_real_text(precision: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_packages", [False, pytest.param(True, marks=PACKAGES)])
+def test_same_losses_on_real_text(
+    has_packages: bool, precision: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    config = Qwen3MoeConfig.preset("tiny")
+    calls = None
+    if has_packages:
+        calls, config = request.getfixturevalue("on_packages"), dataclasses.replace(config, head_dim=64)
     curves = {}
     for kernels in ("torch", "auto"):
         L.seed_everything(0, verbose=False)
@@ -84,9 +127,12 @@ def test_same_losses_on_real_text(precision: str, tmp_path: Path) -> None:
             default_root_dir=tmp_path,
             callbacks=[losses],
         )
-        module = Qwen3MoePretraining(preset="tiny", learning_rate=1e-3, warmup_steps=30)
+        module = Qwen3MoePretraining(config, learning_rate=1e-3, warmup_steps=30)
         trainer.fit(module, ByteTextDataModule(sequence_length=256, batch_size=8))
         curves[kernels] = torch.stack(losses.of_steps).float().cpu()
+    if calls is not None:
+        assert calls["block"] == calls["block_backward"] == NUM_STEPS * config.num_hidden_layers
+        assert calls["quack"] == 6 * calls["block"]
     expected, actual = curves["torch"], curves["auto"]
     apart = actual.unfold(0, WINDOW, WINDOW).mean(1) / expected.unfold(0, WINDOW, WINDOW).mean(1) - 1
     print(
