@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +26,7 @@ from lightning_d9d.models.qwen3_moe.module import ARGUMENTS_KEY
 from lightning_d9d.state import DTYPE_NAMES, SafetensorsReader, Sequential, Spec, save_tensors
 from lightning_d9d.state.format import read_json
 from lightning_d9d.state.layout import Index, Readable
-from lightning_d9d.state.places import names_in
+from lightning_d9d.state.places import is_occupied, names_in, place_of
 from lightning_d9d.strategy.checkpoint_files import AtomicFileIO, mapped, read_checkpoint
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
@@ -44,10 +43,10 @@ def main(arguments: Sequence[str]) -> None:
         ConfigError: What is asked for cannot be.
     """
     chosen = make_parser().parse_args(arguments)
+    if not chosen.overwrite and is_occupied(place_of(chosen.target)):
+        raise StateError(f"{chosen.target} exists; choose another or add --overwrite")
     if chosen.target.endswith(".ckpt"):
-        _write_file(
-            chosen.source, Path(chosen.target), _DTYPES.get(chosen.dtype), chosen.weights_only, chosen.overwrite
-        )
+        _write_file(chosen.source, Path(chosen.target), _DTYPES.get(chosen.dtype), chosen.weights_only)
         return
     options: dict[str, Any] = {
         "dtype": _DTYPES.get(chosen.dtype),
@@ -161,12 +160,10 @@ def _whole(checkpoint: Checkpoint, name: str) -> Tensor:
     return tensor
 
 
-def _write_file(source: str, target: Path, dtype: torch.dtype | None, weights_only: bool, overwrite: bool) -> None:
+def _write_file(source: str, target: Path, dtype: torch.dtype | None, weights_only: bool) -> None:
     """Of a checkpoint directory, Lightning's own file. All of it is in memory then."""
     if not is_directory(source):
         raise ConfigError(f"{source} is no checkpoint directory, which is what {target} can be made of; give one")
-    if os.path.lexists(target) and not overwrite:
-        raise StateError(f"{target} exists; choose another or add --overwrite")
     checkpoint = open_directory(source, alone=True)
     values = dict(checkpoint.values)
     if weights_only:

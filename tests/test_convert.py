@@ -245,7 +245,7 @@ def test_what_is_refused(
     new = tmp_path / "new"
     assert "neither model.safetensors nor" in refused(monkeypatch, capsys, tmp_path, new)
     assert "is no size" in refused(monkeypatch, capsys, tmp_path / "hf", new, "--max-shard-size", "5 apples")
-    assert "overwrite=True" in refused(monkeypatch, capsys, tmp_path / "hf", tmp_path / "hf")
+    assert "add --overwrite" in refused(monkeypatch, capsys, tmp_path / "hf", tmp_path / "hf")
     assert "is no checkpoint directory" in refused(monkeypatch, capsys, tmp_path / "hf", tmp_path / "x.ckpt")
     assert "add --overwrite" in refused(monkeypatch, capsys, trained, trained)
     weights = tmp_path / "hf" / "model.safetensors"
