@@ -17,9 +17,9 @@ class GroupedQueryAttention(nn.Module):
     """Causal self-attention in which several query heads share one key and value head.
 
     Queries and keys are normalised per head (RMSNorm over head_dim), then turned by their position. See
-    https://arxiv.org/abs/2305.13245 for the grouping. One op does it for both, with the weights of `q_norm`
-    and `k_norm` and the epsilon of the former; these modules are called only if they were exchanged for others, have
-    hooks, or are sharded by themselves.
+    https://arxiv.org/abs/2305.13245 for the grouping. One op does it for both, with the weights and the epsilon of
+    `q_norm` and `k_norm`; these modules are called only if they or their `forward` were exchanged for others, have
+    hooks, are sharded by themselves, or have two epsilons.
 
     `attend` is what mixes values, `lightning_d9d.ops.attention`; set it to something else that is called alike.
     """
@@ -62,7 +62,7 @@ class GroupedQueryAttention(nn.Module):
         """
         heads = (-1, self.head_dim)  # the number of heads is read off the projections: tensor parallelism leaves fewer
         q, k, v = (proj(x).unflatten(-1, heads) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        if _is_plain(self.q_norm) and _is_plain(self.k_norm):
+        if _is_plain(self.q_norm) and _is_plain(self.k_norm) and self.q_norm.eps == self.k_norm.eps:
             q, k = norm_rope_qk(q, k, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, *rope)
         else:
             q, k = rope_qk(self.q_norm(q), self.k_norm(k), *rope)
@@ -73,4 +73,5 @@ class GroupedQueryAttention(nn.Module):
 def _is_plain(norm: nn.Module) -> bool:
     """Whether it is what it was made as. FSDP2 exchanges the class of what it gathers in a call of the module."""
     has_hooks = norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks
-    return type(norm) is RMSNorm and not has_hooks and not isinstance(norm.weight, DTensor)
+    is_exchanged = type(norm) is not RMSNorm or "forward" in vars(norm)
+    return not is_exchanged and not has_hooks and not isinstance(norm.weight, DTensor)

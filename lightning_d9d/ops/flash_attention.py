@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+from inspect import signature
 from types import ModuleType
 from typing import Any
 
@@ -10,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.ops.kernels import is_at_least
 from lightning_d9d.ops.packages import optional_module
 
 _VERSION_4 = "flash_attn.cute.interface"
@@ -23,7 +26,14 @@ _LEAST_KEYS = 2048
 
 def flash_attention_package() -> ModuleType | None:
     """The newest one that is installed."""
-    return next((package for name in _MODULES if (package := optional_module(name)) is not None), None)
+    packages = ((name, optional_module(name)) for name in _MODULES)
+    return next((each for name, each in packages if each and (name != _VERSION_4 or _is_version_4(each))), None)
+
+
+@cache
+def _is_version_4(package: ModuleType) -> bool:
+    """Wheels of flash-attn 2.8 hold a draft of it, under the same name, that is called in another way."""
+    return "return_lse" in signature(package.flash_attn_func).parameters
 
 
 def runs_blocks(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -38,15 +48,16 @@ def runs_blocks(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 @torch.compiler.assume_constant_result
 def _has_block_kernels(device: torch.device) -> bool:
-    package = flash_attention_package()
-    is_version_4 = package is not None and package.__name__ == _VERSION_4 and hasattr(package, "_flash_attn_bwd")
     is_allowed = torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.cudnn_sdp_enabled()
-    return is_version_4 and is_allowed and torch.cuda.get_device_capability(device) == (9, 0)
+    if not is_allowed or torch.cuda.get_device_capability(device) != (9, 0):
+        return False  # without the seconds that an import takes
+    package = flash_attention_package()
+    return package is not None and package.__name__ == _VERSION_4 and hasattr(package, "_flash_attn_bwd")
 
 
 def is_faster(k: Tensor) -> bool:
     """Than cuDNN and the Triton kernels, with so many keys, where `runs_blocks`."""
-    return k.shape[2] >= _LEAST_KEYS
+    return is_at_least(k.shape[2], _LEAST_KEYS)
 
 
 def block(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None) -> tuple[Tensor, Tensor]:

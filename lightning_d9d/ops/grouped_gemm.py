@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.ops.kernels import runs_triton
+from lightning_d9d.ops.kernels import is_at_least, runs_triton
 from lightning_d9d.ops.linear import autocast_dtype
 from lightning_d9d.ops.operator import define
 from lightning_d9d.ops.packages import optional_module
@@ -142,7 +142,8 @@ def _choose(x: Tensor, weight: Tensor, offsets: Tensor, backend: GroupedGemmBack
 
 def _is_faster_with_quack(x: Tensor, weight: Tensor) -> bool:
     is_fit = x.dtype in _QUACK_DTYPES and x.is_cuda and runs_triton(x, weight)
-    return is_fit and 2 * len(x) * weight[0].numel() >= _LEAST_QUACK_OPERATIONS and _has_quack(x.device)
+    operations = 2 * x.shape[0] * weight.shape[1] * weight.shape[2]
+    return is_fit and is_at_least(operations, _LEAST_QUACK_OPERATIONS) and _has_quack(x.device)
 
 
 @torch.compiler.assume_constant_result

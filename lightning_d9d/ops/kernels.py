@@ -47,6 +47,15 @@ def using_kernels(kernels: Kernels) -> Generator[None]:
         set_kernels(before)
 
 
+def is_at_least(size: int, least: int) -> bool:
+    """Whether a size is so large that something else is faster; of what the compiler cannot know, it is not."""
+    if not torch.compiler.is_compiling():
+        return size >= least
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(size >= least)
+
+
 def runs_triton(*tensors: Tensor | None, by_default: bool = True) -> bool:
     """Whether an op runs its Triton kernels on these tensors: never in float64 or on DTensors, which torch's take.
 

@@ -17,6 +17,6 @@ def optional_module(name: str) -> ModuleType | None:
     except ModuleNotFoundError as error:
         if not f"{name}.".startswith(f"{error.name}."):
             logger.warning("%s is installed, but not what it needs: %s. Ops run without it", name, error)
-    except ImportError as error:
-        logger.warning("%s cannot be imported: %s. Ops run without it", name, error)
+    except Exception as error:  # one that was built for other versions may raise anything
+        logger.warning("%s cannot be imported: %s: %s. Ops run without it", name, type(error).__name__, error)
     return None

@@ -473,7 +473,7 @@ def _grouped_gemm(name: str, sizes: Sizes, in_features: int, out_features: int) 
         ours=op,
         peers={"grouped_mm": plain},
         work=forward_backward(Work(flops=flops), Work(flops=2 * flops)),
-        note="ours is torch's grouped_mm; rows of experts as random routing has them",
+        note="ours is torch's grouped_mm, or quack-kernels where they are; rows of experts as random routing has them",
     )
 
 

@@ -1,5 +1,6 @@
 """The pytest side: the marker `ranks(n)` and those of `NEEDS`, the fixture `rank`, the option `--device`."""
 
+import importlib.metadata
 import importlib.util
 import os
 import pickle
@@ -69,6 +70,11 @@ def _has(module: str) -> bool:
         return False
 
 
+def _is_installed(distribution: str) -> bool:
+    """Where others bring modules of that name, too."""
+    return any(importlib.metadata.distributions(name=distribution))
+
+
 NEEDS = {
     "gpu": Need(lambda: _count_gpus() > 0, "no CUDA device", "needs a CUDA device"),
     "network_namespaces": Need(
@@ -82,7 +88,7 @@ NEEDS = {
     "mpi": Need(_has_mpi, "no mpi4py or no mpiexec", "needs mpi4py and mpiexec; `nox -s mpi` installs them"),
     "nv_grouped_gemm": Need(lambda: _has("grouped_gemm"), "no nv-grouped-gemm", "needs the package nv-grouped-gemm"),
     "quack": Need(lambda: _has("quack.gemm_interface"), "no quack-kernels", "needs the package quack-kernels"),
-    "flash_attn_4": Need(lambda: _has("flash_attn.cute"), "no flash-attn-4", "needs the package flash-attn-4"),
+    "flash_attn_4": Need(lambda: _is_installed("flash-attn-4"), "no flash-attn-4", "needs the package flash-attn-4"),
 }
 
 

@@ -102,3 +102,11 @@ def test_norms_may_be_exchanged():
     attention.k_norm.__class__ = Norm
     assert_close_named("attention", attention(x, tables), expected)
     assert calls == [(2, 7, 2, 8)]
+    attention.k_norm.__class__, attention.k_norm.eps = RMSNorm, 1.0
+    with_two_epsilons = attention(x, tables)
+    attention.k_norm.forward = lambda x: rms_norm(x, attention.k_norm.weight, 1e-6)
+    assert_close_named("attention", attention(x, tables), expected)
+    del attention.k_norm.forward
+    attention.k_norm.register_forward_hook(lambda _, __, out: None)
+    assert_close_named("two epsilons", with_two_epsilons, attention(x, tables))
+    assert not with_two_epsilons.allclose(expected)

@@ -457,15 +457,26 @@ def test_the_newest_package_is_taken(monkeypatch):
     with patch.dict(sys.modules, modules):
         assert packages.flash_attention_package() is None
         for name in versions:
-            sys.modules[name] = ModuleType(name)
+            sys.modules[name] = version_4()[0] if "cute" in name else ModuleType(name)
             assert packages.flash_attention_package() is sys.modules[name]
+
+
+def test_drafts_of_version_4_are_left_alone(monkeypatch):
+    """flash-attn 2.8 brings one."""
+    draft, version_2 = ModuleType("flash_attn.cute.interface"), ModuleType("flash_attn.flash_attn_interface")
+    draft.flash_attn_func = lambda q, k, v, softmax_scale=None, causal=False: None  # type: ignore[attr-defined]
+    draft._flash_attn_bwd = lambda: None  # type: ignore[attr-defined]
+    found = {draft.__name__: draft, version_2.__name__: version_2}
+    monkeypatch.setattr(packages, "optional_module", found.get)
+    assert packages.flash_attention_package() is version_2
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("import cutlass_that_is_not_there", "installed, but not what it needs: No module named 'cutlass_that_is_not_"),
-        ("from sys import nothing_of_the_kind", "cannot be imported: cannot import name 'nothing_of_the_kind'"),
+        ("from sys import nothing_of_the_kind", "cannot be imported: ImportError: cannot import name 'nothing_of_the_"),
+        ("import sys; sys.nothing_of_the_kind", "cannot be imported: AttributeError: module 'sys' has no attribute"),
     ],
 )
 def test_a_package_that_cannot_be_imported_is_named(text, message, tmp_path, monkeypatch, caplog):
@@ -572,13 +583,48 @@ def test_who_has_blocks(monkeypatch):
     for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
         with sdpa_kernel(backend):
             assert not packages.runs_blocks(q, k, v)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
-    assert not packages.runs_blocks(q, k, v)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    with monkeypatch.context() as others:
+        others.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
+        others.setattr(packages, "flash_attention_package", lambda: pytest.fail("imported in vain"))
+        assert not packages.runs_blocks(q, k, v)
     del module._flash_attn_bwd
     assert not packages.runs_blocks(q, k, v)
     monkeypatch.setattr(packages, "flash_attention_package", lambda: None)
     assert not packages.runs_blocks(q, k, v)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_version_4_runs_blocks(has_version_4, causal, monkeypatch):
+    """Of many keys, others on other kernels; forward and backward of a block run on one."""
+    blocks = sys.modules["lightning_d9d.ops.attention_block"]
+    monkeypatch.setattr(blocks, "runs_triton", lambda *_, by_default=True: by_default)
+    (q, k, v), grad_out = make(4, 2, torch.float32, seq=40)
+    q, k, v = (t.detach() for t in (q, k, v))
+    for keys, num_calls in ((40, 2), (20, 2)):
+        queries = slice(0, keys if causal else None)
+        tensors = q[:, :, queries], k[:, :, :keys], v[:, :, :keys]
+        out, lse = blocks.attention_block(*tensors, causal=causal)
+        grads = blocks.attention_block_backward(grad_out[:, :, queries], *tensors, out, lse, causal=causal)
+        assert len(has_version_4) == num_calls
+        expected = attention_block_reference(*tensors, causal=causal)
+        of_expected = attention_block_backward_reference(grad_out[:, :, queries], *tensors, *expected, causal=causal)
+        names = ("out", "lse", "dq", "dk", "dv")
+        for name, actual, value in zip(names, (out, lse, *grads), (*expected, *of_expected), strict=True):
+            assert_close_named(f"{name} of {keys} keys", actual, value, kind=Kind.GRADIENT)
+
+
+def test_a_length_that_the_compiler_does_not_know_is_short(monkeypatch):
+    monkeypatch.setattr(packages, "_LEAST_KEYS", 5)
+
+    def run(lengths):
+        is_faster = packages.is_faster(lengths.new_empty(1, 1, int(lengths.max()), 1))
+        return lengths + (1 if is_faster else 0)
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(run, backend="eager", fullgraph=True)
+        assert compiled(torch.tensor([2, 7])).tolist() == [2, 7]
+    assert run(torch.tensor([2, 7])).tolist() == [3, 8]
+    assert run(torch.tensor([2, 4])).tolist() == [2, 4]
 
 
 @pytest.mark.parametrize("sizes", [(0, 5, 5), (2, 0, 5), (2, 5, 0)])
