@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_d9d import ConfigError
 from lightning_d9d.modules import GroupedQueryAttention, rope_tables
+from lightning_d9d.ops import flash_attention
 from lightning_d9d.ops.attention import attention_reference
 from lightning_d9d.ops.kernels import using_kernels
 from lightning_d9d.parallel import context
@@ -295,5 +296,25 @@ def test_kernels(rank: RankContext, backend: str, kv_heads: int, kind: str) -> N
     expected = {name: cut.cut(t, 2) for name, t in whole(Case(*(t.float() for t in case[:4]), None)).items()}
     with sdpa_kernel(getattr(SDPBackend, backend)):
         actual = run(kind, case, rank)
+    assert_close_named("out", actual.pop("out"), expected.pop("out"), kind=Kind.OUTPUT)
+    assert_tensors_close(actual, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.flash_attn_4
+@pytest.mark.ranks(2)
+@by_kind
+def test_version_4_of_flash_attention(rank: RankContext, kind: str) -> None:
+    """In all blocks, forward and backward, where they are long enough."""
+    case = make(heads=4, kv_heads=2, seq=1024, head_dim=64, dtype=torch.bfloat16)
+    cut = SequenceCut(rank.rank, 2)
+    expected = {name: cut.cut(t, 2) for name, t in whole(Case(*(t.float() for t in case[:4]), None)).items()}
+    with (
+        patch.object(flash_attention, "_LEAST_KEYS", 1),
+        patch.object(flash_attention, "block", wraps=flash_attention.block) as forward,
+        patch.object(flash_attention, "block_backward", wraps=flash_attention.block_backward) as backward,
+    ):
+        actual = run(kind, case, rank)
+    assert forward.call_count == backward.call_count == (1 if kind == "heads" else 2)
     assert_close_named("out", actual.pop("out"), expected.pop("out"), kind=Kind.OUTPUT)
     assert_tensors_close(actual, expected)

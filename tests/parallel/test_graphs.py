@@ -6,6 +6,7 @@ Without one nothing is captured, and what is asked for is checked all the same.
 from __future__ import annotations
 
 import copy
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -73,9 +74,29 @@ def assert_same_step(plain: nn.Module, captured: nn.Module, x: Tensor) -> None:
 
 @pytest.mark.parametrize("device", ON_ANY_DEVICE)
 def test_steps_of_qwen3_moe(device: str) -> None:
+    assert_same_steps(device)
+
+
+@pytest.mark.gpu
+@pytest.mark.flash_attn_4
+@pytest.mark.quack
+def test_packages_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash-attn 4 and quack-kernels, which make their kernels when they are first called."""
+    products, flash = (sys.modules[f"lightning_d9d.ops.{name}"] for name in ("grouped_gemm", "flash_attention"))
+    monkeypatch.setattr(products, "_LEAST_QUACK_OPERATIONS", 1)
+    monkeypatch.setattr(flash, "_LEAST_KEYS", 1)
+    used = [(products, "_quack_gemm"), (flash, "block"), (flash, "block_backward")]
+    calls = [MagicMock(wraps=getattr(module, name)) for module, name in used]
+    for (module, name), call in zip(used, calls, strict=True):
+        monkeypatch.setattr(module, name, call)
+    assert_same_steps("cuda", head_dim=64)
+    assert all(call.called for call in calls)
+
+
+def assert_same_steps(device: str, **changes: Any) -> None:
     """Two microbatches each, whose gradients add up; routers with all their losses, and counts of tokens."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    (plain, _), (captured, _) = make_qwen3(dtype), make_qwen3(dtype)
+    (plain, _), (captured, _) = make_qwen3(dtype, **changes), make_qwen3(dtype, **changes)
     parallelize_qwen3_moe(captured, None, CAPTURED)
     results: list[dict[str, Any]] = []
     for model in (plain.to(device), captured.to(device)):

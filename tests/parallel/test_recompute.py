@@ -7,6 +7,7 @@ import gc
 import pickle
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -88,10 +89,10 @@ def make_own() -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 def make_qwen3(
-    dtype: torch.dtype = torch.float64, seed: int = 1, balance: BalanceConfig | None = BALANCE
+    dtype: torch.dtype = torch.float64, seed: int = 1, balance: BalanceConfig | None = BALANCE, **changes: Any
 ) -> tuple[Qwen3MoeForCausalLM, dict[str, Any]]:
     torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM(CONFIG, balance=balance).to(dtype)
+    model = Qwen3MoeForCausalLM(replace(CONFIG, **changes), balance=balance).to(dtype)
     ids = torch.randint(CONFIG.vocab_size, (2, 7), generator=torch.Generator().manual_seed(seed))
     return model, {"input_ids": ids[:, :-1], "labels": ids[:, 1:], "reduction": "sum"}
 
