@@ -68,7 +68,8 @@ def block(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None) 
         return torch.zeros_like(q), q.new_full(q.shape[:-1], float("-inf"), dtype=torch.float32)
     sides = (None, None) if window is None else (window - 1, 0)
     q, k, v = (t.detach().transpose(1, 2) for t in (q, k, v))
-    out, lse, *_ = package.flash_attn_func(q, k, v, causal=causal, window_size=sides, return_lse=True)
+    with torch.cuda.device_of(q):
+        out, lse, *_ = package.flash_attn_func(q, k, v, causal=causal, window_size=sides, return_lse=True)
     return out.transpose(1, 2), lse
 
 
@@ -85,18 +86,10 @@ def block_backward(
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     left, right = (None, None) if window is None else (window - 1, 0)
     grad_out, q, k, v, out = (t.transpose(1, 2) for t in (grad_out, q, k, v, out))
-    dq, dk, dv, *_ = package._flash_attn_bwd(
-        q,
-        k,
-        v,
-        out,
-        grad_out,
-        lse,
-        causal=causal,
-        window_size_left=left,
-        window_size_right=right,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )
+    options = {"causal": causal, "window_size_left": left, "window_size_right": right}
+    options["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    with torch.cuda.device_of(q):
+        dq, dk, dv, *_ = package._flash_attn_bwd(q, k, v, out, grad_out, lse, **options)
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 

@@ -197,7 +197,7 @@ def _multiply(x: Tensor, weight: Tensor, offsets: Tensor, backend: str) -> Tenso
         )
         if backend == "torch":
             return F.grouped_mm(x, matrices, offs=offsets)
-        return _quack_gemm()(x, matrices, cu_seqlens_m=F.pad(offsets, (1, 0)), tuned=False)
+        return _quack_product(x, matrices, cu_seqlens_m=F.pad(offsets, (1, 0)))
     is_transposed = weight.mT.is_contiguous()
     matrices = weight.mT if is_transposed else weight.contiguous()
     return _nv_gmm()(x.contiguous(), matrices, _sizes(offsets), trans_b=not is_transposed)
@@ -212,7 +212,7 @@ def _multiply_columns(dy: Tensor, x: Tensor, offsets: Tensor, backend: str) -> T
         columns, x = _with_regular_rows(dy).t(), _with_regular_rows(x)
         if backend == "torch":
             return F.grouped_mm(columns, x, offs=offsets)
-        return _quack_gemm()(columns, x, cu_seqlens_k=F.pad(offsets, (1, 0)), tuned=False)
+        return _quack_product(columns, x, cu_seqlens_k=F.pad(offsets, (1, 0)))
     return _nv_gmm()(dy.contiguous(), x.contiguous(), _sizes(offsets), trans_a=True)
 
 
@@ -243,6 +243,11 @@ def _nv_gmm() -> Any:
             f"({error}): pip install 'lightning-d9d[grouped-gemm]', or choose 'auto'"
         ) from error
     return gmm
+
+
+def _quack_product(a: Tensor, b: Tensor, **ends: Tensor) -> Tensor:
+    with torch.cuda.device_of(a):
+        return _quack_gemm()(a, b, **ends, tuned=False)
 
 
 def _quack_gemm() -> Any:
