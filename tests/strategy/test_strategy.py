@@ -255,7 +255,7 @@ def test_backend_of_grouped_products_is_chosen_for_a_run(monkeypatch: pytest.Mon
         trainer(strategy, max_steps=1).fit(Watch(), loader(8))
         assert takes_float64()
     assert seen == [False, True, True]
-    with pytest.raises(ConfigError, match="grouped_gemm='fast' must be one of 'auto', 'torch', 'nv', 'eager'"):
+    with pytest.raises(ConfigError, match="grouped_gemm='fast' must be one of 'auto', 'torch', 'quack', 'nv', 'eager'"):
         ParallelConfig(grouped_gemm="fast")  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "grouped_gemm", None)
     with pytest.raises(ConfigError, match=r"needs nv-grouped-gemm, .* pip install 'lightning-d9d\[grouped-gemm\]'"):
