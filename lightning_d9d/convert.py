@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -43,9 +44,11 @@ def main(arguments: Sequence[str]) -> None:
         ConfigError: What is asked for cannot be.
     """
     chosen = make_parser().parse_args(arguments)
-    if not chosen.overwrite and is_occupied(place_of(chosen.target)):
+    is_file = chosen.target.endswith(".ckpt")
+    is_there = os.path.lexists(chosen.target) if is_file else is_occupied(place_of(chosen.target))
+    if is_there and not chosen.overwrite:
         raise StateError(f"{chosen.target} exists; choose another or add --overwrite")
-    if chosen.target.endswith(".ckpt"):
+    if is_file:
         _write_file(chosen.source, Path(chosen.target), _DTYPES.get(chosen.dtype), chosen.weights_only)
         return
     options: dict[str, Any] = {

@@ -248,6 +248,13 @@ def test_what_is_refused(
     assert "add --overwrite" in refused(monkeypatch, capsys, tmp_path / "hf", tmp_path / "hf")
     assert "is no checkpoint directory" in refused(monkeypatch, capsys, tmp_path / "hf", tmp_path / "x.ckpt")
     assert "add --overwrite" in refused(monkeypatch, capsys, trained, trained)
+    dangling, empty = tmp_path / "dangling.ckpt", tmp_path / "empty.ckpt"
+    dangling.symlink_to(tmp_path / "nothing")
+    empty.mkdir()
+    for target in (dangling, empty):
+        assert "add --overwrite" in refused(monkeypatch, capsys, trained, target)
+    dangling.unlink()
+    empty.rmdir()
     weights = tmp_path / "hf" / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1

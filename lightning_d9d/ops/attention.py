@@ -174,7 +174,7 @@ def _choice(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: i
         return "triton"
     if not can_run_triton or not runs_triton(q, k, v):
         return "torch"
-    if documents is None and is_faster(k) and runs_blocks(q, k, v):
+    if documents is None and is_faster(q, k, v):
         return "flash-attn"
     if documents is not None or window is not None:
         return "triton"

@@ -256,8 +256,7 @@ def block_kernel(
     can_run_triton = triton_can_run(q, k, v)
     if can_run_triton and runs_triton(q, k, v, by_default=False):
         return "triton"
-    takes_flash_attn = not has_documents and runs_triton(q, k, v) and flash_attention.is_faster(k)
-    if takes_flash_attn and flash_attention.runs_blocks(q, k, v):
+    if not has_documents and runs_triton(q, k, v) and flash_attention.is_faster(q, k, v):
         return "flash-attn"
     if q.is_cuda and not has_documents and window is None and q.shape[-1] % 8 == 0:
         parameters = SDPAParams(q, k, v, None, 0.0, causal, True)

@@ -55,9 +55,9 @@ def _has_block_kernels(device: torch.device) -> bool:
     return package is not None and package.__name__ == _VERSION_4 and hasattr(package, "_flash_attn_bwd")
 
 
-def is_faster(k: Tensor) -> bool:
-    """Than cuDNN and the Triton kernels, with so many keys, where `runs_blocks`."""
-    return is_at_least(k.shape[2], _LEAST_KEYS)
+def is_faster(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether `runs_blocks`, and so many keys that it takes less time than cuDNN and the Triton kernels."""
+    return is_at_least(k.shape[2], _LEAST_KEYS) and runs_blocks(q, k, v)
 
 
 def block(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None) -> tuple[Tensor, Tensor]:

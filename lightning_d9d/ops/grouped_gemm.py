@@ -191,10 +191,8 @@ def _multiply(x: Tensor, weight: Tensor, offsets: Tensor, backend: str) -> Tenso
     if backend == "eager":
         return grouped_gemm_reference(x, weight, offsets)
     if backend in ("torch", "quack"):
-        x, matrices = (
-            _with_regular_rows(x),
-            weight.mT if _has_regular_rows(weight.mT) else _with_regular_rows(weight).mT,
-        )
+        x = _with_regular_rows(x)
+        matrices = weight.mT if _has_regular_rows(weight.mT) else _with_regular_rows(weight).mT
         if backend == "torch":
             return F.grouped_mm(x, matrices, offs=offsets)
         return _quack_product(x, matrices, cu_seqlens_m=F.pad(offsets, (1, 0)))

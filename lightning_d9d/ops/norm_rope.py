@@ -6,7 +6,7 @@ from torch import Tensor
 
 from lightning_d9d.ops.operator import define
 from lightning_d9d.ops.rms_norm import MAX_NORM_DIM, check_norm_weight, rms_norm_reference
-from lightning_d9d.ops.rope import check_keys, check_tables, rope_reference, turns_on_triton
+from lightning_d9d.ops.rope import check_keys, check_tables, new_turned, rope_reference, turns_on_triton
 
 
 def norm_rope(
@@ -122,25 +122,10 @@ def _norm_and_turn(
 ) -> tuple[Tensor, Tensor]:
     from lightning_d9d.ops.rope_kernels import forward
 
-    results = _new_turned(q, k, q_weight, k_weight, eps, cos, sin, interleaved, zero_centered)
+    results = new_turned(q, k)
     weights = q_weight, k_weight
     forward(q, k, cos, sin, results, interleaved, weights=weights, eps=eps, zero_centered=zero_centered)
     return results
-
-
-def _new_turned(
-    q: Tensor,
-    k: Tensor | None,
-    q_weight: Tensor,
-    k_weight: Tensor | None,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-    interleaved: bool,
-    zero_centered: bool,
-) -> tuple[Tensor, Tensor]:
-    """Without keys the second one is empty."""
-    return q.new_empty(q.shape), q.new_empty(0) if k is None else k.new_empty(k.shape)
 
 
 def _gradients(
@@ -230,7 +215,7 @@ _turned_op = define(
     "(Tensor q, Tensor? k, Tensor q_weight, Tensor? k_weight, float eps, Tensor cos, Tensor sin, bool interleaved, "
     "bool zero_centered) -> (Tensor, Tensor)",
     _norm_and_turn,
-    _new_turned,
+    new_turned,
     setup_context=_setup_context,
     backward=_backward,
 )

@@ -122,15 +122,13 @@ def _turn(
 ) -> tuple[Tensor, Tensor]:
     from lightning_d9d.ops.rope_kernels import forward
 
-    results = _new_turned(q, k, cos, sin, interleaved, back)
+    results = new_turned(q, k)
     forward(q, k, cos, sin, results, interleaved, back=back)
     return results
 
 
-def _new_turned(
-    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, back: bool
-) -> tuple[Tensor, Tensor]:
-    """Without keys the second one is empty."""
+def new_turned(q: Tensor, k: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
+    """Memory for results, normed before or not; without keys the second one is empty."""
     return q.new_empty(q.shape), q.new_empty(0) if k is None else k.new_empty(k.shape)
 
 
@@ -154,7 +152,7 @@ _turn_op = define(
     "rope",
     "(Tensor q, Tensor? k, Tensor cos, Tensor sin, bool interleaved, bool back) -> (Tensor, Tensor)",
     _turn,
-    _new_turned,
+    new_turned,
     setup_context=_setup_context,
     backward=_backward,
 )

@@ -615,10 +615,11 @@ def test_version_4_runs_blocks(has_version_4, causal, monkeypatch):
 
 def test_a_length_that_the_compiler_does_not_know_is_short(monkeypatch):
     monkeypatch.setattr(packages, "_LEAST_KEYS", 5)
+    monkeypatch.setattr(packages, "runs_blocks", lambda q, k, v: True)
 
     def run(lengths):
-        is_faster = packages.is_faster(lengths.new_empty(1, 1, int(lengths.max()), 1))
-        return lengths + (1 if is_faster else 0)
+        keys = lengths.new_empty(1, 1, int(lengths.max()), 1)
+        return lengths + (1 if packages.is_faster(keys, keys, keys) else 0)
 
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         compiled = torch.compile(run, backend="eager", fullgraph=True)
