@@ -282,7 +282,8 @@ def test_sigterm_to_the_launching_rank(tmp_path):
 
 def test_ranks_that_ignore_ctrl_c_go_on(tmp_path):
     """So a shell starts what its script runs in the background."""
-    deaf = ["sh", "-c", 'trap \'\' INT; exec "$0" "$@"', *LAUNCHER]
+    # The launching rank does not wait for others that have trained to the end as well; `cat` ends when all have.
+    deaf = ["bash", "-c", 'trap "" INT; set -o pipefail; "$0" "$@" | cat', *LAUNCHER]
     ended = run_job(deaf, tmp_path, "interrupt_ignored")
     assert ended.exit_codes == [0]
     assert ended.values("interrupt_ignored", "train") == [[0, 1, 2, 3]] * 2
