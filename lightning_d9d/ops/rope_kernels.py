@@ -1,7 +1,8 @@
 """Triton kernels of `rope` and `norm_rope`: a program has whole heads of some tokens in registers.
 
 A launch is for queries and keys, or for one tensor alone: the first programs work on queries, the others on keys. A
-tile is of as many heads of either, one after the other, token by token.
+tile is of some heads of some tokens in one row of the batch, both powers of two: as many heads as divide those of the
+tensor. So all tiles are alike but for the last tokens, and only where one begins is computed anew.
 
 Pairs are in two blocks, one of their first elements and one of their second; elements that are not turned, if there are
 any, are in a third.
@@ -47,8 +48,7 @@ def forward(
     Queries and keys, if there are any, have one dtype, and so have their weights. `back` turns by the negative angles.
     """
     q, k, (cos, sin, table_strides) = _dense(q), _dense(k), _tables(q, cos, sin)
-    rows, options = _tile(q, cos, _FORWARD_ELEMENTS)
-    q_tiles, k_tiles = _num_tiles(q, rows), _num_tiles(k, rows)
+    q_tiles, k_tiles, options = _tiles(q, k, cos, _FORWARD_ELEMENTS)
     if not q_tiles + k_tiles:
         return
     q_weight, k_weight = weights
@@ -63,6 +63,7 @@ def forward(
             results[0],
             None if k is None else results[1],
             q_tiles,
+            None if k is None else k_tiles,
             *_sizes(q, k, cos),
             *_strides(q),
             *_strides(k),
@@ -96,8 +97,8 @@ def backward(
     """
     q, k, (cos, sin, table_strides) = _dense(q), _dense(k), _tables(q, cos, sin)
     dq_turned, dk_turned = _dense(dq_turned), _dense(dk_turned)
-    rows, options = _tile(q, cos, _BACKWARD_ELEMENTS)
-    q_tiles, k_tiles = q_programs, k_programs = _num_tiles(q, rows), _num_tiles(k, rows)
+    q_tiles, k_tiles, options = _tiles(q, k, cos, _BACKWARD_ELEMENTS)
+    q_programs, k_programs = q_tiles, k_tiles
     partial = None
     if weights is not None:
         q_programs, k_programs = _shared_programs(q_tiles, k_tiles, q.device)
@@ -155,19 +156,25 @@ def _tables(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, tuple[
     return cos, sin, (0 if cos.shape[0] == 1 else cos.stride(0), cos.stride(1))
 
 
-def _tile(q: Tensor, cos: Tensor, elements: int) -> tuple[int, dict[str, Any]]:
-    """How many heads a tile has, and what kernels take for it; `elements` are a thread's."""
+def _tiles(q: Tensor, k: Tensor | None, cos: Tensor, elements: int) -> tuple[int, int, dict[str, Any]]:
+    """How many tiles queries and keys have, and what kernels take for their size; `elements` are a thread's."""
     dim, pairs = q.shape[-1], cos.shape[-1]
     half = next_power_of_2(pairs)
     rest = next_power_of_2(dim - 2 * pairs) if dim > 2 * pairs else 0
     width = next_power_of_2(2 * half + rest)
     rows = max(1, _TILE // width)
     warps = min(32, max(_TILE, width) // (32 * elements))
-    return rows, {"ROWS": rows, "HALF": half, "REST": rest, "num_warps": warps}
+    q_tiles, q_heads = _num_tiles(q, rows)
+    k_tiles, k_heads = (0, 1) if k is None else _num_tiles(k, rows)
+    sizes = {"ROWS": rows, "Q_HEADS": q_heads, "K_HEADS": k_heads, "HALF": half, "REST": rest}
+    return q_tiles, k_tiles, {**sizes, "num_warps": warps}
 
 
-def _num_tiles(x: Tensor | None, rows: int) -> int:
-    return 0 if x is None else ceil_div(x.shape[0] * x.shape[1] * x.shape[2], rows)
+def _num_tiles(x: Tensor, rows: int) -> tuple[int, int]:
+    """How many tiles of so many rows a tensor has, and the heads of each."""
+    batch, seq, num_heads, _ = x.shape
+    heads = min(rows, max(num_heads & -num_heads, 1))
+    return batch * ceil_div(seq, rows // heads) * (num_heads // heads), heads
 
 
 def _shared_programs(q_tiles: int, k_tiles: int, device: torch.device) -> tuple[int, int]:
@@ -180,9 +187,9 @@ def _shared_programs(q_tiles: int, k_tiles: int, device: torch.device) -> tuple[
 
 
 def _sizes(q: Tensor, k: Tensor | None, cos: Tensor) -> tuple[int | None, ...]:
-    """Tokens, those of a row of the batch, heads of queries and of keys, width of a head, and pairs."""
-    batch, seq, heads, dim = q.shape
-    return batch * seq, seq, heads, None if k is None else k.shape[2], dim, cos.shape[-1]
+    """Tokens of a row of the batch, heads of queries and of keys, width of a head, and pairs."""
+    _, seq, heads, dim = q.shape
+    return seq, heads, None if k is None else k.shape[2], dim, cos.shape[-1]
 
 
 def _strides(x: Tensor | None) -> tuple[int | None, ...]:
@@ -191,25 +198,25 @@ def _strides(x: Tensor | None) -> tuple[int | None, ...]:
 
 
 @triton.jit
-def _one_of(is_k, of_q, of_k):
-    """What a program takes; without keys there is no choice."""
-    if of_k is None:
-        return of_q
-    else:
-        return tl.where(is_k, of_k, of_q)
+def _place(tile, num_tiles, seq, heads, TOKENS: tl.constexpr, HEADS: tl.constexpr):
+    """Row of the batch of a tile, and its first token and head there; after the last tile a token after all."""
+    head_tiles, seq_tiles = heads // HEADS, tl.cdiv(seq, TOKENS)
+    batch = tile // head_tiles // seq_tiles
+    token = tl.where(tile < num_tiles, tile // head_tiles % seq_tiles * TOKENS, seq)
+    return batch.to(tl.int64), token.to(tl.int64), (tile % head_tiles * HEADS).to(tl.int64)
 
 
 @triton.jit
-def _places(tile, seq, heads, ROWS: tl.constexpr):
-    """Of each row of a tile its token, that token's row of the batch and place there, and its head.
+def _first(place, strides):
+    batch, token, head = place
+    return batch * strides[0] + token * strides[1] + head * strides[2]
 
-    As many tiles as there are heads have ROWS tokens. So all divisions are in 32 bits.
-    """
-    row = tile % heads * ROWS + tl.arange(0, ROWS)[:, None]
-    token = tile // heads * ROWS + row // heads
-    batch = token // seq
-    place = token - batch * seq
-    return token.to(tl.int64), batch.to(tl.int64), place.to(tl.int64), (row % heads).to(tl.int64)
+
+@triton.jit
+def _rows(strides, TOKENS: tl.constexpr, HEADS: tl.constexpr):
+    """How far the rows of a tile are from its first: the same in every tile."""
+    row = tl.arange(0, TOKENS * HEADS)[:, None].to(tl.int64)
+    return row // HEADS * strides[1] + row % HEADS * strides[2]
 
 
 @triton.jit
@@ -259,12 +266,10 @@ def _load_rest_weight(ptr, column, dim, ZERO_CENTERED: tl.constexpr):
 
 
 @triton.jit
-def _load_angles(cos_ptr, sin_ptr, offset, mask, pairs, HALF: tl.constexpr):
+def _load_angles(cos_ptr, sin_ptr, mask, pairs, HALF: tl.constexpr):
     column = tl.arange(0, HALF)[None, :]
     mask = mask & (column < pairs)
-    cos = tl.load(cos_ptr + offset + column, mask=mask, other=0)
-    sin = tl.load(sin_ptr + offset + column, mask=mask, other=0)
-    return cos, sin
+    return tl.load(cos_ptr + column, mask=mask, other=0), tl.load(sin_ptr + column, mask=mask, other=0)
 
 
 @triton.jit
@@ -278,7 +283,7 @@ def _forward(
     q_result_ptr,
     k_result_ptr,
     q_tiles,
-    tokens,
+    k_tiles,
     seq,
     q_heads,
     k_heads,
@@ -297,30 +302,56 @@ def _forward(
     ZERO_CENTERED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     ROWS: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     REST: tl.constexpr,
 ):
     tile = tl.program_id(0)
-    is_k = tile >= q_tiles
-    if k_ptr is not None:
-        tile = tl.where(is_k, tile - q_tiles, tile)
-    heads = _one_of(is_k, q_heads, k_heads)
-    x_ptr = _one_of(is_k, q_ptr, k_ptr)
-    x_batch_stride = _one_of(is_k, q_batch_stride, k_batch_stride)
-    x_token_stride = _one_of(is_k, q_token_stride, k_token_stride)
-    x_head_stride = _one_of(is_k, q_head_stride, k_head_stride)
-    result_ptr = _one_of(is_k, q_result_ptr, k_result_ptr)
-    token, batch, place, head = _places(tile, seq, heads, ROWS)
-    mask = token < tokens
-    x_ptr += batch * x_batch_stride + place * x_token_stride + head * x_head_stride
-    result_ptr += (token * heads + head) * dim
-    first, second = _load_pairs(x_ptr, mask, pairs, INTERLEAVED, ROWS, HALF)
+    q_strides = q_batch_stride, q_token_stride, q_head_stride
+    k_strides = k_batch_stride, k_token_stride, k_head_stride
+    tables = cos_ptr, sin_ptr, (table_batch_stride, table_token_stride, 0)
+    sizes = seq, dim, pairs
+    if tile < q_tiles:
+        q = q_ptr, q_weight_ptr, q_result_ptr, q_heads, q_strides
+        _forward_tile(tile, q_tiles, q, tables, sizes, eps, BACK, ZERO_CENTERED, INTERLEAVED, ROWS // Q_HEADS, Q_HEADS, HALF, REST)
+    elif k_ptr is not None:
+        k = k_ptr, k_weight_ptr, k_result_ptr, k_heads, k_strides
+        _forward_tile(tile - q_tiles, k_tiles, k, tables, sizes, eps, BACK, ZERO_CENTERED, INTERLEAVED, ROWS // K_HEADS, K_HEADS, HALF, REST)
+
+
+@triton.jit
+def _forward_tile(
+    tile,
+    num_tiles,
+    tensor,
+    tables,
+    sizes,
+    eps,
+    BACK: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+):
+    ROWS: tl.constexpr = TOKENS * HEADS
+    x_ptr, weight_ptr, result_ptr, heads, strides = tensor
+    cos_ptr, sin_ptr, table_strides = tables
+    seq, dim, pairs = sizes
+    place = _place(tile, num_tiles, seq, heads, TOKENS, HEADS)
+    batch, token, head = place
+    mask = token + _rows((0, 1, 0), TOKENS, HEADS) < seq
+    x_row = x_ptr + _first(place, strides) + _rows(strides, TOKENS, HEADS)
+    result_row = result_ptr + ((batch * seq + token) * heads + head) * dim
+    result_row += _rows((0, heads * dim, dim), TOKENS, HEADS)
+    first, second = _load_pairs(x_row, mask, pairs, INTERLEAVED, ROWS, HALF)
     first, second = first.to(tl.float32), second.to(tl.float32)
     column = 2 * pairs + tl.arange(0, max(REST, 1))[None, :]
     if REST > 0:
-        rest = tl.load(x_ptr + column, mask=mask & (column < dim), other=0).to(tl.float32)
-    if q_weight_ptr is not None:
-        weight_ptr = _one_of(is_k, q_weight_ptr, k_weight_ptr)
+        rest = tl.load(x_row + column, mask=mask & (column < dim), other=0).to(tl.float32)
+    if weight_ptr is not None:
         squares = tl.sum(first * first + second * second, axis=1)
         if REST > 0:
             squares += tl.sum(rest * rest, axis=1)
@@ -330,16 +361,16 @@ def _forward(
         second *= scale * second_weight
         if REST > 0:
             rest *= scale * _load_rest_weight(weight_ptr, column, dim, ZERO_CENTERED)
-    table_offset = batch * table_batch_stride + place * table_token_stride
-    cos, sin = _load_angles(cos_ptr, sin_ptr, table_offset, mask, pairs, HALF)
+    angles = _first(place, table_strides) + _rows(table_strides, TOKENS, HEADS)
+    cos, sin = _load_angles(cos_ptr + angles, sin_ptr + angles, mask, pairs, HALF)
     cos, sin = cos.to(tl.float32), sin.to(tl.float32)
     if BACK:
         sin = -sin
     turned_first = first * cos - second * sin
     turned_second = second * cos + first * sin
-    _store_pairs(result_ptr, mask, turned_first, turned_second, pairs, INTERLEAVED, ROWS, HALF)
+    _store_pairs(result_row, mask, turned_first, turned_second, pairs, INTERLEAVED, ROWS, HALF)
     if REST > 0:
-        tl.store(result_ptr + column, rest, mask=mask & (column < dim))
+        tl.store(result_row + column, rest, mask=mask & (column < dim))
 
 
 @triton.jit
@@ -358,7 +389,6 @@ def _backward(
     q_programs,
     q_tiles,
     k_tiles,
-    tokens,
     seq,
     q_heads,
     k_heads,
@@ -382,25 +412,52 @@ def _backward(
     ZERO_CENTERED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     ROWS: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     REST: tl.constexpr,
 ):
-    first_tile, step = tl.program_id(0), tl.num_programs(0)
-    is_k = first_tile >= q_programs
-    if k_ptr is not None:
-        first_tile = tl.where(is_k, first_tile - q_programs, first_tile)
-        step = tl.where(is_k, step - q_programs, q_programs)
-    num_tiles = _one_of(is_k, q_tiles, k_tiles)
-    heads = _one_of(is_k, q_heads, k_heads)
-    x_ptr = _one_of(is_k, q_ptr, k_ptr)
-    x_batch_stride = _one_of(is_k, q_batch_stride, k_batch_stride)
-    x_token_stride = _one_of(is_k, q_token_stride, k_token_stride)
-    x_head_stride = _one_of(is_k, q_head_stride, k_head_stride)
-    gradient_ptr = _one_of(is_k, dq_turned_ptr, dk_turned_ptr)
-    gradient_batch_stride = _one_of(is_k, dq_batch_stride, dk_batch_stride)
-    gradient_token_stride = _one_of(is_k, dq_token_stride, dk_token_stride)
-    gradient_head_stride = _one_of(is_k, dq_head_stride, dk_head_stride)
-    weight_ptr = _one_of(is_k, q_weight_ptr, k_weight_ptr)
+    program = tl.program_id(0)
+    tables = cos_ptr, sin_ptr, (table_batch_stride, table_token_stride, 0)
+    sizes = seq, dim, pairs
+    if program < q_programs:
+        q_strides = q_batch_stride, q_token_stride, q_head_stride
+        dq_strides = dq_batch_stride, dq_token_stride, dq_head_stride
+        q = q_ptr, dq_turned_ptr, q_weight_ptr, dq_ptr, q_heads, q_strides, dq_strides
+        tiles = program, q_tiles, q_programs
+        _backward_tiles(
+            tiles, q, tables, partial_ptr, sizes, eps, ZERO_CENTERED, INTERLEAVED, ROWS // Q_HEADS, Q_HEADS, HALF, REST
+        )
+    elif k_ptr is not None:
+        k_strides = k_batch_stride, k_token_stride, k_head_stride
+        dk_strides = dk_batch_stride, dk_token_stride, dk_head_stride
+        k = k_ptr, dk_turned_ptr, k_weight_ptr, dk_ptr, k_heads, k_strides, dk_strides
+        tiles = program - q_programs, k_tiles, tl.num_programs(0) - q_programs
+        _backward_tiles(
+            tiles, k, tables, partial_ptr, sizes, eps, ZERO_CENTERED, INTERLEAVED, ROWS // K_HEADS, K_HEADS, HALF, REST
+        )
+
+
+@triton.jit
+def _backward_tiles(
+    tiles,
+    tensor,
+    tables,
+    partial_ptr,
+    sizes,
+    eps,
+    ZERO_CENTERED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+):
+    ROWS: tl.constexpr = TOKENS * HEADS
+    first_tile, num_tiles, step = tiles
+    x_ptr, gradient_ptr, weight_ptr, dx_ptr, heads, strides, gradient_strides = tensor
+    cos_ptr, sin_ptr, table_strides = tables
+    seq, dim, pairs = sizes
     first_weight, second_weight = _load_weight(weight_ptr, pairs, ZERO_CENTERED, INTERLEAVED, HALF)
     first_sum = tl.zeros([ROWS, HALF], tl.float32)
     second_sum = tl.zeros([ROWS, HALF], tl.float32)
@@ -408,26 +465,31 @@ def _backward(
     if REST > 0:
         rest_weight = _load_rest_weight(weight_ptr, column, dim, ZERO_CENTERED)
         rest_sum = tl.zeros([ROWS, REST], tl.float32)
-    token, batch, place, head = _places(first_tile, seq, heads, ROWS)
-    mask = token < tokens
-    x_row = x_ptr + batch * x_batch_stride + place * x_token_stride + head * x_head_stride
-    gradient_row = gradient_ptr + batch * gradient_batch_stride
-    gradient_row += place * gradient_token_stride + head * gradient_head_stride
-    dx_offset = (token * heads + head) * dim
-    table_offset = batch * table_batch_stride + place * table_token_stride
-    raw_cos, raw_sin = _load_angles(cos_ptr, sin_ptr, table_offset, mask, pairs, HALF)
+    row_token = _rows((0, 1, 0), TOKENS, HEADS)
+    x_rows = x_ptr + _rows(strides, TOKENS, HEADS)
+    gradient_rows = gradient_ptr + _rows(gradient_strides, TOKENS, HEADS)
+    dx_rows = _rows((0, heads * dim, dim), TOKENS, HEADS)
+    angle_rows = _rows(table_strides, TOKENS, HEADS)
+    place = _place(first_tile, num_tiles, seq, heads, TOKENS, HEADS)
+    batch, token, head = place
+    mask = token + row_token < seq
+    x_row = x_rows + _first(place, strides)
+    gradient_row = gradient_rows + _first(place, gradient_strides)
+    dx_offset = ((batch * seq + token) * heads + head) * dim
+    angles = angle_rows + _first(place, table_strides)
+    raw_cos, raw_sin = _load_angles(cos_ptr + angles, sin_ptr + angles, mask, pairs, HALF)
     raw_first, raw_second = _load_pairs(x_row, mask, pairs, INTERLEAVED, ROWS, HALF)
     turned_first, turned_second = _load_pairs(gradient_row, mask, pairs, INTERLEAVED, ROWS, HALF)
     for tile in range(first_tile, num_tiles, step):
         # The next tile is on its way while this one is computed: sums over rows make threads wait.
-        token, batch, place, head = _places(tile + step, seq, heads, ROWS)
-        next_mask = token < tokens
-        next_x = x_ptr + batch * x_batch_stride + place * x_token_stride + head * x_head_stride
-        next_gradient = gradient_ptr + batch * gradient_batch_stride
-        next_gradient += place * gradient_token_stride + head * gradient_head_stride
-        next_dx_offset = (token * heads + head) * dim
-        table_offset = batch * table_batch_stride + place * table_token_stride
-        next_cos, next_sin = _load_angles(cos_ptr, sin_ptr, table_offset, next_mask, pairs, HALF)
+        place = _place(tile + step, num_tiles, seq, heads, TOKENS, HEADS)
+        batch, token, head = place
+        next_mask = token + row_token < seq
+        next_x = x_rows + _first(place, strides)
+        next_gradient = gradient_rows + _first(place, gradient_strides)
+        next_dx_offset = ((batch * seq + token) * heads + head) * dim
+        angles = angle_rows + _first(place, table_strides)
+        next_cos, next_sin = _load_angles(cos_ptr + angles, sin_ptr + angles, next_mask, pairs, HALF)
         next_first, next_second = _load_pairs(next_x, next_mask, pairs, INTERLEAVED, ROWS, HALF)
         next_turned_first, next_turned_second = _load_pairs(next_gradient, next_mask, pairs, INTERLEAVED, ROWS, HALF)
         cos, sin = raw_cos.to(tl.float32), raw_sin.to(tl.float32)
@@ -448,7 +510,7 @@ def _backward(
         if REST > 0:
             rest *= scale
             rest_sum += rest_gradient * rest
-        if dq_ptr is not None:
+        if dx_ptr is not None:
             first_gradient *= first_weight
             second_gradient *= second_weight
             product = tl.sum(first_gradient * first + second_gradient * second, axis=1)
@@ -456,7 +518,7 @@ def _backward(
                 rest_gradient *= rest_weight
                 product += tl.sum(rest_gradient * rest, axis=1)
             mean = product[:, None] / dim
-            dx_row = _one_of(is_k, dq_ptr, dk_ptr) + dx_offset
+            dx_row = dx_ptr + dx_offset + dx_rows
             dfirst = (first_gradient - first * mean) * scale
             dsecond = (second_gradient - second * mean) * scale
             _store_pairs(dx_row, mask, dfirst, dsecond, pairs, INTERLEAVED, ROWS, HALF)
