@@ -2,7 +2,7 @@
 
 A launch is for queries and keys, or for one tensor alone: the first programs work on queries, the others on keys. A
 tile is of some heads of some tokens in one row of the batch, both powers of two: as many heads as divide those of the
-tensor. So all tiles are alike but for the last tokens, and only where one begins is computed anew.
+tensor. So rows of all tiles lie alike, and only where a tile begins has to be computed for each.
 
 Pairs are in two blocks, one of their first elements and one of their second; elements that are not turned, if there are
 any, are in a third.
@@ -12,6 +12,7 @@ any, are in a third.
 
 from __future__ import annotations
 
+from operator import mul
 from typing import Any, overload
 
 import torch
@@ -49,6 +50,7 @@ def forward(
     """
     q, k, (cos, sin, table_strides) = _dense(q), _dense(k), _tables(q, cos, sin)
     q_tiles, k_tiles, options = _tiles(q, k, cos, _FORWARD_ELEMENTS)
+    options["INDEX"] = _index_dtype(q, k, cos)
     if not q_tiles + k_tiles:
         return
     q_weight, k_weight = weights
@@ -98,6 +100,7 @@ def backward(
     q, k, (cos, sin, table_strides) = _dense(q), _dense(k), _tables(q, cos, sin)
     dq_turned, dk_turned = _dense(dq_turned), _dense(dk_turned)
     q_tiles, k_tiles, options = _tiles(q, k, cos, _BACKWARD_ELEMENTS)
+    options["INDEX"] = _index_dtype(q, k, cos, dq_turned, dk_turned)
     q_programs, k_programs = q_tiles, k_tiles
     partial = None
     if weights is not None:
@@ -177,6 +180,12 @@ def _num_tiles(x: Tensor, rows: int) -> tuple[int, int]:
     return batch * ceil_div(seq, rows // heads) * (num_heads // heads), heads
 
 
+def _index_dtype(*tensors: Tensor | None) -> tl.dtype:
+    """Of offsets in tensors of these shapes, with these strides or without gaps; 64 bits are slower."""
+    most = max(max(x.numel(), sum(map(mul, x.shape, x.stride()))) for x in tensors if x is not None)
+    return tl.int32 if most < 2**31 else tl.int64
+
+
 def _shared_programs(q_tiles: int, k_tiles: int, device: torch.device) -> tuple[int, int]:
     """How many programs work on queries, and on keys: as their tiles are shared, and one at least for any."""
     num_tiles = q_tiles + k_tiles
@@ -198,12 +207,12 @@ def _strides(x: Tensor | None) -> tuple[int | None, ...]:
 
 
 @triton.jit
-def _place(tile, num_tiles, seq, heads, TOKENS: tl.constexpr, HEADS: tl.constexpr):
+def _place(tile, num_tiles, seq, heads, INDEX: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr):
     """Row of the batch of a tile, and its first token and head there; after the last tile a token after all."""
     head_tiles, seq_tiles = heads // HEADS, tl.cdiv(seq, TOKENS)
     batch = tile // head_tiles // seq_tiles
     token = tl.where(tile < num_tiles, tile // head_tiles % seq_tiles * TOKENS, seq)
-    return batch.to(tl.int64), token.to(tl.int64), (tile % head_tiles * HEADS).to(tl.int64)
+    return batch.to(INDEX), token.to(INDEX), (tile % head_tiles * HEADS).to(INDEX)
 
 
 @triton.jit
@@ -213,9 +222,9 @@ def _first(place, strides):
 
 
 @triton.jit
-def _rows(strides, TOKENS: tl.constexpr, HEADS: tl.constexpr):
+def _rows(strides, INDEX: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr):
     """How far the rows of a tile are from its first: the same in every tile."""
-    row = tl.arange(0, TOKENS * HEADS)[:, None].to(tl.int64)
+    row = tl.arange(0, TOKENS * HEADS)[:, None].to(INDEX)
     return row // HEADS * strides[1] + row % HEADS * strides[2]
 
 
@@ -301,6 +310,7 @@ def _forward(
     BACK: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    INDEX: tl.constexpr,
     ROWS: tl.constexpr,
     Q_HEADS: tl.constexpr,
     K_HEADS: tl.constexpr,
@@ -314,10 +324,10 @@ def _forward(
     sizes = seq, dim, pairs
     if tile < q_tiles:
         q = q_ptr, q_weight_ptr, q_result_ptr, q_heads, q_strides
-        _forward_tile(tile, q_tiles, q, tables, sizes, eps, BACK, ZERO_CENTERED, INTERLEAVED, ROWS // Q_HEADS, Q_HEADS, HALF, REST)
+        _forward_tile(tile, q_tiles, q, tables, sizes, eps, BACK, ZERO_CENTERED, INTERLEAVED, INDEX, ROWS // Q_HEADS, Q_HEADS, HALF, REST)
     elif k_ptr is not None:
         k = k_ptr, k_weight_ptr, k_result_ptr, k_heads, k_strides
-        _forward_tile(tile - q_tiles, k_tiles, k, tables, sizes, eps, BACK, ZERO_CENTERED, INTERLEAVED, ROWS // K_HEADS, K_HEADS, HALF, REST)
+        _forward_tile(tile - q_tiles, k_tiles, k, tables, sizes, eps, BACK, ZERO_CENTERED, INTERLEAVED, INDEX, ROWS // K_HEADS, K_HEADS, HALF, REST)
 
 
 @triton.jit
@@ -331,6 +341,7 @@ def _forward_tile(
     BACK: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    INDEX: tl.constexpr,
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -340,12 +351,12 @@ def _forward_tile(
     x_ptr, weight_ptr, result_ptr, heads, strides = tensor
     cos_ptr, sin_ptr, table_strides = tables
     seq, dim, pairs = sizes
-    place = _place(tile, num_tiles, seq, heads, TOKENS, HEADS)
+    place = _place(tile, num_tiles, seq, heads, INDEX, TOKENS, HEADS)
     batch, token, head = place
-    mask = token + _rows((0, 1, 0), TOKENS, HEADS) < seq
-    x_row = x_ptr + _first(place, strides) + _rows(strides, TOKENS, HEADS)
+    mask = token + _rows((0, 1, 0), INDEX, TOKENS, HEADS) < seq
+    x_row = x_ptr + _first(place, strides) + _rows(strides, INDEX, TOKENS, HEADS)
     result_row = result_ptr + ((batch * seq + token) * heads + head) * dim
-    result_row += _rows((0, heads * dim, dim), TOKENS, HEADS)
+    result_row += _rows((0, heads * dim, dim), INDEX, TOKENS, HEADS)
     first, second = _load_pairs(x_row, mask, pairs, INTERLEAVED, ROWS, HALF)
     first, second = first.to(tl.float32), second.to(tl.float32)
     column = 2 * pairs + tl.arange(0, max(REST, 1))[None, :]
@@ -361,7 +372,7 @@ def _forward_tile(
         second *= scale * second_weight
         if REST > 0:
             rest *= scale * _load_rest_weight(weight_ptr, column, dim, ZERO_CENTERED)
-    angles = _first(place, table_strides) + _rows(table_strides, TOKENS, HEADS)
+    angles = _first(place, table_strides) + _rows(table_strides, INDEX, TOKENS, HEADS)
     cos, sin = _load_angles(cos_ptr + angles, sin_ptr + angles, mask, pairs, HALF)
     cos, sin = cos.to(tl.float32), sin.to(tl.float32)
     if BACK:
@@ -411,6 +422,7 @@ def _backward(
     eps,
     ZERO_CENTERED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    INDEX: tl.constexpr,
     ROWS: tl.constexpr,
     Q_HEADS: tl.constexpr,
     K_HEADS: tl.constexpr,
@@ -426,7 +438,7 @@ def _backward(
         q = q_ptr, dq_turned_ptr, q_weight_ptr, dq_ptr, q_heads, q_strides, dq_strides
         tiles = program, q_tiles, q_programs
         _backward_tiles(
-            tiles, q, tables, partial_ptr, sizes, eps, ZERO_CENTERED, INTERLEAVED, ROWS // Q_HEADS, Q_HEADS, HALF, REST
+            tiles, q, tables, partial_ptr, sizes, eps, ZERO_CENTERED, INTERLEAVED, INDEX, ROWS // Q_HEADS, Q_HEADS, HALF, REST
         )
     elif k_ptr is not None:
         k_strides = k_batch_stride, k_token_stride, k_head_stride
@@ -434,7 +446,7 @@ def _backward(
         k = k_ptr, dk_turned_ptr, k_weight_ptr, dk_ptr, k_heads, k_strides, dk_strides
         tiles = program - q_programs, k_tiles, tl.num_programs(0) - q_programs
         _backward_tiles(
-            tiles, k, tables, partial_ptr, sizes, eps, ZERO_CENTERED, INTERLEAVED, ROWS // K_HEADS, K_HEADS, HALF, REST
+            tiles, k, tables, partial_ptr, sizes, eps, ZERO_CENTERED, INTERLEAVED, INDEX, ROWS // K_HEADS, K_HEADS, HALF, REST
         )
 
 
@@ -448,6 +460,7 @@ def _backward_tiles(
     eps,
     ZERO_CENTERED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    INDEX: tl.constexpr,
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -465,12 +478,13 @@ def _backward_tiles(
     if REST > 0:
         rest_weight = _load_rest_weight(weight_ptr, column, dim, ZERO_CENTERED)
         rest_sum = tl.zeros([ROWS, REST], tl.float32)
-    row_token = _rows((0, 1, 0), TOKENS, HEADS)
-    x_rows = x_ptr + _rows(strides, TOKENS, HEADS)
-    gradient_rows = gradient_ptr + _rows(gradient_strides, TOKENS, HEADS)
-    dx_rows = _rows((0, heads * dim, dim), TOKENS, HEADS)
-    angle_rows = _rows(table_strides, TOKENS, HEADS)
-    place = _place(first_tile, num_tiles, seq, heads, TOKENS, HEADS)
+    inverse = 1.0 / dim
+    row_token = _rows((0, 1, 0), INDEX, TOKENS, HEADS)
+    x_rows = x_ptr + _rows(strides, INDEX, TOKENS, HEADS)
+    gradient_rows = gradient_ptr + _rows(gradient_strides, INDEX, TOKENS, HEADS)
+    dx_rows = _rows((0, heads * dim, dim), INDEX, TOKENS, HEADS)
+    angle_rows = _rows(table_strides, INDEX, TOKENS, HEADS)
+    place = _place(first_tile, num_tiles, seq, heads, INDEX, TOKENS, HEADS)
     batch, token, head = place
     mask = token + row_token < seq
     x_row = x_rows + _first(place, strides)
@@ -482,7 +496,7 @@ def _backward_tiles(
     turned_first, turned_second = _load_pairs(gradient_row, mask, pairs, INTERLEAVED, ROWS, HALF)
     for tile in range(first_tile, num_tiles, step):
         # The next tile is on its way while this one is computed: sums over rows make threads wait.
-        place = _place(tile + step, num_tiles, seq, heads, TOKENS, HEADS)
+        place = _place(tile + step, num_tiles, seq, heads, INDEX, TOKENS, HEADS)
         batch, token, head = place
         next_mask = token + row_token < seq
         next_x = x_rows + _first(place, strides)
@@ -497,33 +511,32 @@ def _backward_tiles(
         first_gradient = turned_first.to(tl.float32) * cos + turned_second.to(tl.float32) * sin
         second_gradient = turned_second.to(tl.float32) * cos - turned_first.to(tl.float32) * sin
         squares = tl.sum(first * first + second * second, axis=1)
+        weighted_first, weighted_second = first_gradient * first_weight, second_gradient * second_weight
+        product = tl.sum(weighted_first * first + weighted_second * second, axis=1)
         if REST > 0:
             rest = tl.load(x_row + column, mask=mask & (column < dim), other=0).to(tl.float32)
             rest_gradient = tl.load(gradient_row + column, mask=mask & (column < dim), other=0).to(tl.float32)
+            weighted_rest = rest_gradient * rest_weight
             squares += tl.sum(rest * rest, axis=1)
-        scale = tl.rsqrt(squares[:, None] / dim + eps)
+            product += tl.sum(weighted_rest * rest, axis=1)
+        scale = tl.rsqrt(squares[:, None] * inverse + eps)
         first *= scale
         second *= scale
+        if REST > 0:
+            rest *= scale
         if partial_ptr is not None:
             first_sum += first_gradient * first
             second_sum += second_gradient * second
-        if REST > 0:
-            rest *= scale
-            rest_sum += rest_gradient * rest
-        if dx_ptr is not None:
-            first_gradient *= first_weight
-            second_gradient *= second_weight
-            product = tl.sum(first_gradient * first + second_gradient * second, axis=1)
             if REST > 0:
-                rest_gradient *= rest_weight
-                product += tl.sum(rest_gradient * rest, axis=1)
-            mean = product[:, None] / dim
+                rest_sum += rest_gradient * rest
+        if dx_ptr is not None:
+            mean = product[:, None] * scale * inverse
             dx_row = dx_ptr + dx_offset + dx_rows
-            dfirst = (first_gradient - first * mean) * scale
-            dsecond = (second_gradient - second * mean) * scale
+            dfirst = (weighted_first - first * mean) * scale
+            dsecond = (weighted_second - second * mean) * scale
             _store_pairs(dx_row, mask, dfirst, dsecond, pairs, INTERLEAVED, ROWS, HALF)
             if REST > 0:
-                tl.store(dx_row + column, (rest_gradient - rest * mean) * scale, mask=mask & (column < dim))
+                tl.store(dx_row + column, (weighted_rest - rest * mean) * scale, mask=mask & (column < dim))
         mask, x_row, gradient_row, dx_offset = next_mask, next_x, next_gradient, next_dx_offset
         raw_cos, raw_sin, raw_first, raw_second = next_cos, next_sin, next_first, next_second
         turned_first, turned_second = next_turned_first, next_turned_second
