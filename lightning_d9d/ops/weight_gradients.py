@@ -129,7 +129,7 @@ class WeightGradients:
         if not self._in_backward:
             return
         stream = self._stream
-        if stream is not None and weight.is_cuda and stream != torch.cuda.current_stream():
+        if stream is not None and weight.is_cuda and not _is_current(stream):
             for tensor in tensors:
                 to_local = getattr(tensor, "to_local", None)  # a DTensor is none of the allocator's
                 (to_local() if to_local else tensor).record_stream(stream)  # the weight backward reads it there
@@ -164,6 +164,11 @@ class WeightGradients:
                 gradients.append(as_gradient(gradient, weight))
                 num_bytes += gradient.nbytes
             torch.autograd.backward(weights, gradients)
+
+
+def _is_current(stream: torch.cuda.Stream) -> bool:
+    """`stream == torch.cuda.current_stream()`, which makes an object for every weight of every microbatch."""
+    return stream.cuda_stream == torch._C._cuda_getCurrentRawStream(stream.device_index)
 
 
 @torch.no_grad()

@@ -79,7 +79,8 @@ def cases(
             Qwen3MoeConfig.preset("30b-a3b"), num_hidden_layers=16, num_experts=32, vocab_size=8192
         )  # the head computes as much as a third of a layer
         num_ranks = min(4, torch.cuda.device_count())
-        work = Work(config=config, dtype=torch.bfloat16, sequence_length=4096, num_ranks=num_ranks)
+        # so long that kernels, not the host that launches them, are what a step waits for
+        work = Work(config=config, dtype=torch.bfloat16, sequence_length=8192, num_ranks=num_ranks)
         rounds = dict(warmup_steps=3, block_steps=1, repeats=8)
     else:
         config = replace(Qwen3MoeConfig.preset("tiny"), num_hidden_layers=16)
