@@ -50,7 +50,7 @@ def forward(
     """
     q, k, (cos, sin, table_strides) = _dense(q), _dense(k), _tables(q, cos, sin)
     q_tiles, k_tiles, options = _tiles(q, k, cos, _FORWARD_ELEMENTS)
-    options["INDEX"] = _index_dtype(q, k, cos)
+    options["WIDE"] = _is_wide(q, k, cos)
     if not q_tiles + k_tiles:
         return
     q_weight, k_weight = weights
@@ -100,7 +100,7 @@ def backward(
     q, k, (cos, sin, table_strides) = _dense(q), _dense(k), _tables(q, cos, sin)
     dq_turned, dk_turned = _dense(dq_turned), _dense(dk_turned)
     q_tiles, k_tiles, options = _tiles(q, k, cos, _BACKWARD_ELEMENTS)
-    options["INDEX"] = _index_dtype(q, k, cos, dq_turned, dk_turned)
+    options["WIDE"] = _is_wide(q, k, cos, dq_turned, dk_turned)
     q_programs, k_programs = q_tiles, k_tiles
     partial = None
     if weights is not None:
@@ -180,10 +180,10 @@ def _num_tiles(x: Tensor, rows: int) -> tuple[int, int]:
     return batch * ceil_div(seq, rows // heads) * (num_heads // heads), heads
 
 
-def _index_dtype(*tensors: Tensor | None) -> tl.dtype:
-    """Of offsets in tensors of these shapes, with these strides or without gaps; 64 bits are slower."""
+def _is_wide(*tensors: Tensor | None) -> bool:
+    """Whether offsets need 64 bits, which are slower, in tensors of these shapes with these strides or without gaps."""
     most = max(max(x.numel(), sum(map(mul, x.shape, x.stride()))) for x in tensors if x is not None)
-    return tl.int32 if most < 2**31 else tl.int64
+    return most >= 2**31
 
 
 def _shared_programs(q_tiles: int, k_tiles: int, device: torch.device) -> tuple[int, int]:
@@ -207,12 +207,13 @@ def _strides(x: Tensor | None) -> tuple[int | None, ...]:
 
 
 @triton.jit
-def _place(tile, num_tiles, seq, heads, INDEX: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr):
+def _place(tile, num_tiles, seq, heads, WIDE: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr):
     """Row of the batch of a tile, and its first token and head there; after the last tile a token after all."""
     head_tiles, seq_tiles = heads // HEADS, tl.cdiv(seq, TOKENS)
     batch = tile // head_tiles // seq_tiles
     token = tl.where(tile < num_tiles, tile // head_tiles % seq_tiles * TOKENS, seq)
-    return batch.to(INDEX), token.to(INDEX), (tile % head_tiles * HEADS).to(INDEX)
+    dtype: tl.constexpr = tl.int64 if WIDE else tl.int32
+    return batch.to(dtype), token.to(dtype), (tile % head_tiles * HEADS).to(dtype)
 
 
 @triton.jit
@@ -222,9 +223,9 @@ def _first(place, strides):
 
 
 @triton.jit
-def _rows(strides, INDEX: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr):
+def _rows(strides, WIDE: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr):
     """How far the rows of a tile are from its first: the same in every tile."""
-    row = tl.arange(0, TOKENS * HEADS)[:, None].to(INDEX)
+    row = tl.arange(0, TOKENS * HEADS)[:, None].to(tl.int64 if WIDE else tl.int32)
     return row // HEADS * strides[1] + row % HEADS * strides[2]
 
 
@@ -310,7 +311,7 @@ def _forward(
     BACK: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    INDEX: tl.constexpr,
+    WIDE: tl.constexpr,
     ROWS: tl.constexpr,
     Q_HEADS: tl.constexpr,
     K_HEADS: tl.constexpr,
@@ -321,42 +322,47 @@ def _forward(
     q_strides = q_batch_stride, q_token_stride, q_head_stride
     k_strides = k_batch_stride, k_token_stride, k_head_stride
     tables = cos_ptr, sin_ptr, (table_batch_stride, table_token_stride, 0)
-    sizes = seq, dim, pairs
+    sizes = seq, dim, pairs, eps
     if tile < q_tiles:
         q = q_ptr, q_weight_ptr, q_result_ptr, q_heads, q_strides
-        _forward_tile(tile, q_tiles, q, tables, sizes, eps, BACK, ZERO_CENTERED, INTERLEAVED, INDEX, ROWS // Q_HEADS, Q_HEADS, HALF, REST)
+        tiles = tile, q_tiles
+        _forward_tile(
+            tiles, q, tables, sizes, BACK, ZERO_CENTERED, INTERLEAVED, WIDE, ROWS // Q_HEADS, Q_HEADS, HALF, REST
+        )
     elif k_ptr is not None:
         k = k_ptr, k_weight_ptr, k_result_ptr, k_heads, k_strides
-        _forward_tile(tile - q_tiles, k_tiles, k, tables, sizes, eps, BACK, ZERO_CENTERED, INTERLEAVED, INDEX, ROWS // K_HEADS, K_HEADS, HALF, REST)
+        tiles = tile - q_tiles, k_tiles
+        _forward_tile(
+            tiles, k, tables, sizes, BACK, ZERO_CENTERED, INTERLEAVED, WIDE, ROWS // K_HEADS, K_HEADS, HALF, REST
+        )
 
 
 @triton.jit
 def _forward_tile(
-    tile,
-    num_tiles,
+    tiles,
     tensor,
     tables,
     sizes,
-    eps,
     BACK: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    INDEX: tl.constexpr,
+    WIDE: tl.constexpr,
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     REST: tl.constexpr,
 ):
     ROWS: tl.constexpr = TOKENS * HEADS
+    tile, num_tiles = tiles
     x_ptr, weight_ptr, result_ptr, heads, strides = tensor
     cos_ptr, sin_ptr, table_strides = tables
-    seq, dim, pairs = sizes
-    place = _place(tile, num_tiles, seq, heads, INDEX, TOKENS, HEADS)
+    seq, dim, pairs, eps = sizes
+    place = _place(tile, num_tiles, seq, heads, WIDE, TOKENS, HEADS)
     batch, token, head = place
-    mask = token + _rows((0, 1, 0), INDEX, TOKENS, HEADS) < seq
-    x_row = x_ptr + _first(place, strides) + _rows(strides, INDEX, TOKENS, HEADS)
+    mask = token + _rows((0, 1, 0), WIDE, TOKENS, HEADS) < seq
+    x_row = x_ptr + _first(place, strides) + _rows(strides, WIDE, TOKENS, HEADS)
     result_row = result_ptr + ((batch * seq + token) * heads + head) * dim
-    result_row += _rows((0, heads * dim, dim), INDEX, TOKENS, HEADS)
+    result_row += _rows((0, heads * dim, dim), WIDE, TOKENS, HEADS)
     first, second = _load_pairs(x_row, mask, pairs, INTERLEAVED, ROWS, HALF)
     first, second = first.to(tl.float32), second.to(tl.float32)
     column = 2 * pairs + tl.arange(0, max(REST, 1))[None, :]
@@ -372,7 +378,7 @@ def _forward_tile(
         second *= scale * second_weight
         if REST > 0:
             rest *= scale * _load_rest_weight(weight_ptr, column, dim, ZERO_CENTERED)
-    angles = _first(place, table_strides) + _rows(table_strides, INDEX, TOKENS, HEADS)
+    angles = _first(place, table_strides) + _rows(table_strides, WIDE, TOKENS, HEADS)
     cos, sin = _load_angles(cos_ptr + angles, sin_ptr + angles, mask, pairs, HALF)
     cos, sin = cos.to(tl.float32), sin.to(tl.float32)
     if BACK:
@@ -422,7 +428,7 @@ def _backward(
     eps,
     ZERO_CENTERED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    INDEX: tl.constexpr,
+    WIDE: tl.constexpr,
     ROWS: tl.constexpr,
     Q_HEADS: tl.constexpr,
     K_HEADS: tl.constexpr,
@@ -431,14 +437,14 @@ def _backward(
 ):
     program = tl.program_id(0)
     tables = cos_ptr, sin_ptr, (table_batch_stride, table_token_stride, 0)
-    sizes = seq, dim, pairs
+    sizes = seq, dim, pairs, eps
     if program < q_programs:
         q_strides = q_batch_stride, q_token_stride, q_head_stride
         dq_strides = dq_batch_stride, dq_token_stride, dq_head_stride
         q = q_ptr, dq_turned_ptr, q_weight_ptr, dq_ptr, q_heads, q_strides, dq_strides
         tiles = program, q_tiles, q_programs
         _backward_tiles(
-            tiles, q, tables, partial_ptr, sizes, eps, ZERO_CENTERED, INTERLEAVED, INDEX, ROWS // Q_HEADS, Q_HEADS, HALF, REST
+            tiles, q, tables, partial_ptr, sizes, ZERO_CENTERED, INTERLEAVED, WIDE, ROWS // Q_HEADS, Q_HEADS, HALF, REST
         )
     elif k_ptr is not None:
         k_strides = k_batch_stride, k_token_stride, k_head_stride
@@ -446,7 +452,7 @@ def _backward(
         k = k_ptr, dk_turned_ptr, k_weight_ptr, dk_ptr, k_heads, k_strides, dk_strides
         tiles = program - q_programs, k_tiles, tl.num_programs(0) - q_programs
         _backward_tiles(
-            tiles, k, tables, partial_ptr, sizes, eps, ZERO_CENTERED, INTERLEAVED, INDEX, ROWS // K_HEADS, K_HEADS, HALF, REST
+            tiles, k, tables, partial_ptr, sizes, ZERO_CENTERED, INTERLEAVED, WIDE, ROWS // K_HEADS, K_HEADS, HALF, REST
         )
 
 
@@ -457,10 +463,9 @@ def _backward_tiles(
     tables,
     partial_ptr,
     sizes,
-    eps,
     ZERO_CENTERED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    INDEX: tl.constexpr,
+    WIDE: tl.constexpr,
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -470,7 +475,7 @@ def _backward_tiles(
     first_tile, num_tiles, step = tiles
     x_ptr, gradient_ptr, weight_ptr, dx_ptr, heads, strides, gradient_strides = tensor
     cos_ptr, sin_ptr, table_strides = tables
-    seq, dim, pairs = sizes
+    seq, dim, pairs, eps = sizes
     first_weight, second_weight = _load_weight(weight_ptr, pairs, ZERO_CENTERED, INTERLEAVED, HALF)
     first_sum = tl.zeros([ROWS, HALF], tl.float32)
     second_sum = tl.zeros([ROWS, HALF], tl.float32)
@@ -479,12 +484,12 @@ def _backward_tiles(
         rest_weight = _load_rest_weight(weight_ptr, column, dim, ZERO_CENTERED)
         rest_sum = tl.zeros([ROWS, REST], tl.float32)
     inverse = 1.0 / dim
-    row_token = _rows((0, 1, 0), INDEX, TOKENS, HEADS)
-    x_rows = x_ptr + _rows(strides, INDEX, TOKENS, HEADS)
-    gradient_rows = gradient_ptr + _rows(gradient_strides, INDEX, TOKENS, HEADS)
-    dx_rows = _rows((0, heads * dim, dim), INDEX, TOKENS, HEADS)
-    angle_rows = _rows(table_strides, INDEX, TOKENS, HEADS)
-    place = _place(first_tile, num_tiles, seq, heads, INDEX, TOKENS, HEADS)
+    row_token = _rows((0, 1, 0), WIDE, TOKENS, HEADS)
+    x_rows = x_ptr + _rows(strides, WIDE, TOKENS, HEADS)
+    gradient_rows = gradient_ptr + _rows(gradient_strides, WIDE, TOKENS, HEADS)
+    dx_rows = _rows((0, heads * dim, dim), WIDE, TOKENS, HEADS)
+    angle_rows = _rows(table_strides, WIDE, TOKENS, HEADS)
+    place = _place(first_tile, num_tiles, seq, heads, WIDE, TOKENS, HEADS)
     batch, token, head = place
     mask = token + row_token < seq
     x_row = x_rows + _first(place, strides)
@@ -496,7 +501,7 @@ def _backward_tiles(
     turned_first, turned_second = _load_pairs(gradient_row, mask, pairs, INTERLEAVED, ROWS, HALF)
     for tile in range(first_tile, num_tiles, step):
         # The next tile is on its way while this one is computed: sums over rows make threads wait.
-        place = _place(tile + step, num_tiles, seq, heads, INDEX, TOKENS, HEADS)
+        place = _place(tile + step, num_tiles, seq, heads, WIDE, TOKENS, HEADS)
         batch, token, head = place
         next_mask = token + row_token < seq
         next_x = x_rows + _first(place, strides)
