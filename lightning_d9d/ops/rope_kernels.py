@@ -212,8 +212,10 @@ def _place(tile, num_tiles, seq, heads, WIDE: tl.constexpr, TOKENS: tl.constexpr
     head_tiles, seq_tiles = heads // HEADS, tl.cdiv(seq, TOKENS)
     batch = tile // head_tiles // seq_tiles
     token = tl.where(tile < num_tiles, tile // head_tiles % seq_tiles * TOKENS, seq)
-    dtype: tl.constexpr = tl.int64 if WIDE else tl.int32
-    return batch.to(dtype), token.to(dtype), (tile % head_tiles * HEADS).to(dtype)
+    head = tile % head_tiles * HEADS
+    if WIDE:
+        batch, token, head = batch.to(tl.int64), token.to(tl.int64), head.to(tl.int64)
+    return batch, token, head
 
 
 @triton.jit
@@ -225,7 +227,9 @@ def _first(place, strides):
 @triton.jit
 def _rows(strides, WIDE: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr):
     """How far the rows of a tile are from its first: the same in every tile."""
-    row = tl.arange(0, TOKENS * HEADS)[:, None].to(tl.int64 if WIDE else tl.int32)
+    row = tl.arange(0, TOKENS * HEADS)[:, None]
+    if WIDE:
+        row = row.to(tl.int64)
     return row // HEADS * strides[1] + row % HEADS * strides[2]
 
 
