@@ -175,7 +175,8 @@ def _backward(
         next_dnormed = _load(dnormed_ptr, dnormed_stride, next_row, column, num_rows, dim)
         next_dtotal = _load(dtotal_ptr, dtotal_stride, next_row, column, num_rows, dim)
         normed, gradient = x.to(tl.float32), dnormed.to(tl.float32)
-        scale = tl.rsqrt(tl.sum(normed * normed, axis=1)[:, None] / dim + eps)
+        # without eps infinite for the rows that there are not, which would make NaN of the sums
+        scale = tl.where(row < num_rows, tl.rsqrt(tl.sum(normed * normed, axis=1)[:, None] / dim + eps), 0)
         normed *= scale
         if partial_ptr is not None:
             dweight += gradient * normed

@@ -1,8 +1,8 @@
 """Triton kernels of `rope` and `norm_rope`: a program has whole heads of some tokens in registers.
 
 A launch is for queries and keys, or for one tensor alone: the first programs work on queries, the others on keys. A
-tile is of some heads of some tokens in one row of the batch, both powers of two: as many heads as divide those of the
-tensor. So rows of all tiles lie alike, and only where a tile begins has to be computed for each.
+tile is of some heads of some tokens in one row of the batch, both powers of two; that of heads divides the tensor's. So
+rows of all tiles lie alike, and only where a tile begins has to be computed for each.
 
 Pairs are in two blocks, one of their first elements and one of their second; elements that are not turned, if there are
 any, are in a third.
@@ -48,7 +48,7 @@ def forward(
 
     Queries and keys, if there are any, have one dtype, and so have their weights. `back` turns by the negative angles.
     """
-    q, k, (cos, sin, table_strides) = _dense(q), _dense(k), _tables(q, cos, sin)
+    q, k, (cos, sin, table_strides) = _dense(q), _dense(k), _tables(cos, sin)
     q_tiles, k_tiles, options = _tiles(q, k, cos, _FORWARD_ELEMENTS)
     options["WIDE"] = _is_wide(q, k, cos)
     if not q_tiles + k_tiles:
@@ -97,7 +97,7 @@ def backward(
 
     The arguments are what `forward` had, and the gradients of its results.
     """
-    q, k, (cos, sin, table_strides) = _dense(q), _dense(k), _tables(q, cos, sin)
+    q, k, (cos, sin, table_strides) = _dense(q), _dense(k), _tables(cos, sin)
     dq_turned, dk_turned = _dense(dq_turned), _dense(dk_turned)
     q_tiles, k_tiles, options = _tiles(q, k, cos, _BACKWARD_ELEMENTS)
     options["WIDE"] = _is_wide(q, k, cos, dq_turned, dk_turned)
@@ -151,7 +151,7 @@ def _dense(tensor: Tensor | None) -> Tensor | None:
     return tensor if tensor is None or tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _tables(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, tuple[int, int]]:
+def _tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, tuple[int, int]]:
     """With equal strides, and those of rows of the batch and of tokens."""
     cos, sin = _dense(cos), _dense(sin)
     if cos.stride() != sin.stride():
@@ -461,6 +461,38 @@ def _backward(
 
 
 @triton.jit
+def _load(
+    tile,
+    num_tiles,
+    rows,
+    tensor,
+    tables,
+    sizes,
+    INTERLEAVED: tl.constexpr,
+    WIDE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """Which rows of a tile there are, where they and their gradients are and go to, and what is read of them."""
+    _x_ptr, _gradient_ptr, _weight_ptr, _dx_ptr, heads, strides, gradient_strides = tensor
+    row_token, x_rows, gradient_rows, angle_rows = rows
+    cos_ptr, sin_ptr, table_strides = tables
+    seq, dim, pairs, _eps = sizes
+    place = _place(tile, num_tiles, seq, heads, WIDE, TOKENS, HEADS)
+    batch, token, head = place
+    mask = token + row_token < seq
+    x_row = x_rows + _first(place, strides)
+    gradient_row = gradient_rows + _first(place, gradient_strides)
+    dx_offset = ((batch * seq + token) * heads + head) * dim
+    angles = angle_rows + _first(place, table_strides)
+    cos, sin = _load_angles(cos_ptr + angles, sin_ptr + angles, mask, pairs, HALF)
+    first, second = _load_pairs(x_row, mask, pairs, INTERLEAVED, TOKENS * HEADS, HALF)
+    turned_first, turned_second = _load_pairs(gradient_row, mask, pairs, INTERLEAVED, TOKENS * HEADS, HALF)
+    return mask, x_row, gradient_row, dx_offset, cos, sin, first, second, turned_first, turned_second
+
+
+@triton.jit
 def _backward_tiles(
     tiles,
     tensor,
@@ -478,8 +510,8 @@ def _backward_tiles(
     ROWS: tl.constexpr = TOKENS * HEADS
     first_tile, num_tiles, step = tiles
     x_ptr, gradient_ptr, weight_ptr, dx_ptr, heads, strides, gradient_strides = tensor
-    cos_ptr, sin_ptr, table_strides = tables
-    seq, dim, pairs, eps = sizes
+    _cos_ptr, _sin_ptr, table_strides = tables
+    _seq, dim, pairs, eps = sizes
     first_weight, second_weight = _load_weight(weight_ptr, pairs, ZERO_CENTERED, INTERLEAVED, HALF)
     first_sum = tl.zeros([ROWS, HALF], tl.float32)
     second_sum = tl.zeros([ROWS, HALF], tl.float32)
@@ -491,30 +523,14 @@ def _backward_tiles(
     row_token = _rows((0, 1, 0), WIDE, TOKENS, HEADS)
     x_rows = x_ptr + _rows(strides, WIDE, TOKENS, HEADS)
     gradient_rows = gradient_ptr + _rows(gradient_strides, WIDE, TOKENS, HEADS)
+    rows = row_token, x_rows, gradient_rows, _rows(table_strides, WIDE, TOKENS, HEADS)
     dx_rows = _rows((0, heads * dim, dim), WIDE, TOKENS, HEADS)
-    angle_rows = _rows(table_strides, WIDE, TOKENS, HEADS)
-    place = _place(first_tile, num_tiles, seq, heads, WIDE, TOKENS, HEADS)
-    batch, token, head = place
-    mask = token + row_token < seq
-    x_row = x_rows + _first(place, strides)
-    gradient_row = gradient_rows + _first(place, gradient_strides)
-    dx_offset = ((batch * seq + token) * heads + head) * dim
-    angles = angle_rows + _first(place, table_strides)
-    raw_cos, raw_sin = _load_angles(cos_ptr + angles, sin_ptr + angles, mask, pairs, HALF)
-    raw_first, raw_second = _load_pairs(x_row, mask, pairs, INTERLEAVED, ROWS, HALF)
-    turned_first, turned_second = _load_pairs(gradient_row, mask, pairs, INTERLEAVED, ROWS, HALF)
+    mask, x_row, gradient_row, dx_offset, raw_cos, raw_sin, raw_first, raw_second, turned_first, turned_second = _load(
+        first_tile, num_tiles, rows, tensor, tables, sizes, INTERLEAVED, WIDE, TOKENS, HEADS, HALF
+    )
     for tile in range(first_tile, num_tiles, step):
         # The next tile is on its way while this one is computed: sums over rows make threads wait.
-        place = _place(tile + step, num_tiles, seq, heads, WIDE, TOKENS, HEADS)
-        batch, token, head = place
-        next_mask = token + row_token < seq
-        next_x = x_rows + _first(place, strides)
-        next_gradient = gradient_rows + _first(place, gradient_strides)
-        next_dx_offset = ((batch * seq + token) * heads + head) * dim
-        angles = angle_rows + _first(place, table_strides)
-        next_cos, next_sin = _load_angles(cos_ptr + angles, sin_ptr + angles, next_mask, pairs, HALF)
-        next_first, next_second = _load_pairs(next_x, next_mask, pairs, INTERLEAVED, ROWS, HALF)
-        next_turned_first, next_turned_second = _load_pairs(next_gradient, next_mask, pairs, INTERLEAVED, ROWS, HALF)
+        following = _load(tile + step, num_tiles, rows, tensor, tables, sizes, INTERLEAVED, WIDE, TOKENS, HEADS, HALF)
         cos, sin = raw_cos.to(tl.float32), raw_sin.to(tl.float32)
         first, second = raw_first.to(tl.float32), raw_second.to(tl.float32)
         first_gradient = turned_first.to(tl.float32) * cos + turned_second.to(tl.float32) * sin
@@ -528,7 +544,8 @@ def _backward_tiles(
             weighted_rest = rest_gradient * rest_weight
             squares += tl.sum(rest * rest, axis=1)
             product += tl.sum(weighted_rest * rest, axis=1)
-        scale = tl.rsqrt(squares[:, None] * inverse + eps)
+        # without eps infinite for the rows that there are not, which would make NaN of the sums
+        scale = tl.where(mask, tl.rsqrt(squares[:, None] * inverse + eps), 0)
         first *= scale
         second *= scale
         if REST > 0:
@@ -546,9 +563,9 @@ def _backward_tiles(
             _store_pairs(dx_row, mask, dfirst, dsecond, pairs, INTERLEAVED, ROWS, HALF)
             if REST > 0:
                 tl.store(dx_row + column, (weighted_rest - rest * mean) * scale, mask=mask & (column < dim))
-        mask, x_row, gradient_row, dx_offset = next_mask, next_x, next_gradient, next_dx_offset
-        raw_cos, raw_sin, raw_first, raw_second = next_cos, next_sin, next_first, next_second
-        turned_first, turned_second = next_turned_first, next_turned_second
+        mask, x_row, gradient_row, dx_offset, raw_cos, raw_sin, raw_first, raw_second, turned_first, turned_second = (
+            following
+        )
     if partial_ptr is not None:
         partial_row = partial_ptr + tl.program_id(0) * tl.full([1, 1], 1, tl.int64) * dim
         first_total = tl.sum(first_sum, axis=0)[None, :]

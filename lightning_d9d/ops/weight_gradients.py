@@ -167,7 +167,7 @@ class WeightGradients:
 
 
 def _is_current(stream: torch.cuda.Stream) -> bool:
-    """`stream == torch.cuda.current_stream()`, which makes an object for every weight of every microbatch."""
+    """On its device. `torch.cuda.current_stream` would make an object for every weight of every microbatch."""
     return stream.cuda_stream == torch._C._cuda_getCurrentRawStream(stream.device_index)
 
 

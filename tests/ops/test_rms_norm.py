@@ -53,6 +53,13 @@ def test_every_gradient_alone_and_together(device):
 
 
 @DEVICES
+def test_without_eps(device):
+    """Also where the last rows of a tile are none."""
+    for rows in (3, 129):
+        check_op(rms_norm, rms_norm_reference, inputs(rows, 32), torch.float32, device, eps=0.0)
+
+
+@DEVICES
 def test_weight_may_be_wider(device):
     check(inputs(5, 48, has_residual=True), torch.float16, device, wide=["weight"])
 

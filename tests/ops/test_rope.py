@@ -68,7 +68,7 @@ def chosen(has_norm, is_paired):
 def check(has_norm, is_paired, tensors, dtype, device, *, gradients_of=None, wide=(), **options):
     tensors = only(tensors, has_norm, is_paired)
     if has_norm:
-        options["eps"] = 1e-3
+        options.setdefault("eps", 1e-3)
     names = [name for name in tensors if name not in ("cos", "sin")] if gradients_of is None else gradients_of
     wide = ["cos", "sin", *wide]
     check_op(*chosen(has_norm, is_paired), tensors, dtype, device, gradients_of=names, wide=wide, **options)
@@ -292,21 +292,39 @@ def test_tables_may_be_trained(device):
 
 
 @DEVICES
+def test_without_eps(device):
+    """Also where the last rows of a tile are none."""
+    for shape in ((1, 37, 4, 32, 16), (1, 3, 2, 14, 5), (3, 37, 1, 32, 16)):
+        check(True, True, inputs(*shape), torch.float32, device, eps=0.0)
+
+
+def far_apart(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """A copy whose offsets along `dim` need more than 31 bits. On a host memory that is never touched is not there."""
+    strides = [2**30 if i == dim else stride for i, stride in enumerate(tensor.stride())]
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
+    return tensor.new_empty(last + 1).as_strided(tensor.shape, strides).copy_(tensor)
+
+
+@DEVICES
 @BOTH
-def test_rows_far_apart(device, has_norm):
-    """What lies between them is never touched, so in the host's memory it is not there."""
-    near = {name: tensor.to(device).half() for name, tensor in inputs(3, 3, 2, 8, 4).items()}
-    near = only(near, has_norm, is_paired=True)
-    far = dict(near)
-    for name in ("q", "k"):
-        memory = torch.empty(2**31 + 48, dtype=torch.float16, device=device)
-        far[name] = memory.as_strided((3, 3, 2, 8), (2**30, 16, 8, 1)).copy_(near[name])
+@pytest.mark.parametrize(
+    ("names", "dim"),
+    [*product((["q"], ["k"], ["dq"], ["dk"]), range(3)), *product([["cos", "sin"]], range(2))],
+    ids=str,
+)
+def test_rows_far_apart(device, has_norm, names, dim):
+    tensors = {name: tensor.half() for name, tensor in inputs(3, 3, 4, 8, 4, 4).items()}
+    tensors |= {"dq": tensors["q"].cos(), "dk": tensors["k"].cos()}
+    near = {name: tensor.to(device) for name, tensor in tensors.items() if has_norm or "weight" not in name}
     options, results = {"eps": 1e-6} if has_norm else {}, []
-    for tensors in (near, far):
-        leaves = [tensors[name].detach().requires_grad_() for name in ("q", "k")]
+    for moved in ([], names):
+        at = {name: far_apart(tensor, dim) if name in moved else tensor for name, tensor in near.items()}
+        gradients = [at.pop(name) for name in ("dq", "dk")]
+        leaves = [each.detach().requires_grad_() for name, each in at.items() if name not in ("cos", "sin")]
+        at |= zip([name for name in at if name not in ("cos", "sin")], leaves, strict=True)
         with using_kernels("triton"):
-            turned = chosen(has_norm, True)[0](**{**tensors, "q": leaves[0], "k": leaves[1]}, **options)
-            results.append([*turned, *torch.autograd.grad([y.square().sum() for y in turned], leaves)])
+            turned = chosen(has_norm, True)[0](**at, **options)
+            results.append([*turned, *torch.autograd.grad(turned, leaves, gradients)])
     for of_near, of_far in zip(*results, strict=True):
         assert_bitwise_equal("far", of_far, of_near)
 
@@ -385,8 +403,9 @@ def test_the_operators_are_what_torch_takes_them_for(device):
 @BOTH
 @PAIRED
 def test_compiled_whole(device, has_norm, is_paired):
-    # one tile each, so that one result's gradient alone sums a weight's in the order of both
-    tensors = {name: tensor.to(device) for name, tensor in inputs(1, 3, 2, 8, 3, 1).items()}
+    # with a norm one tile each, so that one result's gradient alone sums a weight's in the order of both
+    batch = 1 if has_norm else 2
+    tensors = {name: tensor.to(device) for name, tensor in inputs(batch, 3, 2, 8, 3, 1).items()}
     tensors = only(tensors, has_norm, is_paired)
     options = {"cos": tensors.pop("cos"), "sin": tensors.pop("sin")}
     if has_norm:
