@@ -65,7 +65,6 @@ def forward(
             results[0],
             None if k is None else results[1],
             q_tiles,
-            None if k is None else k_tiles,
             *_sizes(q, k, cos),
             *_strides(q),
             *_strides(k),
@@ -207,11 +206,11 @@ def _strides(x: Tensor | None) -> tuple[int | None, ...]:
 
 
 @triton.jit
-def _place(tile, num_tiles, seq, heads, WIDE: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr):
-    """Row of the batch of a tile, and its first token and head there; after the last tile a token after all."""
+def _place(tile, seq, heads, WIDE: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr):
+    """Row of the batch of a tile, and its first token and head there."""
     head_tiles, seq_tiles = heads // HEADS, tl.cdiv(seq, TOKENS)
     batch = tile // head_tiles // seq_tiles
-    token = tl.where(tile < num_tiles, tile // head_tiles % seq_tiles * TOKENS, seq)
+    token = tile // head_tiles % seq_tiles * TOKENS
     head = tile % head_tiles * HEADS
     if WIDE:
         batch, token, head = batch.to(tl.int64), token.to(tl.int64), head.to(tl.int64)
@@ -297,7 +296,6 @@ def _forward(
     q_result_ptr,
     k_result_ptr,
     q_tiles,
-    k_tiles,
     seq,
     q_heads,
     k_heads,
@@ -329,21 +327,20 @@ def _forward(
     sizes = seq, dim, pairs, eps
     if tile < q_tiles:
         q = q_ptr, q_weight_ptr, q_result_ptr, q_heads, q_strides
-        tiles = tile, q_tiles
         _forward_tile(
-            tiles, q, tables, sizes, BACK, ZERO_CENTERED, INTERLEAVED, WIDE, ROWS // Q_HEADS, Q_HEADS, HALF, REST
+            tile, q, tables, sizes, BACK, ZERO_CENTERED, INTERLEAVED, WIDE, ROWS // Q_HEADS, Q_HEADS, HALF, REST
         )
     elif k_ptr is not None:
         k = k_ptr, k_weight_ptr, k_result_ptr, k_heads, k_strides
-        tiles = tile - q_tiles, k_tiles
+        k_tile = tile - q_tiles
         _forward_tile(
-            tiles, k, tables, sizes, BACK, ZERO_CENTERED, INTERLEAVED, WIDE, ROWS // K_HEADS, K_HEADS, HALF, REST
+            k_tile, k, tables, sizes, BACK, ZERO_CENTERED, INTERLEAVED, WIDE, ROWS // K_HEADS, K_HEADS, HALF, REST
         )
 
 
 @triton.jit
 def _forward_tile(
-    tiles,
+    tile,
     tensor,
     tables,
     sizes,
@@ -357,11 +354,10 @@ def _forward_tile(
     REST: tl.constexpr,
 ):
     ROWS: tl.constexpr = TOKENS * HEADS
-    tile, num_tiles = tiles
     x_ptr, weight_ptr, result_ptr, heads, strides = tensor
     cos_ptr, sin_ptr, table_strides = tables
     seq, dim, pairs, eps = sizes
-    place = _place(tile, num_tiles, seq, heads, WIDE, TOKENS, HEADS)
+    place = _place(tile, seq, heads, WIDE, TOKENS, HEADS)
     batch, token, head = place
     mask = token + _rows((0, 1, 0), WIDE, TOKENS, HEADS) < seq
     x_row = x_ptr + _first(place, strides) + _rows(strides, WIDE, TOKENS, HEADS)
@@ -479,9 +475,9 @@ def _load(
     row_token, x_rows, gradient_rows, angle_rows = rows
     cos_ptr, sin_ptr, table_strides = tables
     seq, dim, pairs, _eps = sizes
-    place = _place(tile, num_tiles, seq, heads, WIDE, TOKENS, HEADS)
+    place = _place(tile, seq, heads, WIDE, TOKENS, HEADS)
     batch, token, head = place
-    mask = token + row_token < seq
+    mask = token + row_token < tl.where(tile < num_tiles, seq, 0)
     x_row = x_rows + _first(place, strides)
     gradient_row = gradient_rows + _first(place, gradient_strides)
     dx_offset = ((batch * seq + token) * heads + head) * dim

@@ -27,15 +27,19 @@ from lightning_d9d.schedule.actions import (
 )
 from lightning_d9d.schedule.check import matching, peer_stage
 from lightning_d9d.schedule.program import Program
-from lightning_d9d.schedule.simulate import Span, simulate
+from lightning_d9d.schedule.simulate import Costs, Span, simulate
+
+COSTS = Costs(forward=20, backward_input=32, backward_weight=13)
+"""Of transformers, about: attention and what works on single elements have input backwards alone. Measured of layers of
+Qwen3-MoE. Whole numbers, so that times are exact."""
 
 
 def add_messages(program: Program) -> Program:
     """Add the sends and receives that a program of compute actions needs.
 
-    A send follows directly what makes its content. Its receive is posted before the action that the receiving rank runs
-    when the message leaves; if one ends just then, behind it. So nobody waits for it, and it holds a buffer, and on a
-    GPU some of what computes, for no longer than that.
+    A send follows directly what makes its content. Its receive is posted between the two actions of the receiving rank
+    that meet nearest to when the message leaves, if actions take as long as `COSTS` says: who of both is first there
+    holds a buffer until the other comes, and on a GPU some of what computes.
 
     Raises:
         ScheduleError: The program is illegal, deadlocks, or has messages.
@@ -43,22 +47,19 @@ def add_messages(program: Program) -> Program:
     if program.has_messages:
         raise ScheduleError("the program has sends and receives already; add them to compute actions alone")
     spans = _by_rank(program)
-    ends = [[span.end for span in of_rank] for of_rank in spans]
     behind: list[list[tuple[int, MessageAction]]] = [[] for _ in program.ranks]
     """For each rank its messages, each with the position of the compute action that it comes behind (-1: none)."""
     for time, rank, position, send in _sends(program, spans):
         behind[rank].append((position, send))
         receiver = program.placement[peer_stage(send)]
-        ended = bisect_right(ends[receiver], time) - 1
-        last = behind[receiver][-1][0] if behind[receiver] else -1
-        behind[receiver].append((max(last, ended), matching(send)))
+        behind[receiver].append((_nearest_end(spans[receiver], time), matching(send)))
     ranks = (tuple(_woven(*rank)) for rank in zip(program.ranks, behind, strict=True))
     return Program(tuple(ranks), program.placement, program.num_microbatches)
 
 
 def _by_rank(program: Program) -> list[list[Span]]:
     """When the actions run, with links that take no time. Every action takes some, so no two depend at one moment."""
-    spans = iter(simulate(program).spans)
+    spans = iter(simulate(program, COSTS).spans)
     return [[next(spans) for _ in actions] for actions in program.ranks]
 
 
@@ -75,6 +76,13 @@ def _sends(program: Program, spans: list[list[Span]]) -> list[tuple[float, int, 
                 if 0 <= receiver < program.num_stages and program.placement[receiver] != rank:
                     order.append((span.end, rank, position, send))
     return sorted(order, key=lambda sent: sent[:3])
+
+
+def _nearest_end(spans: list[Span], time: float) -> int:
+    """Position of the last action that is over at `time`, or is then in its second half; -1: none."""
+    position = bisect_right(spans, time, key=lambda span: span.end)
+    runs_longer = position < len(spans) and time - spans[position].start <= spans[position].end - time
+    return position - 1 if runs_longer or position == len(spans) else position
 
 
 def _woven(actions: tuple[Action, ...], messages: list[tuple[int, MessageAction]]) -> Iterator[Action]:
