@@ -232,6 +232,8 @@ class _Batch:
         self._gradients: dict[tuple[int, int], list[Tensor]] = {}
         """Of inputs, to be sent or handed to a stage of this rank."""
         self._losses: dict[int, Tensor] = {}
+        self._factors: dict[float, Tensor] = {}
+        """Gradients of losses, for all microbatches whose factor is this number."""
 
     def run(self, action: Action) -> None:
         match action:
@@ -333,7 +335,11 @@ class _Batch:
             is_asked = counts or self.cut.num_counted == 0  # which may be collective over data ranks
             factor = self.scale(self.totals) if is_asked else 0.0
             factor = factor if counts else 0.0
-            return [factor.to(loss) if isinstance(factor, Tensor) else torch.full_like(loss, factor)]
+            if isinstance(factor, Tensor):
+                return [factor.to(loss)]
+            if factor not in self._factors:
+                self._factors[factor] = torch.full_like(loss, factor)
+            return [self._factors[factor]]
         if stage + 1 in self.executor.stages:
             return self._gradients.pop((stage + 1, microbatch))
         return self._messages.receive_backward(stage, microbatch)

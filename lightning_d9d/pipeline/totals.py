@@ -46,7 +46,7 @@ def weighted_mean(value_sum: Tensor, weight: Tensor) -> Tensor:
 
 def _wide(value: Tensor) -> Tensor:
     """As a scalar in a dtype in which sums over microbatches do not lose the last ones."""
-    value = value.reshape(())
+    value = value.reshape(()) if value.dim() else value
     return value.to(torch.promote_types(value.dtype, torch.float32)) if value.is_floating_point() else value
 
 

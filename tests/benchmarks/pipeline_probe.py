@@ -23,7 +23,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.pipelining import schedules
 
 from lightning_d9d.mesh.collectives import all_gather_object
@@ -182,14 +182,17 @@ class _Sent:
 
 
 class _Nothing(nn.Module):
-    """In place of a stage's module: computes nothing, but has its parameters."""
+    """In place of a stage's module: computes nothing, but has its parameters, and its input has a gradient at once."""
 
-    def __init__(self, module: nn.Module, output: Any) -> None:
+    def __init__(self, module: nn.Module, output: Any, gradient: Tensor) -> None:
         super().__init__()
         self.module = module
         self.output = output
+        self.gradient = gradient
 
-    def forward(self, **_: Any) -> Any:
+    def forward(self, hidden_states: Tensor | None = None, **_: Any) -> Any:
+        if hidden_states is not None:
+            hidden_states.grad = self.gradient
         return self.output
 
 
@@ -199,14 +202,11 @@ def _host_seconds(ours: Ours) -> float:
     shape = 1, work.sequence_length, work.config.hidden_size
     hidden = torch.zeros(shape, dtype=work.dtype, device=ours.device, requires_grad=True)
     loss = torch.zeros((), device=ours.device, requires_grad=True)
-    stages = executor.stages
+    stages, last = executor.stages, executor.num_stages - 1
+    outputs = {index: SimpleNamespace(loss=loss) if index == last else {"hidden_states": hidden} for index in stages}
+    gradient = torch.zeros_like(hidden)
     executor.stages = {
-        index: Stage(
-            _Nothing(
-                module, SimpleNamespace(loss=loss) if index == executor.num_stages - 1 else {"hidden_states": hidden}
-            )
-        )
-        for index, module in ours.stages.items()
+        index: Stage(_Nothing(module, outputs[index], gradient)) for index, module in ours.stages.items()
     }
     try:
         with (
