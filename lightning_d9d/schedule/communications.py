@@ -8,7 +8,7 @@ of both its ranks.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator
 
@@ -37,9 +37,9 @@ Qwen3-MoE. Whole numbers, so that times are exact."""
 def add_messages(program: Program) -> Program:
     """Add the sends and receives that a program of compute actions needs.
 
-    A send follows directly what makes its content. Its receive is posted between the two actions of the receiving rank
-    that meet nearest to when the message leaves, if actions take as long as `COSTS` says: who of both is first there
-    holds a buffer until the other comes, and on a GPU some of what computes.
+    A send follows directly what makes its content. Its receive follows the action that the receiving rank runs when the
+    message leaves, if actions take as long as `COSTS` says. So the message waits for the receive, if any waits: on GPUs
+    that costs what computes beside it less than a receive that waits, and its buffer is taken late.
 
     Raises:
         ScheduleError: The program is illegal, deadlocks, or has messages.
@@ -52,7 +52,7 @@ def add_messages(program: Program) -> Program:
     for time, rank, position, send in _sends(program, spans):
         behind[rank].append((position, send))
         receiver = program.placement[peer_stage(send)]
-        behind[receiver].append((_nearest_end(spans[receiver], time), matching(send)))
+        behind[receiver].append((_running(spans[receiver], time), matching(send)))
     ranks = (tuple(_woven(*rank)) for rank in zip(program.ranks, behind, strict=True))
     return Program(tuple(ranks), program.placement, program.num_microbatches)
 
@@ -78,11 +78,10 @@ def _sends(program: Program, spans: list[list[Span]]) -> list[tuple[float, int, 
     return sorted(order, key=lambda sent: sent[:3])
 
 
-def _nearest_end(spans: list[Span], time: float) -> int:
-    """Position of the last action that is over at `time`, or is then in its second half; -1: none."""
-    position = bisect_right(spans, time, key=lambda span: span.end)
-    runs_longer = position < len(spans) and time - spans[position].start <= spans[position].end - time
-    return position - 1 if runs_longer or position == len(spans) else position
+def _running(spans: list[Span], time: float) -> int:
+    """Position of the action that runs at `time`, or ends then; of an idle rank that of the last one (-1: none)."""
+    position = bisect_left(spans, time, key=lambda span: span.end)
+    return position if position < len(spans) and spans[position].start < time else position - 1
 
 
 def _woven(actions: tuple[Action, ...], messages: list[tuple[int, MessageAction]]) -> Iterator[Action]:
