@@ -141,6 +141,13 @@ MUTATIONS = [
         "tests/pipeline/test_handing_over.py -k refused",
     ),
     Mutation(
+        "receives wait in front of what runs",
+        "lightning_d9d/schedule/communications.py",
+        "return position if position < len(spans) and spans[position].start < time else position - 1",
+        "return position - 1",
+        "tests/schedule/test_table.py -k messages",
+    ),
+    Mutation(
         "units divide their sums",
         "lightning_d9d/parallel/data.py",
         "            unit.set_gradient_divide_factor(1.0)",

@@ -48,7 +48,7 @@ from tests.benchmarks.frame import Contender, synchronize
 if TYPE_CHECKING:
     from tests.benchmarks.pipeline import Ours
 
-HOST_REPEATS = 5
+HOST_REPEATS = 20
 COSTS = ("forward", "backward", "backward_input", "backward_weight", "latency")
 
 
