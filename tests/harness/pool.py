@@ -229,7 +229,7 @@ class _RankProcess:
         """Where the rank's main thread is, innermost first; also of a rank blocked in native code."""
         os.kill(self._process.pid, signal.SIGUSR2)
         frames: list[failures.Frame] = []
-        deadline = time.monotonic() + 1
+        deadline = time.monotonic() + 10  # on a machine that has much else to do
         while time.monotonic() < deadline:
             found = failures.main_thread_frames(self.setup.stack_path.read_text(), self.main_thread)
             if found and found == frames:  # twice the same: all of it is written

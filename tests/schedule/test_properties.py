@@ -24,6 +24,7 @@ from lightning_d9d.schedule import (
     simulate,
 )
 from lightning_d9d.schedule.check import matching
+from lightning_d9d.schedule.communications import COSTS
 from tests.schedule.programs import broken, programs
 from tests.schedule.reference import Machine, Stuck
 
@@ -75,11 +76,11 @@ def test_messages_are_one_order_and_cost_nothing_on_free_links(program: Program)
         for one, other in pairwise(sends):
             before.setdefault(other, set()).add(one)
     list(TopologicalSorter(before).static_order())  # raises CycleError if ranks' orders have none in common
-    free = simulate(program)
-    for rendezvous in (False, True):
-        run = simulate(whole, rendezvous=rendezvous)
+    for times in (Costs(), COSTS):
+        free, run = simulate(program, times), simulate(whole, times)
         assert run.step_time == free.step_time
         assert run.peak_activations == free.peak_activations
+        simulate(whole, times, rendezvous=True)  # one message may hold up the next, but none locks
     assert compute(whole) == compute(program)
 
 
