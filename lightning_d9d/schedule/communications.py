@@ -3,7 +3,7 @@
 [Note: one global order] Messages are written into a program in one order over all ranks: that in which they would leave
 if links took no time. Every rank has its part of it. So ranks that run their messages one at a time, each holding both
 ends (NCCL on one stream), never wait in a circle: the first message of the order that has not run yet is the next one
-of both its ranks, and what runs in front of it there began before it left, with messages that come earlier in the order.
+of both its ranks. What they compute in front of it began before it left, with messages that are earlier in the order.
 """
 
 from __future__ import annotations
