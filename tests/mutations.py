@@ -205,9 +205,9 @@ MUTATIONS = [
     ),
     Mutation(
         "a unit leaves out what this rank did not use",
-        "lightning_d9d/parallel/data.py",
-        "            if each.sharded_param in reduced and each.unsharded_accumulated_grad is None:",
-        "            if False:",
+        "lightning_d9d/parallel/fsdp.py",
+        "        if each.sharded_param in reduced and each.unsharded_accumulated_grad is None:",
+        "        if False:",
         "tests/strategy/test_fully_sharded.py -k part_of_a_block",
     ),
     Mutation(

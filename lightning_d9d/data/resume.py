@@ -206,8 +206,8 @@ def make_replayed(loader: Any, num_read: Callable[[], int], data_rank: DataRank 
             before = state["global"] or present
             set_random_state(before, _CPU)
             iterator = super().__iter__()
-            for _ in islice(iterator, state["num_read"]):
-                pass
+            for _ in range(state["num_read"]):
+                next(iterator, None)  # not in a for loop: where a loader is its own iterator, that would begin again
             if state["global"]:
                 set_random_state(present, _CPU)
             return iterator

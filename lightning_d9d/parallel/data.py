@@ -14,15 +14,15 @@ once. A unit's reduction has every trained parameter in it, with zeros where thi
 use different parameters would send messages of different sizes. So a parameter that no rank used gets zeros, where a
 replicated one would get none.
 
-FSDP2 keeps a sharded gradient in the dtype of its parameter, and has no public way to another one or to reduce outside
-of its hooks. What is used of its inside here is pinned by `tests/parallel/test_data.py`.
+FSDP2 keeps a sharded gradient in the dtype of its parameter, and has no public way to reduce outside of its hooks. What
+is used of its inside is in `fsdp.py`.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshDomains
 from lightning_d9d.mesh.sharding import local
 from lightning_d9d.parallel.config import ParallelConfig
+from lightning_d9d.parallel.fsdp import forget_forward, reset, roots
 
 
 def weight_mesh(mesh: MeshDomains) -> DeviceMesh | None:
@@ -182,47 +183,6 @@ def place(num_shards: int, parameter: nn.Parameter) -> Shard:
     return Shard(shard_dim(local(parameter).shape, num_shards))
 
 
-def let_go(units: Iterable[FSDPModule]) -> None:
-    """Let go of what units have gathered, behind forwards without a backward; what FSDP2 noted of them is forgotten."""
-    for unit in units:
-        state = _state_of(unit)
-        if hasattr(state._comm_ctx, "post_forward_order"):  # there since the first forward
-            state._comm_ctx.post_forward_order.clear()
-        if state._fsdp_param_group is not None:
-            state._fsdp_param_group._post_forward_indices.clear()
-        unit.reshard()
-
-
-def reset(units: Sequence[FSDPModule]) -> None:
-    """Forget a forward or backward that was broken off by an exception, and let go."""
-    for unit in units:
-        state = _state_of(unit)
-        state._training_state = type(state._training_state).IDLE
-        state._state_ctx.iter_forward_root = None
-        state._state_ctx.post_backward_final_callback_queued = False
-        state._modules_to_run_forward.clear()
-        if (group := state._fsdp_param_group) is not None:
-            group._training_state = type(group._training_state).IDLE
-            group._all_gather_result = None
-    let_go(units)
-
-
-class _Trained:
-    """All parameters that get gradients now."""
-
-    def __contains__(self, parameter: nn.Parameter) -> bool:
-        return parameter.requires_grad
-
-
-def reduce_all(unit: FSDPModule) -> None:
-    """Let the reduction of a unit have all of its trained parameters, used on this rank or not. [Note: sums].
-
-    Gradients stay in the dtype of their parameters, and are divided as FSDP2 does.
-    """
-    if (group := _state_of(unit)._fsdp_param_group) is not None:
-        group.post_backward = functools.partial(_post_backward, group, _Trained(), type(group).post_backward, False)
-
-
 class FullySharded:
     """The units of one stage, gathered and reduced as the schedule says. [Note: kept or not].
 
@@ -243,24 +203,12 @@ class FullySharded:
         for unit in self.units:
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
-        self._roots = []
-        self._groups: list[Any] = []
-        for unit in self.units:
-            state = _state_of(unit)
-            state._lazy_init()  # as the first forward would: outer units come first, and take those inside as theirs
-            if state._is_root and unit not in self._roots:
-                self._roots.append(unit)
-                states = dict.fromkeys(state._state_ctx.all_states)  # a unit of two modules is there twice
-                state._state_ctx.all_states[:] = states
-                self._groups += [each._fsdp_param_group for each in states if each._fsdp_param_group]
-        self._post_forward = [group.post_forward_mesh_info for group in self._groups]
+        self._roots = roots(self.units)
+        self._groups = [group for root in self._roots for group in root.groups]
         self._reduced: set[nn.Parameter] = set()
         """Of this window: those that get gradients, or did when it began."""
         for group in self._groups:
-            post_backward = type(group).post_backward
-            group.post_backward = functools.partial(_post_backward, group, self._reduced, post_backward, True)
-            for each in group.fsdp_params:
-                each.sharded_param.grad_dtype = None  # lets .grad be wider than the parameter
+            group.reduce_all(self._reduced, keeps_wide=True)
 
     def begin(self, *, is_first: bool, reduces: bool, splits: bool) -> None:
         """A batch begins.
@@ -280,19 +228,14 @@ class FullySharded:
             )
         self._reduces = reduces
         self._keeps_now = self.keeps or splits
-        for group in self._groups:
-            group._init_mp_dtypes()  # again, for what has been unfrozen
         self._has_announced_last = False
-        let_go(self.units)
+        forget_forward(self.units)
         if is_first:
             self._reduced.clear()
             self._forget_gradients()
-        for each in self._parameters:
-            is_trained = each.sharded_param.requires_grad
-            if hasattr(each, "_unsharded_param"):
-                each._unsharded_param.requires_grad_(is_trained)  # callbacks freeze the sharded one
-            if is_trained:
-                self._reduced.add(each.sharded_param)
+        for group in self._groups:
+            group.update_dtypes()
+            self._reduced |= {parameter for parameter in group.sharded_parameters if parameter.requires_grad}
         self._set(reduces=self.reduces_each, keeps=self._keeps_now)
 
     def unshard(self) -> None:
@@ -305,9 +248,8 @@ class FullySharded:
                 if handle is not None:
                     handle.wait()
             self._is_gathered_once = True
-        for each in self._parameters:
-            if each.reduce_dtype is not None and hasattr(each, "_unsharded_param"):
-                each._unsharded_param.grad_dtype = each.reduce_dtype  # weight backwards add up in it
+        for group in self._groups:
+            group.accumulate_wide()
 
     def reshard(self) -> None:
         """Let go of what is gathered."""
@@ -319,10 +261,10 @@ class FullySharded:
         self._has_announced_last = True
         if self._keeps_now:
             for group in self._groups:  # all is there, but the first unit would prefetch the last of the forward before
-                group._post_forward_indices.clear()
+                group.forget_forward_order()
         self._set(reduces=self._reduces or self.reduces_each, keeps=False)
         for root in self._roots:
-            root.set_is_last_backward(True)
+            root.unit.set_is_last_backward(True)
 
     def reduce(self) -> None:
         """All gradients of the batch are there: reduce them, if no hook has."""
@@ -330,14 +272,9 @@ class FullySharded:
             return
         self._set(reduces=True, keeps=False)
         for group in reversed(self._groups):
-            group.post_backward()
-        self.finish()
-
-    def finish(self) -> None:
-        """Wait for the reductions (on CUDA the stream waits, not the host)."""
+            group.reduce()
         for root in self._roots:
-            root.set_is_last_backward(True)
-            _state_of(root)._root_post_backward_final_callback()
+            root.finish()
 
     def drop(self) -> None:
         """Forget a batch that was broken off."""
@@ -346,48 +283,19 @@ class FullySharded:
     def close(self) -> None:
         """Leave the units as they were."""
         self.reshard()
-        for group, post_forward in zip(self._groups, self._post_forward, strict=True):
-            group.post_forward_mesh_info = post_forward
-            vars(group).pop("post_backward", None)
+        for group in self._groups:
+            group.restore()
         self._forget_gradients()
 
     def _forget_gradients(self) -> None:
-        for each in self._parameters:
-            if hasattr(each, "_unsharded_param"):
-                each._unsharded_param.grad = each.unsharded_accumulated_grad = None
-
-    @property
-    def _parameters(self) -> Iterator[Any]:
-        return (each for group in self._groups for each in group.fsdp_params)
+        for group in self._groups:
+            group.forget_gradients()
 
     def _set(self, *, reduces: bool, keeps: bool) -> None:
         for root in self._roots:
-            root.set_is_last_backward(not self._keeps_now)
+            root.unit.set_is_last_backward(not self._keeps_now)
         for unit in self.units:
             unit.set_reshard_after_backward(not keeps, recurse=False)
             unit.set_requires_gradient_sync(reduces, recurse=False)
-        for group, post_forward in zip(self._groups, self._post_forward, strict=True):
-            group.post_forward_mesh_info = None if self._keeps_now else post_forward
-
-
-def _post_backward(
-    group: Any, reduced: Container[nn.Parameter], post_backward: Callable[[Any], None], keeps_wide: bool, *_: object
-) -> None:
-    """FSDP2's own, with all reduced parameters, in one dtype, and kept in that of the reduction. [Note: sums]."""
-    if group.reduce_grads:
-        if keeps_wide and group._reduce_dtype is not None:
-            group._orig_dtype = torch.promote_types(group._reduce_dtype, group._orig_dtype)
-        members = [each for each in group.fsdp_params if hasattr(each, "_unsharded_param")]
-        gradients = [each.unsharded_accumulated_grad for each in members] + [e._unsharded_param.grad for e in members]
-        dtypes = [gradient.dtype for gradient in gradients if gradient is not None]
-        dtype = functools.reduce(torch.promote_types, dtypes) if dtypes else None
-        for each in members:
-            if each.sharded_param in reduced and each.unsharded_accumulated_grad is None:
-                unsharded, each._unsharded_param.grad_dtype = each._unsharded_param, None
-                gradient = torch.zeros_like(unsharded) if unsharded.grad is None else unsharded.grad
-                unsharded.grad = gradient if dtype is None else gradient.to(dtype)
-    post_backward(group)
-
-
-def _state_of(unit: FSDPModule) -> Any:
-    return fully_shard.state(unit)  # type: ignore[attr-defined]
+        for group in self._groups:
+            group.keep_after_forward(self._keeps_now)

@@ -13,7 +13,6 @@ from enum import StrEnum
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_d9d.errors import ConfigError
@@ -98,13 +97,6 @@ def parallelize(stage: nn.Module, mesh: MeshDomains | None, parallel: ParallelCo
     capture_blocks(stage, parallel, mesh, blocks)
     if mesh is not None:
         shard_data(stage, blocks, mesh, parallel)
-
-
-def fully_sharded(module: nn.Module) -> set[nn.Parameter]:
-    """The parameters that FSDP2 reduces, in their sharded form."""
-    units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
-    groups = [fully_shard.state(unit)._fsdp_param_group for unit in units]  # type: ignore[attr-defined]
-    return {each.sharded_param for group in groups if group is not None for each in group.fsdp_params}
 
 
 def layout_of(parameter: nn.Parameter, fully_sharded: set[nn.Parameter]) -> Layout:

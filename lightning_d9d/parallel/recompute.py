@@ -159,8 +159,10 @@ def _forward(module: nn.Module, replaced: Any, is_selective: bool, *args: Any, *
 class _Result(NamedTuple):
     op: object
     value: Any
+    reshaped: list[Tensor]
+    """Results of `_unsafe_view` of it: they share its memory, but count changes to it by themselves."""
     versions: list[int]
-    """Of the tensors in it, when it was made."""
+    """Versions that the tensors in it, and then those in `reshaped`, had when they were made."""
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -169,15 +171,15 @@ class _Result(NamedTuple):
 
     @property
     def is_modified(self) -> bool:
-        return self.versions != [tensor._version for tensor in self.tensors]
+        return self.versions != [tensor._version for tensor in (*self.tensors, *self.reshaped)]
 
     def map(self, change: Any) -> _Result:
-        """With other tensors."""
+        """Itself with other tensors."""
         if isinstance(self.value, tuple):
             value = tuple(change(part) if isinstance(part, Tensor) else part for part in self.value)
         else:
             value = change(self.value)
-        return self._replace(value=value)
+        return self._replace(value=value, reshaped=[change(tensor) for tensor in self.reshaped])
 
 
 class _Kept:
@@ -190,11 +192,19 @@ class _Kept:
         self._passes_unread = False  # whether that was so when a tensor was saved last
 
     def add(self, op: object, value: Any) -> None:
-        result = _Result(op, value, [])
+        result = _Result(op, value, [], [])
         result.versions.extend(tensor._version for tensor in result.tensors)
         self.results.append(result)
         # Views of tensors of other classes need not share memory with them.
         self._is_unread = all(type(tensor) is Tensor for tensor in result.tensors)
+
+    def reshape(self, source: Any, reshaped: Tensor) -> bool:
+        """Note a result of `_unsafe_view`, as products of more than two dims end with; false if not of the latest."""
+        if not (self.results and any(source is tensor for tensor in self.results[-1].tensors)):
+            return False
+        self.results[-1].reshaped.append(reshaped)
+        self.results[-1].versions.append(reshaped._version)
+        return True
 
     def read(self) -> None:
         """An op has run."""
@@ -254,6 +264,8 @@ class _Forward(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if _is_kept(func, args):
             self.kept.add(func, result)
+        elif func is _aten._unsafe_view.default and self.kept.reshape(args[0], result):
+            pass
         elif not getattr(func, "is_view", False):
             self.kept.read()
         return result

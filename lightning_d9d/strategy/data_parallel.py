@@ -13,7 +13,8 @@ from lightning_d9d.mesh import MeshDomains
 from lightning_d9d.mesh.collectives import device_of_messages
 from lightning_d9d.mesh.sharding import local
 from lightning_d9d.parallel.data import FullySharded
-from lightning_d9d.parallel.plan import Layout, Summed, fully_sharded, group_of, layout_of
+from lightning_d9d.parallel.fsdp import fully_sharded
+from lightning_d9d.parallel.plan import Layout, Summed, group_of, layout_of
 from lightning_d9d.strategy.pipeline import Tie
 from lightning_d9d.sync.buckets import GradientBuckets, GradSyncConfig, Part, bucket_dtype
 

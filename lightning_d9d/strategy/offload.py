@@ -6,7 +6,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from lightning_d9d.parallel.plan import fully_sharded
+from lightning_d9d.parallel.fsdp import fully_sharded
 
 
 def move(module: nn.Module, device: torch.device, *, offloads: bool) -> None:

@@ -25,7 +25,8 @@ from lightning_d9d.parallel import (
     recompute_activations,
     weight_mesh,
 )
-from lightning_d9d.parallel.data import as_unit, class_name, is_of_experts, reduce_all, separable, settings
+from lightning_d9d.parallel.data import as_unit, class_name, is_of_experts, separable, settings
+from lightning_d9d.parallel.fsdp import reduce_unused
 from lightning_d9d.strategy.offload import move
 
 _FIELDS = {"dp_shard": "data_parallel_shard", "tp": "tensor_parallel", "ep_shard": "expert_parallel"}
@@ -199,7 +200,7 @@ def shard_blocks(module: nn.Module, mesh: MeshDomains, parallel: ParallelConfig,
             reshard_after_forward=True if reshard == "auto" else reshard,
             **settings(block, parallel),
         )
-        reduce_all(cast(FSDPModule, block))
+        reduce_unused(cast(FSDPModule, block))
         vars(block)[_SHARDED_WITH] = configuration
     move(module, device, offloads=parallel.offload)
 

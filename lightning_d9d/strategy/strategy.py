@@ -33,10 +33,11 @@ from lightning_d9d.mesh.sharding import local
 from lightning_d9d.ops.grouped_gemm import using_grouped_gemm
 from lightning_d9d.ops.kernels import using_kernels
 from lightning_d9d.parallel import ParallelConfig
-from lightning_d9d.parallel.data import FullySharded, let_go, reset
+from lightning_d9d.parallel.data import FullySharded
 from lightning_d9d.parallel.expert import are_units
+from lightning_d9d.parallel.fsdp import forget_forward, fully_sharded, reset
 from lightning_d9d.parallel.graphs import release_graphs
-from lightning_d9d.parallel.plan import axes_left, fully_sharded, layout_of
+from lightning_d9d.parallel.plan import axes_left, layout_of
 from lightning_d9d.pipeline.executor import Executor
 from lightning_d9d.pipeline.microbatch import MicrobatchCount, num_tokens
 from lightning_d9d.pipeline.types import shared_buffers
@@ -636,7 +637,7 @@ class D9DStrategy(AlignedStrategy):
         except BaseException:
             reset(self._units)
             raise
-        let_go(self._units)  # of stages that are kept, and of the parts of others that are their own unit
+        forget_forward(self._units)  # of stages that are kept, and of the parts of others that are their own unit
 
     def _sync_buffers(self) -> None:
         """After a step replicas' buffers (running means) differ; rank 0's are everyone's, as in DDP. Collective."""

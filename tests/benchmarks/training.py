@@ -31,7 +31,7 @@ from lightning_d9d.modules import BalanceConfig
 from lightning_d9d.optim import parameter_groups
 from lightning_d9d.parallel import ParallelConfig, TokenPart
 from lightning_d9d.parallel.data import FullySharded
-from lightning_d9d.parallel.plan import fully_sharded
+from lightning_d9d.parallel.fsdp import fully_sharded
 from lightning_d9d.parallel.tokens import own_chunks
 from lightning_d9d.pipeline.executor import Cut, Executor
 from lightning_d9d.pipeline.totals import BatchTotals

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_d9d.mesh import MeshConfig, MeshDomains
 from lightning_d9d.mesh.groups import partition
@@ -33,7 +33,7 @@ from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from lightning_d9d.models.qwen3_moe.plan import parallelize_qwen3_moe
 from lightning_d9d.optim import parameter_groups
 from lightning_d9d.parallel import ParallelConfig
-from lightning_d9d.parallel.plan import fully_sharded
+from lightning_d9d.parallel.fsdp import fully_sharded
 from lightning_d9d.pipeline.types import StageInfo
 from lightning_d9d.sync.buckets import GradientBuckets, Part
 from tests.mesh.fake_world import fake_world
@@ -390,9 +390,10 @@ def gradient_bytes(stages: Sequence[Qwen3MoeForCausalLM]) -> int:
         sharded = fully_sharded(stage)
         rest += [parameter for parameter in stage.parameters() if parameter not in sharded]
         units = [unit for unit in stage.modules() if isinstance(unit, FSDPModule)]
-        for group in {fully_shard.state(unit)._fsdp_param_group for unit in units} - {None}:  # type: ignore[attr-defined]
-            num_elements = sum(local(each.sharded_param).numel() for each in group.fsdp_params)
-            in_units += num_elements * group.mp_policy.reduce_dtype.itemsize
+        for state in {unit._get_fsdp_state() for unit in units}:
+            for group in [state._fsdp_param_group] if state._fsdp_param_group else []:
+                num_elements = sum(local(each.sharded_param).numel() for each in group.fsdp_params)
+                in_units += num_elements * state._mp_policy.reduce_dtype.itemsize
     return in_units + GradientBuckets([Part(rest, None)], at_least=torch.float32).num_bytes
 
 

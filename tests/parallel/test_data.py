@@ -1,8 +1,7 @@
-"""What is gathered together, where it is cut, and what is used of FSDP2's inside."""
+"""What is gathered together, where it is cut, and when it is reduced."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group, _fsdp_state
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 
 from lightning_d9d import BlockSequence, ConfigError, MeshConfig, MeshDomains, ParallelConfig, StageInfo
 from lightning_d9d.parallel import blocks_of, shard_data, weight_mesh
-from lightning_d9d.parallel.data import FullySharded, as_unit, let_go, settings, shard_dim
+from lightning_d9d.parallel.data import FullySharded, as_unit, settings, shard_dim
+from lightning_d9d.parallel.fsdp import forget_forward
 from tests.harness.compare import assert_bitwise_equal, assert_close_named, assert_tensors_close
 from tests.harness.ranks import RankContext
 
@@ -98,25 +98,6 @@ def test_dtypes_of_messages(dtype: torch.dtype, options: dict[str, Any], expecte
 def test_configurations_that_say_nothing(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         ParallelConfig(**options)
-
-
-def test_names_used_of_torchs_inside() -> None:
-    """They are no promise of torch's; this fails first where a version has others."""
-    group = inspect.getsource(_fsdp_param_group.FSDPParamGroup)
-    for name in ("_orig_dtype", "_reduce_dtype", "_init_mp_dtypes", "_post_forward_indices", "_all_gather_result"):
-        assert f"self.{name}" in group
-    for name in ("reduce_grads", "fsdp_params", "_training_state", "post_forward_mesh_info"):
-        assert f"self.{name}" in group
-    assert hasattr(_fsdp_param_group.FSDPParamGroup, "post_backward")
-    parameter = inspect.getsource(_fsdp_param.FSDPParam)
-    for name in ("sharded_param", "_unsharded_param", "unsharded_accumulated_grad", "reduce_dtype"):
-        assert f"self.{name}" in parameter
-    state = inspect.getsource(_fsdp_state)
-    for name in ("all_states", "iter_forward_root", "post_backward_final_callback_queued", "post_forward_order"):
-        assert name in state
-    assert "_modules_to_run_forward" in state
-    for name in ("_lazy_init", "_root_post_backward_final_callback"):
-        assert hasattr(_fsdp_state.FSDPState, name)
 
 
 def towers(rank: RankContext, **options: Any) -> tuple[Tower, Tower]:
@@ -295,12 +276,12 @@ def test_what_is_noted_of_forwards_is_forgotten(rank: RankContext) -> None:
     """Else it grows with every evaluation, and units are gathered for forwards of long ago."""
     tower, _ = towers(rank)
     stage = FullySharded(tower, keeps=False, reduces_each=False)
-    order = fully_shard.state(tower)._comm_ctx.post_forward_order  # type: ignore[attr-defined]
+    order = tower._get_fsdp_state()._comm_ctx.post_forward_order  # type: ignore[operator]
     with torch.no_grad():
         for microbatch in range(3):
             tower(rows(rank.rank, microbatch).to(rank.device))
     assert len(order) == 3 * 4
-    let_go(stage.units)
+    forget_forward(stage.units)
     assert len(order) == 0
     with torch.no_grad():
         tower(rows(rank.rank, 0).to(rank.device))
@@ -311,7 +292,7 @@ def test_what_is_noted_of_forwards_is_forgotten(rank: RankContext) -> None:
 @pytest.mark.ranks(2)
 def test_a_closed_stage_is_as_before(rank: RankContext) -> None:
     tower, _ = towers(rank)
-    groups = [fully_shard.state(unit)._fsdp_param_group for unit in tower.modules() if isinstance(unit, FSDPModule)]  # type: ignore[attr-defined]
+    groups = [unit._get_fsdp_state()._fsdp_param_group for unit in tower.modules() if isinstance(unit, FSDPModule)]
     for keeps in (True, False):
         stage = FullySharded(tower, keeps=keeps, reduces_each=False)
         if keeps:

@@ -41,7 +41,8 @@ from lightning_d9d.parallel import (
 )
 from lightning_d9d.parallel.context import SequenceCut
 from lightning_d9d.parallel.data import FullySharded
-from lightning_d9d.parallel.plan import fully_sharded, group_of, layout_of
+from lightning_d9d.parallel.fsdp import fully_sharded
+from lightning_d9d.parallel.plan import group_of, layout_of
 from lightning_d9d.strategy.data_parallel import DataParallelStages
 from lightning_d9d.sync.buckets import GradSyncConfig
 from tests.harness.compare import assert_tensors_close

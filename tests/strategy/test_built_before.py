@@ -101,7 +101,7 @@ def test_other_dtypes_keep_the_weights(rank: RankContext) -> None:
         key = name.split(".", 2)[2]
         assert_bitwise_equal(key, whole(parameter.detach()), module.seen.weights[-1][key])
     run("32-true", GradSyncConfig(dtype="bfloat16")).fit(module)
-    policy = fully_shard.state(module.stages[0])._mp_policy  # type: ignore[attr-defined]
+    policy = module.stages[0]._get_fsdp_state()._mp_policy
     assert (policy.param_dtype, policy.reduce_dtype) == (None, torch.bfloat16)
     name = "model.norm.weight"
     assert not torch.equal(module.seen.weights[1][name], module.seen.weights[0][name])
