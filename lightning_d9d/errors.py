@@ -15,5 +15,9 @@ class StateError(RuntimeError):
     """Saved weights or a checkpoint do not fit what they are loaded into, or a file is missing, foreign or damaged."""
 
 
+class StateNotFoundError(StateError, FileNotFoundError):
+    """A checkpoint is not where it was looked for. Lightning raises a `FileNotFoundError` there."""
+
+
 class RankError(RuntimeError):
     """Another rank failed or stopped answering; the message names it."""

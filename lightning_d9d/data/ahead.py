@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,6 +62,10 @@ class Agreement:
         self._values: list[Tensor] = []
         self._work: dist.Work | None = None
         self._heard: Agreed | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Agreement:
+        """Ranks talk over one; copies of what uses it share it."""
+        return self
 
     def restart(self) -> None:
         """Forget what is under way. Every rank has told it, so nobody waits for it."""

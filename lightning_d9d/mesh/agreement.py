@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lightning_d9d.errors import ConfigError, RankError, StateError
+from lightning_d9d.errors import ConfigError, RankError, StateError, StateNotFoundError
 from lightning_d9d.mesh.collectives import all_gather_object
 
 T = TypeVar("T")
@@ -143,7 +143,7 @@ def _named(ranks: list[int]) -> str:
 
 def _problem(error: Exception) -> tuple[type[Exception], str]:
     """The error that all ranks raise, and why. The package's own errors say what to do; others may need a remedy."""
-    for kind in (ConfigError, StateError, RankError):
+    for kind in (ConfigError, StateNotFoundError, StateError, RankError):
         if isinstance(error, kind):
             return kind, str(error)
     system_error = _system_error(error)

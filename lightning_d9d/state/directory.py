@@ -92,7 +92,7 @@ def publish(new: Path, path: Path, overwrite: bool = False) -> None:
 
     In one step; only where a file or link makes room for a directory, or the other way round, or a directory with files
     for another, and Linux or the file system cannot exchange names, in two. What was there is gone, or stays under a
-    hidden name, for `tidy`.
+    hidden name, for `tidy`. Where names cannot be changed at all (EXDEV), a file is copied, and that is not one step.
 
     Args:
         new: In the same directory as `path`; the content of files in it on the disk.
@@ -104,10 +104,20 @@ def publish(new: Path, path: Path, overwrite: bool = False) -> None:
         os.rename(new, path)
     except OSError as error:
         has_files = error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR)
-        if error.errno != errno.ENOTDIR and not (overwrite and has_files):
+        if error.errno == errno.EXDEV and new.is_file():
+            _copy(new, path)
+        elif error.errno == errno.ENOTDIR or (overwrite and has_files):
+            _swap(new, path)
+        else:
             raise
-        _swap(new, path)
     sync(path.parent)
+
+
+def _copy(new: Path, path: Path) -> None:
+    """Write a file again under its name: its file system or mount, some by FUSE among them, renames nothing."""
+    shutil.copyfile(new, path)
+    sync(path)
+    new.unlink()
 
 
 def _swap(new: Path, path: Path) -> None:

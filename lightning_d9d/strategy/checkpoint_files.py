@@ -18,7 +18,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import Tensor
 
 from lightning_d9d.checkpoint import is_directory, open_directory
-from lightning_d9d.errors import StateError
+from lightning_d9d.errors import StateError, StateNotFoundError
 from lightning_d9d.mesh.agreement import MAX_NAMED, Ranks, first_of
 from lightning_d9d.state.directory import hidden, publish, tidy
 
@@ -52,7 +52,7 @@ class AtomicFileIO(TorchCheckpointIO):
             StateError: It could not be written; what was there before still is.
         """
         if storage_options is not None or "://" in str(path):
-            super().save_checkpoint(checkpoint, path, storage_options)
+            super().save_checkpoint(checkpoint, path, storage_options=storage_options)
         else:
             failure = f"checkpoint {str(path)!r} cannot be saved"
             Ranks(alone=True).together(failure, lambda: _write(checkpoint, Path(path)))
@@ -85,7 +85,7 @@ def never_runs_code(path: object, weights_only: bool | None) -> bool | None:
 def unreadable(path: str | Path, error: BaseException) -> StateError:
     """The error of a checkpoint file that cannot be read."""
     if "://" not in str(path) and not os.path.lexists(path):
-        return StateError(f"checkpoint {str(path)!r} does not exist; give another ckpt_path")
+        return StateNotFoundError(f"Checkpoint file not found: {path}; give another ckpt_path")
     if Path(path).is_dir():
         found = sorted(each.name for each in Path(path).iterdir() if is_directory(each) or each.suffix == ".ckpt")
         what = f"no checkpoint, but {', '.join(found[:MAX_NAMED])} in it may be" if found else "none, or incomplete"

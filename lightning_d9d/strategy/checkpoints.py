@@ -106,6 +106,8 @@ class CheckpointedStrategy(RankedStrategy):
         options: For `RankedStrategy`.
     """
 
+    shared_by_copies = (*RankedStrategy.shared_by_copies, "_opened", "_undo_loaders", "_saver")
+
     def __init__(self, checkpoint: CheckpointConfig, **options: Any) -> None:
         super().__init__(**options)
         self.checkpoint_config = checkpoint
@@ -129,10 +131,10 @@ class CheckpointedStrategy(RankedStrategy):
         Args:
             window_is_open: Whether there are gradients for which no step was taken.
         """
-        self._deferred = DeferredSaves(window_is_open)
-        cast(Any, self.lightning_module).trainer.callbacks.append(self._deferred)
+        callbacks = cast(Any, self.lightning_module).trainer.callbacks
+        self._deferred = DeferredSaves(window_is_open, callbacks)
         if self.checkpoint_config.asynchronous:
-            check_saving_callbacks(cast(Any, self.lightning_module).trainer.callbacks)
+            check_saving_callbacks(callbacks)
             self._saver = BackgroundSaver(None if self.world_size == 1 else self._group_of_saves())
 
     def _group_of_saves(self) -> dist.ProcessGroup:
@@ -151,7 +153,7 @@ class CheckpointedStrategy(RankedStrategy):
         """Finish, and save at once from now on. After another failure one of a save is a warning. Local."""
         saver, self._saver = self._saver, None
         if self._deferred is not None:
-            cast(Any, self.lightning_module).trainer.callbacks.remove(self._deferred)
+            self._deferred.drop()
         self._deferred = None
         try:
             if saver is not None:
@@ -202,8 +204,9 @@ class CheckpointedStrategy(RankedStrategy):
             StateError: The directory could not be written; on every rank.
         """
         assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        checkpoint = {**checkpoint}  # hooks and callbacks have seen Lightning's own
         if self._deferred is not None and self.is_inside_of_window:
+            trainer = self.lightning_module.trainer
             weights_only = "optimizer_states" not in checkpoint
             is_last = Path(filepath).name.startswith(_REQUEUED)  # by Lightning's signal handler, in one process
             if not (self.saves_at_once or trainer.interrupted or is_last):
@@ -212,7 +215,7 @@ class CheckpointedStrategy(RankedStrategy):
             if not weights_only:
                 rank_zero_warn(f"{str(filepath)!r} is saved {_WITHOUT_GRADIENTS}")
         filepath = self.broadcast(filepath)
-        if "optimizer_states" in checkpoint and trainer.state.fn == TrainerFn.FITTING:
+        if "optimizer_states" in checkpoint and self._is_fitting:
             checkpoint[_RANKS] = self._gather_ranks(checkpoint)
         if not self._saves_directory:
             whole = self._gather(checkpoint, filepath) if self._is_spread else checkpoint
@@ -234,6 +237,17 @@ class CheckpointedStrategy(RankedStrategy):
         Ranks().together(failure, lambda: copies.append(saver.copied(checkpoint if self.is_global_zero else {})))
         write = functools.partial(super().save_checkpoint, copies[0], path, storage_options)
         saver.submit(lambda: Ranks(saver.group).together(failure, write))
+
+    @property
+    def is_to_resume(self) -> bool:
+        """Whether a place in the data was loaded that `on_train_start` has not taken yet."""
+        return self._resumed is not None
+
+    @property
+    def _is_fitting(self) -> bool:
+        """Whether the Trainer fits, or has fitted last. A module that is saved or loaded by itself has no Trainer."""
+        module = self.lightning_module
+        return module is not None and module._trainer is not None and module.trainer.state.fn == TrainerFn.FITTING
 
     @property
     def _saves_directory(self) -> bool:
@@ -343,7 +357,6 @@ class CheckpointedStrategy(RankedStrategy):
         Raises:
             StateError: It is damaged, incomplete or foreign; on every rank.
         """
-        assert self.lightning_module is not None
         self.finish_saves()
         self._checkpoint_path, self._opened = checkpoint_path, None
         if self.broadcast(is_directory(checkpoint_path)):
@@ -357,7 +370,7 @@ class CheckpointedStrategy(RankedStrategy):
                 checkpoint = read_checkpoint(read, checkpoint_path)
             self.go_on_as(checkpoint)
         ranks = checkpoint.pop(_RANKS, None)
-        if ranks is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+        if ranks is not None and self._is_fitting:
             self._resumed = self._of_this_rank(ranks)
             checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)  # each rank has its own
         return checkpoint
@@ -390,7 +403,7 @@ class CheckpointedStrategy(RankedStrategy):
         assert module is not None
         state = module.state_dict()
         tensors = {f"{MODEL}{name}": value for name, value in state.items() if isinstance(value, Tensor)}
-        later = OPTIMIZER.format("") if module.trainer.state.fn == TrainerFn.FITTING else None
+        later = OPTIMIZER.format("") if self._is_fitting else None
         report(opened.load(tensors, strict=module.strict_loading, prefix=MODEL, later=later), opened.path)
         return {name: opened.values.get(f"{MODEL}{name}", value) for name, value in state.items()}
 
@@ -398,19 +411,16 @@ class CheckpointedStrategy(RankedStrategy):
         """Give optimizers their state, however their parameters are sharded. Collective where ranks hold parts.
 
         Raises:
-            StateError: Their number, kind or parameters differ from what was saved; on every rank.
+            StateError: Their kind or parameters differ from what was saved, or, but for files of plain modules, which
+                go on as under Lightning's own strategies with a warning, their number; on every rank.
         """
         states: Any = checkpoint["optimizer_states"]
-        num_saved = len(states) if self._opened is None else states
-        if num_saved != len(self.optimizers):
-            raise StateError(
-                f"checkpoint {str(self._checkpoint_path)!r} has {num_saved} optimizers and the module "
-                f"{len(self.optimizers)}; let configure_optimizers return as many"
-            )
-        failure = self._optimizer_failure
         by_name = self._opened is not None or self._is_spread
+        self._check_number_of_optimizers(len(states) if self._opened is None else states, by_name)
+        failure = self._optimizer_failure
         names = self._parameter_names() if by_name else {}
-        for index, optimizer in enumerate(self.optimizers):
+        known = self.optimizers if self._opened is not None else self.optimizers[: len(states)]
+        for index, optimizer in enumerate(known):
             if self._opened is not None:
                 load_optimizer_state(optimizer, names, OPTIMIZER.format(index), self._opened)
             else:
@@ -423,6 +433,17 @@ class CheckpointedStrategy(RankedStrategy):
             configs = self.lightning_module.trainer.lr_scheduler_configs
             for config, state in zip(configs, checkpoint.get("lr_schedulers", []), strict=False):
                 fit_scheduler_state(state, config.scheduler.optimizer.param_groups)  # type: ignore[union-attr]
+
+    def _check_number_of_optimizers(self, num_saved: int, by_name: bool) -> None:
+        if num_saved == len(self.optimizers):
+            return
+        what = (
+            f"checkpoint {str(self._checkpoint_path)!r} has {num_saved} optimizers and the module "
+            f"{len(self.optimizers)}"
+        )
+        if by_name or isinstance(self.lightning_module, D9DModule):
+            raise StateError(f"{what}; let configure_optimizers return as many")
+        rank_zero_warn(f"{what}: of these the first {min(num_saved, len(self.optimizers))} go on, others begin anew")
 
     def _part_of(
         self, state: Mapping[str, Any], optimizer: Optimizer, names: Mapping[nn.Parameter, str]

@@ -13,14 +13,18 @@ class DeferredSaves(L.Callback):
 
     Args:
         is_open: Whether there are gradients of batches for which no step was taken.
+        callbacks: The Trainer's. This one is among them while something waits.
     """
 
-    def __init__(self, is_open: Callable[[], bool]) -> None:
+    def __init__(self, is_open: Callable[[], bool], callbacks: list[L.Callback]) -> None:
         self.is_open = is_open
+        self._callbacks = callbacks
         self._waiting: list[Callable[[], object]] = []
 
     def add(self, action: Callable[[], object]) -> None:
         """Do it later, after what was added before."""
+        if not self._waiting:
+            self._callbacks.append(self)
         self._waiting.append(action)
 
     @property
@@ -30,9 +34,16 @@ class DeferredSaves(L.Callback):
 
     def run(self) -> None:
         """Do all of it now."""
-        waiting, self._waiting = self._waiting, []
+        waiting = self.drop()
         for action in waiting:
             action()
+
+    def drop(self) -> list[Callable[[], object]]:
+        """Do none of it; returns what waited."""
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            self._callbacks.remove(self)
+        return waiting
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int

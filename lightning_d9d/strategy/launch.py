@@ -51,7 +51,10 @@ def check_number_of_ranks(environment: ClusterEnvironment, num_devices: int, num
         ConfigError: With both numbers.
     """
     launcher = type(environment).__name__.removesuffix("Environment")
-    started, local_rank = environment.world_size(), environment.local_rank()
+    try:
+        started = environment.world_size()
+    except KeyError:  # a SLURM job that was submitted without a number of tasks
+        started = 1
     expected = f"devices={num_devices} and num_nodes={num_nodes} of the Trainer"
     remedy = (
         "make devices the number of ranks on each node (srun --ntasks-per-node, torchrun --nproc-per-node) and "
@@ -61,7 +64,7 @@ def check_number_of_ranks(environment: ClusterEnvironment, num_devices: int, num
         raise ConfigError(
             f"{launcher} started {started} ranks, but {expected} make {num_devices * num_nodes}; {remedy}"
         )
-    if local_rank >= num_devices:
+    if started > 1 and (local_rank := environment.local_rank()) >= num_devices:
         raise ConfigError(
             f"{launcher} started rank {environment.global_rank()} as number {local_rank + 1} on its node, but "
             f"{expected} allow {num_devices} there; {remedy}"

@@ -317,6 +317,11 @@ class D9DModule(L.LightningModule):
                 raise ConfigError(
                     f"{type(self).__name__}.{name} is overridden, but a D9DModule does not run it: {remedy}"
                 )
+        if self._compiler_ctx is not None:
+            raise ConfigError(
+                f"torch.compile({type(self).__name__}) compiles steps that a D9DModule does not run; use "
+                "D9DStrategy(parallel=ParallelConfig(compile=True)), which compiles its blocks"
+            )
         if not self.automatic_optimization:
             raise ConfigError(
                 f"{type(self).__name__}.automatic_optimization is False; a D9DModule is optimized automatically. Use a "

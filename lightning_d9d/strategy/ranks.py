@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import functools
 import time
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -92,6 +93,18 @@ class RankedStrategy(ParallelStrategy):
         self._has_step_timeout = False
         self._seed: int | None = None
 
+    shared_by_copies = ("_mesh", "_group", "_launcher")
+    """Attributes that a copy shares: groups, processes and hooks of a run, of which there are no second ones."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy of a Trainer, or of a progress bar that refers to one, may be made at any time, also in a run."""
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        state = cast(dict[str, Any], self.__getstate__())  # without what Lightning makes anew
+        shared = {name: state.pop(name) for name in self.shared_by_copies}
+        copied.__setstate__({**copy.deepcopy(state, memo), **shared})
+        return copied
+
     @abstractmethod
     def settings(self) -> Mapping[str, object]:
         """What ranks must agree on, by the names of arguments."""
@@ -101,6 +114,31 @@ class RankedStrategy(ParallelStrategy):
         """This process's device."""
         assert self.parallel_devices is not None
         return self.parallel_devices[self.local_rank]
+
+    @property
+    def is_one_process(self) -> bool:
+        """Whether the Trainer asks for a single process, whose rank nobody need be asked for."""
+        return self.num_nodes * self.num_processes == 1
+
+    @property
+    def global_rank(self) -> int:
+        """This process's number among all."""
+        return 0 if self.is_one_process else super().global_rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process's number on its node."""
+        return 0 if self.is_one_process else super().local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """The number of this process's node."""
+        return 0 if self.is_one_process else super().node_rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return 1 if self.is_one_process else super().world_size
 
     @property
     def num_processes(self) -> int:

@@ -89,6 +89,10 @@ class Shutdown:
         _adopt_children(trainer.strategy.launcher, trainer.global_rank)
         self.watch.start()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Shutdown:
+        """There is one for a run; copies of its Trainer share it."""
+        return self
+
     def close(self) -> None:
         """Undo everything and end the watch, at the end of the run. Raises what `RankWatch.close` raises."""
         connector = self._trainer._signal_connector
@@ -233,9 +237,10 @@ def _adopt_children(launcher: _Launcher | None, rank: int) -> None:
     Its observer would kill this process, with nothing said, up to 5 seconds after the first of them ends. Emptying its
     list ends it.
     """
-    if isinstance(launcher, _SubprocessScriptLauncher):
-        _children.extend(enumerate(launcher.procs, start=rank + 1))
-        launcher.procs.clear()
+    processes = getattr(launcher, "procs", None)
+    if isinstance(launcher, _SubprocessScriptLauncher) and processes is not None:
+        _children.extend(enumerate(processes, start=rank + 1))
+        processes.clear()
 
 
 def _forget_signals() -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -103,6 +103,10 @@ class D9DStrategy(AlignedStrategy):
     """
 
     strategy_name = "d9d"
+    shared_by_copies = (
+        *AlignedStrategy.shared_by_copies,
+        *("pipeline", "_tied", "_buckets", "_sharded", "_train_step", "_optimizer_step", "_units", "_kernels"),
+    )
 
     def __init__(
         self,
@@ -248,7 +252,7 @@ class D9DStrategy(AlignedStrategy):
     ) -> None:
         """As the base class, with what `Auto` has chosen. Collective."""
         if self._choice is not None:
-            checkpoint[CHOICE] = self._choice.to_dict()
+            checkpoint = {**checkpoint, CHOICE: self._choice.to_dict()}
         self._sync_buffers()
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
@@ -670,6 +674,9 @@ class D9DStrategy(AlignedStrategy):
             self._norm = self._train_step.clip(cast(Any, parameters), clip_val)
             self._train_step.module.log("grad_norm", self._norm, batch_size=1)
 
+
+# For the one thing that Lightning asks it: whether it trains `torch.compile(module)`.
+SingleDeviceStrategy.register(D9DStrategy)
 
 StrategyRegistry.register(
     "d9d", D9DStrategy, description="Any mix of parallelism for D9DModules, data-parallel replicas for plain modules"

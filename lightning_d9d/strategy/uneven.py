@@ -21,6 +21,7 @@ import lightning as L
 import torch.distributed as dist
 from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.combined_loader import _SUPPORTED_MODES
 from torch.utils._pytree import tree_map
 from torch.utils.data import BatchSampler, DataLoader, default_collate
 
@@ -44,6 +45,13 @@ class Alignment:
     """Of a batch, if it must be equal on all ranks and follows from the batch."""
     run_filler: Callable[[Any, Filling], None]
     """Run the forwards of a batch that counts nothing."""
+
+    resumes: Callable[[], bool] = lambda: False
+    """Whether loaders are still to take their place in a checkpoint, and begin then."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Alignment:
+        """Nothing in it changes, and process groups cannot be copied."""
+        return self
 
 
 def align_loaders(trainer: L.Trainer, alignment: Alignment) -> Callable[[], None]:
@@ -202,11 +210,19 @@ class TrainingLoader(_AlignedLoader):
         self._num_handed_out = 0
         self._filler: Any = None
         self._has_ended = False
+        self._waits = False
+        """Whether the loaders begin later."""
         self._history: deque[_HandedOut] = deque(
             maxlen=4
         )  # Lightning has one ahead, and may save before a batch is done
 
     def __iter__(self) -> TrainingLoader:
+        if self._agreement is None and self.alignment.resumes() and any(map(_is_stream, self.flattened)):
+            # The loop asks for the length alone. Streams that began here would lose what nobody trains on.
+            self._iterator = _SUPPORTED_MODES[self._mode]["iterator"](self.flattened, self._limits)
+            self.is_even, self._waits = False, True
+            return self
+        self._waits = False
         described = self._begin()
         lengths = [each.length for each in described]
         self._agreed_length = None if None in lengths else max(lengths)  # type: ignore[type-var]
@@ -218,13 +234,19 @@ class TrainingLoader(_AlignedLoader):
 
     def __len__(self) -> int:
         """The most batches of a data rank, if each of them knows its own."""
-        if self.is_even or self._iterator is None:
+        if self._iterator is not None and self._waits:
+            return super().__len__()
+        if self._iterator is None:  # Lightning asks at the end, where an error of a loader must not be hidden
+            raise TypeError("how many batches there are is known once an iteration has begun")
+        if self.is_even:
             return super().__len__()
         if self._agreed_length is None:
             raise TypeError("some data ranks do not know how many batches they have")
         return self._agreed_length
 
     def __next__(self) -> Any:
+        if self._waits:
+            raise StopIteration
         if self.is_even:
             return super().__next__()
         item, filling = (self._read(), Filling()) if self._agreement is None else self._agreed(self._agreement)
@@ -375,6 +397,11 @@ def catch_up(loop: Any) -> None:
     """At the end of one of the loop's loaders, before ranks meet there. Collective over the data ranks."""
     if isinstance(loop._combined_loader, EvaluationLoader):
         loop._combined_loader.catch_up()
+
+
+def _is_stream(loader: object) -> bool:
+    """Whether what it reads may be gone. Workers that stay are left: each beginning sets them another seed."""
+    return sized_len(loader) is None and not getattr(loader, "persistent_workers", False)
 
 
 def _rows(loader: object) -> tuple[int, int] | None:

@@ -162,6 +162,10 @@ class RankWatch:
         self._closed_at = 0.0
         self._deadline = float("inf")
 
+    def __deepcopy__(self, memo: dict[int, object]) -> RankWatch:
+        """There is one thread for a run; copies of its Trainer share it."""
+        return self
+
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()

@@ -63,7 +63,7 @@ NAMES = [
     Name("parameter", "sharded_grad_dtype", first=(2, 15)),
     Name("parameter", "_has_sharded_grad_dtype_override", first=(2, 15)),
 ]
-PUBLIC = {Name("unit", "set_reduce_scatter_unused_params", first=(2, 12))}
+PUBLIC = {Name("unit", "set_reduce_scatter_unused_params", first=(2, 13))}
 """Public, but not in all versions."""
 
 

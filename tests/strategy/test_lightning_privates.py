@@ -25,6 +25,7 @@ from lightning.pytorch.strategies.launchers import launcher, subprocess_script
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.connectors import data_connector, signal_connector
 from lightning.pytorch.trainer.connectors.logger_connector import result
+from lightning.pytorch.utilities import combined_loader
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 import lightning_d9d
@@ -87,6 +88,8 @@ USED: dict[str, Callable[[], bool]] = {
     "_last_train_dl_reload_epoch": lambda: calls(
         fit_loop._FitLoop.setup_data, "self._last_train_dl_reload_epoch = trainer.current_epoch"
     ),
+    "_trainer": lambda: L.LightningModule()._trainer is None,
+    "_SUPPORTED_MODES": lambda: combined_loader._SUPPORTED_MODES["sequential"]["iterator"] is not None,
     # strategy/uneven.py replaces `dataloader` of one Trainer's data sources; strategy/aligned.py asks which loop runs
     "_data_source": lambda: all(
         calls(loop.setup_data, "_request_dataloader(source)")
