@@ -13,6 +13,11 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.sessions = ["lint", "types", "tests"]
 
 CONSTRAINTS = "tests/constraints.txt"
+SUITE_REQUIREMENTS = (
+    *("pytest-xdist", "pytest-rerunfailures", "pytest-random-order", "psutil", "pandas", "scikit-learn", "tensorboard"),
+    *("cloudpickle", "fastapi", "uvicorn", "httpx"),
+)
+"""What the tests of Lightning need beside those of this package."""
 
 
 def _install(session: nox.Session, *extras: str) -> None:
@@ -83,7 +88,23 @@ def minimums(session: nox.Session) -> None:
     """The tests with torch 2.11, the oldest supported (several GB to download)."""
     session.install("-q", "torch==2.11.0", "numpy<2.4")  # with later ones the interpreter of its Triton fails
     session.install("-q", "-e", ".[test]")
-    session.run("python", "-m", "tests", *session.posargs)
+    session.run("python", "-m", "tests", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session(default=False)
+def latest(session: nox.Session) -> None:
+    """The tests with the newest torch and Lightning of the registry (several GB to download)."""
+    session.install("-q", "-e", ".[test]")
+    session.install("-q", "--upgrade", "torch", "lightning")  # apart: also beyond the bounds of pyproject.toml
+    session.run("python", "-m", "tests", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session(default=False)
+def lightning_suite(session: nox.Session) -> None:
+    """Lightning's own tests under D9DStrategy, compared with a list: `-- PATH` of a checkout. About 15 minutes."""
+    _install(session, "test")
+    session.install("-q", *SUITE_REQUIREMENTS, "-c", CONSTRAINTS)
+    session.run("python", "-m", "tests.lightning_suite", *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session(default=False)

@@ -6,7 +6,7 @@ data-parallel replicas and `D9DModule`s microbatch by microbatch. Start reading 
 
 from __future__ import annotations
 
-from lightning_d9d.errors import ConfigError, RankError, ScheduleError, StateError
+from lightning_d9d.errors import ConfigError, RankError, ScheduleError, StateError, StateNotFoundError
 from lightning_d9d.mesh import MeshConfig, MeshDomains
 from lightning_d9d.parallel import ParallelConfig
 from lightning_d9d.pipeline import BlockSequence, StageInfo, StageInputs, WeightedLoss
@@ -31,6 +31,7 @@ __all__ = [
     "StageInfo",
     "StageInputs",
     "StateError",
+    "StateNotFoundError",
     "TimeoutConfig",
     "WeightedLoss",
 ]

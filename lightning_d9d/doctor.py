@@ -92,13 +92,16 @@ class GroupReport:
 def examine_versions(versions: dict[str, str | None], has_gpu: bool) -> Iterator[Finding]:
     """Compare with what the package needs. Triton is for GPUs alone."""
     for name, version in versions.items():
-        minimum = env.MINIMUM_VERSIONS.get(name)
+        minimum, tested = env.MINIMUM_VERSIONS.get(name), env.newest_tested(name, version)
         needed = has_gpu or name not in ("triton", "CUDA")
         if version is None:
             remedy = "" if name == "CUDA" or not needed else f"pip install '{name}>={minimum}'"
             yield Finding("BROKEN" if remedy else "ok", name, "none", remedy)
         elif minimum is not None and needed and Version(version) < Version(minimum):
             yield Finding("BROKEN", name, f"{version}, older than {minimum}", f"install {name}>={minimum}")
+        elif tested is not None and needed:
+            what = f"{version}, newer than {tested}, the newest tested"
+            yield Finding("warning", name, what, f"install {name} {tested}")
         else:
             yield Finding("ok", name, version)
 

@@ -10,12 +10,14 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
+from packaging.version import Version
 
 MINIMUM_VERSIONS = {"python": "3.11", "torch": "2.11", "lightning": "2.6.4", "triton": "3.6"}
 """As in pyproject.toml."""
+TESTED_VERSIONS = {"python": "3.12", "torch": "2.15", "lightning": "2.6.6", "triton": "3.9"}
+"""The newest of each that all tests have been run with. pyproject.toml excludes later minor versions of torch."""
 
 _OPTIONAL = {
-    "deep_ep": ("deep-ep", "deep-ep"),
     "grouped_gemm": ("nv-grouped-gemm", "grouped-gemm"),
     "flash_attn": ("flash-attn-4", "flash-attn"),
     "quack": ("quack-kernels", "quack"),
@@ -65,6 +67,22 @@ def versions() -> dict[str, str | None]:
         "CUDA": torch.version.cuda,
         **packages,
     }
+
+
+def newest_tested(name: str, version: str | None) -> str | None:
+    """The newest tested version of a package, if this one is newer; None for what was tested or is not installed."""
+    tested = TESTED_VERSIONS.get(name)
+    if tested is None or version is None:
+        return None
+    newest = Version(tested).release
+    return tested if Version(version).release[: len(newest)] > newest else None
+
+
+def untested() -> str | None:
+    """One line on the packages of this machine that are newer than what was tested; None if there are none."""
+    pairs = [(name, version, newest_tested(name, version)) for name, version in versions().items()]
+    found = [f"{name} {version} (tested up to {tested})" for name, version, tested in pairs if tested is not None]
+    return f"lightning_d9d was not tested with {', '.join(found)}" if found else None
 
 
 def optional_packages() -> list[OptionalPackage]:

@@ -113,6 +113,11 @@ def test_versions():
     assert by_name["lightning"].remedy == "pip install 'lightning>=2.6.4'"
     found |= {"torch": "2.13.0+cpu", "lightning": "2.6.6", "CUDA": None}
     assert set(levels(doctor.examine_versions(found, has_gpu=False)).values()) == {"ok"}
+    found |= {"torch": "2.99.1+cu140", "lightning": "2.6.99", "triton": "3.99.0"}
+    by_name = {finding.name: finding for finding in doctor.examine_versions(found, has_gpu=False)}
+    assert [by_name[name].level for name in found] == ["ok", "warning", "ok", "warning", "ok"]
+    newest = env.TESTED_VERSIONS["torch"]
+    assert by_name["torch"].value == f"2.99.1+cu140, newer than {newest}, the newest tested"
 
 
 def test_minimum_versions_and_extras_are_the_projects():
@@ -120,6 +125,10 @@ def test_minimum_versions_and_extras_are_the_projects():
     minima = dict(re.match(r"([\w-]+)[^>]*>=([\d.]+)", each).groups() for each in project["dependencies"])  # type: ignore[union-attr]
     minima["python"] = project["requires-python"].removeprefix(">=")
     assert {name: minima[name] for name in env.MINIMUM_VERSIONS} == env.MINIMUM_VERSIONS
+    newest = {name: tuple(map(int, version.split("."))) for name, version in env.TESTED_VERSIONS.items()}
+    bounds = dict(re.match(r"([\w-]+)[^<]*<([\d.]+)", each).groups() for each in project["dependencies"] if "<" in each)  # type: ignore[union-attr]
+    for name in ("torch", "triton", "lightning"):  # the next minor version is excluded
+        assert bounds[name] == f"{newest[name][0]}.{newest[name][1] + 1}"
     for package in env.optional_packages():
         distributions = " ".join(project["optional-dependencies"][package.extra])
         assert package.name.replace("_", "-") in distributions

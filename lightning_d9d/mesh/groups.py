@@ -290,8 +290,7 @@ def _end(group: dist.ProcessGroup) -> None:
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Let collectives of a group fail after this long, and on gloo not its messages. Local.
-
-    torch 2.11 and 2.13 have no public setter.
-    """
-    dist.distributed_c10d._set_pg_timeout(timeout, group)
+    """Let collectives of a group fail after this long, and on gloo not its messages. Local."""
+    # Before torch 2.14 there is no public one.
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    set_timeout(timeout, group)

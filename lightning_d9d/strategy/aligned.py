@@ -61,7 +61,7 @@ class AlignedStrategy(CheckpointedStrategy):
             in_evaluation=is_d9d and self.needs_equal_batches,
             num_microbatches=module.num_microbatches_of if is_d9d and counts else None,
             run_filler=self._run_filler,
-            resumes=lambda: self.is_to_resume,
+            resumes=self.has_place_to_take,
         )
         self._undo_loaders.append(align_loaders(trainer, alignment))
 

@@ -238,8 +238,7 @@ class CheckpointedStrategy(RankedStrategy):
         write = functools.partial(super().save_checkpoint, copies[0], path, storage_options)
         saver.submit(lambda: Ranks(saver.group).together(failure, write))
 
-    @property
-    def is_to_resume(self) -> bool:
+    def has_place_to_take(self) -> bool:
         """Whether a place in the data was loaded that `on_train_start` has not taken yet."""
         return self._resumed is not None
 

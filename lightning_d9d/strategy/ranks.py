@@ -18,13 +18,14 @@ from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
 )
-from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.fabric.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from torch import Tensor
 
+from lightning_d9d import env
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.log import name_rank
 from lightning_d9d.mesh import MeshConfig, MeshDomains
@@ -188,6 +189,8 @@ class RankedStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         check_number_of_ranks(self.cluster_environment, self.num_processes, self.num_nodes)
         self.mesh_config.resolve(self.world_size)  # before anyone waits for the others
+        if (warning := env.untested()) is not None:
+            rank_zero_warn(warning)
         assert self.lightning_module is not None
         callbacks = cast(Any, self.lightning_module.trainer).callbacks
         if self.world_size > 1 and any(isinstance(callback, BatchSizeFinder) for callback in callbacks):

@@ -46,7 +46,7 @@ class Alignment:
     run_filler: Callable[[Any, Filling], None]
     """Run the forwards of a batch that counts nothing."""
 
-    resumes: Callable[[], bool] = lambda: False
+    resumes: Callable[[], bool]
     """Whether loaders are still to take their place in a checkpoint, and begin then."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Alignment:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 import os
+import pickle
 import queue
 from collections.abc import Iterator
 from pathlib import Path
@@ -141,6 +142,13 @@ def test_copies_during_a_fit_of_two_ranks(rank: RankContext) -> None:
     copies = Copies()
     assert_tensors_close(fit_with([copies], D9DStrategy(), 2), fit_with([], D9DStrategy(), 2))
     assert copies.num_copies == 8
+
+
+@both
+def test_a_trainer_is_pickled_after_a_fit(strategy: Any) -> None:
+    run = trainer(strategy(), max_epochs=1)
+    run.fit(Plain(), loader(8), loader(8))
+    assert pickle.loads(pickle.dumps(run)).global_step == 2
 
 
 @both

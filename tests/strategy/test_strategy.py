@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_d9d import ConfigError, D9DStrategy, GradSyncConfig, MeshConfig, ParallelConfig, TimeoutConfig
+from lightning_d9d import ConfigError, D9DStrategy, GradSyncConfig, MeshConfig, ParallelConfig, TimeoutConfig, env
 from lightning_d9d.ops import grouped_gemm
 from lightning_d9d.ops.kernels import runs_triton
 from lightning_d9d.schedule import GPipe
@@ -144,6 +144,17 @@ def test_a_staged_module_may_not() -> None:
     module = type("Newton", (Staged,), {"configure_optimizers": lbfgs})()
     with pytest.raises(ConfigError, match=r"LBFGS runs its closure several times.*plain LightningModule"):
         trainer(D9DStrategy()).fit(module, DataLoader(staged_rows(8), batch_size=4))
+
+
+def test_versions_that_were_not_tested_are_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(env, "TESTED_VERSIONS", {"torch": "2.5", "lightning": "2.6.4", "triton": "99.0"})
+    with pytest.warns(UserWarning, match="was not tested") as caught:
+        fit(D9DStrategy())
+    said = [str(each.message) for each in caught if "was not tested" in str(each.message)]
+    assert said == [
+        f"lightning_d9d was not tested with torch {torch.__version__} (tested up to 2.5), "
+        f"lightning {L.__version__} (tested up to 2.6.4)"
+    ]
 
 
 def test_schedule_objects_are_taken() -> None:

@@ -1,0 +1,54 @@
+"""The list of differences, and how the outcomes of two runs are compared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.lightning_suite.__main__ import FOLDERS, REPOSITORY, differing, listed, outcomes, report
+
+NUM_DIFFERENCES = 49
+"""May become smaller and never larger."""
+
+
+def test_the_list_does_not_grow() -> None:
+    assert len(listed()) <= NUM_DIFFERENCES
+    assert all(test.startswith(tuple(folder.removesuffix(".py") for folder in FOLDERS)) for test in listed())
+
+
+def test_the_page_has_the_number_of_the_list() -> None:
+    page = (REPOSITORY / "docs/explanation/lightning-compatibility.md").read_text(encoding="utf-8")
+    assert f"| failed with `D9DStrategy()` alone | | {len(listed())} |" in page
+
+
+RESULTS = """<testsuites><testsuite>
+<testcase classname="tests.tests_pytorch.core.test_a" name="test_good[1]"/>
+<testcase classname="tests_pytorch.core.test_a" name="test_bad"><failure message="no"/></testcase>
+<testcase classname="tests_pytorch.core.test_a" name="test_at_the_end"><error message="no"/></testcase>
+<testcase classname="tests_pytorch.test_cli" name="test_left"><skipped/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_outcomes_are_read_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.xml").write_text(RESULTS)
+    theirs = outcomes(tmp_path / "a.xml")
+    assert theirs == {
+        "core/test_a::test_good[1]": "passed",
+        "core/test_a::test_bad": "failed",
+        "core/test_a::test_at_the_end": "failed",
+        "test_cli::test_left": "skipped",
+    }
+    ours = {**theirs, "core/test_a::test_good[1]": "failed"}
+    del ours["test_cli::test_left"]
+    found = differing(theirs, ours)
+    assert found == {
+        "core/test_a::test_good[1]": "passed, with D9DStrategy failed",
+        "test_cli::test_left": "skipped, with D9DStrategy missing",
+    }
+    assert report(found, found) == 0
+    assert report(found, ["test_cli::test_left"]) == 1
+    assert report(found, [*found, "core/test_a::test_bad"]) == 1
+    printed = capsys.readouterr().out
+    assert "new difference: core/test_a::test_good[1]: passed, with D9DStrategy failed" in printed
+    assert "no difference any more: core/test_a::test_bad; take it off differences.toml" in printed
