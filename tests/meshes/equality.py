@@ -169,8 +169,12 @@ def on_one_process(
     accumulated: int = 1,
     dtype: torch.dtype = torch.float64,
     data: Data = PLAIN,
+    device: torch.device = torch.device("cpu"),  # noqa: B008
 ) -> Steps:
-    """The same in plain torch, with the initial weights of a D9DModule."""
+    """The same in plain torch, with the initial weights of a D9DModule.
+
+    In bfloat16 a token near a tie between experts may go to another one on another kind of device: then the mesh's.
+    """
     module = Qwen3MoePretraining(config)
     torch.set_default_dtype(dtype)
     try:
@@ -179,6 +183,7 @@ def on_one_process(
         torch.set_default_dtype(torch.float32)
     model = module.model
     assert isinstance(model, Qwen3MoeForCausalLM)
+    model.to(device)
     optimizer = optimizer_of(model)
     seen = Steps([], [], [], [])
     for step in range(steps):
@@ -187,15 +192,15 @@ def on_one_process(
         for index in range(step * accumulated, (step + 1) * accumulated):
             batch = batch_of(index, data=data)
             counted = int((batch["labels"] != -100).sum())
-            loss = model(**batch, reduction="sum").loss
+            loss = model(**{key: value.to(device) for key, value in batch.items()}, reduction="sum").loss
             loss.backward()
-            seen.losses.append(loss.detach() / counted)
+            seen.losses.append(loss.detach().cpu() / counted)
             num_tokens += counted
         named = dict(model.named_parameters())
         for parameter in named.values():
             parameter.grad /= num_tokens
-        seen.gradients.append({name: parameter.grad.clone() for name, parameter in named.items()})
-        seen.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP))
+        seen.gradients.append({name: parameter.grad.cpu().clone() for name, parameter in named.items()})
+        seen.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).cpu())
         optimizer.step()
-        seen.weights.append({name: parameter.detach().clone() for name, parameter in named.items()})
+        seen.weights.append({name: parameter.detach().cpu().clone() for name, parameter in named.items()})
     return seen

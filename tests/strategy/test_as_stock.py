@@ -122,11 +122,11 @@ class Copies(L.Callback):
         copy.deepcopy(trainer.callbacks)
 
 
-def fit_with(callbacks: list[L.Callback], strategy: Any, devices: int = 1) -> dict[str, Tensor]:
+def fit_with(callbacks: list[L.Callback], strategy: Any, devices: int = 1, device: str = "cpu") -> dict[str, Tensor]:
     L.seed_everything(3, verbose=False)
     module = Plain("adamw", batch_norm=False)
     options: dict[str, Any] = {"callbacks": callbacks, "accumulate_grad_batches": 2, "enable_progress_bar": True}
-    trainer(strategy, devices, **options).fit(module, loader(16 * devices), loader(8 * devices))
+    trainer(strategy, devices, device, **options).fit(module, loader(16 * devices), loader(8 * devices))
     return weights(module)
 
 
@@ -140,7 +140,8 @@ def test_copies_during_a_fit(strategy: Any) -> None:
 @pytest.mark.ranks(2)
 def test_copies_during_a_fit_of_two_ranks(rank: RankContext) -> None:
     copies = Copies()
-    assert_tensors_close(fit_with([copies], D9DStrategy(), 2), fit_with([], D9DStrategy(), 2))
+    with_copies = fit_with([copies], D9DStrategy(), 2, rank.device.type)
+    assert_tensors_close(with_copies, fit_with([], D9DStrategy(), 2, rank.device.type))
     assert copies.num_copies == 8
 
 

@@ -72,7 +72,7 @@ def test_the_first_step_in_float32_is_that_of_one_process(rank: RankContext, mes
 def test_narrow_weights_have_float32_gradients(rank: RankContext, mesh: dict[str, int], size: int | None) -> None:
     """bf16-true: shards in bfloat16; sums over microbatches and ranks in float32 up to the optimizer step."""
     L.seed_everything(1, verbose=False)
-    expected = on_one_process(steps=1, dtype=torch.bfloat16)
+    expected = on_one_process(steps=1, dtype=torch.bfloat16, device=rank.device)
     L.seed_everything(1, verbose=False)
     strategy = D9DStrategy(mesh=MeshConfig(**mesh), microbatch_size=size)
     actual = on_mesh(rank, strategy, steps=2, precision="bf16-true")
@@ -88,7 +88,7 @@ def test_narrow_weights_have_float32_gradients(rank: RankContext, mesh: dict[str
 @pytest.mark.parametrize("mesh", [SHARDED, EXPERTS], ids=["weights", "experts"])
 def test_mixed_precision_gathers_in_bfloat16_without_autocast(rank: RankContext, mesh: dict[str, int]) -> None:
     L.seed_everything(1, verbose=False)
-    expected = on_one_process(steps=1, dtype=torch.bfloat16)
+    expected = on_one_process(steps=1, dtype=torch.bfloat16, device=rank.device)
     seen: set[Any] = set()
 
     class Looks(Watched):

@@ -411,7 +411,7 @@ def test_options_have_the_effect_that_they_have_on_replicas(rank: RankContext, c
 def test_narrow_numbers_are_near_wide_ones(rank: RankContext, mesh: dict[str, int], precision: str) -> None:
     """Initial weights are rounded in both."""
     L.seed_everything(SEED, verbose=False)
-    expected = on_one_process(SMALL, steps=1, dtype=torch.bfloat16, data=Data(8))
+    expected = on_one_process(SMALL, steps=1, dtype=torch.bfloat16, data=Data(8), device=rank.device)
     L.seed_everything(SEED, verbose=False)
     module = Watched(SMALL, 1, data=Data(8))
     options = {**QUIET, "max_epochs": 1, "precision": precision}
