@@ -111,7 +111,7 @@ def reduce_unused(unit: FSDPModule) -> None:
 
     Gradients stay in the dtype of their parameters, and are divided as FSDP2 does.
     """
-    if hasattr(unit, "set_reduce_scatter_unused_params"):  # not in torch 2.11
+    if hasattr(unit, "set_reduce_scatter_unused_params"):  # since torch 2.13
         unit.set_reduce_scatter_unused_params(True, recurse=False)
         return
     for group in parameter_groups(unit):
