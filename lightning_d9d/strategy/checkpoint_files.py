@@ -17,7 +17,7 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import Tensor
 
-from lightning_d9d.checkpoint import is_directory, open_directory
+from lightning_d9d.checkpoint import check_ties, is_directory, open_directory, tied_names
 from lightning_d9d.errors import StateError, StateNotFoundError
 from lightning_d9d.mesh.agreement import MAX_NAMED, Ranks, first_of
 from lightning_d9d.state.directory import hidden, publish, tidy
@@ -154,11 +154,12 @@ def _check_sums(path: str | Path) -> None:
 
 
 def load_weights(module: L.LightningModule, state: Mapping[str, Any], strict: bool, path: str | Path) -> None:
-    """Load a checkpoint's weights.
+    """Load a checkpoint's weights. Collective.
 
     Raises:
-        StateError: They are another model's: names or shapes differ.
+        StateError: They are another model's: names, shapes or ties differ.
     """
+    Ranks().together(f"checkpoint {str(path)!r} cannot be loaded", lambda: check_ties(tied_names(module), state))
     try:
         module.load_state_dict(state, strict=strict)
     except RuntimeError as error:

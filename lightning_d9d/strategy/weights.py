@@ -14,7 +14,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from lightning_d9d.checkpoint import MODEL, Differences, StoredTensor, compare, is_directory, open_directory
+from lightning_d9d.checkpoint import (
+    MODEL,
+    Differences,
+    StoredTensor,
+    check_saved_ties,
+    check_ties,
+    compare,
+    is_directory,
+    open_directory,
+    tied_names,
+)
 from lightning_d9d.errors import StateError
 from lightning_d9d.mesh.agreement import Ranks, first_of
 from lightning_d9d.mesh.collectives import all_gather_object, device_of_messages
@@ -45,7 +55,9 @@ def load_part(module: nn.Module, path: str | Path, *, prefix: str = "", strict: 
         )
     if Ranks().all_gather(is_directory(path))[0]:
         named = {f"{MODEL}{name}": value for name, value in own.items()}
-        found = open_directory(path).load(named, strict=strict, prefix=MODEL + prefix)
+        opened = open_directory(path)
+        check_saved_ties(module, own, opened)
+        found = opened.load(named, strict=strict, prefix=MODEL + prefix)
         return Differences(*([name.removeprefix(MODEL) for name in names] for names in found))
     failure = f"checkpoint {str(path)!r} cannot be loaded"
     with Ranks().agreed(failure):
@@ -53,6 +65,7 @@ def load_part(module: nn.Module, path: str | Path, *, prefix: str = "", strict: 
     saved = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     stored = {name: StoredTensor(value.shape, value.dtype) for name, value in saved.items()}
     differences = compare(own, stored, Ranks(), failure, strict=strict, prefix=prefix)
+    Ranks().together(failure, lambda: check_ties(tied_names(module), {name: saved.get(name) for name in own}))
     with torch.no_grad():
         for name in own.keys() & saved.keys():
             own[name].copy_(cut(saved[name], own[name]))

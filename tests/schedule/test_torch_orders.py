@@ -67,6 +67,9 @@ class Recorder:
     def perform_reduce_grad(self, factor: int) -> None:
         pass
 
+    def release_fwd_send_outputs(self, microbatch: int) -> None:
+        """Asked for since torch 2.15."""
+
     def no_messages(self, microbatch: int) -> list[object]:
         return []
 

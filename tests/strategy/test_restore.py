@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from lightning_d9d import CheckpointConfig, D9DStrategy, StateError
+from lightning_d9d.callbacks import InitialWeights
 from tests.harness.compare import assert_bitwise_equal
 from tests.harness.ranks import RankContext
 from tests.strategy.plain import Plain, loader, trainer
@@ -109,3 +111,34 @@ def test_all_ranks_refuse_it(rank: RankContext) -> None:
     rank.barrier()
     with pytest.raises(StateError, match="cannot be read"):
         trainer(D9DStrategy(), 2, str(rank.device)).fit(Plain(), loader(16), ckpt_path=path)
+
+
+class Twins(Plain):
+    """Two layers that are one if they are tied."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__(batch_norm=False)
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+        if tied:
+            self.two.weight = self.one.weight
+
+
+@pytest.mark.parametrize("mode", ["consolidated", "sharded"])
+def test_weights_that_were_not_tied_are_refused_by_a_tied_model(mode: Any, tmp_path: Path) -> None:
+    """Lightning lets the last of them overwrite the others."""
+    strategy = partial(D9DStrategy, checkpoint=CheckpointConfig(mode=mode))
+    text = "one.weight and two.weight are one parameter in this model, and have other values there: they were not tied"
+    for tied in (True, False):
+        run = trainer(strategy(), max_epochs=1)
+        run.fit(Twins(tied), loader(8))
+        run.save_checkpoint(tmp_path / f"{tied}.ckpt")
+    module = Twins(True)
+    start = module.one.weight.detach().clone()
+    for load in (
+        lambda: trainer(strategy()).validate(module, loader(8), ckpt_path=tmp_path / "False.ckpt", verbose=False),
+        lambda: trainer(strategy(), callbacks=[InitialWeights(tmp_path / "False.ckpt")]).fit(module, loader(8)),
+    ):
+        with pytest.raises(StateError, match=text):
+            load()
+        assert_bitwise_equal("one.weight", module.one.weight.detach(), start)
+    trainer(strategy(), max_epochs=2).fit(Twins(True), loader(8), ckpt_path=tmp_path / "True.ckpt")

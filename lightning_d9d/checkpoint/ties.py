@@ -1,0 +1,60 @@
+"""Parameters with several names, and checkpoints in which these are apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_d9d.checkpoint.directory import Checkpoint
+from lightning_d9d.checkpoint.whole import MODEL
+from lightning_d9d.errors import StateError
+from lightning_d9d.mesh.agreement import Ranks
+from lightning_d9d.mesh.sharding import local
+
+
+def tied_names(module: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if isinstance(value, nn.Parameter):
+            names.setdefault(value, []).append(name)
+    return [each for each in names.values() if len(each) > 1]
+
+
+def check_ties(ties: Iterable[Sequence[str]], saved: Mapping[str, Any]) -> None:
+    """Refuse weights of a model in which tied parameters were apart: the last would overwrite the others. Local.
+
+    Args:
+        ties: From `tied_names`.
+        saved: What is to be loaded, by name.
+
+    Raises:
+        StateError: Two names of one parameter have other values.
+    """
+    for names in ties:
+        present = [name for name in names if isinstance(saved.get(name), Tensor)]
+        for name in present[1:]:
+            if not torch.equal(local(saved[present[0]]), local(saved[name])):
+                raise StateError(
+                    f"{present[0]} and {name} are one parameter in this model, and have other values there: they were "
+                    "not tied. Build the module without the tie, or leave one of the two out of the checkpoint"
+                )
+
+
+def check_saved_ties(module: nn.Module, state: Mapping[str, Any], opened: Checkpoint) -> None:
+    """As `check_ties`, for a directory and before the module's tensors are overwritten. Collective.
+
+    Args:
+        module: The module.
+        state: The part of its state dict that is to be loaded.
+        opened: What is to be loaded.
+    """
+    ties = tied_names(module)
+    if any(Ranks().all_gather(len(ties) > 0)):
+        names = [name for tie in ties for name in tie if name in state and f"{MODEL}{name}" in opened.tensors]
+        saved = {name: torch.empty_like(state[name]) for name in names}
+        opened.load({f"{MODEL}{name}": value for name, value in saved.items()}, strict=False)
+        Ranks().together(f"checkpoint {str(opened.path)!r} cannot be loaded", lambda: check_ties(ties, saved))
