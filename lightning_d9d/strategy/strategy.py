@@ -45,7 +45,7 @@ from lightning_d9d.schedule import Auto, Choice, Schedule, resolve_schedule
 from lightning_d9d.strategy.aligned import AlignedStrategy
 from lightning_d9d.strategy.auto import CHOICE, choose, saved_choice
 from lightning_d9d.strategy.checkpoints import CheckpointConfig
-from lightning_d9d.strategy.configuration import check_callbacks, check_degrees_of
+from lightning_d9d.strategy.configuration import check_callbacks, check_classes, check_degrees_of
 from lightning_d9d.strategy.data_parallel import DataParallelStages
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.offload import move
@@ -122,6 +122,13 @@ class D9DStrategy(AlignedStrategy):
         skip_nonfinite: bool = False,
         process_group_backend: str | None = None,
     ) -> None:
+        check_classes(
+            mesh=(MeshConfig() if mesh is None else mesh, MeshConfig),
+            parallel=(parallel, ParallelConfig),
+            grad_sync=(grad_sync, GradSyncConfig),
+            checkpoint=(checkpoint, CheckpointConfig),
+            timeouts=(timeouts, TimeoutConfig),
+        )
         super().__init__(checkpoint, mesh=mesh, timeouts=timeouts, process_group_backend=process_group_backend)
         self.schedule = resolve_schedule(schedule)
         if isinstance(self.schedule, Auto) and (microbatch_size, num_microbatches) != (None, None):

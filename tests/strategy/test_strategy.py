@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +18,15 @@ from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_d9d import ConfigError, D9DStrategy, GradSyncConfig, MeshConfig, ParallelConfig, TimeoutConfig
+from lightning_d9d import (
+    CheckpointConfig,
+    ConfigError,
+    D9DStrategy,
+    GradSyncConfig,
+    MeshConfig,
+    ParallelConfig,
+    TimeoutConfig,
+)
 from lightning_d9d.ops import grouped_gemm
 from lightning_d9d.ops.kernels import runs_triton
 from lightning_d9d.schedule import GPipe
@@ -104,6 +114,31 @@ def test_registered_by_import() -> None:
 def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         D9DStrategy(**arguments)
+
+
+CONFIGURED = {
+    "mesh": MeshConfig,
+    "parallel": ParallelConfig,
+    "grad_sync": GradSyncConfig,
+    "checkpoint": CheckpointConfig,
+    "timeouts": TimeoutConfig,
+}
+
+
+def test_every_argument_with_a_class_is_named_above() -> None:
+    arguments = inspect.signature(D9DStrategy).parameters.values()
+    assert {each.name for each in arguments if "Config" in str(each.annotation)} == {*CONFIGURED}
+
+
+@pytest.mark.parametrize("given", [{}, {"no_such_field": 1}, "ParallelConfig()", ParallelConfig, 3], ids=repr)
+@pytest.mark.parametrize("name", CONFIGURED)
+def test_arguments_of_another_class_are_refused(name: str, given: Any) -> None:
+    message = (
+        f"D9DStrategy({name}={given!r}): it is of the type {type(given).__name__}, but {name} takes "
+        f"{CONFIGURED[name].__name__}(...); "
+    )
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        D9DStrategy(**{name: given})
 
 
 def test_bad_configs_are_refused() -> None:
