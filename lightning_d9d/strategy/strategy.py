@@ -342,8 +342,9 @@ class D9DStrategy(AlignedStrategy):
 
     def _sum_metrics_over_data_ranks(self) -> None:
         """Ranks that read the same samples must not count them twice in a torchmetrics metric."""
-        if self.mesh.dp_size < self.world_size and isinstance(self.lightning_module, D9DModule):
-            for metric in self.lightning_module.modules():
+        assert self.model is not None
+        if self.mesh.dp_size < self.world_size:
+            for metric in self.model.modules():
                 if isinstance(metric, Metric) and metric.process_group is None:
                     metric.process_group = self.group
                     self._grouped_metrics.append(metric)
