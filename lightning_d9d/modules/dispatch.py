@@ -127,13 +127,10 @@ class AllToAllDispatch:
 
         Raises:
             ConfigError: A rank sends or receives more rows than int32 can count; on every rank.
-            FloatingPointError: Weights are NaN or infinite; on every rank.
         """
         copies = sort_by_expert(indices, self.num_experts)
-        num_bad = weights.detach().isfinite().logical_not().sum()
-        counts = self._gather(torch.cat([copies.counts, num_bad.view(1)]))
-        by_rank = counts[:, :-1].unflatten(1, (self.num_ranks, -1))
-        traffic = torch.cat([by_rank.sum(-1), counts[:, -1:]], dim=1)
+        by_rank = self._gather(copies.counts.long()).unflatten(1, (self.num_ranks, -1))
+        traffic = by_rank.sum(-1)
         on_host = traffic.to("cpu", non_blocking=True)
         is_on_host = torch.cuda.current_stream().record_event() if traffic.is_cuda else None
 
@@ -163,19 +160,12 @@ class AllToAllDispatch:
 
     def _splits(self, traffic: list[list[int]]) -> tuple[list[int], list[int]]:
         """How many rows this rank sends to each and receives from each, if all is well on all ranks."""
-        *columns, num_bad = zip(*traffic, strict=True)
+        columns = list(zip(*traffic, strict=True))
         for verb, totals in (("sends", map(sum, zip(*columns, strict=True))), ("receives", map(sum, columns))):
             for rank, total in zip(self.ranks, totals, strict=True):
                 if total > MAX_ROWS:
                     raise _too_many(f"rank {rank} {verb} {total} copies of tokens (tokens * top_k)")
-        if any(num_bad):
-            bad = ", ".join(f"{n} on rank {rank}" for rank, n in zip(self.ranks, num_bad, strict=True) if n)
-            raise FloatingPointError(
-                f"router weights are NaN or infinite: {bad}. The router's logits, so its inputs or its own parameter, "
-                "are not finite there: go on from an earlier checkpoint with a lower learning rate or gradient "
-                "clipping, or look for the first module that puts out NaN (torch.autograd.set_detect_anomaly)"
-            )
-        return list(traffic[self.rank][:-1]), list(columns[self.rank])
+        return list(traffic[self.rank]), list(columns[self.rank])
 
 
 def _too_many(what: str) -> ConfigError:

@@ -79,8 +79,8 @@ class Cut:
     """A batch in microbatches."""
 
     microbatches: Sequence[Any]
-    rows: Sequence[int]
-    """Rows of each, the weight of a loss that is a mean."""
+    rows: Sequence[int | None]
+    """Rows of each, the weight of a loss that is a mean. None: it has none, and takes a `WeightedLoss`."""
     num_fillers: int = 0
     """How many of the last ones are there for the schedule's sake, or other ranks': they run, and count nothing."""
 
@@ -407,7 +407,7 @@ def stage_inputs(hooks: MicrobatchHooks, microbatch: Any) -> StageInputs:
 
 
 def loss_of(
-    hooks: MicrobatchHooks, output: Any, microbatch: Any, rows: int, totals: BatchTotals, counts: bool = True
+    hooks: MicrobatchHooks, output: Any, microbatch: Any, rows: int | None, totals: BatchTotals, counts: bool = True
 ) -> Tensor:
     """The value sum of a microbatch with its graph; unless it is a filler, loss and metrics are added to `totals`."""
     loss = hooks.microbatch_loss(output, microbatch)

@@ -28,7 +28,7 @@ class BatchTotals:
         if counts:
             self.loss = _add(self.loss, loss)
 
-    def add_metrics(self, metrics: Mapping[str, Tensor | WeightedLoss], rows: int) -> None:
+    def add_metrics(self, metrics: Mapping[str, Tensor | WeightedLoss], rows: int | None) -> None:
         """Add one microbatch's metrics; means weigh `rows`."""
         for name, value in metrics.items():
             self.metrics[name] = _add(self.metrics.get(name), as_weighted(value, rows, f"microbatch_metrics[{name!r}]"))
@@ -50,13 +50,18 @@ def _wide(value: Tensor) -> Tensor:
     return value.to(torch.promote_types(value.dtype, torch.float32)) if value.is_floating_point() else value
 
 
-def as_weighted(value: Tensor | WeightedLoss, rows: int, name: str) -> WeightedLoss:
+def as_weighted(value: Tensor | WeightedLoss, rows: int | None, name: str) -> WeightedLoss:
     """A mean over `rows` rows as a sum with that weight; a `WeightedLoss` as it is. Floats in float32 at least.
 
     Raises:
-        ConfigError: The value is neither, or not a scalar.
+        ConfigError: The value is neither, or not a scalar, or a mean over rows that nobody can count.
     """
     if isinstance(value, Tensor) and value.numel() == 1:
+        if rows is None:
+            raise ConfigError(
+                f"{name} returned a mean over a microbatch without rows, so nobody knows how much it weighs beside "
+                "others: the microbatch's tensors share no first size. Return WeightedLoss(value_sum, weight)"
+            )
         return WeightedLoss(_wide(value) * rows, torch.full((), float(rows), device=value.device))
     shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
     if isinstance(value, WeightedLoss):

@@ -13,7 +13,14 @@ from lightning_d9d.pipeline.microbatch import MicrobatchCount
 from lightning_d9d.strategy.checkpoints import CheckpointedStrategy
 from lightning_d9d.strategy.eval_step import run_filler
 from lightning_d9d.strategy.module import D9DModule
-from lightning_d9d.strategy.uneven import Alignment, align_loaders, begin_evaluation_step, check_lengths, filling_of
+from lightning_d9d.strategy.uneven import (
+    Alignment,
+    align_loaders,
+    begin_evaluation_step,
+    check_lengths,
+    filling_of,
+    leave_samplers,
+)
 
 
 class AlignedStrategy(CheckpointedStrategy):
@@ -30,6 +37,13 @@ class AlignedStrategy(CheckpointedStrategy):
         super().__init__(*args, **options)
         self.filling = Filling()
         """What data ranks have agreed on for the batch whose step is running."""
+
+    def setup_environment(self) -> None:
+        """Join the other ranks. Loaders keep their own order where all ranks read the same. Collective."""
+        super().setup_environment()
+        if self.world_size > 1 and self.mesh.dp_size == 1:
+            assert self.lightning_module is not None
+            self._undo_loaders.append(leave_samplers(self.lightning_module.trainer))
 
     @property
     def needs_equal_batches(self) -> bool:

@@ -31,6 +31,20 @@ _TRAINER_SETTINGS = (
 )
 
 
+def check_classes(**settings: tuple[object, type]) -> None:
+    """Raise `ConfigError` for an argument of `D9DStrategy` that is no object of its class, such as a dict.
+
+    Args:
+        settings: By the name of the argument, what was given and the class.
+    """
+    for name, (given, expected) in settings.items():
+        if not isinstance(given, expected):
+            raise ConfigError(
+                f"D9DStrategy({name}={given!r}): it is of the type {type(given).__name__}, but {name} takes "
+                f"{expected.__name__}(...); import that from lightning_d9d, or leave {name} out"
+            )
+
+
 def check_degrees_of(module: L.LightningModule, config: MeshConfig) -> None:
     """Raise `ConfigError` for a degree that the module has no use for."""
     is_d9d = isinstance(module, D9DModule)

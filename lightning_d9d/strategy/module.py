@@ -415,12 +415,12 @@ class D9DModule(L.LightningModule):
             count.check(rows)
         return self.split_batch(batch, count.of(rows))
 
-    def rows_of(self, microbatch: Any) -> int:
-        """Rows of a microbatch, the weight of a mean; 1 for forms without rows, such as packed sequences."""
+    def rows_of(self, microbatch: Any) -> int | None:
+        """Rows of a microbatch, the weight of a mean; None for forms without rows, such as packed sequences."""
         try:
             return num_rows(microbatch)
         except ConfigError:
-            return 1
+            return None
 
     @contextmanager
     def schedule_running(self) -> Generator[None]:

@@ -62,6 +62,8 @@ class TimeoutConfig:
 
 
 _SECONDS_AT_EXIT = 0.1
+_BLIND_TO_COPIES = (dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN)
+"""Operations whose result is the same whether equal copies of a value take part once or equally often."""
 
 
 @functools.cache
@@ -148,15 +150,8 @@ class RankedStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether ranks read different samples; Lightning injects samplers and reduces logged values then.
-
-        Its samplers for training always shuffle. Without data ranks the loader's own order is left as it is.
-        """
-        try:
-            degrees = self.mesh_config.resolve(self.num_nodes * self.num_processes)
-        except ConfigError:  # to be refused in `setup_environment`
-            return False
-        return degrees.data_parallel_replicate * degrees.data_parallel_shard > 1
+        """Whether there are several ranks; Lightning reduces logged values, and injects samplers, then."""
+        return not self.is_one_process
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
@@ -298,20 +293,32 @@ class RankedStrategy(ParallelStrategy):
         return objects[0]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: dist.ReduceOp.RedOpType | str | None = "mean") -> Any:
-        """Reduce a tensor in place over `group` (default: all ranks); other values return as they are. Collective.
+        """Reduce a tensor in place; other values return as they are. Collective over all ranks, or `group`.
+
+        A mean, a maximum or a minimum is over all ranks and equal on all of them. Ranks that hold equal copies, such as
+        those of a pipeline, do not change it. A sum counts each data rank once: it is over the ranks among which
+        batches are split. The mean of integers is a new tensor of floats.
 
         Args:
             tensor: Equal shapes and dtypes on all ranks.
-            group: A process group.
+            group: Another process group.
             reduce_op: "mean" (or "avg"), another operation's name such as "sum", or a `ReduceOp`.
         """
         if self.world_size == 1 or not isinstance(tensor, Tensor):
             return tensor
-        group = self.group if group is None else group
-        if isinstance(reduce_op, str) and reduce_op.lower() not in ("mean", "avg"):
-            reduce_op = getattr(dist.ReduceOp, reduce_op.upper())
-        if reduce_op is None or isinstance(reduce_op, str):
-            dist.all_reduce(tensor, group=group)
-            return tensor.copy_(tensor / dist.get_world_size(group))
-        dist.all_reduce(tensor, op=reduce_op, group=group)
-        return tensor
+        operation: Any = "mean" if reduce_op is None else reduce_op
+        if isinstance(operation, str):
+            operation = getattr(dist.ReduceOp, "AVG" if operation.upper() == "MEAN" else operation.upper())
+        if group is None:
+            group = dist.group.WORLD if any(operation == each for each in _BLIND_TO_COPIES) else self.group
+        if operation != dist.ReduceOp.AVG:
+            dist.all_reduce(tensor, op=operation, group=group)
+            return tensor
+        dist.all_reduce(tensor, group=group)  # gloo has no mean
+        mean = tensor / dist.get_world_size(group)
+        return tensor.copy_(mean) if mean.dtype == tensor.dtype else mean
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks decide so or, without `all`, any. Collective over all ranks."""
+        flag = torch.tensor(int(decision), device=self.root_device)
+        return bool(self.reduce(flag, reduce_op="min" if all else "max"))

@@ -45,8 +45,9 @@ from lightning_d9d.schedule import Auto, Choice, Schedule, resolve_schedule
 from lightning_d9d.strategy.aligned import AlignedStrategy
 from lightning_d9d.strategy.auto import CHOICE, choose, saved_choice
 from lightning_d9d.strategy.checkpoints import CheckpointConfig
-from lightning_d9d.strategy.configuration import check_callbacks, check_degrees_of
+from lightning_d9d.strategy.configuration import check_callbacks, check_classes, check_degrees_of
 from lightning_d9d.strategy.data_parallel import DataParallelStages
+from lightning_d9d.strategy.effects import Beside, check_effects
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.offload import move
 from lightning_d9d.strategy.optimizer_step import (
@@ -122,6 +123,13 @@ class D9DStrategy(AlignedStrategy):
         skip_nonfinite: bool = False,
         process_group_backend: str | None = None,
     ) -> None:
+        check_classes(
+            mesh=(MeshConfig() if mesh is None else mesh, MeshConfig),
+            parallel=(parallel, ParallelConfig),
+            grad_sync=(grad_sync, GradSyncConfig),
+            checkpoint=(checkpoint, CheckpointConfig),
+            timeouts=(timeouts, TimeoutConfig),
+        )
         super().__init__(checkpoint, mesh=mesh, timeouts=timeouts, process_group_backend=process_group_backend)
         self.schedule = resolve_schedule(schedule)
         if isinstance(self.schedule, Auto) and (microbatch_size, num_microbatches) != (None, None):
@@ -180,23 +188,22 @@ class D9DStrategy(AlignedStrategy):
         assert self.lightning_module is not None
         check_degrees_of(self.lightning_module, self.mesh_config)
         check_callbacks(cast(Any, self.lightning_module.trainer).callbacks, self.mesh_config)
+        degrees = self.mesh_config.resolve(self.world_size)
+        beside = Beside(self.lightning_module, self.mesh_config, degrees, self.parallel)
+        check_effects(self.settings(), D9DStrategy().settings(), beside)
         self._open_groups()
         earlier, self._choice = self._choice, None
         if not isinstance(self.schedule, Auto):
             self.pipeline = Pipeline(self.schedule, self._mesh_of_ranks, self.root_device)
-        elif not isinstance(self.lightning_module, D9DModule):
-            raise ConfigError(
-                f"schedule=Auto(...): {type(self.lightning_module).__name__} is no D9DModule; leave it out"
-            )
-        elif earlier is not None and len(self.lightning_module.stages) > 0:
+            return
+        module = cast(D9DModule, self.lightning_module)  # or its schedule was refused
+        if earlier is not None and len(module.stages) > 0:
             self._take(earlier)  # perhaps a checkpoint's
         else:
             num_ranks = self.mesh.sizes["pp"] if self.world_size > 1 else 1
             with self.precision_plugin.module_init_context():
                 dtype = torch.get_default_dtype()
-            self._take(
-                choose(self.schedule, self.lightning_module, num_ranks, dtype, self.root_device, self.parallel.compile)
-            )
+            self._take(choose(self.schedule, module, num_ranks, dtype, self.root_device, self.parallel.compile))
 
     @property
     def _mesh_of_ranks(self) -> MeshDomains | None:
@@ -335,8 +342,9 @@ class D9DStrategy(AlignedStrategy):
 
     def _sum_metrics_over_data_ranks(self) -> None:
         """Ranks that read the same samples must not count them twice in a torchmetrics metric."""
-        if self.mesh.dp_size < self.world_size and isinstance(self.lightning_module, D9DModule):
-            for metric in self.lightning_module.modules():
+        assert self.model is not None
+        if self.mesh.dp_size < self.world_size:
+            for metric in self.model.modules():
                 if isinstance(metric, Metric) and metric.process_group is None:
                     metric.process_group = self.group
                     self._grouped_metrics.append(metric)

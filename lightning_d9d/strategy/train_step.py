@@ -122,7 +122,6 @@ class TrainStep:
         check = self._is_first_batch and batch_index == 0  # resumed, the first may be the short last one of an epoch
         cut = self.module.cut(batch, check=check, trains=True)
         self._is_first_batch = self._is_new_window = False
-        num_rows = sum(cut.rows[: cut.num_counted])
         num_data_ranks = self.num_ranks // self.pipeline.tokens.cut.size
         num_counting = (self.module.filling.num_counting or num_data_ranks) * self.pipeline.tokens.cut.size
         is_whole_window = is_first and is_last
@@ -132,6 +131,7 @@ class TrainStep:
         def scale(totals: BatchTotals) -> Tensor | float:
             nonlocal total_weight
             if totals.loss_is_mean:  # `restore` divides by the number of all ranks
+                num_rows = sum(filter(None, cut.rows[: cut.num_counted]))
                 return self.num_ranks / (num_counting * max(num_rows, 1) * accumulated_batches)
             if total_weight is None and weight_is_known_after_forward:
                 weight = torch.zeros((), device=self.module.device) if totals.loss is None else totals.loss[1]

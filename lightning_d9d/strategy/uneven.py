@@ -78,6 +78,21 @@ def align_loaders(trainer: L.Trainer, alignment: Alignment) -> Callable[[], None
     return undo
 
 
+def leave_samplers(trainer: L.Trainer) -> Callable[[], None]:
+    """Keep a Trainer from putting its own samplers in place of those of the loaders.
+
+    Returns:
+        What allows it again.
+    """
+    connector = trainer._accelerator_connector
+    allowed, connector.use_distributed_sampler = connector.use_distributed_sampler, False
+
+    def undo() -> None:
+        connector.use_distributed_sampler = allowed
+
+    return undo
+
+
 def _read_through(source: Any, kind: Callable[[CombinedLoader], CombinedLoader], mode: Any) -> None:
     def dataloader() -> CombinedLoader:
         loader = type(source).dataloader(source)

@@ -110,5 +110,5 @@ def test_one_process_chooses_microbatches() -> None:
     assert run.global_step == 1
     with pytest.raises(ConfigError, match=r"microbatch_size=2, num_microbatches=None beside schedule=Auto"):
         D9DStrategy(schedule=Auto(batch_size=4, sequence_length=16), microbatch_size=2)
-    with pytest.raises(ConfigError, match="Plain is no D9DModule"):
+    with pytest.raises(ConfigError, match=r"schedule=.*Auto.* Plain is a plain LightningModule"):
         trainer(D9DStrategy(schedule=Auto(batch_size=4, sequence_length=16))).fit(Plain(), loader(4))

@@ -46,6 +46,7 @@ def trainer() -> L.Trainer:
     return L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
 
 
+DataConnector = data_connector._DataConnector
 EpochLoop = training_epoch_loop._TrainingEpochLoop
 EvaluationLoop = evaluation_loop._EvaluationLoop
 SignalConnector = signal_connector._SignalConnector
@@ -68,7 +69,11 @@ USED: dict[str, Callable[[], bool]] = {
     ),
     # and reads these
     "_signal_connector": lambda: isinstance(trainer()._signal_connector, SignalConnector),
-    "_accelerator_connector": lambda: trainer()._accelerator_connector.use_distributed_sampler is True,
+    "_accelerator_connector": lambda: (
+        trainer()._accelerator_connector.use_distributed_sampler is True
+        and calls(DataConnector._requires_distributed_sampler, "_accelerator_connector.use_distributed_sampler")
+        and calls(L.LightningModule.log, "sync_dist and trainer._accelerator_connector.is_distributed")
+    ),
     "_data_fetcher": lambda: (
         trainer().fit_loop._data_fetcher is None and calls(fit_loop._FitLoop.setup_data, "self._data_fetcher =")
     ),

@@ -143,6 +143,9 @@ class Packed(Staged):
         assert microbatch["borders"].shape == (3,)
         return super().microbatch_inputs(microbatch)
 
+    def microbatch_metrics(self, output: Any, microbatch: Any) -> dict[str, Any]:
+        return {"hits": super().microbatch_metrics(output, microbatch)["hits"]}
+
 
 def test_a_batch_without_rows_need_not_be_cut() -> None:
     def pack(rows: list[Any]) -> dict[str, Tensor]:
@@ -153,6 +156,23 @@ def test_a_batch_without_rows_need_not_be_cut() -> None:
     assert run.global_step == 2
     with pytest.raises(ConfigError, match="override split_batch"):
         trainer(D9DStrategy(microbatch_size=2)).fit(Packed(), DataLoader(staged_rows(8), batch_size=4, collate_fn=pack))
+
+
+@pytest.mark.parametrize("strategy", ["d9d", "auto"])
+@pytest.mark.parametrize("of", ["microbatch_loss", "microbatch_metrics"])
+def test_a_mean_over_a_batch_without_rows_is_refused(of: str, strategy: str) -> None:
+    def pack(rows: list[Any]) -> dict[str, Tensor]:
+        return {**torch.utils.data.default_collate(rows), "borders": torch.tensor([0, 1, 4])}
+
+    class Metric(Packed):
+        def microbatch_metrics(self, output: Any, microbatch: Any) -> dict[str, Tensor]:
+            return {"largest": output.max()}
+
+    module = Packed(mean=True) if of == "microbatch_loss" else Metric()
+    run = trainer(strategy, precision="64-true")
+    with pytest.raises(ConfigError, match=rf"{of}.* returned a mean over a microbatch without rows.*WeightedLoss\("):
+        run.fit(module, DataLoader(staged_rows(8), batch_size=4, collate_fn=pack))
+    assert run.global_step == 0
 
 
 def test_a_stage_with_values_nobody_makes_is_refused() -> None:

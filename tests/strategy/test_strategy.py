@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +14,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.plugins import precision
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_d9d import ConfigError, D9DStrategy, GradSyncConfig, MeshConfig, ParallelConfig, TimeoutConfig, env
+from lightning_d9d import (
+    CheckpointConfig,
+    ConfigError,
+    D9DStrategy,
+    GradSyncConfig,
+    MeshConfig,
+    ParallelConfig,
+    TimeoutConfig,
+    env,
+)
 from lightning_d9d.ops import grouped_gemm
 from lightning_d9d.ops.kernels import runs_triton
 from lightning_d9d.schedule import GPipe
@@ -106,6 +118,31 @@ def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> N
         D9DStrategy(**arguments)
 
 
+CONFIGURED = {
+    "mesh": MeshConfig,
+    "parallel": ParallelConfig,
+    "grad_sync": GradSyncConfig,
+    "checkpoint": CheckpointConfig,
+    "timeouts": TimeoutConfig,
+}
+
+
+def test_every_argument_with_a_class_is_named_above() -> None:
+    arguments = inspect.signature(D9DStrategy).parameters.values()
+    assert {each.name for each in arguments if "Config" in str(each.annotation)} == {*CONFIGURED}
+
+
+@pytest.mark.parametrize("given", [{}, {"no_such_field": 1}, "ParallelConfig()", ParallelConfig, 3], ids=repr)
+@pytest.mark.parametrize("name", CONFIGURED)
+def test_arguments_of_another_class_are_refused(name: str, given: Any) -> None:
+    message = (
+        f"D9DStrategy({name}={given!r}): it is of the type {type(given).__name__}, but {name} takes "
+        f"{CONFIGURED[name].__name__}(...); "
+    )
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        D9DStrategy(**{name: given})
+
+
 def test_bad_configs_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"GradSyncConfig.dtype='float16'"):
         GradSyncConfig(dtype="float16")  # type: ignore[arg-type]
@@ -116,10 +153,31 @@ def test_bad_configs_are_refused() -> None:
 
 
 def test_float16_mixed_precision_is_refused() -> None:
-    from lightning.pytorch.plugins.precision import MixedPrecision
-
     with pytest.raises(ConfigError, match=r"precision='16-mixed'.*bf16-mixed"):
-        trainer(D9DStrategy(), plugins=[MixedPrecision("16-mixed", "cuda")])
+        trainer(D9DStrategy(), plugins=[precision.MixedPrecision("16-mixed", "cuda")])
+
+
+WORKING = {"Precision": "32-true", "DoublePrecision": "64-true", "HalfPrecision": "16-true"}
+
+
+@pytest.mark.parametrize("name", precision.__all__)
+@pytest.mark.parametrize("own", [False, True], ids=["lightning's", "a subclass"])
+def test_precision_plugins_that_are_not_known_to_work_are_refused(name: str, own: bool) -> None:
+    """Without their packages, of which most are not here: each class is judged before it does anything."""
+    cls = getattr(precision, name)
+    cls = type("Own", (cls,), {}) if own else cls
+    plugin = cls.__new__(cls)
+    if name in WORKING:
+        assert trainer(D9DStrategy(), plugins=[plugin]).precision == WORKING[name]
+    elif name != "MixedPrecision":
+        with pytest.raises(ConfigError, match=rf"plugin {name} is not for D9DStrategy.*; use precision='bf16-mixed'"):
+            D9DStrategy().precision_plugin = plugin
+
+
+def test_a_precision_plugin_with_a_loss_scaler_is_refused() -> None:
+    plugin = type("Scaled", (precision.HalfPrecision,), {"scaler": object()})("bf16-true")
+    with pytest.raises(ConfigError, match=r"precision='bf16-true' scales the loss.*; use precision='bf16-mixed'"):
+        trainer(D9DStrategy(), plugins=[plugin])
 
 
 def test_microbatches_of_a_plain_module_are_refused() -> None:

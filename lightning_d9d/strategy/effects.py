@@ -1,0 +1,115 @@
+"""Settings that act only beside something else: without it they are refused, not ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import NamedTuple
+
+import lightning as L
+
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.mesh import MeshConfig
+from lightning_d9d.parallel import ParallelConfig
+from lightning_d9d.strategy.module import D9DModule
+
+
+class Beside(NamedTuple):
+    """What a setting is given with."""
+
+    module: L.LightningModule
+    mesh: MeshConfig
+    """As it was given: a degree may be -1."""
+    degrees: MeshConfig
+    """The same for the ranks that there are."""
+    parallel: ParallelConfig
+
+    @property
+    def shards_data(self) -> bool:
+        """Whether an axis shards weights. A degree of -1 says so for any number of ranks, one included."""
+        degrees = self.degrees.data_parallel_shard * self.degrees.context_parallel_shard
+        return degrees > 1 or self.mesh.data_parallel_shard == -1
+
+    @property
+    def is_d9d(self) -> bool:
+        """Whether the module is a `D9DModule`."""
+        return isinstance(self.module, D9DModule)
+
+
+def _sharded_weights(beside: Beside) -> str | None:
+    if beside.shards_data:
+        return None
+    return "there are no fully sharded weights; set MeshConfig.data_parallel_shard, such as to -1"
+
+
+def _sharded_weights_of_stages(beside: Beside) -> str | None:
+    return _d9d_module(beside) or _sharded_weights(beside)
+
+
+def _d9d_module(beside: Beside) -> str | None:
+    if beside.is_d9d:
+        return None
+    return f"{type(beside.module).__name__} is a plain LightningModule, without a schedule; make it a D9DModule"
+
+
+def _use_of_blocks(beside: Beside) -> str | None:
+    parallel = beside.parallel
+    if parallel.recompute != "none" or parallel.compile or parallel.cuda_graphs or beside.shards_data:
+        return None
+    return (
+        "there is nothing to shard over, and blocks are not recomputed, compiled or captured; set "
+        "MeshConfig.data_parallel_shard, such as to -1, or ParallelConfig.recompute"
+    )
+
+
+def _context_ranks(beside: Beside) -> str | None:
+    if beside.degrees.context_parallel_shard * beside.degrees.context_parallel_replicate > 1:
+        return None
+    return "each rank has whole sequences; set MeshConfig.context_parallel_shard above 1"
+
+
+def _expert_ranks(beside: Beside) -> str | None:
+    if beside.degrees.expert_parallel > 1:
+        return None
+    return "each rank has all experts; set MeshConfig.expert_parallel above 1"
+
+
+NEEDS: dict[str, Callable[[Beside], str | None]] = {
+    "ParallelConfig.reshard_after_forward": _sharded_weights,
+    "ParallelConfig.expert_dispatch": _expert_ranks,
+    "ParallelConfig.context": _context_ranks,
+    "ParallelConfig.gather_dtype": _sharded_weights,
+    "ParallelConfig.reduce_dtype": _sharded_weights,
+    "ParallelConfig.offload": _sharded_weights,
+    "ParallelConfig.shard_blocks": _use_of_blocks,
+    "GradSyncConfig.reduce": _sharded_weights_of_stages,
+    "D9DStrategy.schedule": _d9d_module,
+}
+"""For each setting that needs something else what is missing, with the remedy; None where nothing is."""
+
+
+def check_effects(settings: Mapping[str, object], defaults: Mapping[str, object], beside: Beside) -> None:
+    """Raise `ConfigError` for a setting that would do nothing.
+
+    Args:
+        settings: Values of `D9DStrategy`'s arguments, by name.
+        defaults: The same of a strategy without any. What is equal to a default is not refused.
+        beside: What they are given with.
+    """
+    given, by_default = _by_field(settings, defaults), _by_field(defaults, defaults)
+    for name, missing_beside in NEEDS.items():
+        if given[name] != by_default[name] and (missing := missing_beside(beside)) is not None:
+            field = name.split(".")[1]
+            raise ConfigError(f"{name}={given[name]!r} has no effect here: {missing}, or leave {field} out")
+
+
+def _by_field(settings: Mapping[str, object], defaults: Mapping[str, object]) -> dict[str, object]:
+    """The fields of configurations, and other arguments, by the names in `NEEDS`."""
+    values: dict[str, object] = {}
+    for argument, default in defaults.items():
+        value = settings[argument]
+        if is_dataclass(default):  # the value may be of a subclass
+            values |= {f"{type(default).__name__}.{each.name}": getattr(value, each.name) for each in fields(default)}
+        else:
+            values[f"D9DStrategy.{argument}"] = value
+    return values

@@ -1,0 +1,139 @@
+"""Settings that would do nothing: each field says when it has an effect, and is refused where it has none."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+
+from lightning_d9d import (
+    CheckpointConfig,
+    ConfigError,
+    D9DStrategy,
+    GradSyncConfig,
+    MeshConfig,
+    ParallelConfig,
+    TimeoutConfig,
+)
+from lightning_d9d.strategy.effects import NEEDS, Beside, check_effects
+from tests.harness.ranks import RankContext
+from tests.meshes.cases import CASES
+from tests.strategy.plain import Plain, loader, trainer
+from tests.strategy.staged import Staged, staged_rows
+
+ALWAYS = {
+    "ParallelConfig.recompute": "of any blocks; a plain module without named ones is refused",
+    "ParallelConfig.compile": "of any blocks; a plain module without named ones is refused",
+    "ParallelConfig.cuda_graphs": "a permission: without CUDA there are no graphs to capture",
+    "ParallelConfig.grouped_gemm": "for all of the process",
+    "ParallelConfig.pad_sequences": "a permission: one rank shares no sequence unevenly",
+    "ParallelConfig.sequence_parallel": "has one value",
+    "ParallelConfig.kernels": "for all of the process",
+    "GradSyncConfig.dtype": "wherever gradients are added up; one gradient is what it is in any dtype",
+    "GradSyncConfig.bucket_mb": "a limit",
+    "CheckpointConfig.mode": "whenever a checkpoint is saved",
+    "CheckpointConfig.asynchronous": "whenever a checkpoint is saved",
+    "TimeoutConfig.init_seconds": "a limit",
+    "TimeoutConfig.step_seconds": "a limit",
+    "TimeoutConfig.shutdown_seconds": "a limit",
+    "D9DStrategy.microbatch_size": "of a D9DModule; a plain module is refused",
+    "D9DStrategy.num_microbatches": "of a D9DModule; a plain module is refused",
+    "D9DStrategy.skip_nonfinite": "with automatic optimization; manual optimization is refused",
+    "D9DStrategy.process_group_backend": "a choice among ways between ranks; one rank needs none",
+}
+"""Settings that are never refused for want of something else, and why."""
+CONFIGS = {
+    "parallel": ParallelConfig,
+    "grad_sync": GradSyncConfig,
+    "checkpoint": CheckpointConfig,
+    "timeouts": TimeoutConfig,
+}
+
+
+def test_every_setting_says_when_it_has_an_effect() -> None:
+    names = {f"{config.__name__}.{field.name}" for config in CONFIGS.values() for field in fields(config)}
+    arguments = {*inspect.signature(D9DStrategy).parameters} - {"mesh", *CONFIGS}
+    names |= {f"D9DStrategy.{name}" for name in arguments}
+    assert not NEEDS.keys() & ALWAYS.keys()
+    assert NEEDS.keys() | ALWAYS.keys() == names
+
+
+SHARDED = r"no fully sharded weights; set MeshConfig.data_parallel_shard, such as to -1, or leave {} out"
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "ParallelConfig.reshard_after_forward": ({"reshard_after_forward": False}, SHARDED),
+    "ParallelConfig.expert_dispatch": (
+        {"expert_dispatch": "all_to_all"},
+        "set MeshConfig.expert_parallel above 1, or leave {} out",
+    ),
+    "ParallelConfig.context": ({"context": "ring"}, "set MeshConfig.context_parallel_shard above 1, or leave {} out"),
+    "ParallelConfig.gather_dtype": ({"gather_dtype": "float32"}, SHARDED),
+    "ParallelConfig.reduce_dtype": ({"reduce_dtype": "float32"}, SHARDED),
+    "ParallelConfig.offload": ({"offload": True}, SHARDED),
+    "ParallelConfig.shard_blocks": (
+        {"shard_blocks": ["Linear"]},
+        "nothing to shard over, .*set MeshConfig.data_parallel_shard, such as to -1, .*or leave {} out",
+    ),
+    "GradSyncConfig.reduce": ({"reduce": "every_microbatch"}, SHARDED),
+}
+
+
+def strategy_with(name: str, values: dict[str, Any], mesh: MeshConfig | None = None) -> D9DStrategy:
+    argument = next(argument for argument, config in CONFIGS.items() if config.__name__ == name.split(".")[0])
+    given: dict[str, Any] = {argument: CONFIGS[argument](**values)}
+    return D9DStrategy(mesh=mesh, **given)
+
+
+def check_refused(name: str, devices: int, device: str) -> None:
+    values, message = REFUSED[name]
+    run = trainer(strategy_with(name, values), devices, device)
+    with pytest.raises(ConfigError, match=f"{name}=.* has no effect here: .*{message.format(name.split('.')[1])}"):
+        run.fit(Staged(), DataLoader(staged_rows(8), batch_size=4))
+    assert run.global_step == 0
+
+
+def test_every_need_is_tested() -> None:
+    assert REFUSED.keys() | {"D9DStrategy.schedule"} == NEEDS.keys()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_setting_without_an_effect_is_refused_in_one_process(name: str) -> None:
+    check_refused(name, 1, "cpu")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_setting_without_an_effect_is_refused_on_every_rank(rank: RankContext, name: str) -> None:
+    check_refused(name, 2, rank.device.type)
+
+
+def test_a_schedule_of_a_plain_module_is_refused() -> None:
+    run = trainer(D9DStrategy(schedule="gpipe"))
+    with pytest.raises(ConfigError, match=r"D9DStrategy.schedule=.*GPipe.* Plain is a plain LightningModule"):
+        run.fit(Plain(), loader(8))
+    trainer(D9DStrategy(schedule="1f1b"), max_steps=1).fit(Plain(), loader(8))
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED.keys() - {"ParallelConfig.context", "ParallelConfig.expert_dispatch"}))
+def test_one_process_takes_what_is_written_for_any_number_of_ranks(name: str) -> None:
+    """A degree of -1 shards over the ranks that there are, be it one."""
+    strategy = strategy_with(name, REFUSED[name][0], MeshConfig(data_parallel_shard=-1))
+    trainer(strategy, max_steps=1).fit(Staged(), DataLoader(staged_rows(8), batch_size=4))
+
+
+def test_defaults_that_are_written_out_are_taken() -> None:
+    strategy = D9DStrategy(
+        schedule="1f1b", parallel=ParallelConfig(reshard_after_forward="auto", offload=False, context="gather")
+    )
+    trainer(strategy, max_steps=1).fit(Plain(), loader(8))
+
+
+def test_meshes_that_train_as_one_process_are_taken() -> None:
+    for case in CASES:
+        strategy = D9DStrategy(**case.strategy_options)
+        degrees = case.config.resolve(case.num_ranks)
+        check_effects(
+            strategy.settings(), D9DStrategy().settings(), Beside(Staged(), case.config, degrees, case.parallel)
+        )
