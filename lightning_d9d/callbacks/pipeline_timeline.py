@@ -197,11 +197,11 @@ class PipelineTimeline(L.Callback):
     def _write_costs(self, module: D9DModule, batch: Any, stages: list[_Stage]) -> None:
         assert self.measured is not None
         times = mean_times(self.measured.spans)
-        rows = module.cut(batch, trains=True).rows[0]
+        rows = module.cut(batch, trains=True).rows[0] or 1  # packed sequences, which have no rows, are one
         try:
             measured = MeasuredCosts(
                 machine=_name(module.device),
-                sequence_length=max(1, num_tokens(batch) // module.rows_of(batch)),
+                sequence_length=max(1, num_tokens(batch) // (module.rows_of(batch) or 1)),
                 microbatch_size=rows,
                 stages=tuple(
                     MeasuredStage(
