@@ -14,6 +14,7 @@ from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshDomains
 from lightning_d9d.ops import gather_dim, sum_over
 from lightning_d9d.parallel.context import SequenceCut
+from lightning_d9d.pipeline.trees import with_children
 
 
 @dataclass(frozen=True)
@@ -139,4 +140,4 @@ def own_chunks(batch: Any, dims: Mapping[str, int], tokens: TokenPart, padding: 
             assert padding is not None
             tensor = F.pad(tensor, [0, 0] * (tensor.dim() - 1 - dim) + [0, missing], value=padding.get(name, 0))
         own[name] = tokens.cut.cut(tensor, dim)
-    return own
+    return with_children(batch, own)

@@ -6,20 +6,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.pipeline.trees import children, take_apart, with_children
 
 
 def num_rows(batch: Any) -> int:
-    """The size of dim 0 that all tensors of `batch` (any tree of lists, tuples, dicts) share.
+    """The size of dim 0 that all tensors of `batch` (any tree, see `lightning_d9d.pipeline.trees`) share.
 
     Raises:
         ConfigError: There is no tensor with a dim 0, or two of them disagree.
     """
-    sizes = {leaf.shape[0] for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor) and leaf.ndim > 0}
+    tensors = take_apart(batch)[0]
+    sizes = {tensor.shape[0] for tensor in tensors if tensor.ndim > 0}
     if len(sizes) != 1:
-        shapes = [tuple(leaf.shape) for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)]
+        shapes = [tuple(tensor.shape) for tensor in tensors]
         raise ConfigError(
             f"a batch is cut into microbatches along dim 0, but its tensors have shapes {shapes}: they must share one "
             "first size; override split_batch(batch, n) for batches of another form"
@@ -29,7 +30,7 @@ def num_rows(batch: Any) -> int:
 
 def num_tokens(batch: Any) -> int:
     """The size of the largest tensor of integers in a batch (token ids, labels); 0 if there is none."""
-    sizes = [t.numel() for t in tree_flatten(batch)[0] if isinstance(t, Tensor) and t.dtype == torch.int64 and t.ndim]
+    sizes = [t.numel() for t in take_apart(batch)[0] if t.dtype == torch.int64 and t.ndim]
     return max(sizes, default=0)
 
 
@@ -38,14 +39,18 @@ def split_rows(batch: Any, num_parts: int) -> list[Any]:
 
     Other leaves, and tensors without dims, go to every part unchanged. Parts are views.
     """
-    if num_parts == 1:
-        return [batch]
-    leaves, structure = tree_flatten(batch)
-    cut = [
-        leaf.tensor_split(num_parts) if isinstance(leaf, Tensor) and leaf.ndim > 0 else (leaf,) * num_parts
-        for leaf in leaves
-    ]
-    return [tree_unflatten([parts[i] for parts in cut], structure) for i in range(num_parts)]
+    return [batch] if num_parts == 1 else _cut(batch, num_parts)
+
+
+def _cut(tree: Any, num_parts: int) -> list[Any]:
+    if isinstance(tree, Tensor) and tree.ndim > 0:
+        return list(tree.tensor_split(num_parts))
+    parts = children(tree)
+    if parts is None:
+        return [tree] * num_parts
+    names, values = parts
+    by_part = list(zip(*(_cut(value, num_parts) for value in values), strict=True)) or [()] * num_parts
+    return [with_children(tree, part if names is None else dict(zip(names, part, strict=True))) for part in by_part]
 
 
 class MicrobatchCount:

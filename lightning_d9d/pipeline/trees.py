@@ -1,17 +1,19 @@
-"""What stages hand over: trees of tensors, taken apart and put together again.
+"""Trees of tensors, taken apart and put together again: batches, and what stages hand over.
 
-A tree is a tensor, or a list, tuple, NamedTuple, mapping or dataclass of trees; all else in it (None, numbers, texts)
-is carried as it is.
+A tree is a tensor, or a list, tuple, deque, NamedTuple, mapping (of any class) or dataclass of trees; all else in it
+(None, numbers, texts) is carried as it is.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
-from collections.abc import Mapping
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
+
+from lightning_d9d.errors import ConfigError
 
 
 class _Hole(NamedTuple):
@@ -59,20 +61,61 @@ def _leaves(node: Any) -> list[Any]:
     return [leaf for child in node.children for leaf in _leaves(child)] if isinstance(node, _Branch) else [node]
 
 
+def children(tree: Any) -> tuple[tuple[Any, ...] | None, list[Any]] | None:
+    """The names (keys, fields; None where values go by position) and values of a container; None of all else."""
+    if isinstance(tree, Tensor | type):
+        return None
+    if dataclasses.is_dataclass(tree):
+        names = tuple(field.name for field in dataclasses.fields(tree) if field.init)
+        return names, [getattr(tree, name) for name in names]
+    if isinstance(tree, Mapping):
+        return tuple(tree), list(tree.values())
+    if isinstance(tree, list | tuple | deque):
+        return None, list(tree)
+    return None
+
+
+def with_children(tree: Any, values: Mapping[Any, Any] | Sequence[Any]) -> Any:
+    """A container of the same class as `tree`.
+
+    Args:
+        tree: What `children` takes apart.
+        values: Its new values: by name where it has names, which may be others for a mapping, else in order.
+
+    Raises:
+        ConfigError: Its class cannot be made of a dictionary or a list of values.
+    """
+    try:
+        if isinstance(tree, defaultdict):
+            assert isinstance(values, Mapping)
+            return defaultdict(tree.default_factory, values)
+        names = tuple(values) if isinstance(values, Mapping) else None
+        return _made(type(tree), names, list(values.values()) if isinstance(values, Mapping) else list(values))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"a batch has a {type(tree).__name__}, which cannot be made of new values ({error}): make it a dictionary "
+            "in the DataLoader's collate_fn, or override split_batch(batch, n)"
+        ) from error
+
+
+def copy_containers(tree: Any) -> Any:
+    """The same leaves in containers of their own."""
+    parts = children(tree)
+    if parts is None:
+        return tree
+    names, values = parts
+    copies = [copy_containers(value) for value in values]
+    return with_children(tree, copies if names is None else dict(zip(names, copies, strict=True)))
+
+
 def _without(tree: Any, tensors: list[Tensor]) -> Any:
     if isinstance(tree, Tensor):
         tensors.append(tree)
         return _Hole(len(tensors) - 1)
-    names: tuple[Any, ...] | None = None
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        names = tuple(field.name for field in dataclasses.fields(tree) if field.init)
-        values = [getattr(tree, name) for name in names]
-    elif isinstance(tree, Mapping):
-        names, values = tuple(tree), list(tree.values())
-    elif isinstance(tree, list | tuple):
-        values = list(tree)
-    else:
+    parts = children(tree)
+    if parts is None:
         return tree
+    names, values = parts
     kind = dict if isinstance(tree, defaultdict) else type(tree)  # its function need not travel
     return _Branch(kind, names, tuple(_without(value, tensors) for value in values))
 
@@ -82,12 +125,11 @@ def _filled(node: Any, tensors: list[Tensor]) -> Any:
         return tensors[node.place]
     if not isinstance(node, _Branch):
         return node
-    values = [_filled(child, tensors) for child in node.children]
-    if dataclasses.is_dataclass(node.kind):
-        assert node.names is not None
-        return node.kind(**dict(zip(node.names, values, strict=True)))
-    if node.names is not None:
-        return node.kind(dict(zip(node.names, values, strict=True)))  # type: ignore[call-arg]
-    if hasattr(node.kind, "_fields"):
-        return node.kind(*values)
-    return node.kind(values)  # type: ignore[call-arg]
+    return _made(node.kind, node.names, [_filled(child, tensors) for child in node.children])
+
+
+def _made(kind: type, names: tuple[Any, ...] | None, values: list[Any]) -> Any:
+    if names is None:
+        return kind(*values) if hasattr(kind, "_fields") else kind(values)  # type: ignore[call-arg]
+    named = dict(zip(names, values, strict=True))
+    return kind(**named) if dataclasses.is_dataclass(kind) else kind(named)  # type: ignore[call-arg]

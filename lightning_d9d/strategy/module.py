@@ -109,6 +109,13 @@ class D9DModule(L.LightningModule):
         """The loss of the last stage's output: a scalar mean, or a `WeightedLoss` for exact weights (tokens)."""
         raise NotImplementedError(f"{type(self).__name__} must implement microbatch_loss(output, microbatch)")
 
+    def prepare_batch(self, batch: Any) -> Any:
+        """The batch as the microbatch hooks take it, on the device, once before it is cut; by default as it is.
+
+        Sequences are whole here, and every rank that shares a batch has all of it. The number of rows must stay.
+        """
+        return batch
+
     def split_batch(self, batch: Any, num_microbatches: int) -> list[Any]:
         """Cut a batch into at most `num_microbatches` microbatches; by default along dim 0 of every tensor."""
         return split_rows(batch, num_microbatches)
@@ -332,6 +339,7 @@ class D9DModule(L.LightningModule):
         """One batch under a stock strategy; `D9DStrategy` runs `train_step.TrainStep` instead."""
         self._watch_optimizer()
         totals = BatchTotals()
+        batch = self.prepare_batch(batch)
         with self.schedule_running():
             inputs = stage_inputs(self, batch)
             output = self.stages[0](**inputs.first, **inputs.shared)
@@ -376,6 +384,7 @@ class D9DModule(L.LightningModule):
             ConfigError: It does not divide, or makes more microbatches than the ranks agreed on.
             ScheduleError: The schedule does not take that number of microbatches.
         """
+        batch = self.prepare_batch(batch)
         microbatches, filling = [self._own_chunks(m) for m in self._microbatches(batch, check)], self.filling
         num_counted = 0 if filling.is_filler else len(microbatches)
         if 0 < filling.num_microbatches < num_counted:

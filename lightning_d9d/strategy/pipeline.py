@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from lightning_d9d.errors import ConfigError, ScheduleError
 from lightning_d9d.mesh import MeshDomains
@@ -193,10 +192,9 @@ class Pipeline:
             return
         self._compared.add(kind)
         digest = hashlib.sha256()
-        for leaf in tree_leaves(batch):
-            if isinstance(leaf, Tensor):
-                digest.update(f"{leaf.dtype} {list(leaf.shape)}".encode())
-                digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        for tensor in take_apart(batch)[0]:
+            digest.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         if len(set(all_gather_object(digest.hexdigest(), self.readers))) > 1:
             raise ConfigError(
                 f"rank {dist.get_rank()}: ranks {dist.get_process_group_ranks(self.readers)} read different first "

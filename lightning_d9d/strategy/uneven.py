@@ -22,13 +22,13 @@ import torch.distributed as dist
 from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.combined_loader import _SUPPORTED_MODES
-from torch.utils._pytree import tree_map
 from torch.utils.data import BatchSampler, DataLoader, default_collate
 
 from lightning_d9d.data import END, NOTHING, Agreement, Filling, is_place_of_sampler, without_resuming
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh.agreement import Ranks, first_of
 from lightning_d9d.mesh.collectives import all_gather_object
+from lightning_d9d.pipeline.trees import copy_containers
 
 _REMEDY = "give every data rank at least one batch: more data, or fewer data ranks"
 
@@ -270,7 +270,7 @@ class TrainingLoader(_AlignedLoader):
             raise StopIteration
         self._look_ahead(filling)
         self._num_handed_out += 1
-        batch = tree_map(lambda leaf: leaf, item[0])  # containers of its own: hooks may change them
+        batch = copy_containers(item[0])  # hooks may change them
         return batch, self._num_handed_out - 1, 0
 
     def _agreed(self, agreement: Agreement) -> tuple[Any, Filling]:

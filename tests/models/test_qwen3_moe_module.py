@@ -232,7 +232,7 @@ def test_a_checkpoint_has_what_load_from_checkpoint_needs(tmp_path, mode):
         enable_checkpointing=False,
     )
     ids = torch.arange(32).reshape(2, 16)
-    batches = DataLoader([{"input_ids": ids, "labels": ids}], batch_size=None)
+    batches = DataLoader([{"input_ids": ids, "labels": ids.roll(-1, 1)}], batch_size=None)
     run.validate(module, batches, verbose=False)  # its metric was then made in inference mode
     run.fit(module, batches, batches)
     run.save_checkpoint(tmp_path / "step.ckpt")

@@ -21,6 +21,7 @@ from torchmetrics import Metric
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.models.qwen3_moe.batch import check_shifted, prepared
 from lightning_d9d.models.qwen3_moe.config import Qwen3MoeConfig
 from lightning_d9d.models.qwen3_moe.costs import model_costs
 from lightning_d9d.models.qwen3_moe.huggingface import load_huggingface
@@ -74,12 +75,13 @@ class Perplexity(Metric):
 class Qwen3MoePretraining(D9DModule):
     """Next-token training of Qwen3-MoE.
 
-    Batches are mappings with `input_ids` and `labels`, integers `[batch, seq]`; labels are already shifted, -100 does
-    not count. `document_ids` `[batch, seq]` are optional: tokens attend only to tokens of their row that have the same
-    id. Rows may so be packed with documents or padded on either side, where padding has an id of its own and labels of
-    -100. Labels are the data's matter at borders too: that of a document's last token should be -100, or the next one's
-    first token is predicted from it. `position_ids` `[batch, seq]` are optional, and by default begin at 0 with each
-    document. Every label that counts weighs the same over all microbatches, ranks and accumulated batches.
+    Batches are mappings with `input_ids` and `labels`, integers `[batch, seq]`; labels are already shifted (unless
+    `shift_labels`), -100 does not count. `document_ids` `[batch, seq]` are optional: tokens attend only to tokens of
+    their row that have the same id. Rows may so be packed with documents or padded on either side, where padding has an
+    id of its own and labels of -100. Labels are the data's matter at borders too: that of a document's last token
+    should be -100, or the next one's first token is predicted from it. `position_ids` `[batch, seq]` are optional, and
+    by default begin at 0 with each document. Every label that counts weighs the same over all microbatches, ranks and
+    accumulated batches.
 
     Logs `train_loss`, `grad_norm`, `tokens_per_s` (of all ranks), `val_loss`, `val_perplexity` and the same for test.
     With `balance` also, for each mixture layer, `expert_load/layer_0` and `expert_entropy/layer_0`, what `expert_load`
@@ -104,6 +106,8 @@ class Qwen3MoePretraining(D9DModule):
         virtual_layers_after: For how many layers the head counts on the last stage; by default as many as compute as
             much, or fewer if the last stage would have no layer (48 layers of "30b-a3b" on 4 stages: 13, 13, 13, 9).
         balance: How tokens are kept evenly spread over the experts. None does nothing, and counts nothing.
+        shift_labels: Take labels that stand at the tokens they are, as Hugging Face's collators give them, and move
+            each to the token before it. No label moves over the border of a document.
     """
 
     sequence_dims: ClassVar = {"input_ids": 1, "labels": 1, "position_ids": 1, "document_ids": 1}
@@ -124,6 +128,7 @@ class Qwen3MoePretraining(D9DModule):
         virtual_layers_before: int = 0,
         virtual_layers_after: int | None = None,
         balance: BalanceConfig | None = None,
+        shift_labels: bool = False,
     ) -> None:
         super().__init__()
         if warmup_steps < 0:
@@ -139,9 +144,11 @@ class Qwen3MoePretraining(D9DModule):
         self.virtual_layers_before = virtual_layers_before
         self.virtual_layers_after = virtual_layers_after
         self.balance = balance
+        self.shift_labels = shift_labels
         self.val_perplexity = Perplexity()
         self.test_perplexity = Perplexity()
         self._clock: tuple[float, int] | None = None  # when, and how many tokens, since the last log
+        self._checked: set[str | None] = set()  # kinds of run whose first batch has been looked at
         self._counted: dict[str, Tensor] | None = None  # after an optimizer step, the tokens of each expert
 
     @property
@@ -193,6 +200,7 @@ class Qwen3MoePretraining(D9DModule):
             "virtual_layers_before": self.virtual_layers_before,
             "virtual_layers_after": self.virtual_layers_after,
             "balance": None if self.balance is None else dataclasses.asdict(self.balance),
+            "shift_labels": self.shift_labels,
         }
 
     @classmethod
@@ -213,6 +221,23 @@ class Qwen3MoePretraining(D9DModule):
         """Load the pretrained weights."""
         if self.pretrained is not None:
             load_huggingface(list(self.stages), self.pretrained, progress=is_watched(self._trainer))
+
+    def configure_model(self) -> None:
+        """As `D9DModule.configure_model`; the batches of this run are new."""
+        super().configure_model()
+        self._checked.clear()
+
+    def prepare_batch(self, batch: Any) -> Any:
+        """The batch with shifted labels.
+
+        Raises:
+            ConfigError: The first batch's labels are not as `shift_labels` says.
+        """
+        kind = None if self._trainer is None else self.trainer.state.stage
+        if kind not in self._checked:
+            self._checked.add(kind)
+            check_shifted(batch, self.shift_labels)
+        return prepared(batch, self.shift_labels)
 
     def microbatch_inputs(self, microbatch: Any) -> StageInputs:
         """Token ids and labels (the last stage makes the loss; in predict there are none)."""
