@@ -99,13 +99,16 @@ def with_children(tree: Any, values: Mapping[Any, Any] | Sequence[Any]) -> Any:
 
 
 def copy_containers(tree: Any) -> Any:
-    """The same leaves in containers of their own."""
-    parts = children(tree)
+    """The same leaves in containers of their own. Dataclasses, and classes that cannot be made anew, stay as they are."""
+    parts = None if dataclasses.is_dataclass(tree) else children(tree)
     if parts is None:
         return tree
     names, values = parts
     copies = [copy_containers(value) for value in values]
-    return with_children(tree, copies if names is None else dict(zip(names, copies, strict=True)))
+    try:
+        return with_children(tree, copies if names is None else dict(zip(names, copies, strict=True)))
+    except ConfigError:
+        return tree
 
 
 def _without(tree: Any, tensors: list[Tensor]) -> Any:

@@ -73,6 +73,8 @@ def test_copies_of_containers_keep_their_leaves() -> None:
     copied["x"] = None
     assert batch["x"].tolist() == [0, 1, 2, 3]
     assert copied["pair"][0] is batch["pair"][0]
+    for other in (Fixed(), Sample(torch.arange(4), "name")):
+        assert copy_containers({"other": other})["other"] is other
 
 
 def test_tensors_that_disagree_are_refused() -> None:
