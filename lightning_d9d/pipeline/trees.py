@@ -99,7 +99,7 @@ def with_children(tree: Any, values: Mapping[Any, Any] | Sequence[Any]) -> Any:
 
 
 def copy_containers(tree: Any) -> Any:
-    """The same leaves in containers of their own. Dataclasses, and classes that cannot be made anew, stay as they are."""
+    """The same leaves in containers of their own; dataclasses, and classes that cannot be made anew, stay."""
     parts = None if dataclasses.is_dataclass(tree) else children(tree)
     if parts is None:
         return tree
