@@ -279,34 +279,6 @@ def test_results_that_are_modified_are_made_again() -> None:
     assert again["selective"]["addmm"] - again["none"]["addmm"] == LAYERS
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("dims", [2, 3])
-def test_products_that_are_modified_are_made_again(bias: bool, dims: int) -> None:
-    """With three dims the module gets another view of the product, which need not count changes with it."""
-    results = {}
-    for kind in ("none", "selective"):
-        torch.manual_seed(0)
-        model = Modified(bias).double()
-        recompute_activations(model, of_kind(kind), [model])
-        x = torch.randn(*(2, 5, HIDDEN)[-dims:], dtype=torch.float64)
-        model(x).sum().backward()
-        results[kind] = {name: parameter.grad for name, parameter in model.named_parameters()}
-    assert_same(results["selective"], results["none"])
-
-
-class Modified(nn.Module):
-    """The result of a product is modified in place before anything saves it."""
-
-    def __init__(self, bias: bool) -> None:
-        super().__init__()
-        self.first, self.second = (nn.Linear(HIDDEN, HIDDEN, bias=bias) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.first(x)
-        y += 1
-        return self.second(y.tanh().square())
-
-
 class Twofold(nn.Module):
     """An output is what a product gave, for others to modify; the last tensor that is saved is what one gave, too."""
 

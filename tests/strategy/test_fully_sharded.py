@@ -415,11 +415,7 @@ def test_blocks_of_a_plain_module_are_sharded(rank: RankContext, accumulated: in
     ("mesh", "blocks", "match"),
     [
         (SHARDED, ["Other"], "has no Other; its parts are of the classes Block, "),
-        (
-            {"data_parallel_replicate": 2},
-            ["Block"],
-            "nothing to shard over, .*; set MeshConfig.data_parallel_shard",
-        ),
+        ({"data_parallel_replicate": 2}, ["Block"], "nothing to shard over, .*; set MeshConfig.data_parallel_shard"),
         (SHARDED, None, "data_parallel_shard=2, but no parameter of PlainBlocks is a DTensor"),
         ({}, None, "recompute='full': PlainBlocks is a plain LightningModule"),
     ],
