@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
-from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import (
+    BitsandbytesPrecision,
+    DoublePrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+    TransformerEnginePrecision,
+)
 
 from lightning_d9d.errors import ConfigError
 
 _WORKING = (Precision, DoublePrecision, HalfPrecision, MixedPrecision)
+_EXCHANGING = (BitsandbytesPrecision, TransformerEnginePrecision)
+"""They put layers of their own into a module, which nobody shards or cuts into stages."""
 _REMEDY = "use precision='bf16-mixed', 'bf16-true', '32-true' or '64-true'"
 
 
-def check_precision(plugin: Precision) -> None:
+def check_precision(plugin: Precision, *, is_d9d: bool) -> None:
     """Raise `ConfigError` for a plugin of Lightning's that is not known to work, and for one that scales the loss.
 
-    Those that do not work go with another strategy or put in layers of their own, which nobody here shards. A loss
-    scaler cannot follow microbatches and stages. A user's own subclass of a class that works is taken.
+    Those of other strategies do not work, nor does a loss scaler, which cannot follow microbatches and stages. A user's
+    own subclass of a class that works is taken.
+
+    Args:
+        plugin: The plugin.
+        is_d9d: Whether it is for a `D9DModule`. Plain modules may have their layers exchanged.
     """
+    working = _WORKING if is_d9d else (*_WORKING, *_EXCHANGING)
     for cls in type(plugin).__mro__:
         is_of_lightning = issubclass(cls, Precision) and cls.__module__.split(".")[0] == "lightning"
-        if is_of_lightning and cls not in _WORKING:
+        if is_of_lightning and cls not in working:
             raise ConfigError(
-                f"the precision plugin {cls.__name__} is not for D9DStrategy, which works with "
-                f"{', '.join(each.__name__ for each in _WORKING)} and their subclasses; {_REMEDY}"
+                f"the precision plugin {cls.__name__} is not for {'a D9DModule' if is_d9d else 'D9DStrategy'}, which "
+                f"works with {', '.join(each.__name__ for each in working)} and their subclasses; {_REMEDY}"
             )
     if getattr(plugin, "scaler", None) is not None or plugin.precision == "16-mixed":
         raise ConfigError(f"precision={plugin.precision!r} scales the loss, which D9DStrategy does not; {_REMEDY}")

@@ -188,6 +188,7 @@ class D9DStrategy(AlignedStrategy):
         assert self.lightning_module is not None
         check_degrees_of(self.lightning_module, self.mesh_config)
         check_callbacks(cast(Any, self.lightning_module.trainer).callbacks, self.mesh_config)
+        check_precision(self.precision_plugin, is_d9d=isinstance(self.lightning_module, D9DModule))
         degrees = self.mesh_config.resolve(self.world_size)
         beside = Beside(self.lightning_module, self.mesh_config, degrees, self.parallel)
         check_effects(self.settings(), D9DStrategy().settings(), beside)
@@ -271,7 +272,7 @@ class D9DStrategy(AlignedStrategy):
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         if precision_plugin is not None:
-            check_precision(precision_plugin)
+            check_precision(precision_plugin, is_d9d=False)
             if type(precision_plugin).clip_grad_by_norm is Precision.clip_grad_by_norm:
                 precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm
             if type(precision_plugin).clip_grad_by_value is Precision.clip_grad_by_value:

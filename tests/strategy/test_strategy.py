@@ -32,6 +32,7 @@ from lightning_d9d import (
 from lightning_d9d.ops import grouped_gemm
 from lightning_d9d.ops.kernels import runs_triton
 from lightning_d9d.schedule import GPipe
+from lightning_d9d.strategy.precision import check_precision
 from tests.harness.compare import assert_bitwise_equal
 from tests.strategy.plain import Plain, loader, trainer
 from tests.strategy.staged import Staged, staged_rows
@@ -169,9 +170,21 @@ def test_precision_plugins_that_are_not_known_to_work_are_refused(name: str, own
     plugin = cls.__new__(cls)
     if name in WORKING:
         assert trainer(D9DStrategy(), plugins=[plugin]).precision == WORKING[name]
+    elif name in ("BitsandbytesPrecision", "TransformerEnginePrecision"):
+        strategy = D9DStrategy()
+        strategy.precision_plugin = plugin  # may be for a plain module
+        with pytest.raises(ConfigError, match=rf"plugin {name} is not for a D9DModule.*; use precision='bf16-mixed'"):
+            check_precision(plugin, is_d9d=True)
     elif name != "MixedPrecision":
         with pytest.raises(ConfigError, match=rf"plugin {name} is not for D9DStrategy.*; use precision='bf16-mixed'"):
             D9DStrategy().precision_plugin = plugin
+
+
+def test_a_d9d_module_keeps_its_layers() -> None:
+    cls = precision.TransformerEnginePrecision
+    plugin = cls.__new__(cls)
+    with pytest.raises(ConfigError, match="TransformerEnginePrecision is not for a D9DModule"):
+        trainer(D9DStrategy(), plugins=[plugin]).fit(Staged(), DataLoader(staged_rows(8), batch_size=4))
 
 
 def test_a_precision_plugin_with_a_loss_scaler_is_refused() -> None:
