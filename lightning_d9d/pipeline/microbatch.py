@@ -1,56 +1,19 @@
-"""Cutting a batch into microbatches along dim 0."""
+"""How many microbatches a batch makes, and how many tokens it has."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.pipeline.trees import children, take_apart, with_children
-
-
-def num_rows(batch: Any) -> int:
-    """The size of dim 0 that all tensors of `batch` (any tree, see `lightning_d9d.pipeline.trees`) share.
-
-    Raises:
-        ConfigError: There is no tensor with a dim 0, or two of them disagree.
-    """
-    tensors = take_apart(batch)[0]
-    sizes = {tensor.shape[0] for tensor in tensors if tensor.ndim > 0}
-    if len(sizes) != 1:
-        shapes = [tuple(tensor.shape) for tensor in tensors]
-        raise ConfigError(
-            f"a batch is cut into microbatches along dim 0, but its tensors have shapes {shapes}: they must share one "
-            "first size; override split_batch(batch, n) for batches of another form"
-        )
-    return sizes.pop()
+from lightning_d9d.pipeline.trees import take_apart
 
 
 def num_tokens(batch: Any) -> int:
     """The size of the largest tensor of integers in a batch (token ids, labels); 0 if there is none."""
     sizes = [t.numel() for t in take_apart(batch)[0] if t.dtype == torch.int64 and t.ndim]
     return max(sizes, default=0)
-
-
-def split_rows(batch: Any, num_parts: int) -> list[Any]:
-    """Cut every tensor of the tree `batch` into `num_parts` parts along dim 0, as even as possible, longest first.
-
-    Other leaves, and tensors without dims, go to every part unchanged. Parts are views.
-    """
-    return [batch] if num_parts == 1 else _cut(batch, num_parts)
-
-
-def _cut(tree: Any, num_parts: int) -> list[Any]:
-    if isinstance(tree, Tensor) and tree.ndim > 0:
-        return list(tree.tensor_split(num_parts))
-    parts = children(tree)
-    if parts is None:
-        return [tree] * num_parts
-    names, values = parts
-    by_part = list(zip(*(_cut(value, num_parts) for value in values), strict=True)) or [()] * num_parts
-    return [with_children(tree, part if names is None else dict(zip(names, part, strict=True))) for part in by_part]
 
 
 class MicrobatchCount:

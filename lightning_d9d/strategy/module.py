@@ -28,7 +28,8 @@ from lightning_d9d.parallel.tensor import split_for_heads
 from lightning_d9d.parallel.tokens import own_chunks
 from lightning_d9d.pipeline.executor import Cut, Executor, loss_of, stage_inputs
 from lightning_d9d.pipeline.initial_weights import materialize, share_equal_names, take_tensors
-from lightning_d9d.pipeline.microbatch import MicrobatchCount, num_rows, split_rows
+from lightning_d9d.pipeline.microbatch import MicrobatchCount
+from lightning_d9d.pipeline.rows import BatchRows
 from lightning_d9d.pipeline.totals import BatchTotals, weighted_mean
 from lightning_d9d.pipeline.types import StageInfo, StageInputs, WeightedLoss
 from lightning_d9d.schedule import ModelCosts, OneForwardOneBackward
@@ -72,6 +73,7 @@ class D9DModule(L.LightningModule):
         self.stages = nn.ModuleList()
         self._built: list[StageInfo] = []
         self._spread = (MeshConfig(), ParallelConfig())
+        self._rows = BatchRows()
         self._in_schedule = False
         self._step_hook: RemovableHandle | None = None
         self.register_state_dict_post_hook(_drop_stage_prefix)
@@ -117,8 +119,12 @@ class D9DModule(L.LightningModule):
         return batch
 
     def split_batch(self, batch: Any, num_microbatches: int) -> list[Any]:
-        """Cut a batch into at most `num_microbatches` microbatches; by default along dim 0 of every tensor."""
-        return split_rows(batch, num_microbatches)
+        """Cut a batch into at most `num_microbatches` microbatches.
+
+        By default tensors along dim 0, and lists that have one entry for each row. Lists of which a batch does not tell
+        whether they have are refused.
+        """
+        return self._rows.split(batch, num_microbatches)
 
     def microbatch_weight(self, microbatch: Any) -> Tensor | None:
         """The weight `microbatch_loss` will return, if it is known before the forward: saves a pass over gradients."""
@@ -165,6 +171,7 @@ class D9DModule(L.LightningModule):
             ConfigError: It has not.
         """
         self.check_overrides()
+        self._rows = BatchRows()  # other data may have other lists
         infos = self.pipeline.stages
         if len(self.stages) > 0:
             if self._built and self._must_change(infos):
@@ -419,7 +426,7 @@ class D9DModule(L.LightningModule):
             return [batch]
         if type(self).split_batch is not D9DModule.split_batch and count.num_microbatches is not None:
             return self.split_batch(batch, count.num_microbatches)  # its own form of batch, its own rule for short ones
-        rows = num_rows(batch)
+        rows = self._rows.count(batch)
         if check:
             count.check(rows)
         return self.split_batch(batch, count.of(rows))
@@ -427,7 +434,7 @@ class D9DModule(L.LightningModule):
     def rows_of(self, microbatch: Any) -> int | None:
         """Rows of a microbatch, the weight of a mean; None for forms without rows, such as packed sequences."""
         try:
-            return num_rows(microbatch)
+            return self._rows.count(microbatch, strict=False)
         except ConfigError:
             return None
 

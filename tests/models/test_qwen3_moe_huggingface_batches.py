@@ -26,14 +26,17 @@ EVEN = [24] * 8
 """Tokens of each row."""
 
 
-def collator() -> Callable[[list[Any]], Any]:
+RAGGED = [24, 3, 17, 1, 20, 8, 24, 11]
+
+
+def collator(side: str = "right") -> Callable[[list[Any]], Any]:
     """Pads to the longest row; labels are the ids, and -100 where there is padding."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
     words = Tokenizer(WordLevel({"<pad>": 0, "<unk>": 1}, unk_token="<unk>"))  # type: ignore[call-arg]
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", unk_token="<unk>")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", unk_token="<unk>", padding_side=side)
     return DataCollatorForLanguageModeling(tokenizer, mlm=False)
 
 
@@ -44,6 +47,13 @@ def texts(lengths: list[int]) -> list[dict[str, list[int]]]:
         {"input_ids": torch.randint(2, CONFIG.vocab_size, (length,), generator=generator).tolist()}
         for length in lengths
     ]
+
+
+def left_padded(rows: list[Any]) -> Any:
+    """A row's first label does not count, which transformers would predict from padding."""
+    batch = collator("left")(rows)
+    batch["labels"][torch.arange(len(rows)), batch["attention_mask"].argmax(1)] = -100
+    return batch
 
 
 class Losses(Kept):
@@ -104,6 +114,16 @@ def test_any_mapping_is_cut(tmp_path: Any) -> None:
     check_equals_transformers(EVEN, D9DStrategy(microbatch_size=2), tmp_path, collate=lambda r: Features(collate(r)))
 
 
+@pytest.mark.parametrize("microbatch_size", [None, 1, 4])
+@pytest.mark.parametrize("collate", [collator(), left_padded], ids=["right", "left"])
+def test_padded_rows_equal_transformers(tmp_path: Any, microbatch_size: int | None, collate: Any) -> None:
+    check_equals_transformers(RAGGED, D9DStrategy(microbatch_size=microbatch_size), tmp_path, collate=collate)
+
+
+def test_padded_rows_under_a_stock_strategy(tmp_path: Any) -> None:
+    check_equals_transformers(RAGGED, "auto", tmp_path)
+
+
 MESHES = {
     "data parallel": MeshConfig(data_parallel_replicate=2),
     "fully sharded": MeshConfig(data_parallel_shard=2),
@@ -113,10 +133,12 @@ MESHES = {
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("mesh", ["data parallel", "pipeline", "context parallel"])
-def test_a_batch_encoding_on_ranks(rank: RankContext, mesh: str) -> None:
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("lengths", [EVEN, RAGGED], ids=["even", "padded"])
+def test_a_batch_encoding_on_ranks(rank: RankContext, mesh: str, lengths: list[int]) -> None:
+    """Data ranks pad to lengths of their own: rank 0 to 24, rank 1 to 11."""
     check_equals_transformers(
-        EVEN,
+        lengths,
         D9DStrategy(mesh=MESHES[mesh], microbatch_size=2),
         rank.tmp_dir,
         data_ranks=2 if "data" in mesh else 1,
@@ -164,6 +186,40 @@ def test_no_label_moves_over_a_border() -> None:
     ids = torch.tensor([[5, 6, 7, 8, 9]])
     assert shift(ids).tolist() == [[6, 7, 8, 9, -100]]
     assert shift(ids, torch.tensor([[0, 0, 1, 1, 1]])).tolist() == [[6, -100, 8, 9, -100]]
+
+
+def test_padding_is_a_document_whose_labels_do_not_count() -> None:
+    from lightning_d9d.models.qwen3_moe.batch import prepared
+
+    ids, mask = torch.tensor([[7, 5, 6, 8, 9]]), torch.tensor([[0, 1, 1, 1, 0]])
+    batch = Features(input_ids=ids, labels=ids, attention_mask=mask)
+    shifted_here = prepared(batch, shift_labels=True)
+    assert type(shifted_here) is Features
+    assert shifted_here["labels"].tolist() == [[-100, 6, 8, -100, -100]]
+    assert shifted_here["document_ids"].tolist() == mask.tolist()
+    assert "attention_mask" not in shifted_here
+    assert prepared(batch, shift_labels=False)["labels"].tolist() == [[-100, 5, 6, 8, -100]]
+    packed = prepared(batch | {"document_ids": torch.tensor([[-1, -1, -1, 3, 3]])}, shift_labels=True)
+    assert packed["labels"].tolist() == [[-100, 6, -100, -100, -100]]
+    assert packed["document_ids"].tolist() == [[-2, -1, -1, 3, -2]]
+    assert batch["labels"] is ids
+
+
+def test_padding_reaches_no_token() -> None:
+    ids = torch.randint(2, CONFIG.vocab_size, (2, 8), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(8) < torch.tensor([[5], [8]])).long()
+    module = Qwen3MoePretraining(CONFIG)
+    run = trainer(D9DStrategy(microbatch_size=1), precision="64-true")
+    batches = [{"input_ids": torch.where(mask == 1, ids, pad), "attention_mask": mask} for pad in (0, 1)]
+    logits: Any = run.predict(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    assert_close_named("logits", logits[0][mask == 1], logits[1][mask == 1], kind=Kind.OUTPUT)
+
+
+def test_a_mask_of_another_shape_is_refused() -> None:
+    ids = torch.arange(16).view(2, 8)
+    batch = {"input_ids": ids, "labels": shifted(ids), "attention_mask": torch.ones(2, 1, 8, 8)}
+    with pytest.raises(ConfigError, match=r"attention_mask has shape \[2, 1, 8, 8\], but input_ids \[2, 8\]"):
+        trainer(D9DStrategy(), max_epochs=1).fit(Qwen3MoePretraining(CONFIG), DataLoader([batch], batch_size=None))  # type: ignore[arg-type]
 
 
 def test_the_setting_is_kept_in_checkpoints(tmp_path: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -16,16 +17,39 @@ IGNORED = -100
 
 
 def prepared(batch: Mapping[str, Any], shift_labels: bool) -> Mapping[str, Any]:
-    """The batch with labels that are shifted, in a mapping of the same class.
+    """The batch with shifted labels and, for its `attention_mask`, `document_ids`; a mapping of the same class.
+
+    Padding, where the mask is 0, becomes a document of its own, and labels there do not count.
 
     Args:
         batch: With whole sequences.
         shift_labels: Whether its labels stand at the tokens that they are, and are to be moved to those before.
+
+    Raises:
+        ConfigError: The mask has another shape than the tokens.
     """
-    labels = batch.get("labels")
-    if labels is None or not shift_labels:
+    labels, mask, documents = (batch.get(name) for name in ("labels", "attention_mask", "document_ids"))
+    changed: dict[str, Any] = {}
+    if mask is not None:
+        if mask.shape != batch["input_ids"].shape:
+            raise ConfigError(
+                f"attention_mask has shape {list(mask.shape)}, but input_ids {list(batch['input_ids'].shape)}: give 1 "
+                "for each token and 0 for padding; which tokens see each other, document_ids say"
+            )
+        documents = changed["document_ids"] = mask.long() if documents is None else apart(documents, mask)
+    if labels is not None and shift_labels:
+        labels = changed["labels"] = shift(labels, documents)
+    if labels is not None and mask is not None:
+        changed["labels"] = labels.masked_fill(mask == 0, IGNORED)
+    if not changed:
         return batch
-    return with_children(batch, {**batch, "labels": shift(labels, batch.get("document_ids"))})
+    kept = {name: value for name, value in batch.items() if name != "attention_mask"}
+    return with_children(batch, {**kept, **changed})
+
+
+def apart(document_ids: Tensor, mask: Tensor) -> Tensor:
+    """Document ids of which padding has one that no document has."""
+    return torch.where(mask == 0, document_ids.min() - 1, document_ids)
 
 
 def shift(labels: Tensor, document_ids: Tensor | None = None) -> Tensor:

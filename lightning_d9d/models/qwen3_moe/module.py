@@ -78,10 +78,11 @@ class Qwen3MoePretraining(D9DModule):
     Batches are mappings with `input_ids` and `labels`, integers `[batch, seq]`; labels are already shifted (unless
     `shift_labels`), -100 does not count. `document_ids` `[batch, seq]` are optional: tokens attend only to tokens of
     their row that have the same id. Rows may so be packed with documents or padded on either side, where padding has an
-    id of its own and labels of -100. Labels are the data's matter at borders too: that of a document's last token
-    should be -100, or the next one's first token is predicted from it. `position_ids` `[batch, seq]` are optional, and
-    by default begin at 0 with each document. Every label that counts weighs the same over all microbatches, ranks and
-    accumulated batches.
+    id of its own and labels of -100. `attention_mask` `[batch, seq]` says the same of padding, as tokenizers do: 0
+    stands where there is some. Labels are the data's matter at borders too: that of a document's last token should be
+    -100, or the next one's first token is predicted from it. `position_ids` `[batch, seq]` are optional, and by default
+    begin at 0 with each document. Every label that counts weighs the same over all microbatches, ranks and accumulated
+    batches.
 
     Logs `train_loss`, `grad_norm`, `tokens_per_s` (of all ranks), `val_loss`, `val_perplexity` and the same for test.
     With `balance` also, for each mixture layer, `expert_load/layer_0` and `expert_entropy/layer_0`, what `expert_load`
@@ -228,10 +229,11 @@ class Qwen3MoePretraining(D9DModule):
         self._checked.clear()
 
     def prepare_batch(self, batch: Any) -> Any:
-        """The batch with shifted labels.
+        """The batch with shifted labels, and with `document_ids` in place of `attention_mask`.
 
         Raises:
-            ConfigError: The first batch's labels are not as `shift_labels` says.
+            ConfigError: The first batch's labels are not as `shift_labels` says, or a mask has another shape than the
+                tokens.
         """
         kind = None if self._trainer is None else self.trainer.state.stage
         if kind not in self._checked:
