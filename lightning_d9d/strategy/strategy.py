@@ -431,7 +431,7 @@ class D9DStrategy(AlignedStrategy):
                 if fully_sharded(stage)
             }
             if self.root_device.type != "cpu":
-                self._late_progress = LateProgress(module.trainer, self.root_device)
+                self._late_progress = LateProgress(module.trainer)
         self._update_buckets()
 
     @property
