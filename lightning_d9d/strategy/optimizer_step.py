@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.strategy.empty import EmptyBatches
 
 _HOOKS_ON_GRADIENTS = (
     "on_after_backward",
@@ -36,6 +37,8 @@ class OptimizerStep:
     def __init__(self, device: torch.device) -> None:
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
         self._has_stepped = False
+        self.empty = EmptyBatches(device)
+        """Where nothing counted, which is why steps are skipped."""
 
     def __call__(self, optimizer: Optimizer, skip: Tensor | None, factor: Tensor | None = None, **kwargs: Any) -> None:
         """Call `optimizer.step(**kwargs)` unless `skip`.

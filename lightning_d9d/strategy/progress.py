@@ -6,9 +6,10 @@ import math
 import sys
 
 import lightning as L
-import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
+
+from lightning_d9d.pipeline.host_copy import HostCopy
 
 
 def is_watched(trainer: L.Trainer | None) -> bool:
@@ -23,23 +24,17 @@ class LateProgress:
     is copied to the host behind the device's work, and shown when the next one is ready.
     """
 
-    def __init__(self, trainer: L.Trainer, device: torch.device) -> None:
+    def __init__(self, trainer: L.Trainer) -> None:
         self._metrics = trainer._logger_connector
-        self._host = torch.empty((), pin_memory=True)
-        self._copied = torch.Event(device)
-        self._is_copying = False
+        self._copy = HostCopy()
 
     def show(self, name: str, value: Tensor) -> float | None:
         """Show the value given before this one, which is returned, and send this one; nothing if it is on its way."""
-        earlier = None
-        if self._is_copying:
-            if not self._copied.query():
-                return None
-            earlier = self._metrics._progress_bar_metrics[name] = self._host.item()
-        self._host.copy_(value, non_blocking=True)
-        self._copied.record()
-        self._is_copying = True
-        return earlier
+        earlier = self._copy.exchange(value)
+        if earlier is None:
+            return None
+        shown = self._metrics._progress_bar_metrics[name] = earlier.item()
+        return shown
 
 
 def warn_of_nonfinite(loss: float) -> None:

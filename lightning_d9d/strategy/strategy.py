@@ -440,7 +440,7 @@ class D9DStrategy(AlignedStrategy):
                 if fully_sharded(stage)
             }
             if self.root_device.type != "cpu":
-                self._late_progress = LateProgress(module.trainer, self.root_device)
+                self._late_progress = LateProgress(module.trainer)
         self._update_buckets()
 
     @property
@@ -506,6 +506,12 @@ class D9DStrategy(AlignedStrategy):
         if self._train_step is not None:
             defers = self._defers_scaling
             self._train_step.defers = all(all_gather_object(defers)) if self.world_size > 1 else defers
+
+    def on_train_end(self) -> None:
+        """Say what counted nothing in the last batches."""
+        super().on_train_end()
+        if self._train_step is not None:
+            self._train_step.optimizer_step.empty.finish()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Lightning calls it for batches that are not None."""
@@ -618,6 +624,11 @@ class D9DStrategy(AlignedStrategy):
         Reads the device.
         """
         return 0 if self._optimizer_step is None else int(self._optimizer_step.skipped)
+
+    @property
+    def num_empty_batches(self) -> int:
+        """Batches of this fit, or of the last, in which no rank had anything that counts. Reads the device."""
+        return 0 if self._optimizer_step is None else self._optimizer_step.empty.num_batches
 
     def _prepare_batch(self, *inputs: Any) -> None:
         if not self._is_described and self.world_size > 1:

@@ -117,6 +117,7 @@ class TrainStep:
             self._window_weight = self._loss_is_mean = None
         if batch_index == 0:
             self._check_frozen_alike()
+            self.optimizer_step.empty.end_epoch()
             self.pipeline.begin_epoch(self.tied)
         self.pipeline.check_same("train", batch)
         check = self._is_first_batch and batch_index == 0  # resumed, the first may be the short last one of an epoch
@@ -164,6 +165,8 @@ class TrainStep:
         self._is_new_window = is_last
         if not is_last:
             return
+        if self._window_weight is not None:
+            self.optimizer_step.empty.add_window(self._window_weight)
         if self._loss_is_mean:
             divisor: Tensor | float = float(self.num_ranks)
         elif self._scaled_before:
@@ -240,6 +243,7 @@ class TrainStep:
         sums = self._sum_over_ranks(self.pipeline.sum(values))
         if not reported.loss_is_mean:
             weight = sums[0, 1]
+            self.optimizer_step.empty.add_batch(weight)
             self._window_weight = weight if self._window_weight is None else self._window_weight + weight
         loss, *metrics = weighted_mean(*sums.unbind(1)).to(reported.dtype).unbind()
         return loss, dict(zip(reported.metrics, metrics, strict=True))

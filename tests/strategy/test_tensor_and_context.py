@@ -224,6 +224,10 @@ class Mistyped(TakesAnything):
     sequence_dims: ClassVar = {"tokens": 1}
 
 
+class Weighted(TakesAnything):
+    sequence_dims: ClassVar = {**Watched.sequence_dims, "weights": 1}
+
+
 class Refusal(NamedTuple):
     text: str
     mesh: dict[str, int] = TP2
@@ -273,9 +277,10 @@ REFUSED = {
         r"a batch is a list, but sequence_dims=.*; give batches as dictionaries", CP2, batch=[ODD], module=TakesAnything
     ),
     "lengths": Refusal(
-        r"different lengths along sequence_dims: .*'labels': 7.*; pad them",
+        r"different lengths along sequence_dims: .*'weights': 7.*; pad them",
         CP2,
-        batch=batch_with(labels=ODD["labels"]),
+        batch=batch_with(weights=torch.zeros_like(ODD["labels"])),
+        module=Weighted,
     ),
     "plain module": Refusal(r"context_parallel_shard=2: Plain is a plain LightningModule.*", CP2, module=Plain),
     "no sequences": Refusal(

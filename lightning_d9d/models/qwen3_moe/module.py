@@ -21,7 +21,7 @@ from torchmetrics import Metric
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshDomains
-from lightning_d9d.models.qwen3_moe.batch import check_shifted, prepared
+from lightning_d9d.models.qwen3_moe.batch import BatchCheck, prepared
 from lightning_d9d.models.qwen3_moe.config import Qwen3MoeConfig
 from lightning_d9d.models.qwen3_moe.costs import model_costs
 from lightning_d9d.models.qwen3_moe.huggingface import load_huggingface
@@ -30,7 +30,6 @@ from lightning_d9d.models.qwen3_moe.plan import parallelize_qwen3_moe
 from lightning_d9d.modules import (
     BalanceConfig,
     ExpertBalance,
-    document_positions,
     expert_load,
     update_expert_bias,
 )
@@ -42,6 +41,14 @@ from lightning_d9d.schedule import ModelCosts
 from lightning_d9d.strategy.checkpoint_files import read_value
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.progress import is_watched
+
+_NAMES_OF_STAGES: dict[str | None, str] = {
+    "train": "training",
+    "validate": "validation",
+    "sanity_check": "validation",
+    "test": "test",
+    "predict": "prediction",
+}
 
 ARGUMENTS_KEY = "qwen3_moe_arguments"
 """Under which name a checkpoint has the arguments of the module."""
@@ -149,7 +156,7 @@ class Qwen3MoePretraining(D9DModule):
         self.val_perplexity = Perplexity()
         self.test_perplexity = Perplexity()
         self._clock: tuple[float, int] | None = None  # when, and how many tokens, since the last log
-        self._checked: set[str | None] = set()  # kinds of run whose first batch has been looked at
+        self._checks: dict[str | None, BatchCheck] = {}  # by kind of batches
         self._counted: dict[str, Tensor] | None = None  # after an optimizer step, the tokens of each expert
 
     @property
@@ -226,20 +233,37 @@ class Qwen3MoePretraining(D9DModule):
     def configure_model(self) -> None:
         """As `D9DModule.configure_model`; the batches of this run are new."""
         super().configure_model()
-        self._checked.clear()
+        self._checks.clear()
+
+    def teardown(self, stage: str) -> None:
+        """Hear of the last batches.
+
+        Raises:
+            ConfigError: One of them is refused, as in `prepare_batch`.
+        """
+        for check in self._checks.values():
+            check.finish()
+        self._checks.clear()
 
     def prepare_batch(self, batch: Any) -> Any:
         """The batch with shifted labels, and with `document_ids` in place of `attention_mask`.
 
         Raises:
-            ConfigError: The first batch's labels are not as `shift_labels` says, or a mask has another shape than the
-                tokens.
+            ConfigError: An id or a label is outside of the vocabulary, lengths do not agree, a document is too long, or
+                the first batch's labels are not as `shift_labels` says. On an accelerator ids are refused some batches
+                late.
         """
+        if not isinstance(batch, Mapping) or "input_ids" not in batch:
+            return batch  # of a subclass that takes batches of its own
         kind = None if self._trainer is None else self.trainer.state.stage
-        if kind not in self._checked:
-            self._checked.add(kind)
-            check_shifted(batch, self.shift_labels)
-        return prepared(batch, self.shift_labels)
+        if kind not in self._checks:
+            self._checks[kind] = BatchCheck(
+                _NAMES_OF_STAGES.get(kind, "the data"),
+                self.config.vocab_size,
+                self.config.max_position_embeddings,
+                self.shift_labels,
+            )
+        return prepared(self._checks[kind](batch, self._batch_index()), self.shift_labels)
 
     def microbatch_inputs(self, microbatch: Any) -> StageInputs:
         """Token ids and labels (the last stage makes the loss; in predict there are none)."""
@@ -295,7 +319,6 @@ class Qwen3MoePretraining(D9DModule):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Start the clock where it was stopped (by a validation, say)."""
         if self._clock is None:
-            self._check_batch(batch)
             self._clock = (time.perf_counter(), 0)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -363,26 +386,11 @@ class Qwen3MoePretraining(D9DModule):
             for kind, value in zip(("load", "entropy"), of_layers[layer], strict=True):
                 self.log(f"expert_{kind}/layer_{layer}", value, batch_size=1)
 
-    def _check_batch(self, batch: Any) -> None:
-        """What embedding and rotary tables would take without a word, or with one that nobody understands."""
-        input_ids = batch["input_ids"]
-        largest = int(input_ids.max())
-        if largest >= self.config.vocab_size:
-            raise ConfigError(
-                f"a batch has the token id {largest}, but vocab_size={self.config.vocab_size}: ids go from 0 to "
-                "vocab_size - 1; raise vocab_size, or give the data of this vocabulary"
-            )
-        longest, window = input_ids.shape[1], self.config.max_position_embeddings
-        if longest > window and "position_ids" in batch:
-            longest = 1 + int(batch["position_ids"].max())
-        elif longest > window and "document_ids" in batch:
-            longest = 1 + int(document_positions(batch["document_ids"]).max())
-        if longest > window:
-            raise ConfigError(
-                f"a batch has a document of {longest} tokens, but max_position_embeddings={window}: shorten the data's "
-                "sequences, give the borders of their documents as document_ids, or raise max_position_embeddings of "
-                "the config (a model that was trained for fewer positions has to learn the others)"
-            )
+    def _batch_index(self) -> int:
+        """Of the batch in its epoch; 0 without a Trainer."""
+        loop: Any = None if self._trainer is None else self.trainer._active_loop
+        loop = loop.epoch_loop if loop is not None and self.trainer.training else loop
+        return 0 if loop is None else loop.batch_progress.current.ready - 1
 
     def _learning_rate_factor(self, step: int, total_steps: int) -> float:
         if step < self.warmup_steps:

@@ -1,0 +1,117 @@
+"""Batches, windows and epochs in which nothing counts."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_d9d import ConfigError, D9DStrategy, MeshConfig
+from lightning_d9d.models.qwen3_moe import Qwen3MoePretraining
+from lightning_d9d.strategy.empty import EmptyBatches
+from tests.harness.compare import assert_bitwise_equal
+from tests.harness.ranks import RankContext
+from tests.models.test_qwen3_moe_module import CONFIG
+from tests.strategy.plain import trainer
+from tests.strategy.staged import IGNORED, Recorded, staged_rows
+
+BATCH, WINDOW, EPOCH = "a training batch has nothing", "an optimizer step is left out", "an epoch had nothing"
+
+
+def rows(counting: Sequence[bool], batch_size: int = 2) -> list[dict[str, Tensor]]:
+    """Batch i counts if entry i says so."""
+    data = staged_rows(len(counting) * batch_size, ignored_every=None)
+    for index, row in enumerate(data):
+        row["y"] = torch.tensor(index % 4 if counting[index // batch_size] else IGNORED)
+    return data
+
+
+def fit(counting: Sequence[bool], strategy: Any = None, module: Any = None, **options: Any) -> tuple[Any, list[str]]:
+    """The Trainer, and what it said."""
+    data: Any = DataLoader(rows(counting), 2)  # type: ignore[arg-type]
+    run = trainer(strategy or D9DStrategy(), **{"max_epochs": 1, **options})
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        run.fit(module or Recorded(), data)
+    texts = [str(each.message) for each in said]
+    return run, [text for text in (BATCH, WINDOW, EPOCH) for each in texts if text in each]
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 1])
+def test_each_kind_is_said_once_and_counted(microbatch_size: int | None) -> None:
+    def strategy() -> D9DStrategy:
+        return D9DStrategy(microbatch_size=microbatch_size)
+
+    run, said = fit([True] * 4, strategy())
+    assert (said, run.strategy.num_empty_batches) == ([], 0)
+    run, said = fit([True, False, False, True], strategy(), accumulate_grad_batches=2)
+    assert (said, run.strategy.num_empty_batches, run.strategy.num_skipped_steps) == ([BATCH], 2, 0)
+    run, said = fit([False, True, False], strategy())
+    assert (said, run.strategy.num_empty_batches, run.strategy.num_skipped_steps) == ([BATCH, WINDOW], 2, 2)
+    run, said = fit([False] * 3, strategy(), max_epochs=2)
+    assert (said, run.strategy.num_empty_batches, run.strategy.num_skipped_steps) == ([BATCH, WINDOW, EPOCH], 6, 6)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_ten_windows_in_a_row_end_the_run(accumulate: int) -> None:
+    module = Recorded()
+    counting = [True] * accumulate + [False] * 12 * accumulate
+    with pytest.raises(ConfigError, match=r"10 optimizer steps in a row had nothing that counts.*\(-100\).*collate_fn"):
+        fit(counting, module=module, accumulate_grad_batches=accumulate)
+    assert len(module.losses) == 11 * accumulate - 1
+
+
+def test_nine_windows_in_a_row_do_not() -> None:
+    run, _ = fit([*[False] * 9, True, *[False] * 9])
+    assert run.strategy.num_empty_batches == 18
+
+
+def test_a_mean_counts_always() -> None:
+    run, said = fit([False] * 12, module=Recorded(mean=True))
+    assert (said, run.strategy.num_empty_batches) == ([], 0)
+
+
+def test_labels_of_qwen3_moe() -> None:
+    ids = torch.randint(32, (12, 8), generator=torch.Generator().manual_seed(0))
+    data: Any = DataLoader([{"input_ids": row, "labels": torch.full_like(row, -100)} for row in ids])  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="10 optimizer steps in a row had nothing that counts"):
+        trainer(D9DStrategy(), max_epochs=1).fit(Qwen3MoePretraining(CONFIG), data)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mesh", [{"data_parallel_replicate": 2}, {"data_parallel_shard": 2}], ids=str)
+def test_a_batch_counts_if_it_does_on_some_rank(rank: RankContext, mesh: dict[str, int]) -> None:
+    """Rows alternate between the ranks, so that rank 1 has none that counts."""
+
+    class Half(Recorded):
+        def microbatch_loss(self, output: Tensor, microbatch: Any) -> Any:
+            labels = microbatch["y"] if self.global_rank == 0 else torch.full_like(microbatch["y"], IGNORED)
+            return super().microbatch_loss(output, {**microbatch, "y": labels})
+
+    options = {"devices": 2, "device": rank.device.type}
+    run, said = fit([True] * 24, D9DStrategy(mesh=MeshConfig(**mesh)), Half(), **options)
+    assert (said, run.strategy.num_empty_batches) == ([], 0)
+    with pytest.raises(ConfigError, match="10 optimizer steps in a row"):
+        fit([False] * 24, D9DStrategy(mesh=MeshConfig(**mesh)), Half(), **options)
+
+
+@pytest.mark.gpu
+def test_cuda_tells_late_and_never_waits() -> None:
+    empty, weight = EmptyBatches(torch.device("cuda")), torch.zeros((), device="cuda")
+    empty.add_window(weight)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(8):
+            empty.add_batch(weight)
+            empty.add_window(weight)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert_bitwise_equal("counts", empty._counts.cpu(), torch.tensor([8, 9, 0, 9]))
+    empty.add_window(weight)
+    with pytest.raises(ConfigError, match="10 optimizer steps in a row"):
+        empty.finish()
