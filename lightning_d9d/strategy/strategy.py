@@ -619,10 +619,7 @@ class D9DStrategy(AlignedStrategy):
 
     @property
     def num_skipped_steps(self) -> int:
-        """Optimizer steps left out in this fit, or in the last: no token had any weight, or see `skip_nonfinite`.
-
-        Reads the device.
-        """
+        """Optimizer steps left out in this fit, or the last: nothing counted, or `skip_nonfinite`. Reads the device."""
         return 0 if self._optimizer_step is None else int(self._optimizer_step.skipped)
 
     @property
