@@ -48,7 +48,7 @@ FOUR = [name for name in MESHES if name not in TWO]
 
 def rows(count: int) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(4)
-    return [{"input_ids": ids, "labels": ids} for ids in torch.randint(32, (count, 8), generator=generator)]
+    return [{"input_ids": ids[:-1], "labels": ids[1:]} for ids in torch.randint(32, (count, 9), generator=generator)]
 
 
 class Logging(Qwen3MoePretraining):
