@@ -356,7 +356,9 @@ class CheckpointedStrategy(RankedStrategy):
 
         Raises:
             StateError: It is damaged, incomplete or foreign; on every rank.
+            RankError: A rank has failed. A tuner restores what it had saved nevertheless.
         """
+        self.check_ranks()
         self.finish_saves()
         self._checkpoint_path, self._opened = checkpoint_path, None
         if self.broadcast(is_directory(checkpoint_path)):

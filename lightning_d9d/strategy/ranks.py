@@ -26,7 +26,7 @@ from lightning.pytorch.strategies.parallel import ParallelStrategy
 from torch import Tensor
 
 from lightning_d9d import env
-from lightning_d9d.errors import ConfigError
+from lightning_d9d.errors import ConfigError, RankError
 from lightning_d9d.log import name_rank
 from lightning_d9d.mesh import MeshConfig, MeshDomains
 from lightning_d9d.strategy.configuration import check_equal_configuration
@@ -259,6 +259,11 @@ class RankedStrategy(ParallelStrategy):
         if self._shutdown is not None:
             self._shutdown.watch.wait_seconds = self.timeouts.step_seconds
         self._has_step_timeout = True
+
+    def check_ranks(self) -> None:
+        """Raise `RankError` if a rank is known to have failed. Before a collective to which it will not come. Local."""
+        if self._shutdown is not None and self._shutdown.watch.failure is not None:
+            raise RankError(str(self._shutdown.watch.failure))
 
     def on_exception(self, exception: BaseException) -> None:
         """See to it that other ranks hear of it, and that ranks launched by this process end with it."""

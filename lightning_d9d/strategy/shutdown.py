@@ -49,7 +49,9 @@ class Shutdown:
       others in its next gradient sum. Where a loader cannot tell beforehand, `RankWatch.end_epoch` finds out.
     - At the end of each evaluation dataloader, before metrics are reduced, ranks meet and compare what they logged.
       Where forwards are collective, a rank with less data first runs what the others do, see `uneven.py`.
-    - A callback in front of all others reports an exception before a callback that saves a checkpoint can block.
+    - Where Lightning asks whether `should_stop` is set, ranks agree on it, see `early_stop.py`.
+    - A callback in front of all others reports an exception before a callback that saves a checkpoint can block, and
+      the fit loop before a tuner restores what it had saved.
 
     Args:
         trainer: Inside fit, validate, test or predict, with the process group joined.
@@ -77,7 +79,15 @@ class Shutdown:
         self._reporter = _Reporter(self.watch)
         self._callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         self._callbacks.insert(0, self._reporter)
-        trainer.fit_loop.setup_data = self._setup_train_data
+        self._fit_hooks = {
+            "run": self._run_fit_loop,
+            "setup_data": self._setup_train_data,
+            "on_run_start": functools.partial(self._call_and_agree, "on_run_start"),
+            "on_advance_start": functools.partial(self._call_and_agree, "on_advance_start"),
+            "on_advance_end": functools.partial(self._call_and_agree, "on_advance_end"),
+        }
+        for name, hook in self._fit_hooks.items():
+            setattr(trainer.fit_loop, name, hook)
         trainer.fit_loop.epoch_loop.on_advance_end = self._end_train_step
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self._begin_train_batch
         self._evaluations = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
@@ -97,7 +107,8 @@ class Shutdown:
         """Undo everything and end the watch, at the end of the run. Raises what `RankWatch.close` raises."""
         connector = self._trainer._signal_connector
         self._callbacks.remove(self._reporter)
-        del self._trainer.fit_loop.setup_data
+        for name in self._fit_hooks:
+            delattr(self._trainer.fit_loop, name)
         del self._trainer.fit_loop.epoch_loop.on_advance_end
         del self._trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor
         for loop in self._evaluations:
@@ -111,6 +122,23 @@ class Shutdown:
             self._stop_reading_signals()
             if not self.watch.ended_normally:
                 end_children_at_exit(None, self.watch.rank, self._shutdown_seconds)
+
+    def _run_fit_loop(self) -> None:
+        loop = self._trainer.fit_loop
+        try:
+            self._agree_on_early_stop()
+            type(loop).run(loop)
+        except BaseException as error:
+            self.watch.report(error)
+            raise
+
+    def _call_and_agree(self, name: str) -> None:
+        loop = self._trainer.fit_loop
+        getattr(type(loop), name)(loop)
+        self._agree_on_early_stop()
+
+    def _agree_on_early_stop(self) -> None:
+        self._trainer.should_stop = self.watch.stops_early(self._trainer.should_stop)
 
     def _setup_train_data(self) -> None:
         trainer, loop = self._trainer, self._trainer.fit_loop
@@ -130,7 +158,9 @@ class Shutdown:
         loop = self._trainer.fit_loop.epoch_loop
         with self._saving_for_requeue():
             self.watch.end_train_step(is_last=self._trainer.is_last_batch)
+        self._agree_on_early_stop()
         type(loop).on_advance_end(loop, data_fetcher)  # validates
+        self._agree_on_early_stop()
 
     def _end_evaluation(self, loop: _EvaluationLoop) -> None:
         catch_up(loop)

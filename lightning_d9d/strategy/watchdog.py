@@ -63,6 +63,7 @@ from subprocess import Popen, TimeoutExpired
 import torch.distributed as dist
 
 from lightning_d9d.errors import RankError
+from lightning_d9d.strategy.early_stop import EarlyStop
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 POLL_SECONDS = 0.25  # how often a watchdog looks at the store
@@ -144,6 +145,7 @@ class RankWatch:
         for descriptor in (self._pipe, self.signal_pipe):
             os.set_blocking(descriptor, False)
             weakref.finalize(self, os.close, descriptor).atexit = False
+        self._early_stop = EarlyStop(store, rank, world_size, self._changed, self._wake, lambda: self.failure is not None)
         self._requested: int | None = None
         self._position = (0, 0)
         self._stop: int | None = None
@@ -216,6 +218,17 @@ class RankWatch:
         assert self._stop is not None
         self._stop_raised = True
         raise self._stop_exception(self._stop)
+
+    def stops_early(self, wants: bool) -> bool:
+        """As `EarlyStop.is_here`.
+
+        Raises:
+            RankError: Another rank has failed.
+        """
+        stops = self._early_stop.is_here(wants)
+        if self.failure is not None:
+            raise RankError(str(self.failure))
+        return stops
 
     def begin_train_step(self) -> None:
         """Count a training batch whose data are there."""
@@ -359,7 +372,8 @@ class RankWatch:
                     self._talk()
             if time.monotonic() > self._deadline:
                 self._end_process()
-            waits_for_others = self._arrived or self._meets_at is not None or self._stop is not None
+            asks = self._stop is not None or self._early_stop.is_open
+            waits_for_others = self._arrived or self._meets_at is not None or asks
             self._sleep(max(HURRY_SECONDS if waits_for_others else POLL_SECONDS, self._world_size / 4000))
         atexit.unregister(self._be_silent)
 
@@ -388,6 +402,7 @@ class RankWatch:
                 self._look_for_failure()
             if self.failure is None and not self._closed:
                 self._agree_on_stop()
+                self._early_stop.agree()
                 self._compare_epochs()
             if self.failure is not None and not self._left:
                 self._count_who_heard()

@@ -19,6 +19,7 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import LearningRateFinder
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_d9d import D9DStrategy, TimeoutConfig
@@ -98,6 +99,13 @@ class FitsInside(L.Callback):
             fit(CASES["normal"])
 
 
+class FindsLearningRate(LearningRateFinder):
+    """Lightning's, which runs the fit loop inside, and loads what it had saved however that ends."""
+
+    def __init__(self) -> None:
+        super().__init__(num_training_steps=10, attr_name="learning_rate", early_stop_threshold=None)
+
+
 def block_alone() -> None:
     """Enter a collective that the other rank never joins, and send SIGTERM once inside."""
     main = threading.get_ident()
@@ -116,6 +124,7 @@ CASES = {
     "nested": Case(train=on_rank(1, 5, send(signal.SIGTERM)), callback=FitsInside),
     "raise_in_train": Case(train=on_rank(1, 3, fail)),
     "raise_in_train_on_0": Case(train=on_rank(0, 3, fail)),
+    "raise_in_tuner": Case(train=on_rank(1, 3, fail), callback=FindsLearningRate),
     "raise_in_setup": Case(setup=on_rank(1, 0, fail)),
     "raise_in_dataloader": Case(load=on_rank(1, 3, fail)),
     "raise_everywhere": Case(setup=lambda _: fail_as_configured()),
@@ -172,6 +181,7 @@ class Model(L.LightningModule):
         super().__init__()
         self.case = case
         self.layer = torch.nn.Linear(2, 1)
+        self.learning_rate = 0.01
 
     def setup(self, stage: str) -> None:
         self.case.setup(0)
@@ -187,7 +197,7 @@ class Model(L.LightningModule):
         self.log("val_loss", self.layer(batch).sum(), sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
+        return torch.optim.SGD(self.parameters(), lr=self.learning_rate)
 
 
 _current: list[Any] = []

@@ -159,6 +159,16 @@ def test_rank_that_raises_ends_the_other(tmp_path, case):
     ended.check_quick(case)
 
 
+def test_a_learning_rate_finder_that_fails_on_one_rank_ends_all(tmp_path):
+    """Lightning restores a checkpoint before it says what happened: other ranks must have heard by then."""
+    ended = run_forked(tmp_path, "raise_in_tuner")
+    assert ended.exit_codes == [1, 1]
+    assert "ValueError: bad row on rank 1\n\nDuring handling" in ended.outputs[1]
+    assert ended.outputs[1].rstrip().endswith("RankError: rank 1 failed: ValueError: bad row on rank 1")
+    assert "[rank 0] rank 1 failed: ValueError: bad row on rank 1\nTraceback" in ended.outputs[0]
+    ended.check_quick("raise_in_tuner")
+
+
 def test_failing_rank_whose_callback_blocks_is_ended(tmp_path):
     ended = run_forked(tmp_path, "raise_and_block")
     assert ended.exit_codes == [1, 1]

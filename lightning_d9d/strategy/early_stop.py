@@ -1,0 +1,93 @@
+"""`EarlyStop`: ranks end a fit together although `Trainer.should_stop` may be set on any of them, at any time.
+
+Lightning asks for it at points that all ranks pass in the same order. A rank that finds it set at one of them writes
+the key "early_stop/N" and waits. A watchdog that finds this key publishes how many points its rank has passed, and from
+then on its main thread waits at its next point. All end at the point behind the last that some rank has passed. Where
+all ranks ask at the same point it is this one, as under Lightning.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+
+class EarlyStop:
+    """The agreement of one run of one rank. `is_here` is for the thread that runs it, `agree` for the watchdog.
+
+    Args:
+        store: Every rank has one that shows the same keys.
+        rank: Global rank.
+        world_size: Number of ranks.
+        changed: Guards what both threads change, and tells of changes.
+        wake: Lets the watchdog look at once.
+        has_failed: Whether a rank has failed, so that nobody need wait.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        changed: threading.Condition,
+        wake: Callable[[], None],
+        has_failed: Callable[[], bool],
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._changed = changed
+        self._wake = wake
+        self._has_failed = has_failed
+        self._num_stops = self._num_points = 0
+        self._wants = self._waits = self._has_stopped = False
+        self._stops_at: int | None = None
+
+    def is_here(self, wants: bool) -> bool:
+        """Whether all ranks end training at this point. Collective, but waits only where some rank wants it.
+
+        Args:
+            wants: Whether this rank asks for it. Once all have stopped, they stay so until this is False.
+        """
+        with self._changed:
+            self._has_stopped &= wants
+            if self._has_stopped:
+                return True
+            if wants and not self._wants:
+                self._wants = self._waits = True
+                self._wake()
+            self._changed.wait_for(lambda: not self.is_open or self._has_failed())
+            self._num_points += 1
+            if self._num_points != self._stops_at:
+                return False
+            self._num_stops += 1
+            self._has_stopped, self._wants, self._waits, self._stops_at = True, False, False, None
+            return True
+
+    @property
+    def is_open(self) -> bool:
+        """Whether some rank asks and it is not known yet where all end."""
+        return self._waits and self._stops_at is None
+
+    def agree(self) -> None:
+        """Look into the store, and publish what others need."""
+        if self._stops_at is not None:
+            return
+        key = f"early_stop/{self._num_stops}"
+        if self._wants:
+            self._store.set(key, "")
+        elif not self._store.check([key]):
+            return
+        with self._changed:
+            self._waits = True
+            num_passed = self._num_points
+        self._store.set(f"{key}/{self._rank}", str(num_passed))
+        of_ranks = [f"{key}/{rank}" for rank in range(self._world_size)]
+        if self._rank == 0 and self._store.check(of_ranks):
+            self._store.set(f"{key}/at", str(1 + max(map(int, self._store.multi_get(of_ranks)))))
+        if self._store.check([f"{key}/at"]):
+            with self._changed:
+                self._stops_at = int(self._store.get(f"{key}/at"))
+                self._changed.notify_all()
