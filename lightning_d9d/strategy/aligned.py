@@ -80,16 +80,21 @@ class AlignedStrategy(CheckpointedStrategy):
         self._undo_loaders.append(align_loaders(trainer, alignment))
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Refuse a D9DModule's loader without a batch; Lightning would warn and train on nothing. Collective.
+        """Refuse a loader without a batch on some rank. Collective.
+
+        Lightning would warn and train on nothing, or leave an evaluation out on that rank while others wait at its end.
 
         Raises:
-            ConfigError: The loader has no batch on some rank; on every rank.
+            ConfigError: A D9DModule is to train on a loader that has no batch on some rank, or an evaluation of several
+                ranks has one on some of them only; on every rank.
         """
         module = self.lightning_module
-        if isinstance(module, D9DModule) and (module.trainer.training or self.needs_equal_batches):
-            trains = module.trainer.training
-            what = f"{'training ' if trains else ''}{type(dataloader).__name__} of {type(module).__name__}"
-            check_lengths(dataloader, what, trains, alone=self.world_size == 1)
+        assert module is not None
+        trainer, is_d9d = module.trainer, isinstance(module, D9DModule)
+        meets_at_end = (self.world_size > 1 and not trainer.predicting) or self.needs_equal_batches
+        if is_d9d if trainer.training else meets_at_end:
+            what = f"{'training ' if trainer.training else ''}{type(dataloader).__name__} of {type(module).__name__}"
+            check_lengths(dataloader, what, trainer.training, alone=self.world_size == 1)
         return super().process_dataloader(dataloader)
 
     def training_batch(self) -> AbstractContextManager[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -364,6 +364,7 @@ class CheckpointedStrategy(RankedStrategy):
         if self.broadcast(is_directory(checkpoint_path)):
             self._opened = open_directory(checkpoint_path)
             self.go_on_as(self._opened.values)
+            self.load_pretrained(unless_in={name.removeprefix(MODEL) for name in self._opened.tensors})
             checkpoint = {**self._opened.values, "state_dict": self._load_weights(self._opened)}
         else:
             weights_only = never_runs_code(checkpoint_path, weights_only)
@@ -371,11 +372,26 @@ class CheckpointedStrategy(RankedStrategy):
             with Ranks().agreed(f"checkpoint {str(checkpoint_path)!r} cannot be read"):
                 checkpoint = read_checkpoint(read, checkpoint_path)
             self.go_on_as(checkpoint)
+            self.load_pretrained(unless_in=checkpoint.get("state_dict", {}).keys())
         ranks = checkpoint.pop(_RANKS, None)
         if ranks is not None and self._is_fitting:
             self._resumed = self._of_this_rank(ranks)
             checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)  # each rank has its own
         return checkpoint
+
+    def load_pretrained(self, unless_in: Collection[str] = ()) -> None:
+        """Let a D9DModule load its pretrained weights, once, unless a checkpoint has all parameters. Collective.
+
+        Args:
+            unless_in: The names of what is going to be loaded; equal on all ranks.
+        """
+        module = self.lightning_module
+        if isinstance(module, D9DModule) and module.awaits_pretrained:
+            lacks = not set(self._parameter_names().values()) <= set(unless_in)
+            if any(Ranks(alone=self.world_size == 1).all_gather(lacks)):
+                module.load_pretrained_once()
+            else:
+                module.awaits_pretrained = False
 
     @abstractmethod
     def go_on_as(self, checkpoint: Mapping[str, Any]) -> None:

@@ -75,6 +75,8 @@ class D9DModule(L.LightningModule):
         self._spread = (MeshConfig(), ParallelConfig())
         self._rows = BatchRows()
         self._in_schedule = False
+        self.awaits_pretrained = False
+        """Whether stages were built for which nobody has called `load_pretrained`, or found that it need not be."""
         self._step_hook: RemovableHandle | None = None
         self.register_state_dict_post_hook(_drop_stage_prefix)
         self.register_load_state_dict_pre_hook(_add_stage_prefix)
@@ -186,6 +188,15 @@ class D9DModule(L.LightningModule):
         self._built, self._spread = infos, self._spread_now
         share_equal_names(self.stages)
         self.on_stages_built()
+        self.awaits_pretrained = True
+        if not hasattr(self._strategy, "load_pretrained"):  # which knows whether a checkpoint is going to be loaded
+            self.load_pretrained_once()
+
+    def load_pretrained_once(self) -> None:
+        """Call `load_pretrained` unless it was called since the stages were built."""
+        if self.awaits_pretrained:
+            self.awaits_pretrained = False
+            self.load_pretrained()
 
     def parameter_order(self) -> list[str]:
         """The names of all stages' parameters, in the order of one process that has them all. Local."""
@@ -315,7 +326,13 @@ class D9DModule(L.LightningModule):
         return cast(Self, _load_state(cls, values, strict=strict, **kwargs))
 
     def on_stages_built(self) -> None:
-        """Called once after the stages have their initial weights; load pretrained ones here."""
+        """Called once after the stages have their initial weights: before those of a checkpoint, if there is one."""
+
+    def load_pretrained(self) -> None:
+        """Called once on all ranks after `on_stages_built`; load pretrained weights here.
+
+        Under `D9DStrategy` it is left out in a run that begins with a checkpoint (`ckpt_path`) of all parameters.
+        """
 
     def check_overrides(self) -> None:
         """Raise `ConfigError` if a method was overridden that would never run."""

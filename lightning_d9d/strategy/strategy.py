@@ -285,11 +285,11 @@ class D9DStrategy(AlignedStrategy):
         """Move the module to the device, make replicas equal, and build optimizers and gradient buckets. Collective."""
         assert self.accelerator is not None
         assert self.lightning_module is not None
-        self.accelerator.setup(trainer)
         assert self.model is not None
-        fitting = trainer.state.fn == TrainerFn.FITTING
+        self.accelerator.setup(trainer)
         self._check_module(self.lightning_module)
-        if fitting and self._layer_sync is not None:
+        self.load_pretrained()
+        if self._is_fitting and self._layer_sync is not None:
             self.model = self._layer_sync.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
         if not isinstance(self.model, D9DModule):
@@ -310,10 +310,10 @@ class D9DStrategy(AlignedStrategy):
             for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
                 loop.inference_mode = False  # DTensors know no inference tensors
         self.align_loaders(trainer)
-        if fitting:
+        if self._is_fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        if fitting:
+        if self._is_fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
             self._setup_gradients(self.lightning_module)
             self.open_saver(lambda: self._window_is_open)

@@ -145,7 +145,9 @@ class RankWatch:
         for descriptor in (self._pipe, self.signal_pipe):
             os.set_blocking(descriptor, False)
             weakref.finalize(self, os.close, descriptor).atexit = False
-        self._early_stop = EarlyStop(store, rank, world_size, self._changed, self._wake, lambda: self.failure is not None)
+        self._early_stop = EarlyStop(
+            store, rank, world_size, self._changed, self._wake, lambda: self.failure is not None
+        )
         self._requested: int | None = None
         self._position = (0, 0)
         self._stop: int | None = None
@@ -507,7 +509,10 @@ class RankWatch:
     def _agree_on_meeting(self, point: str) -> None:
         key = f"meeting/{point}/{self._num_met[point]}"
         is_new, self._counted_at = self._counted_at != key, key
-        if self._store.add(key, int(is_new)) == self._world_size:
+        num_here = self._store.add(key, int(is_new))
+        if point == "evaluation":  # a rank without data leaves a prediction out
+            num_here += self._store.add("num_arrived", 0)
+        if num_here >= self._world_size:
             with self._changed:
                 self._num_met[point] += 1
                 self._meets_at = None

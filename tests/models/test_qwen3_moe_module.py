@@ -195,7 +195,7 @@ def test_stages_start_from_pretrained_weights(tmp_path: Path, tied: bool) -> Non
     whole = Qwen3MoeForCausalLM(config)
     save_huggingface(whole, tmp_path / "whole")
     module = Qwen3MoePretraining(config, pretrained=str(tmp_path / "whole"))
-    with_stages(module, StageInfo(0, 3), StageInfo(1, 3), StageInfo(2, 3)).on_stages_built()
+    with_stages(module, StageInfo(0, 3), StageInfo(1, 3), StageInfo(2, 3)).load_pretrained()
     names = [name for stage in module.stages for name, _ in stage.named_parameters()]
     assert set(names) == {name for name, _ in whole.named_parameters()}
     assert names.count("model.embed_tokens.weight") == 1 + tied

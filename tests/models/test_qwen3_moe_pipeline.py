@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_d9d import ConfigError, D9DStrategy, MeshConfig, StageInputs, WeightedLoss
+from lightning_d9d import CheckpointConfig, ConfigError, D9DStrategy, MeshConfig, StageInputs, WeightedLoss
 from lightning_d9d.callbacks import HuggingFaceExport, TextSample
 from lightning_d9d.models.qwen3_moe import (
     Qwen3MoeConfig,
@@ -53,8 +54,8 @@ class Kept(TextSample):
 class Watched(Qwen3MoePretraining):
     """Keeps the names that each of its stages has, and what `.model` says."""
 
-    def on_stages_built(self) -> None:
-        super().on_stages_built()
+    def load_pretrained(self) -> None:
+        super().load_pretrained()
         self.weights = [{name: p.detach().clone() for name, p in stage.named_parameters()} for stage in self.stages]
         with pytest.raises(ConfigError, match="of the network's"):
             _ = self.model
@@ -105,6 +106,59 @@ def test_weights_come_in_and_go_out_and_text_is_that_of_the_whole_model(
                 assert not torch.equal(weight.cpu(), pretrained(config).get_parameter(name))
     assert len(sample.text) > 0
     assert sample.text == TextSample(**options).generate(trained)
+
+
+class Counted(Qwen3MoePretraining):
+    """Counts how often pretrained weights are loaded."""
+
+    num_loaded = 0
+
+    def load_pretrained(self) -> None:
+        super().load_pretrained()
+        self.num_loaded += 1
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mode", ["sharded", "consolidated"])
+def test_a_run_that_goes_on_reads_pretrained_weights_only_for_what_its_checkpoint_lacks(
+    rank: RankContext, mode: Any
+) -> None:
+    start, saved = rank.tmp_dir / "start", rank.tmp_dir / "saved.ckpt"
+    save_huggingface(pretrained(CONFIG), start)
+
+    def new_trainer() -> L.Trainer:
+        mesh, checkpoint = MeshConfig(pipeline_parallel=2), CheckpointConfig(mode=mode)
+        strategy = D9DStrategy(mesh=mesh, checkpoint=checkpoint)
+        return trainer(strategy, 2, rank.device.type, precision="64-true", max_epochs=1)
+
+    def without_head(checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"].pop("lm_head.weight", None)
+
+    first = Counted(CONFIG, pretrained=str(start))
+    run = new_trainer()
+    run.fit(first, batches())
+    run.save_checkpoint(saved)
+    again, part = Counted(CONFIG, pretrained=str(start)), Counted(CONFIG, pretrained=str(start))
+    new_trainer().fit(again, batches(), ckpt_path=saved)
+    part.strict_loading = False
+    first.on_save_checkpoint = without_head  # type: ignore[method-assign]
+    run.save_checkpoint(saved, weights_only=True)
+    new_trainer().validate(part, batches(), ckpt_path=saved)
+    assert [first.num_loaded, again.num_loaded, part.num_loaded] == [1, 0, 1]
+    for module, of_head in ((again, first), (part, None)):
+        for stage, trained in zip(module.stages, first.stages, strict=True):
+            for name, weight in stage.named_parameters():
+                is_head = of_head is None and name == "lm_head.weight"
+                wanted = pretrained(CONFIG).get_parameter(name) if is_head else trained.get_parameter(name)
+                assert_bitwise_equal(name, weight, wanted.to(weight.device))
+
+
+def test_pretrained_weights_are_loaded_under_a_stock_strategy(tmp_path: Path) -> None:
+    save_huggingface(pretrained(CONFIG), tmp_path)
+    module = Counted(CONFIG, pretrained=str(tmp_path))
+    trainer("auto", max_epochs=1).validate(module, batches())
+    assert module.num_loaded == 1
+    assert_bitwise_equal("head", module.model.lm_head.weight, pretrained(CONFIG).lm_head.weight.float())
 
 
 @pytest.mark.ranks(2)

@@ -7,9 +7,10 @@ from typing import Any
 
 import lightning as L
 import pytest
-import torch
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_d9d import D9DStrategy, MeshConfig
 from tests.harness.ranks import RankContext
@@ -105,7 +106,7 @@ def test_ranks_of_a_pipeline_stop_together(rank: RankContext) -> None:
     mesh = MeshConfig(pipeline_parallel=2)
     stops = Stops("on_train_batch_end", {1}, 2)
     it = trainer(D9DStrategy(mesh=mesh), 2, str(rank.device), max_epochs=4, callbacks=[stops], precision="64-true")
-    it.fit(Pipelined(), torch.utils.data.DataLoader(token_rows(12), batch_size=2))
+    it.fit(Pipelined(), DataLoader(token_rows(12), batch_size=2))  # type: ignore[arg-type]
     ends = rank.all_gather_object(it.global_step)
     assert ends[0] == ends[1]
     assert 2 <= ends[0] <= 4
@@ -122,7 +123,7 @@ def test_a_learning_rate_finder_stops_all_ranks_by_its_loss(rank: RankContext) -
             loss = super().training_step(batch, batch_idx)
             return loss * 1000 ** (batch_idx * self.global_rank)
 
-    finder = L.pytorch.callbacks.LearningRateFinder(num_training_steps=6, early_stop_threshold=2, update_attr=False)
+    finder = LearningRateFinder(num_training_steps=6, early_stop_threshold=2, update_attr=False)
     it = trainer(D9DStrategy(), rank.world_size, str(rank.device), max_epochs=1, callbacks=[finder])
     it.fit(Diverging(), loader(48))
     assert rank.all_gather_object(it.global_step) == [6, 6]

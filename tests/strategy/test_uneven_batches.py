@@ -25,7 +25,7 @@ from tests.harness.ranks import RankContext
 from tests.harness.tolerances import Kind
 from tests.strategy.pipelined import Mean, Pipelined, plain_steps, token_rows
 from tests.strategy.plain import trainer
-from tests.strategy.staged import Recorded, reference_gradients, staged_rows
+from tests.strategy.staged import Recorded, Staged, reference_gradients, staged_rows
 
 ROWS = 4
 """Of a batch."""
@@ -402,6 +402,26 @@ def test_a_rank_without_a_batch_is_refused(rank: RankContext, kind: str, run: st
     module, _ = modules()
     with pytest.raises(ConfigError, match=r"rank 0 had no batch|no batch on rank 0"):
         getattr(run_trainer(rank, Equal()), run)(module, loader(batches[rank.rank], LOADERS[kind]))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("run", ["fit", "validate", "test"])
+def test_an_evaluation_of_replicas_with_a_rank_without_a_batch_is_refused(rank: RankContext, run: str) -> None:
+    """Their forwards are not collective, but the end of the evaluation is, which Lightning would leave out there."""
+    empty = loader(batches_of([[], [ROWS]])[rank.rank], list)
+    it = trainer(D9DStrategy(), 2, rank.device.type, max_epochs=1, use_distributed_sampler=False)
+    data = [loader(batches_of([[ROWS], [ROWS]])[rank.rank], list), empty] if run == "fit" else [empty]
+    with pytest.raises(ConfigError, match=r"no batch on rank 0"):
+        getattr(it, run)(modules()[0], *data)
+
+
+@pytest.mark.ranks(2)
+def test_replicas_predict_also_where_a_rank_has_no_rows(rank: RankContext) -> None:
+    module, data = Staged(), DataLoader(staged_rows(4 * rank.rank), batch_size=2)  # type: ignore[arg-type]
+    module.allow_zero_length_dataloader_with_multiple_devices = True
+    it = trainer(D9DStrategy(), 2, rank.device.type, use_distributed_sampler=False)
+    predictions = it.predict(module, data)
+    assert len(predictions or []) == 2 * rank.rank
 
 
 @pytest.mark.ranks(2)

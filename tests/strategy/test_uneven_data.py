@@ -96,6 +96,17 @@ def test_a_rank_without_training_batches_is_refused(rank: RankContext) -> None:
         run_trainer(rank).fit(module, loader(4 * rank.rank))
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("run", ["fit", "validate", "test"])
+def test_a_rank_without_evaluation_batches_is_refused(rank: RankContext, run: str) -> None:
+    """Lightning leaves the evaluation out there, and others wait at its end."""
+    module = Plain()
+    module.allow_zero_length_dataloader_with_multiple_devices = True
+    data = [loader(8), loader(4 * rank.rank)] if run == "fit" else [loader(4 * rank.rank)]
+    with pytest.raises(ConfigError, match="DataLoader of Plain has no batch on rank 0: its dataset is empty"):
+        getattr(run_trainer(rank), run)(module, *data)
+
+
 @pytest.mark.ranks(2, record=False)
 @pytest.mark.parametrize("stream", [Stream, SizedStream])
 def test_data_that_end_early_without_a_word(rank: RankContext, stream: type[Stream]) -> None:

@@ -108,7 +108,7 @@ class Qwen3MoePretraining(D9DModule):
         betas: Of AdamW.
         warmup_steps: Steps of linear warm-up; then cosine decay over the Trainer's steps.
         final_learning_rate_fraction: Where the cosine ends, as a fraction of the peak.
-        pretrained: Directory with Hugging Face weights to start from.
+        pretrained: Directory with Hugging Face weights to start from. Not read in a run that goes on from a checkpoint.
         layers_per_stage: Number of layers of each pipeline stage, in place of the virtual layers.
         virtual_layers_before: For how many layers the embedding counts on the first stage.
         virtual_layers_after: For how many layers the head counts on the last stage; by default as many as compute as
@@ -225,8 +225,8 @@ class Qwen3MoePretraining(D9DModule):
         saved = {name: value for name, value in saved.items() if name in known}
         return super().load_from_checkpoint(checkpoint_path, *args, **{**saved, **kwargs})
 
-    def on_stages_built(self) -> None:
-        """Load the pretrained weights."""
+    def load_pretrained(self) -> None:
+        """Read the directory `pretrained`."""
         if self.pretrained is not None:
             load_huggingface(list(self.stages), self.pretrained, progress=is_watched(self._trainer))
 
