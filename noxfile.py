@@ -58,6 +58,13 @@ def chaos(session: nox.Session) -> None:
     session.run("python", "-m", "tests.chaos", *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
+@nox.session(default=False)
+def stress(session: nox.Session) -> None:
+    """Tests whose processes fork or end, 200 times, three at a time; `-- --rounds N --jobs N` for others."""
+    _install(session, "test")
+    session.run("python", "-m", "tests.stress", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
     """Format, style, import layers, spelling."""

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import copy
-import functools
-import time
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,6 +26,7 @@ from lightning_d9d import env
 from lightning_d9d.errors import ConfigError, RankError
 from lightning_d9d.log import name_rank
 from lightning_d9d.mesh import MeshConfig, MeshDomains
+from lightning_d9d.mesh.native_threads import guard_native_threads
 from lightning_d9d.strategy.configuration import check_equal_configuration
 from lightning_d9d.strategy.launch import (
     check_launcher_is_noticed,
@@ -61,18 +59,8 @@ class TimeoutConfig:
                 raise ConfigError(f"TimeoutConfig.{name}={getattr(self, name)!r} must be greater than 0 seconds")
 
 
-_SECONDS_AT_EXIT = 0.1
 _BLIND_TO_COPIES = (dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN)
 """Operations whose result is the same whether equal copies of a value take part once or equally often."""
-
-
-@functools.cache
-def _let_gloo_finish_at_exit() -> None:
-    """A thread of gloo needs the interpreter to let go of the tensors of a collective, a moment after that is done.
-
-    If the interpreter is gone by then (a run may end with a collective), the thread aborts the process.
-    """
-    atexit.register(time.sleep, _SECONDS_AT_EXIT)
 
 
 class RankedStrategy(ParallelStrategy):
@@ -206,7 +194,7 @@ class RankedStrategy(ParallelStrategy):
                 device_id=self.root_device if self.root_device.type != "cpu" else None,
             )
         if self.world_size > 1:
-            _let_gloo_finish_at_exit()
+            guard_native_threads()
             assert self.lightning_module is not None
             trainer = self.lightning_module.trainer
             self._shutdown = Shutdown(trainer, self.timeouts.shutdown_seconds, self.timeouts.init_seconds)

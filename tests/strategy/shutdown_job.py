@@ -99,6 +99,27 @@ class FitsInside(L.Callback):
             fit(CASES["normal"])
 
 
+class TakesLong:
+    """Keeps the thread that lets go of it busy, for longer than the interpreter needs to end."""
+
+    def __del__(self) -> None:
+        end = time.monotonic() + 0.5
+        while time.monotonic() < end:
+            pass
+
+
+class LeavesAThreadBusy(L.Callback):
+    """Drops the last reference to a tensor before its collective begins, so that gloo's thread has it."""
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        tensor = torch.ones(4)
+        tensor.takes_long = TakesLong()  # type: ignore[attr-defined]
+        dist.all_reduce(tensor, async_op=True)
+        del tensor
+        dist.barrier()
+        record("left")
+
+
 class FindsLearningRate(LearningRateFinder):
     """Lightning's, which runs the fit loop inside, and loads what it had saved however that ends."""
 
@@ -121,6 +142,7 @@ def block_alone() -> None:
 
 CASES = {
     "normal": Case(trainer={"max_steps": 3}),
+    "busy_at_exit": Case(trainer={"max_steps": 1}, callback=LeavesAThreadBusy),
     "nested": Case(train=on_rank(1, 5, send(signal.SIGTERM)), callback=FitsInside),
     "raise_in_train": Case(train=on_rank(1, 3, fail)),
     "raise_in_train_on_0": Case(train=on_rank(0, 3, fail)),

@@ -169,6 +169,14 @@ def test_a_learning_rate_finder_that_fails_on_one_rank_ends_all(tmp_path):
     ended.check_quick("raise_in_tuner")
 
 
+def test_a_process_waits_for_threads_of_gloo_at_its_exit(tmp_path):
+    """One that let go of a tensor while the interpreter ends would abort it."""
+    ended = run_job(LAUNCHER, tmp_path, "busy_at_exit")
+    assert ended.exit_codes == [0]
+    assert [record[:2] for record in ended.records[1]][-2:] == [["busy_at_exit", "left"], ["busy_at_exit", "end"]]
+    assert "terminate called" not in ended.outputs[0]
+
+
 def test_failing_rank_whose_callback_blocks_is_ended(tmp_path):
     ended = run_forked(tmp_path, "raise_and_block")
     assert ended.exit_codes == [1, 1]
