@@ -218,13 +218,12 @@ def _made(value: RecordedValue, name: str, seed: int) -> Tensor:
     """The whole recorded value, on the CPU."""
     with _seeded_on_cpu(seed):
         whole = value.make(seed)
-    _check_values(whole, name, "what configure_stage does")
+    if whole.is_floating_point() and whole.isnan().any():
+        raise ConfigError(
+            f"configure_stage gives values to a part of {name!r} only, which was built on the meta device; give it "
+            "all of its values there, or in reset_parameters() of the submodule that owns it"
+        )
     return whole
-
-
-def _check_values(whole: Tensor, name: str, giver: str) -> None:
-    if whole.is_floating_point() and whole.numel() > 0 and whole.isnan().all():
-        raise ConfigError(f"{giver} gives no value to {name!r}, which was built on the meta device; set it there")
 
 
 def _initial_slices(
@@ -282,7 +281,12 @@ def _reset_on_cpu(module: nn.Module, name: str, metas: Mapping[str, Tensor], see
     for key, tensor in owned.items():
         _assign(module, key, tensor)
     for key in metas:
-        _check_values(after[key], key, f"reset_parameters() of submodule {name!r} ({type(module).__name__})")
+        value = after[key]
+        if value.is_floating_point() and value.numel() > 0 and value.isnan().all():
+            raise ConfigError(
+                f"reset_parameters() of submodule {name!r} ({type(module).__name__}) gives no value to {key!r}, which "
+                "was built on the meta device; set it there"
+            )
     return {key: after[key].detach() for key in metas}
 
 

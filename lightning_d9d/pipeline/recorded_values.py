@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
@@ -356,7 +357,8 @@ class _Functions(TorchFunctionMode):
 
 
 def _is_plain_meta(leaf: Any) -> bool:
-    return type(leaf) in (Tensor, nn.Parameter) and leaf.device.type == "meta"
+    is_plain = type(leaf) is Tensor or (issubclass(type(leaf), nn.Parameter) and not is_lazy(leaf))
+    return is_plain and leaf.device.type == "meta"
 
 
 def _address(tensor: Tensor) -> int:

@@ -268,6 +268,30 @@ def test_what_cannot_be_kept_is_refused(change: Callable[[nn.Linear], None], rea
         start(build)
 
 
+def test_a_part_without_a_value_is_refused() -> None:
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(4, 4))
+            nn.init.ones_(self.weight[:2])
+
+    with pytest.raises(ConfigError, match=r"gives values to a part of 'weight' only"):
+        start(Rows)
+
+
+def test_parameters_of_other_classes_are_recorded() -> None:
+    class Routed(nn.Parameter):
+        pass
+
+    def build() -> nn.Module:
+        layer = nn.Linear(4, 4)
+        layer.weight = Routed(torch.empty(4, 4))
+        nn.init.ones_(layer.weight)
+        return layer
+
+    assert torch.equal(start(build)["weight"], torch.ones(4, 4))
+
+
 def test_what_was_exchanged_is_told() -> None:
     def exchange(module: nn.Module) -> None:
         with torch.device("meta"):
