@@ -78,7 +78,8 @@ def grouped_gemm(x: Tensor, weight: Tensor, offsets: Tensor, *, backend: Grouped
 def using_grouped_gemm(backend: GroupedGemmBackend) -> Generator[None]:
     """What `grouped_gemm` runs on where its caller does not say, in this process for a while.
 
-    A backward takes the backend of its forward. `ParallelConfig.grouped_gemm` says it for a run.
+    A backward takes the backend of its forward. `ParallelConfig.grouped_gemm` says it for a run. Compiled blocks and
+    CUDA graphs follow.
 
     Raises:
         ConfigError: There is no such backend, or it is not installed.
@@ -95,6 +96,11 @@ def using_grouped_gemm(backend: GroupedGemmBackend) -> Generator[None]:
         yield
     finally:
         _chosen = before
+
+
+def chosen_grouped_gemm() -> GroupedGemmBackend:
+    """What `using_grouped_gemm` has chosen."""
+    return _chosen
 
 
 def grouped_gemm_reference(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ _chosen: Kernels = "auto"
 
 
 def set_kernels(kernels: Kernels) -> None:
-    """Choose for all ops of this process, until it is called again.
+    """Choose for all ops of this process, until it is called again. Compiled blocks and CUDA graphs follow.
 
     Args:
         kernels: "auto": for tensors on CUDA Triton's, or what has been measured to be faster there; else torch's.
@@ -45,6 +45,11 @@ def using_kernels(kernels: Kernels) -> Generator[None]:
         yield
     finally:
         set_kernels(before)
+
+
+def chosen_kernels() -> Kernels:
+    """What `set_kernels` has chosen."""
+    return _chosen
 
 
 def is_at_least(size: int, least: int) -> bool:

@@ -22,7 +22,7 @@ from torch import nn
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.modules import ExpertBalance
 from lightning_d9d.parallel.config import ParallelConfig
-from lightning_d9d.parallel.data import blocks_of
+from lightning_d9d.parallel.data import blocks_of, check_blocks
 from lightning_d9d.parallel.forwards import replace_forwards, restore_forwards
 from lightning_d9d.parallel.recompute import keep_activations
 
@@ -41,9 +41,9 @@ def compile_blocks(module: nn.Module, parallel: ParallelConfig, blocks: Iterable
         blocks: Parts of the module; by default what `blocks_of` finds with `parallel.shard_blocks`.
 
     Raises:
-        ConfigError: A block has a `forward` of its own, beside that of its class. Or it is to be recomputed, and has a
-            router with losses over several ranks: the recomputation does not ask them again, and the compiler may take
-            its numbers for the first ones.
+        ConfigError: There are no blocks. A block has a `forward` of its own, beside that of its class. Or it is to be
+            recomputed, and has a router with losses over several ranks: the recomputation does not ask them again, and
+            the compiler may take its numbers for the first ones.
     """
     for part in module.modules():
         keep_activations(part)
@@ -60,7 +60,8 @@ def compile_blocks(module: nn.Module, parallel: ParallelConfig, blocks: Iterable
             "ranks (BalanceConfig.sequence_loss, global_batch_loss); leave out one of the three, or take bias_rate for "
             "the balance"
         )
-    blocks = blocks_of(module, parallel.shard_blocks) if blocks is None else blocks
+    blocks = list(blocks_of(module, parallel.shard_blocks) if blocks is None else blocks)
+    check_blocks(module, blocks, "ParallelConfig.compile=True")
     replace_forwards(blocks, _forward, "ParallelConfig.compile=True")
 
 

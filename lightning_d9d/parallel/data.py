@@ -154,6 +154,30 @@ def blocks_of(stage: nn.Module, class_names: Sequence[str] | None = None) -> lis
     return found
 
 
+def check_blocks(module: nn.Module, blocks: Sequence[nn.Module], setting: str) -> None:
+    """See that there are blocks for a setting that is about blocks, or could be on other stages.
+
+    Args:
+        module: What the blocks are of. A stage of a pipeline may have an empty list of them.
+        blocks: The setting is for these.
+        setting: Its name and value, `"ParallelConfig.compile=True"`.
+
+    Raises:
+        ConfigError: There are none, and no list of modules that could have some.
+    """
+    if not blocks and not has_lists(module):
+        raise ConfigError(
+            f"{setting} has no effect here: {type(module).__name__} has no blocks, the entries of a ModuleList or a "
+            'ModuleDict; name their classes, as in ParallelConfig.shard_blocks=["Block"], or leave '
+            f"{setting.split('=')[0].split('.')[-1]} out"
+        )
+
+
+def has_lists(module: nn.Module) -> bool:
+    """Whether it has a list or dictionary of modules, if only an empty one, or is one."""
+    return any(isinstance(part, nn.ModuleList | nn.ModuleDict) for part in module.modules())
+
+
 def class_name(module: nn.Module) -> str:
     """Of its class, which `fully_shard` exchanges for one that is derived from `FSDPModule` and it."""
     cls = type(module)

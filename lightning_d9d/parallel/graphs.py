@@ -26,9 +26,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshDomains
 from lightning_d9d.modules import ExpertBalance
+from lightning_d9d.ops.grouped_gemm import chosen_grouped_gemm
+from lightning_d9d.ops.kernels import chosen_kernels
 from lightning_d9d.ops.weight_gradients import put_off
 from lightning_d9d.parallel.config import ParallelConfig
-from lightning_d9d.parallel.data import blocks_of
+from lightning_d9d.parallel.data import blocks_of, check_blocks
 from lightning_d9d.parallel.forwards import replace_forwards, restore_forwards
 
 MAX_FORMS = 8
@@ -55,9 +57,9 @@ def capture_blocks(
         blocks: Parts of the module; by default what `blocks_of` finds with `parallel.shard_blocks`.
 
     Raises:
-        ConfigError: Ranks do not hold whole models, routers have a loss over several ranks, or a block has a `forward`
-            of its own, beside that of its class. In the first training step: a block cannot be captured, or a parameter
-            has a hook, which would change its gradient twice.
+        ConfigError: There are no blocks, ranks do not hold whole models, routers have a loss over several ranks, or a
+            block has a `forward` of its own, beside that of its class. In the first training step: a block cannot be
+            captured, or a parameter has a hook, which would change its gradient twice.
     """
     restore_forwards(module, _forward)
     release_graphs(module)
@@ -78,7 +80,8 @@ def capture_blocks(
             "ParallelConfig.cuda_graphs=True: routers have a loss over several ranks "
             "(BalanceConfig.global_batch_loss); leave out one of them, or take sequence_loss or bias_rate"
         )
-    blocks = blocks_of(module, parallel.shard_blocks) if blocks is None else blocks
+    blocks = list(blocks_of(module, parallel.shard_blocks) if blocks is None else blocks)
+    check_blocks(module, blocks, "ParallelConfig.cuda_graphs=True")
     replace_forwards(blocks, _forward, "ParallelConfig.cuda_graphs=True")
 
 
@@ -97,12 +100,7 @@ def _forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return type(block).forward(block, *args, **kwargs)
     autocasts = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
     held = tuple((each.data_ptr(), each.requires_grad) for each in (*block.parameters(), *block.buffers()))
-    form = (
-        structure,
-        autocasts,
-        tuple((part.training, vars(part).get("counts_tokens")) for part in block.modules()),
-        *((t.shape, t.stride(), t.dtype, t.requires_grad) if isinstance(t, Tensor) else t for t in leaves),
-    )
+    form = _form(block, leaves, structure)
     its_held, graphs = _captured.get(block, (None, {}))
     if its_held != held:  # [Note: what a graph holds]
         graphs = {}
@@ -139,6 +137,18 @@ def _forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     captured = graphs[form]
     results = iter(_Replay.apply(captured, *tensors, *weights))
     return tree_unflatten([next(results) if isinstance(r, Tensor) else r for r in captured.results], captured.structure)
+
+
+def _form(block: nn.Module, leaves: Sequence[Any], structure: Any) -> tuple[Any, ...]:
+    """What is in a graph of a block beside the values of tensors: where it differs, there is another graph."""
+    return (
+        structure,
+        torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+        chosen_kernels(),
+        chosen_grouped_gemm(),
+        tuple((part.training, vars(part).get("counts_tokens")) for part in block.modules()),
+        *((t.shape, t.stride(), t.dtype, t.requires_grad) if isinstance(t, Tensor) else t for t in leaves),
+    )
 
 
 class _Graphs:

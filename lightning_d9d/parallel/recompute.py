@@ -39,7 +39,7 @@ from lightning_d9d.errors import ConfigError
 from lightning_d9d.modules import GroupedQueryAttention
 from lightning_d9d.parallel.config import ParallelConfig
 from lightning_d9d.parallel.context import CONTEXT_OPS
-from lightning_d9d.parallel.data import blocks_of
+from lightning_d9d.parallel.data import blocks_of, check_blocks, has_lists
 
 ATTENTION: tuple[type[nn.Module], ...] = (GroupedQueryAttention, nn.MultiheadAttention)
 """What `recompute="attention"` recomputes, if nothing else is said."""
@@ -109,26 +109,16 @@ def recompute_activations(
         chosen = [part for part in module.modules() if isinstance(part, attention)]
     else:
         chosen = blocks[:: parallel.every_nth or 1]
-    # A stage of a pipeline may have no block of its model.
-    has_lists = any(isinstance(part, nn.ModuleList | nn.ModuleDict) for part in module.modules())
-    if not chosen and (blocks or not has_lists):
-        raise ConfigError(_nothing_to_recompute(module, kind, attention))
+    if kind == "attention" and not chosen and (blocks or not has_lists(module)):
+        classes = " or ".join(each.__name__ for each in attention)
+        raise ConfigError(
+            f"ParallelConfig.recompute='attention': {type(module).__name__} has no {classes}; name the class of its "
+            "attention, in recompute_activations(module, parallel, attention=(MyAttention,)), or choose another kind"
+        )
+    if kind != "attention":
+        check_blocks(module, blocks, f"ParallelConfig.recompute={kind!r}")
     for part in dict.fromkeys(chosen):
         part.forward = partial(_forward, part, vars(part).get("forward"), kind == "selective")
-
-
-def _nothing_to_recompute(module: nn.Module, kind: str, attention: tuple[type[nn.Module], ...]) -> str:
-    name = type(module).__name__
-    if kind == "attention":
-        classes = " or ".join(each.__name__ for each in attention)
-        return (
-            f"ParallelConfig.recompute='attention': {name} has no {classes}; name the class of its attention, in "
-            "recompute_activations(module, parallel, attention=(MyAttention,)), or choose another kind"
-        )
-    return (
-        f"ParallelConfig.recompute={kind!r}: {name} has no blocks, the entries of a ModuleList or a ModuleDict; name "
-        'their classes, as in ParallelConfig.shard_blocks=["Block"]'
-    )
 
 
 def keep_activations(module: nn.Module) -> None:

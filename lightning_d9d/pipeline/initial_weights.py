@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh.seeds import derived
-from lightning_d9d.mesh.sharding import local_ranges
+from lightning_d9d.mesh.sharding import local, local_ranges
+from lightning_d9d.pipeline.recorded_values import RecordedValue, Recording
 
 ROWS_PER_BLOCK = 16  # part of what a seed means: another number gives other weights
 _WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})  # of checkpoint_wrapper and torch.compile
@@ -66,36 +67,67 @@ def draw_local(value: InitialValue, tensor: Tensor, *, seed: int, name: str) -> 
     return local
 
 
-def materialize(stage: nn.Module, device: torch.device, seed: int) -> None:
+def recorded_values(recording: Recording, stage: nn.Module) -> dict[str, RecordedValue]:
+    """What the tensors of a stage were given while it was built, by their names in the whole model."""
+    return recording.values_of((name, tensor) for name, _, _, tensor in _named(stage))
+
+
+def materialize(
+    stage: nn.Module, device: torch.device, seed: int, recorded: Mapping[str, RecordedValue] | None = None
+) -> list[str]:
     """Give every meta parameter and buffer of `stage` storage on `device` and its initial value, in place. Local.
 
     Values follow from (seed, name) alone: equal bits wherever the stage lies, on any device, however its tensors are
     sharded; of a DTensor each rank gets its own slice. Random numbers are drawn on the CPU in float32, then cast.
 
+    - What a tensor was given while it was built has precedence. [Note: recorded values] in `recorded_values`.
     - A submodule with `initial_values()` is drawn in blocks of rows, and only the blocks that this rank has rows of.
     - Any other has a `reset_parameters()`, which runs on the CPU on whole tensors with torch's random state seeded by
       (seed, submodule name); the slices are cut afterwards. The rest of the model takes no memory meanwhile.
 
-    Of the two the one that the more derived class defines is taken. Children come before their parents, so that a
+    Of the last two the one that the more derived class defines is taken. Children come before their parents, so that a
     parent's reset may set constants in them. Tensors that are not on the meta device (a pretrained part, say) keep
     their value and move to `device`. What several submodules share stays shared and starts as the first of them says.
 
+    Args:
+        stage: On the meta device.
+        device: Where to keep it.
+        seed: Of the job.
+        recorded: By name, what tensors were given while the stage was built.
+
+    Returns:
+        The names of recorded values that no tensor takes, as it has another name or shape by now. Without defaults.
+
     Raises:
-        ConfigError: A submodule owns meta tensors for which it has neither, or which neither gives a value.
+        ConfigError: A submodule owns meta tensors for which it has neither, or which neither gives a value. Or a
+            recorded value cannot be made.
     """
+    recorded = recorded or {}
+    lost = {name for name, value in recorded.items() if not value.is_default}
+    given: list[tuple[str, Tensor, int]] = []
     made: dict[int, tuple[Tensor, Tensor]] = {}  # by identity, which lasts as long as the meta tensor is kept
     for name, module in _children_first(stage, set()):
         for key, tensor in _owned(module).items():
             if id(tensor) in made:
                 _assign(module, key, made[id(tensor)][1])
         metas = {key: tensor for key, tensor in _owned(module).items() if tensor.is_meta}
-        if metas:
-            for key, local in _initial_slices(module, name, metas, seed):
-                meta = metas[key]
-                if id(meta) not in made:
-                    made[id(meta)] = (meta, _stored_like(meta, local, device))
-                _assign(module, key, made[id(meta)][1])
+        values = {key: recorded[each] for key in metas if (each := _joined(name, key)) in recorded}
+        values = {key: value for key, value in values.items() if _takes(module, metas[key], value)}
+        for key, part in _initial_slices(module, name, metas, values, seed):
+            meta = metas[key]
+            if id(meta) not in made:
+                made[id(meta)] = (meta, _stored_like(meta, part, device))
+                if key in values:
+                    stored = made[id(meta)][1]
+                    given.append((_joined(name, key), stored, stored._version))
+            _assign(module, key, made[id(meta)][1])
+    lost -= {name for name, _, _, tensor in _named(stage) if name in lost and tensor.shape == recorded[name].shape}
+    for name, tensor, version in given:
+        if tensor._version != version:  # the reset of a parent has written to it
+            with torch.no_grad():
+                local(tensor).copy_(_slice(_made(recorded[name], name, seed), tensor))
     stage.to(device)  # what was not on the meta device; and `fully_shard` takes notice of its new parameters
+    return sorted(lost)
 
 
 def share_equal_names(stages: Iterable[nn.Module]) -> None:
@@ -161,7 +193,11 @@ def _named(stage: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
     for path, module in stage.named_modules(remove_duplicate=False):
         name = ".".join(part for part in path.split(".") if part not in _WRAPPERS)
         for key, tensor in _owned(module).items():
-            yield f"{name}.{key}" if name else key, module, key, tensor
+            yield _joined(name, key), module, key, tensor
+
+
+def _joined(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else key
 
 
 def _children_first(module: nn.Module, seen: set[nn.Module], name: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -169,14 +205,36 @@ def _children_first(module: nn.Module, seen: set[nn.Module], name: str = "") -> 
         return
     seen.add(module)
     for key, child in module.named_children():
-        yield from _children_first(child, seen, name if key in _WRAPPERS else f"{name}.{key}" if name else key)
+        yield from _children_first(child, seen, name if key in _WRAPPERS else _joined(name, key))
     yield name, module
 
 
+def _takes(module: nn.Module, meta: Tensor, value: RecordedValue) -> bool:
+    """Whether a meta tensor starts as it was given: its module cannot do better, or somebody meant another start."""
+    return value.shape == meta.shape and not (value.is_default and (_is_drawn_by_rows(module) or _reset_of(module)))
+
+
+def _made(value: RecordedValue, name: str, seed: int) -> Tensor:
+    """The whole recorded value, on the CPU."""
+    with _seeded_on_cpu(seed):
+        whole = value.make(seed)
+    if whole.is_floating_point() and whole.isnan().any():
+        raise ConfigError(
+            f"configure_stage gives values to a part of {name!r} only, which was built on the meta device; give it "
+            "all of its values there, or in reset_parameters() of the submodule that owns it"
+        )
+    return whole
+
+
 def _initial_slices(
-    module: nn.Module, name: str, metas: Mapping[str, Tensor], seed: int
+    module: nn.Module, name: str, metas: Mapping[str, Tensor], recorded: Mapping[str, RecordedValue], seed: int
 ) -> Iterator[tuple[str, Tensor]]:
     """What this rank holds of each meta tensor of the module, on the CPU."""
+    for key, value in recorded.items():
+        yield key, _slice(_made(value, _joined(name, key), seed), metas[key]).to(metas[key].dtype)
+    metas = {key: meta for key, meta in metas.items() if key not in recorded}
+    if not metas:
+        return
     if _is_drawn_by_rows(module):
         values: Mapping[str, InitialValue] = module.initial_values()  # type: ignore[operator]
         for key, meta in metas.items():
@@ -185,7 +243,7 @@ def _initial_slices(
                     f"initial_values() of submodule {name!r} ({type(module).__name__}) says nothing of {key!r}, which "
                     "was built on the meta device; add it"
                 )
-            yield key, draw_local(values[key], meta, seed=seed, name=f"{name}.{key}" if name else key)
+            yield key, draw_local(values[key], meta, seed=seed, name=_joined(name, key))
     else:
         for key, whole in _reset_on_cpu(module, name, metas, seed).items():
             yield key, _slice(whole, metas[key]).to(metas[key].dtype)
@@ -200,13 +258,18 @@ def _is_drawn_by_rows(module: nn.Module) -> bool:
     return False
 
 
+def _reset_of(module: nn.Module) -> Callable[[], None] | None:
+    return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+
+
 def _reset_on_cpu(module: nn.Module, name: str, metas: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
     """The whole initial values of the meta tensors; the module's own tensors are as before."""
-    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    reset = _reset_of(module)
     if reset is None:
         raise ConfigError(
             f"submodule {name!r} ({type(module).__name__}) owns {', '.join(metas)} on the meta device but has no "
-            "reset_parameters() to give values; add one, or build that part under torch.device('cpu')"
+            "reset_parameters() to give values, and configure_stage gives it none; add one, or build that part under "
+            "torch.device('cpu')"
         )
     owned = _owned(module)
     scratch = {id(tensor): _scratch(tensor) for tensor in owned.values()}

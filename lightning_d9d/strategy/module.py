@@ -19,6 +19,7 @@ from torchmetrics import Metric
 from lightning_d9d.checkpoint import MODEL, is_directory, open_directory
 from lightning_d9d.data import Filling
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.log import logger
 from lightning_d9d.mesh import MeshConfig, MeshDomains
 from lightning_d9d.mesh.agreement import first_of
 from lightning_d9d.mesh.sharding import local
@@ -27,8 +28,9 @@ from lightning_d9d.parallel.context import check_context
 from lightning_d9d.parallel.tensor import split_for_heads
 from lightning_d9d.parallel.tokens import own_chunks
 from lightning_d9d.pipeline.executor import Cut, Executor, loss_of, stage_inputs
-from lightning_d9d.pipeline.initial_weights import materialize, share_equal_names, take_tensors
+from lightning_d9d.pipeline.initial_weights import materialize, recorded_values, share_equal_names, take_tensors
 from lightning_d9d.pipeline.microbatch import MicrobatchCount
+from lightning_d9d.pipeline.recorded_values import RecordedValue, Recording
 from lightning_d9d.pipeline.rows import BatchRows
 from lightning_d9d.pipeline.totals import BatchTotals, weighted_mean
 from lightning_d9d.pipeline.types import StageInfo, StageInputs, WeightedLoss
@@ -84,10 +86,11 @@ class D9DModule(L.LightningModule):
     # What a model implements
 
     def configure_stage(self, stage: StageInfo) -> nn.Module:
-        """Build one stage. Runs under `torch.device("meta")`: shapes only, no values.
+        """Build one stage. Runs under `torch.device("meta")`: tensors have shapes, and no values to read.
 
-        Names must be global: a layer keeps its index in the whole model. Each submodule that owns parameters or buffers
-        has a `reset_parameters()`, as torch's layers do, or `initial_values()`. The stage is called with the keyword
+        Names must be global: a layer keeps its index in the whole model. Values that are given here (`nn.init`,
+        `self.apply(_init_weights)`) are kept; other parameters and buffers get those of their submodule's
+        `reset_parameters()`, as torch's layers have it, or `initial_values()`. The stage is called with the keyword
         arguments of `microbatch_inputs`.
         """
         raise NotImplementedError(f"{type(self).__name__} must implement configure_stage(stage) -> nn.Module")
@@ -182,8 +185,8 @@ class D9DModule(L.LightningModule):
                 self._split_mesh(self.stages)
             return
         seed: int = getattr(self._strategy, "seed", torch.initial_seed())  # ranks that nobody seeded agree on one
-        for stage in self._on_meta(infos):
-            materialize(stage, self._device_of_stages, seed)
+        for stage, recorded in self._on_meta(infos):
+            self._warn_of_lost(materialize(stage, self._device_of_stages, seed, recorded))
             self.stages.append(stage)
         self._built, self._spread = infos, self._spread_now
         share_equal_names(self.stages)
@@ -238,23 +241,36 @@ class D9DModule(L.LightningModule):
         is_spread = is_sharded(self.stages) or self._spread[0] != MeshConfig()
         return self._spread != self._spread_now and (has_configuration or is_spread)
 
-    def _on_meta(self, infos: Iterable[StageInfo]) -> list[nn.Module]:
-        with torch.device("meta"):
-            stages = [self.configure_stage(info) for info in infos]
+    def _on_meta(self, infos: Iterable[StageInfo]) -> list[tuple[nn.Module, dict[str, RecordedValue]]]:
+        """The stages, and what their tensors were given by name."""
+        stages, values = [], []
+        for info in infos:
+            with torch.device("meta"), Recording() as recording:
+                stages.append(self.configure_stage(info))
+            values.append(recorded_values(recording, stages[-1]))
         self._split_mesh(stages)
         parallel: ParallelConfig = getattr(self._strategy, "parallel_in_effect", ParallelConfig())
         for stage in stages:
             self.parallelize_stage(stage, self.pipeline.mesh, parallel)
             if self.pipeline.tokens.cut.size > 1:
                 check_context(stage)
-        return stages
+        return list(zip(stages, values, strict=True))
+
+    def _warn_of_lost(self, names: list[str]) -> None:
+        mesh = self.pipeline.mesh
+        if names and (mesh is None or not any(place for axis, place in mesh.coordinates.items() if axis != "pp")):
+            logger.warning(
+                "%s.parallelize_stage has exchanged %s, so what configure_stage gave them is lost; give it in "
+                "reset_parameters() of their submodules, or in on_stages_built()",
+                *(type(self).__name__, first_of(names)),
+            )
 
     def _split_mesh(self, stages: Iterable[nn.Module]) -> None:
         if self.pipeline.mesh is not None:
             split_for_heads(stages, self.pipeline.mesh)
 
     def _build_again(self, infos: list[StageInfo]) -> None:
-        stages = nn.ModuleList(self._on_meta(infos))
+        stages = nn.ModuleList(stage for stage, _ in self._on_meta(infos))
         if missing := take_tensors(stages, self.stages):
             before, now = differing(self._spread, self._spread_now)
             if _places(self._built) != _places(infos):

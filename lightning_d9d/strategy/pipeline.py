@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_d9d.errors import ConfigError, ScheduleError
 from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.mesh.agreement import first_of
 from lightning_d9d.mesh.collectives import all_gather_object, broadcast_tensors
 from lightning_d9d.mesh.sharding import local
 from lightning_d9d.parallel.tokens import TokenPart
@@ -148,6 +149,29 @@ class Pipeline:
             for parameter, name in names.items()
             if name in ties
         }
+
+    def check_stages(self, stages: Mapping[int, nn.Module]) -> None:
+        """See that not every stage is the whole model. Collective over the pipeline.
+
+        Args:
+            stages: This rank's, by index in the whole model.
+
+        Raises:
+            ConfigError: All stages have the same parameters.
+        """
+        if len(self.placement) == 1:
+            return
+        ours = [sorted(name for name, _ in stage.named_parameters()) for stage in stages.values()]
+        of_ranks = [ours] if self.group is None else all_gather_object(ours, self.group)
+        of_stages = [names for theirs in of_ranks for names in theirs]
+        if of_stages[0] and all(names == of_stages[0] for names in of_stages):
+            raise ConfigError(
+                f"each of the {len(of_stages)} stages has the whole model, on the pipeline ranks 0 to "
+                f"{self.num_ranks - 1}: all have the parameters {first_of(of_stages[0])}, which would be trained as "
+                "one. Let configure_stage(stage) build a part of the layers, those of stage.index out of "
+                "stage.num_stages, named by their index in the whole model, as "
+                "lightning_d9d.pipeline.BlockSequence(blocks, stage) does; or set MeshConfig.pipeline_parallel to 1"
+            )
 
     def make_equal(self, tied: Mapping[nn.Parameter, Tie]) -> None:
         """Overwrite tied parameters by the first holder's: those in no stage each rank has drawn. Collective."""

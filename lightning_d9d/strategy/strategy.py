@@ -14,7 +14,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
@@ -332,13 +332,6 @@ class D9DStrategy(AlignedStrategy):
         self._tied = self.pipeline.find_tied(
             self._parameter_names(), lambda parameter: axes_left(layout_of(parameter, units))
         )
-        parameters = set(self.model.parameters())
-        if parameters and parameters <= self._tied.keys():
-            rank_zero_warn(
-                f"every parameter of rank {self.global_rank} has the name of one on another stage, such as "
-                f"{first_of([tie.name for tie in self._tied.values()])}: they are trained as one. If not meant, "
-                "name layers by their index in the whole model"
-            )
         self.pipeline.make_equal(self._tied)
 
     def _sum_metrics_over_data_ranks(self) -> None:
@@ -402,6 +395,8 @@ class D9DStrategy(AlignedStrategy):
                 raise ConfigError(
                     f"{type(module).__name__} has no stages: its configure_model must call super().configure_model()"
                 )
+            assert self.pipeline is not None
+            self.pipeline.check_stages(module.indexed_stages)
             if self.is_pipelined:
                 self.parameters_of_pipeline = module.parameter_order()
         elif not self.microbatch_count.is_one:

@@ -6,8 +6,9 @@ On the CPU a backend that traces and splits graphs as the default one does, but 
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -21,7 +22,9 @@ from lightning_d9d import ConfigError, MeshConfig, ParallelConfig
 from lightning_d9d.mesh import MeshDomains
 from lightning_d9d.models.qwen3_moe.plan import parallelize_qwen3_moe
 from lightning_d9d.modules import SwiGLU
-from lightning_d9d.ops import WeightGradients, put_off
+from lightning_d9d.ops import WeightGradients, grouped_gemm, put_off, using_grouped_gemm
+from lightning_d9d.ops.grouped_gemm import grouped_gemm_reference
+from lightning_d9d.ops.kernels import runs_triton, using_kernels
 from lightning_d9d.parallel import compile_blocks, compiling
 from lightning_d9d.schedule import LayerCosts, Machine, ModelCosts
 from tests.harness.compare import assert_bitwise_equal, assert_tensors_close
@@ -29,6 +32,7 @@ from tests.harness.ranks import RankContext
 from tests.parallel.test_recompute import LAYERS, make_own, make_qwen3, train
 
 COMPILED = ParallelConfig(compile=True)
+grouped_gemm_module = sys.modules["lightning_d9d.ops.grouped_gemm"]  # the package has the function by that name
 
 
 @contextmanager
@@ -98,6 +102,33 @@ def test_split_backwards_have_no_weight_phase() -> None:
     assert waiting == {"lm_head.weight"}
     later.accumulate()
     assert all(p.grad is not None for p in model.parameters())
+
+
+class Settings(nn.Module):
+    """A block that does what the settings of the process say, some of it in traced code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = grouped_gemm(x, self.weight, torch.tensor([3, 5], dtype=torch.int32))
+        return -x if runs_triton(x) else x
+
+
+def test_settings_of_the_process_take_effect_after_blocks_were_compiled() -> None:
+    model, x = nn.Sequential(Settings()), torch.ones(5, 8)
+    compile_blocks(model, COMPILED, list(model))
+    loop = mock.patch.object(grouped_gemm_module, "grouped_gemm_reference", wraps=grouped_gemm_reference)
+    signs, loops = [], []
+    with compiler(), loop as counted:
+        for setting in (using_kernels("auto"), using_kernels("triton"), using_grouped_gemm("eager"), nullcontext()):
+            counted.reset_mock()
+            with setting:
+                signs.append(float(model(x).detach().sign().mean()))
+            loops.append(counted.call_count)
+    assert signs == [1, -1, 1, 1]
+    assert loops == [0, 0, 1, 0]
 
 
 def test_copies_compute_with_their_own_weights() -> None:

@@ -23,6 +23,8 @@ from lightning_d9d.mesh import MeshDomains
 from lightning_d9d.models.qwen3_moe import Qwen3MoePretraining
 from lightning_d9d.models.qwen3_moe.plan import parallelize_qwen3_moe
 from lightning_d9d.modules import BalanceConfig, SwiGLU
+from lightning_d9d.ops import using_grouped_gemm
+from lightning_d9d.ops.kernels import using_kernels
 from lightning_d9d.parallel import capture_blocks, graphs
 from tests.harness.compare import assert_bitwise_equal, assert_tensors_close
 from tests.harness.ranks import RankContext
@@ -293,3 +295,14 @@ def test_losses_of_routers_over_ranks_are_refused(rank: RankContext) -> None:
     model, _ = make_qwen3(torch.float32, balance=BalanceConfig(global_batch_loss=0.1))
     with pytest.raises(ConfigError, match=r"a loss over several ranks \(BalanceConfig.global_batch_loss\)"):
         capture_blocks(model, CAPTURED, None)
+
+
+@pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda'")
+def test_settings_of_the_process_are_captured_apart(gpu: str) -> None:
+    """Kernels and the backend of grouped products, when they change between steps."""
+    _, captured = layers(gpu)
+    x = torch.randn(2, 5, 8, device=gpu)
+    for setting in (nullcontext(), using_kernels("torch"), using_grouped_gemm("eager"), nullcontext()):
+        with setting:
+            captured(x).sum().backward()
+    assert num_captured(captured) == [3] * LAYERS

@@ -436,7 +436,9 @@ def test_a_forward_of_the_owner_s_is_kept() -> None:
 
 
 def test_nothing_to_recompute() -> None:
-    with pytest.raises(ConfigError, match=r"recompute='full': Block has no blocks, .*shard_blocks=\[\"Block\"\]"):
+    with pytest.raises(
+        ConfigError, match=r"recompute='full' has no effect here: Block has no blocks, .*shard_blocks=\[\"Block\"\]"
+    ):
         recompute_activations(Block(), of_kind("full"))
     model, _ = make_qwen3()
     with pytest.raises(

@@ -25,9 +25,9 @@ from tests.strategy.plain import Plain, loader, trainer
 from tests.strategy.staged import Staged, staged_rows
 
 ALWAYS = {
-    "ParallelConfig.recompute": "of any blocks; a plain module without named ones is refused",
-    "ParallelConfig.compile": "of any blocks; a plain module without named ones is refused",
-    "ParallelConfig.cuda_graphs": "a permission: without CUDA there are no graphs to capture",
+    "ParallelConfig.recompute": "of any blocks; stages without some, and plain modules without named ones, are refused",
+    "ParallelConfig.compile": "of any blocks; stages without some, and plain modules without named ones, are refused",
+    "ParallelConfig.cuda_graphs": "a permission: without CUDA there are no graphs to capture; of blocks, as `compile`",
     "ParallelConfig.grouped_gemm": "for all of the process",
     "ParallelConfig.pad_sequences": "a permission: one rank shares no sequence unevenly",
     "ParallelConfig.sequence_parallel": "has one value",
@@ -107,6 +107,39 @@ def test_a_setting_without_an_effect_is_refused_in_one_process(name: str) -> Non
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_setting_without_an_effect_is_refused_on_every_rank(rank: RankContext, name: str) -> None:
     check_refused(name, 2, rank.device.type)
+
+
+OF_BLOCKS: list[tuple[dict[str, Any], str]] = [
+    ({"recompute": "full"}, "recompute='full'"),
+    ({"recompute": "every_2"}, "recompute='every_2'"),
+    ({"compile": True}, "compile=True"),
+    ({"cuda_graphs": True}, "cuda_graphs=True"),
+]
+
+
+def check_needs_blocks(values: dict[str, Any], name: str, devices: int, device: str) -> None:
+    run = trainer(D9DStrategy(parallel=ParallelConfig(**values)), devices, device)
+    setting = name.split("=")[0]
+    message = rf"{name} has no effect here: Sequential has no blocks, .*shard_blocks=.*or leave {setting} out"
+    with pytest.raises(ConfigError, match=message):
+        run.fit(Staged(), DataLoader(staged_rows(8), batch_size=4))
+    assert run.global_step == 0
+
+
+@pytest.mark.parametrize(("values", "name"), OF_BLOCKS)
+def test_settings_of_blocks_are_refused_where_there_are_none(values: dict[str, Any], name: str) -> None:
+    check_needs_blocks(values, name, 1, "cpu")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("values", "name"), OF_BLOCKS)
+def test_they_are_refused_on_every_rank(rank: RankContext, values: dict[str, Any], name: str) -> None:
+    check_needs_blocks(values, name, 2, rank.device.type)
+
+
+def test_blocks_that_are_named_are_taken() -> None:
+    strategy = D9DStrategy(parallel=ParallelConfig(recompute="full", shard_blocks=("Linear",)))
+    trainer(strategy, max_steps=1).fit(Staged(), DataLoader(staged_rows(8), batch_size=4))
 
 
 def test_a_schedule_of_a_plain_module_is_refused() -> None:

@@ -179,7 +179,7 @@ def test_a_stage_with_values_nobody_makes_is_refused() -> None:
     class Scale(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.scale = nn.Parameter(torch.ones(4))
+            self.scale = nn.Parameter(torch.empty(4))
 
         def forward(self, input: Tensor) -> Tensor:
             return input[:, :4] * self.scale
