@@ -220,8 +220,8 @@ MUTATIONS = [
     Mutation(
         "later stages get no document ids",
         "lightning_d9d/models/qwen3_moe/module.py",
-        'for name in ("position_ids", "document_ids") if name in microbatch',
-        'for name in ("position_ids",) if name in microbatch',
+        'optional = ("position_ids", "document_ids", "pooling_mask")',
+        'optional = ("position_ids", "pooling_mask")',
         "tests/models/test_qwen3_moe_documents.py -k pipeline",
     ),
     Mutation(
