@@ -189,7 +189,7 @@ class Qwen3MoeModel(nn.Module):
 
         Raises:
             ConfigError: The first stage got no ids or a later one no hidden states, `document_ids` have another shape
-                than `input_ids`, or hidden states are asked for in a way that `LayerStates` refuses.
+                than `input_ids`, or hidden states are asked for in a way that cannot be.
         """
         x = self._into_layers(input_ids, hidden_states)
         if document_ids is not None and input_ids is not None and document_ids.shape != input_ids.shape:
