@@ -43,7 +43,7 @@ def mask_of(input_ids: Tensor) -> Tensor:
 
 
 def means_of(states: tuple[Tensor, ...], mask: Tensor) -> Tensor:
-    """In float64, row by row."""
+    """Means row by row, in float64."""
     rows = []
     for row, taken in enumerate(mask.bool()):
         found = [state[row][taken].double() for state in states]
@@ -240,7 +240,7 @@ class Expected(NamedTuple):
 
 @functools.cache
 def expected_of(config: Qwen3MoeConfig, data: Data) -> Expected:
-    """Of plain torch, with the initial weights of a D9DModule; no step is taken."""
+    """A backward in plain torch, with the initial weights of a D9DModule; no step is taken."""
     L.seed_everything(SEED, verbose=False)
     module = Qwen3MoePretraining(config)
     torch.set_default_dtype(torch.float64)

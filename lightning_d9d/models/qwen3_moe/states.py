@@ -1,4 +1,4 @@
-"""Hidden states of every layer, as a model in stages gives them out: this rank's tokens, whole sequences, or means.
+"""A model in stages gives out the hidden states of every layer: of this rank's tokens, of all tokens, or means.
 
 [Note: which states] The embeddings, then the output of each layer, the last one after the final norm. So there is one
 more than layers, as in `transformers`. Each stage adds what comes into its layers, and the last one its result.
@@ -19,7 +19,7 @@ from lightning_d9d.parallel.tokens import TokenPart
 from lightning_d9d.pipeline.types import StageInfo
 
 OutputHiddenStates = bool | Literal["whole"]
-"""Whether a model gives out the hidden states of every layer: True those of this rank's tokens, "whole" of all."""
+"""A model gives out no hidden states (False), those of this rank's tokens (True) or those of all ("whole")."""
 
 
 class LayerStates:
@@ -68,7 +68,7 @@ class LayerStates:
             self._sums.append(counted.sum(1, keepdim=True, dtype=dtype))
 
     def handed_on(self) -> dict[str, Any]:
-        """What the next stage is to get, by the names of its arguments."""
+        """Returns what the next stage is to get, by the names of its arguments."""
         handed: dict[str, Any] = {}
         if self._snapshots is not None:
             handed["snapshots"] = self._snapshots
@@ -79,7 +79,7 @@ class LayerStates:
         return handed
 
     def results(self) -> dict[str, Any]:
-        """What the last stage gives out: `snapshots` and `pooled_states`, where they were asked for.
+        """Returns the last stage's `snapshots` and `pooled_states`, where they were asked for.
 
         Collective over the ranks that share sequences, for whole states and for means.
         """
@@ -92,7 +92,7 @@ class LayerStates:
         return found
 
     def _means(self, sums: Tensor, mask: Tensor) -> Tensor:
-        """Over the tokens of all ranks. Number and sums of tokens go in one message."""
+        """Divides the sums over the tokens of all ranks by their number; both go in one message."""
         count = mask.sum(1, dtype=sums.dtype)
         totals = self._tokens.sum(torch.cat([sums.flatten(1), count], 1))
         return totals[:, :-1].unflatten(1, sums.shape[1:]) / totals[:, -1].detach().clamp(min=1)[:, None, None]
