@@ -204,6 +204,34 @@ MUTATIONS = [
         "tests/models/test_qwen3_moe_balance.py -k 'two_ranks and context'",
     ),
     Mutation(
+        "means are over this rank's tokens",
+        "lightning_d9d/models/qwen3_moe/states.py",
+        "totals = self._tokens.sum(torch.cat([sums.flatten(1), count], 1))",
+        "totals = torch.cat([sums.flatten(1), count], 1)",
+        "tests/models/test_qwen3_moe_states.py -k 'mesh and cp2'",
+    ),
+    Mutation(
+        "whole states are in the order of ranks",
+        "lightning_d9d/parallel/tokens.py",
+        "return self.cut.join(gather_dim(chunks, dim, self.context_group), dim) if self.cut.size > 1 else chunks",
+        "return gather_dim(chunks, dim, self.context_group) if self.cut.size > 1 else chunks",
+        "tests/models/test_qwen3_moe_states.py -k 'mesh and cp2'",
+    ),
+    Mutation(
+        "gradients of sums are summed over tensor ranks",
+        "lightning_d9d/parallel/tokens.py",
+        "x = sum_over(x, self.tensor_group, sums_gradients=False)",
+        "x = sum_over(x, self.tensor_group, sums_gradients=True)",
+        "tests/models/test_qwen3_moe_states.py -k 'mesh and tp2'",
+    ),
+    Mutation(
+        "gradients of sums are not summed over chunks",
+        "lightning_d9d/parallel/tokens.py",
+        "x = sum_over(x, self.context_group, sums_gradients=True)",
+        "x = sum_over(x, self.context_group, sums_gradients=False)",
+        "tests/models/test_qwen3_moe_states.py -k 'mesh and cp2'",
+    ),
+    Mutation(
         "a unit leaves out what this rank did not use",
         "lightning_d9d/parallel/fsdp.py",
         "        if each.sharded_param in reduced and each.unsharded_accumulated_grad is None:",
@@ -220,8 +248,8 @@ MUTATIONS = [
     Mutation(
         "later stages get no document ids",
         "lightning_d9d/models/qwen3_moe/module.py",
-        'for name in ("position_ids", "document_ids") if name in microbatch',
-        'for name in ("position_ids",) if name in microbatch',
+        'optional = ("position_ids", "document_ids", "pooling_mask")',
+        'optional = ("position_ids", "pooling_mask")',
         "tests/models/test_qwen3_moe_documents.py -k pipeline",
     ),
     Mutation(

@@ -37,6 +37,9 @@ class TokenPart:
     tensor_group: str = ""
     """`group_name` of the ranks with the slices."""
 
+    slice_index: int = 0
+    """Which of the slices this rank has."""
+
     @staticmethod
     def of(mesh: MeshDomains | None) -> TokenPart:
         """That of this rank."""
@@ -47,6 +50,7 @@ class TokenPart:
             mesh.sizes["tp"],
             mesh.group("cp").group_name,
             mesh.group("tp").group_name,
+            mesh.coordinates["tp"],
         )
 
     @property
@@ -69,16 +73,39 @@ class TokenPart:
         """Whole sequences along `dim` from the chunks of all ranks. Collective over the ranks of the cut."""
         return self.cut.join(gather_dim(chunks, dim, self.context_group), dim) if self.cut.size > 1 else chunks
 
+    def own_slice(self, chunks: Tensor, dim: int) -> Tensor:
+        """This rank's slice of the tokens of its chunks, which lie along `dim`: what it has between modules. A view."""
+        length = chunks.shape[dim] // self.num_slices
+        return chunks.narrow(dim, self.slice_index * length, length)
+
+    def whole(self, slices: Tensor, dim: int) -> Tensor:
+        """Whole sequences along `dim`, in order, from the slices of all ranks. Collective over ranks that share them.
+
+        Gradients come as in `sum`.
+        """
+        if self.num_slices > 1:
+            slices = gather_dim(slices, dim, self.tensor_group, sums_gradients=False)
+        return self.join(slices, dim)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of what each rank makes of its slice, over all ranks that share sequences. Collective over them.
+
+        Ranks with other chunks each have a loss of their own, to which the sum may belong; ranks with other slices
+        have one loss together. The gradients of summands are those of the sum of all losses.
+        """
+        if self.num_slices > 1:
+            x = sum_over(x, self.tensor_group, sums_gradients=False)
+        if self.cut.size > 1:
+            x = sum_over(x, self.context_group, sums_gradients=True)
+        return x
+
     def mean(self, loss: Tensor) -> Tensor:
         """The mean of a loss over all ranks that share sequences, each of which has equally many tokens. Collective.
 
-        Ranks with other chunks count it each for their own labels, ranks with other slices all together once.
+        Gradients come as in `sum`.
         """
-        if self.num_slices > 1:
-            loss = sum_over(loss / self.num_slices, self.tensor_group, sums_gradients=False)
-        if self.cut.size > 1:
-            loss = sum_over(loss / self.cut.size, self.context_group, sums_gradients=True)
-        return loss
+        num_ranks = self.num_slices * self.cut.size
+        return loss if num_ranks == 1 else self.sum(loss / num_ranks)
 
 
 def sequence_length(batch: Any, dims: Mapping[str, int]) -> int:

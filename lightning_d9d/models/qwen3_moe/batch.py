@@ -165,7 +165,7 @@ def check_lengths(batch: Mapping[str, Any], index: int, kind: str) -> None:
         ConfigError: They do not.
     """
     expected = list(batch["input_ids"].shape)
-    for name in ("labels", "position_ids", "document_ids", "attention_mask"):
+    for name in ("labels", "position_ids", "document_ids", "attention_mask", "pooling_mask"):
         tensor = batch.get(name)
         if tensor is not None and list(tensor.shape) != expected:
             raise ConfigError(

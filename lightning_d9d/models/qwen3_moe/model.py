@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.models.qwen3_moe.config import Qwen3MoeConfig
+from lightning_d9d.models.qwen3_moe.states import LayerStates, OutputHiddenStates
 from lightning_d9d.modules import (
     BalanceConfig,
     GroupedQueryAttention,
@@ -58,12 +59,19 @@ class CausalLMOutput(NamedTuple):
     """Cross-entropy of each label `[batch, seq]`, or the sum of all; when there were labels."""
 
     hidden_states: tuple[Tensor, ...] | None = None
-    """The embeddings, then the output of each layer, the last one after the final norm: `num_hidden_layers + 1` of
-    shape `[batch, seq, hidden]`, when they were asked for."""
+    """The embeddings, then the output of each layer, the last one after the final norm: `num_hidden_layers + 1`, when
+    they were asked for. Shape `[batch, tokens of this rank, hidden]`: all tokens where no other rank shares the
+    sequences. Ranks of context parallelism have two chunks of each sequence, ranks of tensor parallelism a slice of
+    those. Shape `[batch, seq, hidden]`, in the order of the sequence, with `output_hidden_states="whole"`."""
 
     router_loss: Tensor | None = None
     """The sum of all layers' router losses, a scalar in float32 (float64 in float64): means over the tokens of this
     call. None where no such loss is configured, and without gradient."""
+
+    pooled_states: Tensor | None = None
+    """The mean of each of these hidden states over the tokens of a row that `pooling_mask` takes, of all ranks. Shape
+    `[batch, num_hidden_layers + 1, hidden]`, in float32 (float64 in float64); 0 for a row without such tokens. When
+    there was a mask."""
 
 
 class Qwen3MoeLayer(nn.Module):
@@ -151,9 +159,11 @@ class Qwen3MoeModel(nn.Module):
         position_ids: Tensor | None = None,
         hidden_states: Tensor | None = None,
         snapshots: tuple[Tensor, ...] | None = None,
-        output_hidden_states: bool = False,
+        output_hidden_states: OutputHiddenStates = False,
         router_loss: Tensor | None = None,
         document_ids: Tensor | None = None,
+        pooling_mask: Tensor | None = None,
+        state_sums: Tensor | None = None,
     ) -> dict[str, Any]:
         """The stage's part of the way from ids to hidden states.
 
@@ -161,22 +171,25 @@ class Qwen3MoeModel(nn.Module):
             input_ids: On the first stage: integers, shape `[batch, seq]`.
             position_ids: Integers, shape `[batch, seq]` or `[1, seq]`, the same on every stage; default 0, 1, 2, ...,
                 with `document_ids` from 0 on in each run of equal ids.
-            hidden_states: On later stages: shape `[batch, seq, hidden]`, from the stage before.
+            hidden_states: On later stages: shape `[batch, tokens of this rank, hidden]`, from the stage before.
             snapshots: On later stages: from the stage before, where it has some.
-            output_hidden_states: On the first stage: whether to take snapshots; later stages add theirs if they get
-                some.
+            output_hidden_states: On the first stage: whether to take snapshots, of this rank's tokens (True) or of all
+                ("whole"). Later stages add theirs if they get some.
             router_loss: On later stages: from the stage before, where it has one.
             document_ids: Integers, shape `[batch, seq]`, the same on every stage: tokens attend only to tokens of their
                 row that have the same id. Default: to all of their row. Always causally.
+            pooling_mask: As in `Qwen3MoeForCausalLM.forward`.
+            state_sums: On later stages: from the stage before, where it has some.
 
         Returns:
             `hidden_states`, on the last stage after the final norm; with snapshots `snapshots`: what came into each
             layer so far and, on the last stage, once more its `hidden_states`; with losses of routers `router_loss`,
-            their sum so far.
+            their sum so far. With a mask `state_sums` of this rank's tokens, on the last stage `pooled_states`. Besides
+            what else the next stage must be told.
 
         Raises:
-            ConfigError: The first stage got no ids or a later one no hidden states, or `document_ids` have another
-                shape than `input_ids`.
+            ConfigError: The first stage got no ids or a later one no hidden states, `document_ids` have another shape
+                than `input_ids`, or hidden states are asked for in a way that cannot be.
         """
         x = self._into_layers(input_ids, hidden_states)
         if document_ids is not None and input_ids is not None and document_ids.shape != input_ids.shape:
@@ -184,16 +197,16 @@ class Qwen3MoeModel(nn.Module):
                 f"document_ids have shape {list(document_ids.shape)}, but input_ids {list(input_ids.shape)}: give each "
                 "token the id of its document, and padding an id of its own"
             )
-        if self.stage.is_first and output_hidden_states:
-            snapshots = ()
+        states = LayerStates(
+            self.stage, self.tokens, x.shape, output_hidden_states, pooling_mask, snapshots, state_sums
+        )
         if position_ids is None and document_ids is not None:
             position_ids = self.tokens.of_whole(document_positions, document_ids)
         elif position_ids is None:
             position_ids = self.tokens.positions(x.shape[1], x.device)
         rope = rope_tables(position_ids, self.config.head_dim, self.config.rope_theta, x.dtype)
         for layer in self.layers.values():
-            if snapshots is not None:
-                snapshots = (*snapshots, x)
+            states.add(x)
             y = layer(x, rope, document_ids)
             x, loss = y if isinstance(y, tuple) else (y, None)
             if loss is not None:
@@ -201,10 +214,9 @@ class Qwen3MoeModel(nn.Module):
         if self.stage.is_last:
             router_loss = None if router_loss is None else self.tokens.mean(router_loss)
             x = self.norm(x)
-            if snapshots is not None:
-                snapshots = (*snapshots, x)
-        output = {"hidden_states": x, "snapshots": snapshots, "router_loss": router_loss}
-        return {name: value for name, value in output.items() if value is not None}
+            states.add(x)
+        output = {"hidden_states": x, **(states.results() if self.stage.is_last else states.handed_on())}
+        return output if router_loss is None else {**output, "router_loss": router_loss}
 
     def _into_layers(self, input_ids: Tensor | None, hidden_states: Tensor | None) -> Tensor:
         given, needed = (input_ids, "input_ids") if self.stage.is_first else (hidden_states, "hidden_states")
@@ -272,9 +284,11 @@ class Qwen3MoeForCausalLM(nn.Module):
         reduction: Reduction = "none",
         hidden_states: Tensor | None = None,
         snapshots: tuple[Tensor, ...] | None = None,
-        output_hidden_states: bool = False,
+        output_hidden_states: OutputHiddenStates = False,
         router_loss: Tensor | None = None,
         document_ids: Tensor | None = None,
+        pooling_mask: Tensor | None = None,
+        state_sums: Tensor | None = None,
     ) -> CausalLMOutput | dict[str, Any]:
         """Logits of the next token at each place, or the loss against labels.
 
@@ -289,29 +303,43 @@ class Qwen3MoeForCausalLM(nn.Module):
                 on in each run of equal ids. Attention is causal in the order of the sequence, whatever the positions.
                 The same on every stage.
             reduction: "none" gives `loss` the shape of `labels`, 0 where ignored; "sum" makes it one number.
-            hidden_states: shape `[batch, seq, hidden]`, what the stage before returned under this name.
+            hidden_states: what the stage before returned under this name, shape `[batch, tokens of this rank, hidden]`.
             snapshots: the same.
-            output_hidden_states: whether `.hidden_states` of the output has those of every layer; of the first stage.
+            output_hidden_states: whether `.hidden_states` of the output has those of every layer: True for the tokens
+                of this rank, "whole" for whole sequences, which the last stage gathers. Of the first stage. Those of
+                every layer cross each pipeline link, and a "whole" one takes the memory of all tokens.
             router_loss: what the stage before returned under this name.
             document_ids: integers, shape `[batch, seq]`, the same on every stage: tokens attend only to tokens of their
                 row that have the same id, so padding is a document of its own. Default: one document a row. Labels are
                 taken as they are, across borders too.
+            pooling_mask: bool or integers, shape `[batch, seq]`, the same on every stage: `.pooled_states` of the
+                output are means over the tokens where it is not 0. Few bytes for them cross a pipeline link.
+            state_sums: what the stage before returned under this name.
 
         Returns:
             `.logits` in the model's dtype when `labels` is None, else `.loss` in float32 (float64 in float64), without
             `.router_loss`. A stage that is not the last returns the dictionary of `Qwen3MoeModel.forward`.
 
         Raises:
-            ConfigError: The first stage got no ids or a later one no hidden states, or `document_ids` have another
-                shape than `input_ids`.
+            ConfigError: The first stage got no ids or a later one no hidden states, `document_ids` have another shape
+                than `input_ids`, or hidden states are asked for in a way that cannot be.
         """
         output = self.model(
-            input_ids, position_ids, hidden_states, snapshots, output_hidden_states, router_loss, document_ids
+            input_ids,
+            position_ids,
+            hidden_states,
+            snapshots,
+            output_hidden_states,
+            router_loss,
+            document_ids,
+            pooling_mask,
+            state_sums,
         )
         if not self.stage.is_last:
             return output
         x = output["hidden_states"]
-        besides = {"hidden_states": output.get("snapshots"), "router_loss": output.get("router_loss")}
+        besides = {name: output.get(name) for name in ("router_loss", "pooled_states")}
+        besides["hidden_states"] = output.get("snapshots")
         tied = {"weight": self.model.embed_tokens.weight} if self.config.tie_word_embeddings else {}
         if labels is None:
             return CausalLMOutput(logits=self.lm_head(x, **tied), **besides)

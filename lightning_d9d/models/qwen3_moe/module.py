@@ -89,7 +89,8 @@ class Qwen3MoePretraining(D9DModule):
     stands where there is some. Labels are the data's matter at borders too: that of a document's last token should be
     -100, or the next one's first token is predicted from it. `position_ids` `[batch, seq]` are optional, and by default
     begin at 0 with each document. Every label that counts weighs the same over all microbatches, ranks and accumulated
-    batches.
+    batches. With a `pooling_mask` `[batch, seq]` `microbatch_loss` and `predict_output` find `pooled_states` in the
+    output, see `CausalLMOutput`.
 
     Logs `train_loss`, `grad_norm`, `tokens_per_s` (of all ranks), `val_loss`, `val_perplexity` and the same for test.
     With `balance` also, for each mixture layer, `expert_load/layer_0` and `expert_entropy/layer_0`, what `expert_load`
@@ -118,7 +119,7 @@ class Qwen3MoePretraining(D9DModule):
             each to the token before it. No label moves over the border of a document.
     """
 
-    sequence_dims: ClassVar = {"input_ids": 1, "labels": 1, "position_ids": 1, "document_ids": 1}
+    sequence_dims: ClassVar = dict.fromkeys(("input_ids", "labels", "position_ids", "document_ids", "pooling_mask"), 1)
     sequence_padding: ClassVar = {"labels": -100, "document_ids": -1}
     prediction_dim = 1
 
@@ -267,7 +268,8 @@ class Qwen3MoePretraining(D9DModule):
 
     def microbatch_inputs(self, microbatch: Any) -> StageInputs:
         """Token ids and labels (the last stage makes the loss; in predict there are none)."""
-        shared = {name: microbatch[name] for name in ("position_ids", "document_ids") if name in microbatch}
+        optional = ("position_ids", "document_ids", "pooling_mask")
+        shared = {name: microbatch[name] for name in optional if name in microbatch}
         predicts = self._trainer is not None and self.trainer.predicting
         labels = None if predicts else microbatch.get("labels")
         return StageInputs(
