@@ -31,6 +31,8 @@ JOB_SECONDS = 120.0
 MARKER = "SHUTDOWN_TEST_JOB"
 
 LAUNCHER = [sys.executable]
+UNTIL_ALL_END = ["bash", "-c", 'set -o pipefail; "$0" "$@" | cat', *LAUNCHER]
+"""The launching rank does not wait for others that have trained to the end as well; `cat` ends when all have."""
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
@@ -171,7 +173,7 @@ def test_a_learning_rate_finder_that_fails_on_one_rank_ends_all(tmp_path):
 
 def test_a_process_waits_for_threads_of_gloo_at_its_exit(tmp_path):
     """One that let go of a tensor while the interpreter ends would abort it."""
-    ended = run_job(LAUNCHER, tmp_path, "busy_at_exit")
+    ended = run_job(UNTIL_ALL_END, tmp_path, "busy_at_exit")
     assert ended.exit_codes == [0]
     assert [record[:2] for record in ended.records[1]][-2:] == [["busy_at_exit", "left"], ["busy_at_exit", "end"]]
     assert "terminate called" not in ended.outputs[0]
@@ -300,9 +302,7 @@ def test_sigterm_to_the_launching_rank(tmp_path):
 
 def test_ranks_that_ignore_ctrl_c_go_on(tmp_path):
     """So a shell starts what its script runs in the background."""
-    # The launching rank does not wait for others that have trained to the end as well; `cat` ends when all have.
-    deaf = ["bash", "-c", 'trap "" INT; set -o pipefail; "$0" "$@" | cat', *LAUNCHER]
-    ended = run_job(deaf, tmp_path, "interrupt_ignored")
+    ended = run_job(["bash", "-c", 'trap "" INT; exec "$0" "$@"', *UNTIL_ALL_END], tmp_path, "interrupt_ignored")
     assert ended.exit_codes == [0]
     assert ended.values("interrupt_ignored", "train") == [[0, 1, 2, 3]] * 2
 
