@@ -30,10 +30,9 @@ class Stagewise(Staged):
         super().__init__(optimizer="adamw")
 
     def configure_stage(self, stage: Any) -> Any:
-        generator = torch.Generator().manual_seed(3)
         built = super().configure_stage(stage)
         for parameter in built.parameters():
-            parameter.data.normal_(generator=generator)
+            parameter.data.normal_()
         return built
 
     def train_dataloader(self) -> DataLoader:
