@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,8 @@ from lightning_d9d.mesh.agreement import first_of
 from lightning_d9d.mesh.sharding import local
 from lightning_d9d.parallel import ParallelConfig, parallelize
 from lightning_d9d.parallel.context import check_context
+from lightning_d9d.parallel.fsdp import forget_forward_order
+from lightning_d9d.parallel.probe import TokenAxis, probe
 from lightning_d9d.parallel.tensor import split_for_heads
 from lightning_d9d.parallel.tokens import own_chunks
 from lightning_d9d.pipeline.executor import Cut, Executor, loss_of, stage_inputs
@@ -76,6 +78,8 @@ class D9DModule(L.LightningModule):
         self._built: list[StageInfo] = []
         self._spread = (MeshConfig(), ParallelConfig())
         self._rows = BatchRows()
+        self._probed: set[nn.Module] = set()
+        self._token_axis: TokenAxis | None = None
         self._in_schedule = False
         self.awaits_pretrained = False
         """Whether stages were built for which nobody has called `load_pretrained`, or found that it need not be."""
@@ -301,7 +305,17 @@ class D9DModule(L.LightningModule):
             forward_context,
             pipeline.messages,
             stage_context=no_autocast if any(isinstance(each, FSDPModule) for each in self.stages) else nullcontext,
+            before_first=self._probe if pipeline.tokens.multiple > 1 else None,
         )
+
+    def _probe(self, stage: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """See once, before a stage runs, that it takes parts of sequences. Collective over the ranks of the stage."""
+        if stage in self._probed or self._token_axis is None:
+            return
+        self._probed.add(stage)
+        assert self.pipeline.mesh is not None
+        probe(stage, args, kwargs, self.pipeline.mesh, self._token_axis)
+        forget_forward_order(each for each in stage.modules() if isinstance(each, FSDPModule))
 
     @property
     def indexed_stages(self) -> dict[int, nn.Module]:
@@ -437,12 +451,25 @@ class D9DModule(L.LightningModule):
         if trains and (not check or wanted > num_counted):
             wanted = self.pipeline.num_taken(wanted)
         filled = [*microbatches[:num_counted], *microbatches[-1:] * (wanted - num_counted)]
+        self._token_axis = self._axis_of(filled[0])
         return Cut(filled, [self.rows_of(microbatch) for microbatch in filled], wanted - num_counted)
 
     def _own_chunks(self, microbatch: Any) -> Any:
         parallel: ParallelConfig = getattr(self._strategy, "parallel", ParallelConfig())
         padding = self.sequence_padding if parallel.pad_sequences else None
         return own_chunks(microbatch, self.sequence_dims, self.pipeline.tokens, padding)
+
+    def _axis_of(self, microbatch: Any) -> TokenAxis | None:
+        """How to find tokens in what a stage computes from a microbatch; None where sequences are not shared."""
+        tokens = self.pipeline.tokens
+        if tokens.multiple == 1 or not self.sequence_dims or not isinstance(microbatch, Mapping):
+            return None
+        dims = {name: dim for name, dim in self.sequence_dims.items() if isinstance(microbatch.get(name), Tensor)}
+        if not dims:
+            return None
+        name, dim = next(iter(dims.items()))
+        num_tokens = microbatch[name].shape[dim]
+        return TokenAxis.of(tokens, microbatch[name].numel() // num_tokens, num_tokens)
 
     def num_microbatches_of(self, batch: Any) -> int:
         """How many a batch makes as the strategy is configured, without fillers."""
