@@ -158,18 +158,12 @@ def roots(units: Sequence[FSDPModule]) -> list[Root]:
 def forget_forward(units: Iterable[FSDPModule]) -> None:
     """Reshard units after forwards without a backward, and forget in which order they ran."""
     for unit in units:
-        forget_forward_order([unit])
-        unit.reshard()
-
-
-def forget_forward_order(units: Iterable[FSDPModule]) -> None:
-    """Forget in which order units ran forward without a backward; they stay as they are."""
-    for unit in units:
         state = _state_of(unit)
         if hasattr(state._comm_ctx, "post_forward_order"):  # there since the first forward
             state._comm_ctx.post_forward_order.clear()
         for group in _groups(state):
             group._post_forward_indices.clear()
+        unit.reshard()
 
 
 def reset(units: Sequence[FSDPModule]) -> None:

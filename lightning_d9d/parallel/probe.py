@@ -1,8 +1,8 @@
 """Finds what mixes the tokens of a rank alone, where ranks share sequences.
 
 Attention, a convolution or a mean that is not made for it sees the tokens of its own rank, and counts places from the
-first of those. Nothing fails, and the loss is that of another model. So a stage runs apart before it runs for the first
-time, on what it is called with, without gradients:
+first of those. Nothing fails, and the loss is that of another model. So stages run apart before the first batch, on a
+microbatch of it:
 
 1. As it is, to see what comes out of modules that are made for parts of sequences.
 2. With NaN in the numbers of one token. Modules made for parts give random numbers in place of results, with NaN for
@@ -130,7 +130,7 @@ def probe(stage: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], mesh
     """See that no module of a stage mixes tokens, or counts them, on its rank alone. Collective over the stage's ranks.
 
     Args:
-        stage: With values, spread over the ranks.
+        stage: With values, spread over the ranks, and `apart`.
         args: What it is going to be called with.
         kwargs: The same by name.
         mesh: Of all ranks.
@@ -140,14 +140,17 @@ def probe(stage: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], mesh
         ConfigError: One does, with its name; on all ranks that share sequences.
     """
     made = _outermost(stage, _is_made_for_parts)
+    results = _Results(axis, made)
+
+    def with_nan(x: Any) -> Any:
+        return axis.with_nan(x, _middle)
+
     try:
-        with _apart(stage):
-            results = _Results(axis, made)
-            with results.kept(_Declared(axis, mesh)):
-                stage(*args, **kwargs)
-            with results.in_place_of_modules(lambda x: axis.with_nan(x, _middle)), _mixing_noticed(stage, made, axis):
-                stage(*tree_map(lambda x: axis.with_nan(x, _middle), list(args)), **_with_nan(axis, kwargs))
-            _check_places(stage, made, results, args, kwargs, mesh, axis)
+        with results.kept(_Declared(axis, mesh)):
+            stage(*args, **kwargs)
+        with results.in_place_of_modules(with_nan), _mixing_noticed(stage, made, axis):
+            stage(*tree_map(with_nan, list(args)), **tree_map(with_nan, dict(kwargs)))
+        _check_places(stage, made, results, args, kwargs, mesh, axis)
     except _FoundError as found:
         name = next((name for name, module in stage.named_modules() if module is found.module), "")
         where = f"{name or 'the stage'} ({class_name(found.module)})"
@@ -158,10 +161,6 @@ def probe(stage: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], mesh
             "shard_tensors, for attention, and positions from TokenPart.of(mesh); if it asks the other ranks itself, "
             "give its class takes_cut_sequences = True"
         ) from None
-
-
-def _with_nan(axis: TokenAxis, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    return tree_map(lambda x: axis.with_nan(x, _middle), dict(kwargs))
 
 
 def _is_made_for_parts(module: nn.Module) -> bool:
@@ -191,11 +190,11 @@ def _outermost(stage: nn.Module, is_one: Callable[[nn.Module], bool]) -> list[nn
 
 
 @contextmanager
-def _apart(stage: nn.Module) -> Generator[None]:
+def apart(stages: nn.Module) -> Generator[None]:
     """Forwards that leave nothing behind: no gradients, dropout, compiled code, random numbers or changed buffers."""
-    modes = {module: module.training for module in stage.modules()}
-    buffers = [(buffer, buffer.clone()) for buffer in stage.buffers()]
-    devices = [buffer.device for buffer in (*stage.parameters(), *stage.buffers()) if buffer.is_cuda]
+    modes = {module: module.training for module in stages.modules()}
+    buffers = [(buffer, buffer.clone()) for buffer in stages.buffers()]
+    devices = [each.device for each in (*stages.parameters(), *stages.buffers()) if each.is_cuda]
     with torch.no_grad(), torch.random.fork_rng(list(dict.fromkeys(devices))), torch.compiler.set_stance("force_eager"):
         for module in modes:
             module.training = False

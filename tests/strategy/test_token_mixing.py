@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_d9d import ConfigError, D9DModule, D9DStrategy, MeshConfig, StageInfo, StageInputs, WeightedLoss
 from lightning_d9d.modules import LMHead, TokenEmbedding
+from lightning_d9d.ops import gather_dim
 from lightning_d9d.parallel import parallelize, shard_tensors
 from lightning_d9d.pipeline import BlockSequence
 from tests.harness.compare import assert_bitwise_equal
@@ -220,8 +222,50 @@ def test_what_sees_each_token_for_itself_trains(rank: RankContext, mesh: dict[st
     calls = [buffer for name, buffer in module.named_buffers() if name.endswith("num_calls")]
     assert [int(count) for count in calls] == [2, 2]
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr("lightning_d9d.strategy.module.probe", lambda *_: None)
+        monkeypatch.setattr("lightning_d9d.strategy.module.D9DModule.check_parts_of_sequences", lambda *_: None)
         without = fit(rank, Alone, **mesh).lightning_module
     for (name, ours), theirs in zip(module.named_parameters(), without.parameters(), strict=True):
         assert_bitwise_equal(name, ours, theirs)
     assert torch.equal(torch.cat(module.drawn), torch.cat(without.drawn))  # type: ignore[arg-type]
+
+
+class Asking(Sdpa):
+    """Attends to the tokens of all ranks, in an order that is not theirs."""
+
+    takes_cut_sequences = True
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        world = dist.group.WORLD
+        assert world is not None
+        k, v = (gather_dim(x, 2, world.group_name) for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+class Claiming(Sdpa):
+    """Says that it asks other ranks, and does not."""
+
+    takes_cut_sequences = True
+
+
+@pytest.mark.ranks(2)
+def test_a_module_that_asks_other_ranks_itself_is_believed_if_it_does(rank: RankContext) -> None:
+    assert fit(rank, Asking, context_parallel_shard=2).global_step == 2
+    text = r"layers\.1 \(Claiming\) has takes_cut_sequences = True and mixes the tokens of its own rank alone"
+    with pytest.raises(ConfigError, match=text):
+        fit(rank, Claiming, context_parallel_shard=2)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("loop", ["validate", "predict"])
+def test_an_evaluation_that_comes_first_is_refused(rank: RankContext, loop: str) -> None:
+    run = trainer(D9DStrategy(mesh=MeshConfig(context_parallel_shard=2)), 2, rank.device.type)
+    with pytest.raises(ConfigError, match=r"layers\.1 \(Sdpa\) mixes"):
+        getattr(run, loop)(Model(Sdpa), data())
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("block", [Sdpa, Places])
+def test_stages_that_get_hidden_states_are_looked_at(rank: RankContext, block: type[nn.Module]) -> None:
+    """The ranks of the stage in front, which is in order, hear of it."""
+    with pytest.raises(ConfigError, match=rf"ranks 2, 3: layers\.1 \({block.__name__}\)"):
+        fit(rank, block, pipeline_parallel=2, context_parallel_shard=2)
