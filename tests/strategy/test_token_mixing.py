@@ -175,7 +175,7 @@ class Model(D9DModule):
     def microbatch_loss(self, output: Tensor, microbatch: Any) -> WeightedLoss:
         return WeightedLoss(output, (microbatch["labels"] >= 0).sum())
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.drawn.append(torch.rand(1))
 
     def configure_optimizers(self) -> Any:
