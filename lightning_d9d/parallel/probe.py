@@ -11,7 +11,10 @@ microbatch of it:
 3. With the same numbers on all ranks, forwards and with the tokens reversed. A module whose output is not reversed with
    its input goes by the places of tokens. If its output is the same on all ranks, it counts places on each from 0.
 
-Modules that ask other ranks themselves have an attribute `takes_cut_sequences = True`. They are believed if NaN in the
+What ranks compute together (`gather_dim` and the like, `TokenPart`, torch's functional collectives), or are going to
+(`TokenPart.summand`), has no NaN and other numbers on each rank, so what is made of it is not noticed.
+
+Modules that ask other ranks in other ways have an attribute `takes_cut_sequences = True`. They are believed if NaN in the
 first token of the first rank, where it makes other tokens of that rank NaN, makes some NaN on another rank, too.
 """
 
@@ -145,12 +148,26 @@ def probe(stage: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], mesh
     def with_nan(x: Any) -> Any:
         return axis.with_nan(x, _middle)
 
-    try:
+    with _told(stage, mesh):
         with results.kept(_Declared(axis, mesh)):
             stage(*args, **kwargs)
-        with results.in_place_of_modules(with_nan), _mixing_noticed(stage, made, axis):
-            stage(*tree_map(with_nan, list(args)), **tree_map(with_nan, dict(kwargs)))
-        _check_places(stage, made, results, args, kwargs, mesh, axis)
+        try:
+            with results.in_place_of_modules(with_nan), _mixing_noticed(stage, made, axis):
+                stage(*tree_map(with_nan, list(args)), **tree_map(with_nan, dict(kwargs)))
+            _check_places(stage, made, results, args, kwargs, mesh, axis)
+        except Exception as error:
+            error.add_note(
+                f"{class_name(stage)} ran with NaN in one token, and with other numbers than the batch's, to see that "
+                "it mixes no tokens of its own rank alone; a module must not refuse these"
+            )
+            raise
+
+
+@contextmanager
+def _told(stage: nn.Module, mesh: MeshDomains) -> Generator[None]:
+    """Says what was found, with its name."""
+    try:
+        yield
     except _FoundError as found:
         name = next((name for name, module in stage.named_modules() if module is found.module), "")
         where = f"{name or 'the stage'} ({class_name(found.module)})"
@@ -295,16 +312,26 @@ def _without_numbers(x: Any) -> Any:
     return x.to("meta") if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
-class _Embeddings(TorchFunctionMode):
-    """Changes the numbers that are looked up for tokens."""
+class _Changed(TorchFunctionMode):
+    """Changes the numbers that are looked up for tokens, and those that ranks make together."""
 
-    def __init__(self, change: Callable[[Any], Any]) -> None:
+    def __init__(self, looked_up: Callable[[Any], Any], together: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.change = change
+        ours, torchs = torch.ops.lightning_d9d, torch.ops._c10d_functional
+        self.changes = {
+            **dict.fromkeys((torch.embedding, F.embedding), looked_up),
+            **dict.fromkeys((ours.gather_dim, ours.scatter_sum, ours.sum_over, torchs.wait_tensor), together),
+            TokenPart.summand: together,
+        }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        return self.change(result) if func in (torch.embedding, F.embedding) else result
+        change = self.changes.get(func)
+        return result if change is None else change(result)
+
+
+def _random_like(x: Tensor) -> Tensor:
+    return torch.rand_like(x) if x.is_floating_point() else x
 
 
 @contextmanager
@@ -329,7 +356,7 @@ def _mixing_noticed(stage: nn.Module, made: Sequence[nn.Module], axis: TokenAxis
         *(each.register_forward_hook(behind) for each in besides),
     ]
     try:
-        with _Embeddings(lambda x: axis.with_nan(x, _middle)):
+        with _Changed(lambda x: axis.with_nan(x, _middle), torch.nan_to_num):
             yield
     finally:
         for handle in handles:
@@ -362,7 +389,7 @@ def _check_places(
         handles = [module.register_forward_hook(note, with_kwargs=True) for module in _besides(stage, made)]
         torch.manual_seed(_SEED + mesh.coordinates["cp"] * mesh.sizes["tp"] + mesh.coordinates["tp"])
         try:
-            with results.in_place_of_modules(change):
+            with results.in_place_of_modules(change), _Changed(lambda x: x, _random_like):
                 stage(*tree_map(change, same_args), **tree_map(change, same_kwargs))
         finally:
             for handle in handles:

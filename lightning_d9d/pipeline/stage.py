@@ -97,10 +97,10 @@ class Stage:
     def _call(self, received: Any, arguments: Mapping[str, Any]) -> Any:
         positional = () if received is None or isinstance(received, Mapping) else (received,)
         named = {**received, **arguments} if isinstance(received, Mapping) else arguments
-        if self.before_first is not None:
-            before, self.before_first = self.before_first, None
-            before(self.module, positional, named)
+        before, self.before_first = self.before_first, None
         try:
+            if before is not None:
+                before(self.module, positional, named)
             return self.module(*positional, **named)
         except TypeError as error:
             what = [f"a {type(each).__name__}" for each in positional] + list(named)
