@@ -14,8 +14,8 @@ microbatch of it:
 What ranks compute together (`gather_dim` and the like, `TokenPart`, torch's functional collectives), or are going to
 (`TokenPart.summand`), has no NaN and other numbers on each rank, so what is made of it is not noticed.
 
-Modules that ask other ranks in other ways have an attribute `takes_cut_sequences = True`. They are believed if NaN in the
-first token of the first rank, where it makes other tokens of that rank NaN, makes some NaN on another rank, too.
+Modules that ask other ranks in other ways have an attribute `takes_cut_sequences = True`. They are believed if NaN in
+the first token of the first rank, where it makes other tokens of that rank NaN, makes some NaN on another rank, too.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ _SEED = 20
 _MIXES = "mixes the tokens of its own rank alone"
 _MOST_CHANGE = 2**-5
 """How far the numbers of a token may lie apart, relative to the largest, as it stands in another row of a matrix."""
+_MOST_NUMBERS = 2**24
+"""Of a tensor that are in float64 at once."""
 
 
 @dataclass(frozen=True)
@@ -96,9 +98,11 @@ class TokenAxis:
         """One number for each token, which tells what it has; None where there are none."""
         if not isinstance(x, Tensor) or (dim := self.dim_of(x)) is None:
             return None
-        flat = x.detach().double().movedim(dim, 0).reshape(x.shape[dim], -1)
+        flat = x.detach().movedim(dim, 0).reshape(x.shape[dim], -1)
         numbers = torch.rand(flat.shape[1], generator=torch.Generator().manual_seed(_SEED), dtype=torch.float64)
-        return flat @ numbers.to(x.device)
+        # Logits in float64 would take more memory than a step.
+        rows = flat.split(max(1, _MOST_NUMBERS // max(1, flat.shape[1])))
+        return torch.cat([some.double() @ numbers.to(x.device) for some in rows])
 
 
 def _middle(places: Tensor) -> Tensor:
@@ -288,12 +292,12 @@ class _Results:
     @contextmanager
     def in_place_of_modules(self, change: Callable[[Any], Any]) -> Generator[None]:
         """While open, they give random numbers, the same whenever this is opened, as `change` makes them."""
-        generator = torch.Generator().manual_seed(_SEED)
+        device = next((p.device for module in self.made for p in module.parameters()), torch.device("cpu"))
+        generator = torch.Generator(device).manual_seed(_SEED)
 
         def random(x: Any) -> Any:
             if isinstance(x, Tensor) and x.device.type == "meta":
-                numbers = torch.randn(x.shape, generator=generator)
-                return change(numbers.to(self._device, x.dtype))
+                return change(torch.randn(x.shape, dtype=x.dtype, device=device, generator=generator))
             return change(x)
 
         def make(module: nn.Module) -> Callable[..., Any]:
@@ -302,10 +306,6 @@ class _Results:
 
         with _forwards(self.made, make):
             yield
-
-    @property
-    def _device(self) -> torch.device:
-        return next(p.device for module in self.made for p in module.parameters())
 
 
 def _without_numbers(x: Any) -> Any:

@@ -25,7 +25,7 @@ from lightning_d9d.mesh.agreement import Ranks, first_of
 from lightning_d9d.mesh.sharding import local
 from lightning_d9d.parallel import ParallelConfig, parallelize
 from lightning_d9d.parallel.context import check_context
-from lightning_d9d.parallel.fsdp import forget_forward
+from lightning_d9d.parallel.fsdp import reset
 from lightning_d9d.parallel.probe import TokenAxis, apart, probe
 from lightning_d9d.parallel.tensor import split_for_heads
 from lightning_d9d.parallel.tokens import own_chunks
@@ -336,9 +336,11 @@ class D9DModule(L.LightningModule):
                 problems.append(problem)
 
         executor = self.executor(forward_context, look)
-        with self.schedule_running(), apart(self.stages):
-            executor.outputs(self.pipeline.forward_only(1), Cut([microbatch], [None], 1), lambda output: None)
-        forget_forward(each for each in self.stages.modules() if isinstance(each, FSDPModule))
+        try:
+            with self.schedule_running(), apart(self.stages):
+                executor.outputs(self.pipeline.forward_only(1), Cut([microbatch], [None], 1), lambda output: None)
+        finally:
+            reset([each for each in self.stages.modules() if isinstance(each, FSDPModule)])
         with Ranks(self.pipeline.readers).agreed(f"{type(self).__name__} cannot train on parts of sequences"):
             if problems:
                 raise problems[0]

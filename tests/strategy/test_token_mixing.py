@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_d9d import ConfigError, D9DModule, D9DStrategy, MeshConfig, StageInfo, StageInputs, WeightedLoss
 from lightning_d9d.modules import LMHead, TokenEmbedding
 from lightning_d9d.ops import gather_dim
-from lightning_d9d.parallel import parallelize, shard_tensors
+from lightning_d9d.parallel import TokenPart, parallelize, shard_tensors
 from lightning_d9d.pipeline import BlockSequence
 from tests.harness.compare import assert_bitwise_equal
 from tests.harness.ranks import RankContext
@@ -182,8 +182,8 @@ class Model(D9DModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def data() -> DataLoader:
-    ids = torch.randint(VOCABULARY, (4, TOKENS + 1), generator=torch.Generator().manual_seed(2))
+def data(num_tokens: int = TOKENS) -> DataLoader:
+    ids = torch.randint(VOCABULARY, (4, num_tokens + 1), generator=torch.Generator().manual_seed(2))
     return DataLoader([{"ids": row[:-1], "labels": row[1:]} for row in ids], batch_size=2)  # type: ignore[arg-type]
 
 
@@ -253,6 +253,58 @@ def test_a_module_that_asks_other_ranks_itself_is_believed_if_it_does(rank: Rank
     text = r"layers\.1 \(Claiming\) has takes_cut_sequences = True and mixes the tokens of its own rank alone"
     with pytest.raises(ConfigError, match=text):
         fit(rank, Claiming, context_parallel_shard=2)
+
+
+class Together(nn.Module):
+    """Adds the mean over the tokens of all ranks, in steps that have as many numbers as a rank has tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = TokenPart()
+        self.sums, self.last = Sums(), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = self.tokens.sum(self.sums(x))
+        return x + self.last(total / TOKENS).unsqueeze(1)
+
+
+class Sums(nn.Module):
+    """Over the tokens of the rank, shape `[batch, hidden]`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return TokenPart.summand(x.sum(1))
+
+
+class TogetherModel(Model):
+    def parallelize_stage(self, stage: nn.Module, mesh: Any, parallel: Any) -> None:
+        for module in stage.modules():
+            if isinstance(module, Together):
+                module.tokens = TokenPart.of(mesh)
+        super().parallelize_stage(stage, mesh, parallel)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mesh", [{"context_parallel_shard": 2}, {"tensor_parallel": 2}], ids=["cp2", "tp2"])
+@pytest.mark.parametrize("num_tokens", [TOKENS, 2 * HIDDEN])
+def test_what_ranks_make_together_is_believed(rank: RankContext, num_tokens: int, mesh: dict[str, int]) -> None:
+    """Also where a sum has as many numbers as a rank has tokens, 8."""
+    run = trainer(D9DStrategy(mesh=MeshConfig(**mesh)), 2, rank.device.type, max_epochs=1)
+    run.fit(TogetherModel(Together), data(num_tokens))
+    assert run.global_step == 2
+
+
+class Refusing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.isnan().any():
+            raise ValueError("x has NaN")
+        return x
+
+
+@pytest.mark.ranks(2)
+def test_a_module_that_refuses_nan_is_told_where_it_comes_from(rank: RankContext) -> None:
+    with pytest.raises(ValueError, match="x has NaN") as raised:
+        fit(rank, Refusing, context_parallel_shard=2)
+    assert any("ran with NaN in one token" in note for note in raised.value.__notes__)
 
 
 @pytest.mark.ranks(2)
