@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -63,8 +64,13 @@ class TokenAxis:
         chunks = {num_tokens} if tokens.cut.size > 1 else set()
         return TokenAxis(num_rows, frozenset(chunks | {num_tokens // tokens.num_slices}))
 
-    def dim_of(self, x: Tensor) -> int | None:
-        """Where the tokens are: the first dim behind that of rows, or the first one of all, perhaps with the rows."""
+    def dim_of(self, x: Any) -> int | None:
+        """Where the tokens are: the first dim behind that of rows, or the first one of all, perhaps with the rows.
+
+        None where there are none. DTensors are not looked at: what is computed with them is that of all ranks.
+        """
+        if not isinstance(x, Tensor) or isinstance(x, nn.Parameter | DTensor):
+            return None
         dims = [dim for dim in range(1, x.dim()) if x.shape[dim] in self.lengths]
         firsts = {factor * length for length in self.lengths for factor in (1, self.num_rows)}
         return dims[0] if dims else 0 if x.dim() and x.shape[0] in firsts else None
@@ -76,13 +82,13 @@ class TokenAxis:
 
     def with_nan(self, x: Any, place: Callable[[Tensor], Tensor]) -> Any:
         """A copy with NaN for the tokens whose places these are. What has no tokens, or no floats, stays."""
-        if not isinstance(x, Tensor) or not x.is_floating_point() or (dim := self.dim_of(x)) is None:
+        if (dim := self.dim_of(x)) is None or not x.is_floating_point():
             return x
         return x.index_fill(dim, place(self.places(x, dim)).nonzero().flatten(), float("nan"))
 
     def reversed(self, x: Any) -> Any:
         """A copy with the tokens of each row in the opposite order. What has none stays."""
-        if not isinstance(x, Tensor) or (dim := self.dim_of(x)) is None:
+        if (dim := self.dim_of(x)) is None:
             return x
         places = self.places(x, dim)
         length = int(places.max()) + 1
@@ -90,13 +96,13 @@ class TokenAxis:
 
     def has_nan(self, x: Any, place: Callable[[Tensor], Tensor]) -> bool:
         """Whether some token with such a place has a NaN."""
-        if not isinstance(x, Tensor) or not x.is_floating_point() or (dim := self.dim_of(x)) is None:
+        if (dim := self.dim_of(x)) is None or not x.is_floating_point():
             return False
         return bool(x.isnan().movedim(dim, 0).flatten(1).any(1)[place(self.places(x, dim))].any())
 
     def summary(self, x: Any) -> Tensor | None:
         """One number for each token, which tells what it has; None where there are none."""
-        if not isinstance(x, Tensor) or (dim := self.dim_of(x)) is None:
+        if (dim := self.dim_of(x)) is None:
             return None
         flat = x.detach().movedim(dim, 0).reshape(x.shape[dim], -1)
         numbers = torch.rand(flat.shape[1], generator=torch.Generator().manual_seed(_SEED), dtype=torch.float64)
