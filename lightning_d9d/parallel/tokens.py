@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshDomains
@@ -98,6 +99,14 @@ class TokenPart:
         if self.cut.size > 1:
             x = sum_over(x, self.context_group, sums_gradients=True)
         return x
+
+    @staticmethod
+    def summand(x: Tensor) -> Tensor:
+        """Marks what a rank makes of its own tokens, which a later `sum` adds to that of the others. Returns it.
+
+        Between modules and stages, a sum over the tokens of one rank alone is refused without this.
+        """
+        return handle_torch_function(TokenPart.summand, (x,), x) if has_torch_function_unary(x) else x
 
     def mean(self, loss: Tensor) -> Tensor:
         """The mean of a loss over all ranks that share sequences, each of which has equally many tokens. Collective.

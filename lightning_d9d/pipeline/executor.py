@@ -105,6 +105,7 @@ class Executor:
         messages: To and from stages on other ranks; None where there are none.
         observer: Wrapped around what each compute action computes; None: nobody looks.
         stage_context: Opened inside the other one, around a stage alone: losses are made outside.
+        before_first: Called before the first forward of a stage, with it and its arguments.
     """
 
     def __init__(
@@ -116,8 +117,9 @@ class Executor:
         messages: Messages | None = None,
         observer: Observer | None = None,
         stage_context: Callable[[], AbstractContextManager] = nullcontext,
+        before_first: Callable[[nn.Module, Sequence[Any], Mapping[str, Any]], None] | None = None,
     ) -> None:
-        self.stages = {index: Stage(module) for index, module in stages.items()}
+        self.stages = {index: Stage(module, before_first) for index, module in stages.items()}
         self.num_stages = num_stages
         self.hooks = hooks
         self.forward_context = forward_context

@@ -41,10 +41,16 @@ class Stage:
 
     Args:
         module: The stage's part of the model.
+        before_first: Called with it and its arguments before its first forward.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        before_first: Callable[[nn.Module, Sequence[Any], Mapping[str, Any]], None] | None = None,
+    ) -> None:
         self.module = module
+        self.before_first = before_first
         self._unsplit: Callable[[], None] | None = None
         self._live: dict[int, _Microbatch] = {}
         self._without_gradient: list[nn.Parameter] | None = None
@@ -91,7 +97,10 @@ class Stage:
     def _call(self, received: Any, arguments: Mapping[str, Any]) -> Any:
         positional = () if received is None or isinstance(received, Mapping) else (received,)
         named = {**received, **arguments} if isinstance(received, Mapping) else arguments
+        before, self.before_first = self.before_first, None
         try:
+            if before is not None:
+                before(self.module, positional, named)
             return self.module(*positional, **named)
         except TypeError as error:
             what = [f"a {type(each).__name__}" for each in positional] + list(named)

@@ -28,6 +28,7 @@ def evaluate(module: D9DModule, batch: Any, prefix: str) -> dict[str, Tensor]:
     pipeline = module.pipeline
     pipeline.check_same(prefix, batch)
     cut = module.cut(batch)
+    module.check_parts_of_sequences(cut.microbatches[0])
     with module.schedule_running():
         totals = module.executor(nullcontext).evaluate(pipeline.forward_only(len(cut.microbatches)), cut)
     reported, sums = pipeline.report(prefix, totals)
@@ -81,6 +82,7 @@ def run_filler(module: D9DModule, batch: Any) -> None:
 def _outputs(module: D9DModule, batch: Any) -> list[Any]:
     """Of each microbatch that counts, on the last stage's ranks."""
     cut = module.cut(batch)
+    module.check_parts_of_sequences(cut.microbatches[0])
     with module.schedule_running():
         actions = module.pipeline.forward_only(len(cut.microbatches))
         return module.executor(nullcontext).outputs(actions, cut, module.predict_output)

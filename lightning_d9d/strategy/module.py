@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -21,10 +21,12 @@ from lightning_d9d.data import Filling
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.log import logger
 from lightning_d9d.mesh import MeshConfig, MeshDomains
-from lightning_d9d.mesh.agreement import first_of
+from lightning_d9d.mesh.agreement import Ranks, first_of
 from lightning_d9d.mesh.sharding import local
 from lightning_d9d.parallel import ParallelConfig, parallelize
 from lightning_d9d.parallel.context import check_context
+from lightning_d9d.parallel.fsdp import reset
+from lightning_d9d.parallel.probe import TokenAxis, apart, probe
 from lightning_d9d.parallel.tensor import split_for_heads
 from lightning_d9d.parallel.tokens import own_chunks
 from lightning_d9d.pipeline.executor import Cut, Executor, loss_of, stage_inputs
@@ -76,6 +78,7 @@ class D9DModule(L.LightningModule):
         self._built: list[StageInfo] = []
         self._spread = (MeshConfig(), ParallelConfig())
         self._rows = BatchRows()
+        self._takes_parts = False
         self._in_schedule = False
         self.awaits_pretrained = False
         """Whether stages were built for which nobody has called `load_pretrained`, or found that it need not be."""
@@ -177,6 +180,7 @@ class D9DModule(L.LightningModule):
         """
         self.check_overrides()
         self._rows = BatchRows()  # other data may have other lists
+        self._takes_parts = False
         infos = self.pipeline.stages
         if len(self.stages) > 0:
             if self._built and self._must_change(infos):
@@ -289,7 +293,11 @@ class D9DModule(L.LightningModule):
         """Where this rank is in the pipeline; under a stock strategy it is alone, with one stage."""
         return getattr(self._strategy, "pipeline", None) or Pipeline(OneForwardOneBackward(), None, self.device)
 
-    def executor(self, forward_context: Callable[[], AbstractContextManager]) -> Executor:
+    def executor(
+        self,
+        forward_context: Callable[[], AbstractContextManager],
+        before_first: Callable[[nn.Module, Sequence[Any], Mapping[str, Any]], None] | None = None,
+    ) -> Executor:
         """What runs programs over this rank's stages."""
         pipeline = self.pipeline
         # Weights that FSDP2 gathers in bfloat16 need no autocast; the loss and the metrics do, as on any mesh.
@@ -301,7 +309,51 @@ class D9DModule(L.LightningModule):
             forward_context,
             pipeline.messages,
             stage_context=no_autocast if any(isinstance(each, FSDPModule) for each in self.stages) else nullcontext,
+            before_first=before_first,
         )
+
+    def check_parts_of_sequences(
+        self, microbatch: Any, forward_context: Callable[[], AbstractContextManager] = nullcontext
+    ) -> None:
+        """See in the first batch that the stages take parts of sequences, where ranks share them.
+
+        Collective over the ranks that share the batch.
+
+        Raises:
+            ConfigError: A module mixes or counts the tokens of its own rank; on all of these ranks. See `probe`.
+        """
+        axis = self._token_axis(microbatch)
+        if self._takes_parts or axis is None:
+            return
+        self._takes_parts = True
+        problems: list[ConfigError] = []
+
+        def look(stage: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+            assert self.pipeline.mesh is not None
+            try:
+                probe(stage, args, kwargs, self.pipeline.mesh, axis)
+            except ConfigError as problem:
+                problems.append(problem)
+
+        executor = self.executor(forward_context, look)
+        try:
+            with self.schedule_running(), apart(self.stages):
+                executor.outputs(self.pipeline.forward_only(1), Cut([microbatch], [None], 1), lambda output: None)
+        finally:
+            reset([each for each in self.stages.modules() if isinstance(each, FSDPModule)])
+        with Ranks(self.pipeline.readers).agreed(f"{type(self).__name__} cannot train on parts of sequences"):
+            if problems:
+                raise problems[0]
+
+    def _token_axis(self, microbatch: Any) -> TokenAxis | None:
+        """How to find tokens in what stages compute from a microbatch; None where ranks do not share sequences."""
+        tokens = self.pipeline.tokens
+        if tokens.multiple == 1 or not isinstance(microbatch, Mapping):
+            return None
+        for name, dim in self.sequence_dims.items():
+            if isinstance(tensor := microbatch.get(name), Tensor):
+                return TokenAxis.of(tokens, tensor.numel() // tensor.shape[dim], tensor.shape[dim])
+        return None
 
     @property
     def indexed_stages(self) -> dict[int, nn.Module]:

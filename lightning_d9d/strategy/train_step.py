@@ -122,6 +122,7 @@ class TrainStep:
         self.pipeline.check_same("train", batch)
         check = self._is_first_batch and batch_index == 0  # resumed, the first may be the short last one of an epoch
         cut = self.module.cut(batch, check=check, trains=True)
+        self.module.check_parts_of_sequences(cut.microbatches[0], self.executor.forward_context)
         self._is_first_batch = self._is_new_window = False
         num_data_ranks = self.num_ranks // self.pipeline.tokens.cut.size
         num_counting = (self.module.filling.num_counting or num_data_ranks) * self.pipeline.tokens.cut.size

@@ -65,7 +65,7 @@ class LayerStates:
         if self._mask is not None:
             # Filled, not multiplied: what padding has, NaN perhaps, stays out.
             counted, dtype = x.masked_fill(~self._mask, 0), torch.promote_types(x.dtype, torch.float32)
-            self._sums.append(counted.sum(1, keepdim=True, dtype=dtype))
+            self._sums.append(TokenPart.summand(counted.sum(1, keepdim=True, dtype=dtype)))
 
     def handed_on(self) -> dict[str, Any]:
         """Returns what the next stage is to get, by the names of its arguments."""

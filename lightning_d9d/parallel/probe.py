@@ -1,0 +1,443 @@
+"""Finds what mixes the tokens of a rank alone, where ranks share sequences.
+
+Attention, a convolution or a mean that is not made for it sees the tokens of its own rank, and counts places from the
+first of those. Nothing fails, and the loss is that of another model. So stages run apart before the first batch, on a
+microbatch of it:
+
+1. As it is, to see what comes out of modules that are made for parts of sequences.
+2. With NaN in the numbers of one token. Modules made for parts give random numbers in place of results, with NaN for
+   that token. If another token becomes NaN, the innermost module in whose output it does mixes tokens. NaN survives
+   masks that multiply, and weights that are zero.
+3. With the same numbers on all ranks, forwards and with the tokens reversed. A module whose output is not reversed with
+   its input goes by the places of tokens. If its output is the same on all ranks, it counts places on each from 0.
+
+What ranks compute together (`gather_dim` and the like, `TokenPart`, torch's functional collectives), or are going to
+(`TokenPart.summand`), has no NaN and other numbers on each rank, so what is made of it is not noticed.
+
+Modules that ask other ranks in other ways have an attribute `takes_cut_sequences = True`. They are believed if NaN in
+the first token of the first rank, where it makes other tokens of that rank NaN, makes some NaN on another rank, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.mesh.collectives import all_gather_object, broadcast_tensors
+from lightning_d9d.modules import GroupedQueryAttention, SparseMoE
+from lightning_d9d.ops import attention
+from lightning_d9d.parallel import tensor
+from lightning_d9d.parallel.data import class_name
+from lightning_d9d.parallel.tokens import TokenPart
+
+_SEED = 20
+_MIXES = "mixes the tokens of its own rank alone"
+_MOST_CHANGE = 2**-5
+"""How far the numbers of a token may lie apart, relative to the largest, as it stands in another row of a matrix."""
+_MOST_NUMBERS = 2**24
+"""Of a tensor that are in float64 at once."""
+
+
+@dataclass(frozen=True)
+class TokenAxis:
+    """Finds the tokens of a rank in tensors by their numbers: those of its chunks, and of its slice of them."""
+
+    num_rows: int
+    lengths: frozenset[int]
+    """Of what is a part of a sequence."""
+
+    @staticmethod
+    def of(tokens: TokenPart, num_rows: int, num_tokens: int) -> TokenAxis:
+        """Of microbatches with this rank's chunks, `num_tokens` of each row."""
+        chunks = {num_tokens} if tokens.cut.size > 1 else set()
+        return TokenAxis(num_rows, frozenset(chunks | {num_tokens // tokens.num_slices}))
+
+    def dim_of(self, x: Any) -> int | None:
+        """Where the tokens are: the first dim behind that of rows, or the first one of all, perhaps with the rows.
+
+        None where there are none. DTensors are not looked at: what is computed with them is that of all ranks.
+        """
+        if not isinstance(x, Tensor) or isinstance(x, nn.Parameter | DTensor):
+            return None
+        dims = [dim for dim in range(1, x.dim()) if x.shape[dim] in self.lengths]
+        firsts = {factor * length for length in self.lengths for factor in (1, self.num_rows)}
+        return dims[0] if dims else 0 if x.dim() and x.shape[0] in firsts else None
+
+    def places(self, x: Tensor, dim: int) -> Tensor:
+        """Of the tokens in their rows, int64, one for each entry of the dim."""
+        length = x.shape[dim] if x.shape[dim] in self.lengths else x.shape[dim] // self.num_rows
+        return torch.arange(x.shape[dim], device=x.device) % length
+
+    def with_nan(self, x: Any, place: Callable[[Tensor], Tensor]) -> Any:
+        """A copy with NaN for the tokens whose places these are. What has no tokens, or no floats, stays."""
+        if (dim := self.dim_of(x)) is None or not x.is_floating_point():
+            return x
+        return x.index_fill(dim, place(self.places(x, dim)).nonzero().flatten(), float("nan"))
+
+    def reversed(self, x: Any) -> Any:
+        """A copy with the tokens of each row in the opposite order. What has none stays."""
+        if (dim := self.dim_of(x)) is None:
+            return x
+        places = self.places(x, dim)
+        length = int(places.max()) + 1
+        return x.index_select(dim, torch.arange(len(places), device=x.device) - places + (length - 1 - places))
+
+    def has_nan(self, x: Any, place: Callable[[Tensor], Tensor]) -> bool:
+        """Whether some token with such a place has a NaN."""
+        if (dim := self.dim_of(x)) is None or not x.is_floating_point():
+            return False
+        return bool(x.isnan().movedim(dim, 0).flatten(1).any(1)[place(self.places(x, dim))].any())
+
+    def summary(self, x: Any) -> Tensor | None:
+        """One number for each token, which tells what it has; None where there are none."""
+        if (dim := self.dim_of(x)) is None:
+            return None
+        flat = x.detach().movedim(dim, 0).reshape(x.shape[dim], -1)
+        numbers = torch.rand(flat.shape[1], generator=torch.Generator().manual_seed(_SEED), dtype=torch.float64)
+        # Logits in float64 would take more memory than a step.
+        rows = flat.split(max(1, _MOST_NUMBERS // max(1, flat.shape[1])))
+        return torch.cat([some.double() @ numbers.to(x.device) for some in rows])
+
+
+def _middle(places: Tensor) -> Tensor:
+    return places == (places.max() + 1) // 2
+
+
+def _others(places: Tensor) -> Tensor:
+    return ~_middle(places)
+
+
+def _first(places: Tensor) -> Tensor:
+    return places == 0
+
+
+class _FoundError(Exception):
+    """A module that is not as it must be."""
+
+    def __init__(self, module: nn.Module, what: str) -> None:
+        super().__init__()
+        self.module, self.what = module, what
+
+
+class _Seen(NamedTuple):
+    """A call of a module, with one number for each token of each tensor."""
+
+    module: nn.Module
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+
+
+def probe(stage: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: MeshDomains, axis: TokenAxis) -> None:
+    """See that no module of a stage mixes tokens, or counts them, on its rank alone. Collective over the stage's ranks.
+
+    Args:
+        stage: With values, spread over the ranks, and `apart`.
+        args: What it is going to be called with.
+        kwargs: The same by name.
+        mesh: Of all ranks.
+        axis: How to find the tokens in these.
+
+    Raises:
+        ConfigError: One does, with its name; on all ranks that share sequences.
+    """
+    made = _outermost(stage, _is_made_for_parts)
+    results = _Results(axis, made)
+
+    def with_nan(x: Any) -> Any:
+        return axis.with_nan(x, _middle)
+
+    with _told(stage, mesh):
+        with results.kept(_Declared(axis, mesh)):
+            stage(*args, **kwargs)
+        try:
+            with results.in_place_of_modules(with_nan), _mixing_noticed(stage, made, axis):
+                stage(*tree_map(with_nan, list(args)), **tree_map(with_nan, dict(kwargs)))
+            _check_places(stage, made, results, args, kwargs, mesh, axis)
+        except Exception as error:
+            error.add_note(
+                f"{class_name(stage)} ran with NaN in one token, and with other numbers than the batch's, to see that "
+                "it mixes no tokens of its own rank alone; a module must not refuse these"
+            )
+            raise
+
+
+@contextmanager
+def _told(stage: nn.Module, mesh: MeshDomains) -> Generator[None]:
+    """Says what was found, with its name."""
+    try:
+        yield
+    except _FoundError as found:
+        name = next((name for name, module in stage.named_modules() if module is found.module), "")
+        where = f"{name or 'the stage'} ({class_name(found.module)})"
+        raise ConfigError(
+            f"{where} {found.what}, but each rank has a part of each sequence "
+            f"(context_parallel={mesh.sizes['cp']}, tensor_parallel={mesh.sizes['tp']}). Take "
+            "lightning_d9d.modules.GroupedQueryAttention, spread by lightning_d9d.parallel.shard_context and "
+            "shard_tensors, for attention, and positions from TokenPart.of(mesh); if it asks the other ranks itself, "
+            "give its class takes_cut_sequences = True"
+        ) from None
+
+
+def _is_made_for_parts(module: nn.Module) -> bool:
+    forward = vars(module).get("forward")
+    is_cut = isinstance(forward, partial) and forward.func.__module__ == tensor.__name__
+    attends_to_all = isinstance(module, GroupedQueryAttention) and module.attend is not attention
+    return is_cut or attends_to_all or isinstance(module, SparseMoE) or _is_declared(module)
+
+
+def _is_declared(module: nn.Module) -> bool:
+    return bool(getattr(module, "takes_cut_sequences", False))
+
+
+def _outermost(stage: nn.Module, is_one: Callable[[nn.Module], bool]) -> list[nn.Module]:
+    """The modules that are one and within no other."""
+    found: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> None:
+        if is_one(module):
+            found.append(module)
+        else:
+            for child in module.children():
+                visit(child)
+
+    visit(stage)
+    return list(dict.fromkeys(found))
+
+
+@contextmanager
+def apart(stages: nn.Module) -> Generator[None]:
+    """Forwards that leave nothing behind: no gradients, dropout, compiled code, random numbers or changed buffers."""
+    modes = {module: module.training for module in stages.modules()}
+    buffers = [(buffer, buffer.clone()) for buffer in stages.buffers()]
+    devices = [each.device for each in (*stages.parameters(), *stages.buffers()) if each.is_cuda]
+    with torch.no_grad(), torch.random.fork_rng(list(dict.fromkeys(devices))), torch.compiler.set_stance("force_eager"):
+        for module in modes:
+            module.training = False
+        try:
+            yield
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+
+@contextmanager
+def _forwards(modules: Sequence[nn.Module], make: Callable[[nn.Module], Callable[..., Any]]) -> Generator[None]:
+    """While open, modules run by what `make` makes of them."""
+    before = [(module, vars(module).get("forward")) for module in modules]
+    replaced = [make(module) for module in modules]
+    for module, forward in zip(modules, replaced, strict=True):
+        module.forward = forward
+    try:
+        yield
+    finally:
+        for module, forward in before:
+            del module.forward
+            if forward is not None:
+                module.forward = forward
+
+
+class _Declared:
+    """Sees whether modules that say of themselves that they ask other ranks do so."""
+
+    def __init__(self, axis: TokenAxis, mesh: MeshDomains) -> None:
+        self.axis, self.mesh = axis, mesh
+
+    def check(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Run it once more, with NaN on the first rank. Collective over ranks that share sequences."""
+        is_first = self.mesh.coordinates["cp"] == self.mesh.coordinates["tp"] == 0
+        if is_first:
+            args, kwargs = tree_map(lambda x: self.axis.with_nan(x, _first), (list(args), dict(kwargs)))
+        output = tree_leaves(forward(*args, **kwargs))
+        mixes = is_first and any(self.axis.has_nan(x, lambda places: ~_first(places)) for x in output)
+        hears = not is_first and any(self.axis.has_nan(x, lambda places: places >= 0) for x in output)
+        of_ranks = _over_sharing(self.mesh, (mixes, hears))
+        if any(mixes for mixes, _ in of_ranks) and not any(hears for _, hears in of_ranks):
+            raise _FoundError(module, "has takes_cut_sequences = True and mixes the tokens of its own rank alone")
+
+
+class _Results:
+    """What modules made for parts of sequences gave: random numbers of the same shapes stand for it later."""
+
+    def __init__(self, axis: TokenAxis, made: Sequence[nn.Module]) -> None:
+        self.axis, self.made = axis, made
+        self._results: dict[nn.Module, list[Any]] = {module: [] for module in made}
+
+    @contextmanager
+    def kept(self, declared: _Declared) -> Generator[None]:
+        """While open, they run and what they give is noted."""
+
+        def make(module: nn.Module) -> Callable[..., Any]:
+            forward = module.forward
+
+            def run(*args: Any, **kwargs: Any) -> Any:
+                result = forward(*args, **kwargs)
+                self._results[module].append(tree_map(_without_numbers, result))
+                if _is_declared(module):
+                    declared.check(module, forward, args, kwargs)
+                return result
+
+            return run
+
+        with _forwards(self.made, make):
+            yield
+
+    @contextmanager
+    def in_place_of_modules(self, change: Callable[[Any], Any]) -> Generator[None]:
+        """While open, they give random numbers, the same whenever this is opened, as `change` makes them."""
+        device = next((p.device for module in self.made for p in module.parameters()), torch.device("cpu"))
+        generator = torch.Generator(device).manual_seed(_SEED)
+
+        def random(x: Any) -> Any:
+            if isinstance(x, Tensor) and x.device.type == "meta":
+                return change(torch.randn(x.shape, dtype=x.dtype, device=device, generator=generator))
+            return change(x)
+
+        def make(module: nn.Module) -> Callable[..., Any]:
+            results: Iterator[Any] = iter(self._results[module])
+            return lambda *_, **__: tree_map(random, next(results))
+
+        with _forwards(self.made, make):
+            yield
+
+
+def _without_numbers(x: Any) -> Any:
+    return x.to("meta") if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+class _Changed(TorchFunctionMode):
+    """Changes the numbers that are looked up for tokens, and those that ranks make together."""
+
+    def __init__(self, looked_up: Callable[[Any], Any], together: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        ours, torchs = torch.ops.lightning_d9d, torch.ops._c10d_functional
+        self.changes = {
+            **dict.fromkeys((torch.embedding, F.embedding), looked_up),
+            **dict.fromkeys((ours.gather_dim, ours.scatter_sum, ours.sum_over, torchs.wait_tensor), together),
+            TokenPart.summand: together,
+        }
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        change = self.changes.get(func)
+        return result if change is None else change(result)
+
+
+def _random_like(x: Tensor) -> Tensor:
+    return torch.rand_like(x) if x.is_floating_point() else x
+
+
+@contextmanager
+def _mixing_noticed(stage: nn.Module, made: Sequence[nn.Module], axis: TokenAxis) -> Generator[None]:
+    """While open, a module that makes other tokens than that in the middle NaN ends the forward."""
+    parents = {child: module for module in stage.modules() for child in module.children()}
+
+    def is_mixed(tree: Any) -> bool:
+        return any(axis.has_nan(x, _others) for x in tree_leaves(tree))
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if is_mixed((args, kwargs)):
+            raise _FoundError(parents.get(module, stage), _MIXES)
+
+    def behind(module: nn.Module, _: Any, output: Any) -> None:
+        if is_mixed(output):
+            raise _FoundError(module, _MIXES)
+
+    besides = _besides(stage, made)
+    handles = [
+        *(each.register_forward_pre_hook(before, with_kwargs=True) for each in [*besides, *made]),
+        *(each.register_forward_hook(behind) for each in besides),
+    ]
+    try:
+        with _Changed(lambda x: axis.with_nan(x, _middle), torch.nan_to_num):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _besides(stage: nn.Module, made: Sequence[nn.Module]) -> list[nn.Module]:
+    within = {part for module in made for part in module.modules()}
+    return [module for module in stage.modules() if module not in within]
+
+
+def _check_places(
+    stage: nn.Module,
+    made: Sequence[nn.Module],
+    results: _Results,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    mesh: MeshDomains,
+    axis: TokenAxis,
+) -> None:
+    same_args, same_kwargs = _of_first_rank((list(args), dict(kwargs)), mesh)
+    seen: list[list[_Seen]] = []
+    for change in (lambda x: x, axis.reversed):
+        calls: list[_Seen] = []
+
+        def note(module: nn.Module, args: Any, kwargs: Any, output: Any, calls: list[_Seen] = calls) -> None:
+            summaries = [[axis.summary(x) for x in tree_leaves(tree)] for tree in ((args, kwargs), output)]
+            calls.append(_Seen(module, *([s for s in each if s is not None] for each in summaries)))
+
+        handles = [module.register_forward_hook(note, with_kwargs=True) for module in _besides(stage, made)]
+        torch.manual_seed(_SEED + mesh.coordinates["cp"] * mesh.sizes["tp"] + mesh.coordinates["tp"])
+        try:
+            with results.in_place_of_modules(change), _Changed(lambda x: x, _random_like):
+                stage(*tree_map(change, same_args), **tree_map(change, same_kwargs))
+        finally:
+            for handle in handles:
+                handle.remove()
+        seen.append(calls)
+    goes_by_places = [
+        (index, call.outputs)
+        for index, (call, again) in enumerate(zip(*seen, strict=True))
+        if _are_reversed(call.inputs, again.inputs, axis) and not _are_reversed(call.outputs, again.outputs, axis)
+    ]
+    of_ranks = _over_sharing(mesh, {index: [x.cpu() for x in outputs] for index, outputs in goes_by_places})
+    for index, outputs in of_ranks[0].items():
+        if all(index in theirs and _are_close(outputs, theirs[index]) for theirs in of_ranks):
+            raise _FoundError(seen[0][index].module, "counts the places of tokens from the first one of its own rank")
+
+
+def _are_reversed(ours: list[Tensor], again: list[Tensor], axis: TokenAxis) -> bool:
+    return _are_close([axis.reversed(x) for x in ours], again)
+
+
+def _are_close(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return len(ours) == len(theirs) and all(
+        x.shape == y.shape and bool((x - y).abs().max() <= _MOST_CHANGE * x.abs().max())
+        for x, y in zip(ours, theirs, strict=True)
+    )
+
+
+def _of_first_rank(tree: Any, mesh: MeshDomains) -> Any:
+    """Copies with the numbers of the first of the ranks that share sequences. Collective over them."""
+    copied = tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, tree)
+    for axis in ("cp", "tp"):
+        if mesh.sizes[axis] > 1:
+            group = mesh.group(axis)
+            first = torch.distributed.get_process_group_ranks(group)[0]
+            broadcast_tensors((x for x in tree_leaves(copied) if isinstance(x, Tensor)), group, first)
+    return copied
+
+
+def _over_sharing(mesh: MeshDomains, value: Any) -> list[Any]:
+    """The values of all ranks that share sequences. Collective over them."""
+    values = [value]
+    for axis in ("cp", "tp"):
+        if mesh.sizes[axis] > 1:
+            values = [each for theirs in all_gather_object(values, mesh.group(axis)) for each in theirs]
+    return values

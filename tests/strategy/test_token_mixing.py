@@ -1,0 +1,323 @@
+"""Modules that mix or count the tokens of their own rank are refused by name; those that do not, and ours, train."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.data import DataLoader
+
+from lightning_d9d import ConfigError, D9DModule, D9DStrategy, MeshConfig, StageInfo, StageInputs, WeightedLoss
+from lightning_d9d.modules import LMHead, TokenEmbedding
+from lightning_d9d.ops import gather_dim
+from lightning_d9d.parallel import TokenPart, parallelize, shard_tensors
+from lightning_d9d.pipeline import BlockSequence
+from tests.harness.compare import assert_bitwise_equal
+from tests.harness.ranks import RankContext
+from tests.strategy.plain import trainer
+
+VOCABULARY, HIDDEN, TOKENS = 16, 8, 24
+
+
+class Heads(nn.Module):
+    """Attention written around what mixes values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        return self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Sdpa(Heads):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class Flex(Heads):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flex_attention(q, k, v)  # type: ignore[return-value]
+
+
+class Written(Heads):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
+        return (q @ k.mT).masked_fill(~mask, float("-inf")).softmax(-1) @ v
+
+
+class ZeroAtFirst(Sdpa):
+    """Its result does not count yet: numbers alone would not show that it mixes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.zeros_(self.out.weight)
+        nn.init.zeros_(self.out.bias)
+
+
+class Torchs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(HIDDEN, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+class Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.along = nn.Conv1d(HIDDEN, HIDDEN, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.along(x.mT).mT
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.along = nn.GRU(HIDDEN, HIDDEN, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.along(x)[0]
+
+
+class Running(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x.cumsum(1)
+
+
+class LessMean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(1, keepdim=True)
+
+
+class Places(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(TOKENS, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table(torch.arange(x.shape[1], device=x.device))
+
+
+class Alone(nn.Module):
+    """Sees each token for itself, with dropout and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 16), nn.Linear(16, HIDDEN)
+        self.dropout = nn.Dropout(0.1)
+        self.register_buffer("num_calls", torch.zeros(()))
+
+    def reset_parameters(self) -> None:
+        self.get_buffer("num_calls").zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.get_buffer("num_calls").add_(1)
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+MIXING = {
+    "Sdpa": Sdpa,
+    "Flex": Flex,
+    "Written": Written,
+    "ZeroAtFirst": ZeroAtFirst,
+    "MultiheadAttention": Torchs,
+    "Conv1d": Convolution,
+    "GRU": Recurrent,
+    "Running": Running,
+    "LessMean": LessMean,
+}
+
+
+class Stage(nn.Module):
+    def __init__(self, stage: StageInfo, block: type[nn.Module]) -> None:
+        super().__init__()
+        self.embedding = TokenEmbedding(VOCABULARY, HIDDEN, initializer_range=1.0) if stage.is_first else None
+        self.layers = BlockSequence([Alone(), block()], stage)
+        self.head = LMHead(VOCABULARY, HIDDEN, initializer_range=0.1) if stage.is_last else None
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        x = self.layers(x if self.embedding is None else self.embedding(x))
+        return x if self.head is None else self.head(x, labels, "sum")
+
+
+class Model(D9DModule):
+    sequence_dims: ClassVar = {"ids": 1, "labels": 1}
+
+    def __init__(self, block: type[nn.Module]) -> None:
+        super().__init__()
+        self.block = block
+        self.drawn: list[Tensor] = []
+
+    def configure_stage(self, stage: StageInfo) -> nn.Module:
+        return Stage(stage, self.block)
+
+    def parallelize_stage(self, stage: nn.Module, mesh: Any, parallel: Any) -> None:
+        if mesh is not None:
+            shard_tensors(stage, mesh)
+        parallelize(stage, mesh, parallel)
+
+    def microbatch_inputs(self, microbatch: Any) -> StageInputs:
+        return StageInputs(first={"x": microbatch["ids"]}, shared={"labels": microbatch["labels"]})
+
+    def microbatch_loss(self, output: Tensor, microbatch: Any) -> WeightedLoss:
+        return WeightedLoss(output, (microbatch["labels"] >= 0).sum())
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.drawn.append(torch.rand(1))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def data(num_tokens: int = TOKENS) -> DataLoader:
+    ids = torch.randint(VOCABULARY, (4, num_tokens + 1), generator=torch.Generator().manual_seed(2))
+    return DataLoader([{"ids": row[:-1], "labels": row[1:]} for row in ids], batch_size=2)  # type: ignore[arg-type]
+
+
+def fit(rank: RankContext, block: type[nn.Module], **mesh: int) -> L.Trainer:
+    strategy = D9DStrategy(mesh=MeshConfig(**mesh))
+    L.seed_everything(3, verbose=False)
+    run = trainer(strategy, rank.world_size, rank.device.type, max_epochs=1, use_distributed_sampler=False)
+    run.fit(Model(block), data())
+    return run
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mesh", [{"context_parallel_shard": 2}, {"tensor_parallel": 2}], ids=["cp2", "tp2"])
+@pytest.mark.parametrize("name", MIXING)
+def test_what_mixes_tokens_is_refused(rank: RankContext, name: str, mesh: dict[str, int]) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"layers\.1.* \({name}\) mixes the tokens of its own rank alone.*shard_context"
+    ):
+        fit(rank, MIXING[name], **mesh)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mesh", [{"context_parallel_shard": 2}, {"tensor_parallel": 2}], ids=["cp2", "tp2"])
+def test_what_counts_places_from_its_own_first_token_is_refused(rank: RankContext, mesh: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=r"layers\.1 \(Places\) counts the places of tokens.*TokenPart\.of"):
+        fit(rank, Places, **mesh)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mesh", [{"context_parallel_shard": 2}, {"tensor_parallel": 2}], ids=["cp2", "tp2"])
+def test_what_sees_each_token_for_itself_trains(rank: RankContext, mesh: dict[str, int]) -> None:
+    """And nothing else tells of the probe: buffers and random numbers are those without it."""
+    run = fit(rank, Alone, **mesh)
+    module = run.lightning_module
+    assert run.global_step == 2
+    calls = [buffer for name, buffer in module.named_buffers() if name.endswith("num_calls")]
+    assert [int(count) for count in calls] == [2, 2]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("lightning_d9d.strategy.module.D9DModule.check_parts_of_sequences", lambda *_: None)
+        without = fit(rank, Alone, **mesh).lightning_module
+    for (name, ours), theirs in zip(module.named_parameters(), without.parameters(), strict=True):
+        assert_bitwise_equal(name, ours, theirs)
+    assert torch.equal(torch.cat(module.drawn), torch.cat(without.drawn))  # type: ignore[arg-type]
+
+
+class Asking(Sdpa):
+    """Attends to the tokens of all ranks, in an order that is not theirs."""
+
+    takes_cut_sequences = True
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        world = dist.group.WORLD
+        assert world is not None
+        k, v = (gather_dim(x, 2, world.group_name) for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+class Claiming(Sdpa):
+    """Says that it asks other ranks, and does not."""
+
+    takes_cut_sequences = True
+
+
+@pytest.mark.ranks(2)
+def test_a_module_that_asks_other_ranks_itself_is_believed_if_it_does(rank: RankContext) -> None:
+    assert fit(rank, Asking, context_parallel_shard=2).global_step == 2
+    text = r"layers\.1 \(Claiming\) has takes_cut_sequences = True and mixes the tokens of its own rank alone"
+    with pytest.raises(ConfigError, match=text):
+        fit(rank, Claiming, context_parallel_shard=2)
+
+
+class Together(nn.Module):
+    """Adds the mean over the tokens of all ranks, in steps that have as many numbers as a rank has tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = TokenPart()
+        self.sums, self.last = Sums(), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = self.tokens.sum(self.sums(x))
+        return x + self.last(total / TOKENS).unsqueeze(1)
+
+
+class Sums(nn.Module):
+    """Over the tokens of the rank, shape `[batch, hidden]`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return TokenPart.summand(x.sum(1))
+
+
+class TogetherModel(Model):
+    def parallelize_stage(self, stage: nn.Module, mesh: Any, parallel: Any) -> None:
+        for module in stage.modules():
+            if isinstance(module, Together):
+                module.tokens = TokenPart.of(mesh)
+        super().parallelize_stage(stage, mesh, parallel)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mesh", [{"context_parallel_shard": 2}, {"tensor_parallel": 2}], ids=["cp2", "tp2"])
+@pytest.mark.parametrize("num_tokens", [TOKENS, 2 * HIDDEN])
+def test_what_ranks_make_together_is_believed(rank: RankContext, num_tokens: int, mesh: dict[str, int]) -> None:
+    """Also where a sum has as many numbers as a rank has tokens, 8."""
+    run = trainer(D9DStrategy(mesh=MeshConfig(**mesh)), 2, rank.device.type, max_epochs=1)
+    run.fit(TogetherModel(Together), data(num_tokens))
+    assert run.global_step == 2
+
+
+class Refusing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.isnan().any():
+            raise ValueError("x has NaN")
+        return x
+
+
+@pytest.mark.ranks(2)
+def test_a_module_that_refuses_nan_is_told_where_it_comes_from(rank: RankContext) -> None:
+    with pytest.raises(ValueError, match="x has NaN") as raised:
+        fit(rank, Refusing, context_parallel_shard=2)
+    assert any("ran with NaN in one token" in note for note in raised.value.__notes__)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("loop", ["validate", "predict"])
+def test_an_evaluation_that_comes_first_is_refused(rank: RankContext, loop: str) -> None:
+    run = trainer(D9DStrategy(mesh=MeshConfig(context_parallel_shard=2)), 2, rank.device.type)
+    with pytest.raises(ConfigError, match=r"layers\.1 \(Sdpa\) mixes"):
+        getattr(run, loop)(Model(Sdpa), data())
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("block", [Sdpa, Places])
+def test_stages_that_get_hidden_states_are_looked_at(rank: RankContext, block: type[nn.Module]) -> None:
+    """The ranks of the stage in front, which is in order, hear of it."""
+    with pytest.raises(ConfigError, match=rf"ranks 2, 3: layers\.1 \({block.__name__}\)"):
+        fit(rank, block, pipeline_parallel=2, context_parallel_shard=2)
