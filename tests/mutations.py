@@ -479,7 +479,7 @@ MUTATIONS = [
     Mutation(
         "background saves do not keep the older checkpoint meanwhile",
         "lightning_d9d/strategy/checkpoints.py",
-        "self._saver.submit(functools.partial(self._remove, filepath))",
+        "self._saver.submit(functools.partial(self._remove, filepath), filepath, exists=False)",
         "self._remove(filepath)",
         "tests/strategy/test_asynchronous.py -k older",
     ),

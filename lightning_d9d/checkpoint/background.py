@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,14 @@ K = TypeVar("K")
 THREAD_NAME = "lightning_d9d_checkpoint"
 _BLOCK_BYTES = 2**28
 _ALIGNMENT = 64
+
+
+class _Pending(NamedTuple):
+    """What is still to be done, and whether a checkpoint is under the path when it is."""
+
+    future: Future[None]
+    path: str
+    exists: bool
 
 
 class BackgroundSaver:
@@ -41,7 +50,7 @@ class BackgroundSaver:
         self.group = group
         self._copies = HostCopies()
         self._executor = ThreadPoolExecutor(1, THREAD_NAME)
-        self._pending: deque[Future[None]] = deque()
+        self._pending: deque[_Pending] = deque()
         self._copied: tuple[Any, PiecesToSave] | None = None
 
     def save_directory(
@@ -71,7 +80,7 @@ class BackgroundSaver:
             return self._copied_pieces(tensors, version)
 
         rest = prepare_save(path, pieces, values, named_values=named_values, later_group=self.group, copy=True)
-        self.submit(rest)
+        self.submit(rest, path, exists=True)
 
     def copied(self, content: dict[str, Any]) -> dict[str, Any]:
         """A deep copy whose tensors are on the CPU, after waiting for all saves, as `wait` does.
@@ -83,13 +92,15 @@ class BackgroundSaver:
         tensors = self._copies.of({i: leaf.detach() for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)})
         return tree_unflatten([tensors[i] if i in tensors else copy.deepcopy(v) for i, v in enumerate(leaves)], form)
 
-    def submit(self, action: Callable[[], object]) -> None:
+    def submit(self, action: Callable[[], object], path: str | Path, *, exists: bool) -> None:
         """Do something after all that is still to be done, unless that fails. Local.
 
         Args:
             action: Fails on all ranks or on none: one that failed alone would not take part in what the others do next.
+            path: Where it saves or removes a checkpoint.
+            exists: Whether one is there afterwards.
         """
-        before = self._pending[-1] if self._pending else None
+        before = self._pending[-1].future if self._pending else None
 
         def act() -> None:
             if before is None or before.exception() is None:
@@ -97,9 +108,14 @@ class BackgroundSaver:
             else:
                 before.result()
 
-        while self._pending and self._pending[0].done() and self._pending[0].exception() is None:
+        while self._pending and (first := self._pending[0].future).done() and first.exception() is None:
             self._pending.popleft()
-        self._pending.append(self._executor.submit(act))
+        self._pending.append(_Pending(self._executor.submit(act), os.path.abspath(path), exists))
+
+    def will_exist(self, path: str | Path) -> bool | None:
+        """Whether a checkpoint is under a path when all is done; None if nothing is to be done there. Local."""
+        of_path = [each for each in self._pending if each.path == os.path.abspath(path)]
+        return of_path[-1].exists if of_path and not of_path[-1].future.done() else None
 
     def wait(self) -> None:
         """Until all is done. Local; what failed on one rank in a save fails on all.
@@ -108,10 +124,10 @@ class BackgroundSaver:
             StateError: The first failure of a save.
         """
         pending, self._pending, self._copied = self._pending, deque(), None
-        for future in pending:
-            future.exception()
-        for future in pending:
-            future.result()
+        for each in pending:
+            each.future.exception()
+        for each in pending:
+            each.future.result()
 
     def close(self) -> None:
         """Wait, and let go of thread and memory. Raises as `wait`."""
@@ -124,7 +140,12 @@ class BackgroundSaver:
     def _copied_pieces(self, tensors: Mapping[str, Tensor], version: object) -> PiecesToSave:
         pieces = PiecesToSave(tensors)
         key = (version, pieces.version)
-        if self._copied is not None and self._copied[0] == key and self._pending and not self._pending[-1].done():
+        if (
+            self._copied is not None
+            and self._copied[0] == key
+            and self._pending
+            and not self._pending[-1].future.done()
+        ):
             return self._copied[1]
         self.wait()
         pieces.pieces = self._copies.of(pieces.pieces)

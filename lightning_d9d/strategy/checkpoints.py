@@ -61,7 +61,7 @@ from lightning_d9d.mesh.collectives import all_gather_object, gather_object
 from lightning_d9d.mesh.seeds import random_state, seed_for, set_random_state
 from lightning_d9d.strategy.checkpoint_files import AtomicFileIO, load_weights, never_runs_code, read_checkpoint
 from lightning_d9d.strategy.configuration import check_saving_callbacks
-from lightning_d9d.strategy.deferred_saves import DeferredSaves
+from lightning_d9d.strategy.deferred_saves import DeferredSaves, name_after
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.ranks import RankedStrategy
 from lightning_d9d.strategy.sharding import is_sharded
@@ -119,6 +119,7 @@ class CheckpointedStrategy(RankedStrategy):
         self._loader_states: list[dict[str, Any]] | None = None
         self._saver: BackgroundSaver | None = None
         self._deferred: DeferredSaves | None = None
+        self._undo_names: Callable[[], None] = lambda: None
         self.parameters_of_pipeline: list[str] = []
         """The names of all stages' parameters, in the order of one process that has them all; in a pipeline."""
         self.saves_at_once = False
@@ -134,9 +135,17 @@ class CheckpointedStrategy(RankedStrategy):
         """
         callbacks = cast(Any, self.lightning_module).trainer.callbacks
         self._deferred = DeferredSaves(window_is_open, callbacks)
+        self._undo_names = name_after(self._will_exist, callbacks)
         if self.checkpoint_config.asynchronous:
             check_saving_callbacks(callbacks)
             self._saver = BackgroundSaver(None if self.world_size == 1 else self._group_of_saves())
+
+    def _will_exist(self, path: str | Path) -> bool | None:
+        """Whether a checkpoint is under a path when all saves are done; None if none is waiting for it. Collective."""
+        found = None if self._deferred is None else self._deferred.will_exist(path)
+        if found is None and self._saver is not None:
+            found = self.broadcast(self._saver.will_exist(path))  # ranks have not finished at the same time
+        return found
 
     def _group_of_saves(self) -> dist.ProcessGroup:
         return self.mesh.group("pp", "dp", "cp", "tp", lane="checkpoint", backend="gloo")
@@ -155,6 +164,7 @@ class CheckpointedStrategy(RankedStrategy):
         saver, self._saver = self._saver, None
         if self._deferred is not None:
             self._deferred.drop()
+            self._undo_names()
         self._deferred = None
         try:
             if saver is not None:
@@ -211,7 +221,8 @@ class CheckpointedStrategy(RankedStrategy):
             weights_only = "optimizer_states" not in checkpoint
             is_last = Path(filepath).name.startswith(_REQUEUED)  # by Lightning's signal handler, in one process
             if not (self.saves_at_once or trainer.interrupted or is_last):
-                self._deferred.add(functools.partial(trainer.save_checkpoint, filepath, weights_only, storage_options))
+                save = functools.partial(trainer.save_checkpoint, filepath, weights_only, storage_options)
+                self._deferred.add(save, filepath, exists=True)
                 return
             if not weights_only:
                 rank_zero_warn(f"{str(filepath)!r} is saved {_WITHOUT_GRADIENTS}")
@@ -237,7 +248,7 @@ class CheckpointedStrategy(RankedStrategy):
         saver, copies = self._saver, list[dict[str, Any]]()
         Ranks().together(failure, lambda: copies.append(saver.copied(checkpoint if self.is_global_zero else {})))
         write = functools.partial(super().save_checkpoint, copies[0], path, storage_options)
-        saver.submit(lambda: Ranks(saver.group).together(failure, write))
+        saver.submit(lambda: Ranks(saver.group).together(failure, write), path, exists=True)
 
     def has_place_to_take(self) -> bool:
         """Whether a place in the data was loaded that `on_train_start` has not taken yet."""
@@ -320,11 +331,11 @@ class CheckpointedStrategy(RankedStrategy):
         that is a warning, as nothing is lost and this rank alone knows of it: the others wait for it in the next save.
         """
         if self._deferred is not None and self._deferred.are_waiting:
-            self._deferred.add(functools.partial(self.remove_checkpoint, filepath))
+            self._deferred.add(functools.partial(self.remove_checkpoint, filepath), filepath, exists=False)
         elif self._saver is None:
             self._remove(filepath)
         else:
-            self._saver.submit(functools.partial(self._remove, filepath))
+            self._saver.submit(functools.partial(self._remove, filepath), filepath, exists=False)
 
     def _remove(self, filepath: str | Path) -> None:
         try:

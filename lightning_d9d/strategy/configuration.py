@@ -84,12 +84,6 @@ def check_saving_callbacks(callbacks: Iterable[L.Callback]) -> None:
             "ModelCheckpoint(save_last='link') with CheckpointConfig(asynchronous=True) would link to checkpoints that "
             "are not complete yet; use save_last=True, which training does not wait for either"
         )
-    names = [(saver.dirpath, saver.filename) for saver in savers if saver.save_top_k != 0]
-    if same := [name for name in names if names.count(name) > 1]:
-        raise ConfigError(
-            f"two ModelCheckpoints with dirpath={str(same[0][0])!r}, filename={same[0][1]!r} and CheckpointConfig("
-            "asynchronous=True) would save to the same paths; give each a filename"
-        )
 
 
 def check_equal_configuration(settings: Mapping[str, object], trainer: L.Trainer) -> None:

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+
+class _Waiting(NamedTuple):
+    """What is to be done, and whether a checkpoint is under the path when it is."""
+
+    action: Callable[[], object]
+    path: str
+    exists: bool
 
 
 class DeferredSaves(L.Callback):
@@ -19,13 +30,24 @@ class DeferredSaves(L.Callback):
     def __init__(self, is_open: Callable[[], bool], callbacks: list[L.Callback]) -> None:
         self.is_open = is_open
         self._callbacks = callbacks
-        self._waiting: list[Callable[[], object]] = []
+        self._waiting: list[_Waiting] = []
 
-    def add(self, action: Callable[[], object]) -> None:
-        """Do it later, after what was added before."""
+    def add(self, action: Callable[[], object], path: str | Path, *, exists: bool) -> None:
+        """Do it later, after what was added before.
+
+        Args:
+            action: Saves or removes a checkpoint.
+            path: Of that.
+            exists: Whether one is there afterwards.
+        """
         if not self._waiting:
             self._callbacks.append(self)
-        self._waiting.append(action)
+        self._waiting.append(_Waiting(action, os.path.abspath(path), exists))
+
+    def will_exist(self, path: str | Path) -> bool | None:
+        """Whether a checkpoint is under a path when all is done; None if nothing is to be done there."""
+        of_path = [each.exists for each in self._waiting if each.path == os.path.abspath(path)]
+        return of_path[-1] if of_path else None
 
     @property
     def are_waiting(self) -> bool:
@@ -34,11 +56,10 @@ class DeferredSaves(L.Callback):
 
     def run(self) -> None:
         """Do all of it now."""
-        waiting = self.drop()
-        for action in waiting:
-            action()
+        for each in self.drop():
+            each.action()
 
-    def drop(self) -> list[Callable[[], object]]:
+    def drop(self) -> list[_Waiting]:
         """Do none of it; returns what waited."""
         waiting, self._waiting = self._waiting, []
         if waiting:
@@ -51,3 +72,29 @@ class DeferredSaves(L.Callback):
         """Do it, if this was the window's last batch."""
         if not self.is_open():
             self.run()
+
+
+def name_after(will_exist: Callable[[str], bool | None], callbacks: list[L.Callback]) -> Callable[[], None]:
+    """Let callbacks choose names of checkpoints as if all saves and removals had been done. Returns what undoes it.
+
+    Args:
+        will_exist: As `DeferredSaves.will_exist`. Collective.
+        callbacks: The Trainer's.
+    """
+    savers = [each for each in callbacks if isinstance(each, ModelCheckpoint)]
+
+    def aware(exists: Callable[[str, L.Trainer], bool]) -> Callable[[str, L.Trainer], bool]:
+        def file_exists(filepath: str, trainer: L.Trainer) -> bool:
+            will = will_exist(filepath)
+            return exists(filepath, trainer) if will is None else will
+
+        return file_exists
+
+    for each in savers:
+        each.file_exists = aware(each.file_exists)  # type: ignore[method-assign]
+
+    def undo() -> None:
+        for each in savers:
+            vars(each).pop("file_exists", None)
+
+    return undo

@@ -100,7 +100,7 @@ def test_a_failure_shows_later_on_all_ranks(rank: RankContext, shown_by: str) ->
                 resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
             saver.save_directory(path, tensors, {"number": 2}, named_values={})
             if rank.rank == 0:
-                saver.submit(lambda: remove_directory(older))
+                saver.submit(lambda: remove_directory(older), older, exists=False)
             show = {"wait": saver.wait, "save": lambda: saver.save_directory(path, {}, {}, named_values={})}[shown_by]
             with pytest.raises(StateError, match=r"checkpoint.* cannot be saved: rank 1: .*File too large") as caught:
                 show()

@@ -12,10 +12,11 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
 
 from lightning_d9d import CheckpointConfig, ConfigError, D9DStrategy, StateError
 from lightning_d9d.checkpoint import directory, is_directory, open_directory
-from lightning_d9d.checkpoint.background import THREAD_NAME
+from lightning_d9d.checkpoint.background import THREAD_NAME, BackgroundSaver
 from lightning_d9d.strategy import checkpoints
 from tests.harness.compare import assert_bitwise_equal
 from tests.harness.ranks import RankContext
@@ -74,6 +75,62 @@ def test_the_same_checkpoints_and_the_same_training(rank: RankContext, mode: str
     for name, weight in resumed.state_dict().items():
         assert_bitwise_equal(name, weight, modules[False].state_dict()[name])
     assert not [each for each in threading.enumerate() if each.name.startswith(THREAD_NAME)]
+
+
+class Scored(Plain):
+    """Has a score for each step."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.log("score", torch.tensor([0.1, 0.6, 0.7, 0.8, 0.9, 1.0][batch_idx]))
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("mode", ["sharded", "consolidated"])
+def test_a_checkpoint_that_is_not_there_yet_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Any
+) -> None:
+    """Each is written when somebody waits for it, which is after the next one has got its name."""
+    is_awaited = threading.Event()
+    wait, submit = BackgroundSaver.wait, BackgroundSaver.submit
+
+    def wait_now(saver: BackgroundSaver) -> None:
+        is_awaited.set()
+        wait(saver)
+        is_awaited.clear()
+
+    def submit_later(saver: BackgroundSaver, action: Callable[[], object], path: Any, **options: Any) -> None:
+        submit(saver, lambda: is_awaited.wait(60) and action(), path, **options)
+
+    kept = {}
+    for asynchronous in (False, True):
+        if asynchronous:
+            monkeypatch.setattr(BackgroundSaver, "wait", wait_now)
+            monkeypatch.setattr(BackgroundSaver, "submit", submit_later)
+        folder = tmp_path / str(asynchronous)
+        saving = ModelCheckpoint(folder, "best", monitor="score", save_top_k=2, every_n_train_steps=1)
+        strategy = D9DStrategy(checkpoint=CheckpointConfig(mode=mode, asynchronous=asynchronous))
+        run = trainer(strategy, 1, callbacks=[saving], max_steps=6, enable_checkpointing=True)
+        run.fit(Scored(), loader(32), loader(8))
+        assert sorted(saving.best_k_models) == sorted(str(path) for path in folder.iterdir())
+        kept[asynchronous] = {path.name: global_step(path) for path in folder.iterdir()}
+        assert "file_exists" not in vars(saving)
+    assert kept[True] == kept[False]
+    assert sorted(kept[True].values()) == [1, 2]
+
+
+def global_step(path: Path) -> int:
+    values = open_directory(path).values if path.is_dir() else torch.load(path, weights_only=True)
+    return values["global_step"]
+
+
+def test_a_save_that_waits_for_the_end_of_a_window_has_its_name(tmp_path: Path) -> None:
+    """Two callbacks save after the same validation, with one name."""
+    savers: list[L.Callback] = [
+        ModelCheckpoint(tmp_path, "best", monitor=monitor, save_on_train_epoch_end=False) for monitor in ("val", None)
+    ]
+    options: dict[str, Any] = {"accumulate_grad_batches": 2, "val_check_interval": 3, "limit_val_batches": 1}
+    fit(tmp_path, savers, asynchronous=False, max_steps=2, **options)
+    assert sorted(os.listdir(tmp_path)) == ["best-v1.ckpt", "best.ckpt"]
 
 
 class Holding(L.Callback):
@@ -165,8 +222,6 @@ def test_after_training_a_save_is_done_when_it_returns(tmp_path: Path) -> None:
 def test_what_needs_the_checkpoint_at_once_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="save_last=True"):
         fit(tmp_path, [ModelCheckpoint(tmp_path, save_last="link")])
-    with pytest.raises(ConfigError, match="give each a filename"):
-        fit(tmp_path, [ModelCheckpoint(tmp_path), ModelCheckpoint(tmp_path, every_n_train_steps=2)])
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
