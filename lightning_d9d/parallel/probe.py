@@ -8,7 +8,9 @@ microbatch of it:
 2. With NaN in the numbers of one token. Modules made for parts give random numbers in place of results, with NaN for
    that token. If another token becomes NaN, the innermost module in whose output it does mixes tokens. NaN survives
    masks that multiply, and weights that are zero.
-3. With the same numbers on all ranks, forwards and with the tokens reversed. A module whose output is not reversed with
+3. With NaN in the numbers of all tokens. A module with NaN in a matrix of one vector for each row has made that of its
+   own tokens: their mean, or the last of them. Losses, numbers or one number for each row, may be summed.
+4. With the same numbers on all ranks, forwards and with the tokens reversed. A module whose output is not reversed with
    its input goes by the places of tokens. If its output is the same on all ranks, it counts places on each from 0.
 
 What ranks compute together (`gather_dim` and the like, `TokenPart`, torch's functional collectives), or are going to
@@ -44,6 +46,7 @@ from lightning_d9d.parallel.tokens import TokenPart
 
 _SEED = 20
 _MIXES = "mixes the tokens of its own rank alone"
+_POOLS = "makes a vector for each row from the tokens of its own rank alone"
 _MOST_CHANGE = 2**-5
 """How far the numbers of a token may lie apart, relative to the largest, as it stands in another row of a matrix."""
 _MOST_NUMBERS = 2**24
@@ -100,6 +103,15 @@ class TokenAxis:
             return False
         return bool(x.isnan().movedim(dim, 0).flatten(1).any(1)[place(self.places(x, dim))].any())
 
+    def is_mixed(self, x: Any) -> bool:
+        """Whether other tokens than that in the middle have a NaN."""
+        return self.has_nan(x, _others)
+
+    def is_pooled(self, x: Any) -> bool:
+        """Whether it is one vector for each row, with NaN."""
+        is_vectors = isinstance(x, Tensor) and x.is_floating_point() and x.dim() == 2 and self.dim_of(x) is None
+        return is_vectors and len(x) == self.num_rows and x.shape[1] > 1 and bool(x.isnan().any())
+
     def summary(self, x: Any) -> Tensor | None:
         """One number for each token, which tells what it has; None where there are none."""
         if (dim := self.dim_of(x)) is None:
@@ -117,6 +129,10 @@ def _middle(places: Tensor) -> Tensor:
 
 def _others(places: Tensor) -> Tensor:
     return ~_middle(places)
+
+
+def _all(places: Tensor) -> Tensor:
+    return places >= 0
 
 
 def _first(places: Tensor) -> Tensor:
@@ -154,16 +170,16 @@ def probe(stage: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], mesh
     """
     made = _outermost(stage, _is_made_for_parts)
     results = _Results(axis, made)
-
-    def with_nan(x: Any) -> Any:
-        return axis.with_nan(x, _middle)
-
     with _told(stage, mesh):
         with results.kept(_Declared(axis, mesh)):
             stage(*args, **kwargs)
         try:
-            with results.in_place_of_modules(with_nan), _mixing_noticed(stage, made, axis):
-                stage(*tree_map(with_nan, list(args)), **tree_map(with_nan, dict(kwargs)))
+            _check_spread(
+                stage, made, results, args, kwargs, partial(axis.with_nan, place=_middle), axis.is_mixed, _MIXES
+            )
+            _check_spread(
+                stage, made, results, args, kwargs, partial(axis.with_nan, place=_all), axis.is_pooled, _POOLS
+            )
             _check_places(stage, made, results, args, kwargs, mesh, axis)
         except Exception as error:
             error.add_note(
@@ -185,8 +201,8 @@ def _told(stage: nn.Module, mesh: MeshDomains) -> Generator[None]:
             f"{where} {found.what}, but each rank has a part of each sequence "
             f"(context_parallel={mesh.sizes['cp']}, tensor_parallel={mesh.sizes['tp']}). Take "
             "lightning_d9d.modules.GroupedQueryAttention, spread by lightning_d9d.parallel.shard_context and "
-            "shard_tensors, for attention, and positions from TokenPart.of(mesh); if it asks the other ranks itself, "
-            "give its class takes_cut_sequences = True"
+            "shard_tensors, for attention, positions from TokenPart.of(mesh), and its methods whole and sum for what "
+            "sees several tokens. If it asks the other ranks itself, give its class takes_cut_sequences = True"
         ) from None
 
 
@@ -263,7 +279,7 @@ class _Declared:
             args, kwargs = tree_map(lambda x: self.axis.with_nan(x, _first), (list(args), dict(kwargs)))
         output = tree_leaves(forward(*args, **kwargs))
         mixes = is_first and any(self.axis.has_nan(x, lambda places: ~_first(places)) for x in output)
-        hears = not is_first and any(self.axis.has_nan(x, lambda places: places >= 0) for x in output)
+        hears = not is_first and any(self.axis.has_nan(x, _all) for x in output)
         of_ranks = _over_sharing(self.mesh, (mixes, hears))
         if any(mixes for mixes, _ in of_ranks) and not any(hears for _, hears in of_ranks):
             raise _FoundError(module, "has takes_cut_sequences = True and mixes the tokens of its own rank alone")
@@ -340,21 +356,26 @@ def _random_like(x: Tensor) -> Tensor:
     return torch.rand_like(x) if x.is_floating_point() else x
 
 
-@contextmanager
-def _mixing_noticed(stage: nn.Module, made: Sequence[nn.Module], axis: TokenAxis) -> Generator[None]:
-    """While open, a module that makes other tokens than that in the middle NaN ends the forward."""
+def _check_spread(
+    stage: nn.Module,
+    made: Sequence[nn.Module],
+    results: _Results,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    with_nan: Callable[[Any], Any],
+    is_wrong: Callable[[Any], bool],
+    what: str,
+) -> None:
+    """Run with NaN, up to the first module that gives a tensor that is wrong, or within which another gets one."""
     parents = {child: module for module in stage.modules() for child in module.children()}
 
-    def is_mixed(tree: Any) -> bool:
-        return any(axis.has_nan(x, _others) for x in tree_leaves(tree))
-
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        if is_mixed((args, kwargs)):
-            raise _FoundError(parents.get(module, stage), _MIXES)
+        if any(map(is_wrong, tree_leaves((args, kwargs)))):
+            raise _FoundError(parents.get(module, stage), what)
 
     def behind(module: nn.Module, _: Any, output: Any) -> None:
-        if is_mixed(output):
-            raise _FoundError(module, _MIXES)
+        if any(map(is_wrong, tree_leaves(output))):
+            raise _FoundError(module, what)
 
     besides = _besides(stage, made)
     handles = [
@@ -362,8 +383,8 @@ def _mixing_noticed(stage: nn.Module, made: Sequence[nn.Module], axis: TokenAxis
         *(each.register_forward_hook(behind) for each in besides),
     ]
     try:
-        with _Changed(lambda x: axis.with_nan(x, _middle), torch.nan_to_num):
-            yield
+        with results.in_place_of_modules(with_nan), _Changed(with_nan, torch.nan_to_num):
+            stage(*tree_map(with_nan, list(args)), **tree_map(with_nan, dict(kwargs)))
     finally:
         for handle in handles:
             handle.remove()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import lightning as L
@@ -203,6 +204,52 @@ def test_what_mixes_tokens_is_refused(rank: RankContext, name: str, mesh: dict[s
         ConfigError, match=rf"layers\.1.* \({name}\) mixes the tokens of its own rank alone.*shard_context"
     ):
         fit(rank, MIXING[name], **mesh)
+
+
+class Pooled(nn.Module):
+    def __init__(self, pool: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.pool = pool
+        self.embedding = TokenEmbedding(VOCABULARY, HIDDEN, initializer_range=1.0)
+        self.layers, self.head = nn.ModuleList([Alone()]), nn.Linear(HIDDEN, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.pool(self.layers[0](self.embedding(x))))
+
+
+class Classifier(Model):
+    """Has one label for each row."""
+
+    sequence_dims: ClassVar = {"ids": 1}
+
+    def __init__(self, pool: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(Alone)
+        self.pool = pool
+
+    def configure_stage(self, stage: StageInfo) -> nn.Module:
+        return Pooled(self.pool)
+
+    def microbatch_inputs(self, microbatch: Any) -> StageInputs:
+        return StageInputs(first={"x": microbatch["ids"]})
+
+    def microbatch_loss(self, output: Tensor, microbatch: Any) -> Tensor:
+        return F.cross_entropy(output, microbatch["labels"][:, 0] % 3)
+
+
+POOLS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda x: x.mean(1),
+    "first": lambda x: x[:, 0],
+    "last": lambda x: x[:, -1],
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mesh", [{"context_parallel_shard": 2}, {"tensor_parallel": 2}], ids=["cp2", "tp2"])
+@pytest.mark.parametrize("name", POOLS)
+def test_what_pools_tokens_is_refused(rank: RankContext, name: str, mesh: dict[str, int]) -> None:
+    run = trainer(D9DStrategy(mesh=MeshConfig(**mesh)), 2, rank.device.type, max_epochs=1)
+    with pytest.raises(ConfigError, match=r"the stage \(Pooled\) makes a vector for each row.*TokenPart"):
+        run.fit(Classifier(POOLS[name]), data())
 
 
 @pytest.mark.ranks(2)
