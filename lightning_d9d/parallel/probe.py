@@ -314,13 +314,14 @@ class _Results:
     @contextmanager
     def in_place_of_modules(self, change: Callable[[Any], Any]) -> Generator[None]:
         """While open, they give random numbers, the same whenever this is opened, as `change` makes them."""
-        device = next((p.device for module in self.made for p in module.parameters()), torch.device("cpu"))
-        generator = torch.Generator(device).manual_seed(_SEED)
+        generators: dict[torch.device, torch.Generator] = {}
 
         def random(x: Any) -> Any:
-            if isinstance(x, Tensor) and x.device.type == "meta":
-                return change(torch.randn(x.shape, dtype=x.dtype, device=device, generator=generator))
-            return change(x)
+            if not isinstance(x, Tensor) or not x.is_floating_point():
+                return change(x)
+            if x.device not in generators:
+                generators[x.device] = torch.Generator(x.device).manual_seed(_SEED)
+            return change(torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=generators[x.device]))
 
         def make(module: nn.Module) -> Callable[..., Any]:
             results: Iterator[Any] = iter(self._results[module])
@@ -331,7 +332,8 @@ class _Results:
 
 
 def _without_numbers(x: Any) -> Any:
-    return x.to("meta") if isinstance(x, Tensor) and x.is_floating_point() else x
+    """Its shape, dtype and device in next to no memory."""
+    return x.new_empty(()).expand(x.shape) if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
 class _Changed(TorchFunctionMode):
