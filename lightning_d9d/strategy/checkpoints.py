@@ -61,7 +61,7 @@ from lightning_d9d.mesh.collectives import all_gather_object, gather_object
 from lightning_d9d.mesh.seeds import random_state, seed_for, set_random_state
 from lightning_d9d.strategy.checkpoint_files import AtomicFileIO, load_weights, never_runs_code, read_checkpoint
 from lightning_d9d.strategy.configuration import check_saving_callbacks
-from lightning_d9d.strategy.deferred_saves import DeferredSaves, name_after
+from lightning_d9d.strategy.deferred_saves import DeferredSaves
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.ranks import RankedStrategy
 from lightning_d9d.strategy.sharding import is_sharded
@@ -119,7 +119,6 @@ class CheckpointedStrategy(RankedStrategy):
         self._loader_states: list[dict[str, Any]] | None = None
         self._saver: BackgroundSaver | None = None
         self._deferred: DeferredSaves | None = None
-        self._undo_names: Callable[[], None] = lambda: None
         self.parameters_of_pipeline: list[str] = []
         """The names of all stages' parameters, in the order of one process that has them all; in a pipeline."""
         self.saves_at_once = False
@@ -135,12 +134,11 @@ class CheckpointedStrategy(RankedStrategy):
         """
         callbacks = cast(Any, self.lightning_module).trainer.callbacks
         self._deferred = DeferredSaves(window_is_open, callbacks)
-        self._undo_names = name_after(self._will_exist, callbacks)
         if self.checkpoint_config.asynchronous:
             check_saving_callbacks(callbacks)
             self._saver = BackgroundSaver(None if self.world_size == 1 else self._group_of_saves())
 
-    def _will_exist(self, path: str | Path) -> bool | None:
+    def checkpoint_will_exist(self, path: str | Path) -> bool | None:
         """Whether a checkpoint is under a path when all saves are done; None if none is waiting for it. Collective."""
         found = None if self._deferred is None else self._deferred.will_exist(path)
         if found is None and self._saver is not None:
@@ -163,8 +161,7 @@ class CheckpointedStrategy(RankedStrategy):
         """Finish, and save at once from now on. After another failure one of a save is a warning. Local."""
         saver, self._saver = self._saver, None
         if self._deferred is not None:
-            self._deferred.drop()
-            self._undo_names()
+            self._deferred.close()
         self._deferred = None
         try:
             if saver is not None:

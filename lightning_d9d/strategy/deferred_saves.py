@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -22,6 +23,8 @@ class _Waiting(NamedTuple):
 class DeferredSaves(L.Callback):
     """Does what it was given at the end of the batch with the optimizer step, after the other callbacks.
 
+    Until it is closed, callbacks choose names of checkpoints as if all saves and removals had been done.
+
     Args:
         is_open: Whether there are gradients of batches for which no step was taken.
         callbacks: The Trainer's. This one is among them while something waits.
@@ -31,6 +34,17 @@ class DeferredSaves(L.Callback):
         self.is_open = is_open
         self._callbacks = callbacks
         self._waiting: list[_Waiting] = []
+        for saver in self._savers():
+            saver.file_exists = partial(_file_exists, saver)  # type: ignore[method-assign]  # it can be copied, pickled
+
+    def close(self) -> None:
+        """Do none of what waits; callbacks choose names by themselves again."""
+        self.drop()
+        for saver in self._savers():
+            vars(saver).pop("file_exists", None)
+
+    def _savers(self) -> list[ModelCheckpoint]:
+        return [each for each in self._callbacks if isinstance(each, ModelCheckpoint)]
 
     def add(self, action: Callable[[], object], path: str | Path, *, exists: bool) -> None:
         """Do it later, after what was added before.
@@ -74,27 +88,6 @@ class DeferredSaves(L.Callback):
             self.run()
 
 
-def name_after(will_exist: Callable[[str], bool | None], callbacks: list[L.Callback]) -> Callable[[], None]:
-    """Let callbacks choose names of checkpoints as if all saves and removals had been done. Returns what undoes it.
-
-    Args:
-        will_exist: As `DeferredSaves.will_exist`. Collective.
-        callbacks: The Trainer's.
-    """
-    savers = [each for each in callbacks if isinstance(each, ModelCheckpoint)]
-
-    def aware(exists: Callable[[str, L.Trainer], bool]) -> Callable[[str, L.Trainer], bool]:
-        def file_exists(filepath: str, trainer: L.Trainer) -> bool:
-            will = will_exist(filepath)
-            return exists(filepath, trainer) if will is None else will
-
-        return file_exists
-
-    for each in savers:
-        each.file_exists = aware(each.file_exists)  # type: ignore[method-assign]
-
-    def undo() -> None:
-        for each in savers:
-            vars(each).pop("file_exists", None)
-
-    return undo
+def _file_exists(saver: ModelCheckpoint, filepath: str, trainer: L.Trainer) -> bool:
+    will_exist = cast(Any, trainer.strategy).checkpoint_will_exist(filepath)
+    return type(saver).file_exists(saver, filepath, trainer) if will_exist is None else will_exist

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -116,6 +118,21 @@ def test_a_checkpoint_that_is_not_there_yet_has_its_name(
         assert "file_exists" not in vars(saving)
     assert kept[True] == kept[False]
     assert sorted(kept[True].values()) == [1, 2]
+
+
+class Pickled(L.Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.copies = [
+            pickle.loads(pickle.dumps(trainer.checkpoint_callback)),
+            copy.deepcopy(trainer.checkpoint_callback),
+        ]
+
+
+def test_callbacks_of_a_run_can_be_pickled_and_copied(tmp_path: Path) -> None:
+    """What their copies say of names is what they say."""
+    pickled, saving = Pickled(), ModelCheckpoint(tmp_path, "best", every_n_train_steps=1, save_top_k=-1)
+    run, _ = fit(tmp_path, [pickled, saving], max_steps=1)
+    assert [each.file_exists(str(tmp_path / "best.ckpt"), run) for each in pickled.copies] == [True, True]
 
 
 def global_step(path: Path) -> int:
