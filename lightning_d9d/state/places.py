@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import secrets
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +14,10 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 import fsspec
+
+_PARTIAL = re.compile(r"\.(\d{1,12})-[0-9a-f]{16}\.partial")
+_SECONDS_OF_A_SAVE = 24 * 3600
+"""What was begun earlier under a URL, where there are no locks, is a leftover."""
 
 
 class UrlPath:
@@ -41,6 +48,11 @@ class UrlPath:
         with _named(self._url):
             return bool(self._files.exists(self._path))
 
+    def is_file(self) -> bool:
+        """Whether it is a file."""
+        with _named(self._url):
+            return bool(self._files.isfile(self._path))
+
     def open(self, mode: str) -> UrlFile:
         """The file, to write to."""
         with _named(self._url):
@@ -56,16 +68,30 @@ class UrlPath:
         with _named(self._url):
             return self._files.cat_file(self._path, start=start, end=stop) if stop is None or stop > start else b""
 
-    def has_files(self) -> bool:
-        """Whether something is in the directory."""
-        with _named(self._url):
-            return self.exists() and bool(self._files.ls(self._path, detail=False))
+    def entries(self) -> list[str]:
+        """The names of all that is in the directory, without the new folders that others may still write into."""
+        now = time.time()
+        started = {name: _PARTIAL.fullmatch(name) for name in self._types()}
+        return [name for name, found in started.items() if not found or now - int(found[1]) > _SECONDS_OF_A_SAVE]
 
     def names(self) -> list[str]:
-        """Of the files in the directory."""
+        """The names of the files in the directory."""
+        return [name for name, kind in self._types().items() if kind == "file"]
+
+    def _types(self) -> dict[str, str]:
         with _named(self._url):
-            found = self._files.ls(self._path, detail=True)
-            return [str(each["name"]).rpartition("/")[2] for each in found if each["type"] == "file"]
+            self._files.invalidate_cache()  # others write there, too
+            found = self._files.ls(self._path, detail=True) if self._files.exists(self._path) else []
+            return {str(each["name"]).rstrip("/").rpartition("/")[2]: each["type"] for each in found}
+
+    def new_partial(self) -> UrlPath:
+        """A place in the directory for what is not yet complete, with a name that no other has."""
+        return self / f".{int(time.time())}-{secrets.token_hex(8)}.partial"
+
+    def move(self, target: UrlPath) -> None:
+        """Move the file to another name in the same store, in place of what is there."""
+        with _named(self._url):
+            self._files.mv(self._path, target._path)
 
     def make_directory(self) -> None:
         """Where there are directories."""
@@ -131,7 +157,7 @@ def place_of(path: str | Path | UrlPath) -> Place:
 def is_occupied(place: Place) -> bool:
     """Whether something is there that is no empty directory."""
     if isinstance(place, UrlPath):
-        return place.has_files()
+        return bool(place.entries())
     return place.exists() and (not place.is_dir() or any(place.iterdir()))
 
 
