@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import errno
 import os
+import posixpath
 import re
 import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath, PurePosixPath
 from types import TracebackType
 from typing import IO, Any, Self
 
 import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from lightning_d9d.errors import StateError
 
 _PARTIAL = re.compile(r"\.(\d{1,12})-[0-9a-f]{16}\.partial")
 _SECONDS_OF_A_SAVE = 24 * 3600
@@ -42,6 +46,14 @@ class UrlPath:
     def name(self) -> str:
         """The last part."""
         return self._url.rpartition("/")[2]
+
+    @property
+    def normal(self) -> tuple[object, PurePath]:
+        """The store, None for the local file system, and the path in it in the form that all its names have."""
+        if isinstance(self._files, LocalFileSystem):
+            return None, Path(self._path).resolve()
+        store = type(self._files), self._files.storage_options.get("host")
+        return store, PurePosixPath(posixpath.normpath("/" + self._path.lstrip("/")))
 
     def exists(self) -> bool:
         """Whether a file or directory is there."""
@@ -147,11 +159,34 @@ Place = Path | UrlPath
 
 
 def place_of(path: str | Path | UrlPath) -> Place:
-    """A path, or a URL where it has the form of one."""
+    """A path, or a URL where it has the form of one, but for those of the local file system."""
     if isinstance(path, UrlPath):
         return path
-    path = str(path).removeprefix("file://") if str(path).startswith("file://") else path
+    for scheme in ("file://", "local://"):
+        path = str(path).removeprefix(scheme) if str(path).startswith(scheme) else path
     return UrlPath(str(path)) if "://" in str(path) else Path(path)
+
+
+def refuse_overlap(source: Place, target: Place) -> None:
+    """Refuse to replace what is read. Local.
+
+    Paths are compared without links, URLs by their store and their path in it.
+
+    Raises:
+        StateError: The target is the source, lies in it or contains it.
+    """
+    (store, read), (other_store, written) = _normal(source), _normal(target)
+    if store != other_store or not (read.is_relative_to(written) or written.is_relative_to(read)):
+        return
+    relation = "is" if read == written else "contains" if read.is_relative_to(written) else "lies in"
+    raise StateError(f"the target {target} {relation} {source}, which is read; give another target")
+
+
+def _normal(place: Place) -> tuple[object, PurePath]:
+    """The store, and the path in it in a form that others of the same place have, too."""
+    if isinstance(place, UrlPath):
+        place = place_of(str(place).rpartition("::")[2])  # without caches that are in front of the store
+    return place.normal if isinstance(place, UrlPath) else (None, place.resolve())
 
 
 def is_occupied(place: Place) -> bool:
