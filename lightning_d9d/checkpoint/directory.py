@@ -431,8 +431,11 @@ def _tidy(owner: Owner) -> None:
     if not _is_own_directory(owner.path):
         return
     with suppress(StateError, OSError):  # damaged: whose data these are cannot be told
-        found = [entry for entry in owner.path.iterdir() if (name := _DATA_NAME.fullmatch(entry.name))
-                 and not owner.is_kept(name[1])]
+        found = [
+            entry
+            for entry in owner.path.iterdir()
+            if (name := _DATA_NAME.fullmatch(entry.name)) and not owner.is_kept(name[1])
+        ]
         used = _read_values(owner.path)["data"]  # read last: what had no owner before will never be named
         for entry in found:
             if entry.name != used:
