@@ -49,7 +49,8 @@ def save_directory(
     """Save a checkpoint under `path`, in place of what is there: another checkpoint, a file or a link. Collective.
 
     It appears there complete or not at all, whenever the process is killed: until then the former one stays. What a
-    killed save leaves behind, the next one to this path removes. If several jobs save to one path, the last one's stays.
+    killed save leaves behind, the next one to this path removes. If several jobs save to one path at the same time, the
+    checkpoint of the last one stays, whole.
 
     Args:
         path: On a file system that all ranks see; the first rank's counts. Missing parents are made.
@@ -128,6 +129,11 @@ def _save(
             owners.append(stack.enter_context(_prepared(path)))
             return owners[0].hidden("partial") / f"data-{owners[0].token}"
 
+        prepared = ranks.together(failure, prepare)[0]
+        assert prepared is not None
+        data = prepared
+        checksums: list[Checksums] = []
+
         def finish() -> None:
             if ranks.is_first:
                 _publish(owners[0], data, {**values, **all_named}, checksums[0])
@@ -138,9 +144,6 @@ def _save(
             if not ranks.is_first:  # on a file system of its own
                 remove(data.parent)
 
-        data = ranks.together(failure, prepare)[0]
-        assert data is not None
-        checksums: list[Checksums] = []
         try:
             ranks.together(failure, lambda: checksums.append(write_tensors(data, pieces, ranks)))
             ranks.together(failure, finish)
@@ -380,7 +383,7 @@ def _is_own_directory(path: Path) -> bool:
 
 @contextmanager
 def _prepared(path: Path) -> Iterator[Owner]:
-    """An owner that has a directory with a folder for the tensors, beside `path`. Removes leftovers before and after."""
+    """An owner that has a directory with a folder for the tensors, beside `path`. Leftovers go before and after."""
     _refuse_special(path)
     make_directory(path.parent)
     owner: Owner | None = None

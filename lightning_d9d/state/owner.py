@@ -23,10 +23,10 @@ _SILENT_SECONDS = 3600
 class Owner:
     """One save or removal of a path, with hidden names beside it that no other save or removal has. Local.
 
-    The names have a random token and the same beginning for one path. The file `.HASH.TOKEN.owner` is locked for as long
-    as the owner lives: the system lets go of the lock when the process ends, in whatever way. So leftovers are known by a
-    lock that can be taken. The lock counts on this machine; where another machine made the file, or the file system has
-    no locks, leftovers are known by an hour without a change, too.
+    The names have a random token, and one beginning for each path. The file `.HASH.TOKEN.owner` is locked while the
+    owner lives: the system lets go of the lock when the process ends, in whatever way. So leftovers are known by a
+    lock that can be taken, or is not there. Locks of some file systems do not reach other machines, or are missing:
+    what another machine made, or what cannot be locked, must also have been without a change for an hour.
 
     Args:
         path: In a directory that is there.

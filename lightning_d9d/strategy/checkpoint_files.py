@@ -8,7 +8,6 @@ import re
 import struct
 import zipfile
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 

@@ -60,17 +60,23 @@ class Held:
         os.close(stopped)
         assert is_held, "the process ended before it stopped"
 
-    def let_go(self) -> None:
-        """Let it end, as it must without an error."""
+    def go(self) -> None:
+        """Let it go on."""
         os.write(self._go, b"g")
-        os.close(self._go)
-        assert os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1]) == 0
 
-    def kill(self) -> None:
-        """Kill it where it is."""
+    def let_go(self) -> None:
+        """Let it go on and end, as it must without an error."""
+        self.go()
+        assert self._ended() == 0
+
+    def kill(self) -> int:
+        """Kill it where it is; the exit code is another than -9 if it had ended before."""
         os.kill(self.process, signal.SIGKILL)
-        os.waitpid(self.process, 0)
+        return self._ended()
+
+    def _ended(self) -> int:
         os.close(self._go)
+        return os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
 
 
 def on_small_disk(folder: Path, num_kb: int, action: Callable[[], object]) -> None:

@@ -90,6 +90,19 @@ def test_killed_exports_leave_the_old_or_the_new(tmp_path: Path, former: bool) -
     assert call > 10
 
 
+class Vanished:
+    """A tensor that can no longer be read when the export has begun."""
+
+    shape, dtype = (2,), torch.float32
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def __getitem__(self, index: object) -> Tensor:
+        assert saved(self.url) == 1
+        raise FileNotFoundError(2, "No such file")
+
+
 @pytest.mark.parametrize("former", [True, False])
 def test_killed_exports_to_a_store_leave_the_old_or_the_new(tmp_path: Path, former: bool) -> None:
     """Between them no weights are found, and all that is new is there."""
@@ -103,8 +116,8 @@ def test_killed_exports_to_a_store_leave_the_old_or_the_new(tmp_path: Path, form
         killed = killed_at(call, folder, lambda url=url: save(url, 2))
         try:
             seen.append(saved(url))
-        except StateError as error:
-            assert "has neither model.safetensors nor model.safetensors.index.json" in str(error)
+        except StateError:  # as the next line shows, it finds no weights
+            assert not {"model.safetensors", "model.safetensors.index.json"} & set(os.listdir(path))
             seen.append(None)
             if former:
                 for each in path.glob(".*.partial/*"):
@@ -140,13 +153,8 @@ def test_what_a_killed_export_left_in_a_store_goes_after_a_day(tmp_path: Path) -
 def test_an_export_to_a_store_that_fails_leaves_the_old(tmp_path: Path) -> None:
     for url in (f"stored://{tmp_path / NAME}", "memory://test_fails/export"):
         save(url, 1)
-        with (
-            pytest.raises(ValueError, match="of the body"),
-            complete_directory(url, True, "it cannot be written") as folder,
-        ):
-            (folder / "model.safetensors").open("wb").__exit__(None, None, None)
-            assert saved(url) == 1
-            raise ValueError("of the body")
+        with pytest.raises(StateError, match="No such file"):
+            save_tensors({"a": Vanished(url)}, url, overwrite=True)
         assert saved(url) == 1
         with pytest.raises(StateError, match=r"set overwrite=True"), complete_directory(url, False, "no"):
             pass
