@@ -27,7 +27,6 @@ SAVES: dict[str, tuple[Callable[[Path, int], None], Callable[[Path], float]]] = 
     "file.ckpt": (file, number_of),
     "folder.ckpt": (checkpoint, number_of),
     "export": (export, exported),
-    "either.ckpt": (lambda path, number: (file if number % 2 else checkpoint)(path, number), number_of),
 }
 LONGEST = 0.4
 """Seconds from when all jobs save until the first is killed, and from one to the next."""
@@ -105,8 +104,7 @@ def run(folder: Path, num_kills: int, seed: int, seconds: float = float("inf"), 
         if show:
             print(report, flush=True)
         if chance.random() < 0.2:
-            for name in ("folder.ckpt", "either.ckpt"):
-                (remove_directory if (folder / name).is_dir() else Path.unlink)(folder / name)
+            remove_directory(folder / "folder.ckpt")
     return report
 
 

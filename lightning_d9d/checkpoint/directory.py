@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import stat
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -25,7 +26,7 @@ from lightning_d9d.checkpoint.metadata import METADATA_NAME, StoredTensor, diges
 from lightning_d9d.checkpoint.tensors import Checksums, PiecesToSave, TensorReader, write_tensors
 from lightning_d9d.errors import ConfigError, StateError
 from lightning_d9d.mesh.agreement import Ranks, first_of
-from lightning_d9d.state.directory import HAS_FILES, make_directory, publish, sync
+from lightning_d9d.state.directory import make_directory, publish, sync
 from lightning_d9d.state.owner import Owner, owned, remove
 
 VALUES_NAME = "values.pt"
@@ -366,9 +367,22 @@ def _read_values(path: Path) -> dict[str, Any]:
 # The directory
 
 
-def _refuse_special(path: Path) -> None:
-    if os.path.lexists(path) and not (path.is_symlink() or path.is_file() or path.is_dir()):
+def refuse_others(path: Path) -> None:
+    """Refuse to replace what no save has put there, however other jobs save to the path meanwhile. Not collective.
+
+    Raises:
+        StateError: A directory with other files is there, or a device.
+    """
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return
+    if not (stat.S_ISLNK(status.st_mode) or stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
         raise StateError("a device or another special file is there; give another path")
+    with suppress(FileNotFoundError, NotADirectoryError):
+        names = os.listdir(path) if stat.S_ISDIR(status.st_mode) else []
+        if names and VALUES_NAME not in names and os.path.samestat(status, os.lstat(path)):
+            raise StateError("a directory with other files is there; remove it or give another path")
 
 
 def _on_file_system(path: str | Path) -> Path:
@@ -384,14 +398,12 @@ def _is_own_directory(path: Path) -> bool:
 @contextmanager
 def _prepared(path: Path) -> Iterator[Owner]:
     """An owner that has a directory with a folder for the tensors, beside `path`. Leftovers go before and after."""
-    _refuse_special(path)
     make_directory(path.parent)
     owner: Owner | None = None
     try:
         with owned(path) as owner:
             _tidy(owner)
-            if path.is_dir() and not path.is_symlink() and not is_directory(path) and any(path.iterdir()):
-                raise StateError("a directory with other files is there; remove it or give another path")
+            refuse_others(path)
             root = owner.hidden("partial")
             root.mkdir()  # not with parents=True, which follows a link that is there
             (root / f"data-{owner.token}").mkdir()
@@ -415,17 +427,22 @@ def _publish(owner: Owner, data: Path, values: dict[str, Any], checksums: Checks
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    if not _is_own_directory(path):
+    while True:
+        is_there = _is_own_directory(path)
         try:
-            publish(owner)
-        except OSError as error:
-            if error.errno not in HAS_FILES or not _is_own_directory(path):  # unless another save was faster
+            if not is_there:
+                publish(owner)
+                return
+            os.rename(data, path / data.name)
+            break
+        except OSError:
+            if _is_own_directory(path) == is_there:  # otherwise another save or removal was faster
                 raise
-        else:
-            return
-    os.rename(data, path / data.name)
     sync(path)
-    os.replace(root / VALUES_NAME, path / VALUES_NAME)
+    try:
+        os.replace(root / VALUES_NAME, path / VALUES_NAME)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise StateError("another job has just removed or replaced it; give each job a folder of its own") from error
     sync(path)
 
 

@@ -17,8 +17,7 @@ from lightning_d9d.state.format import INDEX_FILE, WEIGHTS_FILE
 from lightning_d9d.state.owner import Owner, owned, remove
 from lightning_d9d.state.places import Place, UrlPath, is_occupied, place_of
 
-HAS_FILES = (errno.ENOTEMPTY, errno.EEXIST)
-"""What the system says where a directory with files is in the way."""
+_HAS_FILES = (errno.ENOTEMPTY, errno.EEXIST)
 
 
 class _Staged(NamedTuple):
@@ -147,7 +146,7 @@ def publish(owner: Owner, overwrite: bool = False) -> None:
     except OSError as error:
         if error.errno == errno.EXDEV and new.is_file():
             _copy(new, path)
-        elif error.errno == errno.ENOTDIR or (overwrite and error.errno in (*HAS_FILES, errno.EISDIR)):
+        elif error.errno == errno.ENOTDIR or (overwrite and error.errno in (*_HAS_FILES, errno.EISDIR)):
             _swap(new, path, owner.hidden("replaced"))
         else:
             raise
@@ -174,7 +173,7 @@ def _swap(new: Path, path: Path, replaced: Path) -> None:
         try:
             os.rename(new, path)
         except OSError as error:
-            if error.errno not in (*HAS_FILES, errno.EISDIR, errno.ENOTDIR):
+            if error.errno not in (*_HAS_FILES, errno.EISDIR, errno.ENOTDIR):
                 raise
             remove(replaced)  # another process has put something there in between
         else:

@@ -17,6 +17,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import Tensor
 
 from lightning_d9d.checkpoint import check_ties, is_directory, open_directory, tied_names
+from lightning_d9d.checkpoint.directory import refuse_others
 from lightning_d9d.errors import StateError, StateNotFoundError
 from lightning_d9d.mesh.agreement import MAX_NAMED, Ranks, first_of
 from lightning_d9d.state.directory import make_directory, publish
@@ -59,8 +60,7 @@ class AtomicFileIO(TorchCheckpointIO):
 
 
 def _write(checkpoint: dict[str, Any], path: Path) -> None:
-    if path.is_dir() and not path.is_symlink() and not is_directory(path):
-        raise StateError("a directory with other files is there; remove it or give another path")
+    refuse_others(path)
     make_directory(path.parent)
     with owned(path) as owner:
         with open(owner.hidden("partial"), "xb") as file:
