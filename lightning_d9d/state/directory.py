@@ -157,9 +157,14 @@ def _copy(new: Path, path: Path) -> None:
     """Write a file again under its name: its file system or mount, some by FUSE among them, renames nothing."""
     if path.is_symlink():
         path.unlink()
-    shutil.copyfile(new, path, follow_symlinks=False)
+    with new.open("rb") as source, open(path, "wb", opener=_without_following) as target:
+        shutil.copyfileobj(source, target)
     sync(path)
     new.unlink()
+
+
+def _without_following(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def _swap(new: Path, path: Path, replaced: Path) -> None:
