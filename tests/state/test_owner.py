@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import time
@@ -217,3 +218,16 @@ def test_links_of_others_are_not_followed(
 
 def nowhere_of(owner: Owner) -> None:
     pass
+
+
+def test_a_file_that_must_be_copied_takes_the_place_of_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    (tmp_path / "other").write_text("of the user")
+    (tmp_path / NAME).symlink_to("other")
+    monkeypatch.setattr(os, "rename", refuse)
+    file(tmp_path / NAME, 1)
+    assert (tmp_path / "other").read_text() == "of the user"
+    assert not (tmp_path / NAME).is_symlink()
+    assert number_of(tmp_path / NAME) == 1
