@@ -56,10 +56,11 @@ def save_all(folder: Path, number: int) -> None:
 
 
 def work(folder: Path, numbers: range, started: Callable[[], None]) -> None:
-    """Save until the process is killed; other jobs have other numbers."""
+    """Save until the process is killed, or the one that would do so has ended; other jobs have other numbers."""
+    parent = os.getppid()
     save_all(folder, numbers[0])
     started()
-    for number in itertools.cycle(numbers):
+    for number in itertools.takewhile(lambda _: os.getppid() == parent, itertools.cycle(numbers)):
         save_all(folder, number)
 
 
