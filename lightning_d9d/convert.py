@@ -25,9 +25,9 @@ from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig
 from lightning_d9d.models.qwen3_moe.huggingface import check_tied, huggingface_mapper, parameter_specs, repeated_head
 from lightning_d9d.models.qwen3_moe.module import ARGUMENTS_KEY
 from lightning_d9d.state import DTYPE_NAMES, SafetensorsReader, Sequential, Spec, save_tensors
-from lightning_d9d.state.format import read_json
+from lightning_d9d.state.format import read_json, reading
 from lightning_d9d.state.layout import Index, Readable
-from lightning_d9d.state.places import is_occupied, names_in, place_of
+from lightning_d9d.state.places import UrlPath, is_occupied, names_in, place_of, refuse_overlap
 from lightning_d9d.strategy.checkpoint_files import AtomicFileIO, mapped, read_checkpoint
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
@@ -44,12 +44,19 @@ def main(arguments: Sequence[str]) -> None:
         ConfigError: What is asked for cannot be.
     """
     chosen = make_parser().parse_args(arguments)
-    is_file = chosen.target.endswith(".ckpt")
-    is_there = os.path.lexists(chosen.target) if is_file else is_occupied(place_of(chosen.target))
+    with reading(chosen.source):
+        source = place_of(chosen.source)
+    with reading(chosen.target):
+        target = place_of(chosen.target)
+        file = target if chosen.target.endswith(".ckpt") else None
+        is_there = os.path.lexists(str(file)) if file else is_occupied(target)
+    refuse_overlap(source, target)
     if is_there and not chosen.overwrite:
         raise StateError(f"{chosen.target} exists; choose another or add --overwrite")
-    if is_file:
-        _write_file(chosen.source, Path(chosen.target), _DTYPES.get(chosen.dtype), chosen.weights_only)
+    if isinstance(file, UrlPath):
+        raise ConfigError(f"{file} is a URL; a .ckpt file needs a path on a file system")
+    if file:
+        _write_file(str(source), file, _DTYPES.get(chosen.dtype), chosen.weights_only)
         return
     options: dict[str, Any] = {
         "dtype": _DTYPES.get(chosen.dtype),
@@ -58,10 +65,10 @@ def main(arguments: Sequence[str]) -> None:
         "verify": not chosen.no_verify,
         "progress": sys.stderr.isatty(),
     }
-    if _is_checkpoint(chosen.source):
-        _from_checkpoint(chosen.source, chosen.target, chosen.fused_experts, options)
+    if _is_checkpoint(str(source)):
+        _from_checkpoint(str(source), chosen.target, chosen.fused_experts, options)
     else:
-        _from_huggingface(chosen.source, chosen.target, chosen.fused_experts, options)
+        _from_huggingface(str(source), chosen.target, chosen.fused_experts, options)
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -507,8 +507,8 @@ MUTATIONS = [
     Mutation(
         "files are written in place",
         "lightning_d9d/strategy/checkpoint_files.py",
-        'partial = hidden(path, "partial")',
-        "partial = path",
+        'with open(owner.hidden("partial"), "xb") as file',
+        'with open(path, "wb") as file',
         "tests/strategy/test_faults.py -k 'disk'",
     ),
 ]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -243,11 +245,16 @@ def test_what_is_refused(
 ) -> None:
     save_huggingface(make_model(), tmp_path / "hf")
     new = tmp_path / "new"
-    assert "neither model.safetensors nor" in refused(monkeypatch, capsys, tmp_path, new)
+    assert "neither model.safetensors nor" in refused(monkeypatch, capsys, trained.parent, new)
     assert "is no size" in refused(monkeypatch, capsys, tmp_path / "hf", new, "--max-shard-size", "5 apples")
-    assert "add --overwrite" in refused(monkeypatch, capsys, tmp_path / "hf", tmp_path / "hf")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    assert "add --overwrite" in refused(monkeypatch, capsys, tmp_path / "hf", tmp_path / "full")
+    shutil.rmtree(tmp_path / "full")
     assert "is no checkpoint directory" in refused(monkeypatch, capsys, tmp_path / "hf", tmp_path / "x.ckpt")
-    assert "add --overwrite" in refused(monkeypatch, capsys, trained, trained)
+    assert "add --overwrite" in refused(monkeypatch, capsys, trained, trained.with_name("direct.ckpt"))
+    assert "is a URL; a .ckpt file needs" in refused(monkeypatch, capsys, trained, "memory://test_refused/a.ckpt")
+    assert "none://a: cannot be read" in refused(monkeypatch, capsys, "none://a", new)
     dangling, empty = tmp_path / "dangling.ckpt", tmp_path / "empty.ckpt"
     dangling.symlink_to(tmp_path / "nothing")
     empty.mkdir()
@@ -274,3 +281,48 @@ def test_what_is_refused(
     (tmp_path / "junk.ckpt").write_text("junk")
     assert "cannot be read" in refused(monkeypatch, capsys, tmp_path / "junk.ckpt", tmp_path / "y")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "junk.ckpt", "new", "other.ckpt", "stages"]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_a_target_that_meets_the_source_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], trained: Path
+) -> None:
+    """Nothing of it is changed, whatever the names of the two."""
+    home, blobs = tmp_path / "hub" / "snapshots", tmp_path / "hub" / "blobs"
+    save_huggingface(make_model(), home / "hf")
+    shutil.copytree(trained, home / "job.ckpt")
+    save_huggingface(make_model(), "memory://test_meets/models/hf")
+    (tmp_path / "link").symlink_to(home)
+    blobs.mkdir()
+    (home / "hf" / "model.safetensors").rename(blobs / "0")
+    (home / "hf" / "model.safetensors").symlink_to(blobs / "0")
+    for source, target in [
+        (home / "hf", home / "hf"),
+        (home / "hf", f"file://{home}/hf/"),
+        (f"file://{tmp_path}/link/hf", home / "hf"),
+        (home / "hf", tmp_path / "link" / "hf"),
+        (home / "hf", tmp_path / "link"),
+        (home / "hf", home),
+        (home / "hf", home / "hf" / "new"),
+        (home / "hf", blobs),
+        (home / "job.ckpt", home / "job.ckpt"),
+        (home / "job.ckpt", home / "job.ckpt" / "whole.ckpt"),
+        (home / "job.ckpt", tmp_path / "link" / "job.ckpt" / "hf"),
+        (f"local://{home}/job.ckpt", home),
+        ("memory://test_meets/models/hf", "memory://test_meets/models/hf/"),
+        ("memory://test_meets/models/hf", "memory:///test_meets//models/other/../hf"),
+        ("memory://test_meets/models/hf", "memory://test_meets/models"),
+        ("memory://test_meets/models/hf", "memory://test_meets/models/hf/new"),
+        ("memory://test_meets/models/hf", "simplecache::memory://test_meets/models/hf"),
+    ]:
+        before = contents(tmp_path)
+        message = refused(monkeypatch, capsys, source, target, "--overwrite")
+        assert re.search(r"the target .* (is|contains|lies in) .*, which is read; give another target", message)
+        assert contents(tmp_path) == before
+    assert_loads(home / "hf", make_model())
+    load_huggingface(make_model(1), "memory://test_meets/models/hf")
+    convert(monkeypatch, "memory://test_meets/models/hf", "memory://test_meets/models/hf2", "--overwrite")
+    convert(monkeypatch, f"file://{home}/job.ckpt", home / "job2.ckpt", "--weights-only")

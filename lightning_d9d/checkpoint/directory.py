@@ -3,7 +3,7 @@
     path/values.pt           the values, and which folder has the tensors
     path/data-<token>/       torch Distributed Checkpoint: `.metadata` and at most one file a rank
 
-What is under `path` is always complete: `values.pt` is written last, and replaced in one step.
+What is under `path` is always complete: all is written beside it, and `values.pt` takes its place last, in one step.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from __future__ import annotations
 import io
 import os
 import re
-import secrets
+import stat
 import zipfile
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,12 +26,12 @@ from lightning_d9d.checkpoint.metadata import METADATA_NAME, StoredTensor, diges
 from lightning_d9d.checkpoint.tensors import Checksums, PiecesToSave, TensorReader, write_tensors
 from lightning_d9d.errors import ConfigError, StateError
 from lightning_d9d.mesh.agreement import Ranks, first_of
-from lightning_d9d.state.directory import hidden, publish, remove, sync, tidy
+from lightning_d9d.state.directory import make_directory, publish, sync
+from lightning_d9d.state.owner import Owner, owned, remove
 
 VALUES_NAME = "values.pt"
-_PARTIAL_VALUES_NAME = f".{VALUES_NAME}.partial"
 _FORMAT = "lightning_d9d checkpoint 2"
-_DATA_NAME = re.compile(r"data-[0-9a-f]{16}")
+_DATA_NAME = re.compile(r"data-([0-9a-f]{16})")
 
 
 def is_directory(path: str | Path) -> bool:
@@ -50,7 +50,8 @@ def save_directory(
     """Save a checkpoint under `path`, in place of what is there: another checkpoint, a file or a link. Collective.
 
     It appears there complete or not at all, whenever the process is killed: until then the former one stays. What a
-    killed save leaves behind, the next one to this path removes.
+    killed save leaves behind, the next one to this path removes. If several jobs save to one path at the same time, the
+    checkpoint of the last one stays, whole.
 
     Args:
         path: On a file system that all ranks see; the first rank's counts. Missing parents are made.
@@ -118,28 +119,39 @@ def _save(
     failure: str,
 ) -> None:
     all_named = ranks.merge(named_values)
+    owners: list[Owner] = []  # of the first rank
+    with ExitStack() as stack:
 
-    def prepare() -> tuple[Path, Path] | None:
-        if not ranks.is_first:
-            return None
-        if both := sorted(all_named.keys() & values.keys()):
-            raise StateError(f"{first_of(both)} in both values and named values; rename one")
-        return path, _prepare(path)
+        def prepare() -> Path | None:
+            if not ranks.is_first:
+                return None
+            if both := sorted(all_named.keys() & values.keys()):
+                raise StateError(f"{first_of(both)} in both values and named values; rename one")
+            owners.append(stack.enter_context(_prepared(path)))
+            return owners[0].hidden("partial") / f"data-{owners[0].token}"
 
-    prepared = ranks.together(failure, prepare)[0]
-    assert prepared is not None
-    target, data = prepared
-    checksums: list[Checksums] = []
-    try:
-        ranks.together(failure, lambda: checksums.append(write_tensors(data, pieces, ranks)))
-        all_values = {**values, **all_named}
-        ranks.together(failure, lambda: ranks.is_first and _publish(target, data, all_values, checksums[0]))
-    except StateError:
-        with suppress(StateError):
-            ranks.together(failure, lambda: ranks.is_first and _tidy(target))
+        prepared = ranks.together(failure, prepare)[0]
+        assert prepared is not None
+        data = prepared
+        checksums: list[Checksums] = []
+
+        def finish() -> None:
+            if ranks.is_first:
+                _publish(owners[0], data, {**values, **all_named}, checksums[0])
+                stack.close()
+
+        def give_up() -> None:
+            stack.close()
             if not ranks.is_first:  # on a file system of its own
-                _tidy(target)
-        raise
+                remove(data.parent)
+
+        try:
+            ranks.together(failure, lambda: checksums.append(write_tensors(data, pieces, ranks)))
+            ranks.together(failure, finish)
+        except StateError:
+            with suppress(StateError):
+                ranks.together(failure, give_up)
+            raise
 
 
 def open_directory(path: str | Path, *, group: dist.ProcessGroup | None = None, alone: bool = False) -> Checkpoint:
@@ -179,11 +191,8 @@ def remove_directory(path: str | Path) -> None:
     if path.is_symlink():
         path.unlink()
         return
-    removed = hidden(path, "removed")
-    remove(removed)
-    with suppress(FileNotFoundError):
-        os.rename(path, removed)
-    remove(removed)
+    with suppress(FileNotFoundError), owned(path) as owner:
+        os.rename(path, owner.hidden("removed"))
 
 
 class Differences(NamedTuple):
@@ -358,9 +367,22 @@ def _read_values(path: Path) -> dict[str, Any]:
 # The directory
 
 
-def _refuse_special(path: Path) -> None:
-    if os.path.lexists(path) and not (path.is_symlink() or path.is_file() or path.is_dir()):
+def refuse_others(path: Path) -> None:
+    """Refuse to replace what no save has put there, however other jobs save to the path meanwhile. Not collective.
+
+    Raises:
+        StateError: A directory with other files is there, or a device.
+    """
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return
+    if not (stat.S_ISLNK(status.st_mode) or stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
         raise StateError("a device or another special file is there; give another path")
+    with suppress(FileNotFoundError, NotADirectoryError):
+        names = os.listdir(path) if stat.S_ISDIR(status.st_mode) else []
+        if names and VALUES_NAME not in names and os.path.samestat(status, os.lstat(path)):
+            raise StateError("a directory with other files is there; remove it or give another path")
 
 
 def _on_file_system(path: str | Path) -> Path:
@@ -373,22 +395,27 @@ def _is_own_directory(path: Path) -> bool:
     return is_directory(path) and not path.is_symlink()
 
 
-def _prepare(path: Path) -> Path:
-    """Make the folder for the tensors: in the checkpoint that is there, else in a directory beside `path`."""
-    _refuse_special(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _tidy(path)
-    if path.is_dir() and not path.is_symlink() and not is_directory(path) and any(path.iterdir()):
-        raise StateError("a directory with other files is there; remove it or give another path")
-    root = path if _is_own_directory(path) else hidden(path, "partial")
-    data = root / f"data-{secrets.token_hex(8)}"
-    data.mkdir(parents=True)
-    return data
+@contextmanager
+def _prepared(path: Path) -> Iterator[Owner]:
+    """An owner that has a directory with a folder for the tensors, beside `path`. Leftovers go before and after."""
+    make_directory(path.parent)
+    owner: Owner | None = None
+    try:
+        with owned(path) as owner:
+            _tidy(owner)
+            refuse_others(path)
+            root = owner.hidden("partial")
+            root.mkdir()  # not with parents=True, which follows a link that is there
+            (root / f"data-{owner.token}").mkdir()
+            yield owner
+    finally:
+        if owner is not None:
+            _tidy(owner)
 
 
-def _publish(path: Path, data: Path, values: dict[str, Any], checksums: Checksums) -> None:
-    """Let the checkpoint appear under `path`; before the one step that does it, all is on the disk."""
-    root = data.parent
+def _publish(owner: Owner, data: Path, values: dict[str, Any], checksums: Checksums) -> None:
+    """Let the checkpoint appear under the owner's path; before the one step that does it, all is on the disk."""
+    root, path = data.parent, owner.path
     if not (data / METADATA_NAME).exists():
         raise StateError(f"{str(data / METADATA_NAME)!r} has vanished; save again")
     metadata = digest(data)
@@ -396,24 +423,40 @@ def _publish(path: Path, data: Path, values: dict[str, Any], checksums: Checksum
     sync(data)
     about = {"format": _FORMAT, "data": data.name, "metadata": metadata, "checksums": checksums}
     content = _packed({**about, "values": values})
-    with open(root / _PARTIAL_VALUES_NAME, "wb") as file:
+    with open(root / VALUES_NAME, "xb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(root / _PARTIAL_VALUES_NAME, root / VALUES_NAME)
-    if root == path:
-        sync(root)
-    else:
-        publish(root, path)
-    _tidy(path)
+    while True:
+        is_there = _is_own_directory(path)
+        try:
+            if not is_there:
+                publish(owner)
+                return
+            os.rename(data, path / data.name)
+            break
+        except OSError:
+            if _is_own_directory(path) == is_there:  # otherwise another save or removal was faster
+                raise
+    sync(path)
+    try:
+        os.replace(root / VALUES_NAME, path / VALUES_NAME)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise StateError("another job has just removed or replaced it; give each job a folder of its own") from error
+    sync(path)
 
 
-def _tidy(path: Path) -> None:
-    """Remove all but the checkpoint under `path` that a save or removal, killed or failed, has left behind."""
-    tidy(path)
-    if _is_own_directory(path):
-        with suppress(StateError):  # damaged: whose data these are cannot be told
-            used = _read_values(path)["data"]
-            for entry in path.iterdir():
-                if entry.name == _PARTIAL_VALUES_NAME or (_DATA_NAME.fullmatch(entry.name) and entry.name != used):
-                    remove(entry)
+def _tidy(owner: Owner) -> None:
+    """Remove the data in the checkpoint under the owner's path that it does not name, but for what an owner keeps."""
+    if not _is_own_directory(owner.path):
+        return
+    with suppress(StateError, OSError):  # damaged: whose data these are cannot be told
+        found = [
+            entry
+            for entry in owner.path.iterdir()
+            if (name := _DATA_NAME.fullmatch(entry.name)) and not owner.is_kept(name[1])
+        ]
+        used = _read_values(owner.path)["data"]  # read last: what had no owner before will never be named
+        for entry in found:
+            if entry.name != used:
+                remove(entry)

@@ -4,26 +4,36 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import hashlib
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from lightning_d9d.errors import StateError
 from lightning_d9d.mesh.agreement import Ranks
+from lightning_d9d.state.format import INDEX_FILE, WEIGHTS_FILE
+from lightning_d9d.state.owner import Owner, owned, remove
 from lightning_d9d.state.places import Place, UrlPath, is_occupied, place_of
 
-_OCCUPIED = "it exists and is not an empty directory; choose another or set overwrite=True"
+_HAS_FILES = (errno.ENOTEMPTY, errno.EEXIST)
+
+
+class _Staged(NamedTuple):
+    folder: Place
+    """Where the new files are written."""
+    publish: Callable[[], None]
+    """Lets it take the place."""
 
 
 @contextmanager
 def complete_directory(target: str | Path, overwrite: bool, failure: str) -> Iterator[Place]:
     """A folder to write into that takes the target's place at the end, or vanishes if the body raises. Collective.
 
-    The body must raise on all ranks if it raises on one. The folder lies beside the target, under a hidden name. Under
-    a URL, where nothing can be renamed, it is the target, whose old files are removed before.
+    The body must raise on all ranks if it raises on one. The folder lies beside the target, under a hidden name. If
+    several processes do this at the same time, the target is the last one's, whole. Under a URL, where nothing can be
+    renamed, the folder lies in the target: when it is complete, what was there is removed and the files are moved.
 
     Args:
         target: On a file system that all ranks share, or a URL that fsspec knows.
@@ -33,81 +43,111 @@ def complete_directory(target: str | Path, overwrite: bool, failure: str) -> Ite
     Raises:
         StateError: On every rank: the target has files and `overwrite` is not set, or it cannot be written.
     """
-    place = place_of(target)
-    if isinstance(place, UrlPath):
-        with _emptied(place, overwrite, failure):
-            yield place
-        return
-    ranks = Ranks()
-    target = place.absolute()
-    partial = hidden(target, "partial")
-    try:
-        with ranks.agreed(failure):
-            if ranks.is_first:
-                tidy(target)
-                if is_occupied(target) and not target.is_dir():
-                    raise StateError("it is a file, which is not replaced by a directory; choose another or remove it")
-                if is_occupied(target) and not overwrite:
-                    raise StateError(_OCCUPIED)
-                partial.mkdir(parents=True)
-        yield partial
-        with ranks.agreed(failure):
-            if ranks.is_first:
-                publish(partial, target, overwrite)
-    finally:
-        if ranks.is_first:
-            with suppress(OSError):  # that of the body says more
-                tidy(target)
+    place, ranks, staged = place_of(target), Ranks(), list[_Staged]()
+    with ExitStack() as stack:
+
+        def prepare() -> str | None:
+            if not ranks.is_first:
+                return None
+            stage = _in_url(place, overwrite) if isinstance(place, UrlPath) else _beside(place.absolute(), overwrite)
+            staged.append(stack.enter_context(stage))
+            return str(staged[0].folder)
+
+        def publish() -> None:
+            for each in staged:  # on the first rank
+                each.publish()
+
+        folder = ranks.together(failure, prepare)[0]
+        assert folder is not None
+        yield place_of(folder)
+        ranks.together(failure, publish)
 
 
 @contextmanager
-def _emptied(place: UrlPath, overwrite: bool, failure: str) -> Iterator[None]:
-    ranks = Ranks()
-    with ranks.agreed(failure):
-        if ranks.is_first and is_occupied(place):
-            if not overwrite:
-                raise StateError(_OCCUPIED)
-            place.remove()
-        if ranks.is_first:
-            place.make_directory()
+def _beside(path: Path, overwrite: bool) -> Iterator[_Staged]:
+    make_directory(path.parent)
+    with owned(path) as owner:
+        _refuse_occupied(path, overwrite)
+        folder = owner.hidden("partial")
+        folder.mkdir()
+        yield _Staged(folder, lambda: publish(owner, overwrite))
+
+
+@contextmanager
+def _in_url(place: UrlPath, overwrite: bool) -> Iterator[_Staged]:
+    folder, is_complete = place.new_partial(), False
+
+    def switch() -> None:
+        nonlocal is_complete
+        _refuse_occupied(place, overwrite)
+        is_complete = True
+        try:
+            _switch(folder, place)
+        except OSError as error:
+            raise StateError(
+                f"{error}; the new files are complete, those that were not moved yet are in {folder}: move them, or "
+                "save again with overwrite=True"
+            ) from error
+
+    _refuse_occupied(place, overwrite)
     try:
-        yield
+        folder.make_directory()
+        yield _Staged(folder, switch)
     except BaseException:
-        if ranks.is_first:
-            with suppress(OSError):
-                place.remove()
+        if not is_complete:
+            with suppress(OSError):  # that of the body says more
+                folder.remove()
         raise
 
 
-def hidden(path: Path, purpose: str) -> Path:
-    """A name beside `path` for what is not yet or no longer there: "partial", "replaced" or "removed".
+def _refuse_occupied(place: Place, overwrite: bool) -> None:
+    if place.is_file():
+        raise StateError("it is a file, which is not replaced by a directory; choose another or remove it")
+    if is_occupied(place) and not overwrite:
+        raise StateError("it exists and is not an empty directory; choose another or set overwrite=True")
 
-    The former name is not in it, where others look for what is complete: Lightning for anything with `hpc_ckpt_2.ckpt`.
-    """
-    return path.with_name(f".{hashlib.blake2b(os.fsencode(path.name), digest_size=8).hexdigest()}.{purpose}")
+
+def _switch(folder: UrlPath, place: UrlPath) -> None:
+    """Replace what is under a URL. Readers find the old files, or no weights, or the new files."""
+
+    def is_entry(name: str) -> bool:
+        return name in (INDEX_FILE, WEIGHTS_FILE)
+
+    for name in sorted(place.entries(), key=is_entry, reverse=True):
+        (place / name).remove()
+    for name in sorted(folder.names(), key=is_entry):
+        (folder / name).move(place / name)
+    folder.remove()
 
 
-def publish(new: Path, path: Path, overwrite: bool = False) -> None:
-    """Put a directory or a file in place of what is under `path`.
+def make_directory(path: Path) -> None:
+    """Make a directory and the parents that it lacks, and put their names on the disk."""
+    if not path.is_dir():
+        make_directory(path.parent)
+        path.mkdir(exist_ok=True)
+        sync(path.parent)
+
+
+def publish(owner: Owner, overwrite: bool = False) -> None:
+    """Put the owner's "partial" directory or file in place of what is under its path.
 
     In one step; only where a file or link makes room for a directory, or the other way round, or a directory with files
-    for another, and Linux or the file system cannot exchange names, in two. What was there is gone, or stays under a
-    hidden name, for `tidy`. Where names cannot be changed at all (EXDEV), a file is copied, and that is not one step.
+    for another, and Linux or the file system cannot exchange names, in two. What was there stays under a hidden name
+    until the owner is closed. Where names cannot be changed at all (EXDEV), a file is copied, and that is not one step.
 
     Args:
-        new: In the same directory as `path`; the content of files in it on the disk.
-        path: Where it shall be.
+        owner: Of the path. The content of files in a directory is on the disk.
         overwrite: Also in place of a directory with files, or by a file of any directory.
     """
+    new, path = owner.hidden("partial"), owner.path
     sync(new)
     try:
         os.rename(new, path)
     except OSError as error:
-        has_files = error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR)
         if error.errno == errno.EXDEV and new.is_file():
             _copy(new, path)
-        elif error.errno == errno.ENOTDIR or (overwrite and has_files):
-            _swap(new, path)
+        elif error.errno == errno.ENOTDIR or (overwrite and error.errno in (*_HAS_FILES, errno.EISDIR)):
+            _swap(new, path, owner.hidden("replaced"))
         else:
             raise
     sync(path.parent)
@@ -115,35 +155,34 @@ def publish(new: Path, path: Path, overwrite: bool = False) -> None:
 
 def _copy(new: Path, path: Path) -> None:
     """Write a file again under its name: its file system or mount, some by FUSE among them, renames nothing."""
-    shutil.copyfile(new, path)
+    if path.is_symlink():
+        path.unlink()
+    with new.open("rb") as source, open(path, "wb", opener=_without_following) as target:
+        shutil.copyfileobj(source, target)
     sync(path)
     new.unlink()
 
 
-def _swap(new: Path, path: Path) -> None:
+def _without_following(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+def _swap(new: Path, path: Path, replaced: Path) -> None:
     renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
     here, exchange = -100, 2
-    if renameat2 is None or renameat2(here, os.fsencode(new), here, os.fsencode(path), exchange) != 0:
-        os.replace(path, hidden(path, "replaced"))
-        os.rename(new, path)
-
-
-def tidy(path: Path) -> None:
-    """Remove what a save or removal, killed or failed, has left beside `path`."""
-    replaced = hidden(path, "replaced")
-    if os.path.lexists(replaced) and not os.path.lexists(path):
-        os.replace(replaced, path)
-    for purpose in ("partial", "replaced", "removed"):
-        remove(hidden(path, purpose))
-
-
-def remove(path: Path) -> None:
-    """Remove a file, link or directory, if it is there."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
+    if renameat2 is not None and renameat2(here, os.fsencode(new), here, os.fsencode(path), exchange) == 0:
+        return
+    while True:
         with suppress(FileNotFoundError):
-            path.unlink()
+            os.replace(path, replaced)
+        try:
+            os.rename(new, path)
+        except OSError as error:
+            if error.errno not in (*_HAS_FILES, errno.EISDIR, errno.ENOTDIR):
+                raise
+            remove(replaced)  # another process has put something there in between
+        else:
+            return
 
 
 def sync(path: Path) -> None:

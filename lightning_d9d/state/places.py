@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import errno
 import os
+import posixpath
+import re
+import secrets
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath, PurePosixPath
 from types import TracebackType
 from typing import IO, Any, Self
 
 import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from lightning_d9d.errors import StateError
+
+_PARTIAL = re.compile(r"\.(\d{1,12})-[0-9a-f]{16}\.partial")
+_SECONDS_OF_A_SAVE = 24 * 3600
+"""What was begun earlier under a URL, where there are no locks, is a leftover."""
 
 
 class UrlPath:
@@ -36,10 +47,23 @@ class UrlPath:
         """The last part."""
         return self._url.rpartition("/")[2]
 
+    @property
+    def normal(self) -> tuple[object, PurePath]:
+        """The store, None for the local file system, and the path in it in the form that all its names have."""
+        if isinstance(self._files, LocalFileSystem):
+            return None, Path(self._path).resolve()
+        store = type(self._files), self._files.storage_options.get("host")
+        return store, PurePosixPath(posixpath.normpath("/" + self._path.lstrip("/")))
+
     def exists(self) -> bool:
         """Whether a file or directory is there."""
         with _named(self._url):
             return bool(self._files.exists(self._path))
+
+    def is_file(self) -> bool:
+        """Whether it is a file."""
+        with _named(self._url):
+            return bool(self._files.isfile(self._path))
 
     def open(self, mode: str) -> UrlFile:
         """The file, to write to."""
@@ -56,16 +80,30 @@ class UrlPath:
         with _named(self._url):
             return self._files.cat_file(self._path, start=start, end=stop) if stop is None or stop > start else b""
 
-    def has_files(self) -> bool:
-        """Whether something is in the directory."""
-        with _named(self._url):
-            return self.exists() and bool(self._files.ls(self._path, detail=False))
+    def entries(self) -> list[str]:
+        """The names of all that is in the directory, without the new folders that others may still write into."""
+        now = time.time()
+        started = {name: _PARTIAL.fullmatch(name) for name in self._types()}
+        return [name for name, found in started.items() if not found or now - int(found[1]) > _SECONDS_OF_A_SAVE]
 
     def names(self) -> list[str]:
-        """Of the files in the directory."""
+        """The names of the files in the directory."""
+        return [name for name, kind in self._types().items() if kind == "file"]
+
+    def _types(self) -> dict[str, str]:
         with _named(self._url):
-            found = self._files.ls(self._path, detail=True)
-            return [str(each["name"]).rpartition("/")[2] for each in found if each["type"] == "file"]
+            self._files.invalidate_cache()  # others write there, too
+            found = self._files.ls(self._path, detail=True) if self._files.exists(self._path) else []
+            return {str(each["name"]).rstrip("/").rpartition("/")[2]: each["type"] for each in found}
+
+    def new_partial(self) -> UrlPath:
+        """A place in the directory for what is not yet complete, with a name that no other has."""
+        return self / f".{int(time.time())}-{secrets.token_hex(8)}.partial"
+
+    def move(self, target: UrlPath) -> None:
+        """Move the file to another name in the same store, in place of what is there."""
+        with _named(self._url):
+            self._files.mv(self._path, target._path)
 
     def make_directory(self) -> None:
         """Where there are directories."""
@@ -121,17 +159,40 @@ Place = Path | UrlPath
 
 
 def place_of(path: str | Path | UrlPath) -> Place:
-    """A path, or a URL where it has the form of one."""
+    """A path, or a URL where it has the form of one, but for those of the local file system."""
     if isinstance(path, UrlPath):
         return path
-    path = str(path).removeprefix("file://") if str(path).startswith("file://") else path
+    for scheme in ("file://", "local://"):
+        path = str(path).removeprefix(scheme) if str(path).startswith(scheme) else path
     return UrlPath(str(path)) if "://" in str(path) else Path(path)
+
+
+def refuse_overlap(source: Place, target: Place) -> None:
+    """Refuse to replace what is read. Local.
+
+    Paths are compared without links, URLs by their store and their path in it.
+
+    Raises:
+        StateError: The target is the source, lies in it or contains it.
+    """
+    (store, read), (other_store, written) = _normal(source), _normal(target)
+    if store != other_store or not (read.is_relative_to(written) or written.is_relative_to(read)):
+        return
+    relation = "is" if read == written else "contains" if read.is_relative_to(written) else "lies in"
+    raise StateError(f"the target {target} {relation} {source}, which is read; give another target")
+
+
+def _normal(place: Place) -> tuple[object, PurePath]:
+    """The store, and the path in it in a form that others of the same place have, too."""
+    if isinstance(place, UrlPath):
+        place = place_of(str(place).rpartition("::")[2])  # without caches that are in front of the store
+    return place.normal if isinstance(place, UrlPath) else (None, place.resolve())
 
 
 def is_occupied(place: Place) -> bool:
     """Whether something is there that is no empty directory."""
     if isinstance(place, UrlPath):
-        return place.has_files()
+        return bool(place.entries())
     return place.exists() and (not place.is_dir() or any(place.iterdir()))
 
 

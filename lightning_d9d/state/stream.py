@@ -16,6 +16,7 @@ from lightning_d9d.state.directory import complete_directory
 from lightning_d9d.state.format import ALL_DTYPE_NAMES, DTYPE_NAMES, write_bytes
 from lightning_d9d.state.layout import Index, LocalShard, Readable, memory_of, whole_box
 from lightning_d9d.state.mappers import Identity, Mapper
+from lightning_d9d.state.places import place_of, refuse_overlap
 from lightning_d9d.state.reader import SafetensorsReader
 from lightning_d9d.state.shards import Checks, check_names, fill_shards
 from lightning_d9d.state.views import Spec, View, materialized
@@ -139,7 +140,8 @@ def save_tensors(
         progress: Show a bar on the first rank.
 
     Raises:
-        StateError: On every rank: tensors do not fit the mapper, or a rank cannot write. Nothing is left then.
+        StateError: On every rank: tensors do not fit the mapper, the directory is where a reader reads, or a rank
+            cannot write. Nothing is left then.
         ConfigError: A dtype that is no float's of safetensors.
     """
     if dtype is not None and dtype not in DTYPE_NAMES:
@@ -150,6 +152,8 @@ def save_tensors(
         tensors = _tensors_of(source)
         local = {name: _shard(name, tensor) for name, tensor in tensors.items()}
         if isinstance(source, SafetensorsReader):
+            for place in {source.path, *source.file_of.values()}:
+                refuse_overlap(place, place_of(directory))
             source.verify(sorted(source)[ranks.share], checksums=verify, progress=progress and ranks.is_first)
     specs = ranks.merge({name: Spec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()})
     with ranks.agreed(failure):

@@ -8,7 +8,6 @@ import re
 import struct
 import zipfile
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,11 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import Tensor
 
 from lightning_d9d.checkpoint import check_ties, is_directory, open_directory, tied_names
+from lightning_d9d.checkpoint.directory import refuse_others
 from lightning_d9d.errors import StateError, StateNotFoundError
 from lightning_d9d.mesh.agreement import MAX_NAMED, Ranks, first_of
-from lightning_d9d.state.directory import hidden, publish, tidy
+from lightning_d9d.state.directory import make_directory, publish
+from lightning_d9d.state.owner import owned
 
 UNREADABLE = (
     OSError,
@@ -59,18 +60,12 @@ class AtomicFileIO(TorchCheckpointIO):
 
 
 def _write(checkpoint: dict[str, Any], path: Path) -> None:
-    if path.is_dir() and not path.is_symlink() and not is_directory(path):
-        raise StateError("a directory with other files is there; remove it or give another path")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tidy(path)
-    partial = hidden(path, "partial")
-    try:
-        with open(partial, "wb") as file:
+    refuse_others(path)
+    make_directory(path.parent)
+    with owned(path) as owner:
+        with open(owner.hidden("partial"), "xb") as file:
             torch.save(checkpoint, file)
-        publish(partial, path, overwrite=True)
-    finally:
-        with suppress(OSError):  # that of the body says more
-            tidy(path)
+        publish(owner, overwrite=True)
 
 
 def never_runs_code(path: object, weights_only: bool | None) -> bool | None:

@@ -76,9 +76,7 @@ def check_what_is_left(folder: Path, newest: int, report: Report) -> int:
     names = sorted(path.name for path in saved.iterdir()) if saved.exists() else []
     whole = {name: open_directory(saved / name, alone=True) for name in names if not name.startswith(".")}
     torn = any(name.startswith(".") for name in names)
-    torn |= any(
-        len(list((saved / name).glob("data-*"))) > 1 or (saved / name / ".values.pt.partial").exists() for name in whole
-    )
+    torn |= any(len(list((saved / name).glob("data-*"))) > 1 for name in whole)
     report.during_saves += torn
     for checkpoint in whole.values():
         checkpoint.read()

@@ -1,13 +1,15 @@
-"""Actions in a forked process: killed at a chosen moment, or with a small file system of its own."""
+"""Actions in a forked process: killed at a chosen moment, held there, or with a small file system of its own."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 KILLED = 9
 _NEW_USER, _NEW_MOUNTS = 0x10000000, 0x00020000
@@ -31,6 +33,50 @@ def killed_at(call: int, folder: Path, action: Callable[[], object]) -> bool:
     code = _forked(watched)
     assert code in (0, KILLED)
     return code == KILLED
+
+
+class Held:
+    """A process that stops where its action asks for it.
+
+    Args:
+        action: Gets what to call where it shall stop; the first call stops it.
+    """
+
+    def __init__(self, action: Callable[[Callable[[], None]], object]) -> None:
+        stopped, says_stopped = os.pipe()
+        may_go, self._go = os.pipe()
+
+        def stop() -> None:
+            os.write(says_stopped, b"s")
+            os.read(may_go, 1)
+
+        self.process = os.fork()
+        if self.process == 0:
+            os.close(self._go)
+            _do(lambda: action(stop))
+        os.close(says_stopped)
+        os.close(may_go)
+        is_held = os.read(stopped, 1) == b"s"
+        os.close(stopped)
+        assert is_held, "the process ended before it stopped"
+
+    def go(self) -> None:
+        """Let it go on."""
+        os.write(self._go, b"g")
+
+    def let_go(self) -> None:
+        """Let it go on and end, as it must without an error."""
+        self.go()
+        assert self._ended() == 0
+
+    def kill(self) -> int:
+        """Kill it where it is; the exit code is another than -9 if it had ended before."""
+        os.kill(self.process, signal.SIGKILL)
+        return self._ended()
+
+    def _ended(self) -> int:
+        os.close(self._go)
+        return os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
 
 
 def on_small_disk(folder: Path, num_kb: int, action: Callable[[], object]) -> None:
@@ -57,11 +103,15 @@ def _forked(action: Callable[[], object]) -> int:
     """The exit code of a process that does this and nothing else."""
     child = os.fork()
     if child == 0:
-        try:
-            action()
-        except BaseException:
-            traceback.print_exc()
-            sys.stderr.flush()
-            os._exit(1)
-        os._exit(0)
+        _do(action)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _do(action: Callable[[], object]) -> NoReturn:
+    try:
+        action()
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    os._exit(0)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from lightning_d9d.errors import StateError
 from lightning_d9d.state import complete_directory
-from lightning_d9d.state.directory import hidden
+from lightning_d9d.state.owner import owned
+from tests.harness.forked import Held
 
 
 def write(target: Path, text: str, overwrite: bool = True, error: Exception | None = None) -> None:
@@ -25,8 +27,15 @@ def make(folder: Path, text: str) -> None:
 
 
 def test_what_a_killed_save_left_is_put_back_or_removed(tmp_path: Path) -> None:
-    make(hidden(tmp_path / "target", "partial"), "of a killed save")
-    make(hidden(tmp_path / "target", "replaced"), "old")
+    def between_two_renames(stop: Callable[[], None]) -> None:
+        with owned(tmp_path / "target") as owner:
+            make(owner.hidden("partial"), "of a killed save")
+            (tmp_path / "target").rename(owner.hidden("replaced"))
+            stop()
+
+    make(tmp_path / "target", "old")
+    Held(between_two_renames).kill()
+    assert len(os.listdir(tmp_path)) == 3
     with pytest.raises(ValueError, match="body"):
         write(tmp_path / "target", "new", error=ValueError("body"))
     assert os.listdir(tmp_path) == ["target"]

@@ -253,6 +253,20 @@ def test_urls(tmp_path: Path) -> None:
         list(read_tensors("memory://test_urls/none"))
 
 
+@pytest.mark.parametrize("former", ["", "memory://test_read_and_replaced/", "file"])
+def test_what_is_read_is_not_replaced(tmp_path: Path, former: str) -> None:
+    home = f"{tmp_path}/" if not former else f"file://{tmp_path}/" if former == "file" else former
+    save_tensors(make_tensors(), f"{home}model")
+    for target in (f"{home}model", f"{home}model/new", home):
+        with pytest.raises(StateError, match=r"cannot be saved to .* the target .*, which is read; give another"):
+            save_tensors(SafetensorsReader(f"{home}model"), target, overwrite=True)
+    with pytest.raises(StateError, match="contains"):
+        save_tensors(SafetensorsReader(f"{home}model/model.safetensors"), f"{home}model", overwrite=True)
+    assert_same(dict(read_tensors(f"{home}model")), make_tensors())
+    save_tensors(SafetensorsReader(f"{home}model"), f"{home}other", overwrite=True)
+    assert_same(dict(read_tensors(f"{home}other")), make_tensors())
+
+
 def test_checks_fetch_each_byte_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not all of a tensor at a time."""
     url = "memory://test_checks/model"
