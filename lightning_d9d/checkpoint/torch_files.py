@@ -41,6 +41,7 @@ _DTYPES = {
     "QUInt2x4Storage": torch.quint2x4,
     "UntypedStorage": torch.uint8,
 }
+_PLAIN = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
 _LATIN = ("latin1", "latin-1")
 _TAKES_MEMORY = re.compile(r"torch\.(\w+\.)*\w*(Tensor|Storage)")
 _MAKES_TENSORS = re.compile(r"torch\.(_utils|_tensor|nn\.parameter)\.\w+")
@@ -57,11 +58,32 @@ def read_saved(file: BinaryIO, *, old_format: bool = False) -> Any:
     Raises:
         StateError: It is damaged or foreign, or loading it would do more than to read its values.
     """
-    file.seek(0)
-    is_archive = file.read(len(_BEGIN)) == _BEGIN
-    if not is_archive and not old_format:
+    if is_archive(file):
+        return _read_archive(file)
+    if not old_format:
         raise StateError("is no archive that torch.save has written")
-    return _read_archive(file) if is_archive else _read_old(file)
+    return _read_old(file)
+
+
+def is_archive(file: BinaryIO) -> bool:
+    """Whether torch takes a file for an archive."""
+    file.seek(0)
+    return file.read(len(_BEGIN)) == _BEGIN
+
+
+def saved_tensor(saved: Any) -> tuple[torch.Size, torch.dtype]:
+    """The shape and dtype of the one plain tensor that a file holds.
+
+    Args:
+        saved: What `read_saved` returned.
+
+    Raises:
+        StateError: It is something else.
+    """
+    if type(saved) is not Made or saved.by not in _PLAIN:
+        raise StateError("holds something else than a tensor")
+    storage, _, size, _, *rest = saved.args
+    return torch.Size(size), _named_dtype(rest[2]) if saved.by == _PLAIN[1] else _dtype(storage)
 
 
 def check_archive(file: BinaryIO) -> dict[str, int]:
@@ -205,10 +227,8 @@ def _is_set(members: Any = ()) -> bool:
 
 _CALLS: dict[str, Callable[..., bool]] = {
     "torch._utils._rebuild_tensor": _lies_within,
-    "torch._utils._rebuild_tensor_v2": lambda storage, offset, size, stride, *_: _lies_within(
-        storage, offset, size, stride
-    ),
-    "torch._utils._rebuild_tensor_v3": _lies_within,
+    _PLAIN[0]: lambda storage, offset, size, stride, *_: _lies_within(storage, offset, size, stride),
+    _PLAIN[1]: _lies_within,
     "torch._utils._rebuild_qtensor": _is_quantized,
     "torch._tensor._rebuild_from_type_v2": _is_of_type,
     "builtins.set": _is_set,

@@ -352,7 +352,7 @@ def test_code_among_the_tensors_does_not_run(rank: RankContext) -> None:
     rank.barrier()
     checkpoint = open_directory(path)
     mine = {"abcd"[rank.rank]: torch.zeros(300)}
-    with pytest.raises(StateError, match=r"cannot be loaded: rank \d: a file in .* is damaged"):
+    with pytest.raises(StateError, match=r"cannot be loaded: rank 1: .*__1_0.distcp', where it has [a-d], is an arch"):
         checkpoint.load(mine, strict=False)
     assert not (path / "executed").exists()
     assert loaded_after_saving_again(path) == 2
