@@ -106,7 +106,8 @@ def _read(content: bytes) -> Metadata:
         StateError: Something is not as torch writes it for tensors.
     """
     fields = _fields(read_pickle(content, _check_name)[0], "metadata.Metadata")
-    entries = {name: _entry(_text(name), entry) for name, entry in fields["state_dict_metadata"].items()}
+    tensors = fields["state_dict_metadata"].items()
+    entries: dict[str, Any] = {name: _entry(_text(name), entry) for name, entry in tensors}
     places: dict[MetadataIndex, _StorageInfo] = {}
     for made, stored in fields["storage_data"].items():
         index, place = _fields(made, "metadata.MetadataIndex"), _fields(stored, "filesystem._StorageInfo")
@@ -162,7 +163,7 @@ def _entry(name: str, made: Any) -> TensorStorageMetadata:
 
 def _size(made: Any, name: str) -> torch.Size:
     _require(type(made) is Made and made.by == "torch.Size" and made.state is None, name)
-    (dims,) = made.args
+    dims: tuple[int, ...] = made.args[0]
     _require(type(dims) is tuple and len(dims) <= _MAX_DIMS, name)
     _require(all(type(dim) is int and dim >= 0 for dim in dims), name)
     _require(math.prod(max(dim, 1) for dim in dims) <= _MAX_SIZE, name)

@@ -7,7 +7,7 @@ returned as records, which other code checks.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pickle import decode_long
 from typing import Any
@@ -66,7 +66,9 @@ def read_pickle(
     except StateError:
         raise
     except Exception as error:
-        raise StateError(f"is no pickle of plain values (at byte {reader.at}: {type(error).__name__} {error})") from error
+        raise StateError(
+            f"is no pickle of plain values (at byte {reader.at}: {type(error).__name__} {error})"
+        ) from error
 
 
 def check_depth(value: Any) -> None:
@@ -113,9 +115,10 @@ def check_key(key: Any) -> None:
     Raises:
         StateError: It is one, or cannot be a key.
     """
-    for part in key if type(key) is tuple and len(key) <= _MAX_KEY_ITEMS else (key,):
+    parts: tuple[Any, ...] = key if type(key) is tuple and len(key) <= _MAX_KEY_ITEMS else (key,)
+    for part in parts:
         kind = type(part)
-        if kind is tuple or not isinstance(part, Hashable) or (kind is int and abs(part) >= _MAX_KEY):
+        if kind is tuple or kind.__hash__ is None or (kind is int and not -_MAX_KEY < part < _MAX_KEY):
             raise StateError(f"has a key of kind {kind.__name__} that no checkpoint needs")
 
 

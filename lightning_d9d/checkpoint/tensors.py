@@ -187,7 +187,10 @@ class TensorReader:
 
     def _check_piece(self, piece: MetadataIndex) -> None:
         entry, stored = self._entry(piece.fqn), self.metadata.storage_data[piece]
-        file, expected = self.data / stored.relative_path, self._checksums.get(stored.relative_path, {}).get(stored.offset)
+        file, expected = (
+            self.data / stored.relative_path,
+            self._checksums.get(stored.relative_path, {}).get(stored.offset),
+        )
         checksum, left = 0, stored.length
         with open_regular(file) as stream:
             stream.seek(stored.offset)

@@ -232,8 +232,8 @@ _CALLS: dict[str, Callable[..., bool]] = {
     "torch._utils._rebuild_qtensor": _is_quantized,
     "torch._tensor._rebuild_from_type_v2": _is_of_type,
     "builtins.set": _is_set,
-    "builtins.bytearray": lambda *args: all(type(arg) is not int for arg in args) and (
-        len(args) < 2 or args[1] in _LATIN
+    "builtins.bytearray": lambda *args: (
+        all(type(arg) is not int for arg in args) and (len(args) < 2 or args[1] in _LATIN)
     ),
     "_codecs.encode": lambda _, encoding: encoding in _LATIN,
     "collections.OrderedDict": lambda *args: not args,

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import stat
 from pathlib import Path
-from typing import BinaryIO, cast
 
 from lightning_d9d.errors import StateError
 
 
-def open_regular(path: str | Path, *, follow_links: bool = False) -> BinaryIO:
+def open_regular(path: str | Path, *, follow_links: bool = False) -> io.BufferedReader:
     """Open a file for reading.
 
     Args:
@@ -32,4 +32,4 @@ def open_regular(path: str | Path, *, follow_links: bool = False) -> BinaryIO:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise StateError(f"{str(path)!r} is no regular file; put the file itself there")
-    return cast(BinaryIO, os.fdopen(descriptor, "rb"))
+    return os.fdopen(descriptor, "rb")

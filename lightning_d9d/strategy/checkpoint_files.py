@@ -154,8 +154,8 @@ def mapped(path: str | Path) -> Any:
 def check_file(path: object, weights_only: bool | None = True) -> None:
     """Look at a file before torch reads it; at nothing where it comes from a URL. Not collective.
 
-    Torch writes checksums into its files but does not compare them: flipped bits would become wrong weights. Nor does it
-    ask whether parts are compressed, or tensors are as long as they claim.
+    Torch writes checksums into its files but does not compare them: flipped bits would become wrong weights. Nor does
+    it ask whether parts are compressed, or tensors are as long as they claim.
 
     Args:
         path: The file, or a link to it.

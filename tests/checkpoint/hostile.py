@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import pickle
+import warnings
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -80,7 +81,12 @@ def packed_again(
 ) -> bytes:
     """The parts of an archive in a new one, with other parts and another pickle."""
     buffer = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(archive)) as old, zipfile.ZipFile(buffer, "w", compression) as new:
+    with (
+        warnings.catch_warnings(),
+        zipfile.ZipFile(io.BytesIO(archive)) as old,
+        zipfile.ZipFile(buffer, "w", compression) as new,
+    ):
+        warnings.simplefilter("ignore")  # of parts of one name
         for name, content in (more or {}).items():
             new.writestr(name, content)
         for name in old.namelist():

@@ -238,7 +238,10 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], object], str]] = {
         change_metadata(lambda m: setattr(m, "planner_data", Malicious(Path("/nowhere")))),
         "names posix.mkdir, which no metadata",
     ),
-    "metadata of other things": (lambda p: forge(p, pickle.dumps([1])), ".metadata' has something else in place of a Meta"),
+    "metadata of other things": (
+        lambda p: forge(p, pickle.dumps([1])),
+        ".metadata' has something else in place of a Meta",
+    ),
     "metadata no pickle": (lambda p: forge(p, b"a"), ".metadata' is no pickle of plain values"),
     "bytes in metadata": (
         change_metadata(lambda m: m.state_dict_metadata.update(x=BytesStorageMetadata())),

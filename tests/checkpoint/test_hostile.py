@@ -96,8 +96,6 @@ def of_dtype(dtype: Any) -> Callable[[Any], None]:
     return lambda metadata: setattr(metadata.state_dict_metadata["b"].properties, "dtype", dtype)
 
 
-
-
 CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
     "overlapping chunks": (chunks_of(b=[((0,), (2,)), ((1,), (2,)), ((4,), (1,))]), "is inconsistent at 'b'"),
     "chunk outside": (chunks_of(b=[((1,), (5,))]), "is inconsistent at 'b'"),
@@ -371,9 +369,7 @@ def test_what_is_plain_can_be_read(tmp_path: Path, old_format: bool) -> None:
     if old_format:  # torch cannot write all of them so
         values["dtypes"].pop(0)
     with torch.serialization.safe_globals([Known]):
-        torch.save(
-            {"state_dict": {}, **values}, tmp_path / "a.ckpt", _use_new_zipfile_serialization=not old_format
-        )
+        torch.save({"state_dict": {}, **values}, tmp_path / "a.ckpt", _use_new_zipfile_serialization=not old_format)
         found = read_file(tmp_path / "a.ckpt")
         assert list(found) == ["state_dict", *values]
         assert found["known"].number == 3
