@@ -34,7 +34,7 @@ _FRAGMENTS = [
     *(b"ctorch._tensor\n_rebuild_from_type_v2\n", b"ctorch.distributed.device_mesh\nDeviceMesh\n"),
     *(b")" + b"\x85" * 20_000, b"]" * 5_000 + b"a" * 4_999, b"(" * 5_000, b")" + b"2\x86" * 60),
 ]
-_MAX_REPEATED = 200_000
+_MAX_REPEATED = 50_000
 _EDITS = ("delete", "copy", "swap", "insert", "replace", "repeat", "flip")
 
 

@@ -33,7 +33,7 @@ def test_changed_files(tmp_path: Path, name: str) -> None:
     read(path, content)
 
     @settings(
-        max_examples=150,
+        max_examples=100,
         deadline=None,
         database=None,
         phases=[Phase.generate],
