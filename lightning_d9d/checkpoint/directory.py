@@ -24,10 +24,12 @@ from torch import Tensor
 
 from lightning_d9d.checkpoint.metadata import METADATA_NAME, StoredTensor, digest, read_metadata, stored_tensors
 from lightning_d9d.checkpoint.tensors import Checksums, PiecesToSave, TensorReader, write_tensors
+from lightning_d9d.checkpoint.torch_files import check_archive, read_saved
 from lightning_d9d.errors import ConfigError, StateError
 from lightning_d9d.mesh.agreement import Ranks, first_of
 from lightning_d9d.state.directory import make_directory, publish, sync
 from lightning_d9d.state.owner import Owner, owned, remove
+from lightning_d9d.state.regular import open_regular
 
 VALUES_NAME = "values.pt"
 _FORMAT = "lightning_d9d checkpoint 2"
@@ -340,28 +342,41 @@ def _pack_and_check(values: dict[str, Any]) -> bytes:
 
 
 def _unpacked(content: bytes) -> dict[str, Any]:
-    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    file = io.BytesIO(content)
+    read_saved(file)
+    file.seek(0)
+    return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def _read_values(path: Path) -> dict[str, Any]:
     file = path / VALUES_NAME
     if not path.exists():
         raise StateError("there is nothing under this path; give another one")
-    if not file.is_file():
+    if not os.path.lexists(file):
         raise StateError(f"{str(file)!r} is missing: it is incomplete or no checkpoint of this package; give another")
+    with open_regular(file) as stream:
+        packed = stream.read()
     try:
-        with zipfile.ZipFile(file) as archive:
+        check_archive(io.BytesIO(packed))
+        with zipfile.ZipFile(io.BytesIO(packed)) as archive:
             damaged = archive.testzip()  # torch does not compare checksums
-        content = None if damaged else torch.load(file, map_location="cpu", weights_only=True)
+        content = None if damaged else _unpacked(packed)
     except Exception as error:
-        raise StateError(f"{str(file)!r} is damaged, truncated or foreign; give another checkpoint") from error
+        reason = f" (it {error})" if isinstance(error, StateError) else ""
+        raise StateError(f"{str(file)!r} is damaged, truncated or foreign{reason}; give another checkpoint") from error
     if damaged:
         raise StateError(f"{str(file)!r} is damaged; give another checkpoint")
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise StateError(f"{str(file)!r} is none of this version of the package; give another checkpoint")
     if not _DATA_NAME.fullmatch(str(content.get("data"))):
         raise StateError(f"{str(file)!r} names no folder of tensors; give another checkpoint")
+    if not (isinstance(content.get("values"), dict) and _are_checksums(content.get("checksums"))):
+        raise StateError(f"{str(file)!r} lacks values or checksums; give another checkpoint")
     return content
+
+
+def _are_checksums(sums: Any) -> bool:
+    return isinstance(sums, dict) and all(isinstance(of_file, dict) for of_file in sums.values())
 
 
 # The directory

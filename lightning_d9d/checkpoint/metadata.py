@@ -1,46 +1,46 @@
 """The `.metadata` file of torch Distributed Checkpoint: which tensor lies where in which file.
 
-torch pickles it. Here it is read with the few classes that belong in it, so that a foreign file runs no code.
+torch pickles it. Here it is read as records, of which the few that belong in it are put together anew.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 import math
 import os
-import pickle
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.serialization import _get_layout  # type: ignore[attr-defined]
 
+from lightning_d9d.checkpoint.pickles import Made, Name, Persistent, read_pickle
 from lightning_d9d.errors import StateError
 from lightning_d9d.mesh.agreement import first_of
+from lightning_d9d.state.regular import open_regular
 
 METADATA_NAME = ".metadata"
-_CLASSES = (
-    *(Metadata, TensorStorageMetadata, TensorProperties, ChunkStorageMetadata, MetadataIndex),
-    *(StorageMeta, _StorageInfo, _MEM_FORMAT_ENCODING, _get_layout),
-)
-_ALLOWED: dict[tuple[str, str], Any] = {
-    ("torch", "Size"): torch.Size,
-    **{(value.__module__, value.__name__): value for value in _CLASSES},
-    **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+_OF_TORCH = "torch.distributed.checkpoint."
+_DTYPES = {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+_ALLOWED = {
+    *("torch.Size", "torch.serialization._get_layout", *_DTYPES),
+    *(f"{_OF_TORCH}metadata.{kind.__name__}" for kind in (ChunkStorageMetadata, Metadata, MetadataIndex)),
+    *(f"{_OF_TORCH}metadata.{kind.__name__}" for kind in (TensorProperties, TensorStorageMetadata)),
+    *(f"{_OF_TORCH}metadata.{name}" for name in ("StorageMeta", "_MEM_FORMAT_ENCODING")),
+    f"{_OF_TORCH}filesystem.{_StorageInfo.__name__}",
 }
-_FILE_NAME = re.compile(r"__\d+_\d+\.distcp")
+_FILE_NAME = re.compile(r"__\d{1,9}_\d{1,9}\.distcp")
+_MAX_DIMS = 64
+_MAX_SIZE = 2**63 // 16  # in numbers, of which the longest has 16 bytes
 _FOREIGN = "it was not written by this package, or was changed since; give another checkpoint"
 
 
@@ -53,7 +53,8 @@ class StoredTensor(NamedTuple):
 
 def digest(directory: Path) -> str:
     """A hash of the metadata file."""
-    return hashlib.sha256((directory / METADATA_NAME).read_bytes()).hexdigest()
+    with open_regular(directory / METADATA_NAME) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_metadata(directory: Path, expected_digest: str, share: slice = slice(None)) -> Metadata:
@@ -69,14 +70,17 @@ def read_metadata(directory: Path, expected_digest: str, share: slice = slice(No
         StateError: The metadata file or another one is missing, damaged, too short or not this package's.
     """
     file = directory / METADATA_NAME
+    if directory.is_symlink():
+        raise StateError(f"{str(directory)!r} is a link, which is not followed; put the folder itself there")
     try:
-        content = file.read_bytes()
+        with open_regular(file) as stream:
+            content = stream.read()
     except FileNotFoundError as error:
         raise StateError(f"{str(file)!r} is missing: the checkpoint is incomplete; give another one") from error
     if hashlib.sha256(content).hexdigest() != expected_digest:
         raise StateError(f"{str(file)!r} is damaged, truncated or another checkpoint's; give another checkpoint")
     try:
-        metadata = _Unpickler(io.BytesIO(content)).load()
+        metadata = _read(content)
         lengths = _file_lengths(metadata)
     except StateError as error:
         raise StateError(f"{str(file)!r} {error}") from error
@@ -95,41 +99,120 @@ def stored_tensors(metadata: Metadata) -> dict[str, StoredTensor]:
     }
 
 
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        try:
-            return _ALLOWED[module, name]
-        except KeyError:
-            raise StateError(f"names {module}.{name}, which no metadata of tensors need: {_FOREIGN}") from None
+def _read(content: bytes) -> Metadata:
+    """The metadata of tensors, without anything else that may be in a pickle.
+
+    Raises:
+        StateError: Something is not as torch writes it for tensors.
+    """
+    fields = _fields(read_pickle(content, _check_name)[0], "metadata.Metadata")
+    tensors = fields["state_dict_metadata"].items()
+    entries: dict[str, Any] = {name: _entry(_text(name), entry) for name, entry in tensors}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for made, stored in fields["storage_data"].items():
+        index, place = _fields(made, "metadata.MetadataIndex"), _fields(stored, "filesystem._StorageInfo")
+        name = _text(index["fqn"])
+        _require(place.get("transform_descriptors") is None, name)
+        info = _StorageInfo(place["relative_path"], place["offset"], place["length"])
+        _require(type(info.offset) is int and type(info.length) is int, name)
+        _require(0 <= info.offset < 2**63 and 0 <= info.length < 2**63, name)
+        if not _FILE_NAME.fullmatch(_text(info.relative_path)):
+            raise StateError(f"names the file {info.relative_path[:80]!r}: {_FOREIGN}")
+        places[MetadataIndex(name, _size(index["offset"], name))] = info
+    num_chunks = sum(len(entry.chunks) for entry in entries.values())
+    if not num_chunks == len(places) == len(fields["storage_data"]):
+        raise StateError(f"has {len(fields['storage_data'])} places for {num_chunks} pieces: {_FOREIGN}")
+    return Metadata(entries, storage_data=places)
+
+
+def _check_name(asked: Name | Made | Persistent) -> None:
+    if type(asked) is Name and asked not in _ALLOWED:
+        raise StateError(f"names {asked[:80]}, which no metadata of tensors need: {_FOREIGN}")
+
+
+def _state(made: Any, kind: str) -> Any:
+    if type(made) is not Made or made.by != _OF_TORCH + kind:
+        raise StateError(f"has something else in place of a {kind.rpartition('.')[2]}: {_FOREIGN}")
+    return made.state
+
+
+def _fields(made: Any, kind: str) -> Mapping[str, Any]:
+    state = _state(made, kind)
+    if type(state) is not dict:
+        raise StateError(f"has a {kind.rpartition('.')[2]} without fields: {_FOREIGN}")
+    return state
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise StateError(f"has a {type(value).__name__} where a name belongs: {_FOREIGN}")
+    return value
+
+
+def _entry(name: str, made: Any) -> TensorStorageMetadata:
+    fields = _fields(made, "metadata.TensorStorageMetadata")
+    dtype = _DTYPES[_text(_state(fields["properties"], "metadata.TensorProperties")[0])]
+    size = _size(fields["size"], name)
+    chunks = [_fields(chunk, "metadata.ChunkStorageMetadata") for chunk in fields["chunks"]]
+    boxes = [(_size(chunk["offsets"], name), _size(chunk["sizes"], name)) for chunk in chunks]
+    _require(_fill(size, boxes), name)
+    return TensorStorageMetadata(
+        TensorProperties(dtype=dtype), size, [ChunkStorageMetadata(offsets, sizes) for offsets, sizes in boxes]
+    )
+
+
+def _size(made: Any, name: str) -> torch.Size:
+    _require(type(made) is Made and made.by == "torch.Size" and made.state is None, name)
+    dims: tuple[int, ...] = made.args[0]
+    _require(type(dims) is tuple and len(dims) <= _MAX_DIMS, name)
+    _require(all(type(dim) is int and dim >= 0 for dim in dims), name)
+    _require(math.prod(max(dim, 1) for dim in dims) <= _MAX_SIZE, name)
+    return torch.Size(dims)
+
+
+def _fill(size: torch.Size, boxes: list[tuple[torch.Size, torch.Size]]) -> bool:
+    """Whether boxes fill a tensor and do not overlap: they are the cells of a grid, as a mesh of ranks cuts it."""
+    if not boxes or any(not len(offsets) == len(sizes) == len(size) for offsets, sizes in boxes):
+        return False
+    if 0 in size:
+        return all(math.prod(sizes) == 0 and all(map(_ends_within, offsets, sizes, size)) for offsets, sizes in boxes)
+    num_cells = 1
+    for dim, length in enumerate(size):
+        cuts = sorted({(offsets[dim], sizes[dim]) for offsets, sizes in boxes})
+        ends = [0, *(begin + extent for begin, extent in cuts)]
+        if any(begin != end or extent == 0 for (begin, extent), end in zip(cuts, ends, strict=False)):
+            return False
+        if ends[-1] != length:
+            return False
+        num_cells *= len(cuts)
+    return num_cells == len(boxes) == len({offsets for offsets, _ in boxes})
+
+
+def _ends_within(begin: int, extent: int, length: int) -> bool:
+    return begin + extent <= length
 
 
 def _file_lengths(metadata: Metadata) -> dict[str, int]:
     """How many bytes each named file must have.
 
     Raises:
-        StateError: Something is not as torch writes it for tensors.
+        StateError: A piece has no place, one too short for it, or shares it with another.
     """
-    lengths: dict[str, int] = {}
     for name, entry in metadata.state_dict_metadata.items():
-        if not isinstance(entry, TensorStorageMetadata):
-            raise StateError(f"holds more than tensors, at {name!r}: {_FOREIGN}")
-        _require(isinstance(name, str) and isinstance(entry.properties.dtype, torch.dtype), name)
-        _require(sum(math.prod(chunk.sizes) for chunk in entry.chunks) == math.prod(entry.size), name)
+        assert isinstance(entry, TensorStorageMetadata)
         for chunk in entry.chunks:
-            _require(len(chunk.offsets) == len(chunk.sizes) == len(entry.size), name)
             stored = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
-            _require(isinstance(stored, _StorageInfo) and stored.transform_descriptors is None, name)
-            _require(stored.offset >= 0 and stored.length >= 0, name)
-            if not _FILE_NAME.fullmatch(stored.relative_path):
-                raise StateError(f"names the file {stored.relative_path!r}: {_FOREIGN}")
-            end = stored.offset + stored.length
-            lengths[stored.relative_path] = max(end, lengths.get(stored.relative_path, 0))
-    return lengths
+            _require(stored.length >= math.prod(chunk.sizes) * entry.properties.dtype.itemsize, name)
+    ends: dict[str, int] = {}
+    for index, stored in sorted(metadata.storage_data.items(), key=lambda item: item[1].offset):
+        _require(stored.offset >= ends.get(stored.relative_path, 0), index.fqn)
+        ends[stored.relative_path] = stored.offset + stored.length
+    return ends
 
 
 def _require(true: bool, name: str) -> None:
     if not true:
-        raise StateError(f"is inconsistent at {name!r}: {_FOREIGN}")
+        raise StateError(f"is inconsistent at {name[:80]!r}: {_FOREIGN}")
 
 
 def _check_files(directory: Path, lengths: dict[str, int], share: slice) -> None:

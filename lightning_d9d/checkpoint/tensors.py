@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
+import os
 import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,8 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
+from operator import itemgetter
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
@@ -27,14 +29,17 @@ from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     create_default_local_save_plan,
 )
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.futures import Future
 
+from lightning_d9d.checkpoint.torch_files import read_saved, saved_tensor
 from lightning_d9d.errors import StateError
 from lightning_d9d.mesh.agreement import Ranks
+from lightning_d9d.state.regular import open_regular
 
 _BLOCK_BYTES = 2**22
 _NUM_READERS = 4
@@ -144,19 +149,21 @@ class TensorReader:
 
     def _pieces_of(self, names: Iterable[str]) -> list[MetadataIndex]:
         return [
-            MetadataIndex(name, chunk.offsets)
+            MetadataIndex(name, chunk.offsets, number)
             for name in names
-            for chunk in self.metadata.state_dict_metadata[name].chunks  # type: ignore[union-attr]  # tensors alone
+            for number, chunk in enumerate(self._entry(name).chunks)
         ]
 
+    def _entry(self, name: str) -> TensorStorageMetadata:
+        entry = self.metadata.state_dict_metadata[name]
+        assert isinstance(entry, TensorStorageMetadata)
+        return entry
+
     def _check_pieces(self, pieces: Iterable[MetadataIndex]) -> None:
-        places = {}
-        for piece in pieces:
-            stored = self.metadata.storage_data[piece]
-            places[_place(stored)] = (stored.length, piece.fqn)
-        left = [(*place, *about) for place, about in sorted(places.items()) if place not in self._checked]
+        places = {_place(self.metadata.storage_data[piece]): piece for piece in pieces}
+        left = [piece for place, piece in sorted(places.items(), key=itemgetter(0)) if place not in self._checked]
         with ThreadPoolExecutor(_NUM_READERS) as readers:  # the sums are taken without the interpreter's lock
-            for _ in readers.map(lambda piece: self._check_piece(*piece), left):
+            for _ in readers.map(self._check_piece, left):
                 pass
         self._checked |= places.keys()
 
@@ -174,18 +181,64 @@ class TensorReader:
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False, allow_partial_load=True)
         planner.set_up_planner(dict(tensors), self.metadata)
         reader = dcp.FileSystemReader(self.data)
+        reader.fs = _RegularFiles()
         reader.set_up_storage_reader(self.metadata, is_coordinator=False)
         return planner, reader, reader.prepare_local_plan(planner.create_local_plan())
 
-    def _check_piece(self, name: str, offset: int, length: int, tensor: str) -> None:
-        file, expected = self.data / name, self._checksums.get(name, {}).get(offset)
-        checksum, left = 0, length
-        with open(file, "rb") as stream:
-            stream.seek(offset)
+    def _check_piece(self, piece: MetadataIndex) -> None:
+        entry, stored = self._entry(piece.fqn), self.metadata.storage_data[piece]
+        file, expected = (
+            self.data / stored.relative_path,
+            self._checksums.get(stored.relative_path, {}).get(stored.offset),
+        )
+        checksum, left = 0, stored.length
+        with open_regular(file) as stream:
+            stream.seek(stored.offset)
             while left > 0 and (block := stream.read(min(left, _BLOCK_BYTES))):
                 checksum, left = zlib.crc32(block, checksum), left - len(block)
-        if left or checksum != expected:
-            raise StateError(f"{str(file)!r} is damaged where it has {tensor}: {_FOREIGN}")
+            if left or checksum != expected:
+                raise StateError(f"{str(file)!r} is damaged where it has {piece.fqn}: {_FOREIGN}")
+            try:
+                shape, dtype = saved_tensor(read_saved(io.BufferedReader(_Part(stream, stored.offset, stored.length))))
+            except StateError as error:
+                raise StateError(f"{str(file)!r}, where it has {piece.fqn}, {error}: {_FOREIGN}") from error
+        assert piece.index is not None
+        if (shape, dtype) != (entry.chunks[piece.index].sizes, entry.properties.dtype):
+            raise StateError(f"{str(file)!r} has another shape or dtype of {piece.fqn} than it should: {_FOREIGN}")
+
+
+class _Part(io.RawIOBase):
+    """Some bytes of a file as a file."""
+
+    def __init__(self, file: BinaryIO, begin: int, length: int) -> None:
+        self._file, self._begin, self._length, self._at = file, begin, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence])
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        self._file.seek(self._begin + self._at)
+        read = self._file.read(max(0, min(len(buffer), self._length - self._at)))
+        buffer[: len(read)] = read
+        self._at += len(read)
+        return len(read)
+
+
+class _RegularFiles(FileSystem):
+    """Torch's file system, but for links and devices."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
+        assert mode == "rb"
+        with open_regular(Path(path)) as stream:
+            yield stream
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import struct
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import lightning as L
 import torch
@@ -18,10 +18,12 @@ from torch import Tensor
 
 from lightning_d9d.checkpoint import check_ties, is_directory, open_directory, tied_names
 from lightning_d9d.checkpoint.directory import refuse_others
+from lightning_d9d.checkpoint.torch_files import check_archive, is_archive, read_saved
 from lightning_d9d.errors import StateError, StateNotFoundError
 from lightning_d9d.mesh.agreement import MAX_NAMED, Ranks, first_of
 from lightning_d9d.state.directory import make_directory, publish
 from lightning_d9d.state.owner import owned
+from lightning_d9d.state.regular import open_regular
 
 UNREADABLE = (
     OSError,
@@ -33,6 +35,7 @@ UNREADABLE = (
     TypeError,
     AssertionError,
     struct.error,
+    zipfile.BadZipFile,
 )
 """What torch raises for a file that is no checkpoint."""
 
@@ -97,13 +100,20 @@ def unreadable(path: str | Path, error: BaseException) -> StateError:
     )
 
 
-def read_checkpoint(read: Callable[[], dict[str, Any]], path: str | Path) -> dict[str, Any]:
+def read_checkpoint(
+    read: Callable[[], dict[str, Any]], path: str | Path, weights_only: bool | None = True
+) -> dict[str, Any]:
     """What `read` returns.
+
+    Args:
+        read: Reads the file.
+        path: The file.
+        weights_only: As for `check_file`.
 
     Raises:
         StateError: The file is damaged, or none that Lightning wrote.
     """
-    _check_sums(path)
+    check_file(path, weights_only)
     try:
         checkpoint = read()
     except UNREADABLE as error:
@@ -124,6 +134,7 @@ def read_value(path: Any, name: str) -> Any:
     if is_directory(path):
         return open_directory(path, alone=True).values.get(name)
     try:
+        check_file(path)
         content = mapped(path)
     except UNREADABLE:
         return None
@@ -135,17 +146,38 @@ def mapped(path: str | Path) -> Any:
     return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
 
 
-def _check_sums(path: str | Path) -> None:
-    """Torch writes checksums into its files but does not look at them: flipped bits would become wrong weights."""
-    if not (torch.serialization.get_crc32_options() and zipfile.is_zipfile(path)):  # the latter also: not a local file
+def check_file(path: object, weights_only: bool | None = True) -> None:
+    """Look at a file before torch reads it; at nothing where it comes from a URL. Not collective.
+
+    Torch writes checksums into its files but does not compare them: flipped bits would become wrong weights. Nor does
+    it ask whether parts are compressed, or tensors are as long as they claim.
+
+    Args:
+        path: The file, or a link to it.
+        weights_only: False lets the file run code, so that what it asks for is not looked at.
+
+    Raises:
+        StateError: The file is damaged, foreign, no regular file, or would join a process group.
+    """
+    if not isinstance(path, str | Path) or "://" in str(path):
         return
     try:
-        with zipfile.ZipFile(path) as file:
-            damaged = file.testzip()
-    except (zipfile.BadZipFile, *UNREADABLE) as error:
+        with open_regular(path, follow_links=True) as file:
+            if is_archive(file):
+                check_archive(file)
+                _check_sums(file)
+            if weights_only is not False:
+                read_saved(file, old_format=True)
+    except UNREADABLE as error:
         raise unreadable(path, error) from error
-    if damaged is not None:
-        raise unreadable(path, ValueError(f"the checksum of its part {damaged!r} is wrong"))
+
+
+def _check_sums(file: BinaryIO) -> None:
+    if torch.serialization.get_crc32_options():
+        with zipfile.ZipFile(file) as archive:
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise StateError(f"the checksum of its part {damaged!r} is wrong")
 
 
 def load_weights(module: L.LightningModule, state: Mapping[str, Any], strict: bool, path: str | Path) -> None:

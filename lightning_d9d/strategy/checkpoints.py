@@ -378,7 +378,7 @@ class CheckpointedStrategy(RankedStrategy):
             weights_only = never_runs_code(checkpoint_path, weights_only)
             read = functools.partial(super().load_checkpoint, checkpoint_path, weights_only=weights_only)
             with Ranks().agreed(f"checkpoint {str(checkpoint_path)!r} cannot be read"):
-                checkpoint = read_checkpoint(read, checkpoint_path)
+                checkpoint = read_checkpoint(read, checkpoint_path, weights_only)
             self.go_on_as(checkpoint)
             self.load_pretrained(unless_in=checkpoint.get("state_dict", {}).keys())
         ranks = checkpoint.pop(_RANKS, None)

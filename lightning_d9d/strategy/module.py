@@ -37,7 +37,7 @@ from lightning_d9d.pipeline.rows import BatchRows
 from lightning_d9d.pipeline.totals import BatchTotals, weighted_mean
 from lightning_d9d.pipeline.types import StageInfo, StageInputs, WeightedLoss
 from lightning_d9d.schedule import ModelCosts, OneForwardOneBackward
-from lightning_d9d.strategy.checkpoint_files import never_runs_code, unreadable
+from lightning_d9d.strategy.checkpoint_files import check_file, never_runs_code, unreadable
 from lightning_d9d.strategy.eval_step import evaluate, predict
 from lightning_d9d.strategy.pipeline import Pipeline
 from lightning_d9d.strategy.sharding import differing, is_sharded
@@ -384,6 +384,7 @@ class D9DModule(L.LightningModule):
             if isinstance(checkpoint_path, str | Path) and Path(checkpoint_path).is_dir():
                 raise unreadable(checkpoint_path, IsADirectoryError())
             weights_only = never_runs_code(checkpoint_path, weights_only)
+            check_file(checkpoint_path, weights_only)
             return super().load_from_checkpoint(
                 checkpoint_path, map_location, hparams_file, strict, weights_only, **kwargs
             )

@@ -1,0 +1,281 @@
+"""What a pickle says, read without doing it: nothing is imported, called or changed.
+
+Only the opcodes that Python's pickler writes for plain values and objects are known. What a pickle would make is
+returned as records, which other code checks.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pickle import decode_long
+from typing import Any
+
+from lightning_d9d.errors import StateError
+
+_MAX_DEPTH = 200
+_MAX_KEY_ITEMS = 64
+_MAX_KEY = 2**64
+_STOP = ord(".")
+_OLD_NAMES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
+
+
+class Name(str):
+    """The full name of a class, function or constant that a pickle asks for."""
+
+    __slots__ = ()
+
+
+@dataclass(eq=False, slots=True)
+class Made:
+    """An object that a pickle would make."""
+
+    by: Name
+    """What is called."""
+    args: tuple[Any, ...]
+    state: Any = None
+    """What the object is given afterwards."""
+    items: dict[Any, Any] | None = None
+    """What it holds, if it is a dict of another class."""
+
+
+@dataclass(eq=False, slots=True)
+class Persistent:
+    """An object that lies beside a pickle, such as the numbers of a tensor."""
+
+    id: Any
+
+
+def read_pickle(
+    content: bytes, check: Callable[[Name | Made | Persistent], None] = lambda _: None, start: int = 0
+) -> tuple[Any, int]:
+    """What a pickle says, and where it ends.
+
+    Args:
+        content: Holds the pickle.
+        check: Called with whatever the pickle asks for; raises a `StateError` for what is refused.
+        start: Where the pickle begins.
+
+    Raises:
+        StateError: It is damaged, uses other opcodes, or is built to need far more time or memory than its length.
+    """
+    reader = _Reader(content, start, check)
+    try:
+        return reader.read(), reader.at
+    except StateError:
+        raise
+    except Exception as error:
+        raise StateError(
+            f"is no pickle of plain values (at byte {reader.at}: {type(error).__name__} {error})"
+        ) from error
+
+
+def check_depth(value: Any) -> None:
+    """Refuse containers that lie deeper in each other than code that walks through them can go.
+
+    Raises:
+        StateError: They do, or one holds itself.
+    """
+    depths: dict[int, int] = {}
+    path = [(value, iter(_parts(value)))]
+    open_ids = {id(value)}
+    while path:
+        container, parts = path[-1]
+        for part in parts:
+            inner = _parts(part)
+            if not inner or id(part) in depths:
+                continue
+            if id(part) in open_ids or len(path) > _MAX_DEPTH:
+                raise StateError(f"holds containers in each other more than {_MAX_DEPTH} deep")
+            open_ids.add(id(part))
+            path.append((part, iter(inner)))
+            break
+        else:
+            depth = 1 + max((depths.get(id(part), 0) for part in _parts(container)), default=0)
+            if depth > _MAX_DEPTH:
+                raise StateError(f"holds containers in each other more than {_MAX_DEPTH} deep")
+            depths[id(container)] = depth
+            open_ids.remove(id(container))
+            path.pop()
+
+
+def _parts(value: Any) -> Any:
+    kind = type(value)
+    if kind is dict:
+        return value.values()
+    if kind is list or kind is tuple:
+        return value
+    return (value.args, value.state, value.items) if kind is Made else ()
+
+
+def check_key(key: Any) -> None:
+    """Refuse keys of dicts and members of sets whose hashes take long or are equal on purpose.
+
+    Raises:
+        StateError: It is one, or cannot be a key.
+    """
+    parts: tuple[Any, ...] = key if type(key) is tuple and len(key) <= _MAX_KEY_ITEMS else (key,)
+    for part in parts:
+        kind = type(part)
+        if kind is tuple or kind.__hash__ is None or (kind is int and not -_MAX_KEY < part < _MAX_KEY):
+            raise StateError(f"has a key of kind {kind.__name__} that no checkpoint needs")
+
+
+class _Reader:
+    """Pickle's machine: a stack, the stacks below marks, and a memo."""
+
+    def __init__(self, content: bytes, at: int, check: Callable[[Name | Made | Persistent], None]) -> None:
+        self.content = content
+        self.at = at
+        self.check = check
+        self.stack: list[Any] = []
+        self.outer: list[list[Any]] = []
+        self.memo: list[Any] = []
+
+    def read(self) -> Any:
+        steps, content = _STEPS, self.content
+        while (opcode := content[self.at]) != _STOP:
+            self.at += 1
+            steps[opcode](self)
+        self.at += 1
+        return self.stack.pop()
+
+    # What the opcodes do
+
+    def take(self, length: int) -> bytes:
+        taken = self.content[self.at : self.at + length]
+        if len(taken) != length:
+            raise EOFError("it ends too early")
+        self.at += length
+        return taken
+
+    def number(self, form: struct.Struct) -> Any:
+        (number,) = form.unpack_from(self.content, self.at)
+        self.at += form.size
+        return number
+
+    def line(self) -> str:
+        end = self.content.index(b"\n", self.at)
+        line, self.at = self.content[self.at : end], end + 1
+        return line.decode()
+
+    def marked(self) -> list[Any]:
+        """What lies above the last mark, which is removed."""
+        items, self.stack = self.stack, self.outer.pop()
+        return items
+
+    def marked_as_tuple(self) -> None:
+        items = tuple(self.marked())
+        self.stack.append(items)
+
+    def mark(self) -> None:
+        self.outer.append(self.stack)
+        self.stack = []
+
+    def put(self, index: int) -> None:
+        if index == len(self.memo):
+            self.memo.append(self.stack[-1])
+        else:
+            self.memo[index] = self.stack[-1]
+
+    def name(self, module: str, name: str) -> None:
+        asked = Name(f"{_OLD_NAMES.get(module, module)}.{name}")
+        self.check(asked)
+        self.stack.append(asked)
+
+    def global_of_lines(self) -> None:
+        self.name(self.line(), self.line())
+
+    def global_of_stack(self) -> None:
+        name, module = self.stack.pop(), self.stack.pop()
+        if type(name) is not str or type(module) is not str:
+            raise TypeError("a name is no text")
+        self.name(module, name)
+
+    def make(self) -> None:
+        args, by = self.stack.pop(), self.stack[-1]
+        if type(by) is not Name or type(args) is not tuple:
+            raise TypeError("what is called is no name")
+        made = Made(by, args)
+        self.check(made)
+        self.stack[-1] = made
+
+    def build(self) -> None:
+        state, target = self.stack.pop(), self.stack[-1]
+        if type(target) is not Made or target.state is not None:
+            raise StateError("changes something that is not a new object")
+        target.state = state
+        self.check(target)
+
+    def persistent(self) -> None:
+        found = Persistent(self.stack[-1])
+        self.check(found)
+        self.stack[-1] = found
+
+    def append(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        if type(target) is not list:
+            raise TypeError("what is appended to is no list")
+        target += items
+
+    def set_items(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        if type(target) is Made and target.by in _DICTS:
+            target.items = target = {} if target.items is None else target.items
+        if type(target) is not dict or len(items) % 2:
+            raise TypeError("what gets items is no dict")
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            if type(key) is not str:
+                check_key(key)
+            target[key] = value
+
+    def top_as_tuple(self, length: int) -> None:
+        if len(self.stack) < length:
+            raise IndexError("the stack is empty")
+        self.stack[-length:] = [tuple(self.stack[-length:])]
+
+
+_DICTS = ("collections.OrderedDict", "collections.Counter")
+_BYTE, _SHORT, _INT, _UNSIGNED, _LONG, _FLOAT = (struct.Struct(form) for form in ("B", "<H", "<i", "<I", "<Q", ">d"))
+_STEPS: dict[int, Callable[[_Reader], object]] = {
+    ord(opcode): step
+    for opcode, step in {
+        "\x80": lambda r: r.take(1),  # the protocol
+        "\x95": lambda r: r.take(8),  # the length of a frame
+        "(": _Reader.mark,
+        "N": lambda r: r.stack.append(None),
+        "\x88": lambda r: r.stack.append(True),
+        "\x89": lambda r: r.stack.append(False),
+        "K": lambda r: r.stack.append(r.number(_BYTE)),
+        "M": lambda r: r.stack.append(r.number(_SHORT)),
+        "J": lambda r: r.stack.append(r.number(_INT)),
+        "\x8a": lambda r: r.stack.append(decode_long(r.take(r.number(_BYTE)))),
+        "G": lambda r: r.stack.append(r.number(_FLOAT)),
+        "\x8c": lambda r: r.stack.append(str(r.take(r.number(_BYTE)), "utf-8", "surrogatepass")),
+        "X": lambda r: r.stack.append(str(r.take(r.number(_UNSIGNED)), "utf-8", "surrogatepass")),
+        "U": lambda r: r.stack.append(r.take(r.number(_BYTE))),
+        ")": lambda r: r.stack.append(()),
+        "]": lambda r: r.stack.append([]),
+        "}": lambda r: r.stack.append({}),
+        "t": _Reader.marked_as_tuple,
+        "\x85": lambda r: r.top_as_tuple(1),
+        "\x86": lambda r: r.top_as_tuple(2),
+        "\x87": lambda r: r.top_as_tuple(3),
+        "a": lambda r: r.append([r.stack.pop()]),
+        "e": lambda r: r.append(r.marked()),
+        "s": lambda r: r.set_items([r.stack.pop(-2), r.stack.pop()]),
+        "u": lambda r: r.set_items(r.marked()),
+        "\x94": lambda r: r.put(len(r.memo)),
+        "q": lambda r: r.put(r.number(_BYTE)),
+        "r": lambda r: r.put(r.number(_UNSIGNED)),
+        "h": lambda r: r.stack.append(r.memo[r.number(_BYTE)]),
+        "j": lambda r: r.stack.append(r.memo[r.number(_UNSIGNED)]),
+        "c": _Reader.global_of_lines,
+        "\x93": _Reader.global_of_stack,
+        "R": _Reader.make,
+        "\x81": _Reader.make,
+        "b": _Reader.build,
+        "Q": _Reader.persistent,
+    }.items()
+}

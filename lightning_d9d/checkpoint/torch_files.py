@@ -1,0 +1,241 @@
+"""Files of `torch.save`, checked before torch loads them with `weights_only=True`.
+
+Torch runs no code of theirs then. It would still inflate compressed parts, take memory for sizes that a file merely
+claims, read beyond the numbers that are there, and let a saved device mesh join a process group.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+import zipfile
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+import torch
+
+from lightning_d9d.checkpoint.pickles import Made, Name, Persistent, check_depth, check_key, read_pickle
+from lightning_d9d.errors import StateError
+
+_BEGIN, _END, _END_64, _LOCATOR_64 = (b"PK" + code for code in (b"\3\4", b"\5\6", b"\6\6", b"\6\7"))
+_END_BYTES, _LOCATOR_BYTES, _END_64_BYTES, _HEADER_BYTES = 22, 20, 56, 30
+_NUM_PICKLES_OF_OLD_FILES = 5
+_DTYPES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "ComplexDoubleStorage": torch.complex128,
+    "ComplexFloatStorage": torch.complex64,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "QInt8Storage": torch.qint8,
+    "QInt32Storage": torch.qint32,
+    "QUInt8Storage": torch.quint8,
+    "QUInt4x2Storage": torch.quint4x2,
+    "QUInt2x4Storage": torch.quint2x4,
+    "UntypedStorage": torch.uint8,
+}
+_PLAIN = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
+_LATIN = ("latin1", "latin-1")
+_TAKES_MEMORY = re.compile(r"torch\.(\w+\.)*\w*(Tensor|Storage)")
+_MAKES_TENSORS = re.compile(r"torch\.(_utils|_tensor|nn\.parameter)\.\w+")
+_FOREIGN = "torch.save does not write that"
+
+
+def read_saved(file: BinaryIO, *, old_format: bool = False) -> Any:
+    """What torch would load from a file, as records, after checking that it is safe to do so.
+
+    Args:
+        file: Whole, seekable.
+        old_format: It may be one of torch 1.5 and earlier, which is no archive.
+
+    Raises:
+        StateError: It is damaged or foreign, or loading it would do more than to read its values.
+    """
+    if is_archive(file):
+        return _read_archive(file)
+    if not old_format:
+        raise StateError("is no archive that torch.save has written")
+    return _read_old(file)
+
+
+def is_archive(file: BinaryIO) -> bool:
+    """Whether torch takes a file for an archive."""
+    file.seek(0)
+    return file.read(len(_BEGIN)) == _BEGIN
+
+
+def saved_tensor(saved: Any) -> tuple[torch.Size, torch.dtype]:
+    """The shape and dtype of the one plain tensor that a file holds.
+
+    Args:
+        saved: What `read_saved` returned.
+
+    Raises:
+        StateError: It is something else.
+    """
+    if type(saved) is not Made or saved.by not in _PLAIN:
+        raise StateError("holds something else than a tensor")
+    storage, _, size, _, *rest = saved.args
+    return torch.Size(size), _named_dtype(rest[2]) if saved.by == _PLAIN[1] else _dtype(storage)
+
+
+def check_archive(file: BinaryIO) -> dict[str, int]:
+    """Compare an archive with those that torch writes: parts that follow each other, stored as they are.
+
+    Returns:
+        The length of each part by its name.
+
+    Raises:
+        StateError: It is another one, or damaged.
+    """
+    length = file.seek(0, 2)
+    file.seek(max(0, length - _END_64_BYTES - _LOCATOR_BYTES - _END_BYTES))
+    tail = file.read()
+    is_long = tail[-_END_BYTES - _LOCATOR_BYTES :].startswith(_LOCATOR_64)
+    try:
+        if is_long:
+            directory_length, begin = struct.unpack_from("<QQ", tail, 40)
+            end = length - len(tail)
+            is_whole = tail.startswith(_END_64) and struct.unpack_from("<Q", tail, _END_64_BYTES + 8)[0] == end
+        else:
+            directory_length, begin = struct.unpack_from("<II", tail, len(tail) - 10)
+            end, is_whole = length - _END_BYTES, True
+        with zipfile.ZipFile(file) as archive:
+            parts = archive.infolist()
+    except Exception as error:
+        raise StateError(f"is damaged or no archive ({error})") from error
+    if not (is_whole and tail[-_END_BYTES:].startswith(_END) and tail.endswith(b"\0\0")):
+        raise StateError(f"is an archive with something behind its end: {_FOREIGN}")
+    if begin + directory_length != end:
+        raise StateError(f"is an archive that does not begin where the file does: {_FOREIGN}")
+    at = 0
+    for part in sorted(parts, key=lambda part: part.header_offset):
+        if part.compress_type != zipfile.ZIP_STORED or part.compress_size != part.file_size:
+            raise StateError(f"has a compressed part {part.filename[:80]!r}: {_FOREIGN}")
+        if part.header_offset < at:
+            raise StateError(f"has parts that overlap, {part.filename[:80]!r} among them: {_FOREIGN}")
+        at = part.header_offset + _HEADER_BYTES + len(part.orig_filename) + part.file_size
+    names = {part.orig_filename.lower() for part in parts}  # torch looks for a name in any case
+    if at > begin or len(names) != len(parts) or len({name.partition("/")[0] for name in names}) != 1:
+        raise StateError(f"has parts of one name, or of several folders: {_FOREIGN}")
+    return {part.orig_filename: part.file_size for part in parts}
+
+
+def _read_archive(file: BinaryIO) -> Any:
+    lengths = check_archive(file)
+    folder = next(iter(lengths)).partition("/")[0]
+    try:
+        with zipfile.ZipFile(file) as archive:
+            content = archive.read(f"{folder}/data.pkl")
+    except Exception as error:
+        raise StateError(f"has no whole part data.pkl ({error})") from error
+    return _read(content, lambda key, length: lengths.get(f"{folder}/data/{key}") == length)[0]
+
+
+def _read_old(file: BinaryIO) -> Any:
+    file.seek(0)
+    content, at, values = file.read(), 0, list[Any]()
+    for _ in range(_NUM_PICKLES_OF_OLD_FILES):
+        value, at = _read(content, lambda _, length: length <= len(content), at)
+        values.append(value)
+    return values[3]
+
+
+def _read(content: bytes, has: Callable[[str, int], bool], start: int = 0) -> tuple[Any, int]:
+    """A pickle of a file in which some numbers lie beside it.
+
+    Args:
+        content: Holds the pickle.
+        has: Whether so many bytes are there under that key.
+        start: Where the pickle begins.
+    """
+
+    def check(asked: Name | Made | Persistent) -> None:
+        if isinstance(asked, Persistent):
+            _check_storage(asked, has)
+        elif isinstance(asked, Made):
+            _check_call(asked.by, asked.args)
+            if asked.state is not None and _MAKES_TENSORS.fullmatch(asked.by):
+                raise StateError(f"changes what {asked.by} has made: {_FOREIGN}")
+        elif asked.startswith("torch.distributed"):
+            raise StateError(f"names {asked}, which could join a process group when loaded; save plain tensors")
+
+    value, end = read_pickle(content, check, start)
+    check_depth(value)
+    return value, end
+
+
+def _check_storage(found: Persistent, has: Callable[[str, int], bool]) -> None:
+    _, kind, key, _, num = found.id[:5]
+    if found.id[0] != "storage" or type(kind) is not Name or type(key) is not str or type(num) is not int:
+        raise StateError(f"refers to something beside it that is no tensor: {_FOREIGN}")
+    if num < 0 or not has(key, num * _dtype(found).itemsize):
+        raise StateError(f"does not have the {num} numbers of tensor {key[:80]!r} that it claims; it is damaged")
+
+
+def _dtype(found: Persistent) -> torch.dtype:
+    return _DTYPES[found.id[1].rpartition(".")[2]]
+
+
+def _check_call(by: Name, args: tuple[Any, ...]) -> None:
+    known = _CALLS.get(by)
+    if not known(*args) if known else _TAKES_MEMORY.fullmatch(by):
+        raise StateError(f"calls {by} in another way than torch.save lets it")
+
+
+def _lies_within(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> bool:
+    """Whether a tensor has numbers of its storage alone; torch would make the storage larger, with any numbers."""
+    if type(storage) is not Persistent or not (type(size) is type(stride) is tuple and len(size) == len(stride)):
+        return False
+    if any(type(number) is not int or not 0 <= number < 2**63 for number in (offset, *size, *stride)):
+        return False
+    dtype = _named_dtype(rest[2]) if len(rest) > 2 else _dtype(storage)  # see _rebuild_tensor_v3
+    num = storage.id[4] * _dtype(storage).itemsize // dtype.itemsize
+    return 0 in size or offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) < num
+
+
+def _named_dtype(name: Any) -> torch.dtype:
+    dtype = getattr(torch, name.removeprefix("torch."), None) if type(name) is Name else None
+    if not isinstance(dtype, torch.dtype):
+        raise StateError(f"has a tensor of an unknown dtype: {_FOREIGN}")
+    return dtype
+
+
+def _is_quantized(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> bool:
+    return _lies_within(storage, offset, size, stride) and math.prod(size) <= storage.id[4]
+
+
+def _is_of_type(by: Any, _: Any, args: Any, state: Any) -> bool:
+    if type(by) is not Name:
+        return False
+    _check_call(by, args)
+    return True
+
+
+def _is_set(members: Any = ()) -> bool:
+    for member in members:
+        check_key(member)
+    return True
+
+
+_CALLS: dict[str, Callable[..., bool]] = {
+    "torch._utils._rebuild_tensor": _lies_within,
+    _PLAIN[0]: lambda storage, offset, size, stride, *_: _lies_within(storage, offset, size, stride),
+    _PLAIN[1]: _lies_within,
+    "torch._utils._rebuild_qtensor": _is_quantized,
+    "torch._tensor._rebuild_from_type_v2": _is_of_type,
+    "builtins.set": _is_set,
+    "builtins.bytearray": lambda *args: (
+        all(type(arg) is not int for arg in args) and (len(args) < 2 or args[1] in _LATIN)
+    ),
+    "_codecs.encode": lambda _, encoding: encoding in _LATIN,
+    "collections.OrderedDict": lambda *args: not args,
+    "collections.Counter": lambda *args: all(type(arg) is dict for arg in args),
+}
