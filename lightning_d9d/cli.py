@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import reprlib
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jsonargparse
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -18,8 +22,8 @@ import lightning_d9d.callbacks
 import lightning_d9d.datamodules
 import lightning_d9d.models.qwen3_moe  # noqa: F401
 from lightning_d9d import convert, doctor
-from lightning_d9d.errors import ConfigError, StateError
-from lightning_d9d.strategy.checkpoint_files import UNREADABLE, unreadable
+from lightning_d9d.errors import ConfigError, StateError, printable
+from lightning_d9d.strategy.checkpoint_files import UNREADABLE, mapped, unreadable
 
 DESCRIPTION = (
     "lightning_d9d trains from YAML files. `lightning-d9d doctor` tells whether this machine is fit for it; "
@@ -31,9 +35,15 @@ class SaveTrainingConfig(SaveConfigCallback):
     """Lightning's, for fit alone: validating a run must not replace the record of its training."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Write `config.yaml`."""
-        if stage == "fit":
-            super().setup(trainer, pl_module, stage)
+        """Write `config.yaml`. It has the values of `${oc.env:NAME}`, so other users may not read it."""
+        if stage != "fit":
+            return
+        folder = str(trainer.log_dir)  # this broadcasts the directory
+        if trainer.is_global_zero and self.overwrite and not self.already_saved and "://" not in folder:
+            os.makedirs(folder, exist_ok=True)
+            with open(os.open(Path(folder) / self.config_filename, os.O_CREAT | os.O_WRONLY, 0o600), "wb") as file:
+                os.fchmod(file.fileno(), 0o600)
+        super().setup(trainer, pl_module, stage)
 
 
 class D9DCLI(LightningCLI):
@@ -63,12 +73,39 @@ class D9DCLI(LightningCLI):
         )
 
     def _parse_ckpt_path(self) -> None:
-        """Lightning reads the module's arguments from the checkpoint, before there is a strategy."""
+        """Compares the module's arguments in the checkpoint with the configuration, which wins.
+
+        Lightning would import the class that the file names and take the arguments from it.
+
+        Raises:
+            ConfigError: The checkpoint is that of another class.
+            StateError: The file cannot be read.
+        """
+        chosen = self.config.get(self.config.get("subcommand") or "", {})
+        path = chosen.get("ckpt_path")
+        if not path or not Path(path).is_file():
+            return
         try:
-            super()._parse_ckpt_path()
+            content = mapped(path)
         except UNREADABLE as error:
-            path = self.config[self.config["subcommand"]].get("ckpt_path")
             raise unreadable(path, error) from error
+        saved = content.get(LightningModule.CHECKPOINT_HYPER_PARAMS_KEY) if isinstance(content, dict) else None
+        if not isinstance(saved, Mapping):
+            return
+        model = chosen.get("model", {})
+        own = f"{self._model_class.__module__}.{self._model_class.__qualname__}"
+        configured = model.get("class_path", own)
+        if (kind := saved.get("_class_path", configured)) != configured:
+            raise ConfigError(
+                f"{path} is a checkpoint of {reprlib.repr(kind)}, and model is {configured}; give a checkpoint of that "
+                "class, or make model.class_path the checkpoint's class if you trust it"
+            )
+        given = jsonargparse.namespace_to_dict(model.get("init_args", model))
+        if differing := sorted(name for name in saved.keys() & given.keys() if saved[name] != given[name]):
+            pairs = ", ".join(
+                f"{name}={reprlib.repr(given[name])} (not {reprlib.repr(saved[name])})" for name in differing
+            )
+            rank_zero_warn(printable(f"The configuration's arguments of model differ from those in {path}: {pairs}."))
 
     def instantiate_classes(self) -> None:
         """Builds Trainer, model and data; what a constructor refuses becomes a `ConfigError`."""

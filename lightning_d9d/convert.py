@@ -22,12 +22,23 @@ from torch import Tensor
 from lightning_d9d.checkpoint import MODEL, Checkpoint, StoredTensor, is_directory, open_directory, whole_checkpoint
 from lightning_d9d.errors import ConfigError, StateError
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig
+from lightning_d9d.models.qwen3_moe.config import read_description
 from lightning_d9d.models.qwen3_moe.huggingface import check_tied, huggingface_mapper, parameter_specs, repeated_head
 from lightning_d9d.models.qwen3_moe.module import ARGUMENTS_KEY
 from lightning_d9d.state import DTYPE_NAMES, SafetensorsReader, Sequential, Spec, save_tensors
-from lightning_d9d.state.format import read_json, reading
+from lightning_d9d.state.format import reading
 from lightning_d9d.state.layout import Index, Readable
-from lightning_d9d.state.places import UrlPath, is_occupied, names_in, place_of, refuse_overlap
+from lightning_d9d.state.places import (
+    MAX_SMALL_BYTES,
+    Place,
+    UrlPath,
+    check_link,
+    is_occupied,
+    names_in,
+    place_of,
+    read_small,
+    refuse_overlap,
+)
 from lightning_d9d.strategy.checkpoint_files import AtomicFileIO, mapped, read_checkpoint
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
@@ -91,10 +102,7 @@ def _is_checkpoint(source: str) -> bool:
 
 def _from_huggingface(source: str, target: str, fused_experts: bool, options: Mapping[str, Any]) -> None:
     reader = SafetensorsReader(source)
-    try:
-        described = read_json(reader.path / "config.json")
-    except ValueError as error:
-        raise ConfigError(f"{source}: config.json cannot be read: {error}") from error
+    described = read_description(reader.path / "config.json")
     config = Qwen3MoeConfig.from_dict(described, source=source)
     are_fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in reader)
     to_parameters = huggingface_mapper(config, are_fused).inverse(parameter_specs(config))
@@ -103,13 +111,25 @@ def _from_huggingface(source: str, target: str, fused_experts: bool, options: Ma
         check_tied(reader, [part for view in views for part in view.parts])
         reader.leave_out(repeated)
     mapper = Sequential([to_parameters, huggingface_mapper(config, fused_experts)])
-    files = {name: (reader.path / name).read_bytes() for name in names_in(reader.path) if _is_beside_weights(name)}
+    files = _files_beside_weights(reader.path)
     files["config.json"] = _described(described, reader.specs, options["dtype"])
     save_tensors(reader, target, mapper, files=files, **options)
 
 
-def _is_beside_weights(name: str) -> bool:
-    return Path(name).suffix in _COPIED and ".safetensors." not in name
+def _files_beside_weights(folder: Place) -> dict[str, bytes]:
+    files: dict[str, bytes] = {}
+    for name in sorted(names_in(folder)):
+        if Path(name).suffix not in _COPIED or ".safetensors." in name:
+            continue
+        check_link(folder, name, folder)
+        with reading(folder / name):
+            files[name] = read_small(folder / name)
+        if sum(map(len, files.values())) > MAX_SMALL_BYTES:
+            raise StateError(
+                f"{folder}: the files beside the weights, up to {name}, are larger than {MAX_SMALL_BYTES} bytes "
+                "together, the limit for those that are copied; move what does not belong to the model."
+            )
+    return files
 
 
 def _from_checkpoint(source: str, target: str, fused_experts: bool, options: Mapping[str, Any]) -> None:

@@ -2,8 +2,38 @@
 
 from __future__ import annotations
 
+import unicodedata
 
-class ConfigError(ValueError):
+_CONTROLS = {"Cc", "Cf", "Cs", "Zl", "Zp"}
+"""Categories of Unicode that steer a terminal or the order of text, or that cannot be written."""
+
+
+def printable(text: str) -> str:
+    r"""Text of a file or another rank without what steers a terminal; newlines and tabs stay.
+
+    Args:
+        text: Anything.
+
+    Returns:
+        The text, with an escape such as `\x1b` in place of each control character.
+    """
+    if text.isprintable():
+        return text
+    return "".join(_escaped(each) if unicodedata.category(each) in _CONTROLS else each for each in text)
+
+
+def _escaped(character: str) -> str:
+    return character if character in "\n\t" else character.encode("unicode_escape").decode()
+
+
+class _PrintableError(Exception):
+    """The messages quote names of files, which a terminal must not obey."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(printable(each) if isinstance(each, str) else each for each in args))
+
+
+class ConfigError(_PrintableError, ValueError):
     """A setting, a hook or the input data cannot be used as given; raised before anything is computed with it."""
 
 
@@ -11,7 +41,7 @@ class ScheduleError(ConfigError):
     """A pipeline schedule cannot run the stages or microbatches it was given."""
 
 
-class StateError(RuntimeError):
+class StateError(_PrintableError, RuntimeError):
     """Saved weights or a checkpoint do not fit what they are loaded into, or a file is missing, foreign or damaged."""
 
 
@@ -19,5 +49,5 @@ class StateNotFoundError(StateError, FileNotFoundError):
     """A checkpoint is not where it was looked for. Lightning raises a `FileNotFoundError` there."""
 
 
-class RankError(RuntimeError):
+class RankError(_PrintableError, RuntimeError):
     """Another rank failed or stopped answering; the message names it."""

@@ -326,3 +326,51 @@ def test_a_target_that_meets_the_source_is_refused(
     load_huggingface(make_model(1), "memory://test_meets/models/hf")
     convert(monkeypatch, "memory://test_meets/models/hf", "memory://test_meets/models/hf2", "--overwrite")
     convert(monkeypatch, f"file://{home}/job.ckpt", home / "job2.ckpt", "--weights-only")
+
+
+def with_files_beside(tmp_path: Path) -> Path:
+    source = tmp_path / "source"
+    save_huggingface(make_model(), source)
+    (source / "tokenizer.json").write_text("{}")
+    (tmp_path / "secret").write_text("secret")
+    return source
+
+
+@pytest.mark.parametrize("link", ["tokenizer_config.json", "config.json", "chat_template.jinja"])
+def test_links_out_of_the_source_are_refused(tmp_path, monkeypatch, capsys, link):
+    source = with_files_beside(tmp_path)
+    secret = tmp_path / "secret"
+    if (source / link).exists():
+        (source / link).replace(secret)
+    (source / link).symlink_to("../secret")
+    message = refused(monkeypatch, capsys, source, tmp_path / "target")
+    assert f"the file '{link}' is a link that leads outside of the directory" in message
+    assert not (tmp_path / "target").exists()
+
+
+def test_links_of_the_hub_and_within_the_source_are_copied(tmp_path, monkeypatch):
+    source = with_files_beside(tmp_path)
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "1"
+    snapshot.parent.mkdir(parents=True)
+    source.rename(snapshot)
+    blobs = tmp_path / "models--a--b" / "blobs"
+    blobs.mkdir()
+    (blobs / "hash").write_text("of the hub")
+    (snapshot / "vocab.txt").symlink_to("../../blobs/hash")
+    (snapshot / "same.txt").symlink_to("vocab.txt")
+    convert(monkeypatch, snapshot, tmp_path / "target")
+    assert (tmp_path / "target" / "vocab.txt").read_text() == "of the hub"
+    assert not (tmp_path / "target" / "vocab.txt").is_symlink()
+    assert (tmp_path / "target" / "same.txt").read_text() == "of the hub"
+
+
+@pytest.mark.parametrize("sizes", [(100_000_001,), (60_000_000, 60_000_000)], ids=["one", "together"])
+def test_large_files_beside_the_weights_are_refused(tmp_path, monkeypatch, capsys, sizes):
+    source = with_files_beside(tmp_path)
+    for number, size in enumerate(sizes):
+        with (source / f"log{number}.txt").open("wb") as file:
+            file.truncate(size)
+    message = refused(monkeypatch, capsys, source, tmp_path / "target")
+    assert f"log{len(sizes) - 1}.txt" in message
+    assert "100000000 bytes" in message
+    assert not (tmp_path / "target").exists()

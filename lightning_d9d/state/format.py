@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_d9d.errors import StateError
 from lightning_d9d.state.layout import Index
-from lightning_d9d.state.places import Place, UrlPath, flush
+from lightning_d9d.state.places import Place, UrlPath, flush, read_small
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -257,9 +257,7 @@ def read_json(path: Place) -> dict[str, Any]:
         StateError: It cannot be read.
     """
     with reading(path):
-        if isinstance(path, Path):
-            _check_regular(path)
-        content = path.read_bytes()
+        content = read_small(path)
     try:
         values = json.loads(content.decode(), object_pairs_hook=_without_repetition)
     except RecursionError as error:

@@ -7,6 +7,7 @@ import os
 import posixpath
 import re
 import secrets
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,9 @@ from lightning_d9d.errors import StateError
 _PARTIAL = re.compile(r"\.(\d{1,12})-[0-9a-f]{16}\.partial")
 _SECONDS_OF_A_SAVE = 24 * 3600
 """What was begun earlier under a URL, where there are no locks, is a leftover."""
+
+MAX_SMALL_BYTES = 100_000_000
+"""Largest file that is read whole: a table, or one beside weights. Published tokenizers have up to 35 MB."""
 
 
 class UrlPath:
@@ -199,6 +203,52 @@ def is_occupied(place: Place) -> bool:
 def names_in(place: Place) -> list[str]:
     """Of the files in a directory."""
     return place.names() if isinstance(place, UrlPath) else [path.name for path in place.iterdir() if path.is_file()]
+
+
+def read_small(path: Place) -> bytes:
+    """The content of a regular file of at most `MAX_SMALL_BYTES`; a pipe or device is not waited for.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is no regular file, or too large.
+    """
+    if isinstance(path, UrlPath):
+        content = path.read_bytes(0, min(path.size(), MAX_SMALL_BYTES + 1))
+    else:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ValueError("it is no regular file")
+            content = file.read(MAX_SMALL_BYTES + 1)
+    if len(content) > MAX_SMALL_BYTES:
+        raise ValueError(f"it is larger than {MAX_SMALL_BYTES} bytes, the limit for a file that is read whole")
+    return content
+
+
+def check_link(folder: Place, name: str, named_by: Place) -> None:
+    """Refuses a file that is a link out of its directory.
+
+    In the cache of Hugging Face's hub, `snapshots/REVISION/FILE` may be a link to `blobs/HASH`.
+
+    Args:
+        folder: The directory.
+        name: The file's path in it.
+        named_by: What error messages begin with.
+
+    Raises:
+        StateError: It leads elsewhere, or cannot be followed.
+    """
+    if isinstance(folder, UrlPath):
+        return
+    home = folder.resolve()
+    try:
+        real = (folder / name).resolve()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise StateError(f"{named_by}: the file {name!r} cannot be found ({error}).") from error
+    if home not in real.parents and real.parent != home.parent.parent / "blobs":
+        raise StateError(
+            f"{named_by}: the file {name!r} is a link that leads outside of the directory, to {real}; give the "
+            "directory where it is, or do not use this checkpoint."
+        )
 
 
 def flush(file: IO[Any] | UrlFile) -> None:

@@ -22,7 +22,7 @@ from lightning_d9d.state.format import (
 )
 from lightning_d9d.state.layout import Part
 from lightning_d9d.state.manifest import read_manifest, verify
-from lightning_d9d.state.places import Place, UrlPath, place_of
+from lightning_d9d.state.places import Place, UrlPath, check_link, place_of
 from lightning_d9d.state.progress import Progress
 from lightning_d9d.state.threads import in_threads
 from lightning_d9d.state.views import Spec
@@ -152,7 +152,7 @@ class SafetensorsReader(Mapping[str, StoredTensor]):
         if self._is_file:
             return dict.fromkeys(self._open(self.path).entries, self.path)
         if (self.path / WEIGHTS_FILE).exists():
-            self._check_links({WEIGHTS_FILE}, self.path)
+            check_link(self.path, WEIGHTS_FILE, self.path)
             return dict.fromkeys(self._open(self.path / WEIGHTS_FILE).entries, self.path / WEIGHTS_FILE)
         index = self.path / INDEX_FILE
         if not index.exists():
@@ -175,22 +175,6 @@ class SafetensorsReader(Mapping[str, StoredTensor]):
                     raise StateError(
                         f"{index}: the file {file!r} is outside of the directory; do not use this checkpoint."
                     )
-        self._check_links(files, index)
+            check_link(self.path, file, index)
         places = {file: self.path / file for file in files}
         return {name: places[file] for name, file in names.items()}
-
-    def _check_links(self, files: Iterable[str], named_by: Place) -> None:
-        """In the hub's cache, `snapshots/REVISION/FILE` is a link to `blobs/HASH`."""
-        if isinstance(self.path, UrlPath):
-            return
-        home = self.path.resolve()
-        for file in files:
-            try:
-                real = (self.path / file).resolve()
-            except (OSError, RuntimeError, ValueError) as error:
-                raise StateError(f"{named_by}: the file {file!r} cannot be found ({error}).") from error
-            if home not in real.parents and real.parent != home.parent.parent / "blobs":
-                raise StateError(
-                    f"{named_by}: the file {file!r} is a link that leads outside of the directory, to {real}; give the "
-                    "directory where it is, or do not use this checkpoint."
-                )

@@ -2,12 +2,31 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import reprlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
 
-from lightning_d9d.errors import ConfigError
+from lightning_d9d.errors import ConfigError, StateError
+from lightning_d9d.state.format import read_json
+from lightning_d9d.state.places import Place, check_link
+
+_WIDTH = (1, 2**24)
+_INTEGERS = {
+    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "head_dim"), _WIDTH),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), _WIDTH),
+    "num_hidden_layers": (1, 4096),
+    "num_experts": (0, 65_536),
+    "num_experts_per_tok": (0, 65_536),
+    "shared_expert_intermediate_size": (0, 2**24),
+    "decoder_sparse_step": (1, 2**31 - 1),
+    "max_position_embeddings": (1, 2**31 - 1),
+}
+"""Least and greatest value. Far above any model, and low enough that nobody waits or runs out of numbers."""
+_MAX_EXPERTS = 2**20
+_MAX_PARAMETERS = 10**15
 
 _PRESETS: dict[str, dict[str, Any]] = {
     "tiny": dict(
@@ -142,57 +161,80 @@ class Qwen3MoeConfig:
     own matrix in embedding and head. None is one unnamed part."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "mlp_only_layers", tuple(self.mlp_only_layers))
-        for name in (
-            "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers",
-            "num_attention_heads", "num_key_value_heads", "head_dim", "decoder_sparse_step", "max_position_embeddings",
-        ):  # fmt: skip
+        for name, (least, most) in _INTEGERS.items():
             value = getattr(self, name)
-            self._require(name, isinstance(value, int) and value >= 1, "an integer, at least 1")
+            legal = f"an integer, at least {least} and at most {most}"
+            self._require(name, type(value) is int and least <= value <= most, legal)
         for name in ("rms_norm_eps", "rope_theta", "initializer_range"):
             value = getattr(self, name)
-            self._require(name, isinstance(value, int | float) and value > 0, "a number greater than 0")
+            is_legal = type(value) in (int, float) and 1e-30 <= value <= 1e30
+            self._require(name, is_legal, "a number greater than 0, from 1e-30 to 1e30")
         for name in ("norm_topk_prob", "tie_word_embeddings", "attention_bias"):
             self._require(name, isinstance(getattr(self, name), bool), "true or false")
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         self._require("num_key_value_heads", heads % kv_heads == 0, f"a divisor of num_attention_heads={heads}")
         self._require("head_dim", self.head_dim % 2 == 0, "even (rotary positions turn pairs)")
-        for name in ("num_experts", "shared_expert_intermediate_size"):
-            value = getattr(self, name)
-            self._require(name, type(value) is int and value >= 0, "an integer, at least 0")
         self._require(
             "num_experts_per_tok",
             self.num_experts == 0 or 1 <= self.num_experts_per_tok <= self.num_experts,
             f"1 to num_experts={self.num_experts}",
         )
-        num_layers = self.num_hidden_layers
         self._require(
-            "mlp_only_layers",
-            all(0 <= layer < num_layers for layer in self.mlp_only_layers),
-            f"layer indices from 0 to num_hidden_layers - 1 = {num_layers - 1}",
+            "num_experts",
+            self.num_experts * self.num_hidden_layers <= _MAX_EXPERTS,
+            f"at most {_MAX_EXPERTS} in all of num_hidden_layers={self.num_hidden_layers} layers",
         )
+        self._check_mlp_only_layers()
+        self._check_token_ids()
         self._check_vocab_splits()
+        if (number := self.num_parameters) > _MAX_PARAMETERS:
+            raise ConfigError(
+                f"Qwen3MoeConfig describes a model of {number} parameters, and {_MAX_PARAMETERS} are the limit; make "
+                "its widths, layers or experts fewer."
+            )
 
     def _require(self, name: str, condition: bool, legal: str) -> None:
         if not condition:
-            raise ConfigError(f"Qwen3MoeConfig.{name}={getattr(self, name)!r} must be {legal}.")
+            raise ConfigError(f"Qwen3MoeConfig.{name}={reprlib.repr(getattr(self, name))} must be {legal}.")
+
+    def _check_mlp_only_layers(self) -> None:
+        num_layers, layers = self.num_hidden_layers, self.mlp_only_layers
+        self._require(
+            "mlp_only_layers",
+            isinstance(layers, list | tuple)
+            and len(layers) <= num_layers
+            and all(type(layer) is int and 0 <= layer < num_layers for layer in layers),
+            f"layer indices from 0 to num_hidden_layers - 1 = {num_layers - 1}",
+        )
+        object.__setattr__(self, "mlp_only_layers", tuple(layers))
+
+    def _check_token_ids(self) -> None:
+        for name in ("bos_token_id", "eos_token_id"):
+            value = getattr(self, name)
+            ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
+            are_ids = len(ids) <= 1000 and all(type(each) is int and -(2**31) <= each < 2**31 for each in ids)
+            self._require(name, are_ids, "a token id or at most 1000 of them, each an integer of 32 bits, or None")
 
     def _check_vocab_splits(self) -> None:
-        if self.vocab_splits is None:
+        splits = self.vocab_splits
+        if splits is None:
             return
-        sizes, total = self.vocab_splits.values(), sum(self.vocab_splits.values())
-        self._require("vocab_splits", len(sizes) > 0 and min(sizes) >= 1, "sizes of at least 1 token, or None")
+        are_sizes = (
+            isinstance(splits, Mapping)
+            and 1 <= len(splits) <= 1000
+            and all(type(size) is int and size >= 1 for size in splits.values())
+        )
+        self._require("vocab_splits", are_sizes, "1 to 1000 sizes of at least 1 token, or None")
+        total = sum(splits.values())
         self._require(
             "vocab_splits",
             total == self.vocab_size,
             f"sizes that sum to vocab_size={self.vocab_size} (they sum to {total})",
         )
+        taken = set(dir(nn.ModuleDict()))
         self._require(
             "vocab_splits",
-            all(
-                name.isidentifier() and name != "weight" and not hasattr(nn.ModuleDict(), name)
-                for name in self.vocab_splits
-            ),
+            all(isinstance(name, str) and name.isidentifier() and name not in taken | {"weight"} for name in splits),
             "named by identifiers other than 'weight' and the attributes of torch.nn.ModuleDict",
         )
 
@@ -259,13 +301,7 @@ class Qwen3MoeConfig:
         """
         path = Path(path)
         path = path / "config.json" if path.is_dir() else path
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{path}: cannot be read as a JSON configuration: {error}") from error
-        if not isinstance(values, dict):
-            raise ConfigError(f"{path}: must hold a JSON object, not {type(values).__name__}.")
-        return cls.from_dict(values, source=str(path))
+        return cls.from_dict(read_description(path), source=str(path))
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], source: str = "config.json") -> Qwen3MoeConfig:
@@ -274,15 +310,22 @@ class Qwen3MoeConfig:
         Args:
             values: transformers 4 names (`rope_theta`) or transformers 5 names (`rope_parameters`).
             source: what error messages call it.
+
+        Raises:
+            ConfigError: Not a Qwen3-MoE configuration, or a value that no model can be built from.
         """
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"{source}: {reprlib.repr(values)} must be a table of names and values.")
         rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+        if not isinstance(rope, Mapping):
+            raise ConfigError(f"{source}: rope_parameters={reprlib.repr(rope)} must be a table of names and values.")
         _refuse_unsupported(values, rope, source)
         names = {field.name for field in dataclasses.fields(cls)}
         # Keys set to null mean Hugging Face's default, which ours are.
         known = {name: value for name, value in values.items() if name in names and value is not None}
         if "rope_theta" in rope:
             known["rope_theta"] = rope["rope_theta"]
-        if "num_experts" not in known and "num_local_experts" in values:  # what transformers 5 writes
+        if "num_experts" not in known and values.get("num_local_experts") is not None:  # what transformers 5 writes
             known["num_experts"] = values["num_local_experts"]
         try:
             config = cls(**known)
@@ -315,6 +358,24 @@ class Qwen3MoeConfig:
         Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
 
 
+def read_description(path: Place) -> dict[str, Any]:
+    """The values of a `config.json`.
+
+    Args:
+        path: The file; a link out of its directory is refused, as the weights beside it are.
+
+    Raises:
+        ConfigError: It cannot be read, or is not one table.
+        StateError: It is a link that leads elsewhere.
+    """
+    if isinstance(path, Path):
+        check_link(path.parent, path.name, path)
+    try:
+        return read_json(path)
+    except (StateError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read as a JSON configuration: {error}") from error
+
+
 def _refuse_unsupported(values: dict[str, Any], rope: dict[str, Any], source: str) -> None:
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     partial = rope.get("partial_rotary_factor", values.get("partial_rotary_factor")) or 1.0
@@ -329,4 +390,4 @@ def _refuse_unsupported(values: dict[str, Any], rope: dict[str, Any], source: st
         ("partial_rotary_factor", partial, 1.0),
     ):
         if value != supported:
-            raise ConfigError(f"{source}: {name}={value!r} is not supported, only {supported!r}.")
+            raise ConfigError(f"{source}: {name}={reprlib.repr(value)} is not supported, only {supported!r}.")

@@ -1,0 +1,93 @@
+"""`--ckpt_path` of somebody else's file, on a real command line."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import yaml
+
+MODULE = """
+import pathlib
+import lightning as L
+import torch
+
+pathlib.Path({mark!r}).write_text("imported")
+
+
+class Small(L.LightningModule):
+    def __init__(self, width: int = 1, rate: float = 0.5) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        print("width", width, "rate", rate)
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+
+    def training_step(self, batch):
+        return self.weight.square()
+
+    def train_dataloader(self):
+        return [torch.zeros(1)]
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.rate)
+"""
+
+
+def write_module(folder: Path, name: str) -> Path:
+    mark = folder / f"{name}.imported"
+    (folder / f"{name}.py").write_text(MODULE.format(mark=str(mark)))
+    return mark
+
+
+def fit(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    (folder / "run.yaml").write_text(
+        "model: {class_path: ours.Small, init_args: {width: 3}}\n"
+        f"trainer: {{max_steps: 1, accelerator: cpu, logger: false, default_root_dir: {folder}/out}}\n"
+    )
+    root = str(Path(__file__).parents[1])
+    command = (sys.executable, "-m", "lightning_d9d.cli", "fit", "--config", "run.yaml", *arguments)
+    paths = os.pathsep.join((str(folder), root))
+    environment = {**os.environ, "PYTHONPATH": paths, "PYTHONWARNINGS": "default", **variables}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def with_checkpoint(folder: Path, **hyperparameters: object) -> str:
+    write_module(folder, "ours")
+    done = fit(folder, "--trainer.max_steps", "1")
+    assert done.returncode == 0, done.stderr
+    path = next((folder / "out").rglob("*.ckpt"))
+    content = torch.load(path, weights_only=True)
+    content["hyper_parameters"].update(hyperparameters)
+    torch.save(content, folder / "given.ckpt")
+    return "given.ckpt"
+
+
+def test_a_checkpoint_of_another_class_imports_nothing(tmp_path: Path):
+    path = with_checkpoint(tmp_path, _class_path="theirs.Small")
+    mark = write_module(tmp_path, "theirs")
+    done = fit(tmp_path, "--ckpt_path", path, "--trainer.max_steps", "2")
+    assert not mark.exists()
+    assert done.returncode == 2
+    assert "given.ckpt is a checkpoint of 'theirs.Small', and model is ours.Small" in done.stderr
+
+
+def test_the_values_of_the_configuration_win(tmp_path: Path):
+    path = with_checkpoint(tmp_path, width=7, rate=0.25)
+    done = fit(tmp_path, "--ckpt_path", path, "--trainer.max_steps", "2")
+    assert done.returncode == 0, done.stderr
+    assert "width 3 rate 0.5" in done.stdout
+    assert (done.stdout + done.stderr).count("rate=0.5 (not 0.25), width=3 (not 7)") == 1
+
+
+def test_the_saved_configuration_is_for_its_owner(tmp_path: Path):
+    write_module(tmp_path, "ours")
+    (tmp_path / "more.yaml").write_text("model: {init_args: {width: '${oc.env:SECRET}'}}\n")
+    done = fit(tmp_path, "--config", "more.yaml", SECRET="12345")
+    assert done.returncode == 0, done.stderr
+    saved = tmp_path / "out" / "config.yaml"
+    assert yaml.safe_load(saved.read_text())["model"]["init_args"]["width"] == 12345
+    assert stat.S_IMODE(saved.stat().st_mode) == 0o600
