@@ -5,7 +5,9 @@ reference to one needs the interpreter. Where that is already ending, CPython (b
 code, and the process dies with "terminate called without an active exception".
 
 [Note: fork] A forked process, a dataloader's worker say, has the objects of its parent and none of its threads. If its
-garbage collector finds a process group among them, the group waits for its threads for ever.
+garbage collector finds a process group among them, the group waits for its threads for ever. So does a forked CPython
+before 3.12 for a lock around its list of threads, where a thread of the parent had it: one of gloo, which enters the
+interpreter to let go of a tensor.
 """
 
 from __future__ import annotations
@@ -25,12 +27,12 @@ _WITHOUT_TASKS_SECONDS = 0.1
 
 @functools.cache
 def guard_native_threads() -> None:
-    """Let this process wait for threads of gloo at its exit, and processes forked from it leave its objects alone.
+    """Let this process wait for threads of gloo at its exit and at forks, and what is forked leave its objects alone.
 
     Local. For all groups of the process; once is enough.
     """
     atexit.register(_wait_until_idle)
-    os.register_at_fork(after_in_child=gc.freeze)
+    os.register_at_fork(before=_wait_until_idle, after_in_child=gc.freeze)
 
 
 def _wait_until_idle() -> None:

@@ -41,12 +41,23 @@ def main() -> None:
     assert isinstance(setup, Setup)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, file=open(setup.stack_path, "w"), all_threads=True)  # noqa: SIM115
+    _keep_handler(signal.SIGUSR2)
     worker = _Worker(connection, setup)
     gc.collect()
     gc.freeze()  # torch's own objects need no look at every collection
     connection.send(Ready(main_thread=threading.get_ident()))
     while True:
         worker.run(connection.recv())
+
+
+def _keep_handler(kept: signal.Signals) -> None:
+    """Let nobody change what a signal does: Lightning restores handlers after a fit, and knows none of faulthandler."""
+    change = signal.signal
+
+    def change_others(signalnum: int, handler: Any) -> Any:
+        return signal.getsignal(signalnum) if signalnum == kept else change(signalnum, handler)
+
+    signal.signal = change_others
 
 
 class _Worker:
