@@ -27,17 +27,7 @@ def main_generate(arguments: Sequence[str]) -> None:
         StateError: What is read is missing, damaged or of another kind.
         ConfigError: What is asked for cannot be.
     """
-    parser = _make_parser("generate", "Writes what a model makes of a prompt: greedily, or drawn with a temperature.")
-    parser.add_argument("--prompt", required=True, help="what the text begins with; - reads it from standard input")
-    parser.add_argument("--max-new-tokens", type=int, default=200, help="after how many tokens to end (200)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (0)")
-    parser.add_argument("--top-k", type=int, help="draw from the k likeliest tokens")
-    parser.add_argument(
-        "--top-p", type=float, help="draw from the likeliest tokens that have this probability together"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn (0)")
-    parser.add_argument("--no-stop", action="store_true", help="go on behind the token that ends a text")
-    chosen = parser.parse_args(arguments)
+    chosen = generate_parser().parse_args(arguments)
     sampling = Sampling(chosen.temperature, chosen.top_k, chosen.top_p)
     model, tokenizer = _load(chosen)
     prompt = sys.stdin.read() if chosen.prompt == "-" else chosen.prompt
@@ -55,13 +45,7 @@ def main_generate(arguments: Sequence[str]) -> None:
 
 def main_evaluate(arguments: Sequence[str]) -> None:
     """Runs `evaluate`. Raises as `main_generate`."""
-    parser = _make_parser("evaluate", "Tells how well a model predicts text files: loss, perplexity and bits per byte.")
-    parser.add_argument("text", nargs="+", help="UTF-8 files; each is a text of its own")
-    parser.add_argument(
-        "--context-length", type=int, help="tokens that a window has; by default 2048, or all positions"
-    )
-    parser.add_argument("--batch-size", type=int, default=1, help="windows that run at the same time (1)")
-    chosen = parser.parse_args(arguments)
+    chosen = evaluate_parser().parse_args(arguments)
     texts = [_read(path) for path in chosen.text]
     model, tokenizer = _load(chosen)
     context_length = chosen.context_length or min(2048, model.config.max_position_embeddings)
@@ -78,6 +62,32 @@ def main_evaluate(arguments: Sequence[str]) -> None:
         f"perplexity {math.exp(loss / num_tokens):.4f}  loss {loss / num_tokens:.4f}  "
         f"bits per byte {loss / math.log(2) / num_bytes:.4f}  tokens {int(num_tokens)}\n"
     )
+
+
+def generate_parser() -> argparse.ArgumentParser:
+    """Of the arguments of `generate`."""
+    parser = _make_parser("generate", "Writes what a model makes of a prompt: greedily, or drawn with a temperature.")
+    parser.add_argument("--prompt", required=True, help="what the text begins with; - reads it from standard input")
+    parser.add_argument("--max-new-tokens", type=int, default=200, help="after how many tokens to end (200)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (0)")
+    parser.add_argument("--top-k", type=int, help="draw from the k likeliest tokens")
+    parser.add_argument(
+        "--top-p", type=float, help="draw from the likeliest tokens that have this probability together"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn (0)")
+    parser.add_argument("--no-stop", action="store_true", help="go on behind the token that ends a text")
+    return parser
+
+
+def evaluate_parser() -> argparse.ArgumentParser:
+    """Of the arguments of `evaluate`."""
+    parser = _make_parser("evaluate", "Tells how well a model predicts text files: loss, perplexity and bits per byte.")
+    parser.add_argument("text", nargs="+", help="UTF-8 files; each is a text of its own")
+    parser.add_argument(
+        "--context-length", type=int, help="tokens that a window has; by default 2048, or all positions"
+    )
+    parser.add_argument("--batch-size", type=int, default=1, help="windows that run at the same time (1)")
+    return parser
 
 
 def _make_parser(command: str, description: str) -> argparse.ArgumentParser:
