@@ -173,7 +173,7 @@ class Model(D9DModule):
     def microbatch_inputs(self, microbatch: Any) -> StageInputs:
         return StageInputs(first={"x": microbatch["ids"]}, shared={"labels": microbatch["labels"]})
 
-    def microbatch_loss(self, output: Tensor, microbatch: Any) -> WeightedLoss:
+    def microbatch_loss(self, output: Tensor, microbatch: Any) -> Tensor | WeightedLoss:
         return WeightedLoss(output, (microbatch["labels"] >= 0).sum())
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
