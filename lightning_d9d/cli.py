@@ -23,12 +23,21 @@ import lightning_d9d.datamodules
 import lightning_d9d.models.qwen3_moe  # noqa: F401
 from lightning_d9d import convert, doctor
 from lightning_d9d.errors import ConfigError, StateError, printable
+from lightning_d9d.generation import commands
 from lightning_d9d.strategy.checkpoint_files import UNREADABLE, mapped, unreadable
 
 DESCRIPTION = (
     "lightning_d9d trains from YAML files. `lightning-d9d doctor` tells whether this machine is fit for it; "
-    "`lightning-d9d convert` turns weights and checkpoints into other forms."
+    "`lightning-d9d convert` turns weights and checkpoints into other forms; `lightning-d9d generate` shows what a "
+    "model writes, `lightning-d9d evaluate` how well it predicts a text."
 )
+
+_COMMANDS = {
+    "convert": convert.main,
+    "generate": commands.main_generate,
+    "evaluate": commands.main_evaluate,
+}
+"""Beside those of LightningCLI."""
 
 
 class SaveTrainingConfig(SaveConfigCallback):
@@ -131,7 +140,7 @@ def _interpolation_message(error: OmegaConfBaseException) -> str:
 
 
 def main() -> None:
-    """Runs the subcommand of `sys.argv`: fit, validate, test, predict, convert or doctor.
+    """Runs the subcommand of `sys.argv`: fit, validate, test, predict, convert, doctor, generate or evaluate.
 
     A configuration or a file that cannot work ends with exit code 2 and one message; `JSONARGPARSE_DEBUG=true` shows
     the traceback.
@@ -139,8 +148,8 @@ def main() -> None:
     if sys.argv[1:2] == ["doctor"]:
         sys.exit(doctor.main(sys.argv[2:]))
     try:
-        if sys.argv[1:2] == ["convert"]:
-            convert.main(sys.argv[2:])
+        if run := _COMMANDS.get("".join(sys.argv[1:2])):
+            run(sys.argv[2:])
         else:
             D9DCLI(parser_kwargs={"description": DESCRIPTION})
     except (ConfigError, StateError, MisconfigurationException, OmegaConfBaseException) as error:

@@ -39,7 +39,7 @@ from lightning_d9d.state.places import (
     read_small,
     refuse_overlap,
 )
-from lightning_d9d.strategy.checkpoint_files import AtomicFileIO, mapped, read_checkpoint
+from lightning_d9d.strategy.checkpoint_files import AtomicFileIO, is_checkpoint, mapped, read_checkpoint
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str]) -> None:
         "verify": not chosen.no_verify,
         "progress": sys.stderr.isatty(),
     }
-    if _is_checkpoint(str(source)):
+    if is_checkpoint(str(source)):
         _from_checkpoint(str(source), chosen.target, chosen.fused_experts, options)
     else:
         _from_huggingface(str(source), chosen.target, chosen.fused_experts, options)
@@ -94,10 +94,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--overwrite", action="store_true", help="replace the target, with everything in it")
     parser.add_argument("--no-verify", action="store_true", help="do not compare checksums first")
     return parser
-
-
-def _is_checkpoint(source: str) -> bool:
-    return "://" not in source and (is_directory(source) or Path(source).is_file())
 
 
 def _from_huggingface(source: str, target: str, fused_experts: bool, options: Mapping[str, Any]) -> None:

@@ -71,6 +71,11 @@ def _write(checkpoint: dict[str, Any], path: Path) -> None:
         publish(owner, overwrite=True)
 
 
+def is_checkpoint(source: str | Path) -> bool:
+    """Whether a checkpoint is there, a file or a directory; not one of Hugging Face's."""
+    return "://" not in str(source) and (is_directory(source) or Path(source).is_file())
+
+
 def never_runs_code(path: object, weights_only: bool | None) -> bool | None:
     """`weights_only` for Lightning's loading: what comes over http, too, runs code only if the user said so.
 

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_d9d.parallel.tokens import sequence_length
 from lightning_d9d.pipeline.totals import weighted_mean
+from lightning_d9d.strategy.sequence_parts import check_parts_of_sequences
 
 if TYPE_CHECKING:
     from lightning_d9d.strategy.module import D9DModule
@@ -28,7 +29,7 @@ def evaluate(module: D9DModule, batch: Any, prefix: str) -> dict[str, Tensor]:
     pipeline = module.pipeline
     pipeline.check_same(prefix, batch)
     cut = module.cut(batch)
-    module.check_parts_of_sequences(cut.microbatches[0])
+    check_parts_of_sequences(module, cut.microbatches[0])
     with module.schedule_running():
         totals = module.executor(nullcontext).evaluate(pipeline.forward_only(len(cut.microbatches)), cut)
     reported, sums = pipeline.report(prefix, totals)
@@ -82,7 +83,7 @@ def run_filler(module: D9DModule, batch: Any) -> None:
 def _outputs(module: D9DModule, batch: Any) -> list[Any]:
     """Of each microbatch that counts, on the last stage's ranks."""
     cut = module.cut(batch)
-    module.check_parts_of_sequences(cut.microbatches[0])
+    check_parts_of_sequences(module, cut.microbatches[0])
     with module.schedule_running():
         actions = module.pipeline.forward_only(len(cut.microbatches))
         return module.executor(nullcontext).outputs(actions, cut, module.predict_output)

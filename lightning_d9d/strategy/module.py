@@ -21,12 +21,10 @@ from lightning_d9d.data import Filling
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.log import logger
 from lightning_d9d.mesh import MeshConfig, MeshDomains
-from lightning_d9d.mesh.agreement import Ranks, first_of
+from lightning_d9d.mesh.agreement import first_of
 from lightning_d9d.mesh.sharding import local
 from lightning_d9d.parallel import ParallelConfig, parallelize
 from lightning_d9d.parallel.context import check_context
-from lightning_d9d.parallel.fsdp import reset
-from lightning_d9d.parallel.probe import TokenAxis, apart, probe
 from lightning_d9d.parallel.tensor import split_for_heads
 from lightning_d9d.parallel.tokens import own_chunks
 from lightning_d9d.pipeline.executor import Cut, Executor, loss_of, stage_inputs
@@ -78,7 +76,8 @@ class D9DModule(L.LightningModule):
         self._built: list[StageInfo] = []
         self._spread = (MeshConfig(), ParallelConfig())
         self._rows = BatchRows()
-        self._takes_parts = False
+        self.takes_parts = False
+        """Whether this run has found that the stages take parts of sequences."""
         self._in_schedule = False
         self.awaits_pretrained = False
         """Whether stages were built for which nobody has called `load_pretrained`, or found that it need not be."""
@@ -180,7 +179,7 @@ class D9DModule(L.LightningModule):
         """
         self.check_overrides()
         self._rows = BatchRows()  # other data may have other lists
-        self._takes_parts = False
+        self.takes_parts = False
         infos = self.pipeline.stages
         if len(self.stages) > 0:
             if self._built and self._must_change(infos):
@@ -312,49 +311,6 @@ class D9DModule(L.LightningModule):
             before_first=before_first,
         )
 
-    def check_parts_of_sequences(
-        self, microbatch: Any, forward_context: Callable[[], AbstractContextManager] = nullcontext
-    ) -> None:
-        """See in the first batch that the stages take parts of sequences, where ranks share them.
-
-        Collective over the ranks that share the batch.
-
-        Raises:
-            ConfigError: A module mixes or counts the tokens of its own rank; on all of these ranks. See `probe`.
-        """
-        axis = self._token_axis(microbatch)
-        if self._takes_parts or axis is None:
-            return
-        self._takes_parts = True
-        problems: list[ConfigError] = []
-
-        def look(stage: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-            assert self.pipeline.mesh is not None
-            try:
-                probe(stage, args, kwargs, self.pipeline.mesh, axis)
-            except ConfigError as problem:
-                problems.append(problem)
-
-        executor = self.executor(forward_context, look)
-        try:
-            with self.schedule_running(), apart(self.stages):
-                executor.outputs(self.pipeline.forward_only(1), Cut([microbatch], [None], 1), lambda output: None)
-        finally:
-            reset([each for each in self.stages.modules() if isinstance(each, FSDPModule)])
-        with Ranks(self.pipeline.readers).agreed(f"{type(self).__name__} cannot train on parts of sequences"):
-            if problems:
-                raise problems[0]
-
-    def _token_axis(self, microbatch: Any) -> TokenAxis | None:
-        """How to find tokens in what stages compute from a microbatch; None where ranks do not share sequences."""
-        tokens = self.pipeline.tokens
-        if tokens.multiple == 1 or not isinstance(microbatch, Mapping):
-            return None
-        for name, dim in self.sequence_dims.items():
-            if isinstance(tensor := microbatch.get(name), Tensor):
-                return TokenAxis.of(tokens, tensor.numel() // tensor.shape[dim], tensor.shape[dim])
-        return None
-
     @property
     def indexed_stages(self) -> dict[int, nn.Module]:
         """This rank's stages by index in the whole model."""
@@ -428,14 +384,41 @@ class D9DModule(L.LightningModule):
                 "plain LightningModule for manual optimization"
             )
 
+    def forward(self, batch: Any) -> Any:
+        """The output of the whole model for a batch, as `microbatch_loss` takes it; with gradients.
+
+        For a module that this process has all of: after `load_from_checkpoint`, a run without pipeline, context and
+        tensor parallelism, or `configure_model()`. The batch is on the module's device, and is not cut. Collective over
+        the ranks that shard the weights, if there are some.
+
+        Raises:
+            ConfigError: The stages are not built yet, or this rank has a part of them, or of the sequences.
+        """
+        name = type(self).__name__
+        if len(self.stages) == 0:
+            raise ConfigError(
+                f"the stages of {name} are built when a Trainer starts; call configure_model() to have them before"
+            )
+        mesh = self._spread[0]
+        shares_sequences = mesh.tensor_parallel * mesh.context_parallel_shard * mesh.context_parallel_replicate > 1
+        if self._built[0].num_stages > 1 or shares_sequences:
+            raise ConfigError(
+                f"this rank has a part of {name} or of its sequences: use Trainer.predict on all ranks, or "
+                f"{name}.load_from_checkpoint in one process"
+            )
+        return self._output_of(self.prepare_batch(batch))
+
+    def _output_of(self, batch: Any) -> Any:
+        inputs = stage_inputs(self, batch)
+        return self.stages[0](**inputs.first, **inputs.shared)
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """One batch under a stock strategy; `D9DStrategy` runs `train_step.TrainStep` instead."""
         self._watch_optimizer()
         totals = BatchTotals()
         batch = self.prepare_batch(batch)
         with self.schedule_running():
-            inputs = stage_inputs(self, batch)
-            output = self.stages[0](**inputs.first, **inputs.shared)
+            output = self._output_of(batch)
             value_sum = loss_of(self, output, batch, self.rows_of(batch), totals)
         assert totals.loss is not None
         loss = weighted_mean(value_sum, totals.loss[1])

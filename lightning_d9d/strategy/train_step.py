@@ -47,6 +47,7 @@ from lightning_d9d.pipeline.totals import BatchTotals, weighted_mean
 from lightning_d9d.strategy.data_parallel import DataParallelStages
 from lightning_d9d.strategy.optimizer_step import OptimizerStep
 from lightning_d9d.strategy.pipeline import Tie
+from lightning_d9d.strategy.sequence_parts import check_parts_of_sequences
 from lightning_d9d.sync.norm import clip_factor, clip_gradients_by_norm
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ class TrainStep:
         self.pipeline.check_same("train", batch)
         check = self._is_first_batch and batch_index == 0  # resumed, the first may be the short last one of an epoch
         cut = self.module.cut(batch, check=check, trains=True)
-        self.module.check_parts_of_sequences(cut.microbatches[0], self.executor.forward_context)
+        check_parts_of_sequences(self.module, cut.microbatches[0], self.executor.forward_context)
         self._is_first_batch = self._is_new_window = False
         num_data_ranks = self.num_ranks // self.pipeline.tokens.cut.size
         num_counting = (self.module.filling.num_counting or num_data_ranks) * self.pipeline.tokens.cut.size

@@ -1,0 +1,18 @@
+"""Text from a trained model, and how well it predicts text: in one process, to look at a model, not to serve one."""
+
+from lightning_d9d.generation.cache import CachedDecoder
+from lightning_d9d.generation.perplexity import TextScore, score
+from lightning_d9d.generation.sampling import Sampling, generate
+from lightning_d9d.generation.sources import ByteTokenizer, Tokenizer, load_model, load_tokenizer
+
+__all__ = [
+    "ByteTokenizer",
+    "CachedDecoder",
+    "Sampling",
+    "TextScore",
+    "Tokenizer",
+    "generate",
+    "load_model",
+    "load_tokenizer",
+    "score",
+]

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.generation.cache import CachedDecoder
+from lightning_d9d.models.qwen3_moe.model import Qwen3MoeForCausalLM
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen from the logits."""
+
+    temperature: float = 0.0
+    """What logits are divided by before a token is drawn; lower is more certain. 0 takes the likeliest one."""
+
+    top_k: int | None = None
+    """How many of the likeliest tokens are drawn from; None: all."""
+
+    top_p: float | None = None
+    """Drawn from are the fewest likeliest tokens that have this probability together; None: all
+    (https://arxiv.org/abs/1904.09751)."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ConfigError(
+                f"Sampling.temperature={self.temperature} must be at least 0; 0 takes the likeliest token"
+            )
+        if self.top_k is not None and self.top_k < 1:
+            raise ConfigError(f"Sampling.top_k={self.top_k} must be at least 1")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ConfigError(f"Sampling.top_p={self.top_p} must be above 0 and at most 1")
+        if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
+            raise ConfigError(
+                "Sampling.top_k and top_p do nothing at temperature=0, which draws nothing; set it to 1.0"
+            )
+
+    def choose(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """The next token of each row, int64 `[batch]`, from logits `[batch, vocab]`."""
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        logits = logits.float() / self.temperature
+        if self.top_k is not None and self.top_k < logits.shape[-1]:
+            least = logits.topk(self.top_k).values[:, -1:]
+            logits = logits.masked_fill(logits < least, float("-inf"))
+        probabilities = logits.softmax(-1)
+        if self.top_p is not None:
+            ordered, order = probabilities.sort(descending=True, stable=True)
+            before = ordered.cumsum(-1) - ordered
+            left_out = torch.empty_like(before, dtype=torch.bool).scatter_(-1, order, before >= self.top_p)
+            probabilities = probabilities.masked_fill(left_out, 0)
+        return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
+
+
+@torch.no_grad()
+def generate(
+    model: Qwen3MoeForCausalLM,
+    prompt: Tensor,
+    max_new_tokens: int,
+    sampling: Sampling = Sampling(),
+    *,
+    stop: Collection[int] = (),
+    seed: int = 0,
+) -> Iterator[int]:
+    """The tokens that follow a prompt, one by one; each token is computed once. Local.
+
+    Args:
+        model: A whole one, on one device. It is put into `eval()` while it runs.
+        prompt: Integers, shape `[seq]`, at least one.
+        max_new_tokens: After how many to end.
+        sampling: How tokens are chosen.
+        stop: Tokens that end the text; they are not given out.
+        seed: Of what is drawn.
+
+    Raises:
+        ConfigError: The prompt is empty, or has with `max_new_tokens` more tokens than the model has positions.
+    """
+    length, limit = len(prompt) + max_new_tokens, model.config.max_position_embeddings
+    if len(prompt) == 0:
+        raise ConfigError("the prompt has no token; give at least one, such as the tokenizer's first of a text")
+    if length > limit:
+        raise ConfigError(
+            f"a prompt of {len(prompt)} tokens and max_new_tokens={max_new_tokens} are more than "
+            f"max_position_embeddings={limit} of the model; ask for at most {max(0, limit - len(prompt))}"
+        )
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
+    decoder, tokens = CachedDecoder(model, length), prompt.to(device)[None]
+    was_training = model.training
+    model.eval()
+    try:
+        for _ in range(max_new_tokens):
+            tokens = sampling.choose(decoder(tokens)[:, -1], generator)[None]
+            if (token := int(tokens)) in stop:
+                return
+            yield token
+    finally:
+        model.train(was_training)

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.models.qwen3_moe.config import Qwen3MoeConfig
+from lightning_d9d.models.qwen3_moe.huggingface import load_huggingface
+from lightning_d9d.models.qwen3_moe.model import Qwen3MoeForCausalLM
+from lightning_d9d.models.qwen3_moe.module import Qwen3MoePretraining
+from lightning_d9d.state import DTYPE_NAMES
+from lightning_d9d.state.format import read_json
+from lightning_d9d.state.places import place_of
+from lightning_d9d.strategy.checkpoint_files import is_checkpoint
+
+BYTES = "bytes"
+_NUM_BYTES = 256
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
+
+
+class Tokenizer(Protocol):
+    """What turns text into tokens and back; those of `transformers` do."""
+
+    def encode(self, text: str) -> Sequence[int]:
+        """The tokens of a text."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens."""
+        ...
+
+
+class ByteTokenizer:
+    """Takes the UTF-8 bytes of a text for its tokens, as `ByteTextDataModule` does."""
+
+    def encode(self, text: str) -> list[int]:
+        """The bytes of a text."""
+        return list(text.encode())
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of bytes; what is no UTF-8, or no byte, becomes a replacement character."""
+        return b"".join(bytes([t]) if t < _NUM_BYTES else b"\xff" for t in tokens).decode(errors="replace")
+
+
+def load_model(source: str | Path, dtype: torch.dtype | None = None, device: str = "cpu") -> Qwen3MoeForCausalLM:
+    """A whole Qwen3-MoE from a Hugging Face directory or a checkpoint of `Qwen3MoePretraining`. Local.
+
+    Args:
+        source: A directory with `config.json` and safetensors files; a checkpoint directory, or a `.ckpt` file.
+        dtype: Of the weights; None leaves them as a checkpoint has them, or as `config.json` says.
+        device: Where the model is.
+
+    Raises:
+        StateError: Nothing that can be read is there, or a file is damaged.
+        ConfigError: It is another kind of model.
+    """
+    if is_checkpoint(source):
+        model = Qwen3MoePretraining.load_from_checkpoint(source).model
+        return model.to(device=device, dtype=dtype).eval()
+    config = Qwen3MoeConfig.from_json(source)
+    with torch.device("meta"):
+        model = Qwen3MoeForCausalLM(config).to(dtype or _stored_dtype(source))
+    model.to_empty(device=device)
+    load_huggingface(model, source)
+    return model.eval()
+
+
+def _stored_dtype(source: str | Path) -> torch.dtype:
+    described = read_json(place_of(source) / "config.json")
+    name = described.get("dtype") or described.get("torch_dtype")
+    return next((dtype for dtype in DTYPE_NAMES if str(dtype) == f"torch.{name}"), torch.float32)
+
+
+def load_tokenizer(name: str | None, source: str | Path, vocab_size: int) -> Tokenizer:
+    """The tokenizer of a model. Local.
+
+    Args:
+        name: A directory, or a name that `transformers` knows, with tokenizer files; "bytes" for a model of bytes. None
+            takes the files beside the model, or bytes if it has 256 tokens.
+        source: Of the model.
+        vocab_size: Of the model.
+
+    Raises:
+        ConfigError: There is none, it has more tokens than the model, or `transformers` is not installed.
+    """
+    if name is None:
+        beside = Path(source)
+        if any((beside / file).is_file() for file in _TOKENIZER_FILES):
+            name = str(beside)
+        elif vocab_size == _NUM_BYTES:
+            name = BYTES
+        else:
+            raise ConfigError(
+                f"{source} has no tokenizer ({', '.join(_TOKENIZER_FILES)}) beside it; give one by --tokenizer, a "
+                "directory or a name on Hugging Face's hub, or 'bytes' for a model that was trained on bytes"
+            )
+    if name == BYTES:
+        return ByteTokenizer()
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ConfigError(f"the tokenizer {name!r} needs transformers: pip install 'lightning-d9d[hf]'") from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the tokenizer {name!r} cannot be read: {str(error).splitlines()[0]}") from error
+    if len(tokenizer) > vocab_size and max(tokenizer.get_vocab().values()) >= vocab_size:
+        raise ConfigError(
+            f"the tokenizer {name!r} has ids up to {max(tokenizer.get_vocab().values())}, but the model has "
+            f"vocab_size={vocab_size}; give the one that it was trained with"
+        )
+    return tokenizer

@@ -1,0 +1,121 @@
+"""`lightning-d9d generate` and `evaluate`, in processes of their own and in this one."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from lightning_d9d import D9DStrategy, StateError
+from lightning_d9d.datamodules import ByteTextDataModule
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.generation import ByteTokenizer, generate, load_model, load_tokenizer
+from lightning_d9d.generation.commands import main_evaluate, main_generate
+from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3MoePretraining, save_huggingface
+from tests.generation.test_cache import CONFIG
+from tests.strategy.plain import trainer
+
+TEXT = "def run(self):\n    return self.numbers\n" * 12
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+    """A folder with a checkpoint directory, a `.ckpt` file and an export, and the perplexity of TEXT."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "text.txt").write_text(TEXT)
+    torch.manual_seed(0)
+    module = Qwen3MoePretraining(preset="tiny", learning_rate=3e-3, warmup_steps=2)
+    data = ByteTextDataModule(str(folder), "*.txt", sequence_length=32, batch_size=2, validation_fraction=0.1)
+    run = trainer(D9DStrategy(), 1, max_steps=6, limit_val_batches=0)
+    run.fit(module, datamodule=data)
+    run.save_checkpoint(folder / "directory.ckpt")
+    torch.save(
+        {**(saved := {"pytorch-lightning_version": "2.6.0"}), "state_dict": module.state_dict(), **_arguments(module)},
+        folder / "file.ckpt",
+    )
+    assert saved
+    save_huggingface(module.model, folder / "export")
+    tokens = torch.tensor(list(TEXT.encode()))
+    with torch.no_grad():
+        losses = module.model(tokens[None, :-1], labels=tokens[None, 1:]).loss
+    return folder, float(losses.mean().exp())
+
+
+def _arguments(module: Qwen3MoePretraining) -> dict[str, object]:
+    checkpoint: dict[str, object] = {}
+    module.on_save_checkpoint(checkpoint)
+    return checkpoint
+
+
+@pytest.mark.parametrize("source", ["directory.ckpt", "file.ckpt", "export"])
+def test_the_model_is_the_trained_one(trained: tuple[Path, float], source: str, capsys: pytest.CaptureFixture) -> None:
+    folder, perplexity = trained
+    main_evaluate([str(folder / source), str(folder / "text.txt"), "--context-length", "512", "--device", "cpu"])
+    shown = capsys.readouterr().out
+    found = re.fullmatch(r"perplexity ([\d.]+)  loss ([\d.]+)  bits per byte ([\d.]+)  tokens (\d+)\n", shown)
+    assert found is not None
+    assert float(found[1]) == pytest.approx(perplexity, rel=1e-4)
+    assert int(found[4]) == len(TEXT) - 1
+    model = load_model(folder / source)
+    main_generate([str(folder / source), "--prompt", "def ", "--max-new-tokens", "12", "--device", "cpu"])
+    expected = ByteTokenizer().decode(list(generate(model, torch.tensor(list(b"def ")), 12)))
+    assert capsys.readouterr().out == f"def {expected}\n"
+
+
+def test_the_shell_command(trained: tuple[Path, float]) -> None:
+    """A prompt from standard input; equal seeds draw equal text."""
+    folder, _ = trained
+    command = [sys.executable, "-m", "lightning_d9d.cli", "generate", str(folder / "export"), "--prompt", "-"]
+    command += ["--temperature", "0.8", "--top-k", "20", "--max-new-tokens", "10", "--device", "cpu"]
+    one, other = (
+        subprocess.run(command, input="def run", capture_output=True, text=True, timeout=100) for _ in range(2)
+    )
+    assert one.returncode == 0, one.stderr
+    assert one.stdout.startswith("def run")
+    assert one.stdout == other.stdout
+    missing = [*command[:3], "evaluate", str(folder / "export"), str(folder / "nothing.txt"), "--device", "cpu"]
+    failed = subprocess.run(missing, capture_output=True, text=True, timeout=100)
+    assert failed.returncode == 2
+    assert "nothing.txt cannot be read as UTF-8 text" in failed.stderr
+
+
+def test_a_tokenizer_beside_the_model_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    words = {"[UNK]": 0, "the": 1, "model": 2, "writes": 3}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    torch.manual_seed(0)
+    save_huggingface(Qwen3MoeForCausalLM(CONFIG), tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"has no tokenizer .* beside it; give one by --tokenizer"):
+        load_tokenizer(None, tmp_path / "model", 64)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "model")
+    assert load_tokenizer(None, tmp_path / "model", 64).encode("the model") == [1, 2]
+    main_generate([str(tmp_path / "model"), "--prompt", "the model", "--max-new-tokens", "3", "--device", "cpu"])
+    assert capsys.readouterr().out.startswith("the model")
+    with pytest.raises(ConfigError, match="ids up to 3, but the model has vocab_size=2"):
+        load_tokenizer(str(tmp_path / "model"), tmp_path, 2)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_tokenizer(str(tmp_path / "nothing"), tmp_path, 64)
+
+
+def test_characters_of_several_bytes_come_whole() -> None:
+    tokenizer = ByteTokenizer()
+    assert tokenizer.decode(tokenizer.encode("größer")) == "größer"
+    assert tokenizer.decode([104, 300, 0xC3]) == "h\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}"
+
+
+def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises((ConfigError, StateError), match="nothing"):
+        load_model(tmp_path / "nothing")
+
+
+def test_dtypes(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    save_huggingface(Qwen3MoeForCausalLM(Qwen3MoeConfig.preset("tiny")), tmp_path / "half", dtype=torch.bfloat16)
+    assert next(load_model(tmp_path / "half").parameters()).dtype == torch.bfloat16
+    assert next(load_model(tmp_path / "half", torch.float32).parameters()).dtype == torch.float32
