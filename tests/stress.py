@@ -61,7 +61,8 @@ class Loop:
                 self.num_run += 1
                 if ended.returncode != 0:
                     self.failed.append(number)
-                    print(f"round {number}\n{ended.stdout}", flush=True)
+                    print(ended.stdout)
+                print(f"round {number}: {'failed' if ended.returncode else 'passed'}", flush=True)
 
 
 def main() -> int:

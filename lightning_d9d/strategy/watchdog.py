@@ -39,8 +39,8 @@ end of an evaluation, whose lengths may differ, ranks meet before metrics are re
 [Note: leaving] A rank whose run ends, well or not, counts itself as arrived. When all have arrived rank 0 writes
 "closed", together with a stop request if there was one: either all ranks heard it or none. That ends the watch, also
 after a failure: a process may catch the same ConfigError as all others and go on. At a normal end ranks wait for it. As
-the store usually lives in rank 0's process, rank 0 also waits until all others have read it (they count themselves as
-left), and after a failure it stays for a moment so that they can read that.
+the store usually lives in rank 0's process, rank 0 also waits until all others have read it or are at their exit (they
+count themselves as left). After a failure ranks may not arrive at all: rank 0 stays for a moment so that they can read.
 """
 
 from __future__ import annotations
@@ -382,6 +382,9 @@ class RankWatch:
     def _be_silent(self) -> None:
         """At exit: a thread inside the store when the interpreter goes would abort the process."""
         is_free = self._talking.acquire(timeout=self._patience)  # it is not where the store does not answer
+        if is_free and self._counted and not (self._closed or self._left):
+            with suppress(RuntimeError):  # the store has gone
+                self._store.add("num_left", 1)
         self._left = True
         if is_free:
             self._talking.release()
@@ -538,7 +541,6 @@ class RankWatch:
     def _leave(self) -> None:
         self._left = (
             self.rank != 0
-            or self.failure is not None
             or self._store.add("num_left", 0) == self._world_size
             or time.monotonic() > self._closed_at + self._patience
         )

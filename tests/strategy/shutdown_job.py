@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_d9d import D9DStrategy, TimeoutConfig
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.strategy.watchdog import RankWatch
 
 SHUTDOWN_SECONDS = 2.0
 
@@ -51,6 +52,19 @@ def fail_as_configured() -> None:
     raise ConfigError("field=3 must be 4")
 
 
+def answer_slowly(_: int) -> None:
+    """The watchdog of rank 1 looks into the store twice a second, as on a busy machine."""
+    if rank() == 1:
+        RankWatch._sleep = lambda self, seconds: time.sleep(0.5)  # type: ignore[method-assign]
+    fail_as_configured()
+
+
+def live_longer_than_the_store(_: int) -> None:
+    if rank() == 0:
+        os._exit(1)
+    time.sleep(1.0)
+
+
 def send(number: signal.Signals) -> Callable[[], None]:
     return lambda: os.kill(os.getpid(), number)
 
@@ -71,6 +85,9 @@ class Case:
     """None: 2 on rank 0, and no end on rank 1."""
     num_train_batches: tuple[float, float] = (float("inf"), float("inf"))
     """On each rank."""
+    after: Callable[[int], None] = nothing
+    """When the fit has raised."""
+    shutdown_seconds: float = SHUTDOWN_SECONDS
 
 
 class BlocksOnException(L.Callback):
@@ -150,6 +167,7 @@ CASES = {
     "raise_in_setup": Case(setup=on_rank(1, 0, fail)),
     "raise_in_dataloader": Case(load=on_rank(1, 3, fail)),
     "raise_everywhere": Case(setup=lambda _: fail_as_configured()),
+    "raise_everywhere_slowly": Case(setup=answer_slowly, after=live_longer_than_the_store, shutdown_seconds=20.0),
     "raise_and_block": Case(train=on_rank(1, 3, fail), callback=BlocksOnException),
     "exit": Case(train=on_rank(1, 3, lambda: os._exit(3))),
     "kill": Case(train=on_rank(1, 3, send(signal.SIGKILL))),
@@ -246,7 +264,7 @@ def fit(case: Case) -> None:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=D9DStrategy(timeouts=TimeoutConfig(shutdown_seconds=SHUTDOWN_SECONDS)),
+        strategy=D9DStrategy(timeouts=TimeoutConfig(shutdown_seconds=case.shutdown_seconds)),
         callbacks=[case.callback()] if case.callback else [],
         logger=False,
         enable_checkpointing=False,
@@ -268,6 +286,7 @@ def main(directory: str, *names: str) -> None:
             fit(CASES[name])
         except BaseException as error:
             record("end", f"{type(error).__name__}({error})", leftovers())
+            CASES[name].after(0)
             if index == len(names):
                 raise
         else:

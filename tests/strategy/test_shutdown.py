@@ -209,6 +209,14 @@ def test_error_of_all_ranks_may_be_caught(tmp_path):
         assert output.rstrip().endswith("ConfigError: field=3 must be 4")
 
 
+def test_the_store_is_there_until_all_ranks_have_left(tmp_path):
+    """The store's client writes a native stack where it goes away, behind the error that a user is to read."""
+    ended = run_forked(tmp_path, "raise_everywhere_slowly")
+    assert ended.exit_codes == [1, 1]
+    assert ended.outputs[1].rstrip().endswith("ConfigError: field=3 must be 4")
+    assert "TCPStore" not in ended.outputs[1]
+
+
 def test_rank_that_holds_the_store_raises(tmp_path):
     ended = run_forked(tmp_path, "raise_in_train_on_0")
     assert ended.exit_codes == [1, 1]
