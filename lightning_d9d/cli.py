@@ -8,12 +8,14 @@ import reprlib
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jsonargparse
+import yaml
+from jsonargparse import Namespace
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf.errors import OmegaConfBaseException
 
@@ -40,18 +42,53 @@ _COMMANDS = {
 """Beside those of LightningCLI."""
 
 
+class _Parser(LightningArgumentParser):
+    """LightningCLI's parser, which saves `${...}` as it was written: `${oc.env:NAME}` may be a secret."""
+
+    written: Mapping[str, Any] | None = None
+    """The configuration before `${...}` was replaced; None where there is none."""
+
+    def dump(self, *args: Any, **kwargs: Any) -> str:
+        """The configuration as text. OmegaConf replaces `${...}` in the first that has any."""
+        text = super().dump(*args, **kwargs)
+        if self.written is None and "${" in text:
+            self.written = yaml.safe_load(text)
+        return text
+
+    def save(self, namespace: Namespace, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        """Writes the configuration to a file, with `${...}` in place of the values."""
+        if self.written is not None:
+            namespace = _as_written(namespace.clone(), self.written)
+            kwargs["skip_validation"] = True  # it was valid, and `${...}` is no number
+        super().save(namespace, path, *args, **kwargs)
+
+
+def _as_written(value: Any, written: Any) -> Any:
+    """The value, with what was written in each place that had a `${...}`."""
+    if isinstance(written, str) and "${" in written:
+        return written
+    if isinstance(value, list) and isinstance(written, list) and len(value) == len(written):
+        return [_as_written(each, before) for each, before in zip(value, written, strict=True)]
+    values = vars(value) if isinstance(value, Namespace) else value
+    if isinstance(values, dict) and isinstance(written, Mapping):
+        for name in values.keys() & written.keys():
+            values[name] = _as_written(values[name], written[name])
+    return value
+
+
 class SaveTrainingConfig(SaveConfigCallback):
     """Lightning's, for fit alone: validating a run must not replace the record of its training."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Write `config.yaml`. It has the values of `${oc.env:NAME}`, so other users may not read it."""
+        """Write `config.yaml` for its owner alone: arguments may be secrets."""
         if stage != "fit":
             return
         folder = str(trainer.log_dir)  # this broadcasts the directory
         if trainer.is_global_zero and self.overwrite and not self.already_saved and "://" not in folder:
-            os.makedirs(folder, exist_ok=True)
-            with open(os.open(Path(folder) / self.config_filename, os.O_CREAT | os.O_WRONLY, 0o600), "wb") as file:
-                os.fchmod(file.fileno(), 0o600)
+            path = Path(folder) / self.config_filename
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)  # with a link, too
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         super().setup(trainer, pl_module, stage)
 
 
@@ -60,7 +97,8 @@ class D9DCLI(LightningCLI):
 
     Interpolations are those of OmegaConf, resolved after files and arguments are merged: `${trainer.max_steps}` is
     what the command line says it is, `${oc.env:NAME,default}` reads the environment. The `config.yaml` that fit
-    saves replaces that of an earlier run in the same folder. Arguments are LightningCLI's.
+    saves has them as they were written, and replaces that of an earlier run in the same folder. Arguments are
+    LightningCLI's.
     """
 
     def __init__(
@@ -69,6 +107,7 @@ class D9DCLI(LightningCLI):
         parser_kwargs: dict[str, Any] | None = None,
         save_config_callback: type[SaveConfigCallback] | None = SaveTrainingConfig,
         save_config_kwargs: dict[str, Any] | None = None,
+        parser_class: type[LightningArgumentParser] = _Parser,
         **kwargs: Any,
     ) -> None:
         # Else `${trainer.max_steps}` in the file of a subcommand would have to be `${fit.trainer.max_steps}`.
@@ -78,8 +117,15 @@ class D9DCLI(LightningCLI):
             parser_kwargs={"parser_mode": "omegaconf+"} | (parser_kwargs or {}),
             save_config_callback=save_config_callback,
             save_config_kwargs={"overwrite": True} | (save_config_kwargs or {}),
+            parser_class=parser_class,
             **kwargs,
         )
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parses the arguments, and tells the subcommand's parser, which saves them, what the user wrote."""
+        super().parse_arguments(parser, args)
+        if (subcommand := self.config.get("subcommand")) and isinstance(parser, _Parser) and parser.written:
+            cast(_Parser, self._parser(subcommand)).written = parser.written[subcommand]
 
     def _parse_ckpt_path(self) -> None:
         """Compares the module's arguments in the checkpoint with the configuration, which wins.

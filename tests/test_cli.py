@@ -171,6 +171,38 @@ def test_interpolations_that_lead_nowhere_are_named(
     assert "(resolved" not in error
 
 
+def test_what_is_interpolated_is_saved_as_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FOLDER", "secret")
+    config = tmp_path / "given.yaml"
+    config.write_text(
+        "seed_everything: 1\n"
+        "model:\n  class_path: Qwen3MoePretraining\n  init_args:\n    preset: tiny\n"
+        "    warmup_steps: ${trainer.max_steps}\n    learning_rate: ${oc.decode:${oc.env:RATE,1e-3}}\n"
+        "data:\n  class_path: ByteTextDataModule\n  init_args:\n    batch_size: ${.sequence_length}\n"
+        "    sequence_length: ${oc.env:LENGTH,64}\n"
+        "trainer:\n  max_steps: ${oc.env:STEPS,5}\n  default_root_dir: ${oc.env:FOLDER}/runs\n"
+        "  callbacks:\n  - class_path: LossCurve\n    init_args: {path: '${trainer.default_root_dir}/a.png'}\n"
+    )
+    arguments = ("--config", str(config), "--data.sequence_length", "32", "--trainer.max_epochs", "2")
+    cli = build(*arguments)
+    assert callbacks(cli)["LossCurve"].path == Path("secret/runs/a.png")
+    assert cli.datamodule.batch_size == 32
+    saved = tmp_path / "saved.yaml"
+    callback = callbacks(cli)["SaveTrainingConfig"]
+    callback.parser.save(callback.config, saved, skip_none=False, multifile=False)
+    values = yaml.safe_load(saved.read_text())
+    assert "secret" not in saved.read_text()
+    assert values["model"]["init_args"]["warmup_steps"] == "${...trainer.max_steps}"
+    assert values["model"]["init_args"]["learning_rate"] == "${oc.decode:${oc.env:RATE,1e-3}}"
+    assert values["data"]["init_args"]["batch_size"] == "${.sequence_length}"
+    assert values["data"]["init_args"]["sequence_length"] == 32
+    assert values["trainer"]["max_steps"] == "${oc.env:STEPS,5}"
+    assert values["trainer"]["max_epochs"] == 2
+    assert values["trainer"]["callbacks"][0]["init_args"]["path"] == "${....default_root_dir}/a.png"
+    again = build("--config", str(saved))
+    assert again.config.fit.as_dict() | {"config": None} == cli.config.fit.as_dict() | {"config": None}
+
+
 def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("JSONARGPARSE_DEBUG", "true")
     monkeypatch.setattr(sys, "argv", ["lightning-d9d", "fit", "--config", TINY, "--data.batch_size", "0"])

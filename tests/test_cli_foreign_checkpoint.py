@@ -83,11 +83,26 @@ def test_the_values_of_the_configuration_win(tmp_path: Path):
     assert (done.stdout + done.stderr).count("rate=0.5 (not 0.25), width=3 (not 7)") == 1
 
 
-def test_the_saved_configuration_is_for_its_owner(tmp_path: Path):
+def test_the_saved_configuration_is_for_its_owner_and_has_no_secret(tmp_path: Path):
     write_module(tmp_path, "ours")
     (tmp_path / "more.yaml").write_text("model: {init_args: {width: '${oc.env:SECRET}'}}\n")
     done = fit(tmp_path, "--config", "more.yaml", SECRET="12345")
     assert done.returncode == 0, done.stderr
+    assert "width 12345" in done.stdout
     saved = tmp_path / "out" / "config.yaml"
-    assert yaml.safe_load(saved.read_text())["model"]["init_args"]["width"] == 12345
+    assert "12345" not in saved.read_text()
+    assert yaml.safe_load(saved.read_text())["model"]["init_args"]["width"] == "${oc.env:SECRET}"
     assert stat.S_IMODE(saved.stat().st_mode) == 0o600
+    done = fit(tmp_path, "--config", str(saved), SECRET="67890")
+    assert "width 67890" in done.stdout
+
+
+def test_the_saved_configuration_is_not_written_through_a_link(tmp_path: Path):
+    write_module(tmp_path, "ours")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "other").write_text("other")
+    (tmp_path / "out" / "config.yaml").symlink_to(tmp_path / "other")
+    done = fit(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "other").read_text() == "other"
+    assert "max_steps: 1" in (tmp_path / "out" / "config.yaml").read_text()

@@ -1,14 +1,17 @@
-"""Before ranks join: whether the launcher started what the Trainer expects, and which network several nodes use."""
+"""Before ranks join: whether the launcher started what the Trainer expects, and on which network they meet."""
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 import struct
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
+import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 
@@ -114,4 +117,51 @@ def choose_network_interface(
                 os.environ[variable] = path.name
             rank_zero_info(f"Nodes talk over {path.name}; {' and '.join(_INTERFACE_VARIABLES)} choose otherwise.")
             return path.name
+    return None
+
+
+def local_store(environment: ClusterEnvironment, num_nodes: int, timeout: timedelta) -> dist.TCPStore | None:
+    """The store of ranks that meet at an address of this machine, on that address alone. Collective.
+
+    torch by itself listens on all addresses, and whoever reaches the port controls the job.
+
+    Args:
+        environment: Of the run, with its number of ranks.
+        num_nodes: Nodes of the run.
+        timeout: How long ranks wait for each other.
+
+    Returns:
+        The store; None where torch is to start it: for several nodes, or an address that others reach. None also under
+        torchrun, which has started one.
+    """
+    address, port = environment.main_address, environment.main_port
+    if num_nodes > 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or not _is_loopback(address):
+        return None
+    is_first = environment.global_rank() == 0
+    return dist.TCPStore(
+        address,
+        port,
+        environment.world_size(),
+        is_first,
+        timeout,
+        multi_tenant=True,
+        master_listen_fd=_listen(address, port) if is_first else None,
+    )
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        found = {each[4][0] for each in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(each).is_loopback for each in found)
+
+
+def _listen(address: str, port: int) -> int | None:
+    """A socket that the store takes over; None where the port is in use, perhaps by this process's earlier store."""
+    for family, *_, place in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM):
+        try:
+            return socket.create_server(place, family=family).detach()
+        except OSError:
+            continue
     return None

@@ -32,6 +32,7 @@ from lightning_d9d.strategy.launch import (
     check_launcher_is_noticed,
     check_number_of_ranks,
     choose_network_interface,
+    local_store,
 )
 from lightning_d9d.strategy.shutdown import Shutdown, end_children_at_exit
 
@@ -187,10 +188,12 @@ class RankedStrategy(ParallelStrategy):
         self.set_world_ranks()
         if self.world_size > 1 and not dist.is_initialized():
             choose_network_interface(self.num_nodes)
+            timeout = timedelta(seconds=self.timeouts.init_seconds)
             _init_dist_connection(
                 self.cluster_environment,
                 self.process_group_backend,
-                timeout=timedelta(seconds=self.timeouts.init_seconds),
+                store=local_store(self.cluster_environment, self.num_nodes, timeout),
+                timeout=timeout,
                 device_id=self.root_device if self.root_device.type != "cpu" else None,
             )
         if self.world_size > 1:

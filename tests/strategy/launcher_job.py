@@ -125,6 +125,12 @@ CASES = {
 }
 
 
+def answers(host: str, port: int) -> bool:
+    """Whether someone listens there. 127.0.0.2 is this machine by another address."""
+    with socket.socket() as probe:
+        return probe.connect_ex((host, port)) == 0
+
+
 def main(directory: str, *names: str) -> None:
     told: dict[str, Any] = {}
     for name in names:
@@ -134,6 +140,7 @@ def main(directory: str, *names: str) -> None:
             "environment": type(environment).__name__,
             "address": environment.main_address,
             "port": environment.main_port,
+            "answers": {host: answers(host, environment.main_port) for host in ("127.0.0.1", "127.0.0.2")},
             "place": [trainer.global_rank, trainer.node_rank, trainer.local_rank, trainer.world_size],
             "losses": model.losses,
             "weights": [*model.layer.weight[0].tolist(), model.layer.bias.item()],

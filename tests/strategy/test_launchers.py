@@ -146,6 +146,15 @@ def test_slurm_bare_srun_on_one_node(tmp_path):
     check(records, "SLURMEnvironment", "127.0.0.1", port, ON_ONE_NODE)
 
 
+def test_the_store_of_one_node_listens_on_its_address_alone(tmp_path):
+    port = free_port(range(25000, 32000))
+    shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "NODE_RANK": "0"}
+    environments = [{**shared, "LOCAL_RANK": str(rank)} for rank in range(2)]
+    records = run_ranks(tmp_path, environments, ["two_devices"])
+    check(records, "LightningEnvironment", "localhost", port, ON_ONE_NODE)
+    assert records[0]["answers"] == {"127.0.0.1": True, "127.0.0.2": False}  # the store is in rank 0's process
+
+
 def test_slurm_puts_a_job_back_into_the_queue(tmp_path, monkeypatch):
     """One rank gets the signal in the middle of its collectives; all save at the end of the same window, and end."""
     (tmp_path / "scontrol").write_text(f"#!/bin/sh\necho $1 $2 > {tmp_path}/queue\n")
