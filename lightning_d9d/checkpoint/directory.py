@@ -12,6 +12,7 @@ import io
 import os
 import re
 import stat
+import weakref
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -28,7 +29,7 @@ from lightning_d9d.checkpoint.torch_files import check_archive, read_saved
 from lightning_d9d.errors import ConfigError, StateError
 from lightning_d9d.mesh.agreement import Ranks, first_of
 from lightning_d9d.state.directory import make_directory, publish, sync
-from lightning_d9d.state.owner import Owner, owned, remove
+from lightning_d9d.state.owner import Owner, hold, owned, remove, unless_held
 from lightning_d9d.state.regular import open_regular
 
 VALUES_NAME = "values.pt"
@@ -159,7 +160,8 @@ def _save(
 def open_directory(path: str | Path, *, group: dist.ProcessGroup | None = None, alone: bool = False) -> Checkpoint:
     """Read a checkpoint's values, and check that its tensors are there. Collective, unless `alone`.
 
-    Runs no code of the files.
+    Runs no code of the files. Another job may save to the path at any time: tensors that were opened stay until the
+    checkpoint is let go of.
 
     Args:
         path: As given to `save_directory`.
@@ -174,17 +176,22 @@ def open_directory(path: str | Path, *, group: dist.ProcessGroup | None = None, 
     opened: list[Checkpoint] = []
 
     def read() -> str:
-        content = _read_values(path)
-        data = path / content["data"]
-        metadata = read_metadata(data, content["metadata"], ranks.share)
-        reader = TensorReader(data, metadata, content["checksums"])
+        with ExitStack() as held:
+            content = _read_and_hold(path, held)
+            data = path / content["data"]
+            metadata = read_metadata(data, content["metadata"], ranks.share)
+            reader = TensorReader(data, metadata, content["checksums"])
+            weakref.finalize(reader, held.pop_all().close)
         opened.append(Checkpoint(path, content["values"], reader, ranks))
         return content["data"]
 
     failure = f"checkpoint {str(path)!r} cannot be read"
-    if len(set(ranks.together(failure, read))) > 1:
-        raise StateError(f"{failure}: ranks see different ones; put it on a file system that all ranks see")
-    return opened[0]
+    before: set[str] = set()
+    while len(found := set(ranks.together(failure, read))) > 1:  # another job may just have saved to it
+        if found <= before:
+            raise StateError(f"{failure}: ranks see different ones; put it on a file system that all ranks see")
+        before = found
+    return opened[-1]
 
 
 def remove_directory(path: str | Path) -> None:
@@ -375,6 +382,23 @@ def _read_values(path: Path) -> dict[str, Any]:
     return content
 
 
+def _read_and_hold(path: Path, held: ExitStack) -> dict[str, Any]:
+    """The values; until `held` is closed, no job that saves removes their tensors.
+
+    Another job may just have replaced them: then these are the new ones.
+    """
+    before = None
+    while True:
+        content = _read_values(path)
+        metadata = hold(path / content["data"] / METADATA_NAME)
+        if metadata is not None:
+            held.enter_context(metadata)
+            return content
+        if content["data"] == before:  # it is missing, or damaged
+            return content
+        before = content["data"]
+
+
 def _are_checksums(sums: Any) -> bool:
     return isinstance(sums, dict) and all(isinstance(of_file, dict) for of_file in sums.values())
 
@@ -462,7 +486,7 @@ def _publish(owner: Owner, data: Path, values: dict[str, Any], checksums: Checks
 
 
 def _tidy(owner: Owner) -> None:
-    """Remove the data in the checkpoint under the owner's path that it does not name, but for what an owner keeps."""
+    """Remove the data in the checkpoint under the owner's path that it does not name, but for what is being saved or read."""
     if not _is_own_directory(owner.path):
         return
     with suppress(StateError, OSError):  # damaged: whose data these are cannot be told
@@ -474,4 +498,6 @@ def _tidy(owner: Owner) -> None:
         used = _read_values(owner.path)["data"]  # read last: what had no owner before will never be named
         for entry in found:
             if entry.name != used:
-                remove(entry)
+                with suppress(OSError), unless_held(entry / METADATA_NAME) as is_free:
+                    if is_free:
+                        remove(entry)

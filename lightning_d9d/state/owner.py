@@ -1,4 +1,4 @@
-"""Hidden names beside a path, and whether the process that made them still lives."""
+"""Who has a path: hidden names beside it of the processes that save, and locks of those that read."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
+
+from lightning_d9d.state.regular import open_regular
 
 _PURPOSES = ("partial", "replaced", "removed", "owner")
 """What hidden names end with; the lock goes last."""
@@ -112,6 +115,43 @@ def owned(path: Path) -> Iterator[Owner]:
         owner.close()
 
 
+def hold(path: Path) -> BinaryIO | None:
+    """Open a file for reading; until it is closed, no `unless_held` is true. Local.
+
+    Returns:
+        None if the file cannot be read, or is just being removed.
+
+    Raises:
+        StateError: It is a link, a pipe, a device or a directory.
+    """
+    try:
+        file = open_regular(path)
+    except OSError:
+        return None
+    if _try_lock(file.fileno(), fcntl.LOCK_SH) is not False and os.fstat(file.fileno()).st_nlink > 0:
+        return file
+    file.close()
+    return None
+
+
+@contextmanager
+def unless_held(path: Path) -> Iterator[bool]:
+    """Whether no process holds a file; until the block ends, none can. Local, and always true where there are no locks.
+
+    Raises:
+        OSError: The file cannot be written to: it is another user's, say.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield True
+        return
+    try:
+        yield _try_lock(descriptor) is not False
+    finally:
+        os.close(descriptor)
+
+
 def remove(path: Path) -> None:
     """Remove a file, link or directory, if it is there."""
     if path.is_dir() and not path.is_symlink():
@@ -121,10 +161,10 @@ def remove(path: Path) -> None:
             path.unlink()
 
 
-def _try_lock(descriptor: int) -> bool | None:
+def _try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool | None:
     """Whether the lock was taken; None where the file system has none."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:

@@ -526,7 +526,7 @@ class CheckpointedStrategy(RankedStrategy):
         """
         super().on_train_start()
         assert self.lightning_module is not None
-        resumed, self._resumed = self._resumed, None
+        resumed, self._resumed, self._opened = self._resumed, None, None
         has_random_state = resumed is not None and resumed["random"] is not None
         if self.world_size > 1 and isinstance(self.lightning_module, D9DModule) and not has_random_state:
             coordinates = {**self.mesh.coordinates, "step": self.lightning_module.trainer.global_step}

@@ -20,14 +20,38 @@ from tests.strategy.staged import Staged, staged_rows
 NUM_RANKS = 2
 BATCHES, EPOCHS = 8, 3
 NUM_STEPS = BATCHES * EPOCHS
-STARTED, FINISHED = "started", "finished.ckpt"
+FINISHED = "finished.ckpt"
+WRITER = "writer"
+"""Names the number of the job that saved a checkpoint, among its values and among its tensors."""
+
+
+class Signed(nn.Sequential):
+    """Layers, and the number of the job that trains them."""
+
+    writer: torch.Tensor
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.register_buffer(WRITER, torch.zeros((), dtype=torch.long))
 
 
 class Job(Staged):
     """Dropout, and bfloat16 weights whose updates are rounded stochastically."""
 
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
     def configure_stage(self, stage: StageInfo) -> nn.Module:
-        return nn.Sequential(nn.Linear(8, 256), nn.Tanh(), nn.Dropout(0.5), nn.Linear(256, 4))
+        return Signed(nn.Linear(8, 256), nn.Tanh(), nn.Dropout(0.5), nn.Linear(256, 4))
+
+    def on_train_start(self) -> None:
+        for module in self.modules():
+            if isinstance(module, Signed):
+                module.writer.fill_(self.number)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint[WRITER] = self.number
 
     def configure_optimizers(self) -> Any:
         optimizer = StochasticAdamW(self.parameters(), lr=0.01)
@@ -43,10 +67,18 @@ class Announcing(L.Callback):
         self.file.touch()
 
 
-def train(folder: Path, asynchronous: bool) -> None:
-    """One rank's part; it goes on from the last checkpoint, if there is one.
+def started(folder: Path, number: int) -> Path:
+    """The file that a job makes when it begins to train."""
+    return folder / f"started-{number}"
 
-    Makes FOLDER/started when training begins, and FOLDER/finished.ckpt in the end.
+
+def train(folder: Path, asynchronous: bool, number: int) -> None:
+    """One rank's part; it goes on from the last checkpoint, if there is one, and saves FOLDER/finished.ckpt in the end.
+
+    Args:
+        folder: The job's, or of several jobs.
+        asynchronous: How it saves.
+        number: Another one for each job.
     """
     L.seed_everything(1, verbose=False)
     strategy = D9DStrategy(
@@ -63,15 +95,16 @@ def train(folder: Path, asynchronous: bool) -> None:
     run = trainer(
         strategy,
         NUM_RANKS,
-        callbacks=[two, every, Announcing(folder / STARTED)],
+        callbacks=[two, every, Announcing(started(folder, number))],
         enable_checkpointing=True,
         precision="bf16-true",
         max_epochs=EPOCHS,
     )
-    run.fit(Job(), DataLoader(staged_rows(BATCHES * 4 * NUM_RANKS), batch_size=4, shuffle=True), ckpt_path="last")
+    run.fit(Job(number), DataLoader(staged_rows(BATCHES * 4 * NUM_RANKS), batch_size=4, shuffle=True), ckpt_path="last")
     run.save_checkpoint(folder / FINISHED, weights_only=True)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """Of a job that has finished."""
-    return open_directory(folder / FINISHED, alone=True).read()
+    tensors = open_directory(folder / FINISHED, alone=True).read()
+    return {name: tensor for name, tensor in tensors.items() if not name.endswith(WRITER)}

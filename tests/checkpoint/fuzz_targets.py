@@ -72,7 +72,7 @@ def _edited(parts: list[bytes], edits: list[tuple[str, int, int, bytes]]) -> byt
         elif kind == "replace":
             parts[first] = fragment
         elif kind == "repeat":
-            parts[first] = (parts[first] * (1 + 100 * second))[:_MAX_REPEATED]
+            parts[first] *= min(1 + 100 * second, max(1, _MAX_REPEATED // max(1, len(parts[first]))))
         elif parts[first]:
             changed = bytearray(parts[first])
             changed[second % len(changed)] ^= 1 << second % 8

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from lightning_d9d import StateError
@@ -108,6 +109,34 @@ def test_ranks_that_see_different_checkpoints(rank: RankContext) -> None:
         open_directory(rank.tmp_dir / str(rank.rank))
     with pytest.raises(StateError, match=r"cannot be read: rank 1: there is nothing under this path"):
         open_directory(rank.tmp_dir / ("0" if rank.rank == 0 else "none"))
+
+
+@pytest.mark.ranks(2, record=False)
+def test_another_job_saves_between_the_reads_of_two_ranks(rank: RankContext) -> None:
+    path, other = rank.tmp_dir / "last.ckpt", rank.tmp_dir / "other"
+    save(path, 1)
+    save(other, 2)
+    real_values, real_metadata = directory._read_values, directory.read_metadata
+    has_read = torch.zeros(1)
+
+    def values_after_the_save(path: Path) -> dict[str, Any]:
+        directory._read_values = real_values
+        dist.recv(has_read, src=0)
+        os.rename(data_folder(other), path / data_folder(other).name)
+        os.replace(other / "values.pt", path / "values.pt")
+        return real_values(path)
+
+    def metadata_before_the_save(*arguments: Any) -> Any:
+        directory.read_metadata = real_metadata
+        metadata = real_metadata(*arguments)
+        dist.send(has_read, dst=1)
+        return metadata
+
+    if rank.rank == 1:
+        directory._read_values = values_after_the_save
+    else:
+        directory.read_metadata = metadata_before_the_save
+    assert loaded(path) == 2
 
 
 def forked(action: Callable[[], None]) -> str:

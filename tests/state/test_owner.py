@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_d9d.checkpoint import is_directory, remove_directory, save_directory
+from lightning_d9d.checkpoint import is_directory, open_directory, remove_directory, save_directory
 from lightning_d9d.state import complete_directory
 from lightning_d9d.state import owner as owners
 from lightning_d9d.state.owner import Owner, owned
@@ -86,6 +87,39 @@ def test_two_that_save_at_once_are_both_whole(tmp_path: Path, save: Callable[...
     assert number_of(path) == 2
     assert os.listdir(tmp_path) == [NAME]
     assert path.is_file() or len(os.listdir(path)) == 2
+
+
+def test_tensors_stay_while_they_are_read(tmp_path: Path) -> None:
+    path = tmp_path / NAME
+    checkpoint(path, 1)
+    reader = open_directory(path, alone=True)
+    for number in (2, 3):
+        checkpoint(path, number)
+        assert loaded(path) == number
+    assert reader.read()["a"].tolist() == [1, 1, 1]
+    assert len(os.listdir(path)) == 3
+    del reader
+    checkpoint(path, 4)
+    assert len(os.listdir(path)) == 2
+
+
+def test_what_is_replaced_before_it_is_read_is_read_anew(tmp_path: Path) -> None:
+    path = tmp_path / NAME
+    checkpoint(path, 1)
+
+    def read(stop: Callable[[], None]) -> None:
+        stops = [stop]
+
+        def before_metadata(event: str, arguments: tuple[object, ...]) -> None:
+            if event == "open" and stops and str(arguments[0]).endswith(".metadata"):
+                stops.pop()()
+
+        sys.addaudithook(before_metadata)
+        assert loaded(path) == 2
+
+    reader = Held(read)
+    checkpoint(path, 2)
+    reader.let_go()
 
 
 @pytest.mark.parametrize("other", [file, checkpoint])
