@@ -486,7 +486,7 @@ def _publish(owner: Owner, data: Path, values: dict[str, Any], checksums: Checks
 
 
 def _tidy(owner: Owner) -> None:
-    """Remove the data in the checkpoint under the owner's path that it does not name, but for what is being saved or read."""
+    """Remove the data in the owner's checkpoint that it does not name, but for what is being saved or read."""
     if not _is_own_directory(owner.path):
         return
     with suppress(StateError, OSError):  # damaged: whose data these are cannot be told

@@ -376,7 +376,7 @@ def read_description(path: Place) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read as a JSON configuration: {error}") from error
 
 
-def _refuse_unsupported(values: dict[str, Any], rope: dict[str, Any], source: str) -> None:
+def _refuse_unsupported(values: Mapping[str, Any], rope: Mapping[str, Any], source: str) -> None:
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     partial = rope.get("partial_rotary_factor", values.get("partial_rotary_factor")) or 1.0
     for name, value, supported in (
