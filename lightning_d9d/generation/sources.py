@@ -100,7 +100,7 @@ def load_tokenizer(name: str | None, source: str | Path, vocab_size: int) -> Tok
     if name == BYTES:
         return ByteTokenizer()
     try:
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer  # pyright: ignore[reportMissingImports]: an extra
     except ImportError as error:
         raise ConfigError(f"the tokenizer {name!r} needs transformers: pip install 'lightning-d9d[hf]'") from error
     try:
