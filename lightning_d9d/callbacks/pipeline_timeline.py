@@ -36,6 +36,7 @@ from lightning_d9d.schedule import (
     simulate,
 )
 from lightning_d9d.schedule.spans import mean_times, message_time
+from lightning_d9d.strategy.batches import BatchSplitter
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.strategy import D9DStrategy
 
@@ -197,7 +198,8 @@ class PipelineTimeline(L.Callback):
     def _write_costs(self, module: D9DModule, batch: Any, stages: list[_Stage]) -> None:
         assert self.measured is not None
         times = mean_times(self.measured.spans)
-        rows = module.cut(batch, trains=True).rows[0] or 1  # packed sequences, which have no rows, are one
+        splitter: BatchSplitter = module.trainer.strategy.splitter  # type: ignore[attr-defined]
+        rows = splitter.split(batch, trains=True).rows[0] or 1  # packed sequences, which have no rows, are one
         try:
             measured = MeasuredCosts(
                 machine=_name(module.device),

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from lightning_d9d.callbacks.export import qwen3_moe_stages
 from lightning_d9d.generation import Sampling
 from lightning_d9d.models.qwen3_moe import Qwen3MoeForCausalLM
-from lightning_d9d.strategy.eval_step import predict
 from lightning_d9d.strategy.module import D9DModule
 
 
@@ -80,4 +79,7 @@ class TextSample(L.Callback):
             return stages[0](input_ids).logits
         length = input_ids.shape[1]
         padding = -length % module.pipeline.tokens.multiple  # causal attention does not see it
-        return predict(module, {"input_ids": F.pad(input_ids, (0, padding))})[:, :length]
+        batch = {"input_ids": F.pad(input_ids, (0, padding))}
+        evaluation = module.evaluation
+        logits = module.predict_step(batch, 0) if evaluation is None else evaluation.predict(batch, share=True)
+        return logits[:, :length]

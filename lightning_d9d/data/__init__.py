@@ -4,7 +4,7 @@
 `workers.py`: random numbers.
 """
 
-from lightning_d9d.data.ahead import END, NOTHING, Agreement, Filling
+from lightning_d9d.data.ahead import END, NOTHING, Agreement, BatchPlan
 from lightning_d9d.data.resume import (
     DataRank,
     can_replay,
@@ -23,7 +23,7 @@ __all__ = [
     "NOTHING",
     "Agreement",
     "DataRank",
-    "Filling",
+    "BatchPlan",
     "can_replay",
     "can_resume_by_sampler",
     "is_place_of_sampler",

@@ -17,15 +17,15 @@ NOTHING = END + 1
 
 
 @dataclass(frozen=True)
-class Filling:
-    """What ranks have agreed on for one batch. Without arguments: nothing."""
+class BatchPlan:
+    """What data ranks agreed to run for one batch. Without arguments they agreed on nothing."""
 
-    is_filler: bool = False
-    """This rank has no data for it: it runs a copy of another batch, which counts nothing."""
+    is_dummy: bool = False
+    """This rank has no data for it. It runs a copy of another batch, which counts nothing."""
     num_microbatches: int = 0
-    """Every rank runs so many; 0: ranks may differ."""
+    """The number that every rank runs; 0: ranks may differ."""
     num_counting: int | None = None
-    """Data ranks for which it is no filler; None for all."""
+    """The number of data ranks that have data for it; None for all."""
 
 
 @dataclass(frozen=True)

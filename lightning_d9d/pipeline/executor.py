@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -75,23 +75,32 @@ class DataParallel(Protocol):
 
 
 @dataclass(frozen=True)
-class Cut:
+class SplitBatch:
     """A batch in microbatches."""
 
     microbatches: Sequence[Any]
     rows: Sequence[int | None]
-    """Rows of each, the weight of a loss that is a mean. None: it has none, and takes a `WeightedLoss`."""
-    num_fillers: int = 0
-    """How many of the last ones are there for the schedule's sake, or other ranks': they run, and count nothing."""
+    """Rows of each microbatch, the weight of a loss that is a mean. None: it has no rows and needs a `WeightedLoss`."""
+    num_dummies: int = 0
+    """Dummy microbatches at the end. The schedule or other ranks need them; they run and count nothing."""
 
     @property
     def num_counted(self) -> int:
-        """How many of the first ones are no fillers."""
-        return len(self.microbatches) - self.num_fillers
+        """The number of microbatches before the dummies."""
+        return len(self.microbatches) - self.num_dummies
 
     def counts(self, microbatch: int) -> bool:
-        """Whether it is no filler."""
+        """Whether a microbatch is not a dummy."""
         return microbatch < self.num_counted
+
+
+class LossScale(NamedTuple):
+    """The factor on the value sum of a microbatch's loss before its backward, by what `microbatch_loss` returns."""
+
+    of_mean: float = 1.0
+    """For a Tensor, a mean over the rows of the microbatch."""
+    of_sum: Tensor | float = 1.0
+    """For a `WeightedLoss`."""
 
 
 class Executor:
@@ -130,60 +139,60 @@ class Executor:
     def train(
         self,
         actions: Sequence[Action],
-        cut: Cut,
-        scale: Callable[[BatchTotals], Tensor | float],
+        batch: SplitBatch,
+        scale: LossScale = LossScale(),
         data_parallel: DataParallel | None = None,
     ) -> BatchTotals:
         """Run this rank's part of a program, leaving gradients in `.grad`. Collective over the pipeline's ranks.
 
         Args:
             actions: This rank's of a program with messages.
-            cut: The same batch on all ranks of the pipeline.
-            scale: Gives the factor on a value sum before its backward, from the totals so far.
+            batch: The same on all ranks of the pipeline.
+            scale: The factor on losses before their backward.
             data_parallel: Gathers parameters and sums gradients over ranks; None where that is not for this batch.
 
         Returns:
             The totals, on the rank of the last stage; empty on others.
         """
-        batch = _Batch(self, cut, scale=scale, data_parallel=data_parallel)
-        self._run(actions, batch)
-        return batch.totals
+        run = _Run(self, batch, scale=scale, data_parallel=data_parallel)
+        self._run(actions, run)
+        return run.totals
 
     @torch.no_grad()
-    def evaluate(self, actions: Sequence[Action], cut: Cut) -> BatchTotals:
+    def evaluate(self, actions: Sequence[Action], batch: SplitBatch) -> BatchTotals:
         """Run a forward-only program without gradients, for its losses and metrics. Otherwise as `train`."""
-        batch = _Batch(self, cut)
-        self._run(actions, batch)
-        return batch.totals
+        run = _Run(self, batch)
+        self._run(actions, run)
+        return run.totals
 
     @torch.no_grad()
-    def outputs(self, actions: Sequence[Action], cut: Cut, take: Callable[[Any], Any]) -> list[Any]:
-        """What `take` makes of the last stage's output of each microbatch; nothing on ranks without that stage.
+    def outputs(self, actions: Sequence[Action], batch: SplitBatch, take: Callable[[Any], Any]) -> list[Any]:
+        """Run a forward-only program and return `take(output)` for each microbatch that counts.
 
-        Collective over the pipeline's ranks.
+        The list is empty on ranks without the last stage. Collective over the pipeline's ranks.
         """
-        batch = _Batch(self, cut, take=take)
-        self._run(actions, batch)
-        return [batch.taken[microbatch] for microbatch in sorted(batch.taken)]
+        run = _Run(self, batch, take=take)
+        self._run(actions, run)
+        return [run.taken[microbatch] for microbatch in sorted(run.taken)]
 
     def close(self) -> None:
         """Leave the modules as they were."""
         for stage in self.stages.values():
             stage.close()
 
-    def _run(self, actions: Sequence[Action], batch: _Batch) -> None:
+    def _run(self, actions: Sequence[Action], run: _Run) -> None:
         action: Action | None = None
         for each in actions:
             for part in compute_parts(each):
-                batch.backwards_left[part.stage] += isinstance(part, Backward | BackwardWeight)
-                batch.forwards_left[part.microbatch] += isinstance(part, Forward)
-                batch.splits |= isinstance(part, BackwardInput)
+                run.backwards_left[part.stage] += isinstance(part, Backward | BackwardWeight)
+                run.forwards_left[part.microbatch] += isinstance(part, Forward)
+                run.splits |= isinstance(part, BackwardInput)
         for stage in self.stages.values():
             stage.begin()
         try:
             for action in actions:
                 with record_function(str(action)) if torch.autograd._profiler_enabled() else _NOTHING:
-                    batch.run(action)
+                    run.run(action)
             action = None
             if self.messages is not None:
                 self.messages.finish()
@@ -194,25 +203,25 @@ class Executor:
                 self.messages.drop()
             error.add_note(
                 f"at {_in_words(action)} (stages 0 to {self.num_stages - 1}, "
-                f"microbatches 0 to {len(batch.cut.microbatches) - 1})"
+                f"microbatches 0 to {len(run.batch.microbatches) - 1})"
             )
             raise
 
 
-class _Batch:
+class _Run:
     """One batch on its way through this rank's stages."""
 
     def __init__(
         self,
         executor: Executor,
-        cut: Cut,
+        batch: SplitBatch,
         *,
-        scale: Callable[[BatchTotals], Tensor | float] | None = None,
+        scale: LossScale | None = None,
         data_parallel: DataParallel | None = None,
         take: Callable[[Any], Any] | None = None,
     ) -> None:
         self.executor = executor
-        self.cut = cut
+        self.batch = batch
         self.scale = scale
         self.data_parallel = data_parallel
         self.take = take
@@ -262,7 +271,7 @@ class _Batch:
         arguments: Mapping[str, Any] = inputs.shared if stage else {**inputs.first, **inputs.shared}
         received, trained = self._received(stage, microbatch) if stage else (None, [])
         running = executor.stages[stage]
-        counting = _NOTHING if self.cut.counts(microbatch) else running.without_counting()
+        counting = _NOTHING if self.batch.counts(microbatch) else running.without_counting()
         with self._observed(Forward(stage, microbatch)), executor.forward_context(), counting:
             with executor.stage_context():
                 output = running.forward(microbatch, trained, received, arguments, self.splits)
@@ -292,14 +301,14 @@ class _Batch:
 
     def _finish(self, microbatch: int, output: Any) -> list[Tensor]:
         """The loss of the last stage's output, added to the totals."""
-        cut = self.cut
-        counts = cut.counts(microbatch)
+        batch = self.batch
+        counts = batch.counts(microbatch)
         if self.take is not None:
             if counts:
                 self.taken[microbatch] = self.take(output)
             return []
         loss = loss_of(
-            self.executor.hooks, output, cut.microbatches[microbatch], cut.rows[microbatch], self.totals, counts
+            self.executor.hooks, output, batch.microbatches[microbatch], batch.rows[microbatch], self.totals, counts
         )
         if self.scale is not None:
             if not loss.requires_grad:
@@ -333,10 +342,8 @@ class _Batch:
         if stage == self.executor.num_stages - 1:
             assert self.scale is not None
             loss = self._losses.pop(microbatch)
-            counts = self.cut.counts(microbatch)
-            is_asked = counts or self.cut.num_counted == 0  # which may be collective over data ranks
-            factor = self.scale(self.totals) if is_asked else 0.0
-            factor = factor if counts else 0.0
+            scale = self.scale.of_mean if self.totals.loss_is_mean else self.scale.of_sum
+            factor = scale if self.batch.counts(microbatch) else 0.0
             if isinstance(factor, Tensor):
                 return [factor.to(loss)]
             if factor not in self._factors:
@@ -384,7 +391,7 @@ class _Batch:
     def _inputs_of(self, microbatch: int) -> StageInputs:
         """The keyword arguments of a microbatch, from its first action on this rank to its last forward."""
         if microbatch not in self._inputs:
-            inputs = self._inputs[microbatch] = stage_inputs(self.executor.hooks, self.cut.microbatches[microbatch])
+            inputs = self._inputs[microbatch] = stage_inputs(self.executor.hooks, self.batch.microbatches[microbatch])
             self._signatures[microbatch] = torch.is_grad_enabled(), _shapes((inputs.first, inputs.shared))
         return self._inputs[microbatch]
 
@@ -411,7 +418,7 @@ def stage_inputs(hooks: MicrobatchHooks, microbatch: Any) -> StageInputs:
 def loss_of(
     hooks: MicrobatchHooks, output: Any, microbatch: Any, rows: int | None, totals: BatchTotals, counts: bool = True
 ) -> Tensor:
-    """The value sum of a microbatch with its graph; unless it is a filler, loss and metrics are added to `totals`."""
+    """The value sum of a microbatch with its graph; unless it is a dummy, loss and metrics are added to `totals`."""
     loss = hooks.microbatch_loss(output, microbatch)
     weighted = as_weighted(loss, rows, "microbatch_loss")
     totals.add_loss(weighted, is_mean=isinstance(loss, Tensor), counts=counts)

@@ -84,7 +84,7 @@ class Stage:
 
     @contextmanager
     def without_counting(self) -> Generator[None]:
-        """While open, modules that count tokens do not: they are a filler's."""
+        """Keep modules that count tokens from counting those of a dummy microbatch."""
         counting = [module for module in self.module.modules() if isinstance(module, CountsTokens)]
         for module in counting:
             module.counts_tokens = False

@@ -21,7 +21,7 @@ class BatchTotals:
     loss_is_mean: bool | None = None
 
     def add_loss(self, loss: WeightedLoss, is_mean: bool, counts: bool = True) -> None:
-        """Add one microbatch's loss; a filler's tells no more than what kind it is."""
+        """Add one microbatch's loss; a dummy's tells only what kind it is."""
         if self.loss_is_mean not in (None, is_mean):
             raise ConfigError("microbatch_loss returned a Tensor for some microbatches and a WeightedLoss for others")
         self.loss_is_mean = is_mean

@@ -62,7 +62,7 @@ class CountsTokens(Protocol):
     """
 
     counts_tokens: bool
-    """The stage sets it to False around the forwards of fillers, which are there for the schedule's sake."""
+    """The stage sets it to False around the forwards of dummy microbatches."""
 
 
 def shared_buffers(module: nn.Module) -> list[Tensor]:

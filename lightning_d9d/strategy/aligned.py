@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, cast
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
 
 import lightning as L
 
-from lightning_d9d.data import Filling
+from lightning_d9d.data import BatchPlan
 from lightning_d9d.pipeline.microbatch import MicrobatchCount
+from lightning_d9d.strategy.batches import BatchSplitter
 from lightning_d9d.strategy.checkpoints import CheckpointedStrategy
-from lightning_d9d.strategy.eval_step import run_filler
+from lightning_d9d.strategy.eval_step import EvalStep
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.uneven import (
     Alignment,
     align_loaders,
     begin_evaluation_step,
     check_lengths,
-    filling_of,
+    plan_of,
     leave_samplers,
 )
 
@@ -35,8 +36,9 @@ class AlignedStrategy(CheckpointedStrategy):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.filling = Filling()
-        """What data ranks have agreed on for the batch whose step is running."""
+        self.splitter: BatchSplitter | None = None
+        """What splits batches of a D9DModule, in a run."""
+        self._eval_step: EvalStep | None = None
 
     def setup_environment(self) -> None:
         """Join the other ranks. Loaders keep their own order where all ranks read the same. Collective."""
@@ -54,12 +56,12 @@ class AlignedStrategy(CheckpointedStrategy):
         return self.world_size > 1 and any(self.mesh.sizes[axis] > 1 for axis in ("dp_cp_shard", "ep_shard"))
 
     @property
-    def is_filler(self) -> bool:
+    def is_dummy_batch(self) -> bool:
         """Whether this rank has no data for the current training batch, which is a copy that counts nothing.
 
         For hooks from `on_train_batch_start` to `on_train_batch_end` that count samples themselves.
         """
-        return self.lightning_module is not None and filling_of(self.lightning_module.trainer.fit_loop).is_filler
+        return self.lightning_module is not None and plan_of(self.lightning_module.trainer.fit_loop).is_dummy
 
     def align_loaders(self, trainer: L.Trainer) -> None:
         """Let data ranks of a D9DModule have the same number of batches in this run. Collective.
@@ -73,8 +75,8 @@ class AlignedStrategy(CheckpointedStrategy):
         alignment = Alignment(
             group=None if is_alone else self.mesh.group("dp", backend="gloo"),
             in_evaluation=is_d9d and self.needs_equal_batches,
-            num_microbatches=module.num_microbatches_of if is_d9d and counts else None,
-            run_filler=self._run_filler,
+            num_microbatches=self._num_microbatches_of if counts else None,
+            run_dummy=self._run_dummy,
             resumes=self.has_place_to_take,
         )
         self._undo_loaders.append(align_loaders(trainer, alignment))
@@ -97,47 +99,40 @@ class AlignedStrategy(CheckpointedStrategy):
             check_lengths(dataloader, what, trainer.training, alone=self.world_size == 1)
         return super().process_dataloader(dataloader)
 
-    def training_batch(self) -> AbstractContextManager[None]:
-        """For the step of a training batch."""
-        assert self.lightning_module is not None
-        return self._filled(filling_of(self.lightning_module.trainer.fit_loop))
+    def _num_microbatches_of(self, batch: Any) -> int:
+        assert self.splitter is not None
+        return self.splitter.num_microbatches(batch)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own."""
-        with self.evaluation_batch(self._agreed_on(args[0])):
-            return super().validation_step(*args, **kwargs)
+        """One batch: of a D9DModule by its stages, or a plain module's own `validation_step`."""
+        return self._evaluate("val", super().validation_step, *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """As `validation_step`."""
-        with self.evaluation_batch(self._agreed_on(args[0])):
-            return super().test_step(*args, **kwargs)
+        return self._evaluate("test", super().test_step, *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """As `validation_step`."""
-        with self.evaluation_batch(self._agreed_on(args[0])):
-            return super().predict_step(*args, **kwargs)
+        return self._evaluate("predict", super().predict_step, *args, **kwargs)
+
+    def _evaluate(self, kind: str, of_lightning: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        plan, step = begin_evaluation_step(self.lightning_module.trainer._active_loop, batch), self._eval_step
+        with self.evaluation_batch():
+            if step is None:
+                return of_lightning(batch, *args, **kwargs)
+            with self.precision_plugin.forward_context():
+                return step.predict(batch, plan) if kind == "predict" else step.evaluate(batch, kind, plan)
 
     @contextmanager
-    def evaluation_batch(self, filling: Filling) -> Generator[None]:
+    def evaluation_batch(self) -> Generator[None]:
         """For the step of a batch of validation, test or prediction."""
         if self._shutdown is not None:
             self._shutdown.begin_evaluation_batch()
-        with self._filled(filling):
-            yield
+        yield
 
-    def _agreed_on(self, batch: Any) -> Filling:
-        assert self.lightning_module is not None
-        return begin_evaluation_step(self.lightning_module.trainer._active_loop, batch)
-
-    def _run_filler(self, batch: Any, filling: Filling) -> None:
+    def _run_dummy(self, batch: Any, plan: BatchPlan) -> None:
         """Forwards of a batch of evaluation that other ranks run alone."""
-        with self.evaluation_batch(filling), self.precision_plugin.forward_context():
-            run_filler(cast(D9DModule, self.lightning_module), batch)
-
-    @contextmanager
-    def _filled(self, filling: Filling) -> Generator[None]:
-        self.filling = filling
-        try:
-            yield
-        finally:
-            self.filling = Filling()
+        assert self._eval_step is not None
+        with self.evaluation_batch(), self.precision_plugin.forward_context():
+            self._eval_step.run_dummy(batch, plan)

@@ -15,7 +15,7 @@ from lightning_d9d.mesh.sharding import local
 from lightning_d9d.parallel.data import FullySharded
 from lightning_d9d.parallel.fsdp import fully_sharded
 from lightning_d9d.parallel.plan import Layout, Summed, group_of, layout_of
-from lightning_d9d.strategy.pipeline import Tie
+from lightning_d9d.strategy.tied import TiedParameter
 from lightning_d9d.sync.buckets import GradientBuckets, GradSyncConfig, Part, bucket_dtype
 
 
@@ -48,7 +48,7 @@ class DataParallelStages:
         cls,
         trained: Sequence[nn.Parameter],
         stages: Mapping[int, nn.Module],
-        tied: Mapping[nn.Parameter, Tie],
+        tied: Mapping[nn.Parameter, TiedParameter],
         mesh: MeshDomains | None,
         grad_sync: GradSyncConfig,
         *,
@@ -124,7 +124,7 @@ class DataParallelStages:
             self.sharded[stage].unshard()
 
     def reshard(self, stage: int) -> None:
-        """Let go of it."""
+        """Reshard it."""
         if stage in self.sharded:
             self.sharded[stage].reshard()
 
@@ -175,7 +175,7 @@ def _sum_together(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None
 def parts_of(
     trained: Iterable[nn.Parameter],
     stages: Mapping[int, nn.Module],
-    tied: Mapping[nn.Parameter, Tie],
+    tied: Mapping[nn.Parameter, TiedParameter],
     group_of: Callable[[nn.Parameter], dist.ProcessGroup | None],
 ) -> tuple[list[Part], dict[int, list[int]]]:
     """Parameters in parts for `GradientBuckets`, and for each stage the indices of its parts.

@@ -1,92 +1,106 @@
-"""One batch of validation, test or prediction of a `D9DModule`: forwards only, no gradients."""
+"""One batch of validation, test or prediction of a `D9DModule`: the twin of `train_step.py`, without gradients."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from lightning_d9d.data import BatchPlan
 from lightning_d9d.parallel.tokens import sequence_length
+from lightning_d9d.pipeline.executor import SplitBatch
 from lightning_d9d.pipeline.totals import weighted_mean
-from lightning_d9d.strategy.sequence_parts import check_parts_of_sequences
-
-if TYPE_CHECKING:
-    from lightning_d9d.strategy.module import D9DModule
-
-
-def evaluate(module: D9DModule, batch: Any, prefix: str) -> dict[str, Tensor]:
-    """Run a batch and log `<prefix>_loss` and the metrics. Collective over the ranks that share it.
-
-    Lightning sums each logged value times its weight over batches and ranks and divides by the summed weights at the
-    end of the epoch, so the result is exact however tokens are spread.
-
-    Returns:
-        "loss", the batch's mean on this data rank, "weight", what it was divided by, and the metrics.
-    """
-    pipeline = module.pipeline
-    pipeline.check_same(prefix, batch)
-    cut = module.cut(batch)
-    check_parts_of_sequences(module, cut.microbatches[0])
-    with module.schedule_running():
-        totals = module.executor(nullcontext).evaluate(pipeline.forward_only(len(cut.microbatches)), cut)
-    reported, sums = pipeline.report(prefix, totals)
-    values, weights = pipeline.sum_of_batch(sums).unbind(1)
-    means = weighted_mean(values, weights).to(reported.dtype)
-    result = {"weight": weights[0]}
-    for name, mean, weight in zip(("loss", *reported.metrics), means, weights, strict=True):
-        result[name] = mean
-        module.log(
-            f"{prefix}_{name}",
-            mean,
-            on_step=False,
-            on_epoch=True,
-            prog_bar=name == "loss",
-            sync_dist=True,
-            batch_size=weight,  # type: ignore[arg-type]  # Lightning only multiplies by it; a tensor spares a host sync
-        )
-    return result
+from lightning_d9d.strategy.batches import BatchSplitter
+from lightning_d9d.strategy.module import D9DModule
+from lightning_d9d.strategy.reports import Reports
+from lightning_d9d.strategy.same_batches import SameBatches
+from lightning_d9d.strategy.sequence_parts import SequenceCheck
 
 
-def predict(module: D9DModule, batch: Any, share: bool = True) -> Any:
-    """`predict_output` of a batch; parts of several microbatches are joined along dim 0.
-
-    Collective over the ranks that share the batch.
+class EvalStep:
+    """Runs batches forwards only. Lightning has opened the precision context.
 
     Args:
-        module: Whose stages run.
-        batch: The same on every rank of the pipeline.
-        share: Send the result from the last stage to all ranks; otherwise the others get None.
+        module: The module with its stages built and on their device.
+        splitter: Splits batches.
+        sequences: Checks in the first batch that stages take parts of sequences.
     """
-    module.pipeline.check_same("predict", batch)
-    parts = [_join_chunks(module, part, batch) for part in _outputs(module, batch)]
-    whole = None if not parts else parts[0] if len(parts) == 1 else tree_map(_join, *parts)
-    return module.pipeline.share_tree(whole) if share else whole
 
+    def __init__(self, module: D9DModule, splitter: BatchSplitter, sequences: SequenceCheck) -> None:
+        self.module = module
+        self.splitter = splitter
+        self.sequences = sequences
+        self.pipeline = module.pipeline
+        self.executor = self.pipeline.executor(module, module.indexed_stages, nullcontext)
+        self._reports: dict[str, Reports] = {}
+        self._same_batches = SameBatches(self.pipeline.readers)
 
-def _join_chunks(module: D9DModule, output: Any, batch: Any) -> Any:
-    """The predictions for whole sequences, without padding."""
-    dim, tokens = module.prediction_dim, module.pipeline.tokens
-    if dim is None or tokens.multiple == 1 or not module.sequence_dims:
-        return output
-    length = sequence_length(batch, module.sequence_dims)
-    return tree_map(lambda t: tokens.join(t, dim).narrow(dim, 0, length) if isinstance(t, Tensor) else t, output)
+    def evaluate(self, batch: Any, prefix: str, plan: BatchPlan = BatchPlan()) -> dict[str, Tensor]:
+        """Run a batch and log `<prefix>_loss` and the metrics. Collective over the ranks that share it.
 
+        Args:
+            batch: The same on every rank of the pipeline.
+            prefix: "val" or "test".
+            plan: What data ranks agreed on for this batch.
 
-def run_filler(module: D9DModule, batch: Any) -> None:
-    """Forwards of a batch for other ranks' sake, without a result. Collective over the pipeline and the data ranks."""
-    _outputs(module, batch)
+        Returns:
+            "loss", the batch's mean on this data rank, "weight", what it was divided by, and the metrics.
+        """
+        self._same_batches.check(prefix, batch)
+        split = self._split(batch, plan)
+        with self.module.schedule_running():
+            totals = self.executor.evaluate(self.pipeline.forward_only(len(split.microbatches)), split)
+        reports = self._reports.setdefault(prefix, Reports(prefix, self.pipeline))
+        schema, sums = reports.of(totals)
+        values, weights = self.pipeline.sum_of_batch(sums).unbind(1)
+        means = weighted_mean(values, weights).to(schema.dtype)
+        return self.module.log_eval_step(prefix, ("loss", *schema.metrics), means, weights)
 
+    def predict(self, batch: Any, plan: BatchPlan = BatchPlan(), *, share: bool | None = None) -> Any:
+        """Run a batch and return the module's `predict_output`. Collective over the ranks that share the batch.
 
-def _outputs(module: D9DModule, batch: Any) -> list[Any]:
-    """Of each microbatch that counts, on the last stage's ranks."""
-    cut = module.cut(batch)
-    check_parts_of_sequences(module, cut.microbatches[0])
-    with module.schedule_running():
-        actions = module.pipeline.forward_only(len(cut.microbatches))
-        return module.executor(nullcontext).outputs(actions, cut, module.predict_output)
+        Args:
+            batch: The same on every rank of the pipeline.
+            plan: What data ranks agreed on for this batch.
+            share: Send the result from the last stage to all ranks; otherwise the others get None. By default as the
+                module's `share_predictions` says.
+
+        Returns:
+            The outputs of all microbatches, joined along dim 0.
+        """
+        self._same_batches.check("predict", batch)
+        parts = [self._join_chunks(part, batch) for part in self._outputs(batch, plan)]
+        whole = None if not parts else parts[0] if len(parts) == 1 else tree_map(_join, *parts)
+        share = self.module.share_predictions if share is None else share
+        return self.pipeline.share_tree(whole) if share else whole
+
+    def run_dummy(self, batch: Any, plan: BatchPlan) -> None:
+        """Run forwards of a batch that other ranks need. Collective over the pipeline and the data ranks."""
+        self._outputs(batch, plan)
+
+    def _split(self, batch: Any, plan: BatchPlan) -> SplitBatch:
+        split = self.splitter.split(batch, plan)
+        self.sequences.check(split.microbatches[0])
+        return split
+
+    def _outputs(self, batch: Any, plan: BatchPlan) -> list[Any]:
+        """The outputs of the microbatches that count, on the last stage's ranks."""
+        split = self._split(batch, plan)
+        with self.module.schedule_running():
+            actions = self.pipeline.forward_only(len(split.microbatches))
+            return self.executor.outputs(actions, split, self.module.predict_output)
+
+    def _join_chunks(self, output: Any, batch: Any) -> Any:
+        """The predictions for whole sequences, without padding."""
+        module, tokens = self.module, self.pipeline.tokens
+        dim = module.prediction_dim
+        if dim is None or tokens.multiple == 1 or not module.sequence_dims:
+            return output
+        length = sequence_length(batch, module.sequence_dims)
+        return tree_map(lambda t: tokens.join(t, dim).narrow(dim, 0, length) if isinstance(t, Tensor) else t, output)
 
 
 def _join(*parts: Any) -> Any:

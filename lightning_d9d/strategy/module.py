@@ -1,10 +1,9 @@
-"""`D9DModule`: a LightningModule told as stages, microbatch inputs and a microbatch loss."""
+"""`D9DModule`: a LightningModule that describes stages, the inputs of a microbatch and its loss."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
@@ -12,12 +11,10 @@ import lightning as L
 import torch
 from lightning.pytorch.core.saving import _load_state
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
 from lightning_d9d.checkpoint import MODEL, is_directory, open_directory
-from lightning_d9d.data import Filling
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.log import logger
 from lightning_d9d.mesh import MeshConfig, MeshDomains
@@ -26,17 +23,15 @@ from lightning_d9d.mesh.sharding import local
 from lightning_d9d.parallel import ParallelConfig, parallelize
 from lightning_d9d.parallel.context import check_context
 from lightning_d9d.parallel.tensor import split_for_heads
-from lightning_d9d.parallel.tokens import own_chunks
-from lightning_d9d.pipeline.executor import Cut, Executor, loss_of, stage_inputs
+from lightning_d9d.pipeline.executor import loss_of, stage_inputs
 from lightning_d9d.pipeline.initial_weights import materialize, recorded_values, share_equal_names, take_tensors
-from lightning_d9d.pipeline.microbatch import MicrobatchCount
 from lightning_d9d.pipeline.recorded_values import RecordedValue, Recording
 from lightning_d9d.pipeline.rows import BatchRows
 from lightning_d9d.pipeline.totals import BatchTotals, weighted_mean
 from lightning_d9d.pipeline.types import StageInfo, StageInputs, WeightedLoss
-from lightning_d9d.schedule import ModelCosts, OneForwardOneBackward
+from lightning_d9d.schedule import ModelCosts
 from lightning_d9d.strategy.checkpoint_files import check_file, never_runs_code, unreadable
-from lightning_d9d.strategy.eval_step import evaluate, predict
+from lightning_d9d.strategy.context import Evaluation, RunContext
 from lightning_d9d.strategy.pipeline import Pipeline
 from lightning_d9d.strategy.sharding import differing, is_sharded
 
@@ -76,8 +71,10 @@ class D9DModule(L.LightningModule):
         self._built: list[StageInfo] = []
         self._spread = (MeshConfig(), ParallelConfig())
         self._rows = BatchRows()
-        self.takes_parts = False
-        """Whether this run has found that the stages take parts of sequences."""
+        self.run_context: RunContext | None = None
+        """The strategy's; None outside of a run and under Lightning's own strategies."""
+        self.evaluation: Evaluation | None = None
+        """What `D9DStrategy` runs batches of validation, test and prediction by, in a run."""
         self._in_schedule = False
         self.awaits_pretrained = False
         """Whether stages were built for which nobody has called `load_pretrained`, or found that it need not be."""
@@ -179,7 +176,6 @@ class D9DModule(L.LightningModule):
         """
         self.check_overrides()
         self._rows = BatchRows()  # other data may have other lists
-        self.takes_parts = False
         infos = self.pipeline.stages
         if len(self.stages) > 0:
             if self._built and self._must_change(infos):
@@ -187,15 +183,16 @@ class D9DModule(L.LightningModule):
             else:
                 self._split_mesh(self.stages)
             return
-        seed: int = getattr(self._strategy, "seed", torch.initial_seed())  # ranks that nobody seeded agree on one
+        context = self.context
+        seed = torch.initial_seed() if context.seed is None else context.seed
         for stage, recorded in self._on_meta(infos):
-            self._warn_of_lost(materialize(stage, self._device_of_stages, seed, recorded))
+            self._warn_of_lost(materialize(stage, context.device, seed, recorded))
             self.stages.append(stage)
         self._built, self._spread = infos, self._spread_now
         share_equal_names(self.stages)
         self.on_stages_built()
         self.awaits_pretrained = True
-        if not hasattr(self._strategy, "load_pretrained"):  # which knows whether a checkpoint is going to be loaded
+        if not context.loads_pretrained:
             self.load_pretrained_once()
 
     def load_pretrained_once(self) -> None:
@@ -216,20 +213,10 @@ class D9DModule(L.LightningModule):
         return [name for name, value in state.items() if isinstance(value, nn.Parameter)]
 
     @property
-    def _strategy(self) -> Any:
-        return None if self._trainer is None else self.trainer.strategy
-
-    @property
-    def _device_of_stages(self) -> torch.device:
-        strategy = self._strategy
-        parallel = getattr(strategy, "parallel", ParallelConfig())
-        return torch.device("cpu") if strategy is None or parallel.offload else strategy.root_device
-
-    @property
     def _spread_now(self) -> tuple[MeshConfig, ParallelConfig]:
         """What this run spreads stages with, without what has no effect where no axis shards."""
         mesh = MeshConfig() if self.pipeline.mesh is None else self.pipeline.mesh.config
-        parallel: ParallelConfig = getattr(self._strategy, "parallel_in_effect", ParallelConfig())
+        parallel = self.context.parallel
         plain = MeshConfig(
             pipeline_parallel=mesh.pipeline_parallel, data_parallel_replicate=mesh.data_parallel_replicate
         )
@@ -240,9 +227,8 @@ class D9DModule(L.LightningModule):
     def _must_change(self, infos: list[StageInfo]) -> bool:
         if _places(self._built) != _places(infos):
             return True
-        has_configuration = hasattr(self._strategy, "parallel_in_effect")  # others run whole stages as they are
         is_spread = is_sharded(self.stages) or self._spread[0] != MeshConfig()
-        return self._spread != self._spread_now and (has_configuration or is_spread)
+        return self._spread != self._spread_now and (is_spread or not self.context.is_stock)
 
     def _on_meta(self, infos: Iterable[StageInfo]) -> list[tuple[nn.Module, dict[str, RecordedValue]]]:
         """The stages, and what their tensors were given by name."""
@@ -252,9 +238,8 @@ class D9DModule(L.LightningModule):
                 stages.append(self.configure_stage(info))
             values.append(recorded_values(recording, stages[-1]))
         self._split_mesh(stages)
-        parallel: ParallelConfig = getattr(self._strategy, "parallel_in_effect", ParallelConfig())
         for stage in stages:
-            self.parallelize_stage(stage, self.pipeline.mesh, parallel)
+            self.parallelize_stage(stage, self.pipeline.mesh, self.context.parallel)
             if self.pipeline.tokens.cut.size > 1:
                 check_context(stage)
         return list(zip(stages, values, strict=True))
@@ -284,32 +269,20 @@ class D9DModule(L.LightningModule):
                 "checkpoint of the earlier run as ckpt_path"
             )
         for stage in stages:
-            stage.to(self._device_of_stages)
+            stage.to(self.context.device)
         self.stages, self._built, self._spread = stages, infos, self._spread_now
 
     @property
-    def pipeline(self) -> Pipeline:
-        """Where this rank is in the pipeline; under a stock strategy it is alone, with one stage."""
-        return getattr(self._strategy, "pipeline", None) or Pipeline(OneForwardOneBackward(), None, self.device)
+    def context(self) -> RunContext:
+        """What this module knows of its run: from the strategy, or that of a stock strategy's one process."""
+        if self.run_context is not None:
+            return self.run_context
+        return RunContext.stock(torch.device("cpu") if self._trainer is None else self.trainer.strategy.root_device)
 
-    def executor(
-        self,
-        forward_context: Callable[[], AbstractContextManager],
-        before_first: Callable[[nn.Module, Sequence[Any], Mapping[str, Any]], None] | None = None,
-    ) -> Executor:
-        """What runs programs over this rank's stages."""
-        pipeline = self.pipeline
-        # Weights that FSDP2 gathers in bfloat16 need no autocast; the loss and the metrics do, as on any mesh.
-        no_autocast = partial(torch.autocast, pipeline.device.type, enabled=False)
-        return Executor(
-            self.indexed_stages,
-            len(pipeline.placement),
-            self,
-            forward_context,
-            pipeline.messages,
-            stage_context=no_autocast if any(isinstance(each, FSDPModule) for each in self.stages) else nullcontext,
-            before_first=before_first,
-        )
+    @property
+    def pipeline(self) -> Pipeline:
+        """This rank's place in the pipeline. Under a stock strategy it is alone, with one stage."""
+        return self.context.pipeline
 
     @property
     def indexed_stages(self) -> dict[int, nn.Module]:
@@ -434,71 +407,40 @@ class D9DModule(L.LightningModule):
             self._step_hook = optimizer.register_step_post_hook(lambda *_: self.on_after_optimizer_step(None))
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
-        """Loss and metrics of one batch; logs `val_loss`, exact over batches and ranks at the end of the epoch."""
-        return evaluate(self, batch, "val")
+        """Run one batch and log `val_loss`. `D9DStrategy` calls `evaluation` by itself."""
+        return self._evaluate(batch, "val")
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
         """As `validation_step`, logged as `test_loss`."""
-        return evaluate(self, batch, "test")
+        return self._evaluate(batch, "test")
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        """`predict_output` of one batch."""
-        return predict(self, batch, share=self.share_predictions)
+        """As `validation_step`: `predict_output` of the batch."""
+        if self.evaluation is not None:
+            return self.evaluation.predict(batch)
+        return self.predict_output(self._output_of(self.prepare_batch(batch)))
+
+    def _evaluate(self, batch: Any, prefix: str) -> dict[str, Tensor]:
+        if self.evaluation is not None:
+            return self.evaluation.evaluate(batch, prefix)
+        totals, batch = BatchTotals(), self.prepare_batch(batch)
+        with self.schedule_running():
+            loss_of(self, self._output_of(batch), batch, self.rows_of(batch), totals)
+        assert totals.loss is not None
+        pairs = {"loss": totals.loss, **dict(sorted(totals.metrics.items()))}
+        values, weights = (torch.stack([pair[i].double() for pair in pairs.values()]) for i in (0, 1))
+        dtype = torch.promote_types(totals.loss[0].dtype, torch.float32)
+        return self.log_eval_step(prefix, pairs, weighted_mean(values, weights).to(dtype), weights)
 
     # For the steps
 
-    def cut(self, batch: Any, check: bool = False, trains: bool = False) -> Cut:
-        """Cut a batch as the strategy is configured (a stock strategy does not cut).
-
-        Args:
-            batch: What the dataloader gave this rank.
-            check: Raise unless it divides exactly, as the first training batch must.
-            trains: Fill up with copies of the last microbatch to a number that the schedule takes. To the number that
-                ranks agreed on it is filled up anyway; a filler is nothing else than such copies.
+    def count_rows(self, batch: Any) -> int:
+        """Count the rows of a batch that is to be split by rows.
 
         Raises:
-            ConfigError: It does not divide, or makes more microbatches than the ranks agreed on.
-            ScheduleError: The schedule does not take that number of microbatches.
+            ConfigError: Its tensors have no rows in common.
         """
-        batch = self.prepare_batch(batch)
-        microbatches, filling = [self._own_chunks(m) for m in self._microbatches(batch, check)], self.filling
-        num_counted = 0 if filling.is_filler else len(microbatches)
-        if 0 < filling.num_microbatches < num_counted:
-            raise ConfigError(
-                f"a batch makes {num_counted} microbatches, but when it was read no rank's made more than "
-                f"{filling.num_microbatches}: leave its number of rows as it is in on_before_batch_transfer, "
-                "transfer_batch_to_device and on_after_batch_transfer"
-            )
-        wanted = max(num_counted, filling.num_microbatches, 1)
-        if trains and (not check or wanted > num_counted):
-            wanted = self.pipeline.num_taken(wanted)
-        filled = [*microbatches[:num_counted], *microbatches[-1:] * (wanted - num_counted)]
-        return Cut(filled, [self.rows_of(microbatch) for microbatch in filled], wanted - num_counted)
-
-    def _own_chunks(self, microbatch: Any) -> Any:
-        parallel: ParallelConfig = getattr(self._strategy, "parallel", ParallelConfig())
-        padding = self.sequence_padding if parallel.pad_sequences else None
-        return own_chunks(microbatch, self.sequence_dims, self.pipeline.tokens, padding)
-
-    def num_microbatches_of(self, batch: Any) -> int:
-        """How many a batch makes as the strategy is configured, without fillers."""
-        return len(self._microbatches(batch, check=False))
-
-    @property
-    def filling(self) -> Filling:
-        """What data ranks have agreed on for the batch whose step is running."""
-        return getattr(self._strategy, "filling", Filling())
-
-    def _microbatches(self, batch: Any, check: bool) -> list[Any]:
-        count: MicrobatchCount | None = getattr(self._strategy, "microbatch_count", None)
-        if count is None or count.is_one:
-            return [batch]
-        if type(self).split_batch is not D9DModule.split_batch and count.num_microbatches is not None:
-            return self.split_batch(batch, count.num_microbatches)  # its own form of batch, its own rule for short ones
-        rows = self._rows.count(batch)
-        if check:
-            count.check(rows)
-        return self.split_batch(batch, count.of(rows))
+        return self._rows.count(batch)
 
     def rows_of(self, microbatch: Any) -> int | None:
         """Rows of a microbatch, the weight of a mean; None for forms without rows, such as packed sequences."""
@@ -534,6 +476,29 @@ class D9DModule(L.LightningModule):
         self.log("train_loss", loss, prog_bar=prog_bar, batch_size=1)
         for name, value in metrics.items():
             self.log(f"train_{name}", value, batch_size=1)
+
+    def log_eval_step(self, prefix: str, names: Iterable[str], means: Tensor, weights: Tensor) -> dict[str, Tensor]:
+        """Log the loss and the metrics of a batch of evaluation.
+
+        Lightning sums each value times its weight over batches and ranks, and divides by the summed weights at the end
+        of the epoch. So the result is exact however tokens are spread.
+
+        Returns:
+            The means by name, the loss first, and "weight", what the loss was divided by.
+        """
+        result = {"weight": weights[0]}
+        for name, mean, weight in zip(names, means, weights, strict=True):
+            result[name] = mean
+            self.log(
+                f"{prefix}_{name}",
+                mean,
+                on_step=False,
+                on_epoch=True,
+                prog_bar=name == "loss",
+                sync_dist=True,
+                batch_size=weight,  # type: ignore[arg-type]  # Lightning only multiplies by it; a tensor spares a sync
+            )
+        return result
 
     def log(self, name: str, *args: Any, **kwargs: Any) -> None:
         """`LightningModule.log`, refused inside microbatch hooks, where ranks are at different points of the schedule.

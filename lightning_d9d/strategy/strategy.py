@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_d9d.data import Filling
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshConfig, MeshDomains
 from lightning_d9d.mesh.agreement import first_of
@@ -44,10 +43,13 @@ from lightning_d9d.pipeline.types import shared_buffers
 from lightning_d9d.schedule import Auto, Choice, Schedule, resolve_schedule
 from lightning_d9d.strategy.aligned import AlignedStrategy
 from lightning_d9d.strategy.auto import CHOICE, choose, saved_choice
+from lightning_d9d.strategy.batches import BatchSplitter
 from lightning_d9d.strategy.checkpoints import CheckpointConfig
 from lightning_d9d.strategy.configuration import check_callbacks, check_classes, check_degrees_of
+from lightning_d9d.strategy.context import RunContext
 from lightning_d9d.strategy.data_parallel import DataParallelStages
 from lightning_d9d.strategy.effects import Beside, check_effects
+from lightning_d9d.strategy.eval_step import EvalStep
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.offload import move
 from lightning_d9d.strategy.optimizer_step import (
@@ -57,10 +59,11 @@ from lightning_d9d.strategy.optimizer_step import (
     leaves_gradients_alone,
     takes_scalars,
 )
-from lightning_d9d.strategy.pipeline import Pipeline, Tie
+from lightning_d9d.strategy.pipeline import Pipeline
 from lightning_d9d.strategy.precision import check_precision
 from lightning_d9d.strategy.progress import LateProgress, warn_of_nonfinite
 from lightning_d9d.strategy.ranks import TimeoutConfig
+from lightning_d9d.strategy.sequence_parts import SequenceCheck
 from lightning_d9d.strategy.sharding import (
     check_layout,
     is_sharded,
@@ -69,7 +72,10 @@ from lightning_d9d.strategy.sharding import (
     prepare_blocks,
     shard_blocks,
 )
-from lightning_d9d.strategy.train_step import TrainStep, cast_gradients
+from lightning_d9d.strategy.tied import TiedParameters
+from lightning_d9d.strategy.train_step import TrainStep
+from lightning_d9d.strategy.uneven import plan_of
+from lightning_d9d.strategy.window import cast_gradients
 from lightning_d9d.sync.buckets import GradientBuckets, GradSyncConfig
 from lightning_d9d.sync.norm import clip_gradients_by_norm, clip_gradients_by_value
 
@@ -107,6 +113,7 @@ class D9DStrategy(AlignedStrategy):
     shared_by_copies = (
         *AlignedStrategy.shared_by_copies,
         *("pipeline", "_tied", "_buckets", "_sharded", "_train_step", "_optimizer_step", "_units", "_kernels"),
+        *("splitter", "_eval_step"),
     )
 
     def __init__(
@@ -146,7 +153,7 @@ class D9DStrategy(AlignedStrategy):
         self.pipeline: Pipeline | None = None
         """Where this rank is in the pipeline; from `setup_environment` to `teardown`."""
         self._choice: Choice | None = None
-        self._tied: dict[nn.Parameter, Tie] = {}
+        self._tied = TiedParameters()
         self._late_progress: LateProgress | None = None
         self._parameters: list[nn.Parameter] = []
         self._has_buffers = False
@@ -195,7 +202,7 @@ class D9DStrategy(AlignedStrategy):
         self._open_groups()
         earlier, self._choice = self._choice, None
         if not isinstance(self.schedule, Auto):
-            self.pipeline = Pipeline(self.schedule, self._mesh_of_ranks, self.root_device)
+            self._take_pipeline(Pipeline(self.schedule, self._mesh_of_ranks, self.root_device))
             return
         module = cast(D9DModule, self.lightning_module)  # or its schedule was refused
         if earlier is not None and len(module.stages) > 0:
@@ -240,7 +247,22 @@ class D9DStrategy(AlignedStrategy):
         self._choice = choice
         assert isinstance(self.schedule, Auto)
         self.microbatch_count = MicrobatchCount(choice.microbatch_size, None, rows_expected=self.schedule.batch_size)
-        self.pipeline = Pipeline(choice.schedule, self._mesh_of_ranks, self.root_device, choice.layers_of_stage)
+        self._take_pipeline(Pipeline(choice.schedule, self._mesh_of_ranks, self.root_device, choice.layers_of_stage))
+
+    def _take_pipeline(self, pipeline: Pipeline) -> None:
+        """Run in this pipeline: the module hears of it before it builds its stages."""
+        self.pipeline = pipeline
+        module = self.lightning_module
+        if isinstance(module, D9DModule):
+            module.run_context = RunContext(
+                pipeline=pipeline,
+                parallel=self.parallel_in_effect,
+                device=torch.device("cpu") if self.parallel.offload else self.root_device,
+                seed=self.seed,
+                loads_pretrained=True,
+            )
+            pads = self.parallel.pad_sequences
+            self.splitter = BatchSplitter(module, pipeline, self.microbatch_count, pads_sequences=pads)
 
     def go_on_as(self, checkpoint: Mapping[str, Any]) -> None:
         """Take what `Auto` had chosen when the checkpoint was saved, and build those stages. Collective."""
@@ -309,6 +331,9 @@ class D9DStrategy(AlignedStrategy):
         if is_sharded(self.model):
             for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
                 loop.inference_mode = False  # DTensors know no inference tensors
+        if isinstance(self.model, D9DModule):
+            assert self.splitter is not None
+            self._eval_step = self.model.evaluation = EvalStep(self.model, self.splitter, SequenceCheck(self.model))
         self.align_loaders(trainer)
         if self._is_fitting:
             self.setup_optimizers(trainer)
@@ -329,10 +354,10 @@ class D9DStrategy(AlignedStrategy):
         assert self.pipeline is not None
         assert self.model is not None
         units = fully_sharded(self.model)
-        self._tied = self.pipeline.find_tied(
-            self._parameter_names(), lambda parameter: axes_left(layout_of(parameter, units))
+        self._tied = TiedParameters.find(
+            self._parameter_names(), lambda parameter: axes_left(layout_of(parameter, units)), self._mesh_of_ranks
         )
-        self.pipeline.make_equal(self._tied)
+        self._tied.make_equal()
 
     def _sum_metrics_over_data_ranks(self) -> None:
         """Ranks that read the same samples must not count them twice in a torchmetrics metric."""
@@ -383,7 +408,10 @@ class D9DStrategy(AlignedStrategy):
             if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
                 parameter.grad = None  # of a window that was broken off; a module that moves cannot take it along
         self._parameters, self._units = [], []
-        self.pipeline, self._tied = None, {}
+        self.pipeline, self._tied = None, TiedParameters()
+        self.splitter = self._eval_step = None
+        if isinstance(self.lightning_module, D9DModule):
+            self.lightning_module.run_context = self.lightning_module.evaluation = None
         while self._grouped_metrics:
             self._grouped_metrics.pop().process_group = None
         self._window_is_open = self._buffers_are_stale = False
@@ -421,12 +449,14 @@ class D9DStrategy(AlignedStrategy):
                 check_steps_once(optimizer)
             check_layouts(optimizer)
         if isinstance(module, D9DModule):
+            assert self._eval_step is not None
             self._train_step = TrainStep(
                 module,
-                self.precision_plugin.forward_context,
-                cuts_batches=not self.microbatch_count.is_one,
-                optimizer_step=self._optimizer_step,
-                tied=self._tied,
+                module.pipeline.executor(module, module.indexed_stages, self.precision_plugin.forward_context),
+                self._eval_step.splitter,
+                self._optimizer_step,
+                self._tied,
+                self._eval_step.sequences,
             )
             reduces_each = self.grad_sync.reduce == "every_microbatch"
             self._sharded = {
@@ -521,10 +551,10 @@ class D9DStrategy(AlignedStrategy):
             return super().training_step(*args, **kwargs)
         module, trainer = self._train_step.module, self._train_step.module.trainer
         batch, batch_index = args
-        with self.training_batch():
-            loss, metrics = self._train_step.run(
-                batch, batch_index, trainer.accumulate_grad_batches, is_last=self._sync_gradients
-            )
+        plan = plan_of(trainer.fit_loop)
+        loss, metrics = self._train_step.run(
+            batch, batch_index, trainer.accumulate_grad_batches, self._sync_gradients, plan
+        )
         module.log_train_step(loss, metrics, prog_bar=self._late_progress is None)
         shown = loss.item() if self._late_progress is None else self._late_progress.show("train_loss", loss)
         if shown is not None and not self.skip_nonfinite:
@@ -645,10 +675,10 @@ class D9DStrategy(AlignedStrategy):
         )
 
     @contextmanager
-    def evaluation_batch(self, filling: Filling) -> Generator[None]:
+    def evaluation_batch(self) -> Generator[None]:
         """For the step of a batch of validation, test or prediction."""
         try:
-            with super().evaluation_batch(filling):
+            with super().evaluation_batch():
                 yield
         except BaseException:
             reset(self._units)
@@ -663,8 +693,7 @@ class D9DStrategy(AlignedStrategy):
             self._buffers_are_stale = False
 
     def _gradient_norm(self) -> Tensor:
-        assert self.pipeline is not None
-        return self.pipeline.norm(self._parameters, self._tied)
+        return self._tied.norm(self._parameters)
 
     def _log_gradient_norm(self) -> None:
         assert self._train_step is not None

@@ -11,183 +11,143 @@ Lightning drives a batch in this order (`accumulate_grad_batches` batches make a
 [Note: gradients are sums] Backward runs on value sums. Gradients add up over microbatches, accumulated batches and
 ranks, and are divided once by the total weight of the window. A loss that is a mean counts each batch equally, as
 stock Lightning does: it is scaled by rows / (rows of the batch) / (accumulated batches) before backward and divided by
-the number of ranks. Where the total weight of a window is known before its first backward (it is one batch, and batches
-are not cut or `microbatch_weight` is given), the losses are scaled by it and no pass over the gradients is needed.
+the number of ranks. Where the total weight is known before the first backward (the window is one batch, and the module
+has `microbatch_weight`), the losses are scaled by it and no pass over the gradients is needed.
 
 [Note: pipelines] All ranks of a pipeline read the same batch and run their part of one program. Loss and metrics are
 made where the last stage is and are 0 elsewhere, so that one sum over all ranks makes them equal everywhere.
 
-[Note: fillers] A rank without data for a batch that others have runs microbatches that count nothing: it adds neither
-loss nor weight, and zeros to the gradients. Of a loss that is a mean, the means of the ranks that have data count.
+[Note: dummy batches] A rank without data for a batch that others have runs dummy microbatches: it adds neither loss nor
+weight, and zeros to the gradients. In a loss that is a mean, the means of the ranks that have data count.
 
 [Note: one factor] Where the optimizer multiplies gradients by a factor as it reads them (torch's fused ones) and nobody
 looks at them between backward and step, division and clipping become that factor and cost no pass over the gradients.
-
-[Note: windows] A window begins where Lightning zeroes gradients (every `accumulate_grad_batches`-th batch of an epoch)
-and after a batch that was the last of one. So gradients that never met a step are dropped, as in stock Lightning: an
-`on_train_batch_start` returned -1 inside a window, an overridden `optimizer_step` left it out, a closure ran twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_d9d.data import BatchPlan
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh.collectives import first_difference
 from lightning_d9d.mesh.sharding import local
-from lightning_d9d.pipeline.executor import Cut
+from lightning_d9d.pipeline.executor import Executor, LossScale, SplitBatch
 from lightning_d9d.pipeline.totals import BatchTotals, weighted_mean
+from lightning_d9d.strategy.batches import BatchSplitter
 from lightning_d9d.strategy.data_parallel import DataParallelStages
+from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.optimizer_step import OptimizerStep
-from lightning_d9d.strategy.pipeline import Tie
-from lightning_d9d.strategy.sequence_parts import check_parts_of_sequences
+from lightning_d9d.strategy.reports import Reports
+from lightning_d9d.strategy.same_batches import SameBatches
+from lightning_d9d.strategy.sequence_parts import SequenceCheck
+from lightning_d9d.strategy.tied import TiedParameters
+from lightning_d9d.strategy.window import Window, cast_gradients, inverse, scale_gradients
 from lightning_d9d.sync.norm import clip_factor, clip_gradients_by_norm
-
-if TYPE_CHECKING:
-    from lightning_d9d.strategy.module import D9DModule
 
 
 class TrainStep:
-    """The state of a window and the five phases named above.
+    """The five phases named above.
 
     Args:
         module: The module with its stages built and on their device.
-        forward_context: The precision context of a forward.
-        cuts_batches: Whether a batch may make more than one microbatch. Equal on all ranks, unlike the number that a
-            batch makes: ranks decide by it whether they sum weights between forward and backward.
+        executor: Runs programs over these stages.
+        splitter: Splits batches.
         optimizer_step: Steps or skips, and counts skips.
-        tied: This rank's parameters that other ranks of the pipeline hold, too.
+        tied: This rank's tied parameters.
+        sequences: Checks in the first batch that stages take parts of sequences.
     """
 
     def __init__(
         self,
         module: D9DModule,
-        forward_context: Callable[[], AbstractContextManager],
-        cuts_batches: bool,
+        executor: Executor,
+        splitter: BatchSplitter,
         optimizer_step: OptimizerStep,
-        tied: Mapping[nn.Parameter, Tie],
+        tied: TiedParameters,
+        sequences: SequenceCheck,
     ) -> None:
         self.module = module
+        self.executor = executor
+        self.splitter = splitter
+        self.optimizer_step = optimizer_step
+        self.tied = tied
+        self.sequences = sequences
         self.pipeline = module.pipeline
         self.parameters = list(module.parameters())
-        self.tied = tied
         self.data_parallel: DataParallelStages | None = None
         """Gathers parameters and sums gradients over ranks; None where there is nothing to do."""
         self.group = self.pipeline.token_group
         """Ranks over which tokens are split; None for one process."""
         self.num_ranks = 1 if self.group is None else dist.get_world_size(self.group)
-        self.executor = module.executor(forward_context)
-        self.cuts_batches = cuts_batches
-        self.optimizer_step = optimizer_step
+        self.window = Window(self.parameters, self.num_ranks)
         self.defers = False
         """Whether division and clipping are left to the optimizer. [Note: one factor]."""
         self.factor: Tensor | None = None
         """What gradients are still to be multiplied by: float32 on the device. None: nothing."""
+        self._reports = Reports("train", self.pipeline, self.group)
+        self._same_batches = SameBatches(self.pipeline.readers)
         self._is_first_batch = True
-        self._is_new_window = True
-        self._stashed: list[tuple[nn.Parameter, Tensor]] = []
-        self._window_weight: Tensor | None = None
-        self._scaled_before = False
-        self._loss_is_mean: bool | None = None
 
     def run(
-        self, batch: Any, batch_index: int, accumulated_batches: int, is_last: bool
+        self, batch: Any, batch_index: int, accumulated_batches: int, is_last: bool, plan: BatchPlan = BatchPlan()
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Forward and backward of one batch. Collective: every rank calls it with its own batch.
+        """Run forward and backward of one batch. Collective: every rank calls it with its own batch.
 
         Args:
             batch: This rank's rows.
-            batch_index: Of the batch in its epoch. [Note: windows].
+            batch_index: The index of the batch in its epoch.
             accumulated_batches: Batches a full window has.
             is_last: Whether the optimizer steps after this batch; the gradients are reduced then.
+            plan: What data ranks agreed on for this batch.
 
         Returns:
             The batch's loss and metrics over all ranks, detached and equal on every rank.
         """
-        is_first = self._is_new_window or batch_index % accumulated_batches == 0
-        if is_first:  # Lightning's own zero_grad comes after the schedule, too late
-            for parameter in self.parameters:
-                parameter.grad = None
-            self._window_weight = self._loss_is_mean = None
+        is_first = self.window.begin_batch(batch_index, accumulated_batches)
         if batch_index == 0:
-            self._check_frozen_alike()
-            self.optimizer_step.empty.end_epoch()
-            self.pipeline.begin_epoch(self.tied)
-        self.pipeline.check_same("train", batch)
+            self._begin_epoch()
+        self._same_batches.check("train", batch)
         check = self._is_first_batch and batch_index == 0  # resumed, the first may be the short last one of an epoch
-        cut = self.module.cut(batch, check=check, trains=True)
-        check_parts_of_sequences(self.module, cut.microbatches[0], self.executor.forward_context)
-        self._is_first_batch = self._is_new_window = False
-        num_data_ranks = self.num_ranks // self.pipeline.tokens.cut.size
-        num_counting = (self.module.filling.num_counting or num_data_ranks) * self.pipeline.tokens.cut.size
-        is_whole_window = is_first and is_last
-        total_weight = self._known_weight(cut) if is_whole_window else None
-        weight_is_known_after_forward = is_whole_window and not self.cuts_batches
-
-        def scale(totals: BatchTotals) -> Tensor | float:
-            nonlocal total_weight
-            if totals.loss_is_mean:  # `restore` divides by the number of all ranks
-                num_rows = sum(filter(None, cut.rows[: cut.num_counted]))
-                return self.num_ranks / (num_counting * max(num_rows, 1) * accumulated_batches)
-            if total_weight is None and weight_is_known_after_forward:
-                weight = torch.zeros((), device=self.module.device) if totals.loss is None else totals.loss[1]
-                total_weight = self._sum_over_ranks(weight.double())
-            return 1.0 if total_weight is None else _inverse(total_weight)
-
-        num_microbatches = len(cut.microbatches)
-        if self.data_parallel is not None:
-            splits = self.pipeline.splits(num_microbatches)
-            self.data_parallel.begin(is_first=is_first, reduces=is_last, splits=splits)
-        with self.module.schedule_running():
-            try:
-                totals = self.executor.train(self.pipeline.program(num_microbatches), cut, scale, self.data_parallel)
-            except BaseException:
-                if self.data_parallel is not None:
-                    self.data_parallel.drop()
-                raise
-        if self.data_parallel is not None:
-            self.data_parallel.finish()
-        self._scaled_before = weight_is_known_after_forward or total_weight is not None  # on ranks without a loss, too
+        split = self.splitter.split(batch, plan, check=check, trains=True)
+        self.sequences.check(split.microbatches[0], self.executor.forward_context)
+        self._is_first_batch = False
+        total_weight = self._known_weight(split) if is_first and is_last else None
+        self.window.is_scaled = total_weight is not None
+        scale = LossScale(
+            of_mean=self._scale_of_mean(split, accumulated_batches, plan),
+            of_sum=1.0 if total_weight is None else inverse(total_weight),
+        )
+        totals = self._run_schedule(split, scale, is_first, is_last)
         loss, metrics = self._reduce(totals)
-        self._set_aside()
+        self.window.set_aside()
         return loss, metrics
 
     def restore(self, is_last: bool) -> None:
         """Put the gradients back; on the last batch of the window divide them by its total weight."""
-        for parameter, gradient in self._stashed:
-            parameter.grad = gradient
-        self._stashed = []
-        self._is_new_window = is_last
+        self.window.restore(is_last)
         if not is_last:
             return
-        if self._window_weight is not None:
-            self.optimizer_step.empty.add_window(self._window_weight)
-        if self._loss_is_mean:
-            divisor: Tensor | float = float(self.num_ranks)
-        elif self._scaled_before:
-            divisor = 1.0
-        else:
-            assert self._window_weight is not None
-            divisor = self._window_weight
+        if self.window.weight is not None:
+            self.optimizer_step.empty.add_window(self.window.weight)
         self.factor = None
+        divisor = self.window.divisor
         if isinstance(divisor, Tensor) or divisor != 1.0:
-            gradients = [p.grad for p in self.parameters if p.grad is not None]
-            factor = _inverse(divisor) if isinstance(divisor, Tensor) else 1 / divisor
+            factor = inverse(divisor) if isinstance(divisor, Tensor) else 1 / divisor
             if self.defers:
-                self.factor = self._on_device(factor, self.module.device)
-            elif gradients:  # a pipeline rank may have frozen stages only
-                _scale([local(gradient) for gradient in gradients], factor)
+                self.factor = self._on_device(factor)
+            elif gradients := [local(p.grad) for p in self.parameters if p.grad is not None]:
+                scale_gradients(gradients, factor)  # a pipeline rank may have frozen stages only
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """The norm of the gradients as the optimizer will see them, but for clipping. Collective."""
-        norm = self.pipeline.norm(parameters, self.tied)
+        norm = self.tied.norm(parameters)
         return norm if self.factor is None else norm * self.factor
 
     def clip(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
@@ -201,7 +161,7 @@ class TrainStep:
         return norm
 
     def step(self, optimizer: Optimizer, norm: Tensor | None = None, **kwargs: Any) -> None:
-        """Step the optimizer, or skip the step of a window whose total weight is zero; then tell the module.
+        """Step the optimizer, or skip the step of a window whose total weight is zero; then call the module's hook.
 
         Args:
             optimizer: The only one.
@@ -210,45 +170,75 @@ class TrainStep:
         """
         if self.data_parallel is not None:
             cast_gradients(self.parameters, optimizer)
-        skip = None if self._window_weight is None else self._window_weight == 0  # None: a mean of at least one row
+        weight = self.window.weight
+        skip = None if weight is None else weight == 0  # None: a mean of at least one row
         if norm is not None:
             skip = ~norm.isfinite() if skip is None else skip | ~norm.isfinite()
         factor, self.factor = self.factor, None
         self.optimizer_step(optimizer, skip, factor, **kwargs)
         self.module.on_after_optimizer_step(skip)
 
-    @staticmethod
-    def _on_device(factor: Tensor | float, device: torch.device) -> Tensor:
-        if isinstance(factor, Tensor):
-            return factor.to(device, torch.float32)
-        return torch.full((), factor, dtype=torch.float32, device=device)  # without waiting, unlike a copy
+    def _begin_epoch(self) -> None:
+        self._check_frozen_alike()
+        self.optimizer_step.empty.end_epoch()
+        if self.pipeline.messages is not None:
+            self.pipeline.messages.forget()  # callbacks may have frozen or unfrozen layers
+        self.tied.check_frozen_alike()
 
-    def _known_weight(self, cut: Cut) -> Tensor | None:
-        """The total weight of the batch over all ranks if the module can tell it beforehand."""
-        weights = [w for m in cut.microbatches if (w := self.module.microbatch_weight(m)) is not None]
-        if len(weights) < len(cut.microbatches):
+    def _known_weight(self, split: SplitBatch) -> Tensor | None:
+        """The total weight of the batch over all ranks, if the module knows it before the forward. Collective."""
+        weights = [w for m in split.microbatches if (w := self.module.microbatch_weight(m)) is not None]
+        if len(weights) < len(split.microbatches):
             return None
         of_microbatches = torch.stack([weight.detach().double().reshape(()) for weight in weights])
-        return self._sum_over_ranks(of_microbatches[: cut.num_counted].sum())
+        return self._sum_over_ranks(of_microbatches[: split.num_counted].sum())
+
+    def _scale_of_mean(self, split: SplitBatch, accumulated_batches: int, plan: BatchPlan) -> float:
+        """The scale of a loss that is a mean. `restore` divides by the number of all ranks."""
+        num_chunks = self.pipeline.tokens.cut.size
+        num_counting = (plan.num_counting or self.num_ranks // num_chunks) * num_chunks
+        num_rows = sum(filter(None, split.rows[: split.num_counted]))
+        return self.num_ranks / (num_counting * max(num_rows, 1) * accumulated_batches)
+
+    def _run_schedule(self, split: SplitBatch, scale: LossScale, is_first: bool, is_last: bool) -> BatchTotals:
+        """Run this rank's part of the program, with the sums of gradients that it has. Collective."""
+        num_microbatches = len(split.microbatches)
+        data_parallel = self.data_parallel
+        if data_parallel is not None:
+            data_parallel.begin(is_first=is_first, reduces=is_last, splits=self.pipeline.splits(num_microbatches))
+        with self.module.schedule_running():
+            try:
+                totals = self.executor.train(self.pipeline.program(num_microbatches), split, scale, data_parallel)
+            except BaseException:
+                if data_parallel is not None:
+                    data_parallel.drop()
+                raise
+        if data_parallel is not None:
+            data_parallel.finish()
+        return totals
+
+    def _reduce(self, totals: BatchTotals) -> tuple[Tensor, dict[str, Tensor]]:
+        """Sum loss and metrics over ranks in one message and divide each by its weight. Collective."""
+        schema, values = self._reports.of(totals)
+        if schema.loss_is_mean and totals.loss is not None:  # each rank's mean counts equally, as in DDP
+            values[0] = torch.stack([values[0, 0] / values[0, 1], values.new_ones(())])
+        sums = self._sum_over_ranks(self.pipeline.sum(values))
+        self.window.add(None if schema.loss_is_mean else sums[0, 1])
+        if not schema.loss_is_mean:
+            self.optimizer_step.empty.add_batch(sums[0, 1])
+        loss, *metrics = weighted_mean(*sums.unbind(1)).to(schema.dtype).unbind()
+        return loss, dict(zip(schema.metrics, metrics, strict=True))
 
     def _sum_over_ranks(self, values: Tensor) -> Tensor:
         if self.group is not None:
             dist.all_reduce(values, group=self.group)
         return values
 
-    def _reduce(self, totals: BatchTotals) -> tuple[Tensor, dict[str, Tensor]]:
-        """Sum loss and metrics over ranks in one message and divide each by its weight."""
-        reported, values = self.pipeline.report("train", totals, self.group)
-        self._loss_is_mean = reported.loss_is_mean
-        if reported.loss_is_mean and totals.loss is not None:  # each rank's mean counts equally, as in DDP
-            values[0] = torch.stack([values[0, 0] / values[0, 1], values.new_ones(())])
-        sums = self._sum_over_ranks(self.pipeline.sum(values))
-        if not reported.loss_is_mean:
-            weight = sums[0, 1]
-            self.optimizer_step.empty.add_batch(weight)
-            self._window_weight = weight if self._window_weight is None else self._window_weight + weight
-        loss, *metrics = weighted_mean(*sums.unbind(1)).to(reported.dtype).unbind()
-        return loss, dict(zip(reported.metrics, metrics, strict=True))
+    def _on_device(self, factor: Tensor | float) -> Tensor:
+        device = self.pipeline.device
+        if isinstance(factor, Tensor):
+            return factor.to(device, torch.float32)
+        return torch.full((), factor, dtype=torch.float32, device=device)  # without waiting, unlike a copy
 
     def _check_frozen_alike(self) -> None:
         """At the start of an epoch: the ranks of a stage sum the gradients of the same parameters."""
@@ -261,40 +251,3 @@ class TrainStep:
                 f"ranks with the same stages train different parameters: {difference}. Set requires_grad alike on all "
                 "ranks"
             )
-
-    def _set_aside(self) -> None:
-        self._stashed = []  # in an epoch of Lightning's weight averaging there is no backward to put them back
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                self._stashed.append((parameter, parameter.grad))
-                parameter.grad = None
-
-
-def cast_gradients(parameters: Iterable[nn.Parameter], optimizer: Optimizer) -> None:
-    """Cast gradients that are kept in a wider dtype than their parameter to that, unless the optimizer takes them."""
-    if getattr(optimizer, "takes_wide_gradients", False):
-        return
-    for parameter in parameters:
-        if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
-            parameter.grad = parameter.grad.to(parameter.dtype)
-
-
-def _scale(gradients: list[Tensor], factor: Tensor | float) -> None:
-    """Multiply in place. torch would round a device scalar to a narrow gradient's dtype first: widen those."""
-    by_device: dict[torch.device, list[Tensor]] = {}  # some may be kept in the host's memory
-    for gradient in gradients:
-        by_device.setdefault(gradient.device, []).append(gradient)
-    for device, together in by_device.items():
-        here = factor.to(device) if isinstance(factor, Tensor) else factor
-        if isinstance(here, Tensor) and any(g.dtype.itemsize < 4 for g in together):
-            for gradient in together:
-                gradient.copy_(gradient * here.float() if gradient.dtype.itemsize >= 4 else gradient.float() * here)
-        elif isinstance(here, Tensor):
-            torch._foreach_mul_(together, here.to(together[0].dtype))
-        else:
-            torch._foreach_mul_(together, here)
-
-
-def _inverse(weight: Tensor) -> Tensor:
-    """1 / weight, and 0 where weight is 0, without asking the host."""
-    return torch.where(weight == 0, 0.0, 1 / weight)

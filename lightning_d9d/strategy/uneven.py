@@ -3,7 +3,7 @@
 Forward and backward of a batch may be collective over data ranks, so each rank must run as many as the others. Where
 lengths are known and equal nothing is done. Elsewhere ranks look one batch ahead and agree, see `data/ahead.py`:
 
-- In training a rank whose data have ended trains on fillers, copies of its last batch, until all have ended. They pass
+- In training a rank whose data have ended trains on dummy batches, copies of its last batch, until all have ended. They pass
   through Lightning's loop, as there is an optimizer step to take.
 - In evaluation and prediction Lightning's loop sees a rank's own batches only. At the end, before ranks meet, those
   that have had less than others run what is missing: forwards of their last batch, without hooks, loss or result.
@@ -24,7 +24,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.combined_loader import _SUPPORTED_MODES
 from torch.utils.data import BatchSampler, DataLoader, default_collate
 
-from lightning_d9d.data import END, NOTHING, Agreement, Filling, is_place_of_sampler, without_resuming
+from lightning_d9d.data import END, NOTHING, Agreement, BatchPlan, is_place_of_sampler, without_resuming
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh.agreement import Ranks, first_of
 from lightning_d9d.mesh.collectives import all_gather_object
@@ -43,7 +43,7 @@ class Alignment:
     """Also where no gradients are summed: forwards alone are collective."""
     num_microbatches: Callable[[Any], int] | None
     """Of a batch, if it must be equal on all ranks and follows from the batch."""
-    run_filler: Callable[[Any, Filling], None]
+    run_dummy: Callable[[Any, BatchPlan], None]
     """Run the forwards of a batch that counts nothing."""
 
     resumes: Callable[[], bool]
@@ -201,13 +201,13 @@ class _AlignedLoader(CombinedLoader):
 
 @dataclass
 class _HandedOut:
-    filling: Filling
+    plan: BatchPlan
     states: list[Any]
     """Of loaders with a state of their own, from which the batch after this one comes; None for others."""
 
 
 class TrainingLoader(_AlignedLoader):
-    """Gives all data ranks the same number of training batches, the last of them fillers where data are short.
+    """Gives all data ranks the same number of training batches, the last of them dummy batches where data are short.
 
     It keeps the states that loaders had before they were read ahead, also with one data rank: Lightning reads ahead
     itself where there is no length.
@@ -223,7 +223,7 @@ class TrainingLoader(_AlignedLoader):
         self._loop = loop
         self._agreed_length: int | None = None
         self._num_handed_out = 0
-        self._filler: Any = None
+        self._dummy: Any = None
         self._has_ended = False
         self._waits = False
         """Whether the loaders begin later."""
@@ -244,7 +244,7 @@ class TrainingLoader(_AlignedLoader):
         self._num_handed_out, self._has_ended = 0, False
         self._history.clear()
         if not self.is_even:
-            self._look_ahead(Filling())
+            self._look_ahead(BatchPlan())
         return self
 
     def __len__(self) -> int:
@@ -264,42 +264,42 @@ class TrainingLoader(_AlignedLoader):
             raise StopIteration
         if self.is_even:
             return super().__next__()
-        item, filling = (self._read(), Filling()) if self._agreement is None else self._agreed(self._agreement)
+        item, plan = (self._read(), BatchPlan()) if self._agreement is None else self._agreed(self._agreement)
         self._has_ended = item is None
         if item is None:
             raise StopIteration
-        self._look_ahead(filling)
+        self._look_ahead(plan)
         self._num_handed_out += 1
         batch = copy_containers(item[0])  # hooks may change them
         return batch, self._num_handed_out - 1, 0
 
-    def _agreed(self, agreement: Agreement) -> tuple[Any, Filling]:
+    def _agreed(self, agreement: Agreement) -> tuple[Any, BatchPlan]:
         """The next item, which some rank has; None if no rank has one."""
         agreed = agreement.hear()
         if agreed.has_ended:
-            return None, Filling()
-        return self._next or self._filler, Filling(self._next is None, agreed.num_microbatches, agreed.num_ranks)
+            return None, BatchPlan()
+        return self._next or self._dummy, BatchPlan(self._next is None, agreed.num_microbatches, agreed.num_ranks)
 
-    def filling(self) -> Filling:
+    def plan(self) -> BatchPlan:
         """Of the batch that is trained on."""
-        return Filling() if self.is_even else self._history[-1 - self._num_ahead()].filling
+        return BatchPlan() if self.is_even else self._history[-1 - self._num_ahead()].plan
 
     def num_own(self, num_batches: int) -> int:
-        """How many of the first batches of an epoch are no fillers on this rank, if its loaders know their lengths."""
+        """How many of the first batches of an epoch are no dummy batches on this rank, if its loaders know their lengths."""
         length = None if self._iterator is None else sized_len(type(self._iterator)(self.flattened))
         return num_batches if length is None else min(num_batches, length)
 
-    def _look_ahead(self, filling: Filling) -> None:
-        """After a batch, keep the states of loaders, and read the next one. After a filler their end has been read."""
+    def _look_ahead(self, plan: BatchPlan) -> None:
+        """After a batch, keep the states of loaders, and read the next one. After a dummy batch their end has been read."""
         states = [None if is_place_of_sampler(each) else copy.deepcopy(each) for each in super()._state_dicts()]
-        self._history.append(_HandedOut(filling, self._history[-1].states if filling.is_filler else states))
+        self._history.append(_HandedOut(plan, self._history[-1].states if plan.is_dummy else states))
         if self._agreement is None:
             return
-        if not filling.is_filler:
+        if not plan.is_dummy:
             self._next = self._read()
         if self._next is not None and self._next[0] is not None:
-            self._filler = self._next
-        place = 0 if self._next is not None else END if self._filler is not None else NOTHING
+            self._dummy = self._next
+        place = 0 if self._next is not None else END if self._dummy is not None else NOTHING
         self._agreement.tell(place, self._size(self._next))
 
     def _check(self, places: list[int]) -> None:
@@ -359,19 +359,19 @@ class EvaluationLoader(_AlignedLoader):
         self._next = self._read()
         return item
 
-    def begin_step(self, batch: Any) -> Filling:
+    def begin_step(self, batch: Any) -> BatchPlan:
         """A batch is about to be run on the device. Collective over the data ranks, without waiting for a device."""
         if self.is_even:
-            return Filling()
+            return BatchPlan()
         assert self._agreement is not None
         agreed = self._agreement.hear()
         self._handed_out.popleft()
         self._agree()
         self._batch = batch
-        return Filling(num_microbatches=agreed.num_microbatches)
+        return BatchPlan(num_microbatches=agreed.num_microbatches)
 
     def catch_up(self) -> None:
-        """Run fillers until it is this rank's turn with what Lightning has taken, or no rank has more. Collective."""
+        """Run dummy batches until it is this rank's turn with what Lightning has taken, or no rank has more. Collective."""
         if self.is_even or self._agreement is None:
             return
         while not (agreed := self._agreement.hear()).has_ended:
@@ -380,7 +380,7 @@ class EvaluationLoader(_AlignedLoader):
             if not self._handed_out:
                 self._next = None  # beyond a limit
             self._agree()
-            self.alignment.run_filler(self._batch, Filling(True, agreed.num_microbatches))
+            self.alignment.run_dummy(self._batch, BatchPlan(True, agreed.num_microbatches))
         self._batch = None
 
     def _agree(self) -> None:
@@ -396,16 +396,16 @@ class EvaluationLoader(_AlignedLoader):
             self._refuse(missing)
 
 
-def filling_of(fit_loop: Any) -> Filling:
+def plan_of(fit_loop: Any) -> BatchPlan:
     """Of the training batch that is trained on."""
     loader = fit_loop._combined_loader
-    return loader.filling() if isinstance(loader, TrainingLoader) else Filling()
+    return loader.plan() if isinstance(loader, TrainingLoader) else BatchPlan()
 
 
-def begin_evaluation_step(loop: Any, batch: Any) -> Filling:
+def begin_evaluation_step(loop: Any, batch: Any) -> BatchPlan:
     """A batch of the loop is about to be run. Collective over the data ranks."""
     loader = loop._combined_loader
-    return loader.begin_step(batch) if isinstance(loader, EvaluationLoader) else Filling()
+    return loader.begin_step(batch) if isinstance(loader, EvaluationLoader) else BatchPlan()
 
 
 def catch_up(loop: Any) -> None:

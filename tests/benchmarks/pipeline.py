@@ -34,7 +34,7 @@ from lightning_d9d.mesh import MeshDomains
 from lightning_d9d.mesh.sharding import local, local_ranges
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from lightning_d9d.parallel import compile_blocks
-from lightning_d9d.pipeline.executor import Cut, Executor
+from lightning_d9d.pipeline.executor import Executor, LossScale, SplitBatch
 from lightning_d9d.pipeline.totals import BatchTotals
 from lightning_d9d.schedule import Span, parse, plot, resolve_schedule
 from lightning_d9d.strategy.pipeline import Pipeline
@@ -211,7 +211,7 @@ class Ours:
         )
         ids, labels = work.tokens(device)
         microbatches = [{"input_ids": i, "labels": y} for i, y in zip(ids.split(1), labels.split(1), strict=True)]
-        self.cut = Cut(microbatches, [1] * len(microbatches))
+        self.cut = SplitBatch(microbatches, [1] * len(microbatches))
         self.totals = BatchTotals()
 
     def run(self, steps: int) -> None:
@@ -221,7 +221,7 @@ class Ours:
 
     def train(self, actions: Sequence[Any]) -> BatchTotals:
         """This rank's actions, adding to gradients."""
-        return self.executor.train(actions, self.cut, lambda totals: 1 / self.work.num_tokens)
+        return self.executor.train(actions, self.cut, LossScale(of_sum=1 / self.work.num_tokens))
 
     def loss(self) -> float:
         return 0.0 if self.totals.loss is None else self.totals.loss[0].item() / self.work.num_tokens

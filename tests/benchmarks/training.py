@@ -33,7 +33,7 @@ from lightning_d9d.parallel import ParallelConfig, TokenPart
 from lightning_d9d.parallel.data import FullySharded
 from lightning_d9d.parallel.fsdp import fully_sharded
 from lightning_d9d.parallel.tokens import own_chunks
-from lightning_d9d.pipeline.executor import Cut, Executor
+from lightning_d9d.pipeline.executor import Executor, LossScale, SplitBatch
 from lightning_d9d.pipeline.totals import BatchTotals
 from lightning_d9d.schedule import resolve_schedule
 from lightning_d9d.strategy.data_parallel import DataParallelStages
@@ -339,7 +339,7 @@ class Trained:
         self.executor = Executor({0: self.stage}, 1, Hooks(device), nullcontext)
         self.program = Pipeline(resolve_schedule("1f1b"), self.mesh, device).program(work.num_microbatches)
         microbatches = work.microbatches(self.mesh, device)
-        self.cut = Cut(microbatches, [len(each["labels"]) for each in microbatches])
+        self.cut = SplitBatch(microbatches, [len(each["labels"]) for each in microbatches])
         self.num_tokens = work.num_tokens * self.mesh.sizes["tp"]
         """Of which this rank has the losses."""
         self.factor = 1 / (work.num_tokens * work.num_ranks)
@@ -356,7 +356,7 @@ class Trained:
     def step(self, sums: bool) -> None:
         """One step; it leaves gradients."""
         self._begin(sums)
-        self.totals = self.executor.train(self.program, self.cut, lambda totals: self.factor, self.data_parallel)
+        self.totals = self.executor.train(self.program, self.cut, LossScale(of_sum=self.factor), self.data_parallel)
         self.data_parallel.finish()
         self.held_bytes = allocated(self.device) - self.allocated_before
         if not sums:

@@ -15,13 +15,14 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_d9d.mesh import MeshConfig, MeshDomains
 from lightning_d9d.ops import linear
-from lightning_d9d.pipeline.executor import Cut, Executor
+from lightning_d9d.pipeline.executor import Executor, LossScale, SplitBatch
 from lightning_d9d.pipeline.totals import BatchTotals
 from lightning_d9d.pipeline.types import StageInfo, StageInputs, WeightedLoss
 from lightning_d9d.schedule import Schedule
 from lightning_d9d.strategy.data_parallel import DataParallelStages, parts_of
 from lightning_d9d.strategy.module import share_equal_names
 from lightning_d9d.strategy.pipeline import Pipeline
+from lightning_d9d.strategy.tied import TiedParameters
 from lightning_d9d.sync.buckets import GradientBuckets
 from tests.harness.compare import assert_close_named, assert_tensors_close
 from tests.harness.ranks import RankContext
@@ -128,10 +129,10 @@ def microbatches(count: int, device: torch.device) -> list[dict[str, Tensor]]:
     return made
 
 
-def cut_of(count: int, device: torch.device, num_fillers: int = 0) -> Cut:
-    made = microbatches(count - num_fillers, device)
-    made += made[-1:] * num_fillers
-    return Cut(made, [len(each["ids"]) for each in made], num_fillers)
+def cut_of(count: int, device: torch.device, num_dummies: int = 0) -> SplitBatch:
+    made = microbatches(count - num_dummies, device)
+    made += made[-1:] * num_dummies
+    return SplitBatch(made, [len(each["ids"]) for each in made], num_dummies)
 
 
 class Expected(NamedTuple):
@@ -184,7 +185,7 @@ class Rig:
         self.stages = {info.index: Part(info, **options).to(device, dtype_on(device)) for info in self.pipeline.stages}
         share_equal_names(self.stages.values())
         self.names = {p: name for stage in self.stages.values() for name, p in stage.named_parameters()}
-        self.tied = self.pipeline.find_tied(self.names, lambda parameter: ["dp"])
+        self.tied = TiedParameters.find(self.names, lambda parameter: ["dp"], mesh)
         trained = [parameter for parameter in self.names if parameter.requires_grad]
         parts, parts_of_stage = parts_of(trained, self.stages, self.tied, lambda _: None)
         dtype = None if device.type == "cpu" else torch.float32
@@ -200,23 +201,23 @@ class Rig:
     def _note(self, module: nn.Module, arguments: Any, output: Any) -> None:
         self.outputs += [weakref.ref(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
 
-    def train(self, actions: Sequence[Any], cut: Cut) -> BatchTotals:
+    def train(self, actions: Sequence[Any], cut: SplitBatch) -> BatchTotals:
         """Gradients of the sum times `SCALE`, summed over ties."""
         self.outputs.clear()
         for parameter in self.names:
             parameter.grad = None
         self.data_parallel.begin(is_first=True, reduces=True, splits=False)
-        totals = self.executor.train(actions, cut, lambda totals: SCALE, self.data_parallel)
+        totals = self.executor.train(actions, cut, LossScale(of_sum=SCALE), self.data_parallel)
         self.data_parallel.finish()
         return totals
 
-    def check(self, num_microbatches: int, expected: Expected, num_fillers: int = 0) -> None:
+    def check(self, num_microbatches: int, expected: Expected, num_dummies: int = 0) -> None:
         """Train on so many microbatches and fillers; compare, and see that nothing is left."""
-        cut = cut_of(num_microbatches + num_fillers, self.device, num_fillers)
+        cut = cut_of(num_microbatches + num_dummies, self.device, num_dummies)
         totals = self.train(self.pipeline.program(len(cut.microbatches)), cut)
         ours = {name: self._rounded(p.grad) for p, name in self.names.items() if p.requires_grad}
         assert_tensors_close(ours, {name: expected.gradients[name] for name in ours})
-        assert_close_named("norm", self._rounded(self.pipeline.norm(self.names, self.tied)), expected.norm)
+        assert_close_named("norm", self._rounded(self.tied.norm(self.names)), expected.norm)
         self.check_totals(totals, expected)
         self.check_nothing_left()
 

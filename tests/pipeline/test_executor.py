@@ -139,8 +139,8 @@ def test_fillers_count_nothing(rank: RankContext) -> None:
     with pipeline_mesh(rank) as mesh:
         for name in SCHEDULES:
             rig = Rig(SCHEDULES[name](), mesh, rank.device, KINDS["tied"])
-            for count, num_fillers in ((1, 3), (3, 1), (2, 4)):
-                rig.check(count, expected[count - 1], num_fillers)
+            for count, num_dummies in ((1, 3), (3, 1), (2, 4)):
+                rig.check(count, expected[count - 1], num_dummies)
             rig.close()
 
 
@@ -150,7 +150,7 @@ def test_fillers_have_no_metrics() -> None:
     rig = Rig(SCHEDULES["1f1b"](), None, device, KINDS["tied"])
     hooks = rig.executor.hooks
     with mock.patch.object(hooks, "microbatch_metrics", wraps=hooks.microbatch_metrics) as metrics:
-        rig.train(rig.pipeline.program(5), cut_of(5, device, num_fillers=3))
+        rig.train(rig.pipeline.program(5), cut_of(5, device, num_dummies=3))
     assert metrics.call_count == 2
     rig.close()
 

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from lightning_d9d.pipeline import transfer
-from lightning_d9d.pipeline.executor import Cut, Executor, _Batch
+from lightning_d9d.pipeline.executor import LossScale, SplitBatch, Executor, _Run
 from lightning_d9d.pipeline.types import StageInputs
 from lightning_d9d.schedule import (
     SCHEDULES,
@@ -93,9 +93,9 @@ class Watch:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        original = _Batch.run
+        original = _Run.run
 
-        def run(batch: _Batch, action: Action) -> None:
+        def run(batch: _Run, action: Action) -> None:
             if isinstance(action, Overlapped):
                 return original(batch, action)
             self.current = (action.stage, getattr(action, "microbatch", -1))
@@ -106,7 +106,7 @@ class Watch:
 
         gc.disable()  # nothing may wait for it
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_Batch, "run", run)
+            patch.setattr(_Run, "run", run)
             yield
         gc.enable()
 
@@ -202,8 +202,8 @@ def test_keyword_arguments_go_with_their_last_forward() -> None:
     schedule = SCHEDULES["interleaved_1f1b"]()
     stages = {index: Product(4, 4) for index in range(len(schedule.placement(1)))}
     executor = Executor(stages, len(stages), Masked(), nullcontext)
-    cut = Cut([torch.ones(1, 4)] * 6, [1] * 6)
-    executor.train(schedule.program(1, 6).ranks[0], cut, lambda totals: 1.0)
+    cut = SplitBatch([torch.ones(1, 4)] * 6, [1] * 6)
+    executor.train(schedule.program(1, 6).ranks[0], cut, LossScale())
     assert len(stages) == 2
     assert len(masks) == len(num_alive) == 6
     assert max(num_alive) < 6
@@ -262,21 +262,21 @@ class Told:
 def test_data_parallelism_is_told_when_gradients_are_complete(rank: RankContext) -> None:
     """Around the actions of a stage; nothing is added to a gradient after `reduce`."""
     events: list[Any] = []
-    original = _Batch.run
+    original = _Run.run
 
-    def run(batch: _Batch, action: Action) -> None:
+    def run(batch: _Run, action: Action) -> None:
         if not isinstance(action, Overlapped):  # it runs two
             events.append(action)
         original(batch, action)
 
     with pipeline_mesh(rank) as mesh, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_Batch, "run", run)
+        patch.setattr(_Run, "run", run)
         for name in SCHEDULES:
             rig = Rig(SCHEDULES[name](), mesh, rank.device, KINDS["all trained"])
             rig.close()  # no buckets
             events.clear()
             told = Told(rig, events)
-            rig.executor.train(rig.pipeline.program(4), cut_of(4, rank.device), lambda totals: 1.0, told)
+            rig.executor.train(rig.pipeline.program(4), cut_of(4, rank.device), LossScale(), told)
             assert set(told.reduced) == set(rig.names.values())
             for parameter, full in rig.names.items():
                 assert parameter.grad is not None

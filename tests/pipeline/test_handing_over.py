@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_d9d import ConfigError
 from lightning_d9d.ops import linear
-from lightning_d9d.pipeline.executor import Cut, Executor
+from lightning_d9d.pipeline.executor import Executor, LossScale, SplitBatch
 from lightning_d9d.pipeline.types import StageInputs, WeightedLoss
 from lightning_d9d.schedule import GPipe, Interleaved1F1B, LoopedBFS, Schedule, ZeroBubble, ZeroBubbleV
 from lightning_d9d.strategy.pipeline import Pipeline
@@ -198,14 +198,14 @@ class Hooks:
         return {}
 
 
-def batch(shapes: Sequence[tuple[int, int]], device: torch.device) -> Cut:
+def batch(shapes: Sequence[tuple[int, int]], device: torch.device) -> SplitBatch:
     """A microbatch for each (rows, length)."""
     generator = torch.Generator().manual_seed(len(shapes))
     made = []
     for rows, length in shapes:
         x, scale = torch.randn(rows, length, WIDTH, generator=generator), torch.tensor(0.9)
         made.append({key: value.to(device, torch.float64) for key, value in {"x": x, "scale": scale}.items()})
-    return Cut(made, [rows for rows, _ in shapes])
+    return SplitBatch(made, [rows for rows, _ in shapes])
 
 
 STEPS = [
@@ -250,7 +250,7 @@ class Chain:
             total = total + loss.detach()
         with torch.no_grad():
             evaluated = self.executor.evaluate(self.pipeline.forward_only(len(shapes)), cut)
-        totals = self.executor.train(self.pipeline.program(len(shapes)), cut, lambda totals: 1.0)
+        totals = self.executor.train(self.pipeline.program(len(shapes)), cut, LossScale())
         for each in (evaluated, totals):
             assert (each.loss is not None) == (self.pipeline.rank == self.pipeline.last_rank)
             if each.loss is not None:
@@ -316,13 +316,13 @@ def test_a_layout_travels_once(rank: RankContext) -> None:
             (0, [(1, 3), (2, 4)]),
         ):
             before = messages.num_calls
-            executor.train(pipeline.program(len(shapes)), batch(shapes, rank.device), lambda totals: 1.0)
+            executor.train(pipeline.program(len(shapes)), batch(shapes, rank.device), LossScale())
             odd = sum(length % 2 for _, length in shapes)
             outputs, gradients = 5 * len(shapes) - 2 * odd, 4 * len(shapes) - odd
             assert messages.num_calls - before == 2 * headers + outputs + gradients
         pipeline.begin_epoch({})
         before = messages.num_calls
-        executor.train(pipeline.program(1), batch([(2, 3)], rank.device), lambda totals: 1.0)
+        executor.train(pipeline.program(1), batch([(2, 3)], rank.device), LossScale())
         assert messages.num_calls - before == 2 + 3 + 3
 
 
@@ -395,7 +395,7 @@ def test_what_cannot_be_handed_over_is_refused_where_it_is_made(rank: RankContex
             if rank.rank == 0:
                 executor = Executor({0: Link(0, transform, rank.device)}, 2, hooks, nullcontext, pipeline.messages)
                 with pytest.raises(ConfigError, match=text) as caught:
-                    executor.train(pipeline.program(4), cut, lambda totals: 1.0)
+                    executor.train(pipeline.program(4), cut, LossScale())
                 assert "of stage 0, microbatch" in caught.value.__notes__[-1]
                 assert not executor.stages[0]._live
                 assert not pipeline.messages._sent

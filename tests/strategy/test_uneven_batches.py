@@ -67,7 +67,7 @@ class Collective(Recorded):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(outputs, batch, batch_idx)
-        self.fillers.append(cast(D9DStrategy, self.trainer.strategy).is_filler)
+        self.fillers.append(cast(D9DStrategy, self.trainer.strategy).is_dummy_batch)
 
     def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.num_evaluated += len(batch["y"])
@@ -336,8 +336,8 @@ class Seen(Collective):
         self.seen: list[float | None] = []
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        is_filler = cast(D9DStrategy, self.trainer.strategy).is_filler
-        self.seen.append(None if is_filler else float(batch["x"][0, 0]))
+        is_dummy = cast(D9DStrategy, self.trainer.strategy).is_dummy_batch
+        self.seen.append(None if is_dummy else float(batch["x"][0, 0]))
 
 
 def check_resumed(make: Any, batches: list[Any], folder: Path, accumulate: int, devices: int, device: str) -> None:

@@ -1,0 +1,81 @@
+"""Batches in microbatches: how a strategy splits what a `D9DModule` trains on or evaluates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_d9d.data import BatchPlan
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.parallel.tokens import own_chunks
+from lightning_d9d.pipeline.executor import SplitBatch
+from lightning_d9d.pipeline.microbatch import MicrobatchCount
+from lightning_d9d.strategy.module import D9DModule
+from lightning_d9d.strategy.pipeline import Pipeline
+
+
+class BatchSplitter:
+    """Splits batches into microbatches of this rank's tokens.
+
+    Args:
+        module: Prepares and splits batches by its hooks.
+        pipeline: This rank's place. Its schedule takes some numbers of microbatches only.
+        count: How many microbatches a batch makes.
+        pads_sequences: Whether sequences are padded to a length that the ranks can share.
+    """
+
+    def __init__(self, module: D9DModule, pipeline: Pipeline, count: MicrobatchCount, *, pads_sequences: bool) -> None:
+        self.module = module
+        self.pipeline = pipeline
+        self.count = count
+        self.padding = module.sequence_padding if pads_sequences else None
+
+    def split(
+        self, batch: Any, plan: BatchPlan = BatchPlan(), *, check: bool = False, trains: bool = False
+    ) -> SplitBatch:
+        """Split a batch. Local.
+
+        Dummies, copies of the last microbatch, fill it up to the number that the ranks agreed on.
+
+        Args:
+            batch: What the dataloader gave this rank.
+            plan: What data ranks agreed on for it. A dummy batch makes dummies only.
+            check: Raise unless it divides exactly, as the first training batch must.
+            trains: Add dummies up to a number that the schedule takes.
+
+        Raises:
+            ConfigError: It does not divide, or makes more microbatches than the ranks agreed on.
+            ScheduleError: The schedule does not take that number of microbatches.
+        """
+        microbatches = self._microbatches(self.module.prepare_batch(batch), check)
+        microbatches = [
+            own_chunks(each, self.module.sequence_dims, self.pipeline.tokens, self.padding) for each in microbatches
+        ]
+        num_counted = 0 if plan.is_dummy else len(microbatches)
+        if 0 < plan.num_microbatches < num_counted:
+            raise ConfigError(
+                f"a batch makes {num_counted} microbatches, but when it was read no rank's made more than "
+                f"{plan.num_microbatches}: leave its number of rows as it is in on_before_batch_transfer, "
+                "transfer_batch_to_device and on_after_batch_transfer"
+            )
+        wanted = max(num_counted, plan.num_microbatches, 1)
+        if trains and (not check or wanted > num_counted):
+            wanted = self.pipeline.num_taken(wanted)
+        filled = [*microbatches[:num_counted], *microbatches[-1:] * (wanted - num_counted)]
+        return SplitBatch(filled, [self.module.rows_of(each) for each in filled], wanted - num_counted)
+
+    def num_microbatches(self, batch: Any) -> int:
+        """The number of microbatches that a batch makes, without dummies."""
+        return len(self._microbatches(batch, check=False))
+
+    def _microbatches(self, batch: Any, check: bool) -> list[Any]:
+        module, count = self.module, self.count
+        if count.is_one:
+            return [batch]
+        if type(module).split_batch is not D9DModule.split_batch and count.num_microbatches is not None:
+            return module.split_batch(
+                batch, count.num_microbatches
+            )  # its own form of batch, its own rule for short ones
+        rows = module.count_rows(batch)
+        if check:
+            count.check(rows)
+        return module.split_batch(batch, count.of(rows))

@@ -1,0 +1,54 @@
+"""The contract between a strategy and a `D9DModule`: what the module knows of the run that builds its stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_d9d.parallel import ParallelConfig
+from lightning_d9d.strategy.pipeline import Pipeline
+
+
+class Evaluation(Protocol):
+    """Runs batches forwards only on any mesh, as `eval_step.EvalStep` does."""
+
+    def evaluate(self, batch: Any, prefix: str) -> dict[str, Tensor]:
+        """Run a batch and log its loss and metrics."""
+        ...
+
+    def predict(self, batch: Any, *, share: bool | None = None) -> Any:
+        """Run a batch and return the module's `predict_output`."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunContext:
+    """Says where a module's stages are and how they are spread. `D9DStrategy` sets it before `configure_model`.
+
+    Under Lightning's own strategies, and without a Trainer, a module has the one of `RunContext.stock`.
+    """
+
+    pipeline: Pipeline
+    """This rank's place in the pipeline, its mesh and its part of the sequences."""
+    parallel: ParallelConfig = ParallelConfig()
+    """The configuration in effect, with the dtypes that follow from precision and gradient sync."""
+    device: torch.device = torch.device("cpu")
+    """Where stages get their storage."""
+    seed: int | None = None
+    """The seed of the job, equal on all ranks. None: torch's initial seed."""
+    loads_pretrained: bool = False
+    """Whether the strategy calls `load_pretrained_once`. It knows whether a checkpoint is going to be loaded."""
+    is_stock: bool = False
+    """Whether this is for one of Lightning's own strategies. They run whole stages as they are."""
+
+    @classmethod
+    def stock(cls, device: torch.device) -> RunContext:
+        """One process with one stage, on a device."""
+        return cls(pipeline=Pipeline.alone(device), device=device, is_stock=True)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RunContext:
+        """Copies of a module share it: process groups cannot be copied."""
+        return self

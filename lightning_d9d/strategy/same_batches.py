@@ -1,0 +1,53 @@
+"""Ranks that share batches must read the same ones."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.mesh.collectives import all_gather_object
+from lightning_d9d.pipeline.trees import take_apart
+
+
+class SameBatches:
+    """Compares the first batch of each kind over the ranks that are to read the same.
+
+    Args:
+        readers: These ranks; None where there is one.
+    """
+
+    def __init__(self, readers: dist.ProcessGroup | None) -> None:
+        self.readers = readers
+        self._compared: set[str] = set()
+
+    def check(self, kind: str, batch: Any) -> None:
+        """Compare hashes, if this is the first batch of its kind. Collective over the readers.
+
+        Args:
+            kind: "train", "val", ...
+            batch: This rank's.
+
+        Raises:
+            ConfigError: The batches differ; on all of these ranks.
+        """
+        if self.readers is None or kind in self._compared:
+            return
+        self._compared.add(kind)
+        if len(set(all_gather_object(_digest(batch), self.readers))) > 1:
+            raise ConfigError(
+                f"rank {dist.get_rank()}: ranks {dist.get_process_group_ranks(self.readers)} read different first "
+                f"{kind} batches, but each runs a part of the same one. Let data depend on the data-parallel rank "
+                "alone (strategy.distributed_sampler_kwargs), and seed what is shuffled alike on all ranks"
+            )
+
+
+def _digest(batch: Any) -> str:
+    digest = hashlib.sha256()
+    for tensor in take_apart(batch)[0]:
+        digest.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
