@@ -19,8 +19,8 @@ from lightning_d9d.strategy.uneven import (
     align_loaders,
     begin_evaluation_step,
     check_lengths,
-    plan_of,
     leave_samplers,
+    plan_of,
 )
 
 

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from lightning_d9d.pipeline import transfer
-from lightning_d9d.pipeline.executor import LossScale, SplitBatch, Executor, _Run
+from lightning_d9d.pipeline.executor import Executor, LossScale, SplitBatch, _Run
 from lightning_d9d.pipeline.types import StageInputs
 from lightning_d9d.schedule import (
     SCHEDULES,
