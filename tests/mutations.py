@@ -72,9 +72,9 @@ MUTATIONS = [
     ),
     Mutation(
         "accumulated batches are forgotten in the total weight",
-        "lightning_d9d/strategy/train_step.py",
-        "else self._window_weight + weight",
-        "else weight",
+        "lightning_d9d/strategy/window.py",
+        "if self.weight is None else self.weight + weight",
+        "",
         f"{STEP} -k 'plain_torch and tokens'",
     ),
     Mutation(
@@ -92,7 +92,7 @@ MUTATIONS = [
         f"{STEP} -k plain_torch",
     ),
     Mutation(
-        "fillers count",
+        "dummies count",
         "lightning_d9d/pipeline/executor.py",
         "return microbatch < self.num_counted",
         "return True",
@@ -101,8 +101,8 @@ MUTATIONS = [
     Mutation(
         "the gradient of the loss is 1",
         "lightning_d9d/pipeline/executor.py",
-        "factor = self.scale(self.totals) if",
-        "factor = 1.0 if",
+        "factor = scale if self.batch.counts",
+        "factor = 1.0 if self.batch.counts",
         f"{EXECUTOR} -k 'one_rank and trained'",
     ),
     Mutation(
@@ -275,14 +275,14 @@ MUTATIONS = [
     ),
     Mutation(
         "ties count on every stage in the norm",
-        "lightning_d9d/strategy/pipeline.py",
-        "if parameter not in tied or tied[parameter].counts_here]",
+        "lightning_d9d/strategy/tied.py",
+        "if parameter not in self or self[parameter].counts_here]",
         "]",
         "tests/strategy/test_pipeline.py -k 'two_stages and gpipe'",
     ),
     Mutation(
         "validation weighs batches alike",
-        "lightning_d9d/strategy/eval_step.py",
+        "lightning_d9d/strategy/module.py",
         "batch_size=weight,",
         "batch_size=1,",
         "tests/strategy/test_module.py -k exact_over_batches",
@@ -325,14 +325,14 @@ MUTATIONS = [
     Mutation(
         "means of ranks without data count",
         "lightning_d9d/strategy/train_step.py",
-        "num_counting = (self.module.filling.num_counting or num_data_ranks) * self.pipeline.tokens.cut.size",
+        "num_counting = (plan.num_counting or self.num_ranks // num_chunks) * num_chunks",
         "num_counting = self.num_ranks",
         f"{UNEVEN} -k 'three_and_five and mean'",
     ),
     Mutation(
         "states of loaders are kept when their end was read",
         "lightning_d9d/strategy/uneven.py",
-        "self._history[-1].states if filling.is_filler else states",
+        "self._history[-1].states if plan.is_dummy else states",
         "states",
         f"{UNEVEN} -k 'in_the_middle and counted'",
     ),

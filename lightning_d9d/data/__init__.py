@@ -4,7 +4,7 @@
 `workers.py`: random numbers.
 """
 
-from lightning_d9d.data.ahead import END, NOTHING, Agreement, BatchPlan
+from lightning_d9d.data.ahead import ALONE, END, NOTHING, Agreement, BatchPlan
 from lightning_d9d.data.resume import (
     DataRank,
     can_replay,
@@ -19,6 +19,7 @@ from lightning_d9d.data.resume import (
 from lightning_d9d.data.workers import seed_order, seed_workers
 
 __all__ = [
+    "ALONE",
     "END",
     "NOTHING",
     "Agreement",

@@ -28,6 +28,10 @@ class BatchPlan:
     """The number of data ranks that have data for it; None for all."""
 
 
+ALONE = BatchPlan()
+"""The plan of ranks that agree on nothing."""
+
+
 @dataclass(frozen=True)
 class Agreed:
     """Where the ranks that are furthest behind are, and what they have there."""

@@ -140,7 +140,7 @@ class Executor:
         self,
         actions: Sequence[Action],
         batch: SplitBatch,
-        scale: LossScale = LossScale(),
+        scale: LossScale,
         data_parallel: DataParallel | None = None,
     ) -> BatchTotals:
         """Run this rank's part of a program, leaving gradients in `.grad`. Collective over the pipeline's ranks.

@@ -33,10 +33,10 @@ class RunContext:
 
     pipeline: Pipeline
     """This rank's place in the pipeline, its mesh and its part of the sequences."""
+    device: torch.device
+    """Where stages get their storage."""
     parallel: ParallelConfig = ParallelConfig()
     """The configuration in effect, with the dtypes that follow from precision and gradient sync."""
-    device: torch.device = torch.device("cpu")
-    """Where stages get their storage."""
     seed: int | None = None
     """The seed of the job, equal on all ranks. None: torch's initial seed."""
     loads_pretrained: bool = False

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from lightning_d9d.data import BatchPlan
+from lightning_d9d.data import ALONE, BatchPlan
 from lightning_d9d.parallel.tokens import sequence_length
 from lightning_d9d.pipeline.executor import SplitBatch
 from lightning_d9d.pipeline.totals import weighted_mean
@@ -38,7 +38,7 @@ class EvalStep:
         self._reports: dict[str, Reports] = {}
         self._same_batches = SameBatches(self.pipeline.readers)
 
-    def evaluate(self, batch: Any, prefix: str, plan: BatchPlan = BatchPlan()) -> dict[str, Tensor]:
+    def evaluate(self, batch: Any, prefix: str, plan: BatchPlan = ALONE) -> dict[str, Tensor]:
         """Run a batch and log `<prefix>_loss` and the metrics. Collective over the ranks that share it.
 
         Args:
@@ -59,7 +59,7 @@ class EvalStep:
         means = weighted_mean(values, weights).to(schema.dtype)
         return self.module.log_eval_step(prefix, ("loss", *schema.metrics), means, weights)
 
-    def predict(self, batch: Any, plan: BatchPlan = BatchPlan(), *, share: bool | None = None) -> Any:
+    def predict(self, batch: Any, plan: BatchPlan = ALONE, *, share: bool | None = None) -> Any:
         """Run a batch and return the module's `predict_output`. Collective over the ranks that share the batch.
 
         Args:

@@ -160,6 +160,11 @@ class Pipeline:
                 "lightning_d9d.pipeline.BlockSequence(blocks, stage) does; or set MeshConfig.pipeline_parallel to 1"
             )
 
+    def begin_epoch(self) -> None:
+        """Expect other messages: callbacks may have frozen or unfrozen layers between epochs. Local."""
+        if self.messages is not None:
+            self.messages.forget()
+
     def sum_of_batch(self, values: Tensor) -> Tensor:
         """The sum over the ranks that share a batch, in place. Collective over the pipeline and its sequences."""
         if self.batch_group is not None:

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_d9d.data import BatchPlan
+from lightning_d9d.data import ALONE, BatchPlan
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh.collectives import first_difference
 from lightning_d9d.mesh.sharding import local
@@ -96,7 +96,7 @@ class TrainStep:
         self._is_first_batch = True
 
     def run(
-        self, batch: Any, batch_index: int, accumulated_batches: int, is_last: bool, plan: BatchPlan = BatchPlan()
+        self, batch: Any, batch_index: int, accumulated_batches: int, is_last: bool, plan: BatchPlan = ALONE
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Run forward and backward of one batch. Collective: every rank calls it with its own batch.
 
@@ -181,8 +181,7 @@ class TrainStep:
     def _begin_epoch(self) -> None:
         self._check_frozen_alike()
         self.optimizer_step.empty.end_epoch()
-        if self.pipeline.messages is not None:
-            self.pipeline.messages.forget()  # callbacks may have frozen or unfrozen layers
+        self.pipeline.begin_epoch()
         self.tied.check_frozen_alike()
 
     def _known_weight(self, split: SplitBatch) -> Tensor | None:

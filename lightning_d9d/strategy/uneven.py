@@ -3,8 +3,8 @@
 Forward and backward of a batch may be collective over data ranks, so each rank must run as many as the others. Where
 lengths are known and equal nothing is done. Elsewhere ranks look one batch ahead and agree, see `data/ahead.py`:
 
-- In training a rank whose data have ended trains on dummy batches, copies of its last batch, until all have ended. They pass
-  through Lightning's loop, as there is an optimizer step to take.
+- In training a rank whose data have ended trains on dummy batches, copies of its last one, until all have ended. They
+  pass through Lightning's loop, as there is an optimizer step to take.
 - In evaluation and prediction Lightning's loop sees a rank's own batches only. At the end, before ranks meet, those
   that have had less than others run what is missing: forwards of their last batch, without hooks, loss or result.
 """
@@ -285,12 +285,12 @@ class TrainingLoader(_AlignedLoader):
         return BatchPlan() if self.is_even else self._history[-1 - self._num_ahead()].plan
 
     def num_own(self, num_batches: int) -> int:
-        """How many of the first batches of an epoch are no dummy batches on this rank, if its loaders know their lengths."""
+        """How many of the first batches of an epoch this rank has data for, if its loaders know their lengths."""
         length = None if self._iterator is None else sized_len(type(self._iterator)(self.flattened))
         return num_batches if length is None else min(num_batches, length)
 
     def _look_ahead(self, plan: BatchPlan) -> None:
-        """After a batch, keep the states of loaders, and read the next one. After a dummy batch their end has been read."""
+        """Keep the states of loaders and read the next batch, unless their end has been read."""
         states = [None if is_place_of_sampler(each) else copy.deepcopy(each) for each in super()._state_dicts()]
         self._history.append(_HandedOut(plan, self._history[-1].states if plan.is_dummy else states))
         if self._agreement is None:
@@ -371,7 +371,7 @@ class EvaluationLoader(_AlignedLoader):
         return BatchPlan(num_microbatches=agreed.num_microbatches)
 
     def catch_up(self) -> None:
-        """Run dummy batches until it is this rank's turn with what Lightning has taken, or no rank has more. Collective."""
+        """Run dummy batches until it is this rank's turn, or no rank has more. Collective."""
         if self.is_even or self._agreement is None:
             return
         while not (agreed := self._agreement.hear()).has_ended:

@@ -287,7 +287,7 @@ def test_any_stages_may_be_frozen_and_thawed_between_epochs(rank: RankContext) -
         for schedule in SCHEDULES:
             pipeline = Pipeline(schedule, mesh, rank.device)
             for frozen in ([0], [1], [3], [0, 1], [1, 2], [0, 3], [0, 1, 2], [1, 2, 3], []):
-                pipeline.begin_epoch({})
+                pipeline.begin_epoch()
                 chain = Chain(rank, pipeline, passed_through, frozen)
                 for shapes in STEPS[:2]:
                     chain.check(shapes)
@@ -320,7 +320,7 @@ def test_a_layout_travels_once(rank: RankContext) -> None:
             odd = sum(length % 2 for _, length in shapes)
             outputs, gradients = 5 * len(shapes) - 2 * odd, 4 * len(shapes) - odd
             assert messages.num_calls - before == 2 * headers + outputs + gradients
-        pipeline.begin_epoch({})
+        pipeline.begin_epoch()
         before = messages.num_calls
         executor.train(pipeline.program(1), batch([(2, 3)], rank.device), LossScale())
         assert messages.num_calls - before == 2 + 3 + 3

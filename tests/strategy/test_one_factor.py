@@ -40,7 +40,7 @@ class Looks(Callback):
 
 def fit(devices: int, device: str, options: dict[str, Any], *callbacks: Callback) -> tuple[Fused, int]:
     passes = 0
-    scale = train_step._scale
+    scale = train_step.scale_gradients
 
     def counted(*arguments: Any) -> None:
         nonlocal passes
@@ -49,12 +49,12 @@ def fit(devices: int, device: str, options: dict[str, Any], *callbacks: Callback
 
     module, strategy = Fused(), D9DStrategy(microbatch_size=2)
     torch.manual_seed(0)
-    train_step._scale = counted
+    train_step.scale_gradients = counted
     try:
         run = trainer(strategy, devices, device, max_epochs=2, callbacks=list(callbacks), **options)
         run.fit(module, DataLoader(staged_rows(24 * devices), batch_size=4))  # type: ignore[arg-type]
     finally:
-        train_step._scale = scale
+        train_step.scale_gradients = scale
     return module, passes
 
 
