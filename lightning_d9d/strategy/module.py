@@ -76,8 +76,8 @@ class D9DModule(L.LightningModule):
         self._built: list[StageInfo] = []
         self._spread = (MeshConfig(), ParallelConfig())
         self._rows = BatchRows()
-        self.takes_parts = False
-        """Whether this run has found that the stages take parts of sequences."""
+        self.takes_parts: set[bool] = set()
+        """Whether this run has found that the stages take parts of sequences: in evaluation (False), in training."""
         self._in_schedule = False
         self.awaits_pretrained = False
         """Whether stages were built for which nobody has called `load_pretrained`, or found that it need not be."""
@@ -179,7 +179,7 @@ class D9DModule(L.LightningModule):
         """
         self.check_overrides()
         self._rows = BatchRows()  # other data may have other lists
-        self.takes_parts = False
+        self.takes_parts = set()
         infos = self.pipeline.stages
         if len(self.stages) > 0:
             if self._built and self._must_change(infos):
