@@ -44,7 +44,7 @@ class WholeGradients:
         Raises:
             ConfigError: Some gradient is the same on all ranks of the tensor axis, and not 0; on all of these ranks.
         """
-        ours = {name: numbers.tolist() for name, numbers in self._noted.items()}
+        ours = {name: self._noted[name].tolist() for name in self._names.values() if name in self._noted}
         of_ranks = all_gather_object(ours, self._mesh.group("tp"))
         whole = [n for n, numbers in ours.items() if numbers[0] > 0 and all(r.get(n) == numbers for r in of_ranks)]
         num_ranks = self._mesh.sizes["tp"]
