@@ -38,6 +38,10 @@ class Layout(StrEnum):
     EXPERTS_FULLY_SHARDED = "experts, fully sharded"
 
 
+UNCUT = (Layout.REPLICATED, Layout.FULLY_SHARDED)
+"""Where all tensor ranks have the same, or the same shard."""
+
+
 class Summed(StrEnum):
     """Who sums a gradient over an axis."""
 

@@ -12,6 +12,10 @@ microbatch of it:
    own tokens: their mean, or the last of them. Losses, numbers or one number for each row, may be summed.
 4. With the same numbers on all ranks, forwards and with the tokens reversed. A module whose output is not reversed with
    its input goes by the places of tokens. If its output is the same on all ranks, it counts places on each from 0.
+   `microbatch_inputs` is looked at in the same way.
+5. The last stage and `microbatch_loss`, with every second token exchanged for that of the reversed order, with the
+   others exchanged, and with all. A loss that adds up what each token has with its label changes by as much in the
+   third run as in the first two together. One whose labels are shifted there does not, nor that of a mean over tokens.
 
 What ranks compute together (`gather_dim` and the like, `TokenPart`, torch's functional collectives), or are going to
 (`TokenPart.summand`), has no NaN and other numbers on each rank, so what is made of it is not noticed.
@@ -24,16 +28,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshDomains
@@ -42,101 +43,29 @@ from lightning_d9d.modules import GroupedQueryAttention, SparseMoE
 from lightning_d9d.ops import attention
 from lightning_d9d.parallel import tensor
 from lightning_d9d.parallel.data import class_name
+from lightning_d9d.parallel.token_axis import (
+    SEED,
+    TokenAxis,
+    is_any,
+    is_even,
+    is_first,
+    is_middle,
+    is_none,
+    is_odd,
+    mapped,
+    tensors_of,
+)
 from lightning_d9d.parallel.tokens import TokenPart
 
-_SEED = 20
 _MIXES = "mixes the tokens of its own rank alone"
 _POOLS = "makes a vector for each row from the tokens of its own rank alone"
+_BY_PLACES = "counts the places of tokens from the first one of its own rank"
 _MOST_CHANGE = 2**-5
 """How far the numbers of a token may lie apart, relative to the largest, as it stands in another row of a matrix."""
-_MOST_NUMBERS = 2**24
-"""Of a tensor that are in float64 at once."""
-
-
-@dataclass(frozen=True)
-class TokenAxis:
-    """Finds the tokens of a rank in tensors by their numbers: those of its chunks, and of its slice of them."""
-
-    num_rows: int
-    lengths: frozenset[int]
-    """Of what is a part of a sequence."""
-
-    @staticmethod
-    def of(tokens: TokenPart, num_rows: int, num_tokens: int) -> TokenAxis:
-        """Of microbatches with this rank's chunks, `num_tokens` of each row."""
-        chunks = {num_tokens} if tokens.cut.size > 1 else set()
-        return TokenAxis(num_rows, frozenset(chunks | {num_tokens // tokens.num_slices}))
-
-    def dim_of(self, x: Any) -> int | None:
-        """Where the tokens are: the first dim behind that of rows, or the first one of all, perhaps with the rows.
-
-        None where there are none. DTensors are not looked at: what is computed with them is that of all ranks.
-        """
-        if not isinstance(x, Tensor) or isinstance(x, nn.Parameter | DTensor):
-            return None
-        dims = [dim for dim in range(1, x.dim()) if x.shape[dim] in self.lengths]
-        firsts = {factor * length for length in self.lengths for factor in (1, self.num_rows)}
-        return dims[0] if dims else 0 if x.dim() and x.shape[0] in firsts else None
-
-    def places(self, x: Tensor, dim: int) -> Tensor:
-        """Of the tokens in their rows, int64, one for each entry of the dim."""
-        length = x.shape[dim] if x.shape[dim] in self.lengths else x.shape[dim] // self.num_rows
-        return torch.arange(x.shape[dim], device=x.device) % length
-
-    def with_nan(self, x: Any, place: Callable[[Tensor], Tensor]) -> Any:
-        """A copy with NaN for the tokens whose places these are. What has no tokens, or no floats, stays."""
-        if (dim := self.dim_of(x)) is None or not x.is_floating_point():
-            return x
-        return x.index_fill(dim, place(self.places(x, dim)).nonzero().flatten(), float("nan"))
-
-    def reversed(self, x: Any) -> Any:
-        """A copy with the tokens of each row in the opposite order. What has none stays."""
-        if (dim := self.dim_of(x)) is None:
-            return x
-        places = self.places(x, dim)
-        length = int(places.max()) + 1
-        return x.index_select(dim, torch.arange(len(places), device=x.device) - places + (length - 1 - places))
-
-    def has_nan(self, x: Any, place: Callable[[Tensor], Tensor]) -> bool:
-        """Whether some token with such a place has a NaN."""
-        if (dim := self.dim_of(x)) is None or not x.is_floating_point():
-            return False
-        return bool(x.isnan().movedim(dim, 0).flatten(1).any(1)[place(self.places(x, dim))].any())
-
-    def is_mixed(self, x: Any) -> bool:
-        """Whether other tokens than that in the middle have a NaN."""
-        return self.has_nan(x, _others)
-
-    def is_pooled(self, x: Any) -> bool:
-        """Whether it is one vector for each row, with NaN."""
-        is_vectors = isinstance(x, Tensor) and x.is_floating_point() and x.dim() == 2 and self.dim_of(x) is None
-        return is_vectors and len(x) == self.num_rows and x.shape[1] > 1 and bool(x.isnan().any())
-
-    def summary(self, x: Any) -> Tensor | None:
-        """One number for each token, which tells what it has; None where there are none."""
-        if (dim := self.dim_of(x)) is None:
-            return None
-        flat = x.detach().movedim(dim, 0).reshape(x.shape[dim], -1)
-        numbers = torch.rand(flat.shape[1], generator=torch.Generator().manual_seed(_SEED), dtype=torch.float64)
-        # Logits in float64 would take more memory than a step.
-        rows = flat.split(max(1, _MOST_NUMBERS // max(1, flat.shape[1])))
-        return torch.cat([some.double() @ numbers.to(x.device) for some in rows])
-
-
-def _middle(places: Tensor) -> Tensor:
-    return places == (places.max() + 1) // 2
-
-
-def _others(places: Tensor) -> Tensor:
-    return ~_middle(places)
-
-
-def _all(places: Tensor) -> Tensor:
-    return places >= 0
-
-
-def _first(places: Tensor) -> Tensor:
-    return places == 0
+_MOST_ROUNDING = 2**-16
+"""How far sums over all tokens may lie apart, relative to the largest, in float32; in narrower dtypes 8 times eps."""
+_SAME = 2**-20
+"""How far sums of the same numbers may lie apart on two ranks, relative to the largest."""
 
 
 class _FoundError(Exception):
@@ -155,7 +84,26 @@ class _Seen(NamedTuple):
     outputs: list[Tensor]
 
 
-def probe(stage: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: MeshDomains, axis: TokenAxis) -> None:
+class Loss(NamedTuple):
+    """How the loss is made of what the last stage gives."""
+
+    make: Callable[[Any, Any], Sequence[Tensor]]
+    """Takes output and microbatch, and gives numbers, of which each is to be a sum over tokens."""
+    microbatch: Any
+    name: str
+    """Of what makes it."""
+
+
+def probe(
+    stage: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    mesh: MeshDomains,
+    axis: TokenAxis,
+    *,
+    modes: Mapping[nn.Module, bool],
+    loss: Loss | None = None,
+) -> None:
     """See that no module of a stage mixes tokens, or counts them, on its rank alone. Collective over the stage's ranks.
 
     Args:
@@ -164,6 +112,8 @@ def probe(stage: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], mesh
         kwargs: The same by name.
         mesh: Of all ranks.
         axis: How to find the tokens in these.
+        modes: Which of its modules train. In training norms over tokens mix, and dropout does not.
+        loss: Of the last stage.
 
     Raises:
         ConfigError: One does, with its name; on all ranks that share sequences.
@@ -174,13 +124,15 @@ def probe(stage: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], mesh
         with results.kept(_Declared(axis, mesh)):
             stage(*args, **kwargs)
         try:
-            _check_spread(
-                stage, made, results, args, kwargs, partial(axis.with_nan, place=_middle), axis.is_mixed, _MIXES
-            )
-            _check_spread(
-                stage, made, results, args, kwargs, partial(axis.with_nan, place=_all), axis.is_pooled, _POOLS
-            )
-            _check_places(stage, made, results, args, kwargs, mesh, axis)
+            for place, is_wrong, what in ((is_middle, axis.is_mixed, _MIXES), (is_any, axis.is_pooled, _POOLS)):
+                with _in_modes(modes):
+                    _check_spread(
+                        stage, made, results, args, kwargs, partial(axis.with_nan, place=place), is_wrong, what
+                    )
+            same_args, same_kwargs = _of_first_rank((list(args), dict(kwargs)), mesh)
+            _check_places(stage, made, results, same_args, same_kwargs, mesh, axis)
+            if loss is not None:
+                _check_loss(stage, results, same_args, same_kwargs, loss, mesh, axis)
         except Exception as error:
             error.add_note(
                 f"{class_name(stage)} ran with NaN in one token, and with other numbers than the batch's, to see that "
@@ -233,8 +185,11 @@ def _outermost(stage: nn.Module, is_one: Callable[[nn.Module], bool]) -> list[nn
 
 
 @contextmanager
-def apart(stages: nn.Module) -> Generator[None]:
-    """Forwards that leave nothing behind: no gradients, dropout, compiled code, random numbers or changed buffers."""
+def apart(stages: nn.Module) -> Generator[Mapping[nn.Module, bool]]:
+    """Forwards that leave nothing behind: no gradients, dropout, compiled code, random numbers or changed buffers.
+
+    Gives for each module whether it trains otherwise.
+    """
     modes = {module: module.training for module in stages.modules()}
     buffers = [(buffer, buffer.clone()) for buffer in stages.buffers()]
     devices = [each.device for each in (*stages.parameters(), *stages.buffers()) if each.is_cuda]
@@ -242,12 +197,23 @@ def apart(stages: nn.Module) -> Generator[None]:
         for module in modes:
             module.training = False
         try:
-            yield
+            yield modes
         finally:
             for module, mode in modes.items():
                 module.training = mode
             for buffer, value in buffers:
                 buffer.copy_(value)
+
+
+@contextmanager
+def _in_modes(modes: Mapping[nn.Module, bool]) -> Generator[None]:
+    for module, mode in modes.items():
+        module.training = mode
+    try:
+        yield
+    finally:
+        for module in modes:
+            module.training = False
 
 
 @contextmanager
@@ -274,12 +240,12 @@ class _Declared:
 
     def check(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
         """Run it once more, with NaN on the first rank. Collective over ranks that share sequences."""
-        is_first = self.mesh.coordinates["cp"] == self.mesh.coordinates["tp"] == 0
-        if is_first:
-            args, kwargs = tree_map(lambda x: self.axis.with_nan(x, _first), (list(args), dict(kwargs)))
-        output = tree_leaves(forward(*args, **kwargs))
-        mixes = is_first and any(self.axis.has_nan(x, lambda places: ~_first(places)) for x in output)
-        hears = not is_first and any(self.axis.has_nan(x, _all) for x in output)
+        on_first = self.mesh.coordinates["cp"] == self.mesh.coordinates["tp"] == 0
+        if on_first:
+            args, kwargs = mapped(lambda x: self.axis.with_nan(x, is_first), (list(args), dict(kwargs)))
+        output = tensors_of(forward(*args, **kwargs))
+        mixes = on_first and any(self.axis.has_nan(x, lambda places: ~is_first(places)) for x in output)
+        hears = not on_first and any(self.axis.has_nan(x, is_any) for x in output)
         of_ranks = _over_sharing(self.mesh, (mixes, hears))
         if any(mixes for mixes, _ in of_ranks) and not any(hears for _, hears in of_ranks):
             raise _FoundError(module, "has takes_cut_sequences = True and mixes the tokens of its own rank alone")
@@ -301,7 +267,7 @@ class _Results:
 
             def run(*args: Any, **kwargs: Any) -> Any:
                 result = forward(*args, **kwargs)
-                self._results[module].append(tree_map(_without_numbers, result))
+                self._results[module].append(mapped(_without_numbers, result))
                 if _is_declared(module):
                     declared.check(module, forward, args, kwargs)
                 return result
@@ -320,12 +286,12 @@ class _Results:
             if not isinstance(x, Tensor) or not x.is_floating_point():
                 return change(x)
             if x.device not in generators:
-                generators[x.device] = torch.Generator(x.device).manual_seed(_SEED)
+                generators[x.device] = torch.Generator(x.device).manual_seed(SEED)
             return change(torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=generators[x.device]))
 
         def make(module: nn.Module) -> Callable[..., Any]:
             results: Iterator[Any] = iter(self._results[module])
-            return lambda *_, **__: tree_map(random, next(results))
+            return lambda *_, **__: mapped(random, next(results))
 
         with _forwards(self.made, make):
             yield
@@ -372,11 +338,11 @@ def _check_spread(
     parents = {child: module for module in stage.modules() for child in module.children()}
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        if any(map(is_wrong, tree_leaves((args, kwargs)))):
+        if any(map(is_wrong, tensors_of((args, kwargs)))):
             raise _FoundError(parents.get(module, stage), what)
 
     def behind(module: nn.Module, _: Any, output: Any) -> None:
-        if any(map(is_wrong, tree_leaves(output))):
+        if any(map(is_wrong, tensors_of(output))):
             raise _FoundError(module, what)
 
     besides = _besides(stage, made)
@@ -386,7 +352,7 @@ def _check_spread(
     ]
     try:
         with results.in_place_of_modules(with_nan), _Changed(with_nan, torch.nan_to_num):
-            stage(*tree_map(with_nan, list(args)), **tree_map(with_nan, dict(kwargs)))
+            stage(*mapped(with_nan, list(args)), **mapped(with_nan, dict(kwargs)))
     finally:
         for handle in handles:
             handle.remove()
@@ -401,25 +367,23 @@ def _check_places(
     stage: nn.Module,
     made: Sequence[nn.Module],
     results: _Results,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    args: list[Any],
+    kwargs: dict[str, Any],
     mesh: MeshDomains,
     axis: TokenAxis,
 ) -> None:
-    same_args, same_kwargs = _of_first_rank((list(args), dict(kwargs)), mesh)
     seen: list[list[_Seen]] = []
     for change in (lambda x: x, axis.reversed):
         calls: list[_Seen] = []
 
         def note(module: nn.Module, args: Any, kwargs: Any, output: Any, calls: list[_Seen] = calls) -> None:
-            summaries = [[axis.summary(x) for x in tree_leaves(tree)] for tree in ((args, kwargs), output)]
-            calls.append(_Seen(module, *([s for s in each if s is not None] for each in summaries)))
+            calls.append(_Seen(module, _summaries((args, kwargs), axis), _summaries(output, axis)))
 
         handles = [module.register_forward_hook(note, with_kwargs=True) for module in _besides(stage, made)]
-        torch.manual_seed(_SEED + mesh.coordinates["cp"] * mesh.sizes["tp"] + mesh.coordinates["tp"])
+        _seed_rank(mesh)
         try:
             with results.in_place_of_modules(change), _Changed(lambda x: x, _random_like):
-                stage(*tree_map(change, same_args), **tree_map(change, same_kwargs))
+                stage(*mapped(change, args), **mapped(change, kwargs))
         finally:
             for handle in handles:
                 handle.remove()
@@ -432,7 +396,88 @@ def _check_places(
     of_ranks = _over_sharing(mesh, {index: [x.cpu() for x in outputs] for index, outputs in goes_by_places})
     for index, outputs in of_ranks[0].items():
         if all(index in theirs and _are_close(outputs, theirs[index]) for theirs in of_ranks):
-            raise _FoundError(seen[0][index].module, "counts the places of tokens from the first one of its own rank")
+            raise _FoundError(seen[0][index].module, _BY_PLACES)
+
+
+def _check_loss(
+    stage: nn.Module,
+    results: _Results,
+    args: list[Any],
+    kwargs: dict[str, Any],
+    loss: Loss,
+    mesh: MeshDomains,
+    axis: TokenAxis,
+) -> None:
+    """See that it adds up what each token has with its label, at whichever place."""
+    microbatch = _of_first_rank(loss.microbatch, mesh)
+    runs, rounding = [], _MOST_ROUNDING
+    for place in (is_none, is_even, is_odd, is_any):
+        change = partial(axis.exchanged, place=place)
+        _seed_rank(mesh)
+        with results.in_place_of_modules(change), _Changed(lambda x: x, _random_like):
+            output = stage(*mapped(change, args), **mapped(change, kwargs))
+            numbers = loss.make(output, mapped(change, microbatch))
+        rounding = max(rounding, *(8 * torch.finfo(x.dtype).eps for x in numbers if x.is_floating_point()), 0)
+        runs.append(torch.stack([x.detach().double().reshape(()).cpu() for x in numbers]))
+    forwards, even, odd, backwards = runs
+    most = torch.stack(runs).abs().amax(0)  # where it is not finite, no comparison is true
+    mixes = ((even + odd) - (forwards + backwards)).abs() > 2 * rounding * most
+    of_ranks = _over_sharing(mesh, (bool(mixes.any()), forwards, (forwards - backwards).abs() > rounding * most))
+    if any(each for each, _, _ in of_ranks):
+        raise _loss_error(loss.name, "is not a sum of what each token has with its label", mesh)
+    if all(bool((changes & ((numbers - forwards).abs() <= _SAME * most)).any()) for _, numbers, changes in of_ranks):
+        raise _loss_error(loss.name, "goes by the places of tokens, counted from the first one of its own rank", mesh)
+
+
+def _loss_error(name: str, what: str, mesh: MeshDomains) -> ConfigError:
+    return ConfigError(
+        f"the loss that {name} makes {what}, but each rank has a part of each sequence "
+        f"(context_parallel={mesh.sizes['cp']}, tensor_parallel={mesh.sizes['tp']}). Shift labels in "
+        "prepare_batch, where sequences are whole, or in the data; make means over tokens in the stage, with "
+        "TokenPart.of(mesh); and return WeightedLoss(sum over tokens, number of those that count), not their mean"
+    )
+
+
+def check_inputs(
+    inputs_of: Callable[[Any], Mapping[str, Any]], microbatch: Any, name: str, mesh: MeshDomains, axis: TokenAxis
+) -> None:
+    """See that what stages are called with does not count tokens on its rank alone. Collective over ranks that share.
+
+    Args:
+        inputs_of: Makes keyword arguments of a microbatch.
+        microbatch: With this rank's tokens.
+        name: Of what makes them.
+        mesh: Of all ranks.
+        axis: How to find the tokens.
+
+    Raises:
+        ConfigError: It does; on all ranks that share sequences.
+    """
+    same = _of_first_rank(microbatch, mesh)
+    seen: list[dict[str, list[Tensor]]] = []
+    for change in (lambda x: x, axis.reversed):
+        _seed_rank(mesh)
+        inputs = inputs_of(mapped(change, same))
+        seen.append({key: _summaries(tree, axis) for key, tree in inputs.items()})
+    ours, again = seen
+    by_places = {key: [x.cpu() for x in ours[key]] for key in ours if not _are_reversed(ours[key], again[key], axis)}
+    of_ranks = _over_sharing(mesh, by_places)
+    for key, value in of_ranks[0].items():
+        if all(key in theirs and _are_close(value, theirs[key]) for theirs in of_ranks):
+            raise ConfigError(
+                f"{key!r}, which {name} makes, {_BY_PLACES}, but each rank has a part of each sequence "
+                f"(context_parallel={mesh.sizes['cp']}, tensor_parallel={mesh.sizes['tp']}). Take positions from "
+                "TokenPart.of(mesh), or make what goes by the order of tokens in prepare_batch, where sequences are "
+                "whole, and name it in sequence_dims"
+            )
+
+
+def _seed_rank(mesh: MeshDomains) -> None:
+    torch.manual_seed(SEED + mesh.coordinates["cp"] * mesh.sizes["tp"] + mesh.coordinates["tp"])
+
+
+def _summaries(tree: Any, axis: TokenAxis) -> list[Tensor]:
+    return [summary for x in tensors_of(tree) if (summary := axis.summary(x)) is not None]
 
 
 def _are_reversed(ours: list[Tensor], again: list[Tensor], axis: TokenAxis) -> bool:
@@ -448,12 +493,12 @@ def _are_close(ours: list[Tensor], theirs: list[Tensor]) -> bool:
 
 def _of_first_rank(tree: Any, mesh: MeshDomains) -> Any:
     """Copies with the numbers of the first of the ranks that share sequences. Collective over them."""
-    copied = tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, tree)
+    copied = mapped(lambda x: x.detach().clone(), tree)
     for axis in ("cp", "tp"):
         if mesh.sizes[axis] > 1:
             group = mesh.group(axis)
             first = torch.distributed.get_process_group_ranks(group)[0]
-            broadcast_tensors((x for x in tree_leaves(copied) if isinstance(x, Tensor)), group, first)
+            broadcast_tensors(tensors_of(copied), group, first)
     return copied
 
 

@@ -154,11 +154,11 @@ def own_chunks(batch: Any, dims: Mapping[str, int], tokens: TokenPart, padding: 
     if tokens.multiple == 1 or not dims:
         return batch
     length = sequence_length(batch, dims)
-    if length == 0 and tokens.cut.size > 1:
+    if length == 0:
         raise ConfigError(
             f"a batch has {', '.join(map(str, batch)) or 'nothing'}, and none of the tensors {', '.join(dims)} that "
-            "sequence_dims names, so there are no sequences to cut over the ranks of context parallelism; name the "
-            "batch's own tensors with tokens there"
+            "sequence_dims names, so there are no sequences for the ranks to share; name the batch's own tensors with "
+            "tokens there"
         )
     missing = -length % tokens.multiple
     if missing and padding is None:

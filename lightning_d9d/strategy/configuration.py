@@ -16,6 +16,8 @@ from lightning_d9d.mesh.collectives import first_difference
 from lightning_d9d.strategy.module import D9DModule
 
 _OF_D9D_MODULES = ("pipeline_parallel", "context_parallel_shard", "context_parallel_replicate")
+_OF_SEQUENCES = ("context_parallel_shard", "context_parallel_replicate", "tensor_parallel")
+"""Degrees whose ranks share sequences."""
 _SPREAD = ("pipeline_parallel", "data_parallel_shard", "context_parallel_shard", "tensor_parallel", "expert_parallel")
 """Degrees above 1 with which no rank has the whole module."""
 _TRAINER_SETTINGS = (
@@ -56,10 +58,12 @@ def check_degrees_of(module: L.LightningModule, config: MeshConfig) -> None:
                 "and tells nobody where its batches have sequences; make it a D9DModule, or give these ranks to "
                 "data_parallel_replicate"
             )
-        if degree != 1 and name.startswith("context") and not cast(D9DModule, module).sequence_dims:
+    for name in _OF_SEQUENCES:
+        degree = getattr(config, name)
+        if degree != 1 and is_d9d and not cast(D9DModule, module).sequence_dims:
             raise ConfigError(
                 f"MeshConfig.{name}={degree}: {type(module).__name__}.sequence_dims is empty, so nobody knows where "
-                'its batches have sequences to cut; set it, such as to {"input_ids": 1, "labels": 1}'
+                'its batches have sequences to share; set it, such as to {"input_ids": 1, "labels": 1}'
             )
 
 

@@ -14,8 +14,9 @@ from lightning_d9d.mesh.collectives import device_of_messages
 from lightning_d9d.mesh.sharding import local
 from lightning_d9d.parallel.data import FullySharded
 from lightning_d9d.parallel.fsdp import fully_sharded
-from lightning_d9d.parallel.plan import Layout, Summed, group_of, layout_of
+from lightning_d9d.parallel.plan import UNCUT, Layout, Summed, group_of, layout_of
 from lightning_d9d.strategy.tied import TiedParameter
+from lightning_d9d.strategy.whole_gradients import WholeGradients
 from lightning_d9d.sync.buckets import GradientBuckets, GradSyncConfig, Part, bucket_dtype
 
 
@@ -28,6 +29,7 @@ class DataParallelStages:
         sharded: Stages with fully sharded parameters.
         afterwards: Fully sharded parameters, by the ranks over which their reduced gradients are still to be summed: of
             tensor parallelism, and those of the pipeline that have them, too. All of these have the same in this order.
+        whole: Looks at the first gradients that are summed; None where ranks share no tokens.
     """
 
     def __init__(
@@ -36,11 +38,15 @@ class DataParallelStages:
         parts: Mapping[int, Sequence[int]],
         sharded: Mapping[int, FullySharded],
         afterwards: Mapping[dist.ProcessGroup, Sequence[nn.Parameter]],
+        whole: WholeGradients | None = None,
     ) -> None:
         self.buckets = buckets
         self.parts = parts
         self.sharded = sharded
         self.afterwards = afterwards
+        self._whole = whole
+        if whole is not None and buckets is not None:
+            buckets.before_sum = whole.note
         self._reduces = False
 
     @classmethod
@@ -99,7 +105,11 @@ class DataParallelStages:
             assert mesh is not None
             if (group := group_of(layout_of(parameter, units), mesh, Summed.AFTERWARDS)) is not None:
                 afterwards.setdefault(group, []).append(parameter)
-        return cls(buckets, parts_of_stage, sharded, afterwards)
+        whole = None
+        if mesh is not None and stages and mesh.sizes["tp"] > 1:
+            names = {p: name for stage in stages.values() for name, p in stage.named_parameters()}
+            whole = WholeGradients({p: n for p, n in names.items() if layout_of(p, units) in UNCUT}, mesh)
+        return cls(buckets, parts_of_stage, sharded, afterwards, whole)
 
     @property
     def has_work(self) -> bool:
@@ -145,13 +155,25 @@ class DataParallelStages:
             self.sharded[stage].reduce()
 
     def finish(self) -> None:
-        """Wait for all sums of the batch (on CUDA the stream waits, not the host)."""
+        """Wait for all sums of the batch (on CUDA the stream waits, not the host).
+
+        Raises:
+            ConfigError: In the first window, a gradient would be summed once too often. See `WholeGradients`.
+        """
         if not self._reduces:
             return
         if self.buckets is not None:
             self.buckets.finish()
         for group, parameters in self.afterwards.items():
-            _sum_together([local(p.grad) for p in parameters if p.grad is not None], group)
+            gradients = {p: local(p.grad) for p in parameters if p.grad is not None}
+            if self._whole is not None:
+                self._whole.note(gradients, gradients.values())
+            _sum_together(list(gradients.values()), group)
+        if self._whole is not None:
+            self._whole.check()
+            self._whole = None
+            if self.buckets is not None:
+                self.buckets.before_sum = None
 
     def drop(self) -> None:
         """Forget a batch that was broken off."""

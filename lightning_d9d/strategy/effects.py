@@ -37,6 +37,11 @@ class Beside(NamedTuple):
 
 
 def _sharded_weights(beside: Beside) -> str | None:
+    if not beside.is_d9d and beside.parallel.shard_blocks is None:
+        return (
+            f"{type(beside.module).__name__} is a plain LightningModule, whose weights D9DStrategy shards only where "
+            "ParallelConfig.shard_blocks names its blocks; set that, or give it to fully_shard in configure_model"
+        )
     if beside.shards_data:
         return None
     return "there are no fully sharded weights; set MeshConfig.data_parallel_shard, such as to -1"
@@ -62,6 +67,14 @@ def _use_of_blocks(beside: Beside) -> str | None:
     )
 
 
+def _cut_sequences(beside: Beside) -> str | None:
+    if beside.is_d9d:
+        return None
+    return (
+        f"{type(beside.module).__name__} is a plain LightningModule, whose sequences nobody cuts; make it a D9DModule"
+    )
+
+
 def _context_ranks(beside: Beside) -> str | None:
     if beside.degrees.context_parallel_shard * beside.degrees.context_parallel_replicate > 1:
         return None
@@ -78,6 +91,7 @@ NEEDS: dict[str, Callable[[Beside], str | None]] = {
     "ParallelConfig.reshard_after_forward": _sharded_weights,
     "ParallelConfig.expert_dispatch": _expert_ranks,
     "ParallelConfig.context": _context_ranks,
+    "ParallelConfig.pad_sequences": _cut_sequences,
     "ParallelConfig.gather_dtype": _sharded_weights,
     "ParallelConfig.reduce_dtype": _sharded_weights,
     "ParallelConfig.offload": _sharded_weights,

@@ -50,7 +50,7 @@ class EvalStep:
             "loss", the batch's mean on this data rank, "weight", what it was divided by, and the metrics.
         """
         self._same_batches.check(prefix, batch)
-        split = self._split(batch, plan)
+        split = self._split(batch, plan, has_loss=True)
         with self.module.schedule_running():
             totals = self.executor.evaluate(self.pipeline.forward_only(len(split.microbatches)), split)
         reports = self._reports.setdefault(prefix, Reports(prefix, self.pipeline))
@@ -81,14 +81,14 @@ class EvalStep:
         """Run forwards of a batch that other ranks need. Collective over the pipeline and the data ranks."""
         self._outputs(batch, plan)
 
-    def _split(self, batch: Any, plan: BatchPlan) -> SplitBatch:
+    def _split(self, batch: Any, plan: BatchPlan, *, has_loss: bool) -> SplitBatch:
         split = self.splitter.split(batch, plan)
-        self.sequences.check(split.microbatches[0])
+        self.sequences.check(split.microbatches[0], has_loss=has_loss)
         return split
 
     def _outputs(self, batch: Any, plan: BatchPlan) -> list[Any]:
         """The outputs of the microbatches that count, on the last stage's ranks."""
-        split = self._split(batch, plan)
+        split = self._split(batch, plan, has_loss=False)
         with self.module.schedule_running():
             actions = self.pipeline.forward_only(len(split.microbatches))
             return self.executor.outputs(actions, split, self.module.predict_output)

@@ -17,7 +17,7 @@ under DistributedDataParallel. Only ranks with an unused parameter read flags (a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
@@ -98,7 +98,8 @@ class _Bucket:
         local(view).copy_(local(parameter.grad.detach()))
         parameter.grad = view
 
-    def launch(self) -> None:
+    def fill(self) -> None:
+        """Put all gradients into the buffer."""
         self.launched = True
         self.used = [p.grad is not None for p in self.parameters]
         for index, used in enumerate(self.used):
@@ -106,6 +107,9 @@ class _Bucket:
                 self.adopt(index)
             else:
                 local(self.views[index]).zero_()
+
+    def send(self) -> None:
+        """Begin to sum the buffer over the ranks."""
         if self.group is None:
             return
         if all(self.used):
@@ -161,6 +165,8 @@ class GradientBuckets:
             for index, part in reversed([*enumerate(parts)])
             for parameters, kept_in in _fill(part.parameters[::-1], dtype, at_least, int(bucket_mb * 2**20))
         ]
+        self.before_sum: Callable[[Sequence[nn.Parameter], Sequence[Tensor]], None] | None = None
+        """Sees the parameters of each bucket and their gradients before these are summed over ranks."""
         self._armed: set[int] = set()
         self._completed: set[int] = set()
         self._next = 0
@@ -227,7 +233,11 @@ class GradientBuckets:
         return bucket.part in self._completed or len(bucket.arrived) == len(bucket.parameters)
 
     def _launch_next(self) -> None:
-        self.buckets[self._next].launch()
+        bucket = self.buckets[self._next]
+        bucket.fill()
+        if self.before_sum is not None:
+            self.before_sum(bucket.parameters, list(map(local, bucket.views)))
+        bucket.send()
         self._next += 1
 
 

@@ -22,6 +22,7 @@ from lightning_d9d.strategy.effects import NEEDS, Beside, check_effects
 from tests.harness.ranks import RankContext
 from tests.meshes.cases import CASES
 from tests.strategy.plain import Plain, loader, trainer
+from tests.strategy.sharded import Sharded
 from tests.strategy.staged import Staged, staged_rows
 
 ALWAYS = {
@@ -29,7 +30,6 @@ ALWAYS = {
     "ParallelConfig.compile": "of any blocks; stages without some, and plain modules without named ones, are refused",
     "ParallelConfig.cuda_graphs": "a permission: without CUDA there are no graphs to capture; of blocks, as `compile`",
     "ParallelConfig.grouped_gemm": "for all of the process",
-    "ParallelConfig.pad_sequences": "a permission: one rank shares no sequence unevenly",
     "ParallelConfig.sequence_parallel": "has one value",
     "ParallelConfig.kernels": "for all of the process",
     "GradSyncConfig.dtype": "wherever gradients are added up; one gradient is what it is in any dtype",
@@ -94,8 +94,30 @@ def check_refused(name: str, devices: int, device: str) -> None:
     assert run.global_step == 0
 
 
+OF_PLAIN: dict[str, tuple[dict[str, Any], str]] = {
+    "ParallelConfig.pad_sequences": ({"pad_sequences": True}, "plain LightningModule, whose sequences nobody cuts"),
+    **{
+        name: (REFUSED[name][0], "plain LightningModule, whose weights .* only where ParallelConfig.shard_blocks names")
+        for name, (_, message) in REFUSED.items()
+        if message is SHARDED and name.startswith("ParallelConfig")
+    },
+}
+"""With weights that the module shards itself."""
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", OF_PLAIN)
+def test_a_setting_without_an_effect_on_what_shards_itself_is_refused(rank: RankContext, name: str) -> None:
+    values, message = OF_PLAIN[name]
+    strategy = strategy_with(name, values, MeshConfig(data_parallel_shard=2))
+    run = trainer(strategy, 2, rank.device.type, precision="64-true", use_distributed_sampler=False)
+    with pytest.raises(ConfigError, match=f"Sharded is a {message}"):
+        run.fit(Sharded())
+    assert run.global_step == 0
+
+
 def test_every_need_is_tested() -> None:
-    assert REFUSED.keys() | {"D9DStrategy.schedule"} == NEEDS.keys()
+    assert REFUSED.keys() | {"D9DStrategy.schedule", "ParallelConfig.pad_sequences"} == NEEDS.keys()
 
 
 @pytest.mark.parametrize("name", REFUSED)

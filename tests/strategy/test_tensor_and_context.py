@@ -286,6 +286,10 @@ REFUSED = {
     "no sequences": Refusal(
         r"context_parallel_shard=2: NoSequences.sequence_dims is empty.*set it", CP2, module=NoSequences
     ),
+    "no sequences, tp": Refusal(r"tensor_parallel=2: NoSequences.sequence_dims is empty.*set it", module=NoSequences),
+    "no tensor with tokens, tp": Refusal(
+        r"input_ids, labels, and none of the tensors tokens that sequence_dims names", module=Mistyped
+    ),
     "no tensor with tokens": Refusal(
         r"input_ids, labels, and none of the tensors tokens that sequence_dims names", CP2, module=Mistyped
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import lightning as L
@@ -103,6 +104,28 @@ class LessMean(nn.Module):
         return x - x.mean(1, keepdim=True)
 
 
+class Normed(nn.Module):
+    """Mixes in training alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.mT).mT
+
+
+class Flat(nn.Module):
+    """Sees each token for itself, in a matrix with a row for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.up(x.flatten(0, 1)).view_as(x)
+
+
 class Places(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -139,6 +162,7 @@ MIXING = {
     "GRU": Recurrent,
     "Running": Running,
     "LessMean": LessMean,
+    "BatchNorm1d": Normed,
 }
 
 
@@ -181,6 +205,162 @@ class Model(D9DModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Logits(nn.Module):
+    """A stage whose loss is made elsewhere; it may get positions, and may hand over a dataclass."""
+
+    def __init__(self, stage: StageInfo, block: type[nn.Module]) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, HIDDEN) if stage.is_first else None
+        self.layers = BlockSequence([Alone(), block()], stage)
+        self.head = nn.Linear(HIDDEN, VOCABULARY) if stage.is_last else None
+
+    def forward(self, x: Any, positions: Tensor | None = None, labels: Tensor | None = None) -> Any:
+        x = self.layers(x.x if self.embedding is None else self.embedding(x))
+        if self.head is None:
+            return Between(x)
+        logits = self.head(x)
+        return logits if labels is None else shifted_loss(logits, labels)
+
+
+@dataclass
+class Between:
+    x: Tensor
+
+
+def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
+
+
+def shifted_loss(logits: Tensor, ids: Tensor) -> Tensor:
+    return summed_loss(logits[:, :-1], ids[:, 1:])
+
+
+def ignored(labels: Tensor) -> Tensor:
+    return labels.masked_fill(labels % 3 == 0, -100)
+
+
+LOSSES: dict[str, Callable[[Tensor, Any], Tensor | WeightedLoss]] = {
+    "shifted": lambda x, b: WeightedLoss(shifted_loss(x, b["ids"]), torch.tensor(b["ids"][:, 1:].numel())),
+    "mean of shifted": lambda x, b: shifted_loss(x, b["ids"]) / b["ids"][:, 1:].numel(),
+    "shifted weight": lambda x, b: WeightedLoss(
+        summed_loss(x, b["labels"]), (b["labels"][:, 1:] > b["labels"][:, :-1]).sum()
+    ),
+    "of a mean": lambda x, b: F.cross_entropy(x.mean(1), b["labels"][:, 0]),
+    "mean of what counts": lambda x, b: F.cross_entropy(x.flatten(0, 1), ignored(b["labels"]).flatten()),
+    "of the first": lambda x, b: F.cross_entropy(x[:, 0], b["labels"][:, 0]),
+    "of the last": lambda x, b: F.cross_entropy(x[:, -1], b["labels"][:, -1]),
+}
+RIGHT_LOSSES: dict[str, Callable[[Tensor, Any], Tensor | WeightedLoss]] = {
+    "sum": lambda x, b: WeightedLoss(summed_loss(x, b["labels"]), torch.tensor(b["labels"].numel())),
+    "mean": lambda x, b: F.cross_entropy(x.flatten(0, 1), b["labels"].flatten()),
+    "sum of what counts": lambda x, b: WeightedLoss(
+        summed_loss(x, ignored(b["labels"])), (ignored(b["labels"]) >= 0).sum()
+    ),
+}
+
+
+class WithLoss(Model):
+    def __init__(self, loss: Any = RIGHT_LOSSES["sum"], block: type[nn.Module] = Alone) -> None:
+        super().__init__(block)
+        self.loss = loss
+
+    def configure_stage(self, stage: StageInfo) -> nn.Module:
+        return Logits(stage, self.block)
+
+    def microbatch_inputs(self, microbatch: Any) -> StageInputs:
+        return StageInputs(first={"x": microbatch["ids"]})
+
+    def microbatch_loss(self, output: Tensor, microbatch: Any) -> Tensor | WeightedLoss:
+        return self.loss(output, microbatch)
+
+
+class ShiftsInStage(WithLoss):
+    """As models of transformers do, whose forward makes the loss."""
+
+    def microbatch_inputs(self, microbatch: Any) -> StageInputs:
+        return StageInputs(first={"x": microbatch["ids"]}, shared={"labels": microbatch["ids"]})
+
+    def microbatch_loss(self, output: Tensor, microbatch: Any) -> WeightedLoss:
+        return WeightedLoss(output, torch.tensor(microbatch["ids"][:, 1:].numel()))
+
+
+class PlacesInInputs(WithLoss):
+    def microbatch_inputs(self, microbatch: Any) -> StageInputs:
+        places = torch.arange(microbatch["ids"].shape[1], device=microbatch["ids"].device)
+        return StageInputs(first={"x": microbatch["ids"]}, shared={"positions": places})
+
+
+class PlacesOfAll(WithLoss):
+    def microbatch_inputs(self, microbatch: Any) -> StageInputs:
+        ids = microbatch["ids"]
+        places = TokenPart.of(self.pipeline.mesh).positions(ids.shape[1], ids.device)
+        return StageInputs(first={"x": ids}, shared={"positions": places})
+
+
+def fit_module(rank: RankContext, module: Model, num_tokens: int = TOKENS, **mesh: int) -> L.Trainer:
+    run = trainer(D9DStrategy(mesh=MeshConfig(**mesh)), rank.world_size, rank.device.type, max_epochs=1)
+    run.fit(module, data(num_tokens))
+    return run
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_that_sees_several_tokens_is_refused(rank: RankContext, name: str) -> None:
+    text = r"the loss that WithLoss.microbatch_loss or the last stage makes (is not a sum|goes by the places).*Shift"
+    with pytest.raises(ConfigError, match=text):
+        fit_module(rank, WithLoss(LOSSES[name]), context_parallel_shard=2)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", RIGHT_LOSSES)
+def test_a_loss_that_adds_up_tokens_trains(rank: RankContext, name: str) -> None:
+    assert fit_module(rank, WithLoss(RIGHT_LOSSES[name]), context_parallel_shard=2).global_step == 2
+
+
+@pytest.mark.ranks(2)
+def test_a_loss_that_is_shifted_in_the_stage_is_refused(rank: RankContext) -> None:
+    with pytest.raises(ConfigError, match=r"or the last stage makes is not a sum of what each token has"):
+        fit_module(rank, ShiftsInStage(), context_parallel_shard=2)
+
+
+@pytest.mark.ranks(2)
+def test_positions_of_a_hook_are_those_of_whole_sequences_or_refused(rank: RankContext) -> None:
+    text = r"'positions', which PlacesInInputs.microbatch_inputs makes, counts the places.*TokenPart\.of"
+    with pytest.raises(ConfigError, match=text):
+        fit_module(rank, PlacesInInputs(), context_parallel_shard=2)
+    assert fit_module(rank, PlacesOfAll(), context_parallel_shard=2).global_step == 2
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mesh", [{"context_parallel_shard": 2}, {"tensor_parallel": 2}], ids=["cp2", "tp2"])
+@pytest.mark.parametrize("num_tokens", [TOKENS, 2 * HIDDEN])
+def test_a_matrix_with_a_row_for_each_token_trains(rank: RankContext, num_tokens: int, mesh: dict[str, int]) -> None:
+    """Also where it is as wide as a rank has tokens, 8."""
+    assert fit_module(rank, Model(Flat), num_tokens, **mesh).global_step == 2
+
+
+@pytest.mark.ranks(2)
+def test_what_mixes_in_training_alone_is_refused_after_an_evaluation(rank: RankContext) -> None:
+    module = WithLoss(block=Normed)
+    run = trainer(D9DStrategy(mesh=MeshConfig(context_parallel_shard=2)), 2, rank.device.type, max_epochs=1)
+    run.num_sanity_val_steps = 1
+    with pytest.raises(ConfigError, match=r"layers\.1\.norm \(BatchNorm1d\) mixes"):
+        run.fit(module, data(), data())
+    assert module.takes_parts == {False, True}
+    assert run.global_step == 0
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("block", [Sdpa, Alone])
+def test_stages_that_hand_over_dataclasses_are_looked_at(rank: RankContext, block: type[nn.Module]) -> None:
+    module, mesh = WithLoss(block=block), {"pipeline_parallel": 2, "context_parallel_shard": 2}
+    if block is Alone:
+        assert fit_module(rank, module, **mesh).global_step == 2
+        return
+    with pytest.raises(ConfigError, match=r"ranks 2, 3: layers\.1 \(Sdpa\) mixes"):
+        fit_module(rank, module, **mesh)
 
 
 def data(num_tokens: int = TOKENS) -> DataLoader:
@@ -269,7 +449,7 @@ def test_what_sees_each_token_for_itself_trains(rank: RankContext, mesh: dict[st
     calls = [buffer for name, buffer in module.named_buffers() if name.endswith("num_calls")]
     assert [int(count) for count in calls] == [2, 2]
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr("lightning_d9d.strategy.sequence_parts.SequenceCheck.check", lambda *_: None)
+        monkeypatch.setattr("lightning_d9d.strategy.sequence_parts.SequenceCheck.check", lambda *_, **__: None)
         without = fit(rank, Alone, **mesh).lightning_module
     for (name, ours), theirs in zip(module.named_parameters(), without.parameters(), strict=True):
         assert_bitwise_equal(name, ours, theirs)

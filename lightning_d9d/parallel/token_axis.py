@@ -1,0 +1,147 @@
+"""Where the tokens of a rank lie in tensors, and copies with other numbers for some of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_d9d.parallel.tokens import TokenPart
+from lightning_d9d.pipeline.trees import put_together, take_apart
+
+SEED = 20
+"""Of numbers that stand for those of a batch."""
+_MOST_NUMBERS = 2**24
+"""Of a tensor that are in float64 at once."""
+
+
+@dataclass(frozen=True)
+class TokenAxis:
+    """Finds the tokens of a rank in tensors by their numbers: those of its chunks, and of its slice of them."""
+
+    num_rows: int
+    lengths: frozenset[int]
+    """Of what is a part of a sequence."""
+
+    @staticmethod
+    def of(tokens: TokenPart, num_rows: int, num_tokens: int) -> TokenAxis:
+        """Of microbatches with this rank's chunks, `num_tokens` of each row."""
+        chunks = {num_tokens} if tokens.cut.size > 1 else set()
+        return TokenAxis(num_rows, frozenset(chunks | {num_tokens // tokens.num_slices}))
+
+    def dim_of(self, x: Any) -> int | None:
+        """Where the tokens are: the first dim behind that of rows, or the first one of all, perhaps with the rows.
+
+        A matrix with a row for each token may be as wide as there are tokens.
+
+        None where there are none. DTensors are not looked at: what is computed with them is that of all ranks.
+        """
+        if not isinstance(x, Tensor) or isinstance(x, nn.Parameter | DTensor):
+            return None
+        dims = [dim for dim in range(1, x.dim()) if x.shape[dim] in self.lengths]
+        firsts = {factor * length for length in self.lengths for factor in (1, self.num_rows)}
+        may_be_first = x.dim() > 0 and x.shape[0] in firsts
+        if dims and (x.shape[0] == self.num_rows or not may_be_first):
+            return dims[0]
+        return 0 if may_be_first else None
+
+    def places(self, x: Tensor, dim: int) -> Tensor:
+        """Of the tokens in their rows, int64, one for each entry of the dim."""
+        length = x.shape[dim] if x.shape[dim] in self.lengths else x.shape[dim] // self.num_rows
+        return torch.arange(x.shape[dim], device=x.device) % length
+
+    def with_nan(self, x: Any, place: Callable[[Tensor], Tensor]) -> Any:
+        """A copy with NaN for the tokens whose places these are. What has no tokens, or no floats, stays."""
+        if (dim := self.dim_of(x)) is None or not x.is_floating_point():
+            return x
+        return x.index_fill(dim, place(self.places(x, dim)).nonzero().flatten(), float("nan"))
+
+    def reversed(self, x: Any) -> Any:
+        """A copy with the tokens of each row in the opposite order. What has none stays."""
+        if (dim := self.dim_of(x)) is None:
+            return x
+        places = self.places(x, dim)
+        length = int(places.max()) + 1
+        return x.index_select(dim, torch.arange(len(places), device=x.device) - places + (length - 1 - places))
+
+    def exchanged(self, x: Any, place: Callable[[Tensor], Tensor]) -> Any:
+        """A copy in which the tokens with such places are those of the opposite order. What has none stays."""
+        if (dim := self.dim_of(x)) is None:
+            return x
+        taken = place(self.places(x, dim))
+        return torch.where(taken.view([-1 if each == dim else 1 for each in range(x.dim())]), self.reversed(x), x)
+
+    def has_nan(self, x: Any, place: Callable[[Tensor], Tensor]) -> bool:
+        """Whether some token with such a place has a NaN."""
+        if (dim := self.dim_of(x)) is None or not x.is_floating_point():
+            return False
+        return bool(x.isnan().movedim(dim, 0).flatten(1).any(1)[place(self.places(x, dim))].any())
+
+    def is_mixed(self, x: Any) -> bool:
+        """Whether other tokens than that in the middle have a NaN."""
+        return self.has_nan(x, is_other)
+
+    def is_pooled(self, x: Any) -> bool:
+        """Whether it is one vector for each row, with NaN."""
+        is_vectors = isinstance(x, Tensor) and x.is_floating_point() and x.dim() == 2 and self.dim_of(x) is None
+        return is_vectors and len(x) == self.num_rows and x.shape[1] > 1 and bool(x.isnan().any())
+
+    def summary(self, x: Any) -> Tensor | None:
+        """One number for each token, which tells what it has; None where there are none."""
+        if (dim := self.dim_of(x)) is None:
+            return None
+        flat = x.detach().movedim(dim, 0).reshape(x.shape[dim], -1)
+        numbers = torch.rand(flat.shape[1], generator=torch.Generator().manual_seed(SEED), dtype=torch.float64)
+        # Logits in float64 would take more memory than a step.
+        rows = flat.split(max(1, _MOST_NUMBERS // max(1, flat.shape[1])))
+        return torch.cat([some.double() @ numbers.to(x.device) for some in rows])
+
+
+def is_middle(places: Tensor) -> Tensor:
+    """Whether it is the one in the middle of its row."""
+    return places == (places.max() + 1) // 2
+
+
+def is_other(places: Tensor) -> Tensor:
+    """Whether it is another than that."""
+    return ~is_middle(places)
+
+
+def is_any(places: Tensor) -> Tensor:
+    """Whether it is some place: yes."""
+    return places >= 0
+
+
+def is_first(places: Tensor) -> Tensor:
+    """Whether it is the first of its row."""
+    return places == 0
+
+
+def is_none(places: Tensor) -> Tensor:
+    """Whether it is no place: no."""
+    return places < 0
+
+
+def is_even(places: Tensor) -> Tensor:
+    """Whether its number is even."""
+    return places % 2 == 0
+
+
+def is_odd(places: Tensor) -> Tensor:
+    """Whether its number is odd."""
+    return places % 2 == 1
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """All tensors of a tree, such as arguments, dataclasses or batches. See `lightning_d9d.pipeline.trees`."""
+    return take_apart(tree)[0]
+
+
+def mapped(change: Callable[[Tensor], Any], tree: Any) -> Any:
+    """The tree with what `change` makes of its tensors."""
+    tensors, skeleton = take_apart(tree)
+    return put_together(skeleton, [change(tensor) for tensor in tensors])

@@ -1,0 +1,58 @@
+"""Finds parameters that are not cut and of which each rank of tensor parallelism has the whole gradient.
+
+Such gradients are summed over these ranks, as each has met its own slice of the tokens (`WHO_SUMS` in
+`lightning_d9d.parallel.plan`). A rank that has computed with all of them has the whole sum already, and what comes out
+is a multiple of it. Whole gradients are equal on all ranks, bit by bit; those of slices are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.mesh.agreement import Ranks, first_of
+from lightning_d9d.mesh.collectives import all_gather_object
+
+
+class WholeGradients:
+    """Notes gradients before they are summed over ranks.
+
+    Args:
+        names: Of parameters that are not cut over the tensor axis.
+        mesh: Of all ranks.
+    """
+
+    def __init__(self, names: Mapping[nn.Parameter, str], mesh: MeshDomains) -> None:
+        self._names = names
+        self._mesh = mesh
+        self._noted: dict[str, Tensor] = {}
+
+    def note(self, parameters: Iterable[nn.Parameter], gradients: Iterable[Tensor]) -> None:
+        """Keep two numbers of each gradient, on its device."""
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if parameter in self._names and gradient.numel() > 0:
+                norm = torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
+                self._noted[self._names[parameter]] = torch.stack([norm, gradient.sum(dtype=norm.dtype)])
+
+    def check(self) -> None:
+        """Compare what was noted. Reads the device. Collective over the ranks that read the same batches.
+
+        Raises:
+            ConfigError: Some gradient is the same on all ranks of the tensor axis, and not 0; on all of these ranks.
+        """
+        ours = {name: self._noted[name].tolist() for name in self._names.values() if name in self._noted}
+        of_ranks = all_gather_object(ours, self._mesh.group("tp"))
+        whole = [n for n, numbers in ours.items() if numbers[0] > 0 and all(r.get(n) == numbers for r in of_ranks)]
+        num_ranks = self._mesh.sizes["tp"]
+        with Ranks(self._mesh.group("pp", "cp", "tp")).agreed("gradients would be summed once too often"):
+            if whole:
+                raise ConfigError(
+                    f"each of the {num_ranks} ranks of tensor parallelism has the whole gradient of {first_of(whole)}; "
+                    f"summed over them it would be {num_ranks} times as large. Let these parameters see each rank's "
+                    "slice of the tokens (lightning_d9d.parallel.shard_tensors, TokenPart.own_slice), cut them over "
+                    "the axis 'tp', freeze them, or set MeshConfig.tensor_parallel to 1"
+                )
