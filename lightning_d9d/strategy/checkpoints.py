@@ -17,7 +17,7 @@ from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -62,6 +62,7 @@ from lightning_d9d.mesh.seeds import random_state, seed_for, set_random_state
 from lightning_d9d.strategy.checkpoint_files import AtomicFileIO, load_weights, never_runs_code, read_checkpoint
 from lightning_d9d.strategy.configuration import check_saving_callbacks
 from lightning_d9d.strategy.deferred_saves import DeferredSaves
+from lightning_d9d.strategy.display import say
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.ranks import RankedStrategy
 from lightning_d9d.strategy.sharding import is_sharded
@@ -579,7 +580,8 @@ class CheckpointedStrategy(RankedStrategy):
         states, path = resumed["loaders"], str(self._checkpoint_path)
         num_read, saved = self._num_batches_read(), resumed["num_data_ranks"]
         if num_read and resumed["is_other_job"]:
-            rank_zero_info(f"{saved} data ranks saved {path!r}: the rest of the epoch is dealt out anew to the present")
+            text = f"{saved} data ranks saved {path!r}: the rest of the epoch is dealt out anew to the present"
+            say(cast(Any, self.lightning_module).trainer, text)
             if not all(map(is_place_of_sampler, states)):
                 raise StateError(
                     f"checkpoint {path!r} was saved in the middle of an epoch by {saved} data-parallel ranks, and a "
@@ -593,7 +595,8 @@ class CheckpointedStrategy(RankedStrategy):
         except RuntimeError as error:
             raise StateError(f"checkpoint {path!r} is of a run with other training dataloaders: {error}") from error
         if num_read and any(map(is_replayed, loader.flattened)):
-            rank_zero_info(f"{num_read} batches are read again and left out: a dataloader has no state of its own")
+            text = f"{num_read} batches are read again and left out: a dataloader has no state of its own"
+            say(cast(Any, self.lightning_module).trainer, text)
         places = {place for each in loader.flattened if (place := resumes_at(each)) is not None}
         if len(places) > 1:
             raise StateError(
