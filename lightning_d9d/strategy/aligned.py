@@ -136,6 +136,8 @@ class AlignedStrategy(CheckpointedStrategy):
         """For the step of a batch of validation, test or prediction."""
         if self._shutdown is not None:
             self._shutdown.begin_evaluation_batch()
+        if self._interruption is not None:
+            self._interruption.check()
         with self._filled(filling):
             yield
 

@@ -22,7 +22,6 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.utilities.model_summary.model_summary import _format_summary_table
-
 from torch import Tensor
 
 from lightning_d9d.mesh.collectives import all_gather_object
@@ -42,8 +41,8 @@ def adapt_display(trainer: L.Trainer) -> None:
 def say(trainer: L.Trainer, text: str) -> None:
     """Log a text on rank 0, on lines of its own where a progress bar is shown. Local."""
     bar = trainer.progress_bar_callback
-    rich = bar.progress if isinstance(bar, RichProgressBar) else None
-    if rich is not None and rich.live.is_started and rich.console.is_terminal:
+    rich: Any = bar.progress if isinstance(bar, RichProgressBar) else None
+    if bar is not None and rich is not None and rich.live.is_started and rich.console.is_terminal:
         bar.print(text)  # which rich puts above the bar; it does not know of what goes to a log
         return
     with Tqdm.external_write_mode():
@@ -108,7 +107,8 @@ class _Bar(ProgressBar):
 def resume_bar(trainer: L.Trainer) -> None:
     """Begin the bar in the middle of an epoch that goes on. Lightning calls no hook there. Local."""
     loop, bar = trainer.fit_loop, trainer.progress_bar_callback
-    num_batches = loop.epoch_loop.batch_progress.current.processed
+    progress: Any = loop.epoch_loop.batch_progress.current
+    num_batches: int = progress.processed
     if isinstance(bar, _Bar) and loop.restarted_mid_epoch and num_batches < trainer.num_training_batches:
         bar.resume(num_batches)
 
@@ -161,7 +161,14 @@ class _Summary(ModelSummary):
         return super()._summary(trainer, whole)
 
 
-_FLOPS = "FLOPs"
+def _without_flops(columns: list[tuple[str, list[str]]]) -> list[tuple[str, list[str]]]:
+    return [(name, cells) for name, cells in columns if name != "FLOPs"]
+
+
+def _text(columns: list[tuple[str, list[str]]], totals: tuple[Any, ...]) -> list[str]:
+    """The lines of Lightning's table, but for the last, which has the number of operations."""
+    rest: Any = (*totals, 0, *columns)
+    return _format_summary_table(*rest).splitlines()[:-1]
 
 
 class _PlainSummary(_Summary):
@@ -172,10 +179,8 @@ class _PlainSummary(_Summary):
         """Lightning's, without the number of operations where it was not counted."""
         if total_flops:
             ModelSummary.summarize(summary_data, *totals, total_flops=total_flops, **summarize_kwargs)
-            return
-        columns = [column for column in summary_data if column[0] != _FLOPS]
-        table = _format_summary_table(*totals, total_flops, *columns)
-        rank_zero_info("\n" + table.rpartition("\n")[0])
+        else:
+            rank_zero_info("\n".join(["", *_text(_without_flops(summary_data), totals)]))
 
 
 class _RichSummary(_Summary, RichModelSummary):
@@ -190,15 +195,15 @@ class _RichSummary(_Summary, RichModelSummary):
         from rich import get_console
         from rich.table import Table
 
+        columns = _without_flops(summary_data)
+        rows = list(zip(*(cells for _, cells in columns), strict=True))
         table = Table(header_style=summarize_kwargs.get("header_style", "bold magenta"))
-        columns = [column for column in summary_data if column[0] != _FLOPS]
         for name, _ in columns:
             table.add_column(name, justify="right" if name.startswith("Params") else "left")
-        for row in zip(*(cells for _, cells in columns), strict=True):
+        for row in rows:
             table.add_row(*row)
-        get_console().print(table)
-        lines = _format_summary_table(*totals, total_flops, *columns).splitlines()
-        get_console().print("\n".join(lines[len(columns[0][1]) + 3 : -1]), highlight=False)
+        sums = _text(columns, totals)[len(rows) + 3 :]  # after the header and two rules
+        get_console().print(table, "\n".join(sums), sep="\n", highlight=False)
 
 
 _CORRECTED: dict[type, type] = {
