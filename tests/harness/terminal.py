@@ -1,30 +1,29 @@
-"""A program in a terminal of its own: what it writes there, as a person would see it."""
+"""Jobs whose ranks write to a terminal: what a person would see there."""
 
 from __future__ import annotations
 
 import os
 import re
-import subprocess
 import termios
-import time
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from tests.harness.jobs import TargetOfRank, end_job, start_job
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-_SIZE = (50, 160)
+_SIZE = (50, 200)
 """Lines and columns."""
 
 
+@dataclass
 class Screen:
-    """What a program has written to its terminal, and its exit code.
+    """What the ranks of a job have written to their terminal."""
 
-    Args:
-        written: All of it.
-        exit_code: Of the program; negative for a signal.
-    """
-
-    def __init__(self, written: str, exit_code: int) -> None:
-        self.written, self.exit_code = written, exit_code
+    written: str
+    exit_codes: list[int | None]
+    """Of the ranks."""
 
     @property
     def lines(self) -> list[str]:
@@ -34,48 +33,47 @@ class Screen:
 
 
 def run_in_terminal(
-    command: Sequence[str],
-    folder: Path,
-    environment: Mapping[str, str],
-    when_written: Mapping[str, Callable[[subprocess.Popen], None]] | None = None,
-    seconds: float = 200.0,
+    num_ranks: int, folder: Path, target: TargetOfRank, *arguments: Any, seconds: float = 120
 ) -> Screen:
-    """Run a program in a session of its own, whose terminal this is, until all processes that hold it have ended.
+    """Run a job as `start_job` does, in a terminal that its ranks share.
 
     Args:
-        command: The program and its arguments.
-        folder: Where it runs.
-        environment: Its variables.
-        when_written: By texts, what to do once, when the text has been written.
-        seconds: When it is killed.
+        num_ranks: Processes.
+        folder: Their working directory.
+        target: A function of a module.
+        arguments: Picklable.
+        seconds: When ranks are killed.
     """
     ours, theirs = os.openpty()
     termios.tcsetwinsize(theirs, _SIZE)
-    waiting = dict(when_written or {})
-    variables = {**environment, "TERM": "xterm"}
-    process = subprocess.Popen(
-        command, cwd=folder, env=variables, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
-    )
-    os.close(theirs)
-    written = b""
-    deadline = time.monotonic() + seconds
+    parts: list[bytes] = []
+
+    def read() -> None:
+        try:
+            while part := os.read(ours, 65536):
+                parts.append(part)
+        except OSError:  # nobody holds the other side any more
+            pass
+
+    reader = threading.Thread(target=read)
+    reader.start()
     try:
-        while time.monotonic() < deadline:
-            try:
-                part = os.read(ours, 65536)
-            except OSError:  # nobody holds the other side any more
-                break
-            if not part:
-                break
-            written += part
-            for text in [text for text in waiting if text.encode() in written]:
-                waiting.pop(text)(process)
+        ranks = start_job(num_ranks, folder, _in_terminal, os.ttyname(theirs), folder, target, arguments)
+        codes = end_job(ranks, seconds)
     finally:
+        os.close(theirs)
+        reader.join()
         os.close(ours)
-        if process.poll() is None and time.monotonic() >= deadline:
-            os.killpg(process.pid, 9)
-        code = process.wait()
-    text = written.decode(errors="replace")
-    print(text)
-    assert not waiting, f"never written: {list(waiting)}"
-    return Screen(text, code)
+    screen = Screen(b"".join(parts).decode(errors="replace"), codes)
+    print(screen.written)
+    return screen
+
+
+def _in_terminal(terminal: str, folder: Path, target: TargetOfRank, arguments: tuple[Any, ...]) -> None:
+    descriptor = os.open(terminal, os.O_RDWR | os.O_NOCTTY)
+    for standard in (0, 1, 2):
+        os.dup2(descriptor, standard)
+    os.close(descriptor)
+    os.environ.update(TERM="xterm", COLUMNS=str(_SIZE[1]))
+    os.chdir(folder)
+    target(*arguments)
