@@ -110,10 +110,11 @@ def how_to_go_on(step: int, saved: Saved | None) -> str:
         saved: The last checkpoint.
     """
     advice = "to save where a run is stopped, give ModelCheckpoint save_on_exception: true"
-    if saved is None or ("://" not in saved.path and not Path(saved.path).exists()):  # a tuner removes its own
+    is_url = saved is not None and "://" in saved.path
+    if saved is None or not (is_url or Path(saved.path).exists()):  # a tuner removes its own
         return f"Stopped after step {step}; nothing was saved ({advice})."
-    path = os.path.relpath(saved.path) if Path(saved.path).absolute().is_relative_to(Path.cwd()) else saved.path
-    path = shlex.quote(path)
+    is_below = not is_url and Path(saved.path).absolute().is_relative_to(Path.cwd())
+    path = shlex.quote(os.path.relpath(saved.path) if is_below else saved.path)
     if saved.step == step:
         place = f"Stopped after step {step}, saved in {path}."
     else:
