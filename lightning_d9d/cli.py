@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import reprlib
 import sys
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -24,9 +26,10 @@ import lightning_d9d.callbacks
 import lightning_d9d.datamodules
 import lightning_d9d.models.qwen3_moe  # noqa: F401
 from lightning_d9d import convert, doctor
-from lightning_d9d.errors import ConfigError, StateError, printable
+from lightning_d9d.errors import ConfigError, StateError, printable, reason
 from lightning_d9d.generation import commands
 from lightning_d9d.strategy.checkpoint_files import UNREADABLE, mapped, unreadable
+from lightning_d9d.strategy.interrupt import last_checkpoint
 
 DESCRIPTION = (
     "lightning_d9d trains from YAML files. `lightning-d9d doctor` tells whether this machine is fit for it; "
@@ -80,9 +83,22 @@ class SaveTrainingConfig(SaveConfigCallback):
     """Lightning's, for fit alone: validating a run must not replace the record of its training."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Write `config.yaml` for its owner alone: arguments may be secrets."""
+        """Write `config.yaml` for its owner alone: arguments may be secrets.
+
+        Raises:
+            ConfigError: It cannot be written, for lack of space, say.
+        """
         if stage != "fit":
             return
+        try:
+            self._save(trainer, pl_module, stage)
+        except OSError as error:
+            raise ConfigError(
+                f"{error.filename or self.config_filename} cannot be written at the start of the run: {reason(error)}; "
+                "free space, or give another trainer.default_root_dir"
+            ) from error
+
+    def _save(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         folder = str(trainer.log_dir)  # this broadcasts the directory
         if trainer.is_global_zero and self.overwrite and not self.already_saved and "://" not in folder:
             path = Path(folder) / self.config_filename
@@ -110,6 +126,7 @@ class D9DCLI(LightningCLI):
         parser_class: type[LightningArgumentParser] = _Parser,
         **kwargs: Any,
     ) -> None:
+        warnings.filterwarnings("ignore", r"\s*skip_none parameter was deprecated")  # Lightning's way to save
         # Else `${trainer.max_steps}` in the file of a subcommand would have to be `${fit.trainer.max_steps}`.
         jsonargparse.set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
         super().__init__(
@@ -162,6 +179,17 @@ class D9DCLI(LightningCLI):
             )
             rank_zero_warn(printable(f"The configuration's arguments of model differ from those in {path}: {pairs}."))
 
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        """Lightning's, with what `ckpt_path` asks for: `auto` is `last` if there is one.
+
+        Raises:
+            ConfigError: There is none, and a fit is not to begin without.
+        """
+        arguments = super()._prepare_subcommand_kwargs(subcommand)
+        if arguments.get("ckpt_path") in ("last", "auto"):
+            arguments["ckpt_path"] = last_checkpoint(self.trainer, arguments["ckpt_path"], subcommand)
+        return arguments
+
     def instantiate_classes(self) -> None:
         """Builds Trainer, model and data; what a constructor refuses becomes a `ConfigError`."""
         try:
@@ -203,6 +231,11 @@ def main() -> None:
             raise
         text = _interpolation_message(error) if isinstance(error, OmegaConfBaseException) else str(error)
         sys.stderr.write(f"error: {text}\ntip: JSONARGPARSE_DEBUG=true shows the traceback\n")
+        sys.exit(2)
+    except OSError as error:
+        if "JSONARGPARSE_DEBUG" in os.environ or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        sys.stderr.write(f"error: {error.filename or 'a file'} cannot be written: {reason(error)}; free space\n")
         sys.exit(2)
 
 

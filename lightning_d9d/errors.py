@@ -26,6 +26,13 @@ def _escaped(character: str) -> str:
     return character if character in "\n\t" else character.encode("unicode_escape").decode()
 
 
+def reason(error: BaseException) -> str:
+    """Why a file cannot be read or written, for a message that names it: the system's text would name it again."""
+    if isinstance(error, FileNotFoundError):
+        return "it does not exist"
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
 class _PrintableError(Exception):
     """The messages quote names of files, which a terminal must not obey."""
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_d9d.callbacks.export import make_folder
@@ -37,6 +37,7 @@ from lightning_d9d.schedule import (
 )
 from lightning_d9d.schedule.spans import mean_times, message_time
 from lightning_d9d.strategy.batches import BatchSplitter
+from lightning_d9d.strategy.display import say
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.strategy import D9DStrategy
 
@@ -155,7 +156,7 @@ class PipelineTimeline(L.Callback):
         program = pipeline.schedule.program(pipeline.num_ranks, num_microbatches)
         self.measured = MeasuredStep(tuple(spans), simulate(program, mean_costs(spans, pipeline.placement)))
         if trainer.is_global_zero:
-            self._write(trainer.global_step)
+            self._write(trainer)
             self._write_costs(module, batch, stages)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -174,8 +175,9 @@ class PipelineTimeline(L.Callback):
             known |= theirs
         return [known[stage] for stage in sorted(known)]
 
-    def _write(self, step: int) -> None:
+    def _write(self, trainer: L.Trainer) -> None:
         assert self.measured is not None
+        step = trainer.global_step
         measured, simulation = self.measured, self.measured.simulation
         begin = min(span.start for span in measured.spans)
         spans = [Span(rank, action, start - begin, end - begin) for rank, action, start, end in measured.spans]
@@ -193,7 +195,7 @@ class PipelineTimeline(L.Callback):
             "spans": [[rank, str(action), start, end] for rank, action, start, end in spans],
         }
         (self.directory / "timeline.json").write_text(json.dumps(values) + "\n", encoding="utf-8")
-        rank_zero_info(f"Pipeline in step {step}: {bubbles}; see {self.directory}")
+        say(trainer, f"Pipeline in step {step}: {bubbles}; see {self.directory}")
 
     def _write_costs(self, module: D9DModule, batch: Any, stages: list[_Stage]) -> None:
         assert self.measured is not None

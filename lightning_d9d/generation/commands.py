@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_d9d.errors import ConfigError
+from lightning_d9d.errors import ConfigError, reason
 from lightning_d9d.generation.perplexity import score
 from lightning_d9d.generation.sampling import Sampling, generate
 from lightning_d9d.generation.sources import Tokenizer, load_model, load_tokenizer
@@ -111,7 +111,7 @@ def _read(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read as UTF-8 text: {error}") from error
+        raise ConfigError(f"{path} cannot be read as UTF-8 text: {reason(error)}") from error
 
 
 def _texts(tokenizer: Tokenizer, tokens: Iterator[int]) -> Iterator[str]:

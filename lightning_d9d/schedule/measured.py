@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from lightning_d9d.errors import ScheduleError
+from lightning_d9d.errors import ScheduleError, reason
 from lightning_d9d.schedule.layers import LayerSeconds, Machine, ModelCosts, check_numbers
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class MeasuredCosts:
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ScheduleError(f"costs={str(path)!r} cannot be read as JSON: {error}") from error
+            raise ScheduleError(f"costs={str(path)!r} cannot be read as JSON: {reason(error)}") from error
         try:
             if not isinstance(values, dict) or values.pop("format", None) != _FORMAT:
                 raise ScheduleError(f"no measurement of format {_FORMAT}; write one with MeasuredCosts.write")

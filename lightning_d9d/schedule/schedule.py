@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from lightning_d9d.errors import ScheduleError
+from lightning_d9d.errors import ScheduleError, reason
 from lightning_d9d.schedule.actions import Action, Backward, BackwardInput, BackwardWeight, Forward
 from lightning_d9d.schedule.check import check
 from lightning_d9d.schedule.communications import add_messages
@@ -205,5 +205,6 @@ def _read(path: str | Path) -> str:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ScheduleError(
-            f"WrittenProgram(path={str(path)!r}) cannot be read in {str(Path.cwd())!r}: {error}; give another path"
+            f"WrittenProgram(path={str(path)!r}) cannot be read in {str(Path.cwd())!r}: {reason(error)}; give another "
+            "path"
         ) from error

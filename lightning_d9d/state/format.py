@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_d9d.errors import StateError
+from lightning_d9d.errors import StateError, reason
 from lightning_d9d.state.layout import Index
 from lightning_d9d.state.places import Place, UrlPath, flush, read_small
 
@@ -55,7 +55,7 @@ def reading(path: object) -> Iterator[None]:
         yield
     except (OSError, ValueError, RecursionError) as error:
         remedy = _REMEDIES.get(getattr(error, "errno", None), _AGAIN)
-        raise StateError(f"{path}: cannot be read ({error}); {remedy}.") from error
+        raise StateError(f"{path}: cannot be read ({reason(error)}); {remedy}.") from error
 
 
 class StoredTensor:

@@ -12,6 +12,7 @@ from lightning_d9d.data import BatchPlan
 from lightning_d9d.pipeline.microbatch import MicrobatchCount
 from lightning_d9d.strategy.batches import BatchSplitter
 from lightning_d9d.strategy.checkpoints import CheckpointedStrategy
+from lightning_d9d.strategy.display import adapt_display, resume_bar, silence, silence_hooks
 from lightning_d9d.strategy.eval_step import EvalStep
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.uneven import (
@@ -25,7 +26,7 @@ from lightning_d9d.strategy.uneven import (
 
 
 class AlignedStrategy(CheckpointedStrategy):
-    """Aligns loaders of D9DModules.
+    """Aligns loaders of D9DModules, and corrects what Lightning shows of a run.
 
     Args:
         options: For `CheckpointedStrategy`.
@@ -36,15 +37,22 @@ class AlignedStrategy(CheckpointedStrategy):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        silence()
         self.splitter: BatchSplitter | None = None
         """What splits batches of a D9DModule, in a run."""
         self._eval_step: EvalStep | None = None
 
+    def connect(self, model: L.LightningModule) -> None:
+        """Take the module that is going to run. Local."""
+        super().connect(model)
+        silence_hooks(model)
+
     def setup_environment(self) -> None:
         """Join the other ranks. Loaders keep their own order where all ranks read the same. Collective."""
         super().setup_environment()
+        assert self.lightning_module is not None
+        adapt_display(self.lightning_module.trainer)
         if self.world_size > 1 and self.mesh.dp_size == 1:
-            assert self.lightning_module is not None
             self._undo_loaders.append(leave_samplers(self.lightning_module.trainer))
 
     @property
@@ -80,6 +88,12 @@ class AlignedStrategy(CheckpointedStrategy):
             resumes=self.has_place_to_take,
         )
         self._undo_loaders.append(align_loaders(trainer, alignment))
+
+    def on_train_start(self) -> None:
+        """Go on where a checkpoint was saved, and show it."""
+        super().on_train_start()
+        assert self.lightning_module is not None
+        resume_bar(self.lightning_module.trainer)
 
     def process_dataloader(self, dataloader: object) -> object:
         """Refuse a loader without a batch on some rank. Collective.
@@ -129,6 +143,8 @@ class AlignedStrategy(CheckpointedStrategy):
         """For the step of a batch of validation, test or prediction."""
         if self._shutdown is not None:
             self._shutdown.begin_evaluation_batch()
+        if self._interruption is not None:
+            self._interruption.check()
         yield
 
     def _run_dummy(self, batch: Any, plan: BatchPlan) -> None:

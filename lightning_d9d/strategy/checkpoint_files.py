@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_d9d.checkpoint import check_ties, is_directory, open_directory, tied_names
 from lightning_d9d.checkpoint.directory import refuse_others
 from lightning_d9d.checkpoint.torch_files import check_archive, is_archive, read_saved
-from lightning_d9d.errors import StateError, StateNotFoundError
+from lightning_d9d.errors import StateError, StateNotFoundError, reason
 from lightning_d9d.mesh.agreement import MAX_NAMED, Ranks, first_of
 from lightning_d9d.state.directory import make_directory, publish
 from lightning_d9d.state.owner import owned
@@ -98,9 +98,9 @@ def unreadable(path: str | Path, error: BaseException) -> StateError:
             f"checkpoint {str(path)!r} holds an object of {named[1] or named[2]}, and loading it could run code. "
             "If you trust the file, pass weights_only=False; in what you save, keep numbers, texts and tensors"
         )
-    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    why = (reason(error).splitlines() or [type(error).__name__])[0]
     return StateError(
-        f"checkpoint {str(path)!r} cannot be read ({reason}): it is damaged, incomplete or no Lightning checkpoint; "
+        f"checkpoint {str(path)!r} cannot be read ({why}): it is damaged, incomplete or no Lightning checkpoint; "
         "give another ckpt_path"
     )
 

@@ -17,6 +17,7 @@ from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -62,6 +63,8 @@ from lightning_d9d.mesh.seeds import random_state, seed_for, set_random_state
 from lightning_d9d.strategy.checkpoint_files import AtomicFileIO, load_weights, never_runs_code, read_checkpoint
 from lightning_d9d.strategy.configuration import check_saving_callbacks
 from lightning_d9d.strategy.deferred_saves import DeferredSaves
+from lightning_d9d.strategy.display import say
+from lightning_d9d.strategy.interrupt import Interruption, Saved, how_to_go_on
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.ranks import RankedStrategy
 from lightning_d9d.strategy.sharding import is_sharded
@@ -107,7 +110,7 @@ class CheckpointedStrategy(RankedStrategy):
         options: For `RankedStrategy`.
     """
 
-    shared_by_copies = (*RankedStrategy.shared_by_copies, "_opened", "_undo_loaders", "_saver")
+    shared_by_copies = (*RankedStrategy.shared_by_copies, "_opened", "_undo_loaders", "_saver", "_interruption")
 
     def __init__(self, checkpoint: CheckpointConfig, **options: Any) -> None:
         super().__init__(**options)
@@ -123,17 +126,24 @@ class CheckpointedStrategy(RankedStrategy):
         """The names of all stages' parameters, in the order of one process that has them all; in a pipeline."""
         self.saves_at_once = False
         """The job may end as soon as a checkpoint is saved."""
+        self._saved: Saved | None = None
+        self._interruption: Interruption | None = None
 
     # Saving
 
     def open_saver(self, window_is_open: Callable[[], bool]) -> None:
-        """Let this run save at the end of accumulation windows and, if so configured, in the background. Collective.
+        """Let this run save at the end of accumulation windows, on Ctrl-C and, if so configured, in the background.
+
+        Collective.
 
         Args:
             window_is_open: Whether there are gradients for which no step was taken.
         """
-        callbacks = cast(Any, self.lightning_module).trainer.callbacks
+        trainer = cast(Any, self.lightning_module).trainer
+        callbacks = trainer.callbacks
         self._deferred = DeferredSaves(window_is_open, callbacks)
+        if self.world_size == 1:
+            self._interruption = Interruption(trainer, window_is_open)
         if self.checkpoint_config.asynchronous:
             check_saving_callbacks(callbacks)
             self._saver = BackgroundSaver(None if self.world_size == 1 else self._group_of_saves())
@@ -160,6 +170,9 @@ class CheckpointedStrategy(RankedStrategy):
     def close_saver(self) -> None:
         """Finish, and save at once from now on. After another failure one of a save is a warning. Local."""
         saver, self._saver = self._saver, None
+        interruption, self._interruption, self._saved = self._interruption, None, None
+        if interruption is not None:
+            interruption.close()
         if self._deferred is not None:
             self._deferred.close()
         self._deferred = None
@@ -180,6 +193,8 @@ class CheckpointedStrategy(RankedStrategy):
             self._deferred.is_open = lambda: False
             self._deferred.run()
         self.finish_saves()
+        if self._interruption is not None:
+            self._interruption.check()
 
     @property
     def is_inside_of_window(self) -> bool:
@@ -235,6 +250,15 @@ class CheckpointedStrategy(RankedStrategy):
             self._save_directory(checkpoint, filepath)
         if self.saves_at_once:
             self.finish_saves()
+        if "optimizer_states" in checkpoint and self._is_fitting:
+            self._saved = Saved(str(filepath), checkpoint["global_step"])
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Say how a fit that was stopped goes on."""
+        super().on_exception(exception)
+        if isinstance(exception, KeyboardInterrupt | SIGTERMException) and self._is_fitting:
+            trainer = cast(Any, self.lightning_module).trainer
+            rank_zero_info(how_to_go_on(trainer.global_step, self._saved))
 
     def _save_file(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None) -> None:
         failure = f"checkpoint {str(path)!r} cannot be saved"
@@ -369,6 +393,7 @@ class CheckpointedStrategy(RankedStrategy):
         self.check_ranks()
         self.finish_saves()
         self._checkpoint_path, self._opened = checkpoint_path, None
+        self._saved = Saved(str(checkpoint_path), None)
         if self.broadcast(is_directory(checkpoint_path)):
             self._opened = open_directory(checkpoint_path)
             self.go_on_as(self._opened.values)
@@ -579,7 +604,8 @@ class CheckpointedStrategy(RankedStrategy):
         states, path = resumed["loaders"], str(self._checkpoint_path)
         num_read, saved = self._num_batches_read(), resumed["num_data_ranks"]
         if num_read and resumed["is_other_job"]:
-            rank_zero_info(f"{saved} data ranks saved {path!r}: the rest of the epoch is dealt out anew to the present")
+            text = f"{saved} data ranks saved {path!r}: the rest of the epoch is dealt out anew to the present"
+            say(cast(Any, self.lightning_module).trainer, text)
             if not all(map(is_place_of_sampler, states)):
                 raise StateError(
                     f"checkpoint {path!r} was saved in the middle of an epoch by {saved} data-parallel ranks, and a "
@@ -593,7 +619,8 @@ class CheckpointedStrategy(RankedStrategy):
         except RuntimeError as error:
             raise StateError(f"checkpoint {path!r} is of a run with other training dataloaders: {error}") from error
         if num_read and any(map(is_replayed, loader.flattened)):
-            rank_zero_info(f"{num_read} batches are read again and left out: a dataloader has no state of its own")
+            text = f"{num_read} batches are read again and left out: a dataloader has no state of its own"
+            say(cast(Any, self.lightning_module).trainer, text)
         places = {place for each in loader.flattened if (place := resumes_at(each)) is not None}
         if len(places) > 1:
             raise StateError(

@@ -201,15 +201,19 @@ class D9DModule(L.LightningModule):
             self.awaits_pretrained = False
             self.load_pretrained()
 
-    def parameter_order(self) -> list[str]:
-        """The names of all stages' parameters, in the order of one process that has them all. Local."""
+    def whole_on_meta(self) -> Self:
+        """A copy with the stages of the whole model, on the meta device and not spread over ranks. Local."""
         apart = object.__new__(type(self))  # what configure_stage sets lands there
         apart.__dict__.update(self.__dict__)
         for kind in ("_parameters", "_buffers", "_modules"):
             apart.__dict__[kind] = dict(self.__dict__[kind])
         with torch.device("meta"):
             apart.stages = nn.ModuleList([apart.configure_stage(StageInfo(0, 1))])
-        state = apart.state_dict(keep_vars=True)
+        return apart
+
+    def parameter_order(self) -> list[str]:
+        """The names of all stages' parameters, in the order of one process that has them all. Local."""
+        state = self.whole_on_meta().state_dict(keep_vars=True)
         return [name for name, value in state.items() if isinstance(value, nn.Parameter)]
 
     @property

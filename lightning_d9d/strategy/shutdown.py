@@ -30,6 +30,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_d9d.errors import ConfigError, RankError
 from lightning_d9d.mesh.collectives import all_gather_object
+from lightning_d9d.strategy.interrupt import allow_saves, refuse_saves
 from lightning_d9d.strategy.uneven import catch_up
 from lightning_d9d.strategy.watchdog import SAME_NUMBER, RankWatch, end_processes
 
@@ -50,8 +51,8 @@ class Shutdown:
     - At the end of each evaluation dataloader, before metrics are reduced, ranks meet and compare what they logged.
       Where forwards are collective, a rank with less data first runs what the others do, see `uneven.py`.
     - Where Lightning asks whether `should_stop` is set, ranks agree on it, see `early_stop.py`.
-    - A callback in front of all others reports an exception before a callback that saves a checkpoint can block, and
-      the fit loop before a tuner restores what it had saved.
+    - A callback in front of all others reports an exception, and the fit loop does before a tuner restores what it had
+      saved. Unless ranks stopped together, callbacks then save nothing: some would wait for others, or mix two steps.
 
     Args:
         trainer: Inside fit, validate, test or predict, with the process group joined.
@@ -107,6 +108,7 @@ class Shutdown:
         """Undo everything and end the watch, at the end of the run. Raises what `RankWatch.close` raises."""
         connector = self._trainer._signal_connector
         self._callbacks.remove(self._reporter)
+        allow_saves(self._trainer)
         for name in self._fit_hooks:
             delattr(self._trainer.fit_loop, name)
         del self._trainer.fit_loop.epoch_loop.on_advance_end
@@ -240,6 +242,8 @@ class _Reporter(L.Callback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._watch.report(exception)
+        if self._watch.failure is not None:
+            refuse_saves(trainer)  # ranks are at different places, and some will not come
 
 
 def _check_reduced_names(results: _ResultCollection) -> None:

@@ -48,6 +48,7 @@ from lightning_d9d.strategy.checkpoints import CheckpointConfig
 from lightning_d9d.strategy.configuration import check_callbacks, check_classes, check_degrees_of
 from lightning_d9d.strategy.context import RunContext
 from lightning_d9d.strategy.data_parallel import DataParallelStages
+from lightning_d9d.strategy.display import say
 from lightning_d9d.strategy.effects import Beside, check_effects
 from lightning_d9d.strategy.eval_step import EvalStep
 from lightning_d9d.strategy.module import D9DModule
@@ -655,7 +656,8 @@ class D9DStrategy(AlignedStrategy):
     def _prepare_batch(self, *inputs: Any) -> None:
         if not self._is_described and self.world_size > 1:
             self._is_described = True
-            rank_zero_info(self._describe(inputs))
+            assert self.lightning_module is not None
+            say(self.lightning_module.trainer, self._describe(inputs))
         self._sync_buffers()
         self._update_buckets()
 

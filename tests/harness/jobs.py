@@ -21,10 +21,10 @@ def start_job(num_ranks: int, folder: Path, target: TargetOfRank, *arguments: An
         num_ranks: Processes, forked from one that has imported the target's module.
         folder: Gets their output, in `0.txt` and so on.
         target: A function of a module.
-        arguments: Picklable.
+        arguments: Picklable; the modules of functions among them are imported beforehand, too.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([target.__module__])
+    context.set_forkserver_preload([each.__module__ for each in (target, *arguments) if callable(each)])
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     ranks = [

@@ -17,6 +17,7 @@ import pytest
 import torch
 from lightning.fabric.utilities import distributed, optimizer
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
+from lightning.pytorch.callbacks import ModelSummary, RichProgressBar
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.core import saving
 from lightning.pytorch.loops import evaluation_loop, fetchers, fit_loop, prediction_loop, training_epoch_loop
@@ -25,7 +26,7 @@ from lightning.pytorch.strategies.launchers import launcher, subprocess_script
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.connectors import data_connector, signal_connector
 from lightning.pytorch.trainer.connectors.logger_connector import result
-from lightning.pytorch.utilities import combined_loader
+from lightning.pytorch.utilities import combined_loader, model_summary
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 import lightning_d9d
@@ -81,6 +82,28 @@ USED: dict[str, Callable[[], bool]] = {
     # strategy/progress.py
     "_logger_connector": lambda: trainer()._logger_connector is not None,
     "_progress_bar_metrics": lambda: trainer()._logger_connector._progress_bar_metrics == {},
+    # strategy/display.py gives the Trainer's callbacks other classes
+    "_get_train_description": lambda: (
+        calls(RichProgressBar.on_train_epoch_start, "self._get_train_description(trainer.current_epoch)")
+        and calls(RichProgressBar._get_train_description, "{self.trainer.max_epochs - 1}")
+    ),
+    "_summary": lambda: (
+        parameters_of(ModelSummary._summary) == ["trainer", "pl_module"]
+        and calls(ModelSummary.on_fit_start, "self._summary(trainer, pl_module)")
+    ),
+    "_format_summary_table": lambda: (
+        parameters_of(model_summary.model_summary._format_summary_table)
+        == [
+            *("total_parameters", "trainable_parameters", "model_size", "total_training_modes", "total_flops"),
+            "cols",
+        ]
+        and calls(ModelSummary.on_fit_start, "total_training_modes,\n                total_flops=total_flops")
+    ),
+    # strategy/interrupt.py
+    "_checkpoint_connector": lambda: (
+        parameters_of(trainer()._checkpoint_connector._parse_ckpt_path)
+        == ["state_fn", "ckpt_path", "model_provided", "model_connected"]
+    ),
     # strategy/checkpoints.py
     "_combined_loader": lambda: (
         trainer().fit_loop._combined_loader is None
@@ -124,6 +147,9 @@ USED: dict[str, Callable[[], bool]] = {
         == ["cluster_environment", "num_processes", "num_nodes"]
     ),
     # cli.py
+    "_prepare_subcommand_kwargs": lambda: calls(
+        LightningCLI._run_subcommand, "self._prepare_subcommand_kwargs(subcommand)"
+    ),
     "_parse_ckpt_path": lambda: calls(LightningCLI.__init__, "self._parse_ckpt_path()"),
     # torch's, in strategy/strategy.py
     "_optimizer_step_pre_hooks": lambda: not torch.optim.SGD([torch.zeros(1)])._optimizer_step_pre_hooks,

@@ -372,7 +372,9 @@ def read_description(path: Place) -> dict[str, Any]:
         check_link(path.parent, path.name, path)
     try:
         return read_json(path)
-    except (StateError, ValueError) as error:
+    except StateError as error:
+        raise ConfigError(str(error)) from error
+    except ValueError as error:
         raise ConfigError(f"{path}: cannot be read as a JSON configuration: {error}") from error
 
 

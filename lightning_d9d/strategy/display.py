@@ -1,0 +1,214 @@
+"""What a run shows in the terminal: Lightning's progress bar and model summary, made right for a `D9DStrategy`.
+
+The Trainer has made them before its strategy sees it. So the objects stay, and get a class whose methods are right;
+those of a user's own class stay as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from typing import Any, cast
+
+import lightning as L
+from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.callbacks import (
+    ModelSummary,
+    ProgressBar,
+    RichModelSummary,
+    RichProgressBar,
+    TQDMProgressBar,
+)
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
+from lightning.pytorch.utilities.model_summary.model_summary import _format_summary_table
+from torch import Tensor
+
+from lightning_d9d.mesh.collectives import all_gather_object
+from lightning_d9d.strategy.module import D9DModule
+
+_DEPRECATIONS = (r"`isinstance\(treespec, LeafSpec\)` is deprecated",)
+"""What torch says to Lightning."""
+_NO_LOADER = "You defined a `validation_step` but have no `val_dataloader`"
+
+
+def adapt_display(trainer: L.Trainer) -> None:
+    """Correct the Trainer's progress bar and model summary, for good. Local."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        callback.__class__ = _CORRECTED.get(type(callback), type(callback))
+
+
+def say(trainer: L.Trainer, text: str) -> None:
+    """Log a text on rank 0, on lines of its own where a progress bar is shown. Local."""
+    bar = trainer.progress_bar_callback
+    rich: Any = bar.progress if isinstance(bar, RichProgressBar) else None
+    if bar is not None and rich is not None and rich.live.is_started and rich.console.is_terminal:
+        bar.print(text)  # which rich puts above the bar; it does not know of what goes to a log
+        return
+    with Tqdm.external_write_mode():
+        sys.stdout.flush()
+        rank_zero_info(text)
+
+
+# Messages that are not for users
+
+
+class _NoTips(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("💡 Tip")
+
+
+_no_tips = _NoTips()
+
+
+def silence() -> None:
+    """Hide what users can do nothing about: advertisements, and what torch has to say to Lightning. Local."""
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_no_tips)
+    for message in _DEPRECATIONS:
+        warnings.filterwarnings("ignore", message)
+
+
+def silence_hooks(module: L.LightningModule) -> None:
+    """Hide the warning that a module validates and has no data for it, if the user did not write that. Local."""
+    if isinstance(module, D9DModule):
+        warnings.filterwarnings("ignore", _NO_LOADER)
+
+
+# Progress bars
+
+
+class _Bar(ProgressBar):
+    """Knows where an epoch begins and how long it is, which Lightning's bars do not after a resume."""
+
+    _first_batch = 0
+
+    @property
+    def total_train_batches(self) -> int | float:
+        """Batches of this epoch, up to that with the last step."""
+        trainer = self.trainer
+        if trainer.max_steps == -1 or not trainer.lightning_module.automatic_optimization:
+            return trainer.num_training_batches
+        window = trainer.accumulate_grad_batches
+        left = (trainer.max_steps - trainer.global_step) * window - self._first_batch % window
+        return min(trainer.num_training_batches, self._first_batch + left)
+
+    def resume(self, num_batches: int) -> None:
+        """Begin an epoch of which an earlier run did these batches, which took no time in this one."""
+        if self.is_enabled:  # type: ignore[attr-defined]
+            self._first_batch = num_batches
+            self.on_train_epoch_start(self.trainer, self.trainer.lightning_module)
+            self._skip(num_batches)
+            self._first_batch = 0
+
+    def _skip(self, num_batches: int) -> None:
+        raise NotImplementedError
+
+
+def resume_bar(trainer: L.Trainer) -> None:
+    """Begin the bar in the middle of an epoch that goes on. Lightning calls no hook there. Local."""
+    loop, bar = trainer.fit_loop, trainer.progress_bar_callback
+    progress: Any = loop.epoch_loop.batch_progress.current
+    num_batches: int = progress.processed
+    if isinstance(bar, _Bar) and loop.restarted_mid_epoch and num_batches < trainer.num_training_batches:
+        bar.resume(num_batches)
+
+
+class _TqdmBar(_Bar, TQDMProgressBar):
+    def _skip(self, num_batches: int) -> None:
+        self.train_progress_bar.initial = self.train_progress_bar.n = num_batches
+        self.train_progress_bar.refresh()
+
+    def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
+        """Lightning's, with numbers as people write them: tqdm would make 9.01e+3 of 9012."""
+        metrics = super().get_metrics(trainer, pl_module)
+        return {k: readable(v) if isinstance(v, float) else v for k, v in metrics.items()}
+
+
+def readable(value: float) -> str:
+    """A number in four or more digits; with an exponent where it is very small or large."""
+    size = abs(value)
+    if 1e3 <= size < 1e9:
+        return f"{value:.0f}"
+    return f"{value:.3f}" if size == 0 or 1e-2 <= size < 1e3 else f"{value:.2e}"
+
+
+class _RichBar(_Bar, RichProgressBar):
+    def _skip(self, num_batches: int) -> None:
+        self._update(self.train_progress_bar_id, num_batches)  # the speed is counted from the first update on
+
+    def _get_train_description(self, current_epoch: int) -> str:
+        """Without the number of epochs where there is no limit, which Lightning would call -2."""
+        text = super()._get_train_description(current_epoch)
+        return text.removesuffix("/-2").ljust(len(self.validation_description))
+
+
+# Model summaries
+
+
+class _Summary(ModelSummary):
+    def _summary(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Any:
+        """Of the whole model, also where this rank has some of its stages. Collective over a pipeline."""
+        strategy = cast(Any, trainer.strategy)
+        if not strategy.is_pipelined or not isinstance(pl_module, D9DModule):
+            return super()._summary(trainer, pl_module)
+        own = pl_module.state_dict(keep_vars=True)
+        frozen = {name for name, value in own.items() if isinstance(value, Tensor) and not value.requires_grad}
+        frozen = set().union(*all_gather_object(frozen, strategy.mesh.group("pp")))
+        whole = pl_module.whole_on_meta()
+        for name, value in whole.state_dict(keep_vars=True).items():
+            if name in frozen and isinstance(value, Tensor):
+                value.requires_grad_(False)
+        return super()._summary(trainer, whole)
+
+
+def _without_flops(columns: list[tuple[str, list[str]]]) -> list[tuple[str, list[str]]]:
+    return [(name, cells) for name, cells in columns if name != "FLOPs"]
+
+
+def _text(columns: list[tuple[str, list[str]]], totals: tuple[Any, ...]) -> list[str]:
+    """The lines of Lightning's table, but for the last, which has the number of operations."""
+    rest: Any = (*totals, 0, *columns)
+    return _format_summary_table(*rest).splitlines()[:-1]
+
+
+class _PlainSummary(_Summary):
+    @staticmethod
+    def summarize(
+        summary_data: list[tuple[str, list[str]]], *totals: Any, total_flops: int, **summarize_kwargs: Any
+    ) -> None:
+        """Lightning's, without the number of operations where it was not counted."""
+        if total_flops:
+            ModelSummary.summarize(summary_data, *totals, total_flops=total_flops, **summarize_kwargs)
+        else:
+            rank_zero_info("\n".join(["", *_text(_without_flops(summary_data), totals)]))
+
+
+class _RichSummary(_Summary, RichModelSummary):
+    @staticmethod
+    def summarize(
+        summary_data: list[tuple[str, list[str]]], *totals: Any, total_flops: int, **summarize_kwargs: Any
+    ) -> None:
+        """Likewise."""
+        if total_flops:
+            RichModelSummary.summarize(summary_data, *totals, total_flops=total_flops, **summarize_kwargs)
+            return
+        from rich import get_console
+        from rich.table import Table
+
+        columns = _without_flops(summary_data)
+        rows = list(zip(*(cells for _, cells in columns), strict=True))
+        table = Table(header_style=summarize_kwargs.get("header_style", "bold magenta"))
+        for name, _ in columns:
+            table.add_column(name, justify="right" if name.startswith("Params") else "left")
+        for row in rows:
+            table.add_row(*row)
+        sums = _text(columns, totals)[len(rows) + 3 :]  # after the header and two rules
+        get_console().print(table, "\n".join(sums), sep="\n", highlight=False)
+
+
+_CORRECTED: dict[type, type] = {
+    TQDMProgressBar: _TqdmBar,
+    RichProgressBar: _RichBar,
+    ModelSummary: _PlainSummary,
+    RichModelSummary: _RichSummary,
+}

@@ -1,0 +1,77 @@
+"""Ctrl-C in the middle of a batch: the run stops before the next one, saves if asked, and says how to go on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lightning_d9d.strategy.interrupt import Saved, how_to_go_on
+from tests.harness.terminal import run_in_terminal
+from tests.strategy.display_job import Job, fit, read
+
+SAVING = {"save_last": True, "every_n_train_steps": 100, "save_on_exception": True}
+LAST = "saved/last.ckpt"
+
+
+def lines_of(folder: Path, *jobs: Job, codes: list[int]) -> list[str]:
+    screen = run_in_terminal(jobs[0].num_ranks, folder, fit, *jobs)
+    assert screen.exit_codes == codes
+    return screen.lines
+
+
+@pytest.mark.parametrize(
+    ("job", "batches"),
+    [
+        (Job(saving=SAVING, trainer={"max_steps": 5}, interrupts=(0, 2, 1), num_workers=1), 3),
+        (Job(saving=SAVING, trainer={"max_steps": 3, "accumulate_grad_batches": 2}, interrupts=(0, 2, 1)), 4),
+        (Job(saving=SAVING, trainer={"max_steps": 5}, interrupts=(1, 2, 1), num_ranks=2), None),
+    ],
+    ids=["workers", "window", "two_ranks"],
+)
+def test_goes_on_as_if_never_interrupted(tmp_path: Path, job: Job, batches: int | None) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir()
+    parts.mkdir()
+    lines_of(whole, replace(job, interrupts=None, saving=None), codes=[0] * job.num_ranks)
+    lines = lines_of(parts, job, codes=[1] * job.num_ranks)
+    steps = len(read(parts, "loss")) // job.trainer.get("accumulate_grad_batches", 1)
+    assert batches in (None, len(read(parts, "loss")))
+    assert (
+        f"Stopped after step {steps}, saved in {LAST}. To go on: the same command with --ckpt_path {LAST}, or "
+        f"Trainer.fit(..., ckpt_path='{LAST}')"
+    ) in lines
+    lines_of(parts, replace(job, interrupts=None, resumes=True), codes=[0] * job.num_ranks)
+    assert read(parts, "loss") == read(whole, "loss")
+
+
+def test_twice_saves_nothing(tmp_path: Path) -> None:
+    """What is half a step must not take the place of a good checkpoint."""
+    job = Job(saving={**SAVING, "every_n_train_steps": 2}, interrupts=(0, 3, 2))
+    lines = lines_of(tmp_path, job, codes=[1])
+    assert "Ctrl-C: training stops before the next batch; once more stops it at once, without saving" in lines
+    last = next(line for line in lines if line.startswith("Stopped"))
+    assert last.startswith(f"Stopped after step 3; the last checkpoint is {LAST}, of step 2 (to save where")
+    lines_of(tmp_path, Job(resumes=True, trainer={"max_steps": 3}), codes=[0])
+    assert [batch for batch, _ in read(tmp_path, "loss")] == [0, 1, 2, 2]
+
+
+def test_without_a_checkpoint(tmp_path: Path) -> None:
+    lines = lines_of(tmp_path, Job(saving=None, interrupts=(0, 1, 1)), codes=[1])
+    advice = "to save where a run is stopped, give ModelCheckpoint save_on_exception: true"
+    assert f"Stopped after step 2; nothing was saved ({advice})." in lines
+
+
+@pytest.mark.parametrize(
+    ("saved", "text"),
+    [
+        (Saved("gone.ckpt", 1), "Stopped after step 3; nothing was saved"),
+        (Saved("s3://bucket/a.ckpt", 3), "Stopped after step 3, saved in s3://bucket/a.ckpt. To go on: the same"),
+        (Saved("here.ckpt", None), "the last checkpoint is here.ckpt, from which this run went on ("),
+    ],
+)
+def test_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: Saved, text: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("here.ckpt").touch()
+    assert text in how_to_go_on(3, saved)
