@@ -61,7 +61,8 @@ def predict(module: D9DModule, batch: Any, share: bool = True) -> Any:
         share: Send the result from the last stage to all ranks; otherwise the others get None.
     """
     module.pipeline.check_same("predict", batch)
-    parts = [_join_chunks(module, part, batch) for part in _outputs(module, batch)]
+    with module.without_loss():
+        parts = [_join_chunks(module, part, batch) for part in _outputs(module, batch)]
     whole = None if not parts else parts[0] if len(parts) == 1 else tree_map(_join, *parts)
     return module.pipeline.share_tree(whole) if share else whole
 

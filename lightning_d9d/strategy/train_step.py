@@ -42,7 +42,7 @@ from torch.optim import Optimizer
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh.collectives import first_difference
 from lightning_d9d.mesh.sharding import local
-from lightning_d9d.pipeline.executor import Cut
+from lightning_d9d.pipeline.executor import Cut, naming_batch
 from lightning_d9d.pipeline.totals import BatchTotals, weighted_mean
 from lightning_d9d.strategy.data_parallel import DataParallelStages
 from lightning_d9d.strategy.optimizer_step import OptimizerStep
@@ -225,7 +225,11 @@ class TrainStep:
 
     def _known_weight(self, cut: Cut) -> Tensor | None:
         """The total weight of the batch over all ranks if the module can tell it beforehand."""
-        weights = [w for m in cut.microbatches if (w := self.module.microbatch_weight(m)) is not None]
+        weights = []
+        for microbatch in cut.microbatches:
+            with naming_batch(self.module.microbatch_weight, microbatch):
+                weight = self.module.microbatch_weight(microbatch)
+            weights += [] if weight is None else [weight]
         if len(weights) < len(cut.microbatches):
             return None
         of_microbatches = torch.stack([weight.detach().double().reshape(()) for weight in weights])
