@@ -121,7 +121,10 @@ def test_an_occupied_directory_is_refused_before_the_data_are_read(tmp_path: Pat
     def unread() -> Any:
         raise AssertionError("read")
 
-    text = f"predictions cannot be written to '{tmp_path}/out': it exists and is not an empty directory; choose another or set overwrite=True"
+    text = (
+        f"predictions cannot be written to '{tmp_path}/out': it exists and is not an empty directory; choose another "
+        "or set overwrite=True"
+    )
     module = Echo()
     module.predict_dataloader = unread
     with pytest.raises(StateError, match=f"^{re.escape(text)}$"):
@@ -156,15 +159,14 @@ def test_a_prediction_without_tensors_leaves_a_warning(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A limit on the size of files stands for it: it ends a write in the same way, with another number."""
+    loader = DataLoader(range(4), batch_size=2)  # type: ignore[arg-type]
+    writer = PredictionWriter(tmp_path / "out", max_shard_bytes=1)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
     try:
         with pytest.raises(StateError) as raised:
-            loader = DataLoader(range(4), batch_size=2)  # type: ignore[arg-type]
-            predict(
-                Echo(lambda rows: torch.zeros(2, 1024)), loader, PredictionWriter(tmp_path / "out", max_shard_bytes=1)
-            )
+            predict(Echo(lambda rows: torch.zeros(2, 1024)), loader, writer)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
