@@ -201,11 +201,11 @@ def test_streams_of_ranks_and_an_occupied_directory(rank: RankContext) -> None:
         def __iter__(self) -> Iterator[int]:
             return iter(range(rank.rank, 5 - rank.rank, 2))  # 0, 2, 4 and 1, 3
 
-    options = {"strategy": D9DStrategy(), "devices": 2}
-    predict(Echo(), DataLoader(Stream(), batch_size=1), PredictionWriter(rank.tmp_dir / "out"), **options)
+    writer = PredictionWriter(rank.tmp_dir / "out")
+    predict(Echo(), DataLoader(Stream(), batch_size=1), writer, strategy=D9DStrategy(), devices=2)
     assert read(rank.tmp_dir / "out").tolist() == [0, 10, 20, 30, 40]
     with pytest.raises(StateError, match="out': rank 0: it exists and is not an empty directory; choose another"):
-        predict(Echo(), DataLoader(Stream()), PredictionWriter(rank.tmp_dir / "out"), **options)
+        predict(Echo(), DataLoader(Stream()), writer, strategy=D9DStrategy(), devices=2)
 
 
 @pytest.mark.ranks(4)
