@@ -16,7 +16,7 @@ import yaml
 from jsonargparse import Namespace
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.callbacks import BasePredictionWriter, Callback
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf.errors import OmegaConfBaseException
@@ -143,10 +143,11 @@ class D9DCLI(LightningCLI):
     def before_predict(self) -> None:
         """Lets predict write what it predicts, and not keep it in memory besides."""
         chosen = self.config_init["predict"]["predictions"]
-        if not chosen.write or any(isinstance(each, BasePredictionWriter) for each in self.trainer.callbacks):
+        callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        if not chosen.write or any(isinstance(each, BasePredictionWriter) for each in callbacks):
             return
         directory = chosen.directory or f"{self.trainer.default_root_dir}/predictions"
-        self.trainer.callbacks.append(PredictionWriter(directory, chosen.overwrite))
+        callbacks.append(PredictionWriter(directory, chosen.overwrite))
         if self.config_init["predict"]["return_predictions"] is None:
             self.config_init["predict"]["return_predictions"] = False
 

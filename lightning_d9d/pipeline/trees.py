@@ -71,7 +71,11 @@ def described(tree: Any) -> str:
         For example "a dict with ids: tensor int64 [4, 8], text: a list of 4 with str 'one', str 'two', ...".
     """
     is_container = children(tree) is not None or tree is None
-    return _brief(tree, levels=2) if is_container else f"a {_brief(tree)}"
+    return _brief(tree, levels=2) if is_container else _with_article(_brief(tree))
+
+
+def _with_article(noun: str) -> str:
+    return f"{'an' if noun[0] in 'aeiouAEIOU' else 'a'} {noun}"
 
 
 def _brief(tree: Any, levels: int = 1) -> str:
@@ -80,7 +84,7 @@ def _brief(tree: Any, levels: int = 1) -> str:
     if (parts := children(tree)) is None:
         return "None" if tree is None else f"{type(tree).__name__} {reprlib.repr(tree)}"
     names, values = parts
-    kind = f"a {type(tree).__name__}" + (f" of {len(values)}" if names is None else "")
+    kind = _with_article(type(tree).__name__) + (f" of {len(values)}" if names is None else "")
     if not values:
         return f"an empty {type(tree).__name__}"
     most = _MAX_NAMED if names is not None else 2

@@ -15,6 +15,7 @@ import pytest
 import torch
 from nbclient import NotebookClient
 
+from lightning_d9d.cli import main
 from lightning_d9d.state import read_tensors
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "qwen3_moe"
@@ -58,7 +59,7 @@ def assert_results(folder: Path, picture: str, export: str) -> None:
     assert (folder / "checkpoints" / "last.ckpt").exists()
 
 
-def test_quickstart(tmp_path: Path):
+def test_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     leftover = tmp_path / "checkpoints" / "last.ckpt"
     leftover.parent.mkdir()
     leftover.write_text("of an earlier run")
@@ -79,11 +80,16 @@ def test_quickstart(tmp_path: Path):
         assert f"{metric}=" in result.stdout + result.stderr
     assert_results(tmp_path, "loss_curve.png", "huggingface")
     commands = [shlex.split(line.split(":  ")[1]) for line in result.stdout.split("What next:")[1].strip().splitlines()]
-    generated, evaluated, continued = (run(*command[1:], output=tmp_path) for command in commands)
-    assert generated.stdout.startswith("def "), generated.stderr
-    assert evaluated.stdout.startswith("perplexity "), evaluated.stderr
-    assert "`max_steps=10` reached" in continued.stderr
-    assert {each.returncode for each in (generated, evaluated, continued)} == {0}
+    printed = []
+    for python, flag, module, *arguments in commands:  # in this process: they take less time
+        assert [python, flag, module] == [sys.executable, "-m", "lightning_d9d.cli"]
+        monkeypatch.setattr(sys, "argv", ["lightning-d9d", *arguments])
+        monkeypatch.setenv("QUICKSTART_OUTPUT", str(tmp_path))
+        main()
+        printed.append(capsys.readouterr())
+    assert printed[0].out.startswith("def ")
+    assert printed[1].out.startswith("perplexity ")
+    assert "`Trainer.fit` stopped: `max_steps=10` reached" in printed[2].err
 
 
 @pytest.mark.parametrize("launcher", ["lightning", "torchrun", "pipeline"])
