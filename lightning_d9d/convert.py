@@ -70,7 +70,6 @@ def main(arguments: Sequence[str]) -> None:
         raise ConfigError(f"{file} is a URL; a .ckpt file needs a path on a file system")
     if file:
         _write_file(str(source), file, _DTYPES.get(chosen.dtype), chosen.weights_only)
-        _say_file(file)
         return
     options: dict[str, Any] = {
         "dtype": _DTYPES.get(chosen.dtype),
@@ -206,6 +205,11 @@ def _write_file(source: str, target: Path, dtype: torch.dtype | None, weights_on
     if dtype is not None:
         whole["state_dict"] = {name: _cast(value, dtype) for name, value in whole["state_dict"].items()}
     AtomicFileIO().save_checkpoint(whole, target)
+    weights = [each.dtype for each in whole["state_dict"].values() if isinstance(each, Tensor)]
+    sys.stdout.write(
+        f"{target}: {_in_words(weights)} {'with' if whole.get('optimizer_states') else 'without'} optimizers, "
+        f"{target.stat().st_size:,} bytes\nGo on with it with ckpt_path={str(target)!r}\n"
+    )
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
@@ -222,17 +226,6 @@ def _say_directory(target: str) -> None:
         f"{target}: {_in_words([each.dtype for each in stored])}, {sum(each.num_bytes for each in stored):,} bytes in "
         f"{num_files} file{'s' * (num_files > 1)}; beside them {', '.join(others)}\n"
         f"Start a training from it with Qwen3MoePretraining(preset={target!r}, pretrained={target!r})\n"
-    )
-
-
-def _say_file(target: Path) -> None:
-    """Print what a checkpoint file has."""
-    content = mapped(target)
-    weights = [each.dtype for each in content["state_dict"].values() if isinstance(each, Tensor)]
-    has_optimizers = "with" if content.get("optimizer_states") else "without"
-    sys.stdout.write(
-        f"{target}: {_in_words(weights)} {has_optimizers} optimizers, {target.stat().st_size:,} bytes\n"
-        f"Go on with it with ckpt_path={str(target)!r}\n"
     )
 
 

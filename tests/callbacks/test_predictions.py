@@ -92,6 +92,16 @@ def test_a_shuffled_dataset_is_written_in_its_own_order(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("order", [range(6), [5, 0, 3, 1, 2, 4]])
+def test_a_url(order: Any) -> None:
+    url = f"memory://test_predictions/{len(set(order[:1]) & {5})}"
+    loader = DataLoader(range(6), batch_size=2, sampler=order)  # type: ignore[arg-type]
+    predict(Echo(), loader, PredictionWriter(url, max_shard_bytes=16))
+    assert torch.cat([each for _, each in read_tensors(url)]).tolist() == [0, 10, 20, 30, 40, 50]
+    with pytest.raises(StateError, match=rf"^predictions cannot be written to '{url}': it exists and is not an empty"):
+        predict(Echo(), loader, PredictionWriter(url))
+
+
 def test_trees_loaders_lengths_and_streams(tmp_path: Path) -> None:
     def make(rows: Tensor) -> Any:  # rows of the last batch are longer
         width = 2 if int(rows[0]) < 4 else 3
