@@ -9,6 +9,7 @@ import reprlib
 import sys
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ import yaml
 from jsonargparse import Namespace
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BasePredictionWriter, Callback
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf.errors import OmegaConfBaseException
@@ -26,6 +28,7 @@ import lightning_d9d.callbacks
 import lightning_d9d.datamodules
 import lightning_d9d.models.qwen3_moe  # noqa: F401
 from lightning_d9d import convert, doctor
+from lightning_d9d.callbacks import PredictionWriter
 from lightning_d9d.errors import ConfigError, StateError, printable, reason
 from lightning_d9d.generation import commands
 from lightning_d9d.strategy.checkpoint_files import UNREADABLE, mapped, unreadable
@@ -77,6 +80,18 @@ def _as_written(value: Any, written: Any) -> Any:
         for name in values.keys() & written.keys():
             values[name] = _as_written(values[name], written[name])
     return value
+
+
+@dataclass
+class PredictionFiles:
+    """What `predict` does with what it predicts: see `PredictionWriter`."""
+
+    write: bool = True
+    """Whether it is written, unless the Trainer has a callback for that."""
+    directory: str | None = None
+    """Where to; by default `predictions` in the Trainer's default_root_dir."""
+    overwrite: bool = False
+    """Whether to replace an existing directory, with everything in it."""
 
 
 class SaveTrainingConfig(SaveConfigCallback):
@@ -137,6 +152,21 @@ class D9DCLI(LightningCLI):
             parser_class=parser_class,
             **kwargs,
         )
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Adds `predictions`, which predict alone uses: all subcommands read the same files."""
+        parser.add_argument("--predictions", type=PredictionFiles, default=PredictionFiles())
+
+    def before_predict(self) -> None:
+        """Lets predict write what it predicts, and not keep it in memory besides."""
+        chosen = self.config_init["predict"]["predictions"]
+        callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        if not chosen.write or any(isinstance(each, BasePredictionWriter) for each in callbacks):
+            return
+        directory = chosen.directory or f"{self.trainer.default_root_dir}/predictions"
+        callbacks.append(PredictionWriter(directory, chosen.overwrite))
+        if self.config_init["predict"]["return_predictions"] is None:
+            self.config_init["predict"]["return_predictions"] = False
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parses the arguments, and tells the subcommand's parser, which saves them, what the user wrote."""

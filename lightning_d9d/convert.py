@@ -23,28 +23,30 @@ from lightning_d9d.checkpoint import MODEL, Checkpoint, StoredTensor, is_directo
 from lightning_d9d.errors import ConfigError, StateError
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig
 from lightning_d9d.models.qwen3_moe.config import read_description
-from lightning_d9d.models.qwen3_moe.huggingface import check_tied, huggingface_mapper, parameter_specs, repeated_head
+from lightning_d9d.models.qwen3_moe.huggingface import (
+    GENERATION_CONFIG,
+    check_tied,
+    files_beside_weights,
+    generation_config,
+    huggingface_mapper,
+    parameter_specs,
+    repeated_head,
+)
 from lightning_d9d.models.qwen3_moe.module import ARGUMENTS_KEY
 from lightning_d9d.state import DTYPE_NAMES, SafetensorsReader, Sequential, Spec, save_tensors
 from lightning_d9d.state.format import reading
 from lightning_d9d.state.layout import Index, Readable
 from lightning_d9d.state.places import (
-    MAX_SMALL_BYTES,
-    Place,
     UrlPath,
-    check_link,
     is_occupied,
     names_in,
     place_of,
-    read_small,
     refuse_overlap,
 )
 from lightning_d9d.strategy.checkpoint_files import AtomicFileIO, is_checkpoint, mapped, read_checkpoint
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_COPIED = {".json", ".txt", ".model", ".jinja"}
-"""Endings of the small files beside weights: tokenizer, chat template, generation config."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -77,9 +79,10 @@ def main(arguments: Sequence[str]) -> None:
         "progress": sys.stderr.isatty(),
     }
     if is_checkpoint(str(source)):
-        _from_checkpoint(str(source), chosen.target, chosen.fused_experts, options)
+        _from_checkpoint(str(source), chosen.target, chosen.fused_experts, chosen.tokenizer, options)
     else:
-        _from_huggingface(str(source), chosen.target, chosen.fused_experts, options)
+        _from_huggingface(str(source), chosen.target, chosen.fused_experts, chosen.tokenizer, options)
+    _say_directory(chosen.target)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -90,13 +93,16 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=sorted(_DTYPES), help="of the weights; by default as they are")
     parser.add_argument("--max-shard-size", default="5GB", help="at which a new file begins, e.g. 500MB or 2GiB")
     parser.add_argument("--fused-experts", action="store_true", help="all experts of a layer in one tensor")
+    parser.add_argument("--tokenizer", help="directory whose tokenizer and generation config are copied")
     parser.add_argument("--weights-only", action="store_true", help="into a .ckpt file, no optimizers and schedulers")
     parser.add_argument("--overwrite", action="store_true", help="replace the target, with everything in it")
     parser.add_argument("--no-verify", action="store_true", help="do not compare checksums first")
     return parser
 
 
-def _from_huggingface(source: str, target: str, fused_experts: bool, options: Mapping[str, Any]) -> None:
+def _from_huggingface(
+    source: str, target: str, fused_experts: bool, tokenizer: str | None, options: Mapping[str, Any]
+) -> None:
     reader = SafetensorsReader(source)
     described = read_description(reader.path / "config.json")
     config = Qwen3MoeConfig.from_dict(described, source=source)
@@ -107,28 +113,14 @@ def _from_huggingface(source: str, target: str, fused_experts: bool, options: Ma
         check_tied(reader, [part for view in views for part in view.parts])
         reader.leave_out(repeated)
     mapper = Sequential([to_parameters, huggingface_mapper(config, fused_experts)])
-    files = _files_beside_weights(reader.path)
+    files = files_beside_weights(reader.path) | ({} if tokenizer is None else files_beside_weights(tokenizer))
     files["config.json"] = _described(described, reader.specs, options["dtype"])
     save_tensors(reader, target, mapper, files=files, **options)
 
 
-def _files_beside_weights(folder: Place) -> dict[str, bytes]:
-    files: dict[str, bytes] = {}
-    for name in sorted(names_in(folder)):
-        if Path(name).suffix not in _COPIED or ".safetensors." in name:
-            continue
-        check_link(folder, name, folder)
-        with reading(folder / name):
-            files[name] = read_small(folder / name)
-        if sum(map(len, files.values())) > MAX_SMALL_BYTES:
-            raise StateError(
-                f"{folder}: the files beside the weights, up to {name}, are larger than {MAX_SMALL_BYTES} bytes "
-                "together, the limit for those that are copied; move what does not belong to the model."
-            )
-    return files
-
-
-def _from_checkpoint(source: str, target: str, fused_experts: bool, options: Mapping[str, Any]) -> None:
+def _from_checkpoint(
+    source: str, target: str, fused_experts: bool, tokenizer: str | None, options: Mapping[str, Any]
+) -> None:
     values, weights = _read(source)
     if ARGUMENTS_KEY not in values:
         raise ConfigError(
@@ -141,7 +133,11 @@ def _from_checkpoint(source: str, target: str, fused_experts: bool, options: Map
         raise StateError(f"{source} lacks {missing[0]}, which its own configuration asks for; give another checkpoint")
     used = {name: weights[name] for name in parameters}  # without what Hugging Face's Qwen3-MoE does not know
     specs = {name: Spec(tuple(weight.shape), weight.dtype) for name, weight in used.items()}
-    files = {"config.json": _described(config.to_dict(), specs, options["dtype"])}
+    files = {
+        GENERATION_CONFIG: (json.dumps(generation_config(config), indent=2) + "\n").encode(),
+        **({} if tokenizer is None else files_beside_weights(tokenizer)),
+        "config.json": _described(config.to_dict(), specs, options["dtype"]),
+    }
     save_tensors(used, target, huggingface_mapper(config, fused_experts), files=files, **options)
 
 
@@ -188,8 +184,16 @@ def _whole(checkpoint: Checkpoint, name: str) -> Tensor:
 
 def _write_file(source: str, target: Path, dtype: torch.dtype | None, weights_only: bool) -> None:
     """Of a checkpoint directory, Lightning's own file. All of it is in memory then."""
+    if (Path(source) / "config.json").is_file():
+        raise ConfigError(
+            f"{source} is a Hugging Face directory, of which no .ckpt file is made: start a training from it with "
+            f"Qwen3MoePretraining(preset={source!r}, pretrained={source!r})"
+        )
     if not is_directory(source):
-        raise ConfigError(f"{source} is no checkpoint directory, which is what {target} can be made of; give one")
+        raise ConfigError(
+            f"{source} is no checkpoint directory, which is what {target} can be made of; give one, or a target "
+            "without .ckpt for a Hugging Face directory"
+        )
     checkpoint = open_directory(source, alone=True)
     values = dict(checkpoint.values)
     if weights_only:
@@ -201,10 +205,34 @@ def _write_file(source: str, target: Path, dtype: torch.dtype | None, weights_on
     if dtype is not None:
         whole["state_dict"] = {name: _cast(value, dtype) for name, value in whole["state_dict"].items()}
     AtomicFileIO().save_checkpoint(whole, target)
+    weights = [each.dtype for each in whole["state_dict"].values() if isinstance(each, Tensor)]
+    sys.stdout.write(
+        f"{target}: {_in_words(weights)} {'with' if whole.get('optimizer_states') else 'without'} optimizers, "
+        f"{target.stat().st_size:,} bytes\nGo on with it with ckpt_path={str(target)!r}\n"
+    )
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _say_directory(target: str) -> None:
+    """Print what a Hugging Face directory has."""
+    reader = SafetensorsReader(target)
+    stored = [reader[name] for name in reader]
+    others = sorted(name for name in names_in(reader.path) if not name.endswith(".safetensors"))
+    num_files = len({*map(str, reader.file_of.values())})
+    sys.stdout.write(
+        f"{target}: {_in_words([each.dtype for each in stored])}, {sum(each.num_bytes for each in stored):,} bytes in "
+        f"{num_files} file{'s' * (num_files > 1)}; beside them {', '.join(others)}\n"
+        f"Start a training from it with Qwen3MoePretraining(preset={target!r}, pretrained={target!r})\n"
+    )
+
+
+def _in_words(dtypes: Sequence[torch.dtype]) -> str:
+    """How many tensors have each dtype."""
+    names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+    return " and ".join(f"{names.count(name)} tensors in {name}" for name in dict.fromkeys(names))
 
 
 def _num_bytes(text: str) -> int:

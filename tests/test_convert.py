@@ -374,3 +374,36 @@ def test_large_files_beside_the_weights_are_refused(tmp_path, monkeypatch, capsy
     assert f"log{len(sizes) - 1}.txt" in message
     assert "100000000 bytes" in message
     assert not (tmp_path / "target").exists()
+
+
+def test_it_says_what_it_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], trained: Path
+) -> None:
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
+    (tmp_path / "tokenizer" / "generation_config.json").write_text('{"eos_token_id": 7}')
+    convert(monkeypatch, trained, tmp_path / "hf", "--dtype", "bfloat16", "--tokenizer", tmp_path / "tokenizer")
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    num_bytes = sum(each.nbytes for each in weights.values())
+    assert capsys.readouterr().out == (
+        f"{tmp_path}/hf: {len(weights)} tensors in bfloat16, {num_bytes:,} bytes in 1 file; beside them config.json, "
+        "generation_config.json, model.safetensors.manifest.json, tokenizer.json\n"
+        f"Start a training from it with Qwen3MoePretraining(preset='{tmp_path}/hf', pretrained='{tmp_path}/hf')\n"
+    )
+    assert json.loads((tmp_path / "hf" / "generation_config.json").read_text()) == {"eos_token_id": 7}
+    convert(monkeypatch, tmp_path / "hf", tmp_path / "split", "--dtype", "float32", "--max-shard-size", "8KB")
+    num_files = len([*(tmp_path / "split").glob("*.safetensors")])
+    assert f"{len(weights)} tensors in float32, {2 * num_bytes:,} bytes in {num_files} files" in capsys.readouterr().out
+    whole = tmp_path / "whole.ckpt"
+    for options, optimizers in (((), "with"), (("--weights-only",), "without")):
+        convert(monkeypatch, trained, whole, "--overwrite", *options)
+        state = torch.load(whole, weights_only=True)["state_dict"]
+        num_tensors = sum(isinstance(value, torch.Tensor) for value in state.values())
+        assert capsys.readouterr().out == (
+            f"{whole}: {num_tensors} tensors in float32 {optimizers} optimizers, {whole.stat().st_size:,} bytes\n"
+            f"Go on with it with ckpt_path='{whole}'\n"
+        )
+    assert (
+        f"error: {tmp_path}/hf is a Hugging Face directory, of which no .ckpt file is made: start a training from it "
+        f"with Qwen3MoePretraining(preset='{tmp_path}/hf', pretrained='{tmp_path}/hf')\n"
+    ) in refused(monkeypatch, capsys, tmp_path / "hf", tmp_path / "of_hf.ckpt")

@@ -9,6 +9,7 @@ the output folder has the checkpoint, a picture of the losses and the model in H
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -75,6 +76,21 @@ def train(options: argparse.Namespace, callbacks: list[L.Callback], resume_from:
     return trainer
 
 
+def say_what_next(options: argparse.Namespace) -> None:
+    """Prints commands that go on from here."""
+    here, config, export = Path.cwd(), Path(__file__).with_name("tiny.yaml"), options.output / "huggingface"
+    last = options.output / "checkpoints" / "last.ckpt"
+    print("\nWhat next:")
+    for what, *arguments in (
+        ("write text", "generate", export, "--prompt", "def ", "--temperature", "0.7"),
+        ("score a text", "evaluate", export, Path(__file__)),
+        ("train on", "fit", "--config", config, "--ckpt_path", last, "--trainer.max_steps", 2 * options.max_steps),
+    ):
+        paths = [Path(sys.executable), "-m", "lightning_d9d.cli", *arguments]
+        short = [p.relative_to(here) if isinstance(p, Path) and p.is_relative_to(here) else p for p in paths]
+        print(f"  {what}:  {shlex.join(map(str, short))}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--max_steps", type=int, default=FULL_LENGTH)
@@ -103,6 +119,8 @@ def main() -> None:
     second.print(f"unigram entropy {entropy:.3f} nats per byte, final validation loss {val_loss:.3f}")
     if options.max_steps >= FULL_LENGTH and val_loss > entropy - EXPECTED_GAIN:
         sys.exit(f"The loss should have come down to {entropy - EXPECTED_GAIN:.3f}.")
+    if second.is_global_zero:
+        say_what_next(options)
 
 
 if __name__ == "__main__":

@@ -12,27 +12,37 @@ import torch
 from torch import nn
 
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.generation.sources import TOKENIZER_FILES
 from lightning_d9d.models.qwen3_moe import Qwen3MoeForCausalLM, save_huggingface
+from lightning_d9d.models.qwen3_moe.huggingface import files_beside_weights
 from lightning_d9d.state import DTYPE_NAMES
 from lightning_d9d.state.places import is_occupied, place_of
 from lightning_d9d.strategy.progress import is_watched
 
 
 class HuggingFaceExport(L.Callback):
-    """Writes a Qwen3-MoE in Hugging Face's layout when `fit` ends.
+    """Writes a Qwen3-MoE in Hugging Face's layout when `fit` ends, with the tokenizer of the model that it began with.
 
     Args:
         directory: Where `config.json` and the safetensors files go; also a URL that fsspec knows.
         overwrite: Whether to replace an existing directory with everything in it.
         dtype: Of the files, "bfloat16" say; None keeps each parameter's own.
         fused_experts: All experts of a layer in one tensor, not each in its own.
+        tokenizer: A directory (or URL) whose small files are copied: tokenizer, chat template and
+            `generation_config.json`. By default the module's `pretrained`, if it has one. Where none of them has a
+            generation config, one is written with the ids of the model's config.
 
     Raises:
         ConfigError: A dtype that is none of float64, float32, float16, bfloat16, or a URL that fsspec does not know.
     """
 
     def __init__(
-        self, directory: str | Path, overwrite: bool = False, dtype: str | None = None, fused_experts: bool = False
+        self,
+        directory: str | Path,
+        overwrite: bool = False,
+        dtype: str | None = None,
+        fused_experts: bool = False,
+        tokenizer: str | Path | None = None,
     ) -> None:
         if dtype is not None and getattr(torch, dtype, None) not in DTYPE_NAMES:
             legal = ", ".join(str(each).removeprefix("torch.") for each in DTYPE_NAMES)
@@ -43,6 +53,9 @@ class HuggingFaceExport(L.Callback):
         self.overwrite = overwrite
         self.dtype: torch.dtype | None = None if dtype is None else getattr(torch, dtype)
         self.fused_experts = fused_experts
+        self.tokenizer = tokenizer
+        self._files: dict[str, bytes] = {}
+        """Beside the weights. They are read before the training, as nobody knows what is there after it."""
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Raises `ConfigError` before the training if the export could not be written after it."""
@@ -56,6 +69,17 @@ class HuggingFaceExport(L.Callback):
             )
         if isinstance(self.directory, Path):
             make_folder(trainer, self.directory.parent, self._text)
+        if trainer.is_global_zero:
+            self._read_files(pl_module)
+
+    def _read_files(self, module: L.LightningModule) -> None:
+        source = self.tokenizer or getattr(module, "pretrained", None)
+        self._files = {} if source is None else files_beside_weights(source)
+        if self.tokenizer is not None and not self._files.keys() & {*TOKENIZER_FILES}:
+            raise ConfigError(
+                f"{self._text}: tokenizer={str(self.tokenizer)!r} has none of {', '.join(TOKENIZER_FILES)}; give the "
+                "directory that a tokenizer was saved in"
+            )
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Writes; on all ranks, as `save_huggingface` is collective."""
@@ -66,6 +90,7 @@ class HuggingFaceExport(L.Callback):
             overwrite=self.overwrite,
             fused_experts=self.fused_experts,
             progress=is_watched(trainer),
+            files=self._files,
         )
 
 

@@ -18,7 +18,7 @@ from lightning_d9d.strategy.checkpoint_files import is_checkpoint
 
 BYTES = "bytes"
 _NUM_BYTES = 256
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 
 
 class Tokenizer(Protocol):
@@ -88,13 +88,13 @@ def load_tokenizer(name: str | None, source: str | Path, vocab_size: int) -> Tok
     """
     if name is None:
         beside = Path(source)
-        if any((beside / file).is_file() for file in _TOKENIZER_FILES):
+        if any((beside / file).is_file() for file in TOKENIZER_FILES):
             name = str(beside)
         elif vocab_size == _NUM_BYTES:
             name = BYTES
         else:
             raise ConfigError(
-                f"{source} has no tokenizer ({', '.join(_TOKENIZER_FILES)}) beside it; give one by --tokenizer, a "
+                f"{source} has no tokenizer ({', '.join(TOKENIZER_FILES)}) beside it; give one by --tokenizer, a "
                 "directory or a name on Hugging Face's hub, or 'bytes' for a model that was trained on bytes"
             )
     if name == BYTES:

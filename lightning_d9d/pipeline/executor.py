@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -18,7 +18,7 @@ from lightning_d9d.pipeline.stage import Stage
 from lightning_d9d.pipeline.timeline import Observer
 from lightning_d9d.pipeline.totals import BatchTotals, as_weighted
 from lightning_d9d.pipeline.transfer import Layout, Messages
-from lightning_d9d.pipeline.trees import put_together
+from lightning_d9d.pipeline.trees import described, put_together
 from lightning_d9d.pipeline.types import StageInputs, WeightedLoss
 from lightning_d9d.schedule import (
     Action,
@@ -203,7 +203,8 @@ class Executor:
                 self.messages.drop()
             error.add_note(
                 f"at {_in_words(action)} (stages 0 to {self.num_stages - 1}, "
-                f"microbatches 0 to {len(run.batch.microbatches) - 1})"
+                f"microbatches 0 to {len(run.batch.microbatches) - 1}); each microbatch is "
+                f"{described(run.batch.microbatches[0])}"
             )
             raise
 
@@ -407,7 +408,8 @@ def stage_inputs(hooks: MicrobatchHooks, microbatch: Any) -> StageInputs:
     Raises:
         ConfigError: It is not.
     """
-    inputs = hooks.microbatch_inputs(microbatch)
+    with naming_batch(hooks.microbatch_inputs, microbatch):
+        inputs = hooks.microbatch_inputs(microbatch)
     if not isinstance(inputs, StageInputs):
         raise ConfigError(
             f"microbatch_inputs returned {type(inputs).__name__}; return StageInputs(first={{...}}, shared={{...}})"
@@ -419,13 +421,43 @@ def loss_of(
     hooks: MicrobatchHooks, output: Any, microbatch: Any, rows: int | None, totals: BatchTotals, counts: bool = True
 ) -> Tensor:
     """The value sum of a microbatch with its graph; unless it is a dummy, loss and metrics are added to `totals`."""
-    loss = hooks.microbatch_loss(output, microbatch)
+    with naming_batch(hooks.microbatch_loss, microbatch):
+        loss = hooks.microbatch_loss(output, microbatch)
     weighted = as_weighted(loss, rows, "microbatch_loss")
     totals.add_loss(weighted, is_mean=isinstance(loss, Tensor), counts=counts)
     if counts:
-        with torch.no_grad():
-            totals.add_metrics(hooks.microbatch_metrics(output, microbatch), rows)
+        with torch.no_grad(), naming_batch(hooks.microbatch_metrics, microbatch):
+            metrics = hooks.microbatch_metrics(output, microbatch)
+        totals.add_metrics(metrics, rows)
     return weighted.value_sum
+
+
+@contextmanager
+def naming_batch(hook: Callable[..., Any], batch: Any) -> Generator[None]:
+    """Around a hook: where it asks a batch for what it does not have, the error says what it has.
+
+    Errors of other kinds, and those from inside of what the hook calls, are bugs of their own and pass unchanged.
+
+    Raises:
+        ConfigError: The hook itself raised a KeyError, IndexError, TypeError or AttributeError, or a container of the
+            batch a KeyError.
+    """
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        is_own = trace is not None and trace.tb_frame.f_code is getattr(hook, "__code__", None)
+        lacks = isinstance(error, KeyError) and isinstance(batch, Mapping) and error.args[0] not in batch
+        if not is_own and not lacks:
+            raise
+        name = getattr(hook, "__qualname__", repr(hook))
+        reason = f"it has no {error.args[0]!r}" if lacks else f"{type(error).__name__}: {error}"
+        raise ConfigError(
+            f"{name} cannot use a batch ({reason}). It is {described(batch)}; give what the hook asks for in the "
+            "DataLoader's collate_fn, or let the hook take what is there"
+        ) from error
 
 
 class _Nothing(AbstractContextManager):

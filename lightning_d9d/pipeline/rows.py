@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.pipeline.trees import children, take_apart, with_children
+from lightning_d9d.pipeline.trees import children, described, take_apart, with_children
 
 Path = tuple[Any, ...]
 """Keys and places that lead to a part of a batch."""
@@ -68,8 +68,9 @@ class BatchRows:
                 readings.append(reading)
         if not readings:
             raise ConfigError(
-                f"a batch is cut into microbatches along dim 0, but its tensors have shapes {_shapes(batch)}: they "
-                f"must share one first size, and so must lists with an entry for each row; {_REMEDY}"
+                f"a batch is cut into microbatches along dim 0, but it is {described(batch)}: its tensors must share "
+                "one first size, at least 1, and so must lists with an entry for each row; give such batches in the "
+                f"DataLoader's collate_fn, or {_REMEDY}"
             )
         as_before = [each for each in readings if all(self._known.get(p) == f for p, f in each.forms.items())]
         readings = as_before if len(as_before) == 1 else readings
@@ -121,7 +122,7 @@ class BatchRows:
         numbers = " or ".join(str(number) for number in sorted({each.num_rows for each in readings}))
         raise ConfigError(
             f"a batch is to be cut into microbatches, but {where} is a list that could have one entry for each row, or "
-            f"tensors that have all rows each: there are {numbers} rows, and its tensors have shapes {_shapes(batch)}. "
+            f"tensors that have all rows each: there are {numbers} rows, and the batch is {described(batch)}. "
             "Make one tensor of its rows, or give columns by name, as a dictionary, in the DataLoader's collate_fn; or "
             f"{_REMEDY}"
         )
@@ -170,12 +171,6 @@ def _kind(value: Any) -> object:
     if isinstance(value, list | tuple):
         return type(value), frozenset(map(_kind, value))
     return type(value)
-
-
-def _shapes(batch: Any) -> str:
-    """The first few."""
-    shapes = [str(tuple(tensor.shape)) for tensor in take_apart(batch)[0]]
-    return f"[{', '.join(shapes[:8])}{', ...' if len(shapes) > 8 else ''}]"
 
 
 def _cut(tree: Any, path: Path, reading: _Reading, num_parts: int) -> list[Any]:

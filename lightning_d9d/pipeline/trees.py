@@ -7,6 +7,7 @@ A tree is a tensor, or a list, tuple, deque, NamedTuple, mapping (of any class) 
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,6 +15,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from lightning_d9d.errors import ConfigError
+
+_MAX_NAMED = 8
+"""How many entries of a mapping an error names."""
 
 
 class _Hole(NamedTuple):
@@ -55,6 +59,40 @@ def others(skeleton: Skeleton) -> list[Any]:
 def in_words(skeleton: Skeleton, tensors: list[str]) -> str:
     """The leaves of a tree in order, tensors by these texts."""
     return ", ".join(tensors[leaf.place] if isinstance(leaf, _Hole) else repr(leaf) for leaf in _leaves(skeleton.root))
+
+
+def described(tree: Any) -> str:
+    """A batch in words, for errors: its class, and the names, types and shapes of what is in it.
+
+    Args:
+        tree: Anything; of long containers the first few entries are named.
+
+    Returns:
+        For example "a dict with ids: tensor int64 [4, 8], text: a list of 4 with str 'one', str 'two', ...".
+    """
+    is_container = children(tree) is not None or tree is None
+    return _brief(tree, levels=2) if is_container else _with_article(_brief(tree))
+
+
+def _with_article(noun: str) -> str:
+    return f"{'an' if noun[0] in 'aeiouAEIOU' else 'a'} {noun}"
+
+
+def _brief(tree: Any, levels: int = 1) -> str:
+    if isinstance(tree, Tensor):
+        return f"tensor {str(tree.dtype).removeprefix('torch.')} {list(tree.shape)}"
+    if (parts := children(tree)) is None:
+        return "None" if tree is None else f"{type(tree).__name__} {reprlib.repr(tree)}"
+    names, values = parts
+    kind = _with_article(type(tree).__name__) + (f" of {len(values)}" if names is None else "")
+    if not values:
+        return f"an empty {type(tree).__name__}"
+    most = _MAX_NAMED if names is not None else 2
+    texts = [_brief(value, levels - 1) for value in values[:most]] if levels else []
+    if names is not None and levels:
+        texts = [f"{name}: {text}" for name, text in zip(names, texts, strict=False)]
+    more = ["..."] if levels and len(values) > most else []
+    return f"{kind} with {', '.join(texts + more)}" if levels else kind
 
 
 def _leaves(node: Any) -> list[Any]:

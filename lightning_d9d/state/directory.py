@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from lightning_d9d.errors import StateError
 from lightning_d9d.mesh.agreement import Ranks
-from lightning_d9d.state.format import INDEX_FILE, WEIGHTS_FILE
+from lightning_d9d.state.format import INDEX_FILE, ROWS_INDEX_FILE, WEIGHTS_FILE
 from lightning_d9d.state.owner import Owner, owned, remove
 from lightning_d9d.state.places import Place, UrlPath, is_occupied, place_of
 
@@ -111,7 +111,7 @@ def _switch(folder: UrlPath, place: UrlPath) -> None:
     """Replace what is under a URL. Readers find the old files, or no weights, or the new files."""
 
     def is_entry(name: str) -> bool:
-        return name in (INDEX_FILE, WEIGHTS_FILE)
+        return name in (INDEX_FILE, ROWS_INDEX_FILE, WEIGHTS_FILE)
 
     for name in sorted(place.entries(), key=is_entry, reverse=True):
         (place / name).remove()

@@ -24,6 +24,8 @@ from lightning_d9d.state.places import Place, UrlPath, flush, read_small
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+ROWS_INDEX_FILE = "rows.safetensors.index.json"
+"""Of files with rows in order, such as predictions."""
 MANIFEST_FILE = "model.safetensors.manifest.json"
 DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 """Of weights."""

@@ -14,6 +14,7 @@ from lightning_d9d.state.format import (
     ALL_DTYPE_NAMES,
     DTYPE_NAMES,
     INDEX_FILE,
+    ROWS_INDEX_FILE,
     WEIGHTS_FILE,
     SafetensorsFile,
     StoredTensor,
@@ -154,8 +155,8 @@ class SafetensorsReader(Mapping[str, StoredTensor]):
         if (self.path / WEIGHTS_FILE).exists():
             check_link(self.path, WEIGHTS_FILE, self.path)
             return dict.fromkeys(self._open(self.path / WEIGHTS_FILE).entries, self.path / WEIGHTS_FILE)
-        index = self.path / INDEX_FILE
-        if not index.exists():
+        index = next((p for name in (INDEX_FILE, ROWS_INDEX_FILE) if (p := self.path / name).exists()), None)
+        if index is None:
             if isinstance(self.path, Path) and not self.path.exists():
                 raise StateError(f"{self.path} does not exist; give the directory of a model saved as safetensors.")
             raise StateError(

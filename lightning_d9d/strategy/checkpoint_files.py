@@ -89,6 +89,11 @@ def unreadable(path: str | Path, error: BaseException) -> StateError:
     """The error of a checkpoint file that cannot be read."""
     if "://" not in str(path) and not os.path.lexists(path):
         return StateNotFoundError(f"Checkpoint file not found: {path}; give another ckpt_path")
+    if (Path(path) / "config.json").is_file():
+        return StateError(
+            f"checkpoint {str(path)!r} is a Hugging Face directory: leave ckpt_path out, and start from its weights "
+            f"with Qwen3MoePretraining(preset={str(path)!r}, pretrained={str(path)!r})"
+        )
     if Path(path).is_dir():
         found = sorted(each.name for each in Path(path).iterdir() if is_directory(each) or each.suffix == ".ckpt")
         what = f"no checkpoint, but {', '.join(found[:MAX_NAMED])} in it may be" if found else "none, or incomplete"

@@ -50,7 +50,7 @@ class EvalStep:
             "loss", the batch's mean on this data rank, "weight", what it was divided by, and the metrics.
         """
         self._same_batches.check(prefix, batch)
-        split = self._split(batch, plan, has_loss=True)
+        split = self._split(batch, plan)
         with self.module.schedule_running():
             totals = self.executor.evaluate(self.pipeline.forward_only(len(split.microbatches)), split)
         reports = self._reports.setdefault(prefix, Reports(prefix, self.pipeline))
@@ -72,23 +72,25 @@ class EvalStep:
             The outputs of all microbatches, joined along dim 0.
         """
         self._same_batches.check("predict", batch)
-        parts = [self._join_chunks(part, batch) for part in self._outputs(batch, plan)]
+        with self.module.without_loss():
+            parts = [self._join_chunks(part, batch) for part in self._outputs(batch, plan)]
         whole = None if not parts else parts[0] if len(parts) == 1 else tree_map(_join, *parts)
         share = self.module.share_predictions if share is None else share
         return self.pipeline.share_tree(whole) if share else whole
 
     def run_dummy(self, batch: Any, plan: BatchPlan) -> None:
         """Run forwards of a batch that other ranks need. Collective over the pipeline and the data ranks."""
-        self._outputs(batch, plan)
+        with self.module.without_loss():
+            self._outputs(batch, plan)
 
-    def _split(self, batch: Any, plan: BatchPlan, *, has_loss: bool) -> SplitBatch:
+    def _split(self, batch: Any, plan: BatchPlan) -> SplitBatch:
         split = self.splitter.split(batch, plan)
-        self.sequences.check(split.microbatches[0], has_loss=has_loss)
+        self.sequences.check(split.microbatches[0])
         return split
 
     def _outputs(self, batch: Any, plan: BatchPlan) -> list[Any]:
         """The outputs of the microbatches that count, on the last stage's ranks."""
-        split = self._split(batch, plan, has_loss=False)
+        split = self._split(batch, plan)
         with self.module.schedule_running():
             actions = self.pipeline.forward_only(len(split.microbatches))
             return self.executor.outputs(actions, split, self.module.predict_output)

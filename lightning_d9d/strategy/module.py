@@ -76,6 +76,7 @@ class D9DModule(L.LightningModule):
         self.evaluation: Evaluation | None = None
         """What `D9DStrategy` runs batches of validation, test and prediction by, in a run."""
         self._in_schedule = False
+        self._without_loss = False
         self.awaits_pretrained = False
         """Whether stages were built for which nobody has called `load_pretrained`, or found that it need not be."""
         self._step_hook: RemovableHandle | None = None
@@ -383,7 +384,8 @@ class D9DModule(L.LightningModule):
                 f"this rank has a part of {name} or of its sequences: use Trainer.predict on all ranks, or "
                 f"{name}.load_from_checkpoint in one process"
             )
-        return self._output_of(self.prepare_batch(batch))
+        with self.without_loss():
+            return self._output_of(self.prepare_batch(batch))
 
     def _output_of(self, batch: Any) -> Any:
         inputs = stage_inputs(self, batch)
@@ -437,6 +439,20 @@ class D9DModule(L.LightningModule):
         return self.log_eval_step(prefix, pairs, weighted_mean(values, weights).to(dtype), weights)
 
     # For the steps
+
+    @property
+    def makes_loss(self) -> bool:
+        """Whether `microbatch_loss` is called for the batch that runs: it needs labels, say."""
+        return not (self._without_loss or self._trainer is None or self.trainer.predicting)
+
+    @contextmanager
+    def without_loss(self) -> Generator[None]:
+        """While open, `makes_loss` is false."""
+        before, self._without_loss = self._without_loss, True
+        try:
+            yield
+        finally:
+            self._without_loss = before
 
     def count_rows(self, batch: Any) -> int:
         """Count the rows of a batch that is to be split by rows.

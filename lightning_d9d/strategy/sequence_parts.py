@@ -33,19 +33,12 @@ class SequenceCheck:
         self._checked: set[bool] = set()
         """The modes, training or not, that have had their first batch."""
 
-    def check(
-        self,
-        microbatch: Any,
-        forward_context: Callable[[], AbstractContextManager] = nullcontext,
-        *,
-        has_loss: bool = True,
-    ) -> None:
+    def check(self, microbatch: Any, forward_context: Callable[[], AbstractContextManager] = nullcontext) -> None:
         """Probe the stages and hooks with the first microbatch of a mode. Collective over the ranks that share it.
 
         Args:
             microbatch: This rank's tokens.
             forward_context: The precision context of a forward.
-            has_loss: Whether `microbatch_loss` is called, too.
 
         Raises:
             ConfigError: A module or hook mixes or counts the tokens of its own rank; on all of these ranks. See
@@ -60,7 +53,7 @@ class SequenceCheck:
         assert mesh is not None
         name = type(module).__name__
         make_loss = self._loss_in(forward_context)
-        loss = Loss(make_loss, microbatch, f"{name}.microbatch_loss or the last stage") if has_loss else None
+        loss = Loss(make_loss, microbatch, f"{name}.microbatch_loss or the last stage") if module.makes_loss else None
         last = module.indexed_stages.get(len(self.pipeline.placement) - 1)
 
         def look(stage: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -38,7 +38,7 @@ from lightning_d9d.data import ALONE, BatchPlan
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh.collectives import first_difference
 from lightning_d9d.mesh.sharding import local
-from lightning_d9d.pipeline.executor import Executor, LossScale, SplitBatch
+from lightning_d9d.pipeline.executor import Executor, LossScale, SplitBatch, naming_batch
 from lightning_d9d.pipeline.totals import BatchTotals, weighted_mean
 from lightning_d9d.strategy.batches import BatchSplitter
 from lightning_d9d.strategy.data_parallel import DataParallelStages
@@ -186,7 +186,11 @@ class TrainStep:
 
     def _known_weight(self, split: SplitBatch) -> Tensor | None:
         """The total weight of the batch over all ranks, if the module knows it before the forward. Collective."""
-        weights = [w for m in split.microbatches if (w := self.module.microbatch_weight(m)) is not None]
+        weights = []
+        for microbatch in split.microbatches:
+            with naming_batch(self.module.microbatch_weight, microbatch):
+                weight = self.module.microbatch_weight(microbatch)
+            weights += [] if weight is None else [weight]
         if len(weights) < len(split.microbatches):
             return None
         of_microbatches = torch.stack([weight.detach().double().reshape(()) for weight in weights])

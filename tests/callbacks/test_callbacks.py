@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_d9d import D9DStrategy
 from lightning_d9d.callbacks import HuggingFaceExport, LossCurve, TextSample
 from lightning_d9d.datamodules import ByteTextDataModule
-from lightning_d9d.errors import ConfigError
+from lightning_d9d.errors import ConfigError, StateError
 from lightning_d9d.models.qwen3_moe import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
@@ -45,7 +46,14 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def fit(folder: Path, *callbacks: L.Callback, max_steps: int = 4, resume: Path | None = None, **kwargs: Any) -> Any:
+def fit(
+    folder: Path,
+    *callbacks: L.Callback,
+    max_steps: int = 4,
+    resume: Path | None = None,
+    pretrained: str | None = None,
+    **kwargs: Any,
+) -> Any:
     trainer = L.Trainer(
         strategy=D9DStrategy(),
         accelerator="cpu",
@@ -60,7 +68,7 @@ def fit(folder: Path, *callbacks: L.Callback, max_steps: int = 4, resume: Path |
         callbacks=list(callbacks),
         **kwargs,
     )
-    module = Qwen3MoePretraining(CONFIG, learning_rate=1e-2, warmup_steps=1)
+    module = Qwen3MoePretraining(CONFIG, learning_rate=1e-2, warmup_steps=1, pretrained=pretrained)
     data = ByteTextDataModule(str(folder), sequence_length=16, batch_size=2, validation_fraction=0.2)
     trainer.fit(module, data, ckpt_path=resume, weights_only=True)
     return module
@@ -108,6 +116,62 @@ def test_export_is_the_trained_model(folder: Path, tmp_path: Path):
     load_huggingface(loaded, tmp_path / "export")
     for name, parameter in module.model.named_parameters():
         assert torch.equal(parameter, loaded.get_parameter(name)), name
+
+
+@pytest.fixture
+def pretrained(tmp_path: Path) -> Path:
+    """A model as it is published: weights, a tokenizer and what to do when text is generated."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = {word: place for place, word in enumerate(("<pad>", "<end>", "a", "b"))}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="a")), pad_token="<pad>", eos_token="<end>"
+    )
+    save_huggingface(Qwen3MoeForCausalLM(CONFIG), tmp_path / "pretrained")
+    tokenizer.save_pretrained(tmp_path / "pretrained")
+    (tmp_path / "pretrained" / "generation_config.json").write_text(json.dumps(GENERATION))
+    return tmp_path / "pretrained"
+
+
+GENERATION = {"eos_token_id": [1, 3], "pad_token_id": 0, "bos_token_id": 2, "do_sample": True, "top_k": 20}
+
+
+def test_the_export_has_the_tokenizer_and_the_generation_config_it_began_with(
+    folder: Path, tmp_path: Path, pretrained: Path
+):
+    from transformers import AutoTokenizer, GenerationConfig
+
+    fit(folder, HuggingFaceExport(tmp_path / "own"), pretrained=str(pretrained))
+    fit(folder, HuggingFaceExport(tmp_path / "given", tokenizer=pretrained))
+    for export in (tmp_path / "own", tmp_path / "given"):
+        assert AutoTokenizer.from_pretrained(export).decode([2, 3, 1]) == "a b <end>"
+        assert json.loads((export / "generation_config.json").read_text()) == GENERATION
+        read = GenerationConfig.from_pretrained(export)
+        assert (read.eos_token_id, read.pad_token_id, read.bos_token_id, read.top_k) == ([1, 3], 0, 2, 20)
+        assert json.loads((export / "config.json").read_text())["hidden_size"] == CONFIG.hidden_size
+    fit(folder, HuggingFaceExport(tmp_path / "none"))
+    assert not (tmp_path / "none" / "tokenizer.json").exists()
+    assert json.loads((tmp_path / "none" / "generation_config.json").read_text()) == {}  # CONFIG has no ids
+    with pytest.raises(ConfigError, match=r"tokenizer='.*text' has none of tokenizer.json, tokenizer_config.json, "):
+        fit(folder, HuggingFaceExport(tmp_path / "x", tokenizer=folder))
+
+
+def test_a_checkpoint_in_place_of_a_hugging_face_directory_and_the_reverse(folder: Path, tmp_path: Path):
+    fit(folder, HuggingFaceExport(tmp_path / "hf"), ModelCheckpoint(tmp_path / "checkpoints", save_last=True))
+    last = tmp_path / "checkpoints" / "last.ckpt"
+    text = rf"{last} is a checkpoint, and a Hugging Face directory is needed. Make one of it, `lightning-d9d convert "
+    with pytest.raises(ConfigError, match=f"^{text}"):
+        Qwen3MoePretraining(preset=str(last))
+    with pytest.raises(ConfigError, match=rf"{text}.* and pretrained=DIRECTORY; or go on .* with ckpt_path$"):
+        fit(folder, pretrained=str(last))
+    hf = tmp_path / "hf"
+    remedy = rf"with Qwen3MoePretraining\(preset='{hf}', pretrained='{hf}'\)$"
+    with pytest.raises(StateError, match=rf"'{hf}' is a Hugging Face directory: leave ckpt_path out, .* {remedy}"):
+        fit(folder, resume=hf)
+    with pytest.raises(StateError, match=remedy):
+        Qwen3MoePretraining.load_from_checkpoint(hf)
 
 
 def test_export_refuses_a_directory_with_files(folder: Path):

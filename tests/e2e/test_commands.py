@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,7 +12,11 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import torch
 from nbclient import NotebookClient
+
+from lightning_d9d.cli import main
+from lightning_d9d.state import read_tensors
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "qwen3_moe"
 FIT = ("lightning_d9d.cli", "fit", "--config", str(EXAMPLES / "tiny.yaml"))
@@ -54,7 +59,7 @@ def assert_results(folder: Path, picture: str, export: str) -> None:
     assert (folder / "checkpoints" / "last.ckpt").exists()
 
 
-def test_quickstart(tmp_path: Path):
+def test_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     leftover = tmp_path / "checkpoints" / "last.ckpt"
     leftover.parent.mkdir()
     leftover.write_text("of an earlier run")
@@ -74,6 +79,17 @@ def test_quickstart(tmp_path: Path):
     for metric in ("train_loss", "tokens_per_s", "val_loss", "val_perplexity"):
         assert f"{metric}=" in result.stdout + result.stderr
     assert_results(tmp_path, "loss_curve.png", "huggingface")
+    commands = [shlex.split(line.split(":  ")[1]) for line in result.stdout.split("What next:")[1].strip().splitlines()]
+    printed = []
+    for python, flag, module, *arguments in commands:  # in this process: they take less time
+        assert [python, flag, module] == [sys.executable, "-m", "lightning_d9d.cli"]
+        monkeypatch.setattr(sys, "argv", ["lightning-d9d", *arguments])
+        monkeypatch.setenv("QUICKSTART_OUTPUT", str(tmp_path))
+        main()
+        printed.append(capsys.readouterr())
+    assert printed[0].out.startswith("def ")
+    assert printed[1].out.startswith("perplexity ")
+    assert "`Trainer.fit` stopped: `max_steps=10` reached" in printed[2].err
 
 
 @pytest.mark.parametrize("launcher", ["lightning", "torchrun", "pipeline"])
@@ -111,3 +127,24 @@ def test_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert_results(tmp_path / "notebook", "loss_curve.png", "huggingface")
     printed = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", ()))
     assert "stopped at step 5, validation loss" in printed
+    assert "\ndef " in printed.replace("\r", "")
+    assert "perplexity " in printed
+
+
+def test_predict_writes_files_unless_it_is_left_out(tmp_path: Path):
+    predict = ("-m", "lightning_d9d.cli", "predict", *FIT[2:], *SHORT, "--trainer.limit_predict_batches", "2")
+    result = run(*predict, output=tmp_path)
+    assert result.returncode == 0, result.stderr
+    folder = tmp_path / "yaml" / "predictions"
+    assert f"wrote 8 rows of predictions to {folder}" in result.stderr
+    rows = torch.cat([tensor for _, tensor in read_tensors(folder)])
+    assert rows.shape == (8, 32, 256)
+    again = run(*predict, output=tmp_path)
+    assert again.returncode == 2
+    assert "it exists and is not an empty directory; choose another or set overwrite=True" in again.stderr
+    other = run(*predict, "--predictions.directory", tmp_path / "other", output=tmp_path)
+    assert other.returncode == 0, other.stderr
+    assert torch.equal(torch.cat([tensor for _, tensor in read_tensors(tmp_path / "other")]), rows)
+    none = run(*predict, "--predictions.write", "false", output=tmp_path / "none")
+    assert none.returncode == 0, none.stderr
+    assert not [*(tmp_path / "none").rglob("*.safetensors")]

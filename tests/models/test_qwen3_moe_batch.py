@@ -71,7 +71,7 @@ def test_a_value_is_refused_in_every_run(method: str, kind: str) -> None:
 )
 def test_lengths_that_do_not_agree_are_refused_in_any_batch(name: str, shape: tuple[int, ...]) -> None:
     data: Any = DataLoader(batches(**{name: torch.zeros(shape, dtype=torch.int64)}), batch_size=None)  # type: ignore[arg-type]
-    text = rf"batch 2 of training has {name} of shape \[{', '.join(map(str, shape))}\], but input_ids of \[2, 8\]"
+    text = rf"in batch 2 of training, {name} is a tensor int64 \[{', '.join(map(str, shape))}\], but "
     run = trainer(D9DStrategy(), max_epochs=1)
     with pytest.raises(ConfigError, match=text):
         run.fit(Qwen3MoePretraining(CONFIG), data)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,10 +12,83 @@ from torch import Tensor
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.modules import document_positions
 from lightning_d9d.pipeline.host_copy import HostCopy
-from lightning_d9d.pipeline.trees import with_children
+from lightning_d9d.pipeline.trees import described, with_children
 
 IGNORED = -100
 """The label that does not count."""
+
+_IDS = ("input_ids", "labels", "position_ids", "document_ids")
+_OF_TOKENS = (*_IDS, "attention_mask", "pooling_mask")
+"""What a batch may have a number of for each token."""
+_ID_DTYPES = (torch.int64, torch.int32)
+_COLLATE = "in the DataLoader's collate_fn"
+
+
+def check_form(batch: Any, where: str, needed: Sequence[str]) -> None:
+    """See that a batch is a mapping of tensors as Qwen3-MoE takes them. Asks no device.
+
+    Args:
+        batch: Anything.
+        where: Which batch it is, for people.
+        needed: What it must have.
+
+    Raises:
+        ConfigError: It is not a mapping, lacks something, or has it as something else than a tensor, in another shape
+            or dtype, or empty. The message says what the batch is, and what to do.
+    """
+    names = " and ".join(repr(name) for name in needed)
+    if not isinstance(batch, Mapping):
+        if isinstance(batch, tuple | list) and list(map(type, batch)) == [Tensor] * len(needed):
+            form = "{" + ", ".join(f"{name!r}: batch[{place}]" for place, name in enumerate(needed)) + "}"
+        else:
+            form = f"a dict with {names}"
+        raise ConfigError(f"{where} is {described(batch)}, but it must be a mapping: make {form} of it {_COLLATE}")
+    if missing := [name for name in needed if batch.get(name) is None]:
+        raise ConfigError(f"{where} has no {missing[0]!r}: it is {described(batch)}. {_remedy(missing[0], batch)}")
+    for name in _OF_TOKENS:
+        if batch.get(name) is not None:
+            _check_tensor(name, batch[name], where, batch)
+
+
+def _remedy(name: str, batch: Mapping[str, Any]) -> str:
+    if name == "labels":
+        return (
+            "Add labels, [batch, seq], the input_ids one place further on; or a copy of input_ids as labels, with "
+            "Qwen3MoePretraining(shift_labels=True)"
+        )
+    texts = [key for key, value in batch.items() if _is_text(value)]
+    if texts:
+        return f"Tokenize {texts[0]!r} {_COLLATE}: give its tokens as input_ids, integers [batch, seq]"
+    return f"Give the tokens under this name {_COLLATE}, integers [batch, seq]"
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and len(value) > 0 and isinstance(value[0], str))
+
+
+def _check_tensor(name: str, value: Any, where: str, batch: Mapping[str, Any]) -> None:
+    """See that one entry of a batch is a tensor with a number for each token."""
+    problem = ""
+    if not isinstance(value, Tensor):
+        problem = f"it must be a tensor [batch, seq]: {_how_to_make_tensor(name, value)}"
+    elif value.ndim != 2:
+        problem = f"it must be [batch, seq]: {'add a dim in front' if value.ndim == 1 else 'reshape it'} {_COLLATE}"
+    elif value.numel() == 0:
+        problem = "it has no token: leave empty batches and rows out of the data"
+    elif name in _IDS and value.dtype not in _ID_DTYPES:
+        problem = f"it must be int64 or int32: give {name}.long() {_COLLATE}"
+    elif value.shape != batch["input_ids"].shape:
+        problem = f"input_ids are {list(batch['input_ids'].shape)}: give a number for each token, [batch, seq] of both"
+    if problem:
+        raise ConfigError(f"in {where}, {name} is {described(value)}, but {problem}. The batch is {described(batch)}")
+
+
+def _how_to_make_tensor(name: str, value: Any) -> str:
+    if name == "input_ids" and _is_text(value):
+        return f"tokenize it {_COLLATE}"
+    if isinstance(value, list) and value and isinstance(value[0], Tensor) and value[0].ndim == 1:
+        return "make the lists tensors in the dataset's __getitem__, as default_collate turns lists round"
+    return f"make one of its rows, padded to one length, {_COLLATE}"
 
 
 def prepared(batch: Mapping[str, Any], shift_labels: bool) -> Mapping[str, Any]:
@@ -60,8 +133,13 @@ def shift(labels: Tensor, document_ids: Tensor | None = None) -> Tensor:
     return result
 
 
+def place_in_data(index: int, kind: str) -> str:
+    """Which batch it is, for people."""
+    return f"batch {index} of {kind}"
+
+
 class BatchCheck:
-    """Looks at the ids, labels and lengths of every batch of one kind (training, validation, ...).
+    """Looks at the ids and labels of every batch of one kind (training, validation, ...), after `check_form`.
 
     On the CPU, and in the first batch, what is wrong is refused at once. Later ones on an accelerator do not wait for
     it: an id that is outside of the vocabulary is replaced, as it would end the device's work, is noted on the device,
@@ -91,10 +169,9 @@ class BatchCheck:
             index: Of the batch in its epoch.
 
         Raises:
-            ConfigError: An id or a label is outside of the vocabulary, a length does not agree, a document is too long,
-                or the first batch's labels are not as `shift_labels` says.
+            ConfigError: An id or a label is outside of the vocabulary, a document is too long, or the first batch's
+                labels are not as `shift_labels` says.
         """
-        check_lengths(batch, index, self.kind)
         is_first = self._note is None
         if self._note is None:
             self._note = torch.zeros(3, dtype=torch.int64, device=batch["input_ids"].device)
@@ -140,7 +217,7 @@ class BatchCheck:
         key, value, index = note.tolist()
         if key == 0:
             return
-        name, where = _KEYS[key - 1], f"batch {index} of {self.kind}"
+        name, where = _KEYS[key - 1], place_in_data(index, self.kind)
         if name == "document":
             raise ConfigError(
                 f"{where} has a document of {value} tokens, but max_position_embeddings={self.window}: shorten the "
@@ -156,22 +233,6 @@ class BatchCheck:
 
 
 _KEYS = ("input_ids", "labels", "document")
-
-
-def check_lengths(batch: Mapping[str, Any], index: int, kind: str) -> None:
-    """See that all tensors of a batch have a number for each token.
-
-    Raises:
-        ConfigError: They do not.
-    """
-    expected = list(batch["input_ids"].shape)
-    for name in ("labels", "position_ids", "document_ids", "attention_mask", "pooling_mask"):
-        tensor = batch.get(name)
-        if tensor is not None and list(tensor.shape) != expected:
-            raise ConfigError(
-                f"batch {index} of {kind} has {name} of shape {list(tensor.shape)}, but input_ids of "
-                f"{expected}: give a number for each token, [batch, seq] of both"
-            )
 
 
 def longest_document(batch: Mapping[str, Any]) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from lightning_d9d.checkpoint import is_directory
 from lightning_d9d.errors import ConfigError, StateError
 from lightning_d9d.state.format import read_json
 from lightning_d9d.state.places import Place, check_link
@@ -299,6 +300,7 @@ class Qwen3MoeConfig:
         Raises:
             ConfigError: not a Qwen3-MoE configuration, or it asks for something that this model does not have.
         """
+        refuse_checkpoint(path)
         path = Path(path)
         path = path / "config.json" if path.is_dir() else path
         return cls.from_dict(read_description(path), source=str(path))
@@ -356,6 +358,20 @@ class Qwen3MoeConfig:
     def to_json(self, path: str | Path) -> None:
         """Writes `to_dict()` to a file."""
         Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+
+def refuse_checkpoint(path: str | Path) -> None:
+    """Point from a checkpoint to what takes one, where a Hugging Face directory is needed. Local.
+
+    Raises:
+        ConfigError: It is one, file or directory.
+    """
+    if "://" not in str(path) and (is_directory(path) or (Path(path).suffix == ".ckpt" and Path(path).is_file())):
+        raise ConfigError(
+            f"{path} is a checkpoint, and a Hugging Face directory is needed. Make one of it, `lightning-d9d convert "
+            f"{path} DIRECTORY`, and give preset=DIRECTORY and pretrained=DIRECTORY; or go on from the checkpoint "
+            "itself with ckpt_path"
+        )
 
 
 def read_description(path: Place) -> dict[str, Any]:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from lightning_d9d.errors import ConfigError, StateError
 from lightning_d9d.log import logger
 from lightning_d9d.mesh.agreement import Ranks
-from lightning_d9d.models.qwen3_moe.config import Qwen3MoeConfig
+from lightning_d9d.models.qwen3_moe.config import Qwen3MoeConfig, refuse_checkpoint
 from lightning_d9d.models.qwen3_moe.model import Qwen3MoeForCausalLM
 from lightning_d9d.state import (
     DTYPE_NAMES,
@@ -33,8 +34,12 @@ from lightning_d9d.state import (
     write_json,
     write_tensors,
 )
-from lightning_d9d.state.places import Place
+from lightning_d9d.state.format import reading, write_bytes
+from lightning_d9d.state.places import MAX_SMALL_BYTES, Place, check_link, names_in, place_of, read_small
 
+_COPIED = {".json", ".txt", ".model", ".jinja"}
+"""Endings of the small files beside weights."""
+GENERATION_CONFIG = "generation_config.json"
 _EMBEDDING, _HEAD = "model.embed_tokens.", "lm_head."
 _EMBEDDING_TENSOR, _HEAD_TENSOR = f"{_EMBEDDING}weight", f"{_HEAD}weight"
 
@@ -73,6 +78,7 @@ def load_huggingface(
     """
     ranks, failure = Ranks(), f"weights cannot be loaded from {str(directory)!r}"
     with ranks.agreed(failure):
+        refuse_checkpoint(directory)
         stages, config = _stages(model)
         specs = parameter_specs(config)
         local = _local_shards(stages, specs)
@@ -107,6 +113,7 @@ def save_huggingface(
     overwrite: bool = False,
     fused_experts: bool = False,
     progress: bool = False,
+    files: Mapping[str, bytes] | None = None,
 ) -> None:
     """Writes a model as a directory that `transformers` loads: config, generation config and safetensors files.
 
@@ -132,6 +139,8 @@ def save_huggingface(
         fused_experts: Write all experts of a layer as one tensor, as transformers 5 has them in memory, and not each as
             a tensor of its own, as published models (and transformers 4) have them.
         progress: Show a bar on the first rank, of what it writes.
+        files: What else the directory gets, name and content, such as `files_beside_weights` of the model that this
+            one began with; the first rank's. Its `config.json` is left out, and its `generation_config.json` taken.
 
     Raises:
         StateError: The directory has files and `overwrite` is not set, it cannot be written, a parameter is on no rank
@@ -160,14 +169,58 @@ def save_huggingface(
         stored_dtype = write_tensors(folder, local, views, dtype, max_shard_bytes, failure, progress)
         with ranks.agreed(failure):
             if ranks.is_first:
-                write_configs(folder, config, stored_dtype)
+                for name, content in (files or {}).items():
+                    write_bytes(folder / name, content)
+                write_configs(folder, config, stored_dtype, files or {})
 
 
-def write_configs(folder: Place, config: Qwen3MoeConfig, dtype: torch.dtype) -> None:
-    """Write `config.json` and `generation_config.json` beside the weights, of this dtype. Local."""
+def write_configs(folder: Place, config: Qwen3MoeConfig, dtype: torch.dtype, present: Collection[str] = ()) -> None:
+    """Write `config.json` and `generation_config.json` beside the weights. Local.
+
+    Args:
+        folder: Of the weights.
+        config: Of the whole model. The generation config gets its ids of tokens, if it has some.
+        dtype: Of the weights.
+        present: Files that are there. A generation config among them stays.
+    """
     write_json(folder / "config.json", {**config.to_dict(), "torch_dtype": str(dtype).removeprefix("torch.")})
+    if GENERATION_CONFIG not in present:
+        write_json(folder / GENERATION_CONFIG, generation_config(config))
+
+
+def generation_config(config: Qwen3MoeConfig) -> dict[str, Any]:
+    """What the config knows of a `generation_config.json`: the ids of tokens that begin and end a text."""
     ids = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
-    write_json(folder / "generation_config.json", {key: value for key, value in ids.items() if value is not None})
+    return {key: value for key, value in ids.items() if value is not None}
+
+
+def files_beside_weights(directory: str | Path | Place) -> dict[str, bytes]:
+    """The small files of a Hugging Face directory: tokenizer, chat template, generation config. Local.
+
+    Args:
+        directory: Also a URL that fsspec knows.
+
+    Returns:
+        Name and content, without `config.json`.
+
+    Raises:
+        StateError: A file cannot be read, is a link that leads elsewhere, or all together are too large.
+    """
+    folder, files = place_of(directory), dict[str, bytes]()
+    with reading(folder):
+        names = sorted(names_in(folder))
+    for name in names:
+        if Path(name).suffix not in _COPIED or ".safetensors." in name or name == "config.json":
+            continue
+        check_link(folder, name, folder)
+        with reading(folder / name):
+            files[name] = read_small(folder / name)
+        if sum(map(len, files.values())) > MAX_SMALL_BYTES:
+            raise StateError(
+                f"{folder}: the files beside the weights, up to {name}, are larger than {MAX_SMALL_BYTES} bytes "
+                "together, the limit for those that are copied; move what does not belong to the model."
+            )
+    return files
 
 
 def huggingface_mapper(config: Qwen3MoeConfig, fused_experts: bool = False) -> Mapper:

@@ -21,7 +21,7 @@ from torchmetrics import Metric
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshDomains
-from lightning_d9d.models.qwen3_moe.batch import BatchCheck, prepared
+from lightning_d9d.models.qwen3_moe.batch import BatchCheck, check_form, place_in_data, prepared
 from lightning_d9d.models.qwen3_moe.config import Qwen3MoeConfig
 from lightning_d9d.models.qwen3_moe.costs import model_costs
 from lightning_d9d.models.qwen3_moe.huggingface import load_huggingface
@@ -250,21 +250,26 @@ class Qwen3MoePretraining(D9DModule):
         """The batch with shifted labels, and with `document_ids` in place of `attention_mask`.
 
         Raises:
-            ConfigError: An id or a label is outside of the vocabulary, lengths do not agree, a document is too long, or
-                the first batch's labels are not as `shift_labels` says. On an accelerator ids are refused some batches
-                late.
+            ConfigError: The batch is not a mapping of tensors `[batch, seq]` with `input_ids`, and `labels` where there
+                is a loss; an id or a label is outside of the vocabulary, a document is too long, or the first batch's
+                labels are not as `shift_labels` says. On an accelerator ids are refused some batches late.
         """
-        if not isinstance(batch, Mapping) or "input_ids" not in batch:
-            return batch  # of a subclass that takes batches of its own
+        has_own_form = type(self).microbatch_inputs is not Qwen3MoePretraining.microbatch_inputs
+        if has_own_form and not (isinstance(batch, Mapping) and "input_ids" in batch):
+            return batch
         kind = None if self._trainer is None else self.trainer.state.stage
+        index, name = self._batch_index(), _NAMES_OF_STAGES.get(kind, "the data")
+        check_form(batch, place_in_data(index, name), ("input_ids", "labels") if self._needs_labels else ("input_ids",))
         if kind not in self._checks:
             self._checks[kind] = BatchCheck(
-                _NAMES_OF_STAGES.get(kind, "the data"),
-                self.config.vocab_size,
-                self.config.max_position_embeddings,
-                self.shift_labels,
+                name, self.config.vocab_size, self.config.max_position_embeddings, self.shift_labels
             )
-        return prepared(self._checks[kind](batch, self._batch_index()), self.shift_labels)
+        return prepared(self._checks[kind](batch, index), self.shift_labels)
+
+    @property
+    def _needs_labels(self) -> bool:
+        """Whether the loss of this class is made of the batch."""
+        return self.makes_loss and type(self).microbatch_loss is Qwen3MoePretraining.microbatch_loss
 
     def microbatch_inputs(self, microbatch: Any) -> StageInputs:
         """Token ids and labels (the last stage makes the loss; in predict there are none)."""
@@ -325,6 +330,8 @@ class Qwen3MoePretraining(D9DModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Count tokens; every `log_every_n_steps` batches log the rate."""
+        if batch is None:  # Lightning warns, and leaves the step out
+            return
         assert self._clock is not None
         start, tokens = self._clock
         ranks = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1}  # of a pipeline all read the same

@@ -1,0 +1,144 @@
+"""`PredictionWriter`: what `predict` predicts, as files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.callbacks import BasePredictionWriter
+from torch import Tensor
+
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.mesh.agreement import Ranks
+from lightning_d9d.pipeline.trees import children, described
+from lightning_d9d.state import complete_directory
+from lightning_d9d.state.format import ALL_DTYPE_NAMES
+from lightning_d9d.state.rows import RowFiles
+from lightning_d9d.strategy.module import D9DModule
+
+_OFF = "or leave PredictionWriter out (lightning-d9d predict: --predictions.write false)"
+
+
+class PredictionWriter(BasePredictionWriter):
+    """Writes what `Trainer.predict` predicts, batch by batch, as safetensors files in the order of the dataset.
+
+    Predictions are tensors with the rows of the batch along dim 0, or dicts, lists and dataclasses of such; None in
+    them is left out. A tensor of the files has rows that follow each other in the dataset, and is named after what it
+    is and its first row: `prediction.0`, or `logits.0` of a dict with `logits`. `rows.safetensors.index.json` has the
+    names in order. With several dataloaders names begin with `loader_0.`, `loader_1.`, ...
+
+    Rows have their numbers in the dataset, over any number of data ranks; the copies with which a sampler fills up
+    are left out. Where numbers are not known (an IterableDataset) rows follow each other as the batches do, and of the
+    ranks' batches with the same number the lowest rank's comes first. Of ranks that share a batch one writes. A
+    LightningModule of any kind and Lightning's own strategies do as well.
+
+    The directory appears when it is complete. A prediction that fails leaves nothing. Ranks whose rows alternate write
+    twice, the second time in order, which takes as much space again for a while. Call `Trainer.predict` with
+    `return_predictions=False`, or Lightning keeps all predictions in memory besides.
+
+    Args:
+        directory: Where the files go, which all ranks reach; also a URL that fsspec knows.
+        overwrite: Replace an existing directory, with everything in it.
+        max_shard_bytes: Size at which a new file begins. A rank has about so much in memory.
+
+    Raises:
+        ConfigError: In predict: a prediction is not of this form.
+        StateError: In predict, on every rank: the directory has files and `overwrite` is not set, or cannot be written.
+    """
+
+    def __init__(self, directory: str | Path, overwrite: bool = False, max_shard_bytes: int = 2**28) -> None:
+        super().__init__("batch")
+        self.directory = directory
+        self.overwrite = overwrite
+        self.max_shard_bytes = max_shard_bytes
+        self._failure = f"predictions cannot be written to {str(directory)!r}"
+        self._opened = ExitStack()
+        self._files: RowFiles | None = None
+        self._last_indices: Sequence[int] | None = None
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Begin a prediction, before its data are read: all ranks come here, also those that have no data."""
+        super().setup(trainer, pl_module, stage)
+        if stage == "predict":
+            folder = self._opened.enter_context(complete_directory(self.directory, self.overwrite, self._failure))
+            self._files = RowFiles(folder, self.max_shard_bytes)
+
+    def write_on_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        prediction: Any,
+        batch_indices: Sequence[int] | None,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        """Take a batch, and write a file if there is enough. Local."""
+        rows = None if batch_indices is self._last_indices else batch_indices  # a loader without any leaves the last
+        self._last_indices = batch_indices
+        if prediction is None or not _writes(pl_module):
+            return
+        assert self._files is not None
+        prefix = f"loader_{dataloader_idx}." if trainer.predict_loop.num_dataloaders > 1 else ""
+        tensors = {f"{prefix}{name or 'prediction'}": each for name, each in _named_tensors(prediction, "")}
+        _check_rows(tensors, rows, prediction)
+        if tensors and len(next(iter(tensors.values()))):
+            with Ranks(alone=True).agreed(self._failure):
+                self._files.add(dataloader_idx, batch_idx, rows or None, tensors)
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Write what is left, and let the directory appear. Collective, unlike the end of an epoch: see `setup`."""
+        files, self._files = self._files, None
+        if files is None:
+            return
+        with self._opened.pop_all():
+            num_rows = files.finish(self._failure)
+        rank_zero_info(f"wrote {num_rows} rows of predictions to {self.directory}")
+        if num_rows == 0:
+            rank_zero_warn(f"nothing was predicted: {self.directory} is without rows")
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Remove what was written."""
+        self._files = None
+        self._opened.pop_all().__exit__(type(exception), exception, exception.__traceback__)
+
+
+def _writes(module: L.LightningModule) -> bool:
+    """Whether this rank is the one that writes, of those that share a batch."""
+    if not isinstance(module, D9DModule) or module.pipeline.mesh is None:
+        return True
+    places = module.pipeline.mesh.coordinates
+    return module.pipeline.rank == module.pipeline.last_rank and places["cp"] == places["tp"] == 0
+
+
+def _named_tensors(tree: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(tree, Tensor):
+        yield name, tree
+        return
+    parts = children(tree)
+    if parts is None and tree is not None:
+        raise ConfigError(
+            f"PredictionWriter writes tensors, and predict gave {described(tree)}{f' in {name!r}' if name else ''}; "
+            f"return tensors with the rows of the batch along dim 0, {_OFF}"
+        )
+    names, values = parts or ((), [])
+    for key, value in zip(range(len(values)) if names is None else names, values, strict=True):
+        yield from _named_tensors(value, f"{name}.{key}" if name else str(key))
+
+
+def _check_rows(tensors: dict[str, Tensor], rows: Sequence[int] | None, prediction: Any) -> None:
+    sizes = {name: len(tensor) if tensor.ndim else None for name, tensor in tensors.items()}
+    expected = {len(rows)} if rows else {*sizes.values()}
+    for name, tensor in tensors.items():
+        if tensor.dtype not in ALL_DTYPE_NAMES:
+            raise ConfigError(f"{name} is {tensor.dtype}, which safetensors files do not have; cast it, {_OFF}")
+        if sizes[name] is None or {sizes[name]} != expected:
+            wanted = f"the batch has {len(rows)} rows" if rows else "all tensors need the same rows"
+            raise ConfigError(
+                f"PredictionWriter writes rows, and predict gave {described(prediction)}, but {wanted}: return tensors "
+                f"with the rows of the batch along dim 0, {_OFF}"
+            )
