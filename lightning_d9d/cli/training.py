@@ -1,4 +1,4 @@
-"""The command line: `lightning-d9d fit --config run.yaml --trainer.max_steps 100`."""
+"""Lightning's subcommands: fit, validate, test and predict, with this package's classes and `${...}` in files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import os
 import re
 import reprlib
 import sys
-from collections.abc import Mapping
+from argparse import ArgumentError
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,23 +24,14 @@ from omegaconf.errors import OmegaConfBaseException
 import lightning_d9d.callbacks
 import lightning_d9d.datamodules
 import lightning_d9d.models.qwen3_moe  # noqa: F401
-from lightning_d9d import convert, doctor
+from lightning_d9d.cli import refuse
+from lightning_d9d.cli.files import Mistake, Written, check_files, missing
+from lightning_d9d.cli.mistakes import essence, explain, explain_interpolation
 from lightning_d9d.errors import ConfigError, StateError, printable
-from lightning_d9d.generation import commands
 from lightning_d9d.strategy.checkpoint_files import UNREADABLE, mapped, unreadable
 
-DESCRIPTION = (
-    "lightning_d9d trains from YAML files. `lightning-d9d doctor` tells whether this machine is fit for it; "
-    "`lightning-d9d convert` turns weights and checkpoints into other forms; `lightning-d9d generate` shows what a "
-    "model writes, `lightning-d9d evaluate` how well it predicts a text."
-)
-
-_COMMANDS = {
-    "convert": convert.main,
-    "generate": commands.main_generate,
-    "evaluate": commands.main_evaluate,
-}
-"""Beside those of LightningCLI."""
+_CHECKPOINT_WORDS = ("last", "best", "hpc")
+"""What Lightning takes for `ckpt_path` beside paths and its registry's names."""
 
 
 class _Parser(LightningArgumentParser):
@@ -114,7 +106,7 @@ class D9DCLI(LightningCLI):
         jsonargparse.set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
         super().__init__(
             *args,
-            parser_kwargs={"parser_mode": "omegaconf+"} | (parser_kwargs or {}),
+            parser_kwargs={"parser_mode": "omegaconf+", "exit_on_error": False} | (parser_kwargs or {}),
             save_config_callback=save_config_callback,
             save_config_kwargs={"overwrite": True} | (save_config_kwargs or {}),
             parser_class=parser_class,
@@ -122,10 +114,30 @@ class D9DCLI(LightningCLI):
         )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parses the arguments, and tells the subcommand's parser, which saves them, what the user wrote."""
-        super().parse_arguments(parser, args)
+        """Parses the arguments, and gives the subcommand's parser, which saves them, what the user wrote.
+
+        A mistake in them ends the process with exit code 2; `JSONARGPARSE_DEBUG=true` raises what jsonargparse did.
+        """
+        self._arguments = sys.argv[1:] if args is None else args if isinstance(args, list) else []
+        try:
+            super().parse_arguments(parser, args)
+        except (ArgumentError, OmegaConfBaseException) as error:
+            if "JSONARGPARSE_DEBUG" in os.environ:
+                raise
+            refuse(self._explain(error, parser))
         if (subcommand := self.config.get("subcommand")) and isinstance(parser, _Parser) and parser.written:
             cast(_Parser, self._parser(subcommand)).written = parser.written[subcommand]
+
+    def _explain(self, error: ArgumentError | OmegaConfBaseException, parser: LightningArgumentParser) -> str:
+        subcommand = next((each for each in self._arguments if each in self.subcommands()), None)
+        try:
+            check_files(self._arguments)
+        except Mistake as mistake:
+            return str(mistake)
+        if isinstance(error, ArgumentError):
+            return explain(str(error), self._arguments, self._parser(subcommand))
+        written = (isinstance(parser, _Parser) and parser.written) or {}
+        return explain_interpolation(error, self._arguments, Namespace(written.get(subcommand, written)).keys())
 
     def _parse_ckpt_path(self) -> None:
         """Compares the module's arguments in the checkpoint with the configuration, which wins.
@@ -138,6 +150,12 @@ class D9DCLI(LightningCLI):
         """
         chosen = self.config.get(self.config.get("subcommand") or "", {})
         path = chosen.get("ckpt_path")
+        is_path = path and path not in _CHECKPOINT_WORDS and not path.startswith("registry") and "://" not in path
+        if is_path and not Path(path).exists():
+            place = Written(self._arguments).find(["ckpt_path"]) or "ckpt_path"
+            raise Mistake(
+                f"{place}: {missing(path)}\ngive a checkpoint's path, or one of {', '.join(_CHECKPOINT_WORDS)}"
+            )
         if not path or not Path(path).is_file():
             return
         try:
@@ -163,48 +181,29 @@ class D9DCLI(LightningCLI):
             rank_zero_warn(printable(f"The configuration's arguments of model differ from those in {path}: {pairs}."))
 
     def instantiate_classes(self) -> None:
-        """Builds Trainer, model and data; what a constructor refuses becomes a `ConfigError`."""
+        """Builds Trainer, model and data.
+
+        Raises:
+            ConfigError: What a constructor refused, with the place of the value that the message names.
+        """
         try:
             super().instantiate_classes()
         except ValueError as error:
-            raise ConfigError(_constructor_message(error)) from error
+            message, written = essence(str(error)), Written(self._arguments)
+            places = (written.find_anywhere(*pair) for pair in re.findall(r"\b(\w+)='?([^\s';,()]+)", message))
+            if place := next(filter(None, places), None):
+                raise Mistake(f"{place}: {message}") from error
+            raise ConfigError(message) from error
 
 
-def _constructor_message(error: ValueError) -> str:
-    """What the constructor said, without the alternatives that jsonargparse lists around it."""
-    noise = ("Does not validate", "- Does not validate", "Subtypes:", "Errors:", "- Expected a", "Given value")
-    lines = [line.strip().removeprefix("- ") for line in str(error).splitlines() if not line.lstrip().startswith(noise)]
-    return "\n".join(lines) or str(error)
+def run(_: Sequence[str] = ()) -> None:
+    """Runs the subcommand of `sys.argv`, which is one of Lightning's.
 
-
-def _interpolation_message(error: OmegaConfBaseException) -> str:
-    """Where the `${...}` is and what is wrong with it, with the names that the user wrote."""
-    place = str(error.full_key or "").removeprefix("fit.")
-    reason = re.sub(r" \(resolved to .*?\)", "", (error.msg or "").splitlines()[0])
-    reason = re.sub(r"'\.+", "'", reason)  # dots that lead from the place to the top of the file
-    return f"{place}: {reason}. In files, not in arguments, ${{...}} is the full name of another value"
-
-
-def main() -> None:
-    """Runs the subcommand of `sys.argv`: fit, validate, test, predict, convert, doctor, generate or evaluate.
-
-    A configuration or a file that cannot work ends with exit code 2 and one message; `JSONARGPARSE_DEBUG=true` shows
-    the traceback.
+    Raises:
+        ConfigError: What the user asked for cannot be.
+        StateError: A checkpoint cannot be read.
     """
-    if sys.argv[1:2] == ["doctor"]:
-        sys.exit(doctor.main(sys.argv[2:]))
     try:
-        if run := _COMMANDS.get("".join(sys.argv[1:2])):
-            run(sys.argv[2:])
-        else:
-            D9DCLI(parser_kwargs={"description": DESCRIPTION})
-    except (ConfigError, StateError, MisconfigurationException, OmegaConfBaseException) as error:
-        if "JSONARGPARSE_DEBUG" in os.environ:
-            raise
-        text = _interpolation_message(error) if isinstance(error, OmegaConfBaseException) else str(error)
-        sys.stderr.write(f"error: {text}\ntip: JSONARGPARSE_DEBUG=true shows the traceback\n")
-        sys.exit(2)
-
-
-if __name__ == "__main__":
-    main()
+        D9DCLI(parser_kwargs={"prog": "lightning-d9d"})
+    except MisconfigurationException as error:
+        raise ConfigError(str(error)) from error
