@@ -1,6 +1,6 @@
 """The command line: `lightning-d9d fit --config run.yaml --trainer.max_steps 100`.
 
-`main` looks at the subcommand and at the files of `--config` before anything heavy is imported (`files.py`). Lightning's
+`main` looks at the subcommand and at the files of `--config` before torch is imported (`files.py`). Lightning's
 subcommands are `training.py`'s; what jsonargparse refuses is put in a user's words by `mistakes.py`.
 """
 
@@ -11,7 +11,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from lightning_d9d.cli.files import Mistake, check_files
+from lightning_d9d.cli.files import MistakeError, check_files
 from lightning_d9d.errors import ConfigError, StateError, did_you_mean
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def main() -> None:
     except (ConfigError, StateError) as error:
         if "JSONARGPARSE_DEBUG" in os.environ:
             raise
-        tip = "" if isinstance(error, Mistake) else "\ntip: JSONARGPARSE_DEBUG=true shows the traceback"
+        tip = "" if isinstance(error, MistakeError) else "\ntip: JSONARGPARSE_DEBUG=true shows the traceback"
         refuse(f"{error}{tip}")
 
 
@@ -77,7 +77,7 @@ def _find_subcommand(arguments: list[str]) -> tuple[str, str]:
         check_files(arguments)
         return _TRAINING
     if name not in SUBCOMMANDS:
-        raise Mistake(
+        raise MistakeError(
             f"subcommand {name!r} is unknown{did_you_mean(name, SUBCOMMANDS)}\nchoose one of {', '.join(SUBCOMMANDS)}"
         )
     runs = SUBCOMMANDS[name][1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,13 @@ from lightning_d9d.errors import ConfigError, did_you_mean
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-class Mistake(ConfigError):
+class MistakeError(ConfigError):
     """A mistake in the arguments or in a configuration file, with its place."""
 
 
 def options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Each option without `--` with its value, of `--name value` as of `--name=value`."""
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for argument, following in zip_longest(arguments, arguments[1:], fillvalue=""):
         if argument == "-c" or argument.startswith("--"):
             name, equals, value = argument.removeprefix("--").partition("=")
             yield ("config" if name == "-c" else name), (value if equals else following)
@@ -44,28 +45,28 @@ def check_files(arguments: Sequence[str]) -> None:
     """Reads the files of `--config` without torch, Lightning or jsonargparse.
 
     Raises:
-        Mistake: One is missing or unreadable, has an error in its syntax, or is no mapping.
+        MistakeError: One is missing or unreadable, has an error in its syntax, or is no mapping.
     """
     for path in config_files(arguments):
         node = _compose(path)
         if node is not None and not isinstance(node, yaml.MappingNode):
-            raise Mistake(f"{path} has no settings; it must be a mapping such as `trainer: {{max_steps: 100}}`")
+            raise MistakeError(f"{path} has no settings; it must be a mapping such as `trainer: {{max_steps: 100}}`")
 
 
 def _compose(path: str) -> yaml.Node | None:
     try:
         return yaml.compose(Path(path).read_text(encoding="utf-8"), _LOADER)
     except OSError as error:
-        raise Mistake(missing(path) if error.errno == errno.ENOENT else f"{path}: {error.strerror}") from error
+        raise MistakeError(missing(path) if error.errno == errno.ENOENT else f"{path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise Mistake(f"{path} is no UTF-8 text ({error.reason} at byte {error.start})") from error
+        raise MistakeError(f"{path} is no UTF-8 text ({error.reason} at byte {error.start})") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         context = f" {error.context}, which begins on line {error.context_mark.line + 1}" if error.context_mark else ""
-        raise Mistake(f"{path}{line}: not YAML: {error.problem}{context}") from error
+        raise MistakeError(f"{path}{line}: not YAML: {error.problem}{context}") from error
     except yaml.YAMLError as error:
-        raise Mistake(f"{path}: not YAML: {str(error).splitlines()[0]}") from error
+        raise MistakeError(f"{path}: not YAML: {str(error).splitlines()[0]}") from error
 
 
 def missing(path: str) -> str:

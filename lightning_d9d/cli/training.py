@@ -13,10 +13,11 @@ from typing import Any, cast
 
 import jsonargparse
 import yaml
-from jsonargparse import Namespace
+from jsonargparse import Namespace, dict_to_namespace
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf.errors import OmegaConfBaseException
 
@@ -25,9 +26,9 @@ import lightning_d9d.callbacks
 import lightning_d9d.datamodules
 import lightning_d9d.models.qwen3_moe  # noqa: F401
 from lightning_d9d.cli import refuse
-from lightning_d9d.cli.files import Mistake, Written, check_files, missing
-from lightning_d9d.cli.mistakes import essence, explain, explain_interpolation
-from lightning_d9d.errors import ConfigError, StateError, printable
+from lightning_d9d.cli.files import MistakeError, Written, check_files, missing
+from lightning_d9d.cli.mistakes import describe_class, essence, explain, explain_interpolation, locate
+from lightning_d9d.errors import ConfigError, printable
 from lightning_d9d.strategy.checkpoint_files import UNREADABLE, mapped, unreadable
 
 _CHECKPOINT_WORDS = ("last", "best", "hpc")
@@ -102,8 +103,11 @@ class D9DCLI(LightningCLI):
         parser_class: type[LightningArgumentParser] = _Parser,
         **kwargs: Any,
     ) -> None:
-        # Else `${trainer.max_steps}` in the file of a subcommand would have to be `${fit.trainer.max_steps}`.
-        jsonargparse.set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
+        jsonargparse.set_parsing_settings(
+            # Else `${trainer.max_steps}` in the file of a subcommand would have to be `${fit.trainer.max_steps}`.
+            omegaconf_absolute_to_relative_paths=True,
+            docstring_parse_attribute_docstrings=True,  # for the help of dataclasses' fields
+        )
         super().__init__(
             *args,
             parser_kwargs={"parser_mode": "omegaconf+", "exit_on_error": False} | (parser_kwargs or {}),
@@ -132,12 +136,12 @@ class D9DCLI(LightningCLI):
         subcommand = next((each for each in self._arguments if each in self.subcommands()), None)
         try:
             check_files(self._arguments)
-        except Mistake as mistake:
+        except MistakeError as mistake:
             return str(mistake)
         if isinstance(error, ArgumentError):
             return explain(str(error), self._arguments, self._parser(subcommand))
         written = (isinstance(parser, _Parser) and parser.written) or {}
-        return explain_interpolation(error, self._arguments, Namespace(written.get(subcommand, written)).keys())
+        return explain_interpolation(error, self._arguments, dict_to_namespace(written.get(subcommand, written)).keys())
 
     def _parse_ckpt_path(self) -> None:
         """Compares the module's arguments in the checkpoint with the configuration, which wins.
@@ -153,7 +157,7 @@ class D9DCLI(LightningCLI):
         is_path = path and path not in _CHECKPOINT_WORDS and not path.startswith("registry") and "://" not in path
         if is_path and not Path(path).exists():
             place = Written(self._arguments).find(["ckpt_path"]) or "ckpt_path"
-            raise Mistake(
+            raise MistakeError(
                 f"{place}: {missing(path)}\ngive a checkpoint's path, or one of {', '.join(_CHECKPOINT_WORDS)}"
             )
         if not path or not Path(path).is_file():
@@ -186,14 +190,23 @@ class D9DCLI(LightningCLI):
         Raises:
             ConfigError: What a constructor refused, with the place of the value that the message names.
         """
+        self._check_strategy()
         try:
             super().instantiate_classes()
         except ValueError as error:
             message, written = essence(str(error)), Written(self._arguments)
             places = (written.find_anywhere(*pair) for pair in re.findall(r"\b(\w+)='?([^\s';,()]+)", message))
             if place := next(filter(None, places), None):
-                raise Mistake(f"{place}: {message}") from error
+                raise MistakeError(f"{place}: {message}") from error
             raise ConfigError(message) from error
+
+    def _check_strategy(self) -> None:
+        """Refuses a word that Lightning does not know; it would name some of those that it does."""
+        key, words = "trainer.strategy", ["d9d", "auto", *StrategyRegistry.available_strategies()]
+        strategy = self.config.get(self.config.get("subcommand") or "", self.config).get(key)
+        if isinstance(strategy, str) and strategy.lower() not in words:
+            subject = locate(Written(self._arguments), key.split("."), strategy)
+            raise MistakeError(describe_class(strategy, subject, key, [Strategy], words))
 
 
 def run(_: Sequence[str] = ()) -> None:
