@@ -103,10 +103,12 @@ class D9DCLI(LightningCLI):
         parser_class: type[LightningArgumentParser] = _Parser,
         **kwargs: Any,
     ) -> None:
+        arguments = _words(kwargs.get("args"))
         jsonargparse.set_parsing_settings(
             # Else `${trainer.max_steps}` in the file of a subcommand would have to be `${fit.trainer.max_steps}`.
             omegaconf_absolute_to_relative_paths=True,
-            docstring_parse_attribute_docstrings=True,  # for the help of dataclasses' fields
+            # Help of dataclasses' fields; reading it takes as long as all other parsing.
+            docstring_parse_attribute_docstrings=any(each == "-h" or "help" in each for each in arguments),
         )
         super().__init__(
             *args,
@@ -122,7 +124,7 @@ class D9DCLI(LightningCLI):
 
         A mistake in them ends the process with exit code 2; `JSONARGPARSE_DEBUG=true` raises what jsonargparse did.
         """
-        self._arguments = sys.argv[1:] if args is None else args if isinstance(args, list) else []
+        self._arguments = _words(args)
         try:
             super().parse_arguments(parser, args)
         except (ArgumentError, OmegaConfBaseException) as error:
@@ -207,6 +209,11 @@ class D9DCLI(LightningCLI):
         if isinstance(strategy, str) and strategy.lower() not in words:
             subject = locate(Written(self._arguments), key.split("."), strategy)
             raise MistakeError(describe_class(strategy, subject, key, [Strategy], words))
+
+
+def _words(args: ArgsType) -> list[str]:
+    """The words of a command line; of a configuration that is given as an object none."""
+    return sys.argv[1:] if args is None else args if isinstance(args, list) else []
 
 
 def run(_: Sequence[str] = ()) -> None:
