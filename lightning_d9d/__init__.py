@@ -2,38 +2,34 @@
 
 `Trainer(strategy=D9DStrategy(...))` (or `strategy="d9d"`, registered by this import) trains plain LightningModules as
 data-parallel replicas and `D9DModule`s microbatch by microbatch. Start reading at `strategy/train_step.py`.
+
+This import takes milliseconds: torch and Lightning are imported when the first name is used, so that
+`lightning_d9d.schedule` and the first checks of the command line need neither.
 """
 
 from __future__ import annotations
 
-from lightning_d9d.errors import ConfigError, RankError, ScheduleError, StateError, StateNotFoundError
-from lightning_d9d.mesh import MeshConfig, MeshDomains
-from lightning_d9d.parallel import ParallelConfig
-from lightning_d9d.pipeline import BlockSequence, StageInfo, StageInputs, WeightedLoss
-from lightning_d9d.strategy.checkpoints import CheckpointConfig
-from lightning_d9d.strategy.module import D9DModule
-from lightning_d9d.strategy.ranks import TimeoutConfig
-from lightning_d9d.strategy.strategy import D9DStrategy
-from lightning_d9d.sync.buckets import GradSyncConfig
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "BlockSequence",
-    "CheckpointConfig",
-    "ConfigError",
-    "D9DModule",
-    "D9DStrategy",
-    "GradSyncConfig",
-    "MeshConfig",
-    "MeshDomains",
-    "ParallelConfig",
-    "RankError",
-    "ScheduleError",
-    "StageInfo",
-    "StageInputs",
-    "StateError",
-    "StateNotFoundError",
-    "TimeoutConfig",
-    "WeightedLoss",
-]
+from lightning_d9d.registration import register_with_lightning
+
+if TYPE_CHECKING:
+    from lightning_d9d._public import *  # noqa: F403
 
 __version__ = "0.1.0.dev0"
+
+register_with_lightning()
+
+
+def __getattr__(name: str) -> Any:
+    if find_spec(f"lightning_d9d.{name}"):
+        return import_module(f"lightning_d9d.{name}")
+    if name in (public := import_module("lightning_d9d._public")).__all__:
+        return getattr(public, name)
+    raise AttributeError(f"module 'lightning_d9d' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *import_module("lightning_d9d._public").__all__})

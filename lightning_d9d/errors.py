@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import unicodedata
+from collections.abc import Iterable
 
 _CONTROLS = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 """Categories of Unicode that steer a terminal or the order of text, or that cannot be written."""
@@ -58,3 +60,18 @@ class StateNotFoundError(StateError, FileNotFoundError):
 
 class RankError(_PrintableError, RuntimeError):
     """Another rank failed or stopped answering; the message names it."""
+
+
+def did_you_mean(name: object, choices: Iterable[str]) -> str:
+    """The end of a message about an unknown name.
+
+    Args:
+        name: What was given.
+        choices: What is legal.
+
+    Returns:
+        "; did you mean 'learning_rate'?" where one choice is spelt alike but for case and a few letters, else "".
+    """
+    folded = {choice.casefold(): choice for choice in choices}
+    close = difflib.get_close_matches(str(name).casefold(), folded, n=1, cutoff=0.7)
+    return f"; did you mean {folded[close[0]]!r}?" if close else ""

@@ -9,7 +9,7 @@ collectives, `check.py` refuses programs that cannot run, `simulate.py` runs the
 
 from __future__ import annotations
 
-from lightning_d9d.errors import ScheduleError
+from lightning_d9d.errors import ScheduleError, did_you_mean
 from lightning_d9d.schedule.actions import (
     Action,
     Backward,
@@ -56,15 +56,15 @@ SCHEDULES: dict[str, type[Schedule]] = {
 def resolve_schedule(schedule: str | Schedule | None) -> Schedule:
     """Return the schedule of a short name, a schedule as it is, and `OneForwardOneBackward()` for None.
 
+    A short name may be in capitals, and the name of its class: "1F1B", "ZeroBubbleV".
+
     Raises:
         ScheduleError: The name is unknown, or the object is no schedule.
     """
     if schedule is None:
         return OneForwardOneBackward()
     if isinstance(schedule, str):
-        if schedule not in SCHEDULES:
-            raise ScheduleError(f"schedule={schedule!r} is unknown; choose one of {sorted(SCHEDULES)}")
-        return SCHEDULES[schedule]()
+        return _find(schedule)()
     if isinstance(schedule, type) and issubclass(schedule, Schedule):
         raise ScheduleError(f"schedule={schedule.__name__} is a class; give an object, {schedule.__name__}()")
     if not isinstance(schedule, Schedule):
@@ -73,6 +73,20 @@ def resolve_schedule(schedule: str | Schedule | None) -> Schedule:
             "extends lightning_d9d.schedule.Schedule"
         )
     return schedule
+
+
+def _find(name: str) -> type[Schedule]:
+    spellings = {each.casefold(): kind for short, kind in SCHEDULES.items() for each in (short, kind.__name__)}
+    if kind := spellings.get(name.casefold()):
+        return kind
+    if name.casefold() == "auto":
+        raise ScheduleError(
+            f"schedule={name!r} needs to know the batch: class_path: Auto with init_args: batch_size and "
+            "sequence_length in a file, or Auto(batch_size=..., sequence_length=...) in Python"
+        )
+    raise ScheduleError(
+        f"schedule={name!r} is unknown; choose one of {sorted(SCHEDULES)}{did_you_mean(name, SCHEDULES)}"
+    )
 
 
 __all__ = [

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -720,7 +720,3 @@ class D9DStrategy(AlignedStrategy):
 
 # For the one thing that Lightning asks it: whether it trains `torch.compile(module)`.
 SingleDeviceStrategy.register(D9DStrategy)
-
-StrategyRegistry.register(
-    "d9d", D9DStrategy, description="Any mix of parallelism for D9DModules, data-parallel replicas for plain modules"
-)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import nn
 
 from lightning_d9d.checkpoint import is_directory
-from lightning_d9d.errors import ConfigError, StateError
+from lightning_d9d.errors import ConfigError, StateError, did_you_mean
 from lightning_d9d.state.format import read_json
 from lightning_d9d.state.places import Place, check_link
 
@@ -290,7 +290,10 @@ class Qwen3MoeConfig:
     def preset(cls, name: Literal["tiny", "30b-a3b", "235b-a22b"]) -> Qwen3MoeConfig:
         """A model by name: `tiny` (bytes as tokens, for a first run on any machine) or a released Qwen3-MoE size."""
         if name not in _PRESETS:
-            raise ConfigError(f"Qwen3MoeConfig.preset({name!r}) must be one of {', '.join(map(repr, _PRESETS))}.")
+            raise ConfigError(
+                f"preset={name!r} is unknown; choose one of {', '.join(map(repr, _PRESETS))}, or the path of a Hugging "
+                f"Face config.json{did_you_mean(name, _PRESETS)}"
+            )
         return cls(**_PRESETS[name])
 
     @classmethod

@@ -1,25 +1,26 @@
-"""The command line: `lightning-d9d fit --config run.yaml --trainer.max_steps 100`."""
+"""Lightning's subcommands: fit, validate, test and predict, with this package's classes and `${...}` in files."""
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import reprlib
 import sys
 import warnings
-from collections.abc import Mapping
+from argparse import ArgumentError
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import jsonargparse
 import yaml
-from jsonargparse import Namespace
+from jsonargparse import Namespace, dict_to_namespace
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter, Callback
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf.errors import OmegaConfBaseException
 
@@ -27,25 +28,16 @@ from omegaconf.errors import OmegaConfBaseException
 import lightning_d9d.callbacks
 import lightning_d9d.datamodules
 import lightning_d9d.models.qwen3_moe  # noqa: F401
-from lightning_d9d import convert, doctor
 from lightning_d9d.callbacks import PredictionWriter
-from lightning_d9d.errors import ConfigError, StateError, printable, reason
-from lightning_d9d.generation import commands
+from lightning_d9d.cli import refuse
+from lightning_d9d.cli.files import MistakeError, Written, check_files, missing
+from lightning_d9d.cli.mistakes import describe_class, essence, explain, explain_interpolation, locate
+from lightning_d9d.errors import ConfigError, printable, reason
 from lightning_d9d.strategy.checkpoint_files import UNREADABLE, mapped, unreadable
 from lightning_d9d.strategy.interrupt import last_checkpoint
 
-DESCRIPTION = (
-    "lightning_d9d trains from YAML files. `lightning-d9d doctor` tells whether this machine is fit for it; "
-    "`lightning-d9d convert` turns weights and checkpoints into other forms; `lightning-d9d generate` shows what a "
-    "model writes, `lightning-d9d evaluate` how well it predicts a text."
-)
-
-_COMMANDS = {
-    "convert": convert.main,
-    "generate": commands.main_generate,
-    "evaluate": commands.main_evaluate,
-}
-"""Beside those of LightningCLI."""
+_CHECKPOINT_WORDS = ("last", "best", "hpc", "auto")
+"""What Lightning takes for `ckpt_path` beside paths and its registry's names."""
 
 
 class _Parser(LightningArgumentParser):
@@ -142,11 +134,16 @@ class D9DCLI(LightningCLI):
         **kwargs: Any,
     ) -> None:
         warnings.filterwarnings("ignore", r"\s*skip_none parameter was deprecated")  # Lightning's way to save
-        # Else `${trainer.max_steps}` in the file of a subcommand would have to be `${fit.trainer.max_steps}`.
-        jsonargparse.set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
+        arguments = _words(kwargs.get("args"))
+        jsonargparse.set_parsing_settings(
+            # Else `${trainer.max_steps}` in the file of a subcommand would have to be `${fit.trainer.max_steps}`.
+            omegaconf_absolute_to_relative_paths=True,
+            # Help of dataclasses' fields; reading it takes as long as all other parsing.
+            docstring_parse_attribute_docstrings=any(each == "-h" or "help" in each for each in arguments),
+        )
         super().__init__(
             *args,
-            parser_kwargs={"parser_mode": "omegaconf+"} | (parser_kwargs or {}),
+            parser_kwargs={"parser_mode": "omegaconf+", "exit_on_error": False} | (parser_kwargs or {}),
             save_config_callback=save_config_callback,
             save_config_kwargs={"overwrite": True} | (save_config_kwargs or {}),
             parser_class=parser_class,
@@ -169,10 +166,30 @@ class D9DCLI(LightningCLI):
             self.config_init["predict"]["return_predictions"] = False
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parses the arguments, and tells the subcommand's parser, which saves them, what the user wrote."""
-        super().parse_arguments(parser, args)
+        """Parses the arguments, and gives the subcommand's parser, which saves them, what the user wrote.
+
+        A mistake in them ends the process with exit code 2; `JSONARGPARSE_DEBUG=true` raises what jsonargparse did.
+        """
+        self._arguments = _words(args)
+        try:
+            super().parse_arguments(parser, args)
+        except (ArgumentError, OmegaConfBaseException) as error:
+            if "JSONARGPARSE_DEBUG" in os.environ:
+                raise
+            refuse(self._explain(error, parser))
         if (subcommand := self.config.get("subcommand")) and isinstance(parser, _Parser) and parser.written:
             cast(_Parser, self._parser(subcommand)).written = parser.written[subcommand]
+
+    def _explain(self, error: ArgumentError | OmegaConfBaseException, parser: LightningArgumentParser) -> str:
+        subcommand = next((each for each in self._arguments if each in self.subcommands()), None)
+        try:
+            check_files(self._arguments)
+        except MistakeError as mistake:
+            return str(mistake)
+        if isinstance(error, ArgumentError):
+            return explain(str(error), self._arguments, self._parser(subcommand))
+        written = (isinstance(parser, _Parser) and parser.written) or {}
+        return explain_interpolation(error, self._arguments, dict_to_namespace(written.get(subcommand, written)).keys())
 
     def _parse_ckpt_path(self) -> None:
         """Compares the module's arguments in the checkpoint with the configuration, which wins.
@@ -185,6 +202,12 @@ class D9DCLI(LightningCLI):
         """
         chosen = self.config.get(self.config.get("subcommand") or "", {})
         path = chosen.get("ckpt_path")
+        is_path = path and path not in _CHECKPOINT_WORDS and not path.startswith("registry") and "://" not in path
+        if is_path and not Path(path).exists():
+            place = Written(self._arguments).find(["ckpt_path"]) or "ckpt_path"
+            raise MistakeError(
+                f"{place}: {missing(path)}\ngive a checkpoint's path, or one of {', '.join(_CHECKPOINT_WORDS)}"
+            )
         if not path or not Path(path).is_file():
             return
         try:
@@ -221,53 +244,43 @@ class D9DCLI(LightningCLI):
         return arguments
 
     def instantiate_classes(self) -> None:
-        """Builds Trainer, model and data; what a constructor refuses becomes a `ConfigError`."""
+        """Builds Trainer, model and data.
+
+        Raises:
+            ConfigError: What a constructor refused, with the place of the value that the message names.
+        """
+        self._check_strategy()
         try:
             super().instantiate_classes()
         except ValueError as error:
-            raise ConfigError(_constructor_message(error)) from error
+            message, written = essence(str(error)), Written(self._arguments)
+            places = (written.find_anywhere(*pair) for pair in re.findall(r"\b(\w+)='?([^\s';,()]+)", message))
+            if place := next(filter(None, places), None):
+                raise MistakeError(f"{place}: {message}") from error
+            raise ConfigError(message) from error
+
+    def _check_strategy(self) -> None:
+        """Refuses a word that Lightning does not know; it would name some of those that it does."""
+        key, words = "trainer.strategy", ["d9d", "auto", *StrategyRegistry.available_strategies()]
+        strategy = self.config.get(self.config.get("subcommand") or "", self.config).get(key)
+        if isinstance(strategy, str) and strategy.lower() not in words:
+            subject = locate(Written(self._arguments), key.split("."), strategy)
+            raise MistakeError(describe_class(strategy, subject, key, [Strategy], words))
 
 
-def _constructor_message(error: ValueError) -> str:
-    """What the constructor said, without the alternatives that jsonargparse lists around it."""
-    noise = ("Does not validate", "- Does not validate", "Subtypes:", "Errors:", "- Expected a", "Given value")
-    lines = [line.strip().removeprefix("- ") for line in str(error).splitlines() if not line.lstrip().startswith(noise)]
-    return "\n".join(lines) or str(error)
+def _words(args: ArgsType) -> list[str]:
+    """The words of a command line; of a configuration that is given as an object none."""
+    return sys.argv[1:] if args is None else args if isinstance(args, list) else []
 
 
-def _interpolation_message(error: OmegaConfBaseException) -> str:
-    """Where the `${...}` is and what is wrong with it, with the names that the user wrote."""
-    place = str(error.full_key or "").removeprefix("fit.")
-    reason = re.sub(r" \(resolved to .*?\)", "", (error.msg or "").splitlines()[0])
-    reason = re.sub(r"'\.+", "'", reason)  # dots that lead from the place to the top of the file
-    return f"{place}: {reason}. In files, not in arguments, ${{...}} is the full name of another value"
+def run(_: Sequence[str] = ()) -> None:
+    """Runs the subcommand of `sys.argv`, which is one of Lightning's.
 
-
-def main() -> None:
-    """Runs the subcommand of `sys.argv`: fit, validate, test, predict, convert, doctor, generate or evaluate.
-
-    A configuration or a file that cannot work ends with exit code 2 and one message; `JSONARGPARSE_DEBUG=true` shows
-    the traceback.
+    Raises:
+        ConfigError: What the user asked for cannot be.
+        StateError: A checkpoint cannot be read.
     """
-    if sys.argv[1:2] == ["doctor"]:
-        sys.exit(doctor.main(sys.argv[2:]))
     try:
-        if run := _COMMANDS.get("".join(sys.argv[1:2])):
-            run(sys.argv[2:])
-        else:
-            D9DCLI(parser_kwargs={"description": DESCRIPTION})
-    except (ConfigError, StateError, MisconfigurationException, OmegaConfBaseException) as error:
-        if "JSONARGPARSE_DEBUG" in os.environ:
-            raise
-        text = _interpolation_message(error) if isinstance(error, OmegaConfBaseException) else str(error)
-        sys.stderr.write(f"error: {text}\ntip: JSONARGPARSE_DEBUG=true shows the traceback\n")
-        sys.exit(2)
-    except OSError as error:
-        if "JSONARGPARSE_DEBUG" in os.environ or error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        sys.stderr.write(f"error: {error.filename or 'a file'} cannot be written: {reason(error)}; free space\n")
-        sys.exit(2)
-
-
-if __name__ == "__main__":
-    main()
+        D9DCLI(parser_kwargs={"prog": "lightning-d9d"})
+    except MisconfigurationException as error:
+        raise ConfigError(str(error)) from error

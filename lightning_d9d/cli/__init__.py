@@ -1,0 +1,104 @@
+"""The command line: `lightning-d9d fit --config run.yaml --trainer.max_steps 100`.
+
+`main` looks at the subcommand and at the files of `--config` before torch is imported (`files.py`). Lightning's
+subcommands are `training.py`'s; what jsonargparse refuses is put in a user's words by `mistakes.py`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from lightning_d9d.cli.files import MistakeError, check_files
+from lightning_d9d.errors import ConfigError, StateError, did_you_mean, reason
+
+if TYPE_CHECKING:
+    from lightning_d9d.cli.training import D9DCLI
+
+__all__ = ["D9DCLI", "SUBCOMMANDS", "main"]
+
+_TRAINING = ("lightning_d9d.cli.training", "run")
+
+SUBCOMMANDS: dict[str, tuple[str, tuple[str, str]]] = {
+    "fit": ("trains a model", _TRAINING),
+    "validate": ("computes the validation metrics of a checkpoint", _TRAINING),
+    "test": ("computes the test metrics of a checkpoint", _TRAINING),
+    "predict": ("runs a model on data and keeps what it returns", _TRAINING),
+    "convert": ("turns weights and checkpoints into other forms", ("lightning_d9d.convert", "main")),
+    "doctor": ("checks whether this machine is fit for training", ("lightning_d9d.doctor", "main")),
+    "generate": ("shows what a model writes", ("lightning_d9d.generation.commands", "main_generate")),
+    "evaluate": ("tells how well a model predicts a text", ("lightning_d9d.generation.commands", "main_evaluate")),
+}
+"""For each subcommand what it does, and the module and the function that run it on the arguments behind it."""
+
+
+def __getattr__(name: str) -> Any:
+    if name == "D9DCLI":
+        return import_module("lightning_d9d.cli.training").D9DCLI
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def main() -> None:
+    """Runs the subcommand of `sys.argv`: fit, validate, test, predict, convert, doctor, generate or evaluate.
+
+    A configuration or a file that cannot work ends with exit code 2 and one message; `JSONARGPARSE_DEBUG=true` shows
+    the traceback.
+    """
+    arguments = sys.argv[1:]
+    if not arguments or arguments[0] in ("-h", "--help"):
+        sys.stdout.write(_overview())
+        return
+    try:
+        module, function = _find_subcommand(arguments)
+        if code := getattr(import_module(module), function)(arguments[1:]):
+            sys.exit(code)
+    except (ConfigError, StateError) as error:
+        if "JSONARGPARSE_DEBUG" in os.environ:
+            raise
+        tip = "" if isinstance(error, MistakeError) else "\ntip: JSONARGPARSE_DEBUG=true shows the traceback"
+        refuse(f"{error}{tip}")
+    except OSError as error:
+        if "JSONARGPARSE_DEBUG" in os.environ or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        refuse(f"{error.filename or 'a file'} cannot be written: {reason(error)}; free space")
+
+
+def refuse(message: str) -> NoReturn:
+    """Ends this process with exit code 2; of the ranks on a machine the first says all, the others the first line."""
+    local_rank = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
+    if local_rank != "0":
+        message = f"local rank {local_rank}: {message.splitlines()[0]}"
+    sys.stderr.write(f"error: {message}\n")
+    sys.exit(2)
+
+
+def _find_subcommand(arguments: list[str]) -> tuple[str, str]:
+    """The module and the function that run it, once its files are known to be readable."""
+    name = arguments[0]
+    if name.startswith("-"):  # options for all subcommands, before one of Lightning's
+        check_files(arguments)
+        return _TRAINING
+    if name not in SUBCOMMANDS:
+        raise MistakeError(
+            f"subcommand {name!r} is unknown{did_you_mean(name, SUBCOMMANDS)}\nchoose one of {', '.join(SUBCOMMANDS)}"
+        )
+    runs = SUBCOMMANDS[name][1]
+    if runs == _TRAINING:
+        check_files(arguments[1:])
+    return runs
+
+
+def _overview() -> str:
+    width = max(map(len, SUBCOMMANDS))
+    lines = [f"  {name:{width}}  {what}" for name, (what, _) in SUBCOMMANDS.items()]
+    return "\n".join([
+        "usage: lightning-d9d SUBCOMMAND [options]",
+        "",
+        *lines,
+        "",
+        "lightning-d9d SUBCOMMAND --help lists its options; fit --config run.yaml trains from a file.",
+        "",
+    ])  # fmt: skip

@@ -1,0 +1,153 @@
+"""The files that `--config` names: whether they can be read, and where in them or in the arguments a setting is."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightning_d9d.errors import ConfigError, did_you_mean
+
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class MistakeError(ConfigError):
+    """A mistake in the arguments or in a configuration file, with its place."""
+
+
+def options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Each option without `--` with its value, of `--name value` as of `--name=value`."""
+    for argument, following in zip_longest(arguments, arguments[1:], fillvalue=""):
+        if argument == "-c" or argument.startswith("--"):
+            name, equals, value = argument.removeprefix("--").partition("=")
+            yield ("config" if name == "-c" else name), (value if equals else following)
+
+
+def config_files(arguments: Sequence[str]) -> list[str]:
+    """What `--config` and `-c` name, but for URLs and configurations that are written in the argument itself."""
+    values = [value for name, value in options(arguments) if name == "config"]
+    return [value for value in values if value not in ("", "-") and "://" not in value and not _is_inline(value)]
+
+
+def _is_inline(value: str) -> bool:
+    try:
+        return not Path(value).exists() and isinstance(yaml.load(value, _LOADER), dict)
+    except (OSError, yaml.YAMLError):
+        return False
+
+
+def check_files(arguments: Sequence[str]) -> None:
+    """Reads the files of `--config` without torch, Lightning or jsonargparse.
+
+    Raises:
+        MistakeError: One is missing or unreadable, has an error in its syntax, or is no mapping.
+    """
+    for path in config_files(arguments):
+        node = _compose(path)
+        if node is not None and not isinstance(node, yaml.MappingNode):
+            raise MistakeError(f"{path} has no settings; it must be a mapping such as `trainer: {{max_steps: 100}}`")
+
+
+def _compose(path: str) -> yaml.Node | None:
+    try:
+        return yaml.compose(Path(path).read_text(encoding="utf-8"), _LOADER)
+    except OSError as error:
+        raise MistakeError(missing(path) if error.errno == errno.ENOENT else f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise MistakeError(f"{path} is no UTF-8 text ({error.reason} at byte {error.start})") from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        context = f" {error.context}, which begins on line {error.context_mark.line + 1}" if error.context_mark else ""
+        raise MistakeError(f"{path}{line}: not YAML: {error.problem}{context}") from error
+    except yaml.YAMLError as error:
+        raise MistakeError(f"{path}: not YAML: {str(error).splitlines()[0]}") from error
+
+
+def missing(path: str) -> str:
+    """What to say of a path that does not exist: the nearest names in its folder, or the folder that is missing too."""
+    folder, name = os.path.split(path)
+    if not os.path.isdir(folder or "."):
+        return f"{path} does not exist, nor does its folder"
+    nearest = did_you_mean(name, os.listdir(folder or "."))
+    return f"{path} does not exist{nearest}"
+
+
+class Written:
+    """What a user wrote: arguments, and behind them the files that they name."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self._options = list(options(arguments))
+        self._files = [(path, _compose(path)) for path in config_files(arguments)]
+
+    def find(self, path: Sequence[str], value: str | None = None) -> str | None:
+        """The place of a setting: the option, or the file and the line.
+
+        Args:
+            path: The names that lead to it, without `init_args`; indices of lists may be left out.
+            value: The text that the setting, or something inside of it, must have.
+
+        Returns:
+            The place that wins if there are several; None if nobody wrote it.
+        """
+        for name, given in reversed(self._options):
+            if _names(name) == list(path) and value in (None, given):
+                return f"--{name}"
+        for file, root in reversed(self._files):
+            for node, line in _below(root, list(path)):
+                if value is None:
+                    return f"{file}, line {line}"
+                for each in (node, *(value for _, value in _settings(node))):
+                    if each.value == value:
+                        return f"{file}, line {each.start_mark.line + 1}"
+        return None
+
+    def find_anywhere(self, name: str, value: str) -> str | None:
+        """The place of a setting by its last name and its value alone, as the message of a constructor has them."""
+        for option, given in reversed(self._options):
+            if _names(option)[-1:] == [name] and given == value:
+                return f"--{option}"
+        for file, root in reversed(self._files):
+            for key, node in _settings(root):
+                if key.value == name and isinstance(node, yaml.ScalarNode) and node.value == value:
+                    return f"{file}, line {key.start_mark.line + 1}"
+        return None
+
+
+def _names(option: str) -> list[str]:
+    return [name for name in option.rstrip("+").split(".") if name != "init_args"]
+
+
+def _below(node: yaml.Node | None, path: list[str], line: int = 1) -> Iterator[tuple[yaml.Node, int]]:
+    """Each node that the names lead to, with the line of its key."""
+    if node is None:
+        return
+    if not path:
+        yield node, line
+    elif isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            if key.value == path[0]:
+                yield from _below(value, path[1:], key.start_mark.line + 1)
+            elif key.value == "init_args":
+                yield from _below(value, path, line)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            rest = path[1:] if path[0] == str(index) else path
+            if rest is not path or not path[0].isdigit():
+                yield from _below(item, rest, item.start_mark.line + 1)
+
+
+def _settings(node: yaml.Node | None) -> Iterator[tuple[yaml.Node, yaml.Node]]:
+    """All keys and values in a node, however deep."""
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            yield key, value
+            yield from _settings(value)
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            yield from _settings(item)

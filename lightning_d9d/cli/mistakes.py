@@ -1,0 +1,265 @@
+"""What jsonargparse refuses, in a user's words: place, what is wrong, the nearest name, and what is legal.
+
+Its message is a tree of lines: keys and classes that lead to the mistake, below each all alternatives of a type. The
+alternative that says most is the mistake; of a message that has none of them the lines that are no alternatives stay.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any
+
+from jsonargparse import ArgumentParser
+from omegaconf.errors import OmegaConfBaseException
+
+from lightning_d9d.cli import SUBCOMMANDS
+from lightning_d9d.cli.files import Written
+from lightning_d9d.errors import did_you_mean
+
+_OPTION = re.compile(r"(?:Option|does not accept option) '([^']+)'|unrecognized arguments: (.+)")
+_CLASS = re.compile(r"Expected a dot import path string: (.+)")
+_IMPORT = re.compile(r"(No module named '.+'|module '.+' has no attribute '.+'|cannot import name .+)")
+_TYPE = re.compile(r"Expected an? (.+)\. Got value: (.*)|Given value: (.*)")
+_REQUIRED = re.compile(r"arguments are required: (?:\w+\.)?(\w+)")
+_KEY = re.compile(r'Parser key "([^"]+)"|Group \'([^\']+)\'')
+_OWNER = re.compile(r"Problem with given class_path '([^']+)'")
+_SUBTYPES = re.compile(r"Subtypes: \[(.*)\]$")
+_CALL = re.compile(r"([\w.]+)\((.*)\)$")
+_NOISE = ("Does not validate", "- Does not validate", "Subtypes:", "Errors:", "- Expected a", "Given value")
+_WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "NoneType": "null"}
+
+_MAX_NAMES = 12
+"""Names in a list of classes."""
+
+_MAX_LEGAL = 300
+"""Characters of a list of options; a longer one is left to `--help`."""
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A line of a message, with what the lines above it say of its place."""
+
+    text: str
+    path: tuple[str, ...]
+    owner: str | None
+    """Import path of the class whose arguments they are; None: those of the command line."""
+    owner_path: tuple[str, ...]
+    """Where that class is."""
+    subtypes: str
+    """The alternatives of the type that is expected there."""
+
+
+def explain(message: str, arguments: Sequence[str], parser: ArgumentParser) -> str:
+    """Translates a message of jsonargparse's.
+
+    Args:
+        message: The message.
+        arguments: What was parsed.
+        parser: The parser of the subcommand.
+
+    Returns:
+        One to three lines.
+    """
+    lines = list(_read(message))
+    written = Written(arguments)
+    for pattern, describe in _KINDS:
+        for line in lines:
+            if found := pattern.search(line.text):
+                return describe(next(filter(None, found.groups()), ""), line, written, parser)
+    return "\n".join(essence(message).splitlines()[:3])
+
+
+def essence(message: str) -> str:
+    """The message without the alternatives that jsonargparse lists around it."""
+    lines = [line.strip().removeprefix("- ") for line in message.splitlines() if not line.lstrip().startswith(_NOISE)]
+    return "\n".join(filter(None, lines)) or message
+
+
+def _read(message: str) -> Iterator[_Line]:
+    """The lines; what is indented less deeply, and above, says where a line belongs."""
+    above: list[tuple[int, _Line]] = []
+    for text in filter(str.strip, message.splitlines()):
+        depth = len(text) - len(text.lstrip(" -"))
+        while above and above[-1][0] > depth:
+            above.pop()
+        line = above[-1][1] if above else _Line("", (), None, (), "")
+        if key := _KEY.search(text):
+            line = replace(line, path=(*line.path, *(key[1] or key[2]).split(".")))
+        if owner := _OWNER.search(text):
+            line = replace(line, owner=owner[1], owner_path=line.path)
+        if subtypes := _SUBTYPES.search(text):
+            line = replace(line, subtypes=subtypes[1])
+        above.append((depth, line))
+        yield replace(line, text=text.strip())
+
+
+def _at(written: Written, path: Sequence[str], value: str | None = None) -> str:
+    """The place of a setting, or of what it is in, with a colon behind it."""
+    candidates = [(path, value), *((path[:length], None) for length in range(len(path), 0, -1))]
+    place = next(filter(None, (written.find(names, wanted) for names, wanted in candidates)), None)
+    return f"{place}: " if place else ""
+
+
+def locate(written: Written, path: Sequence[str], value: str | None = None) -> str:
+    """Returns a setting with its place: `run.yaml, line 3: trainer.max_steps` or `--trainer.max_steps`.
+
+    Args:
+        written: What the user wrote.
+        path: The names that lead to the setting.
+        value: The text that is wrong there.
+    """
+    key = ".".join(path)
+    place = _at(written, path, value)
+    return f"--{key}" if place == f"--{key}: " else f"{place}{key}"
+
+
+def _unknown_option(text: str, line: _Line, written: Written, parser: ArgumentParser) -> str:
+    option = text.split()[0].partition("=")[0]
+    if "unrecognized" in line.text and not option.startswith("-"):
+        return f"{option!r} follows no option; a configuration file is given with --config {option}"
+    names = [*line.path, *(name for name in option.lstrip("-").split(".") if name != "init_args")]
+    known = _names_of(line.owner, parser)
+    length, children = len(line.owner_path), _children(known, [])
+    while names[length] in children and length + 1 < len(names):
+        length += 1
+        children = _children(known, names[len(line.owner_path) : length])
+    within = ".".join(names[:length]) or _program(parser)
+    if line.owner and length == len(line.owner_path):
+        within = line.owner.rpartition(".")[2]
+    legal = f"{within} takes {', '.join(children)}"
+    if len(legal) > _MAX_LEGAL:
+        legal = f"`{_program(parser)} --help` lists what {within} takes"
+    place = _at(written, names[: length + 1])
+    return f"{place}{within} has no option {names[length]!r}{did_you_mean(names[length], children)}\n{legal}"
+
+
+def _program(parser: ArgumentParser) -> str:
+    return parser.prog.replace(" [options]", "")
+
+
+def _children(known: Iterable[str], names: Sequence[str]) -> list[str]:
+    """The names that can follow, of those in full."""
+    prefix = "".join(f"{name}." for name in names)
+    return list(dict.fromkeys(each.removeprefix(prefix).split(".")[0] for each in known if each.startswith(prefix)))
+
+
+def _names_of(owner: str | None, parser: ArgumentParser) -> list[str]:
+    """The options of a class, or of the whole command line, nested ones with dots."""
+    if owner is not None:
+        parser = ArgumentParser(exit_on_error=False)
+        parser.add_class_arguments(_load(owner), fail_untyped=False)
+    return list(parser.get_defaults(skip_validation=True).keys())
+
+
+def _unknown_class(name: str, line: _Line, written: Written, parser: ArgumentParser) -> str:
+    return describe_class(name, locate(written, line.path, name), ".".join(line.path), _classes(line.subtypes))
+
+
+def describe_class(name: str, subject: str, key: str, bases: Sequence[type], words: Sequence[str] = ()) -> str:
+    """Says what is wrong with the name of a class.
+
+    Args:
+        name: The name.
+        subject: The setting with its place.
+        key: The setting's full name.
+        bases: What the class must extend.
+        words: What is legal beside classes, which are not listed then.
+    """
+    if call := _CALL.match(name):
+        return (
+            f"{subject} takes the name of a class without its arguments, not {name!r}\n"
+            f"in a file write class_path: {call[1]}, with the arguments below init_args:; on the command line "
+            f"--{key}.class_path {call[1]} --{key}.ARGUMENT VALUE"
+        )
+    kinds = {kind for base in bases for kind in _subclasses(base)}
+    known = [kind.__name__ for kind in sorted(kinds, key=_closeness)]
+    if name in known:
+        return f"{subject} takes a class as --{key}.class_path {name}, or as class_path: {name} in a file"
+    legal = [*_beginning(words or known), "the full name of a class such as my_package.MyClass"]
+    return f"{subject} knows no {name!r}{did_you_mean(name, [*words, *known])}\nit may be {_or(legal)}"
+
+
+def _closeness(kind: type) -> tuple[bool, bool, str]:
+    """Sorts classes that are meant to be extended, and those of other packages, behind the others."""
+    return bool(kind.__subclasses__()), not kind.__module__.startswith("lightning_d9d."), kind.__name__
+
+
+def _beginning(names: Sequence[str]) -> list[str]:
+    left_out = len(names) - _MAX_NAMES
+    return [*names[:_MAX_NAMES], *([f"{left_out} more"] if left_out > 0 else [])]
+
+
+def _not_importable(reason: str, line: _Line, written: Written, parser: ArgumentParser) -> str:
+    name = line.owner or ""
+    return (
+        f"{locate(written, line.path, name)}: {name} cannot be imported: {reason}\n"
+        "its package must be installed, or the folder that has it in PYTHONPATH"
+    )
+
+
+def _classes(subtypes: str) -> list[type]:
+    loaded = [_load(name) for name in re.findall(r"(?:\w+\.)+\w+", subtypes)]
+    return [each for each in loaded if isinstance(each, type)]
+
+
+def _load(full_name: str) -> Any:
+    module, _, name = full_name.rpartition(".")
+    return getattr(import_module(module), name, None)
+
+
+def _subclasses(base: type) -> Iterator[type]:
+    for kind in base.__subclasses__():
+        if not kind.__name__.startswith("_"):
+            yield kind
+        yield from _subclasses(kind)
+
+
+def _wrong_value(_: str, line: _Line, written: Written, parser: ArgumentParser) -> str:
+    found = _TYPE.search(line.text)
+    assert found is not None
+    expected, value = (found[1], found[2]) if found[1] else (line.subtypes, found[3])
+    groups = [ast.literal_eval(f"[{group}]") for group in re.findall(r"Literal\[(.*?)\]", expected)]
+    choices = list(dict.fromkeys(str(each) for group in groups for each in group))
+    kinds = re.findall(r"<class '(?:\w+\.)*(\w+)'>", expected)
+    legal = [*map(repr, choices), *(_WORDS.get(kind, kind) for kind in kinds)] or [re.sub(r"(\w+\.)+", "", expected)]
+    return f"{locate(written, line.path, value)} must be {_or(legal)}, not {value!r}{did_you_mean(value, choices)}"
+
+
+def _or(words: Sequence[str]) -> str:
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def _required(name: str, line: _Line, written: Written, parser: ArgumentParser) -> str:
+    return f"{_program(parser)} needs {name}; give --{name} VALUE, or {name}: in a file and --config FILE"
+
+
+_KINDS = (
+    (_OPTION, _unknown_option),
+    (_CLASS, _unknown_class),
+    (_IMPORT, _not_importable),
+    (_REQUIRED, _required),
+    (_TYPE, _wrong_value),
+)
+"""What can be wrong, most telling first."""
+
+
+def explain_interpolation(error: OmegaConfBaseException, arguments: Sequence[str], known: Iterable[str]) -> str:
+    """Says where a `${...}` is and what is wrong with it, with the names that the user wrote.
+
+    Args:
+        error: OmegaConf's.
+        arguments: What was parsed.
+        known: The full names of all values of the configuration.
+    """
+    names = re.sub(r"\[(\d+)\]", r".\1", str(error.full_key or "")).split(".")
+    place = _at(Written(arguments), [name for name in names[names[0] in SUBCOMMANDS :] if name != "init_args"])
+    reason = re.sub(r" \(resolved to .*?\)", "", (error.msg or "").splitlines()[0])
+    reason = re.sub(r"^\w+ raised while resolving interpolation: ", "", reason).strip('"')
+    reason = re.sub(r"'\.+", "'", reason)  # dots that lead from the place to the top of the file
+    key = re.search(r"Interpolation key '(.+)' not found", reason)
+    nearest = did_you_mean(key[1], known) if key else ""
+    return f"{place}{reason}{nearest}\nin files, not in arguments, ${{...}} is the full name of another value"
