@@ -55,8 +55,15 @@ def load_model(source: str | Path, dtype: torch.dtype | None = None, device: str
 
     Raises:
         StateError: Nothing that can be read is there, or a file is damaged.
-        ConfigError: It is another kind of model.
+        ConfigError: It is another kind of model, or this machine has no such device.
     """
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"device={device!r} cannot be used here ({reason}); choose 'cpu', or 'cuda' with a GPU"
+        ) from error
     if is_checkpoint(source):
         model = Qwen3MoePretraining.load_from_checkpoint(source).model
         return model.to(device=device, dtype=dtype).eval()

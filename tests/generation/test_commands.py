@@ -112,6 +112,14 @@ def test_characters_of_several_bytes_come_whole() -> None:
 def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises((ConfigError, StateError), match="nothing"):
         load_model(tmp_path / "nothing")
+    with pytest.raises(ConfigError, match=r"device='abacus' cannot be used here \(.*choose 'cpu'"):
+        load_model(tmp_path / "nothing", device="abacus")
+
+
+def test_a_refusal_writes_no_prompt(trained: tuple[Path, float], capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(ConfigError, match="ask for at most 2044"):
+        main_generate([str(trained[0] / "export"), "--prompt", "def ", "--max-new-tokens", "9999", "--device", "cpu"])
+    assert capsys.readouterr().out == ""
 
 
 def test_dtypes(tmp_path: Path) -> None:
