@@ -34,10 +34,9 @@ def main_generate(arguments: Sequence[str]) -> None:
     ends = getattr(tokenizer, "eos_token_id", None)
     stop = () if chosen.no_stop or ends is None else (ends,)
     tokens = torch.tensor(tokenizer.encode(prompt), dtype=torch.long)
+    written = generate(model, tokens, chosen.max_new_tokens, sampling, stop=stop, seed=chosen.seed)
     sys.stdout.write(prompt)
-    for text in _texts(
-        tokenizer, generate(model, tokens, chosen.max_new_tokens, sampling, stop=stop, seed=chosen.seed)
-    ):
+    for text in _texts(tokenizer, written):
         sys.stdout.write(text)
         sys.stdout.flush()
     sys.stdout.write("\n")

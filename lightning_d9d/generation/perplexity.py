@@ -35,10 +35,11 @@ def score(model: Qwen3MoeForCausalLM, tokens: Tensor, context_length: int = 2048
         model: A whole one, on one device. It is put into `eval()` while it runs.
         tokens: Integers, shape `[seq]`, at least two.
         context_length: Of a window.
-        batch_size: Windows that run at the same time.
+        batch_size: Windows that run at the same time; at least 1.
 
     Raises:
-        ConfigError: The text is too short, or the windows are longer than the model has positions.
+        ConfigError: The text is too short, the windows are longer than the model has positions, or `batch_size` is
+            below 1.
     """
     limit = model.config.max_position_embeddings
     if len(tokens) < 2:
@@ -47,6 +48,8 @@ def score(model: Qwen3MoeForCausalLM, tokens: Tensor, context_length: int = 2048
         raise ConfigError(
             f"context_length={context_length} must be from 1 to max_position_embeddings={limit} of the model"
         )
+    if batch_size < 1:
+        raise ConfigError(f"batch_size={batch_size} must be at least 1")
     device = next(model.parameters()).device
     inputs, labels = tokens[:-1], tokens[1:]
     total = torch.zeros((), dtype=torch.float64)

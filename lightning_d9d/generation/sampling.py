@@ -56,7 +56,6 @@ class Sampling:
         return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
 
 
-@torch.no_grad()
 def generate(
     model: Qwen3MoeForCausalLM,
     prompt: Tensor,
@@ -66,34 +65,45 @@ def generate(
     stop: Collection[int] = (),
     seed: int = 0,
 ) -> Iterator[int]:
-    """The tokens that follow a prompt, one by one; each token is computed once. Local.
+    """Return the tokens that follow a prompt, one by one; each token is computed once. Local.
 
     Args:
         model: A whole one, on one device. It is put into `eval()` while it runs.
         prompt: Integers, shape `[seq]`, at least one.
-        max_new_tokens: After how many to end.
+        max_new_tokens: After how many to end; at least 1.
         sampling: How tokens are chosen.
         stop: Tokens that end the text; they are not given out.
         seed: Of what is drawn.
 
     Raises:
-        ConfigError: The prompt is empty, or has with `max_new_tokens` more tokens than the model has positions.
+        ConfigError: The prompt is empty, `max_new_tokens` is below 1, or both together are more tokens than the model
+            has positions. It is raised by the call, before the first token is asked for.
     """
     length, limit = len(prompt) + max_new_tokens, model.config.max_position_embeddings
     if len(prompt) == 0:
         raise ConfigError("the prompt has no token; give at least one, such as the tokenizer's first of a text")
+    if max_new_tokens < 1:
+        raise ConfigError(f"max_new_tokens={max_new_tokens} must be at least 1")
     if length > limit:
         raise ConfigError(
             f"a prompt of {len(prompt)} tokens and max_new_tokens={max_new_tokens} are more than "
             f"max_position_embeddings={limit} of the model; ask for at most {max(0, limit - len(prompt))}"
         )
+    return _tokens(CachedDecoder(model, length), prompt, sampling, stop, seed)
+
+
+@torch.no_grad()
+def _tokens(
+    decoder: CachedDecoder, prompt: Tensor, sampling: Sampling, stop: Collection[int], seed: int
+) -> Iterator[int]:
+    model = decoder.model
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
-    decoder, tokens = CachedDecoder(model, length), prompt.to(device)[None]
+    tokens = prompt.to(device)[None]
     was_training = model.training
     model.eval()
     try:
-        for _ in range(max_new_tokens):
+        for _ in range(decoder.max_length - len(prompt)):
             tokens = sampling.choose(decoder(tokens)[:, -1], generator)[None]
             if (token := int(tokens)) in stop:
                 return

@@ -10,11 +10,11 @@ from lightning_d9d.errors import ConfigError
 from lightning_d9d.models.qwen3_moe.config import Qwen3MoeConfig
 from lightning_d9d.models.qwen3_moe.huggingface import load_huggingface
 from lightning_d9d.models.qwen3_moe.model import Qwen3MoeForCausalLM
-from lightning_d9d.models.qwen3_moe.module import Qwen3MoePretraining
+from lightning_d9d.models.qwen3_moe.module import ARGUMENTS_KEY, Qwen3MoePretraining
 from lightning_d9d.state import DTYPE_NAMES
 from lightning_d9d.state.format import read_json
 from lightning_d9d.state.places import place_of
-from lightning_d9d.strategy.checkpoint_files import is_checkpoint
+from lightning_d9d.strategy.checkpoint_files import is_checkpoint, read_value
 
 BYTES = "bytes"
 _NUM_BYTES = 256
@@ -55,10 +55,25 @@ def load_model(source: str | Path, dtype: torch.dtype | None = None, device: str
 
     Raises:
         StateError: Nothing that can be read is there, or a file is damaged.
-        ConfigError: It is another kind of model.
+        ConfigError: It is another kind of model, or this machine has no such device.
     """
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"device={device!r} cannot be used here ({reason}); choose 'cpu', or 'cuda' with a GPU"
+        ) from error
     if is_checkpoint(source):
-        model = Qwen3MoePretraining.load_from_checkpoint(source).model
+        try:
+            model = Qwen3MoePretraining.load_from_checkpoint(source).model
+        except ConfigError as error:
+            if read_value(source, ARGUMENTS_KEY) is not None:
+                raise
+            raise ConfigError(
+                f"{source} is a checkpoint, but not of a Qwen3MoePretraining: it names no Qwen3MoeConfig; load it by "
+                "load_from_checkpoint of its own class, and call that module with a batch"
+            ) from error
         return model.to(device=device, dtype=dtype).eval()
     config = Qwen3MoeConfig.from_json(source)
     with torch.device("meta"):

@@ -20,6 +20,7 @@ from lightning_d9d.generation.commands import main_evaluate, main_generate
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3MoePretraining, save_huggingface
 from tests.generation.test_cache import CONFIG
 from tests.strategy.plain import trainer
+from tests.strategy.staged import Staged, staged_rows
 
 TEXT = "def run(self):\n    return self.numbers\n" * 12
 
@@ -112,6 +113,22 @@ def test_characters_of_several_bytes_come_whole() -> None:
 def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises((ConfigError, StateError), match="nothing"):
         load_model(tmp_path / "nothing")
+    with pytest.raises(ConfigError, match=r"device='abacus' cannot be used here \(.*choose 'cpu'"):
+        load_model(tmp_path / "nothing", device="abacus")
+
+
+def test_a_checkpoint_of_another_model_is_named(tmp_path: Path) -> None:
+    run = trainer(D9DStrategy(), 1, max_epochs=1)
+    run.fit(Staged(), torch.utils.data.DataLoader(staged_rows(4), 2))  # type: ignore[arg-type]
+    run.save_checkpoint(tmp_path / "other.ckpt")
+    with pytest.raises(ConfigError, match=r"other\.ckpt is a checkpoint, but not of a Qwen3MoePretraining"):
+        load_model(tmp_path / "other.ckpt")
+
+
+def test_a_refusal_writes_no_prompt(trained: tuple[Path, float], capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(ConfigError, match="ask for at most 2044"):
+        main_generate([str(trained[0] / "export"), "--prompt", "def ", "--max-new-tokens", "9999", "--device", "cpu"])
+    assert capsys.readouterr().out == ""
 
 
 def test_dtypes(tmp_path: Path) -> None:

@@ -34,3 +34,5 @@ def test_what_cannot_be_is_refused() -> None:
         score(model_of(), torch.tensor([1]))
     with pytest.raises(ConfigError, match="context_length=65 must be from 1 to max_position_embeddings=64"):
         score(model_of(), torch.arange(3), context_length=65)
+    with pytest.raises(ConfigError, match="batch_size=0 must be at least 1"):
+        score(model_of(), torch.arange(3), context_length=2, batch_size=0)

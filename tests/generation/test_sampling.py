@@ -59,9 +59,11 @@ def test_a_text_is_that_of_its_seed_and_ends_where_told() -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError, match="the prompt has no token"):
-        next(generate(model_of(), torch.tensor([], dtype=torch.long), 1))
+        generate(model_of(), torch.tensor([], dtype=torch.long), 1)
     with pytest.raises(ConfigError, match=r"max_position_embeddings=64 of the model; ask for at most 62"):
-        next(generate(model_of(), torch.tensor([1, 2]), 63))
+        generate(model_of(), torch.tensor([1, 2]), 63)
+    with pytest.raises(ConfigError, match="max_new_tokens=0 must be at least 1"):
+        generate(model_of(), torch.tensor([1, 2]), 0)
     wrong: tuple[tuple[dict[str, Any], str], ...] = (
         ({"temperature": -1.0}, "temperature=-1.0"),
         ({"temperature": 1.0, "top_k": 0}, "top_k=0"),

@@ -49,6 +49,20 @@ def test_a_trained_and_a_loaded_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "mesh", [{"data_parallel_replicate": 2}, {"data_parallel_shard": 2}], ids=["replicas", "sharded"]
+)
+def test_after_data_parallel_training_all_ranks_call_it(rank: RankContext, mesh: dict[str, int]) -> None:
+    module = Staged()
+    run = trainer(D9DStrategy(mesh=MeshConfig(**mesh)), 2, rank.device.type, max_epochs=1)
+    run.fit(module, torch.utils.data.DataLoader(ROWS, 2))  # type: ignore[arg-type]
+    run.save_checkpoint(rank.tmp_dir / "trained.ckpt")
+    loaded = Staged.load_from_checkpoint(rank.tmp_dir / "trained.ckpt").to(rank.device)
+    batch = {name: tensor.to(rank.device) for name, tensor in BATCH.items()}
+    torch.testing.assert_close(module.to(rank.device)(batch), loaded(batch), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("mesh", [{"pipeline_parallel": 2}, {"context_parallel_shard": 2}], ids=["pp2", "cp2"])
 def test_a_part_says_how_to_have_all(rank: RankContext, mesh: dict[str, int]) -> None:
     module = Model(Alone)
