@@ -40,6 +40,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.mesh.agreement import Ranks
 from lightning_d9d.mesh.collectives import first_difference
 from lightning_d9d.mesh.sharding import local
 from lightning_d9d.pipeline.executor import Cut
@@ -91,6 +92,7 @@ class TrainStep:
         self.factor: Tensor | None = None
         """What gradients are still to be multiplied by: float32 on the device. None: nothing."""
         self._is_first_batch = True
+        self._has_checked_whole = False
         self._is_new_window = True
         self._stashed: list[tuple[nn.Parameter, Tensor]] = []
         self._window_weight: Tensor | None = None
@@ -154,6 +156,8 @@ class TrainStep:
                 raise
         if self.data_parallel is not None:
             self.data_parallel.finish()
+        if is_last:
+            self._check_whole_gradients()
         self._scaled_before = weight_is_known_after_forward or total_weight is not None  # on ranks without a loss, too
         loss, metrics = self._reduce(totals)
         self._set_aside()
@@ -261,6 +265,16 @@ class TrainStep:
                 f"ranks with the same stages train different parameters: {difference}. Set requires_grad alike on all "
                 "ranks"
             )
+
+    def _check_whole_gradients(self) -> None:
+        """In the first window that is reduced, see that tensor ranks had summands of gradients, not the whole ones."""
+        has_checked, self._has_checked_whole = self._has_checked_whole, True
+        if not has_checked and self.pipeline.tokens.num_slices > 1:
+            with Ranks(self.pipeline.readers).agreed(f"{type(self.module).__name__} cannot train on tensor ranks"):
+                if self.data_parallel is not None:  # a stage may have nothing that is not cut
+                    self.data_parallel.check_whole()
+        if self.data_parallel is not None:
+            self.data_parallel.forget_whole()
 
     def _set_aside(self) -> None:
         self._stashed = []  # in an epoch of Lightning's weight averaging there is no backward to put them back
