@@ -155,11 +155,7 @@ class DataParallelStages:
             self.sharded[stage].reduce()
 
     def finish(self) -> None:
-        """Wait for all sums of the batch (on CUDA the stream waits, not the host).
-
-        Raises:
-            ConfigError: In the first window, a gradient would be summed once too often. See `WholeGradients`.
-        """
+        """Wait for all sums of the batch (on CUDA the stream waits, not the host)."""
         if not self._reduces:
             return
         if self.buckets is not None:
@@ -169,11 +165,21 @@ class DataParallelStages:
             if self._whole is not None:
                 self._whole.note(gradients, gradients.values())
             _sum_together(list(gradients.values()), group)
+
+    def check_whole(self) -> None:
+        """After the first window, look at what was summed. Collective over the tensor axis.
+
+        Raises:
+            ConfigError: A gradient was summed once too often. See `WholeGradients`.
+        """
         if self._whole is not None:
             self._whole.check()
-            self._whole = None
-            if self.buckets is not None:
-                self.buckets.before_sum = None
+
+    def forget_whole(self) -> None:
+        """Look at no more gradients."""
+        self._whole = None
+        if self.buckets is not None:
+            self.buckets.before_sum = None
 
     def drop(self) -> None:
         """Forget a batch that was broken off."""

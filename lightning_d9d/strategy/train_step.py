@@ -36,6 +36,7 @@ from torch.optim import Optimizer
 
 from lightning_d9d.data import ALONE, BatchPlan
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.mesh.agreement import Ranks
 from lightning_d9d.mesh.collectives import first_difference
 from lightning_d9d.mesh.sharding import local
 from lightning_d9d.pipeline.executor import Executor, LossScale, SplitBatch, naming_batch
@@ -94,6 +95,7 @@ class TrainStep:
         self._reports = Reports("train", self.pipeline, self.group)
         self._same_batches = SameBatches(self.pipeline.readers)
         self._is_first_batch = True
+        self._has_checked_whole = False
 
     def run(
         self, batch: Any, batch_index: int, accumulated_batches: int, is_last: bool, plan: BatchPlan = ALONE
@@ -125,6 +127,8 @@ class TrainStep:
             of_sum=1.0 if total_weight is None else inverse(total_weight),
         )
         totals = self._run_schedule(split, scale, is_first, is_last)
+        if is_last:
+            self._check_whole_gradients()
         loss, metrics = self._reduce(totals)
         self.window.set_aside()
         return loss, metrics
@@ -254,3 +258,13 @@ class TrainStep:
                 f"ranks with the same stages train different parameters: {difference}. Set requires_grad alike on all "
                 "ranks"
             )
+
+    def _check_whole_gradients(self) -> None:
+        """In the first window that is reduced, see that tensor ranks had summands of gradients, not the whole ones."""
+        has_checked, self._has_checked_whole = self._has_checked_whole, True
+        if not has_checked and self.pipeline.tokens.num_slices > 1:
+            with Ranks(self.pipeline.readers).agreed(f"{type(self.module).__name__} cannot train on tensor ranks"):
+                if self.data_parallel is not None:  # a stage may have nothing that is not cut
+                    self.data_parallel.check_whole()
+        if self.data_parallel is not None:
+            self.data_parallel.forget_whole()

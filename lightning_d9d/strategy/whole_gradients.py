@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshDomains
-from lightning_d9d.mesh.agreement import Ranks, first_of
+from lightning_d9d.mesh.agreement import first_of
 from lightning_d9d.mesh.collectives import all_gather_object
 
 
@@ -39,20 +39,19 @@ class WholeGradients:
                 self._noted[self._names[parameter]] = torch.stack([norm, gradient.sum(dtype=norm.dtype)])
 
     def check(self) -> None:
-        """Compare what was noted. Reads the device. Collective over the ranks that read the same batches.
+        """Compare what was noted. Reads the device. Collective over the tensor axis.
 
         Raises:
-            ConfigError: Some gradient is the same on all ranks of the tensor axis, and not 0; on all of these ranks.
+            ConfigError: Some gradient is the same on all ranks of the axis, and not 0.
         """
         ours = {name: self._noted[name].tolist() for name in self._names.values() if name in self._noted}
         of_ranks = all_gather_object(ours, self._mesh.group("tp"))
         whole = [n for n, numbers in ours.items() if numbers[0] > 0 and all(r.get(n) == numbers for r in of_ranks)]
         num_ranks = self._mesh.sizes["tp"]
-        with Ranks(self._mesh.group("pp", "cp", "tp")).agreed("gradients would be summed once too often"):
-            if whole:
-                raise ConfigError(
-                    f"each of the {num_ranks} ranks of tensor parallelism has the whole gradient of {first_of(whole)}; "
-                    f"summed over them it would be {num_ranks} times as large. Let these parameters see each rank's "
-                    "slice of the tokens (lightning_d9d.parallel.shard_tensors, TokenPart.own_slice), cut them over "
-                    "the axis 'tp', freeze them, or set MeshConfig.tensor_parallel to 1"
-                )
+        if whole:
+            raise ConfigError(
+                f"each of the {num_ranks} ranks of tensor parallelism has the whole gradient of {first_of(whole)}; "
+                f"summed over them it would be {num_ranks} times as large. Let these parameters see each rank's slice "
+                "of the tokens (lightning_d9d.parallel.shard_tensors, TokenPart.own_slice), cut them over the axis "
+                "'tp', freeze them, or set MeshConfig.tensor_parallel to 1"
+            )
