@@ -69,7 +69,12 @@ class Built(cli.D9DCLI):
         pass
 
 
-def test_last_and_auto(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_last_and_auto(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """`last` never begins afresh, `auto` does; then both go on. A saved configuration follows overrides."""
     saved = folder / "runs" / "saved"
     fit = ("fit", "--config", "run.yaml")
@@ -83,7 +88,8 @@ def test_last_and_auto(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pyt
     assert open_directory(saved / "last.ckpt", alone=True).values["global_step"] == 2
     for wanted, steps in (("auto", "4"), ("last", "6")):
         assert run(monkeypatch, *fit, "--ckpt_path", wanted, "--trainer.max_steps", steps) == 0
-        assert f"Restored all states from the checkpoint at {saved / 'last'}" in capfd.readouterr().err
+        assert f"Restored all states from the checkpoint at {saved / 'last'}" in caplog.text
+        caplog.clear()
     assert run(monkeypatch, "validate", "--config", "run.yaml", "--ckpt_path", "auto", "--trainer.callbacks", "[]") == 2
     assert capfd.readouterr().err.splitlines()[-2] == (
         "error: --ckpt_path auto: no ModelCheckpoint has a dirpath to look in; let a ModelCheckpoint have save_last: "

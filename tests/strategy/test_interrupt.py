@@ -34,7 +34,7 @@ def test_goes_on_as_if_never_interrupted(tmp_path: Path, job: Job, batches: int 
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     whole.mkdir()
     parts.mkdir()
-    lines_of(whole, replace(job, interrupts=None, saving=None), codes=[0] * job.num_ranks)
+    lines_of(whole, replace(job, interrupts=None, saving=None, num_workers=0), codes=[0] * job.num_ranks)
     lines = lines_of(parts, job, codes=[1] * job.num_ranks)
     steps = len(read(parts, "loss")) // job.trainer.get("accumulate_grad_batches", 1)
     assert batches in (None, len(read(parts, "loss")))
@@ -42,7 +42,7 @@ def test_goes_on_as_if_never_interrupted(tmp_path: Path, job: Job, batches: int 
         f"Stopped after step {steps}, saved in {LAST}. To go on: the same command with --ckpt_path {LAST}, or "
         f"Trainer.fit(..., ckpt_path='{LAST}')"
     ) in lines
-    lines_of(parts, replace(job, interrupts=None, resumes=True), codes=[0] * job.num_ranks)
+    lines_of(parts, replace(job, interrupts=None, resumes=True, num_workers=0), codes=[0] * job.num_ranks)
     assert read(parts, "loss") == read(whole, "loss")
 
 
