@@ -89,7 +89,8 @@ def test_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
         printed.append(capsys.readouterr())
     assert printed[0].out.startswith("def ")
     assert printed[1].out.startswith("perplexity ")
-    assert "`Trainer.fit` stopped: `max_steps=10` reached" in printed[2].err
+    assert "--- 200 generated characters ---" in printed[2].out
+    assert (tmp_path / "yaml" / "export" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("launcher", ["lightning", "torchrun", "pipeline"])
