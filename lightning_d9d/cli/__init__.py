@@ -7,9 +7,11 @@ subcommands are `training.py`'s; what jsonargparse refuses is put in a user's wo
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning_d9d.cli.files import MistakeError, check_files
@@ -53,7 +55,7 @@ def main() -> None:
         return
     try:
         module, function = _find_subcommand(arguments)
-        if code := getattr(import_module(module), function)(arguments[1:]):
+        if code := getattr(_import(module), function)(arguments[1:]):
             sys.exit(code)
     except (ConfigError, StateError) as error:
         if "JSONARGPARSE_DEBUG" in os.environ:
@@ -89,6 +91,16 @@ def _find_subcommand(arguments: list[str]) -> tuple[str, str]:
     if runs == _TRAINING:
         check_files(arguments[1:])
     return runs
+
+
+def _import(module: str) -> ModuleType:
+    """Imports without the garbage collector, which would look at all of torch several times and find nothing."""
+    gc.disable()
+    try:
+        return import_module(module)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _overview() -> str:

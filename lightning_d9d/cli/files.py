@@ -13,6 +13,9 @@ import yaml
 
 from lightning_d9d.errors import ConfigError, did_you_mean
 
+CHECKPOINT_WORDS = ("last", "best", "hpc", "auto")
+"""What Lightning takes for `ckpt_path` beside paths and the names of its registry."""
+
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -42,7 +45,7 @@ def _is_inline(value: str) -> bool:
 
 
 def check_files(arguments: Sequence[str]) -> None:
-    """Reads the files of `--config` without torch, Lightning or jsonargparse.
+    """Reads the files of `--config`, and looks for that of `--ckpt_path`, without torch, Lightning or jsonargparse.
 
     Raises:
         MistakeError: One is missing or unreadable, has an error in its syntax, or is no mapping.
@@ -51,13 +54,30 @@ def check_files(arguments: Sequence[str]) -> None:
         node = _compose(path)
         if node is not None and not isinstance(node, yaml.MappingNode):
             raise MistakeError(f"{path} has no settings; it must be a mapping such as `trainer: {{max_steps: 100}}`")
+    for name, value in options(arguments):
+        if name == "ckpt_path" and value not in ("", "null"):
+            check_checkpoint(value, "--ckpt_path")
+
+
+def check_checkpoint(path: str, subject: str) -> None:
+    """Looks whether a checkpoint is there. Words of Lightning's, URLs and `${...}` are left to others.
+
+    Raises:
+        MistakeError: It is not; the message begins with the subject.
+    """
+    if path in CHECKPOINT_WORDS or path.startswith("registry") or "://" in path or "${" in path:
+        return
+    if not Path(path).exists():
+        raise MistakeError(
+            f"{subject}: {_missing(path)}\ngive the path of a checkpoint, or one of {', '.join(CHECKPOINT_WORDS)}"
+        )
 
 
 def _compose(path: str) -> yaml.Node | None:
     try:
         return yaml.compose(Path(path).read_text(encoding="utf-8"), _LOADER)
     except OSError as error:
-        raise MistakeError(missing(path) if error.errno == errno.ENOENT else f"{path}: {error.strerror}") from error
+        raise MistakeError(_missing(path) if error.errno == errno.ENOENT else f"{path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise MistakeError(f"{path} is no UTF-8 text ({error.reason} at byte {error.start})") from error
     except yaml.MarkedYAMLError as error:
@@ -69,8 +89,8 @@ def _compose(path: str) -> yaml.Node | None:
         raise MistakeError(f"{path}: not YAML: {str(error).splitlines()[0]}") from error
 
 
-def missing(path: str) -> str:
-    """What to say of a path that does not exist: the nearest names in its folder, or the folder that is missing too."""
+def _missing(path: str) -> str:
+    """Says that a path does not exist, with the nearest name in its folder."""
     folder, name = os.path.split(path)
     if not os.path.isdir(folder or "."):
         return f"{path} does not exist, nor does its folder"

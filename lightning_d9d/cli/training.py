@@ -30,14 +30,11 @@ import lightning_d9d.datamodules
 import lightning_d9d.models.qwen3_moe  # noqa: F401
 from lightning_d9d.callbacks import PredictionWriter
 from lightning_d9d.cli import refuse
-from lightning_d9d.cli.files import MistakeError, Written, check_files, missing
+from lightning_d9d.cli.files import MistakeError, Written, check_checkpoint, check_files
 from lightning_d9d.cli.mistakes import describe_class, essence, explain, explain_interpolation, locate
 from lightning_d9d.errors import ConfigError, printable, reason
 from lightning_d9d.strategy.checkpoint_files import UNREADABLE, mapped, unreadable
 from lightning_d9d.strategy.interrupt import last_checkpoint
-
-_CHECKPOINT_WORDS = ("last", "best", "hpc", "auto")
-"""What Lightning takes for `ckpt_path` beside paths and its registry's names."""
 
 
 class _Parser(LightningArgumentParser):
@@ -202,12 +199,8 @@ class D9DCLI(LightningCLI):
         """
         chosen = self.config.get(self.config.get("subcommand") or "", {})
         path = chosen.get("ckpt_path")
-        is_path = path and path not in _CHECKPOINT_WORDS and not path.startswith("registry") and "://" not in path
-        if is_path and not Path(path).exists():
-            place = Written(self._arguments).find(["ckpt_path"]) or "ckpt_path"
-            raise MistakeError(
-                f"{place}: {missing(path)}\ngive a checkpoint's path, or one of {', '.join(_CHECKPOINT_WORDS)}"
-            )
+        if path:
+            check_checkpoint(path, locate(Written(self._arguments), ["ckpt_path"], path))
         if not path or not Path(path).is_file():
             return
         try:
