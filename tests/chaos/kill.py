@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from lightning_d9d.checkpoint import open_directory
@@ -33,6 +33,9 @@ class Report:
     """Complete checkpoints, each read whole."""
     started: int = 0
     ended: int = 0
+
+    def __add__(self, other: Report) -> Report:
+        return Report(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def __str__(self) -> str:
         return (
