@@ -11,6 +11,7 @@ import argparse
 import itertools
 import multiprocessing
 import resource
+import shutil
 import sys
 import tempfile
 import time
@@ -34,9 +35,9 @@ TARGETS = {**checkpoints.TARGETS, **weights.TARGETS}
 MAX_SECONDS = 2
 MAX_BYTES = 200_000_000
 MAX_FILE_BYTES = 2_000_000
-EXAMPLES_OF_A_ROUND = 200
-SECONDS_OF_A_ROUND = 120
-"""How long a job may still take for the round that it is in when time is up."""
+FILES_OF_A_ROUND = 25
+SECONDS_BESIDE = 300
+"""How long jobs may take to start, and for the rounds that they are in when time is up."""
 
 
 def peak_memory() -> int:
@@ -71,29 +72,27 @@ def outcome(read: Callable[[], object]) -> str:
     return result
 
 
-def attack(name: str, folder: Path, examples: int, seed: int, deadline: float = float("inf")) -> Counter[str]:
-    """Read changed files of one kind.
+def attack(name: str, folder: Path, seed: int) -> Counter[str]:
+    """Read some changed files of one kind.
 
     Args:
         name: Of the target.
-        folder: Not there yet.
-        examples: How many files.
+        folder: Gets the file that a reader failed with.
         seed: Other changes for each.
-        deadline: Nothing is read after this time.
 
     Returns:
         How often each outcome was.
 
     Raises:
-        Exception: A reader did what it must not; the note has the file, which is kept beside the folder.
+        Exception: A reader did what it must not; a note names the file.
     """
-    target, outcomes = TARGETS[name], Counter[str]()
-    content = target.valid(folder)
-    target.read(folder, content)
+    target, outcomes, place = TARGETS[name], Counter[str](), folder / f"{name}-{seed}"
+    content = target.valid(place)
+    target.read(place, content)
 
     @seeded(seed)
     @settings(
-        max_examples=examples,
+        max_examples=FILES_OF_A_ROUND,
         deadline=None,
         database=None,
         phases=[Phase.generate],
@@ -101,20 +100,21 @@ def attack(name: str, folder: Path, examples: int, seed: int, deadline: float = 
     )
     @given(st.data())
     def check(data: st.DataObject) -> None:
-        if time.monotonic() > deadline:
-            return
         changed = data.draw(target.mutated(content))
         if len(changed) > MAX_FILE_BYTES:
             return
         try:
-            outcomes[outcome(lambda: target.read(folder, changed))] += 1
+            outcomes[outcome(lambda: target.read(place, changed))] += 1
         except Exception as error:
-            kept = folder.with_suffix(f".{seed}.failed")
+            kept = place.with_suffix(".failed")
             kept.write_bytes(changed)
             error.add_note(f"{name}: the file is kept as {kept}")
             raise
 
-    check()
+    try:
+        check()
+    finally:
+        shutil.rmtree(place)
     return outcomes
 
 
@@ -124,11 +124,10 @@ def work(names: list[str], number: int, num_jobs: int, seconds: float, folder: P
     for turn in itertools.count():
         if time.monotonic() > deadline:
             return
-        which = (number + turn) % len(names)
-        name, seed = names[which], turn * num_jobs + number
-        at.value = which
+        at.value = (number + turn) % len(names)
+        name, seed = names[at.value], turn * num_jobs + number
         try:
-            results.put((name, attack(name, folder / f"{name}-{seed}", EXAMPLES_OF_A_ROUND, seed, deadline), None))
+            results.put((name, attack(name, folder, seed), None))
         except Exception as error:
             notes = [note for note in getattr(error, "__notes__", []) if note.startswith(name)]
             text = f"{name}, seed {seed}: {type(error).__name__}: {str(error)[:1000]}; {'; '.join(notes)}"
@@ -149,7 +148,7 @@ def run(names: list[str], minutes: float, jobs: int, folder: Path) -> int:
     ]
     for process in processes:
         process.start()
-    deadline = time.monotonic() + 60 * minutes + SECONDS_OF_A_ROUND
+    deadline = time.monotonic() + 60 * minutes + SECONDS_BESIDE
     while any(process.is_alive() for process in processes) or not results.empty():
         if results.empty():
             time.sleep(0.1)
