@@ -26,7 +26,7 @@ import lightning_d9d.models.qwen3_moe  # noqa: F401
 from lightning_d9d import convert, doctor
 from lightning_d9d.errors import ConfigError, StateError, printable
 from lightning_d9d.generation import commands
-from lightning_d9d.strategy.checkpoint_files import UNREADABLE, mapped, unreadable
+from lightning_d9d.strategy.checkpoint_files import UNREADABLE, check_file, mapped, unreadable
 
 DESCRIPTION = (
     "lightning_d9d trains from YAML files. `lightning-d9d doctor` tells whether this machine is fit for it; "
@@ -140,6 +140,7 @@ class D9DCLI(LightningCLI):
         path = chosen.get("ckpt_path")
         if not path or not Path(path).is_file():
             return
+        check_file(path)
         try:
             content = mapped(path)
         except UNREADABLE as error:
@@ -156,7 +157,7 @@ class D9DCLI(LightningCLI):
                 "class, or make model.class_path the checkpoint's class if you trust it"
             )
         given = jsonargparse.namespace_to_dict(model.get("init_args", model))
-        if differing := sorted(name for name in saved.keys() & given.keys() if saved[name] != given[name]):
+        if differing := sorted(name for name in saved.keys() & given.keys() if not _is_same(saved[name], given[name])):
             pairs = ", ".join(
                 f"{name}={reprlib.repr(given[name])} (not {reprlib.repr(saved[name])})" for name in differing
             )
@@ -168,6 +169,13 @@ class D9DCLI(LightningCLI):
             super().instantiate_classes()
         except ValueError as error:
             raise ConfigError(_constructor_message(error)) from error
+
+
+def _is_same(saved: object, given: object) -> bool:
+    try:
+        return bool(saved == given)
+    except RuntimeError:  # a tensor, which no configuration has
+        return False
 
 
 def _constructor_message(error: ValueError) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import multiprocessing
+import queue
 import resource
 import shutil
 import sys
@@ -36,8 +37,8 @@ MAX_SECONDS = 2
 MAX_BYTES = 200_000_000
 MAX_FILE_BYTES = 2_000_000
 FILES_OF_A_ROUND = 25
-SECONDS_BESIDE = 300
-"""How long jobs may take to start, and for the rounds that they are in when time is up."""
+SECONDS_OF_A_ROUND = 120
+"""How long jobs may take for the rounds that they are in when time is up."""
 
 
 def peak_memory() -> int:
@@ -142,23 +143,23 @@ def run(names: list[str], minutes: float, jobs: int, folder: Path) -> int:
     """
     context = multiprocessing.get_context("spawn")
     results, totals, failures = context.Queue(), {name: Counter[str]() for name in names}, list[str]()
-    at: list[Synchronized[int]] = [context.Value("i", 0) for _ in range(jobs)]
+    at: list[Synchronized[int]] = [context.Value("i", -1) for _ in range(jobs)]  # -1: it has not begun
     processes = [
         context.Process(target=work, args=(names, i, jobs, 60 * minutes, folder, at[i], results)) for i in range(jobs)
     ]
     for process in processes:
         process.start()
-    deadline = time.monotonic() + 60 * minutes + SECONDS_BESIDE
+    deadline = float("inf")
     while any(process.is_alive() for process in processes) or not results.empty():
-        if results.empty():
-            time.sleep(0.1)
-            if time.monotonic() < deadline:
-                continue
+        if deadline == float("inf") and all(place.value >= 0 for place in at):
+            deadline = time.monotonic() + 60 * minutes + SECONDS_OF_A_ROUND
+        if time.monotonic() > deadline:
             for process in processes:
                 process.kill()
-                process.join()
+        try:
+            name, outcomes, failure = results.get(timeout=0.1)
+        except queue.Empty:
             continue
-        name, outcomes, failure = results.get()
         totals[name] += outcomes
         if failure is not None:
             failures.append(failure)

@@ -22,12 +22,13 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="loops side by side, each of two to four processes")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="kill nothing after this time")
     options = parser.parse_args()
     shares = [options.kills // options.jobs + (i < options.kills % options.jobs) for i in range(options.jobs)]
     total, num_failed = Report(), 0
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as loops:
         running = [
-            loops.submit(run, Path(folder) / f"loop {i}", share, options.seed + i, show=True)
+            loops.submit(run, Path(folder) / f"loop {i}", share, options.seed + i, True, options.seconds)
             for i, share in enumerate(shares)
         ]
         for number, each in enumerate(running):

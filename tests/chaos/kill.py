@@ -139,22 +139,22 @@ def check_what_is_left(folder: Path, newest: int, report: Report) -> int:
     return min(now, last + 1)
 
 
-def run(folder: Path, num_kills: int, seed: int, show: bool = False) -> Report:
-    """Kill jobs so many times in all.
+def run(folder: Path, num_kills: int, seed: int, show: bool = False, seconds: float = float("inf")) -> Report:
+    """Kill jobs so many times in all, but not after `seconds`.
 
     Raises:
         AssertionError: A checkpoint that was left cannot be read, or a job did not end with the right weights.
     """
-    chance, report = random.Random(seed), Report()
+    chance, report, end = random.Random(seed), Report(), time.monotonic() + seconds
     whole = folder / "whole"
     whole.mkdir(parents=True)
     Running(whole, False, report).finish()
     expected = weights(whole)
-    while report.kills < num_kills:
+    while report.kills < num_kills and time.monotonic() < end:
         job = folder / f"job {report.ended}"
         job.mkdir()
         newest = 0
-        while report.kills < num_kills and not (job / FINISHED).exists():
+        while report.kills < num_kills and time.monotonic() < end and not (job / FINISHED).exists():
             asynchronous = report.kills % 2 == 0
             were_two = kill_at_random(job, asynchronous, chance, report)
             newest = check_what_is_left(job, 0 if were_two else newest, report)
