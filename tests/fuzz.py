@@ -97,7 +97,7 @@ def attack(name: str, folder: Path, seed: int) -> Counter[str]:
         deadline=None,
         database=None,
         phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
+        suppress_health_check=[*HealthCheck],  # type: ignore[arg-type]
     )
     @given(st.data())
     def check(data: st.DataObject) -> None:

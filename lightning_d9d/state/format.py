@@ -70,7 +70,7 @@ class StoredTensor:
         if not picked.numel():
             return torch.empty(picked.shape, dtype=self.dtype, device="cpu")
         last = sum((length - 1) * stride for length, stride in zip(picked.shape, picked.stride(), strict=True))
-        begin = self._entry.begin + picked.storage_offset() * self.dtype.itemsize
+        begin = self._entry.begin + int(picked.storage_offset()) * self.dtype.itemsize
         values = self._file.values(begin, begin + (last + 1) * self.dtype.itemsize, self.dtype)
         return values.as_strided(picked.shape, picked.stride())
 
@@ -138,7 +138,7 @@ class SafetensorsFile:
                 raise ValueError("it ends too early")
             return torch.frombuffer(fetched, dtype=torch.uint8)
         content = torch.empty(end - begin, dtype=torch.uint8, device="cpu")
-        room = memoryview(content.numpy())
+        room = content.numpy().data
         while room:
             if not (num_read := os.preadv(self._descriptor, [room], end - len(room))):
                 raise ValueError("it ends too early")
