@@ -53,9 +53,16 @@ def meshes(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def chaos(session: nox.Session) -> None:
-    """Kill training jobs at random moments, 200 times unless `-- --kills N`, and go on from what they left."""
+    """Kill training jobs at random moments, 200 times unless `-- --kills N --jobs N`, and go on from what they left."""
     _install(session, "test")
     session.run("python", "-m", "tests.chaos", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session(default=False)
+def fuzz(session: nox.Session) -> None:
+    """Hand readers of files what was changed at random, for an hour unless `-- --minutes N --jobs N`."""
+    _install(session, "test")
+    session.run("python", "-m", "tests.fuzz", *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session(default=False)

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import os
+import pickle
 import stat
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 import torch
 import yaml
+from jsonargparse import Namespace
+from lightning import LightningModule
+
+from lightning_d9d.cli import D9DCLI
+from tests.checkpoint import hostile
+from tests.fuzz import outcome
 
 MODULE = """
 import pathlib
@@ -81,6 +91,28 @@ def test_the_values_of_the_configuration_win(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     assert "width 3 rate 0.5" in done.stdout
     assert (done.stdout + done.stderr).count("rate=0.5 (not 0.25), width=3 (not 7)") == 1
+
+
+def parse(path: Path, **arguments: object) -> object:
+    """What the command line does with `--ckpt_path` before anything is built."""
+    model = Namespace(class_path="ours.Small", init_args=Namespace(**arguments))
+    chosen = Namespace(ckpt_path=str(path), model=model)
+    given = SimpleNamespace(config={"subcommand": "fit", "fit": chosen}, _model_class=LightningModule)
+    return D9DCLI._parse_ckpt_path(given)  # type: ignore[arg-type]
+
+
+def test_a_compressed_checkpoint_takes_no_memory(tmp_path: Path):
+    pickled = pickle.dumps({"state_dict": {}, "hyper_parameters": {"width": 1}, "junk": "x" * 300_000_000}, 2)
+    archive = hostile.packed_again(hostile.saved({"state_dict": {}}), lambda _: pickled, zipfile.ZIP_DEFLATED)
+    assert len(archive) < 2_000_000
+    (tmp_path / "given.ckpt").write_bytes(archive)
+    assert outcome(lambda: parse(tmp_path / "given.ckpt")) == "StateError"
+
+
+def test_hyperparameters_that_cannot_be_compared_differ(tmp_path: Path):
+    torch.save({"state_dict": {}, "hyper_parameters": {"width": torch.ones(3)}}, tmp_path / "given.ckpt")
+    with pytest.warns(UserWarning, match=r"width=1 \(not tensor"):
+        parse(tmp_path / "given.ckpt", width=1)
 
 
 def test_the_saved_configuration_is_for_its_owner_and_has_no_secret(tmp_path: Path):

@@ -33,7 +33,7 @@ from lightning_d9d.cli import refuse
 from lightning_d9d.cli.files import MistakeError, Written, check_checkpoint, check_files
 from lightning_d9d.cli.mistakes import describe_class, essence, explain, explain_interpolation, locate
 from lightning_d9d.errors import ConfigError, printable, reason
-from lightning_d9d.strategy.checkpoint_files import UNREADABLE, mapped, unreadable
+from lightning_d9d.strategy.checkpoint_files import UNREADABLE, check_file, mapped, unreadable
 from lightning_d9d.strategy.interrupt import last_checkpoint
 
 
@@ -203,6 +203,7 @@ class D9DCLI(LightningCLI):
             check_checkpoint(path, locate(Written(self._arguments), ["ckpt_path"], path))
         if not path or not Path(path).is_file():
             return
+        check_file(path)
         try:
             content = mapped(path)
         except UNREADABLE as error:
@@ -219,7 +220,7 @@ class D9DCLI(LightningCLI):
                 "class, or make model.class_path the checkpoint's class if you trust it"
             )
         given = jsonargparse.namespace_to_dict(model.get("init_args", model))
-        if differing := sorted(name for name in saved.keys() & given.keys() if saved[name] != given[name]):
+        if differing := sorted(name for name in saved.keys() & given.keys() if not _is_same(saved[name], given[name])):
             pairs = ", ".join(
                 f"{name}={reprlib.repr(given[name])} (not {reprlib.repr(saved[name])})" for name in differing
             )
@@ -259,6 +260,13 @@ class D9DCLI(LightningCLI):
         if isinstance(strategy, str) and strategy.lower() not in words:
             subject = locate(Written(self._arguments), key.split("."), strategy)
             raise MistakeError(describe_class(strategy, subject, key, [Strategy], words))
+
+
+def _is_same(saved: object, given: object) -> bool:
+    try:
+        return bool(saved == given)
+    except RuntimeError:  # a tensor, which no configuration has
+        return False
 
 
 def _words(args: ArgsType) -> list[str]:

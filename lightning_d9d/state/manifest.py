@@ -100,7 +100,6 @@ def verify(
             )
         if not finite:
             raise StateError(f"{text} has numbers that are not finite; use another checkpoint.")
-        stored.forget()
 
     in_threads(check, num_bytes, progress)
 

@@ -29,6 +29,8 @@ from lightning_d9d.state.threads import in_threads
 from lightning_d9d.state.views import Spec
 
 _MAX_OPEN_FILES = 16
+_MAX_FILES = 10_000
+"""Of an index. Published models have some hundreds."""
 _LARGE_BYTES = 2**24
 """Of tensors of which only two are in memory."""
 _SUFFIX = ".safetensors"
@@ -133,7 +135,6 @@ class SafetensorsReader(Mapping[str, StoredTensor]):
             with two_at_a_time if num_bytes[name] > _LARGE_BYTES else nullcontext():
                 for part, target in targets[name]:
                     target.copy_(part.take(stored))
-            stored.forget()
 
         with Progress(progress, f"reading {self.path}", sum(num_bytes.values())) as bar:
             in_threads(copy, num_bytes, bar)
@@ -170,6 +171,8 @@ class SafetensorsReader(Mapping[str, StoredTensor]):
                 f"{index}: is no index of safetensors files ({error!r}); fetch or export it again."
             ) from error
         files = set(names.values())
+        if len(files) > _MAX_FILES:
+            raise StateError(f"{index}: names {len(files)} files, and {_MAX_FILES} are the limit; export larger ones.")
         for file in files:
             for path in (PurePosixPath(file), PureWindowsPath(file)):
                 if path.is_absolute() or path.drive or ".." in path.parts or "\0" in file:

@@ -46,10 +46,7 @@ def read_tensors(
     mapper = mapper or Identity(reader)
     views = mapper.plan(reader.specs)
     reader.verify(mapper.group_of, checksums=verify, check_finite=check_finite)
-    for name, tensor in materialized(views, reader):
-        yield name, tensor
-        for part in views[name].parts:
-            reader[part.source].forget()
+    yield from materialized(views, reader)
 
 
 @torch.no_grad()

@@ -13,6 +13,8 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
+from lightning_d9d.strategy.messages import is_count, value_of
+
 
 class EarlyStop:
     """The agreement of one run of one rank. `is_here` is for the thread that runs it, `agree` for the watchdog.
@@ -72,7 +74,11 @@ class EarlyStop:
         return self._waits and self._stops_at is None
 
     def agree(self) -> None:
-        """Look into the store, and publish what others need."""
+        """Look into the store, and publish what others need.
+
+        Raises:
+            ForeignValueError: A value in the store is none that a rank writes.
+        """
         if self._stops_at is not None:
             return
         key = f"early_stop/{self._num_stops}"
@@ -86,8 +92,12 @@ class EarlyStop:
         self._store.set(f"{key}/{self._rank}", str(num_passed))
         of_ranks = [f"{key}/{rank}" for rank in range(self._world_size)]
         if self._rank == 0 and self._store.check(of_ranks):
-            self._store.set(f"{key}/at", str(1 + max(map(int, self._store.multi_get(of_ranks)))))
+            self._store.set(f"{key}/at", str(1 + max(map(self._count_under, of_ranks))))
         if self._store.check([f"{key}/at"]):
+            stops_at = self._count_under(f"{key}/at")
             with self._changed:
-                self._stops_at = int(self._store.get(f"{key}/at"))
+                self._stops_at = stops_at
                 self._changed.notify_all()
+
+    def _count_under(self, key: str) -> int:
+        return value_of(key, self._store.get(key), is_count)

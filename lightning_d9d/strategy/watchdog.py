@@ -10,6 +10,10 @@ A collective that failed or timed out tells nothing of the peer, so its rank ask
 may be stuck inside the store, whose requests have no time limit. Its main thread notices, since its own failure is not
 published; for this rank it is rank 0, next to the store, that does not answer, and another thread keeps the deadline.
 
+A watchdog decides first and speaks afterwards, from a thread that may block or fail: the disk behind stderr may be
+full, or nobody reads the pipe. What it reads from the store is checked, because whoever reaches the port can write
+there; a value that no rank wrote is a failure of the job like any other.
+
 [Note: stopping before the same batch] A stop request (SIGTERM, Ctrl-C) may reach any ranks at any time. No collective
 may be issued for it, as another rank may be inside a different one, so the ranks agree through the store:
 
@@ -57,44 +61,26 @@ import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from subprocess import Popen, TimeoutExpired
+from typing import Any
 
 import torch.distributed as dist
 
 from lightning_d9d.errors import RankError
 from lightning_d9d.strategy.early_stop import EarlyStop
+from lightning_d9d.strategy.messages import Failure, is_count, is_signal, say, value_of
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 POLL_SECONDS = 0.25  # how often a watchdog looks at the store
 HURRY_SECONDS = 0.02  # while ranks agree on something
 PATIENCE_SECONDS = 2.0  # how long, at most, a connection error waits for its cause, and rank 0 for readers of the store
 KILL_SECONDS = 1.0  # how long launched ranks have when the process that launched them is ended
+END_SECONDS = 5.0  # how long, at most, ending a process takes, with what is said and the end of launched ranks
 
 END_OF_EVALUATION = 2**62  # more batches than any evaluation has
 
 DOES_NOT_ANSWER = "it does not answer; its process or the network is down"
 SAME_NUMBER = "give every rank the same number of batches: a DistributedSampler, drop_last, or limit_train_batches"
-
-
-@dataclass(frozen=True)
-class Failure:
-    """The first thing that went wrong in a job."""
-
-    rank: int
-    summary: str
-    """One line: type and message of the exception."""
-    traceback: str = ""
-    """The formatted exception, or empty for a process that ended without one."""
-
-    @staticmethod
-    def of(rank: int, error: BaseException) -> Failure:
-        """What `error` is for the other ranks."""
-        summary = "".join(traceback.format_exception_only(error)).strip()
-        return Failure(rank, summary, "".join(traceback.format_exception(error)))
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} failed: {self.summary}"
 
 
 class _LateError(RankError):
@@ -421,18 +407,23 @@ class RankWatch:
             self._left = True
             if self.failure is None and not self._closed:
                 self._fail(self._own_failure or Failure(0, DOES_NOT_ANSWER))
+        except Exception as error:  # a value that no rank wrote, say: the watch goes on
+            if self.failure is None and not self._closed:
+                failure = Failure.of(self.rank, error)
+                with suppress(RuntimeError):
+                    self._store.compare_set("failure", "", failure.to_store())
+                self._fail(failure)
 
     def _look_for_failure(self) -> None:
         own = self._own_failure or self._ended_child()
         if own is not None:
             self._publish(own)
         elif self._store.check(["failure"]):
-            self._fail(Failure(**json.loads(self._store.get("failure"))))
+            self._fail(Failure.from_store("failure", self._store.get("failure")))
 
     def _publish(self, failure: Failure) -> None:
         """Tell all ranks, unless there was another failure before."""
-        first = self._store.compare_set("failure", "", json.dumps(asdict(failure)))
-        self._fail(Failure(**json.loads(first)))
+        self._fail(Failure.from_store("failure", self._store.compare_set("failure", "", failure.to_store())))
 
     def _count_who_heard(self) -> None:
         if not self._has_heard:
@@ -456,13 +447,13 @@ class RankWatch:
         return None
 
     def _fail(self, failure: Failure) -> None:
-        if failure.rank != self.rank and self._own_failure is None:
-            is_lowest_left = self.rank == (1 if failure.rank == 0 else 0)
-            self._say(f"{failure}\n{failure.traceback}" if is_lowest_left else str(failure))
         with self._changed:
             self.failure = failure
             self._end_within_shutdown_seconds()
             self._changed.notify_all()
+        if failure.rank != self.rank and self._own_failure is None:
+            is_lowest_left = self.rank == (1 if failure.rank == 0 else 0)
+            self._say(f"{failure}\n{failure.traceback}" if is_lowest_left else str(failure))
 
     def _agree_on_stop(self) -> None:
         if self._stop is None:
@@ -470,7 +461,7 @@ class RankWatch:
                 self._store.compare_set("stop", "", json.dumps([self.rank, self._requested]))
             elif not self._store.check(["stop"]):
                 return
-            by, number = json.loads(self._store.get("stop"))
+            by, number = self._get("stop", _is_stop)
             with self._changed:
                 self._stop = number
                 position = self._position
@@ -482,10 +473,11 @@ class RankWatch:
         if self._last_position is None:
             positions = [f"position/{rank}" for rank in range(self._world_size)]
             if self.rank == 0 and self._store.check(positions):
-                last = max(json.loads(position) for position in self._store.multi_get(positions))
+                found = zip(positions, self._store.multi_get(positions), strict=True)
+                last = max(value_of(key, content, _is_position) for key, content in found)
                 self._store.set("last_position", json.dumps(last))
             if self._store.check(["last_position"]):
-                train_batches, evaluation_batches = json.loads(self._store.get("last_position"))
+                train_batches, evaluation_batches = self._get("last_position", _is_position)
                 with self._changed:
                     self._last_position = (train_batches, evaluation_batches)
                     self._changed.notify_all()
@@ -495,9 +487,9 @@ class RankWatch:
         with self._changed:
             ends, own = self._meets_at == "epoch", (*self._reached, self.rank)
         if ends:
-            first = tuple(json.loads(self._store.compare_set(key, "", json.dumps(own))))
+            first = tuple(value_of(key, self._store.compare_set(key, "", json.dumps(own)), _is_end))
         elif self._store.check([key]):
-            first = tuple(json.loads(self._store.get(key)))
+            first = tuple(self._get(key, _is_end))
         else:
             return
         (least, _, short), (_, _, long) = sorted([own, first])
@@ -528,10 +520,10 @@ class RankWatch:
                 self._counted = True
                 self._changed.notify_all()
         if self.rank == 0 and self._store.add("num_arrived", 0) == self._world_size:
-            stop = json.loads(self._store.get("stop"))[1] if self._store.check(["stop"]) else None
+            stop = self._get("stop", _is_stop)[1] if self._store.check(["stop"]) else None
             self._store.set("closed", json.dumps(stop))
         if self._store.check(["closed"]):
-            stop = json.loads(self._store.get("closed"))
+            stop = self._get("closed", lambda value: value is None or is_signal(value))
             with self._changed:
                 self._stop, self._closed, self._closed_at = stop, True, time.monotonic()
                 self._deadline = float("inf")
@@ -548,22 +540,41 @@ class RankWatch:
     def _end_within_shutdown_seconds(self) -> None:
         self._deadline = min(self._deadline, time.monotonic() + self._shutdown_seconds)
 
+    def _get(self, key: str, is_valid: Callable[[Any], bool]) -> Any:
+        """A value of the store, or a `ForeignValueError`."""
+        return value_of(key, self._store.get(key), is_valid)
+
     def _end_process(self) -> None:
         reason, code = str(self.failure), 1
         if self._stop is not None:
             reason, code = signal.Signals(self._stop).name, 128 + self._stop
-        stack = "".join(traceback.format_stack(sys._current_frames().get(self._main_thread)))
-        self._say(
-            f"not ended {self._shutdown_seconds:g} s after: {reason}. Ending the process with exit code {code} "
-            f"(TimeoutConfig.shutdown_seconds sets the limit). Its main thread was at:\n{stack}"
-        )
-        end_processes([process for _, process in self._children], KILL_SECONDS)
-        sys.stdout.flush()
-        os._exit(code)
+        limit = threading.Timer(END_SECONDS, os._exit, (code,))  # sources of the stack may lie where nobody answers
+        limit.daemon = True
+        try:
+            limit.start()
+            stack = "".join(traceback.format_stack(sys._current_frames().get(self._main_thread)))
+            self._say(
+                f"not ended {self._shutdown_seconds:g} s after: {reason}. Ending the process with exit code {code} "
+                f"(TimeoutConfig.shutdown_seconds sets the limit). Its main thread was at:\n{stack}"
+            )
+            end_processes([process for _, process in self._children], KILL_SECONDS)
+        finally:
+            os._exit(code)
 
     def _say(self, text: str) -> None:
-        sys.stderr.write(f"[rank {self.rank}] {text}\n")
-        sys.stderr.flush()
+        say(f"[rank {self.rank}] {text}")
+
+
+def _is_stop(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and is_count(value[0]) and is_signal(value[1])
+
+
+def _is_position(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(is_count, value))
+
+
+def _is_end(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 3 and isinstance(value[1], bool) and all(map(is_count, value[::2]))
 
 
 def end_processes(processes: Sequence[Popen], patience_seconds: float) -> None:

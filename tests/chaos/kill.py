@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from lightning_d9d.checkpoint import open_directory
@@ -33,6 +33,9 @@ class Report:
     """Complete checkpoints, each read whole."""
     started: int = 0
     ended: int = 0
+
+    def __add__(self, other: Report) -> Report:
+        return Report(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def __str__(self) -> str:
         return (
@@ -136,22 +139,22 @@ def check_what_is_left(folder: Path, newest: int, report: Report) -> int:
     return min(now, last + 1)
 
 
-def run(folder: Path, num_kills: int, seed: int, show: bool = False) -> Report:
-    """Kill jobs so many times in all.
+def run(folder: Path, num_kills: int, seed: int, show: bool = False, seconds: float = float("inf")) -> Report:
+    """Kill jobs so many times in all, but not after `seconds`.
 
     Raises:
         AssertionError: A checkpoint that was left cannot be read, or a job did not end with the right weights.
     """
-    chance, report = random.Random(seed), Report()
+    chance, report, end = random.Random(seed), Report(), time.monotonic() + seconds
     whole = folder / "whole"
     whole.mkdir(parents=True)
     Running(whole, False, report).finish()
     expected = weights(whole)
-    while report.kills < num_kills:
+    while report.kills < num_kills and time.monotonic() < end:
         job = folder / f"job {report.ended}"
         job.mkdir()
         newest = 0
-        while report.kills < num_kills and not (job / FINISHED).exists():
+        while report.kills < num_kills and time.monotonic() < end and not (job / FINISHED).exists():
             asynchronous = report.kills % 2 == 0
             were_two = kill_at_random(job, asynchronous, chance, report)
             newest = check_what_is_left(job, 0 if were_two else newest, report)

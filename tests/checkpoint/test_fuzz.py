@@ -1,56 +1,47 @@
-"""Files changed at random are read or refused: with the package's own errors, soon, and with little memory."""
+"""Files changed at random are read or refused: with the package's own errors, soon, and with little memory.
+
+Some seconds for each; `python -m tests.fuzz --minutes 60` takes longer.
+"""
 
 from __future__ import annotations
 
-import re
+import itertools
 import time
-import warnings
+from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 
-from lightning_d9d.errors import ConfigError, StateError
-from tests.checkpoint.fuzz_targets import TARGETS
+from tests.fuzz import TARGETS, attack, outcome, run
 
-MAX_SECONDS = 2
-MAX_BYTES = 200 * 2**20
-
-
-def memory(peak: bool) -> int:
-    status = Path("/proc/self/status").read_text()
-    found = re.search(rf"{'VmHWM' if peak else 'VmRSS'}:\s+(\d+) kB", status)
-    assert found is not None
-    return 1024 * int(found[1])
+SECONDS = 8
+"""For each target: about a minute in all."""
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_changed_files(tmp_path: Path, name: str) -> None:
-    mutated, valid, read = TARGETS[name]
-    path = tmp_path / "checkpoint"
-    content = valid(path)
-    read(path, content)
+    deadline, outcomes = time.monotonic() + SECONDS, Counter[str]()
+    for seed in itertools.count():
+        outcomes += attack(name, tmp_path, seed)
+        if time.monotonic() > deadline:
+            break
+    assert outcomes["StateError"] + outcomes["ConfigError"] > 0
 
-    @settings(
-        max_examples=100,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(st.data())
-    def check(data: st.DataObject) -> None:
-        changed = data.draw(mutated(content))
-        Path("/proc/self/clear_refs").write_text("5")  # what was the peak is forgotten
-        before, begin = memory(peak=False), time.process_time()
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                read(path, changed)
-        except (StateError, ConfigError):
-            pass
-        assert time.process_time() - begin < MAX_SECONDS
-        assert memory(peak=True) - before < MAX_BYTES
 
-    check()
+def test_what_a_reader_must_not_do_is_noticed() -> None:
+    def take_time() -> None:
+        sum(range(300_000_000))
+
+    for read, expected in ((take_time, "processor time"), (lambda: b"x" * 300_000_000, "MB")):
+        with pytest.raises(AssertionError, match=expected):
+            outcome(read)
+    with pytest.raises(KeyError):
+        outcome(lambda: {}["a"])
+
+
+def test_several_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["config", "manifest"], 0.01, 2, tmp_path) == 0
+    printed = capsys.readouterr().out
+    assert "config: 0 files" not in printed
+    assert "2 jobs, 0 failures" in printed
+    assert not [*tmp_path.iterdir()]

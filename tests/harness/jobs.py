@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 TargetOfRank = Callable[..., None]
+_ports: set[int] = set()
+_ports_lock = threading.Lock()
 
 
 def start_job(num_ranks: int, folder: Path, target: TargetOfRank, *arguments: Any) -> list[BaseProcess]:
@@ -25,8 +28,7 @@ def start_job(num_ranks: int, folder: Path, target: TargetOfRank, *arguments: An
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([each.__module__ for each in (target, *arguments) if callable(each)])
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = _free_port()
     ranks = [
         context.Process(target=_run, args=(number, num_ranks, port, folder, target, arguments))
         for number in range(num_ranks)
@@ -34,6 +36,17 @@ def start_job(num_ranks: int, folder: Path, target: TargetOfRank, *arguments: An
     for rank in ranks:
         rank.start()
     return list(ranks)
+
+
+def _free_port() -> int:
+    """A port that no other job of this process gets: several threads may start jobs."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        with _ports_lock:
+            if port not in _ports:
+                _ports.add(port)
+                return port
 
 
 def end_job(ranks: list[BaseProcess], seconds: float) -> list[int | None]:

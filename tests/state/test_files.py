@@ -7,6 +7,7 @@ not change.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import json
 import mmap
@@ -15,6 +16,7 @@ import pickle
 import resource
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from torch import Tensor
 from lightning_d9d.errors import StateError
 from lightning_d9d.state import SafetensorsReader, load_tensors, read_tensors, save_tensors
 from lightning_d9d.state.format import SafetensorsFile
+from lightning_d9d.state.manifest import read_manifest
 from tests.harness.compare import assert_bitwise_equal
 
 WEIGHTS, INDEX, MANIFEST = (f"model.safetensors{end}" for end in ("", ".index.json", ".manifest.json"))
@@ -167,7 +170,7 @@ def test_truncated(saved: Path, length: int) -> None:
 def test_longer_than_its_tensors(saved: Path) -> None:
     path = file_of(saved, "b")
     path.write_bytes(path.read_bytes() + b"x")
-    refuses(saved, str(path), "bytes and tensors up to")
+    refuses(saved, str(path), "file not fully covered")
 
 
 def test_missing_files(saved: Path) -> None:
@@ -175,7 +178,7 @@ def test_missing_files(saved: Path) -> None:
     path.unlink()
     refuses(saved, str(path), "cannot be read")
     path.mkdir()
-    refuses(saved, str(path), "cannot be read")
+    refuses(saved, str(path), "no regular file")
     shutil.rmtree(saved)
     refuses(saved, f"{saved} does not exist; give the directory")
 
@@ -227,19 +230,24 @@ def test_a_file_that_is_larger_than_all_memory(tmp_path: Path) -> None:
 HEADERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "another name": (lambda h: h.update(x=h.pop("a")), "lacks a, which the index puts there"),
     "another shape": (lambda h: h["a"].update(shape=[6, 4]), "a has shape [6, 4] in the files and [4, 6] here"),
-    "a shape of other size": (lambda h: h["a"].update(shape=[4, 5]), "a has 96 bytes, not those of F32 [4, 5]"),
-    "a huge shape": (lambda h: h["a"].update(shape=[2**62, 2**62]), "a has 96 bytes, not those of F32"),
-    "a negative shape": (lambda h: h["a"].update(shape=[-4, -6]), "does not say what a is"),
-    "a shape of text": (lambda h: h["a"].update(shape="ab"), "does not say what a is"),
-    "no shape": (lambda h: h["a"].pop("shape"), "does not say what a is"),
-    "no entry": (lambda h: h.update(a=3), "does not say what a is"),
+    "a shape of other size": (lambda h: h["a"].update(shape=[4, 5]), "invalid shape, data type, or offset"),
+    "a huge shape": (lambda h: h["a"].update(shape=[2**62, 2**62]), "overflow computing buffer size"),
+    "a negative shape": (lambda h: h["a"].update(shape=[-4, -6]), "integer `-4`, expected usize"),
+    "a shape of text": (lambda h: h["a"].update(shape="ab"), 'string "ab", expected a sequence'),
+    "no shape": (lambda h: h["a"].pop("shape"), "missing field `shape`"),
+    "no entry": (lambda h: h.update(a=3), "integer `3`, expected struct TensorInfo"),
     "another dtype": (lambda h: h["a"].update(dtype="I32"), "a is torch.int32 in the files and torch.float32 here"),
-    "unknown dtype": (lambda h: h["a"].update(dtype="F4"), "a is F4, not one of F64"),
-    "dtype of no text": (lambda h: h["a"].update(dtype=["F32"]), "a is ['F32'], not one of"),
-    "behind the end": (lambda h: h["a"].update(data_offsets=[8, 104]), "a overlaps another or leaves a gap"),
-    "turned around": (lambda h: h["a"].update(data_offsets=[96, 0]), "a has -96 bytes"),
-    "overlapping": (lambda h: h.update(z=h["a"]), "overlaps another"),
-    "a hole": (lambda h: h.pop("a"), "bytes and tensors up to"),
+    "unknown dtype": (lambda h: h["a"].update(dtype="F4", shape=[4, 48]), "a is F4, not one of F64"),
+    "dtype of no text": (lambda h: h["a"].update(dtype=["F32"]), "sequence, expected string or map"),
+    "behind the end": (lambda h: h["a"].update(data_offsets=[8, 104]), "invalid offset for tensor `a`"),
+    "turned around": (lambda h: h["a"].update(data_offsets=[96, 0]), "invalid offset for tensor `a`"),
+    "too many dims": (lambda h: h["a"].update(shape=[1] * 100 + [4, 6]), "a has 102 dims, [1, 1, 1, 1] first"),
+    "a shape that is too large for torch": (
+        lambda h: h.update({"a": {**h["a"], "shape": [0, 2**62, 2**62], "data_offsets": [0, 0]}, "b": h["a"]}),
+        "a has 3 dims",
+    ),
+    "overlapping": (lambda h: h.update(z=h["a"]), "invalid offset for tensor"),
+    "a hole": (lambda h: h.pop("a"), "file not fully covered"),
 }
 
 
@@ -251,13 +259,74 @@ def test_headers(saved: Path, case: str) -> None:
     refuses(saved, message, *[] if "in the files and" in message else [str(path)])
 
 
-@pytest.mark.parametrize("text", ["[]", "3", "{", '{"a": {}, "a": {}}', "[" * 100_000, "\xff", "9" * 5000])
+def write_header(path: Path, header: bytes, data: bytes = b"") -> None:
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data)
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "{", "[" * 100_000, "\xff", "9" * 5000])
 def test_headers_that_are_none(saved: Path, text: str) -> None:
     path = file_of(saved, "a")
-    encoded = text.encode("latin1")
-    path.write_bytes(len(encoded).to_bytes(8, "little") + encoded)
-    message = refuses(saved, str(path), "cannot be read")
-    assert ("it has a twice" in message) == ('"a"' in text)
+    write_header(path, text.encode("latin1"))
+    refuses(saved, str(path), "cannot be read")
+
+
+@contextlib.contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Of this process's own time, whatever else the machine does."""
+    begin = time.process_time()
+    yield
+    assert time.process_time() - begin < seconds
+
+
+def test_names_and_keys_that_are_there_twice(saved: Path) -> None:
+    """The package takes the last of them, other readers the first."""
+    path, empty = file_of(saved, "a"), '{"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}'
+    write_header(path, f'{{"b": {empty}, "a": {empty}, "a": {empty}}}'.encode())
+    refuses(saved, str(path), "it has a twice")
+    write_header(path, f'{{"a": {empty[:-1]}, "shape": [1]}}}}'.encode())
+    refuses(saved, str(path), "cannot be read")
+
+
+@pytest.mark.parametrize("kind", ["header", "manifest", "index"])
+def test_many_names(saved: Path, kind: str) -> None:
+    """In linear time: of 30,000 names the last is there twice."""
+    entry = '{"dtype":"F32","shape":[0],"data_offsets":[0,0]}' if kind == "header" else '"x"'
+    table = ",".join(f'"{name}":{entry}' for name in [*range(30_000), 29_999])
+    read: Callable[[], object] = functools.partial(SafetensorsReader, saved)
+    if kind == "header":
+        path = file_of(saved, "a")
+        write_header(path, f"{{{table}}}".encode())
+        read = functools.partial(SafetensorsFile, path)
+    elif kind == "manifest":
+        (saved / MANIFEST).write_text(f'{{"tensors":{{{table}}}}}')
+        read = functools.partial(read_manifest, saved)
+    else:
+        (saved / INDEX).write_text(f'{{"weight_map":{{{table}}}}}')
+    with within(2), pytest.raises(StateError, match="it has 29999 twice"):
+        read()
+
+
+def test_an_index_of_too_many_files(saved: Path) -> None:
+    edit_json(saved / INDEX, lambda index: index["weight_map"].update({str(i): f"f{i}" for i in range(300_000)}))
+    with within(4):
+        refuses(saved, str(saved / INDEX), "300003 files, and 10000 are the limit")
+
+
+def test_an_index_of_many_tensors_in_a_file(saved: Path) -> None:
+    """Each file is looked at once, however many names lead to it."""
+    name = file_of(saved, "a").name
+    edit_json(saved / INDEX, lambda index: index["weight_map"].update({str(i): name for i in range(300_000)}))
+    with within(4):
+        assert len(SafetensorsReader(saved)) == 300_003
+
+
+def test_truncated_while_it_is_read(saved: Path) -> None:
+    """That would end the process if the file was mapped into memory."""
+    path = file_of(saved, "a")
+    stored = SafetensorsFile(path)["a"]
+    os.truncate(path, 0)
+    with pytest.raises(StateError, match=rf"{path}: cannot be read \(it ends too early\)"):
+        stored[()]
 
 
 def test_names_missing_and_extra(saved: Path) -> None:

@@ -1,0 +1,121 @@
+"""Values that ranks leave for each other in the store, and messages to the user: neither can stop a watchdog."""
+
+from __future__ import annotations
+
+import json
+import reprlib
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lightning_d9d.errors import printable
+
+SAY_SECONDS = 1.0
+"""How long a message may take; who reads the other end of a pipe may have stopped."""
+_MAX_VALUE_BYTES = 2**22
+_MAX_SUMMARY, _MAX_TRACEBACK = 10_000, 100_000
+
+
+class ForeignValueError(ValueError):
+    """The store has something under a key of this job that none of its ranks wrote."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first thing that went wrong in a job."""
+
+    rank: int
+    summary: str
+    """One line: type and message of the exception."""
+    traceback: str = ""
+    """The formatted exception, or empty for a process that ended without one."""
+
+    @staticmethod
+    def of(rank: int, error: BaseException) -> Failure:
+        """What `error` is for the other ranks."""
+        summary = "".join(traceback.format_exception_only(error)).strip()
+        trace = "".join(traceback.format_exception(error))
+        return Failure(rank, summary[:_MAX_SUMMARY], trace[-_MAX_TRACEBACK:])
+
+    def to_store(self) -> str:
+        """As `from_store` takes it."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_store(key: str, content: bytes) -> Failure:
+        """The failure that a rank has left under a key.
+
+        Raises:
+            ForeignValueError: It is something else.
+        """
+        return Failure(**value_of(key, content, _is_failure))
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} failed: {self.summary}"
+
+
+def value_of(key: str, content: bytes, is_valid: Callable[[Any], bool]) -> Any:
+    """The JSON value that a rank has left in the store.
+
+    Args:
+        key: Where it was.
+        content: What was there.
+        is_valid: Whether it is what ranks write under the key.
+
+    Raises:
+        ForeignValueError: It is something else.
+    """
+    try:
+        value = json.loads(content.decode()) if len(content) <= _MAX_VALUE_BYTES else None
+        is_ours = len(content) <= _MAX_VALUE_BYTES and is_valid(value)
+    except (ValueError, RecursionError):
+        value, is_ours = None, False
+    if not is_ours:
+        raise ForeignValueError(
+            f"the store has {reprlib.repr(content)} under {key!r}, which no rank of this job wrote; another process "
+            "uses the job's MASTER_ADDR and MASTER_PORT: start the job with a port of its own"
+        )
+    return value
+
+
+def is_count(value: Any) -> bool:
+    """Whether it is a number of batches or ranks."""
+    return type(value) is int and value >= 0
+
+
+def is_signal(value: Any) -> bool:
+    """Whether it is the number of a signal."""
+    return type(value) is int and value in {int(each) for each in signal.Signals}
+
+
+def _is_failure(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.keys() == {"rank", "summary", "traceback"}
+        and is_count(value["rank"])
+        and isinstance(value["summary"], str)
+        and isinstance(value["traceback"], str)
+    )
+
+
+def say(text: str) -> None:
+    """Write a line to stderr and flush both streams, for at most `SAY_SECONDS`.
+
+    Another thread does so, because the streams may be full, closed, None, or pipes that nobody reads.
+    """
+    thread = threading.Thread(target=_write, args=(printable(text),), name="lightning_d9d message", daemon=True)
+    with suppress(RuntimeError):  # there cannot be another thread
+        thread.start()
+        thread.join(SAY_SECONDS)
+
+
+def _write(text: str) -> None:
+    for stream, content in ((sys.stderr, f"{text}\n"), (sys.stdout, "")):
+        with suppress(Exception):
+            stream.write(content)
+            stream.flush()

@@ -1,0 +1,68 @@
+"""A watchdog that cannot be silenced: by streams that take nothing, or by values in the store that no rank wrote."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lightning_d9d.strategy.messages import Failure
+from tests.strategy import watched
+
+SECONDS = watched.SHUTDOWN_SECONDS + 12
+"""Until a process has ended, with what it waits for its messages, on a busy machine."""
+
+
+def start(target: Any, *arguments: Any) -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.strategy.watched"])
+    process = context.Process(target=target, args=arguments)
+    process.start()
+    return process
+
+
+def end(process: Any, seconds: float) -> int | None:
+    """Its exit code; None where it had to be killed."""
+    process.join(seconds)
+    code = process.exitcode
+    process.kill()
+    process.join()
+    return code
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "code"),
+    [("failure", Failure(1, "ValueError: bad row").to_store(), 1), ("stop", "[1, 15]", 128 + signal.SIGTERM)],
+)
+@pytest.mark.parametrize("streams", watched.STREAMS)
+def test_a_rank_that_cannot_speak_ends(streams: str, key: str, value: str, code: int) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    process = start(watched.wait_with_streams, streams, store.port)
+    store.wait(["ready"])
+    begin = time.monotonic()
+    store.set(key, value)
+    assert end(process, SECONDS) == code
+    assert time.monotonic() - begin > watched.SHUTDOWN_SECONDS
+
+
+def test_values_that_no_rank_wrote(tmp_path: Path) -> None:
+    process = start(watched.read_garbage, tmp_path / "heard.json")
+    assert end(process, 240) == 0
+    heard = json.loads((tmp_path / "heard.json").read_text())
+    for key, by_garbage in heard.items():
+        assert by_garbage.keys() == set(watched.GARBAGE)
+        for garbage, text in by_garbage.items():
+            assert f"under {key!r}, which no rank of this job wrote" in text, (key, garbage[:40], text[:200])
+            assert text.startswith("rank 0 failed: ")
+
+
+def test_a_failure_is_the_same_behind_the_store() -> None:
+    failure = Failure.of(3, ValueError("\U0001f600" * 200_000))
+    assert len(failure.summary) == 10_000
+    assert Failure.from_store("failure", failure.to_store().encode()) == failure
