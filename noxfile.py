@@ -67,13 +67,14 @@ def stress(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Format, style, import layers, spelling."""
+    """Format, style, import layers, spelling, words."""
     # Not the project: these tools read the code and import none of it.
     session.install("-q", "ruff", "import-linter", "codespell", "-c", CONSTRAINTS)
     session.run("ruff", "format", "--check", ".")
     session.run("ruff", "check", ".")
     session.run("lint-imports", env={"PYTHONPATH": "."})
     session.run("codespell", "lightning_d9d", "tests", "examples", "docs", "README.md", "CHANGELOG.md", "noxfile.py")
+    session.run("python", "-m", "tests.words")
 
 
 @nox.session
