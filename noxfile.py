@@ -43,6 +43,13 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def quick(session: nox.Session) -> None:
+    """The tests that are quick, and ten of two ranks: at most two minutes on two cores. tests/README.md has more."""
+    _install(session, "test")
+    session.run("python", "-m", "tests", "quick", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session(default=False)
 def meshes(session: nox.Session) -> None:
     """Every mesh, and every number of microbatches, against one process on the CPU. With GPUs: with `--device cuda`."""
     _install(session, "test")
