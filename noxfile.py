@@ -22,15 +22,15 @@ SUITE_REQUIREMENTS = (
 
 def _install(session: nox.Session, *extras: str) -> None:
     """Install this project, editable, with extras and the tested versions. Skipped with `-r`."""
+    # --no-compile: what is imported is compiled then, a small part of what comes with torch and transformers
     package = f".[{','.join(extras)}]" if extras else "."
-    session.install("-q", "-e", package, "-c", CONSTRAINTS)
+    session.install("-q", "--no-compile", "-e", package, "-c", CONSTRAINTS)
 
 
 @nox.session
 def quickstart(session: nox.Session) -> None:
     """Train a small Qwen3-MoE on the standard library's sources, generate text, export. About two minutes on a CPU."""
-    # --no-compile: one process runs, which imports a part of what comes with torch; only that need be compiled
-    session.install("-q", "--no-compile", "-e", ".[viz]", "-c", CONSTRAINTS)
+    _install(session, "viz")
     session.run("python", "examples/qwen3_moe/quickstart.py", *session.posargs)
 
 
