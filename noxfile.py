@@ -22,15 +22,15 @@ SUITE_REQUIREMENTS = (
 
 def _install(session: nox.Session, *extras: str) -> None:
     """Install this project, editable, with extras and the tested versions. Skipped with `-r`."""
+    # --no-compile: what is imported is compiled then, a small part of what comes with torch and transformers
     package = f".[{','.join(extras)}]" if extras else "."
-    session.install("-q", "-e", package, "-c", CONSTRAINTS)
+    session.install("-q", "--no-compile", "-e", package, "-c", CONSTRAINTS)
 
 
 @nox.session
 def quickstart(session: nox.Session) -> None:
     """Train a small Qwen3-MoE on the standard library's sources, generate text, export. About two minutes on a CPU."""
-    # --no-compile: one process runs, which imports a part of what comes with torch; only that need be compiled
-    session.install("-q", "--no-compile", "-e", ".[viz]", "-c", CONSTRAINTS)
+    _install(session, "viz")
     session.run("python", "examples/qwen3_moe/quickstart.py", *session.posargs)
 
 
@@ -40,6 +40,13 @@ def tests(session: nox.Session) -> None:
     _install(session, "test")
     # One thread a process: the models are tiny, and rank tests fill the cores with processes.
     session.run("python", "-m", "tests", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session(default=False)
+def quick(session: nox.Session) -> None:
+    """The tests that are quick, and ten of two ranks: at most two minutes on two cores. tests/README.md has more."""
+    _install(session, "test")
+    session.run("python", "-m", "tests", "quick", *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session(default=False)
@@ -74,13 +81,14 @@ def stress(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Format, style, import layers, spelling."""
+    """Format, style, import layers, spelling, words."""
     # Not the project: these tools read the code and import none of it.
     session.install("-q", "ruff", "import-linter", "codespell", "-c", CONSTRAINTS)
     session.run("ruff", "format", "--check", ".")
     session.run("ruff", "check", ".")
     session.run("lint-imports", env={"PYTHONPATH": "."})
     session.run("codespell", "lightning_d9d", "tests", "examples", "docs", "README.md", "CHANGELOG.md", "noxfile.py")
+    session.run("python", "-m", "tests.words")
 
 
 @nox.session

@@ -5,13 +5,23 @@ Ctrl-C works in here and in the processes of tests, also where a shell started a
 
 import os
 import signal
+from pathlib import Path
 
-import torch
+import pytest
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
+STARTS_WITHOUT_TORCH = Path(__file__).with_name("schedule")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-pytest_plugins = ["tests.harness.plugin"]
+pytest_plugins = ["tests.harness.plugin", "tests.harness.quick"]
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """Turn the interpreter on before a module of tests is imported that may import Triton."""
+    if not isinstance(collector, pytest.Module) or collector.path.parent == STARTS_WITHOUT_TORCH:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"

@@ -1,4 +1,4 @@
-"""The code on README.md and the pages of docs/ works: a page's blocks share a namespace and a folder.
+"""The code on README.md, tests/README.md and the pages of docs/ works: a page's blocks share a namespace and a folder.
 
 `python` blocks run, one after the other. `yaml` blocks parse. A block with a title (```python title="train.py") is a
 file of that name for the blocks behind it, which can import it; if the repository has a file of that name, the block
@@ -26,7 +26,12 @@ from lightning_d9d.generation.commands import evaluate_parser, generate_parser
 from tests.harness.ranks import RankContext
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "tests" / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 FENCE = re.compile(r'^```(?P<language>\w*)(?: title="(?P<title>[^"\n]+)")?\n(?P<code>.*?)^```$', re.M | re.S)
 PARSERS = {"convert": convert.make_parser, "generate": generate_parser, "evaluate": evaluate_parser}
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")

@@ -177,8 +177,6 @@ class RankTests:
         return PoolKey(
             device_type="cuda" if item.get_closest_marker("gpu") else self._device_type,
             num_ranks=options.num_ranks,
-            # Later than the pool's own limit, which can show where every rank is; a group's timeout only raises.
-            group_timeout_seconds=1.5 * max(options.timeout_seconds, DEFAULT_TIMEOUT_SECONDS),
         )
 
 

@@ -35,6 +35,8 @@ START_SECONDS = 180.0
 GRACE_SECONDS = 2.0
 """How long the other ranks may go on once one has failed."""
 FINISH_SECONDS = 10.0
+GROUP_TIMEOUT_SECONDS = 3600.0
+"""Later than the limit of any test, at which the pool can show where every rank is: a group's timeout only raises."""
 _POLL_SECONDS = 0.05
 _ROOT = Path(__file__).parents[2]
 _MAX_OUTPUT = 20_000
@@ -50,7 +52,6 @@ class PoolKey:
 
     device_type: str
     num_ranks: int
-    group_timeout_seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +87,7 @@ class RankPool:
                     world_size=key.num_ranks,
                     device_type=key.device_type,
                     directory=self._directory,
-                    group_timeout=timedelta(seconds=key.group_timeout_seconds),
+                    group_timeout=timedelta(seconds=GROUP_TIMEOUT_SECONDS),
                 )
                 self._ranks.append(_RankProcess(setup, port, show_output))
             self._start()

@@ -1,11 +1,17 @@
 """What the body of a test marked `ranks(n)` sees of the rank it runs on."""
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
+
+_kept: dict[tuple[Hashable, ...], Any] = {}
+"""Values of `RankContext.from_first_rank`, for the tests that follow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,3 +49,10 @@ class RankContext:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value)
         return values
+
+    def from_first_rank(self, function: Callable[..., T], *arguments: Hashable) -> T:
+        """Collective: the picklable value of a function that rank 0 calls, once for equal arguments."""
+        key = (function, *arguments)
+        if key not in _kept:
+            _kept[key] = self.all_gather_object(function(*arguments) if self.rank == 0 else None)[0]
+        return _kept[key]

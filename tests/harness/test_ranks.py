@@ -149,3 +149,20 @@ def test_a_body_may_end_the_process_group(rank: RankContext):
 
 def test_the_next_body_has_a_process_group(rank: RankContext):
     rank.barrier()
+
+
+def rank_and_calls(factor: int) -> tuple[int, int]:
+    _called.append(factor)
+    return factor * dist.get_rank(), len(_called)
+
+
+_called: list[int] = []
+
+
+@pytest.mark.ranks(2)
+def test_a_value_of_the_first_rank_is_made_once_there_and_kept(rank: RankContext) -> None:
+    _called.clear()
+    assert rank.from_first_rank(rank_and_calls, 3) == (0, 1)
+    assert rank.from_first_rank(rank_and_calls, 3) == (0, 1)
+    assert rank.from_first_rank(rank_and_calls, 4) == (0, 2)
+    assert _called == ([3, 4] if rank.rank == 0 else [])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import lightning as L
 import pytest
 import torch
@@ -20,9 +18,7 @@ FIVE_STEPS = Tolerance(relative=1e-9)
 SEED = 1
 
 
-@functools.cache
 def expected_of(config: Qwen3MoeConfig, accumulated: int, data: Data) -> Steps:
-    """Kept by each rank process."""
     L.seed_everything(SEED, verbose=False)
     return on_one_process(config, accumulated=accumulated, data=data)
 
@@ -36,7 +32,7 @@ def parameters() -> list:
 
 @pytest.mark.parametrize("case", parameters())
 def test_a_mesh_trains_as_one_process_does(rank: RankContext, case: Case) -> None:
-    expected = expected_of(case.model, case.accumulated, case.data)
+    expected = rank.from_first_rank(expected_of, case.model, case.accumulated, case.data)
     L.seed_everything(SEED, verbose=False)
     options = {"accumulate_grad_batches": case.accumulated}
     actual = on_mesh(rank, D9DStrategy(**case.strategy_options), case.model, data=case.data, **options)

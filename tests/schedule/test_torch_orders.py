@@ -16,7 +16,6 @@ import re
 from typing import Any
 
 import pytest
-from torch.distributed.pipelining import schedules
 
 from lightning_d9d.schedule import (
     DualPipeV,
@@ -33,9 +32,16 @@ PAIR = re.compile(r"\((\w+);(\w+)\)OVERLAP_F_B")
 COMPUTE = re.compile(r"\d+[FBIW]\d+(\|\d+[FBIW]\d+)?")
 
 
+def unbuilt(name: str) -> Any:
+    """An object of torch's class, without the stages and processes that its constructor wants."""
+    from torch.distributed.pipelining import schedules  # here, as these tests start without torch
+
+    return object.__new__(getattr(schedules, name))
+
+
 def listed(name: str, p: int, n: int, k: int, rank: int) -> list[str]:
-    """The order torch's class makes for a rank, without the stages and processes that its constructor wants."""
-    schedule: Any = object.__new__(getattr(schedules, name))
+    """The order torch's class makes for a rank."""
+    schedule = unbuilt(name)
     schedule.pp_group_size = p
     schedule.rank = rank
     schedule._n_microbatches = n
@@ -78,7 +84,7 @@ class Recorder:
 
 def run(name: str, p: int, n: int, rank: int) -> list[str]:
     """What torch's class of one stage a rank runs on a rank."""
-    schedule: Any = object.__new__(getattr(schedules, name))
+    schedule = unbuilt(name)
     schedule._stage = stage = Recorder(rank)
     schedule._n_microbatches = n
     schedule._num_stages = p
