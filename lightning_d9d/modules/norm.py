@@ -10,7 +10,7 @@ from lightning_d9d.ops import rms_norm
 class RMSNorm(nn.RMSNorm):
     """Scales the last dim to unit root mean square, times a weight; computed in float32 at least, result as the input.
 
-    Under autocast the input may be narrower than the weight. Without kernels (`lightning_d9d.ops.kernels`) the weight
+    Under autocast the input may be narrower than the weight. Without kernels (`lightning_d9d.ops.backend`) the weight
     is then rounded to the input's dtype as autocast does with matrices (torch has no fused kernel for two dtypes).
     """
 

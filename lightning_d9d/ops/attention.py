@@ -23,8 +23,8 @@ from lightning_d9d.ops.attention_block import (
     triton_can_run,
     wide,
 )
+from lightning_d9d.ops.backend import runs_triton
 from lightning_d9d.ops.flash_attention import flash_attention, flash_attention_package, is_faster, runs_blocks
-from lightning_d9d.ops.kernels import runs_triton
 from lightning_d9d.ops.linear import autocast_dtype
 from lightning_d9d.ops.operator import define
 

@@ -23,10 +23,11 @@ from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_fla
 from torch.distributed.tensor import DTensor
 
 from lightning_d9d.ops import flash_attention
-from lightning_d9d.ops.kernels import runs_triton
+from lightning_d9d.ops.attention_masks import Masks
+from lightning_d9d.ops.backend import runs_triton
 
 BlockKernel = Literal["flash-attn", "cudnn", "flash", "triton", "reference"]
-"""What can run a block: flash-attn 4, kernels of torch, `lightning_d9d.ops.attention_kernels`, or plain torch."""
+"""What can run a block: flash-attn 4, kernels of torch, `lightning_d9d.ops.kernels.attention`, or plain torch."""
 
 MAX_HEAD_DIM = 256
 """Of the Triton kernels."""
@@ -75,8 +76,7 @@ def attention_block(
     """
     kernel = kernel or block_kernel(q, k, v, causal=causal, has_documents=q_documents is not None, window=window)
     if kernel == "triton":
-        from lightning_d9d.ops.attention_kernels import forward
-        from lightning_d9d.ops.attention_plan import Masks
+        from lightning_d9d.ops.kernels.attention import forward
 
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
         if q.numel():
@@ -140,8 +140,7 @@ def attention_block_backward(
         ids = {"q_documents": q_documents, "k_documents": k_documents}
         return attention_block_backward_reference(grad_out, q, k, v, out, lse, causal=causal, window=window, **ids)
     if kernel == "triton":
-        from lightning_d9d.ops.attention_kernels import backward
-        from lightning_d9d.ops.attention_plan import Masks
+        from lightning_d9d.ops.kernels.attention import backward
 
         new = torch.empty_like if q.numel() and k.numel() else torch.zeros_like
         dq = new(q) if needs_q else q.new_empty(0)

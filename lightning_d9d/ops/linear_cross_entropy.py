@@ -35,8 +35,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import register_flop_formula
 
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.ops.backend import runs_triton
 from lightning_d9d.ops.collectives import gather_dim, group_size, sum_over
-from lightning_d9d.ops.kernels import runs_triton
 from lightning_d9d.ops.linear import autocast_dtype
 from lightning_d9d.ops.operator import define
 from lightning_d9d.ops.rows import ceil_div
@@ -387,7 +387,7 @@ def _scaled(gradient: Tensor, factor: Tensor, options: _Options) -> Tensor:
     """The product; in place where nobody will ask for it again."""
     if torch.compiler.is_compiling() or not options.triton or _keeps_graph():
         return gradient * factor
-    from lightning_d9d.ops import linear_cross_entropy_kernels as kernels
+    from lightning_d9d.ops.kernels import linear_cross_entropy as kernels
 
     kernels.scale_in_place(gradient, factor)
     return gradient
@@ -440,7 +440,7 @@ def _forward(
                 factors = _factors(lse, is_counted[rows], torch.ones_like(lse), torch.zeros_like(lse), options)
                 _write_gradient(logits, labels[rows], lse, factors, options)
         else:
-            from lightning_d9d.ops import linear_cross_entropy_kernels as kernels
+            from lightning_d9d.ops.kernels import linear_cross_entropy as kernels
 
             kernels.write_statistics_and_gradient(
                 logits,
@@ -610,7 +610,7 @@ def _add_product(total: Tensor, dlogits: Tensor, x: Tensor, *, is_first: bool) -
 def _write_statistics(logits: Tensor, labels: Tensor, statistics: Tensor, options: _Options) -> None:
     """Of each token the log-sum-exp, the logit of its label and the sum of the logits, over the whole vocabulary."""
     if options.triton:
-        from lightning_d9d.ops import linear_cross_entropy_kernels as kernels
+        from lightning_d9d.ops.kernels import linear_cross_entropy as kernels
 
         kernels.write_statistics(logits, labels, statistics, first=options.first, soft_cap=options.soft_cap)
     else:
@@ -636,7 +636,7 @@ def _factors(lse: Tensor, is_counted: Tensor, dloss: Tensor, dlse: Tensor, optio
 def _write_gradient(logits: Tensor, labels: Tensor, lse: Tensor, factors: Tensor, options: _Options) -> None:
     """Overwrites logits with their gradient."""
     if options.triton:
-        from lightning_d9d.ops import linear_cross_entropy_kernels as kernels
+        from lightning_d9d.ops.kernels import linear_cross_entropy as kernels
 
         kernels.write_gradient(logits, labels, lse, factors, first=options.first, soft_cap=options.soft_cap)
         return

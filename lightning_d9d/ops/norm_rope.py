@@ -120,7 +120,7 @@ def _norm_and_turn(
     interleaved: bool,
     zero_centered: bool,
 ) -> tuple[Tensor, Tensor]:
-    from lightning_d9d.ops.rope_kernels import forward
+    from lightning_d9d.ops.kernels.rope import forward
 
     results = new_turned(q, k)
     weights = q_weight, k_weight
@@ -143,7 +143,7 @@ def _gradients(
     needs_inputs: bool,
     needs_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from lightning_d9d.ops.rope_kernels import backward
+    from lightning_d9d.ops.kernels.rope import backward
 
     arguments = dq, dk, q, k, q_weight, k_weight, cos, sin, eps, interleaved, zero_centered
     results = _new_gradients(*arguments, needs_inputs, needs_weights)

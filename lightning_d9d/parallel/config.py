@@ -7,8 +7,8 @@ from typing import Literal, get_args
 import torch
 
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.ops.backend import Kernels
 from lightning_d9d.ops.grouped_gemm import GroupedGemmBackend
-from lightning_d9d.ops.kernels import Kernels
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from lightning_d9d.ops import attention
 from lightning_d9d.ops import flash_attention as packages
 from lightning_d9d.ops.attention import attention_reference
 from lightning_d9d.ops.attention_block import attention_block_backward_reference, attention_block_reference
-from lightning_d9d.ops.kernels import using_kernels
+from lightning_d9d.ops.backend import using_kernels
 from lightning_d9d.ops.packages import optional_module
 from tests.harness.compare import assert_bitwise_equal, assert_close_named
 from tests.harness.tolerances import Kind

@@ -14,7 +14,7 @@ from lightning_d9d.ops.attention_block import (
     merge,
     wide,
 )
-from lightning_d9d.ops.kernels import using_kernels
+from lightning_d9d.ops.backend import using_kernels
 from tests.harness.compare import assert_close_named, assert_tensors_close
 from tests.harness.tolerances import Kind
 from tests.ops.grid import DEVICES

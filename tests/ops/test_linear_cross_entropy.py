@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_d9d import ConfigError
 from lightning_d9d.ops import WeightGradients, linear_cross_entropy, put_off
-from lightning_d9d.ops.kernels import Kernels, using_kernels
+from lightning_d9d.ops.backend import Kernels, using_kernels
 from lightning_d9d.ops.linear_cross_entropy import _Options, _rows_at_once, linear_cross_entropy_reference
 from tests.harness.compare import assert_bitwise_equal, assert_close_named
 from tests.harness.ranks import RankContext

@@ -16,7 +16,7 @@ from lightning_d9d import ConfigError
 from lightning_d9d.modules import GroupedQueryAttention, rope_tables
 from lightning_d9d.ops import flash_attention
 from lightning_d9d.ops.attention import attention_reference
-from lightning_d9d.ops.kernels import using_kernels
+from lightning_d9d.ops.backend import using_kernels
 from lightning_d9d.parallel import context
 from lightning_d9d.parallel.context import KINDS, SequenceCut, shard_context
 from tests.harness.compare import assert_bitwise_equal, assert_close_named, assert_tensors_close
