@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -128,52 +128,42 @@ def _norm_and_turn(
     return results
 
 
-def _gradients(
-    dq: Tensor,
-    dk: Tensor | None,
-    q: Tensor,
-    k: Tensor | None,
-    q_weight: Tensor,
-    k_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    interleaved: bool,
-    zero_centered: bool,
-    needs_inputs: bool,
-    needs_weights: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+class _Given(NamedTuple):
+    """Arguments of the backward's operator."""
+
+    dq: Tensor
+    dk: Tensor | None
+    q: Tensor
+    k: Tensor | None
+    q_weight: Tensor
+    k_weight: Tensor | None
+    cos: Tensor
+    sin: Tensor
+    eps: float
+    interleaved: bool
+    zero_centered: bool
+    needs_inputs: bool
+    needs_weights: bool
+
+
+def _gradients(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from lightning_d9d.ops.kernels.rope import backward
 
-    arguments = dq, dk, q, k, q_weight, k_weight, cos, sin, eps, interleaved, zero_centered
-    results = _new_gradients(*arguments, needs_inputs, needs_weights)
-    inputs, weights = results[:2] if needs_inputs else None, results[2:] if needs_weights else None
-    backward(*arguments, inputs, weights)
+    results = _new_gradients(*arguments)
+    needs_inputs, needs_weights = arguments[-2:]
+    backward(*arguments[:-2], results[:2] if needs_inputs else None, results[2:] if needs_weights else None)
     return results
 
 
-def _new_gradients(
-    dq: Tensor,
-    dk: Tensor | None,
-    q: Tensor,
-    k: Tensor | None,
-    q_weight: Tensor,
-    k_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    interleaved: bool,
-    zero_centered: bool,
-    needs_inputs: bool,
-    needs_weights: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of queries, keys and the weights of both. Empty ones are not asked for."""
+def _new_gradients(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Memory for those of queries, keys and the weights of both; without elements for what is not asked for."""
+    given = _Given(*arguments)
 
     def like(tensor: Tensor | None, is_needed: bool) -> Tensor:
-        return q.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape if is_needed else 0)
+        return given.q.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape if is_needed else 0)
 
-    of_inputs = like(q, needs_inputs), like(k, needs_inputs)
-    return *of_inputs, like(q_weight, needs_weights), like(k_weight, needs_weights)
+    of_inputs = like(given.q, given.needs_inputs), like(given.k, given.needs_inputs)
+    return *of_inputs, like(given.q_weight, given.needs_weights), like(given.k_weight, given.needs_weights)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -28,6 +28,7 @@ from lightning_d9d.mesh.sharding import local
 from lightning_d9d.modules import GroupedQueryAttention
 from lightning_d9d.ops import all_to_all_rows, attention, gather_dim
 from lightning_d9d.ops.attention_block import attention_block, attention_block_backward, merge, wide
+from lightning_d9d.ops.attention_masks import Masks
 from lightning_d9d.ops.collectives import all_gather_single, group_named, reduce_scatter_single
 from lightning_d9d.ops.operator import define
 
@@ -232,17 +233,17 @@ class _Block(NamedTuple):
     """Which of this rank's queries."""
     keys: slice
     """Which of each rank's keys."""
-    mask: dict[str, Any]
-    """The last arguments of `attention_block`."""
+    masks: Masks
+    """Which pairs of these count."""
 
     def attend(self, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
         """`q` are all of this rank's queries, `kv` the block's keys and values."""
-        return attention_block(q[:, :, self.rows], kv[0], kv[1], **self.mask)
+        return attention_block(q[:, :, self.rows], kv[0], kv[1], self.masks)
 
     def gradients(self, grad_out: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Of the block's queries, and of its `kv`."""
         grad_out, q, out, lse = (t[:, :, self.rows] for t in (grad_out, q, out, lse))
-        dq, dk, dv = attention_block_backward(grad_out, q, kv[0], kv[1], out, lse, **self.mask)
+        dq, dk, dv = attention_block_backward(grad_out, q, kv[0], kv[1], out, lse, self.masks)
         return dq, torch.stack((dk, dv))
 
 
@@ -260,12 +261,8 @@ class _Blocks:
         """Of consecutive ranks: some before this one, some after it, or it alone."""
         rows = slice(self._half if ranks.start > self.rank else 0, None)
         keys = slice(self._half if ranks.start < self.rank else None)
-        mask = {
-            "causal": ranks == self.own,
-            "q_documents": self._documents_of(self.own, rows),
-            "k_documents": self._documents_of(ranks, keys),
-        }
-        return _Block(ranks, rows, keys, mask)
+        documents = self._documents_of(self.own, rows), self._documents_of(ranks, keys)
+        return _Block(ranks, rows, keys, Masks(ranks == self.own, None, *documents))
 
     def _documents_of(self, ranks: slice, places: slice) -> Tensor | None:
         return None if self._documents is None else self._documents[:, ranks, places].flatten(1)

@@ -161,10 +161,11 @@ def test_ranks_compute_equally_much_and_nothing_in_vain(rank: RankContext, kind:
     pairs = {"forward": 0.0, "backward": 0.0}
 
     def count(name: str, compute):
-        def counted(*tensors, causal: bool, **documents):
+        def counted(*arguments):
+            *tensors, masks = arguments
             num_keys = tensors[-2 if name == "forward" else 2].shape[2]
-            pairs[name] += tensors[0].shape[2] * num_keys * (0.5 if causal else 1)
-            return compute(*tensors, causal=causal, **documents)
+            pairs[name] += tensors[0].shape[2] * num_keys * (0.5 if masks.causal else 1)
+            return compute(*arguments)
 
         return counted
 
