@@ -33,7 +33,7 @@ from lightning_d9d.mesh.collectives import all_gather_object
 from lightning_d9d.mesh.sharding import distribute, local_ranges
 from lightning_d9d.modules import GroupedQueryAttention, LMHead, SparseMoE, SplitTokenEmbedding, SwiGLU, TokenEmbedding
 from lightning_d9d.modules.lm_head import Reduction, SplitLMHead
-from lightning_d9d.ops import gather_dim, linear, linear_cross_entropy, scatter_sum
+from lightning_d9d.ops import VocabShard, gather_dim, linear, linear_cross_entropy, scatter_sum
 from lightning_d9d.ops.vocab_parallel import vocab_parallel_embedding
 
 _SEQUENCE = 1
@@ -249,9 +249,8 @@ def _predict(
         logits = linear(x, weight, own_part=True)
         return gather_dim(logits, -1, group_name, sums_gradients=False)  # what all ranks make of them is one loss
     first, _ = _rows_of(weight)
-    return linear_cross_entropy(
-        x, weight, labels, reduction=reduction, group_name=group_name, first=first, vocab_size=len(weight)
-    )
+    shard = VocabShard(group_name, first, len(weight))
+    return linear_cross_entropy(x, weight, labels, reduction=reduction, shard=shard)
 
 
 # What is refused
