@@ -63,6 +63,10 @@ class LossOptions(NamedTuple):
     ignore_index: int = -100
     """A label without a loss."""
 
+    def capped(self, logits: Tensor) -> Tensor:
+        """`soft_cap * tanh(logits / soft_cap)`, or the logits themselves without a soft cap."""
+        return capped(logits, self.soft_cap)
+
     def check(self) -> None:
         """Raise ConfigError for a value that is outside of its range."""
         if self.soft_cap is not None and not self.soft_cap > 0:
@@ -218,7 +222,7 @@ def linear_cross_entropy_reference(
         return x if shard is None else sum_over(x, shard.group_name, sums_gradients=False)
 
     logits = F.linear(x, weight, bias)
-    logits = capped(logits.to(torch.promote_types(logits.dtype, torch.float32)), options.soft_cap)
+    logits = options.capped(logits.to(torch.promote_types(logits.dtype, torch.float32)))
     columns = torch.arange(first, first + len(weight), device=labels.device)
     at_label = sum_of_ranks((logits * (labels.unsqueeze(-1) == columns)).sum(-1))
     lse = logits.logsumexp(-1) if shard is None else sum_of_ranks(logits.exp().sum(-1)).log()

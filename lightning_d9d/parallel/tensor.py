@@ -32,8 +32,9 @@ from lightning_d9d.mesh import MeshDomains
 from lightning_d9d.mesh.collectives import all_gather_object
 from lightning_d9d.mesh.sharding import distribute, local_ranges
 from lightning_d9d.modules import GroupedQueryAttention, LMHead, SparseMoE, SplitTokenEmbedding, SwiGLU, TokenEmbedding
-from lightning_d9d.modules.lm_head import Reduction, SplitLMHead
+from lightning_d9d.modules.lm_head import SplitLMHead
 from lightning_d9d.ops import VocabShard, gather_dim, linear, linear_cross_entropy, scatter_sum
+from lightning_d9d.ops.linear_cross_entropy import Reduction
 from lightning_d9d.ops.vocab_parallel import vocab_parallel_embedding
 
 _SEQUENCE = 1
@@ -128,6 +129,8 @@ def shard_attention(attention: GroupedQueryAttention, mesh: MeshDomains) -> None
     cut_rows(attention.k_proj, mesh, num_shards=num_key_value_heads)
     cut_rows(attention.v_proj, mesh, num_shards=num_key_value_heads)
     cut_columns(attention.o_proj, mesh)
+    if attention.sinks is not None:
+        _cut(attention, "sinks", mesh, 0)
 
 
 def shard_mlp(mlp: SwiGLU, mesh: MeshDomains) -> None:
@@ -246,11 +249,11 @@ def _predict(
     assert weight is not None, "a head without a weight needs one in the call"
     x = gather_dim(x, _SEQUENCE, group_name)
     if labels is None:
-        logits = linear(x, weight, own_part=True)
+        logits = module.loss_options.capped(linear(x, weight, own_part=True))
         return gather_dim(logits, -1, group_name, sums_gradients=False)  # what all ranks make of them is one loss
     first, _ = _rows_of(weight)
     shard = VocabShard(group_name, first, len(weight))
-    return linear_cross_entropy(x, weight, labels, reduction=reduction, shard=shard)
+    return linear_cross_entropy(x, weight, labels, options=module.loss_options, reduction=reduction, shard=shard)
 
 
 # What is refused
