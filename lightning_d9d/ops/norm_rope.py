@@ -149,15 +149,19 @@ class _Given(NamedTuple):
 def _gradients(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from lightning_d9d.ops.kernels.rope import backward
 
-    results = _new_gradients(*arguments)
-    needs_inputs, needs_weights = arguments[-2:]
-    backward(*arguments[:-2], results[:2] if needs_inputs else None, results[2:] if needs_weights else None)
+    given = _Given(*arguments)
+    results = _empty_gradients(given)
+    inputs, weights = results[:2] if given.needs_inputs else None, results[2:] if given.needs_weights else None
+    backward(*given[:11], inputs, weights)
     return results
 
 
 def _new_gradients(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _empty_gradients(_Given(*arguments))
+
+
+def _empty_gradients(given: _Given) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Memory for those of queries, keys and the weights of both; without elements for what is not asked for."""
-    given = _Given(*arguments)
 
     def like(tensor: Tensor | None, is_needed: bool) -> Tensor:
         return given.q.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape if is_needed else 0)
