@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.legal import divisors, nearest
 from lightning_d9d.mesh.sharding import local
 from lightning_d9d.modules import GroupedQueryAttention
 from lightning_d9d.ops import all_to_all_rows, attention, gather_dim
@@ -52,8 +53,7 @@ class SequenceCut:
             return whole
         length, divisor = whole.shape[dim], 2 * self.size
         if length % divisor:
-            below = length - length % divisor
-            legal = " or ".join(str(each) for each in (below, below + divisor) if each)
+            legal = " or ".join(map(str, nearest(length, range(divisor, length + divisor, divisor))))
             raise ConfigError(
                 f"a sequence of {length} tokens cannot be cut over {self.size} ranks of context parallelism, which "
                 f"takes a multiple of {divisor}: pad or shorten it to {legal}, or change context_parallel_shard or "
@@ -208,7 +208,7 @@ class HeadsAttention(ContextAttention):
         """Raise `ConfigError` for numbers of heads on a rank of tensor parallelism that cannot be shared. Local."""
         common = math.gcd(num_heads, num_key_value_heads)
         if common % self.cut.size:
-            legal = " or ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+            legal = " or ".join(map(str, divisors(common)))
             raise ConfigError(
                 f"context='heads' over {self.cut.size} ranks: {num_heads} query heads and {num_key_value_heads} "
                 f"key/value heads (of one rank of tensor parallelism) cannot be shared equally. {legal} ranks can; "

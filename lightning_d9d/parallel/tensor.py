@@ -28,6 +28,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.legal import divisors
 from lightning_d9d.mesh import MeshDomains
 from lightning_d9d.mesh.collectives import all_gather_object
 from lightning_d9d.mesh.sharding import distribute, local_ranges
@@ -118,7 +119,7 @@ def shard_attention(attention: GroupedQueryAttention, mesh: MeshDomains) -> None
     num_key_value_heads = attention.k_proj.out_features // attention.head_dim
     _check_shared(num_heads, "attention heads (num_attention_heads)", tp)
     if num_key_value_heads % tp and tp % num_key_value_heads:
-        legal = [n for n in _divisors(num_heads) if num_key_value_heads % n == 0 or n % num_key_value_heads == 0]
+        legal = [n for n in divisors(num_heads) if num_key_value_heads % n == 0 or n % num_key_value_heads == 0]
         raise ConfigError(
             f"tensor_parallel={tp} and {num_key_value_heads} heads of keys and values (num_key_value_heads): one of "
             f"the two must divide the other; with {num_heads} attention heads it can be {_listed(legal)}"
@@ -262,12 +263,8 @@ def _predict(
 def _check_shared(number: int, what: str, tp: int) -> None:
     if number % tp:
         raise ConfigError(
-            f"tensor_parallel={tp} does not divide the {number} {what}; it can be {_listed(_divisors(number))}"
+            f"tensor_parallel={tp} does not divide the {number} {what}; it can be {_listed(divisors(number))}"
         )
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def _listed(numbers: list[int], most: int = 12) -> str:

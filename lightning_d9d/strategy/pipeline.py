@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple, TypeVar
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from lightning_d9d.errors import ConfigError, ScheduleError
 from lightning_d9d.mesh import MeshDomains
 from lightning_d9d.mesh.agreement import first_of
-from lightning_d9d.mesh.collectives import all_gather_object, broadcast_tensors
+from lightning_d9d.mesh.collectives import all_gather_object, broadcast_tensors, digest
 from lightning_d9d.mesh.sharding import local
 from lightning_d9d.parallel.tokens import TokenPart
 from lightning_d9d.pipeline.totals import BatchTotals
@@ -215,11 +214,7 @@ class Pipeline:
         if self.readers is None or kind in self._compared:
             return
         self._compared.add(kind)
-        digest = hashlib.sha256()
-        for tensor in take_apart(batch)[0]:
-            digest.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
-            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        if len(set(all_gather_object(digest.hexdigest(), self.readers))) > 1:
+        if len(set(all_gather_object(digest(take_apart(batch)[0]), self.readers))) > 1:
             raise ConfigError(
                 f"rank {dist.get_rank()}: ranks {dist.get_process_group_ranks(self.readers)} read different first "
                 f"{kind} batches, but each runs a part of the same one. Let data depend on the data-parallel rank "
