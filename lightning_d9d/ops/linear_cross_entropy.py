@@ -176,18 +176,7 @@ def linear_cross_entropy(
     weight, bias = local_part(weight, x), None if bias is None else local_part(bias, x)
     shape, dtype = labels.shape, autocast_dtype(x)
     x, labels = x.flatten(0, -2).to(dtype), labels.flatten()
-    group_name, first, vocab_size = ("", 0, len(weight)) if shard is None else shard
-    chunk_options = ChunkOptions(
-        ignore_index=options.ignore_index,
-        soft_cap=options.soft_cap or 0.0,
-        z_loss=options.z_loss,
-        label_smoothing=options.label_smoothing,
-        chunk_bytes=chunk_bytes or 0,
-        first=first,
-        vocab_size=vocab_size,
-        group_name=group_name,
-        triton=runs_triton(x),
-    )
+    chunk_options = _chunk_options(options, chunk_bytes, shard or VocabShard("", 0, len(weight)), runs_triton(x))
     later: _Later | None = None
     if gradients is not None and gradients is not AT_ONCE:
         weight, later = weight.detach(), (gradients, leaf)
@@ -203,6 +192,20 @@ def linear_cross_entropy(
         loss, lse = _Losses.apply(x, weight, bias, labels, later, chunk_options)
         loss, lse = (loss.sum(), lse.detach()) if reduction == "sum" else (loss.view(shape), lse)
     return (loss, lse.view(shape)) if return_lse else loss
+
+
+def _chunk_options(options: LossOptions, chunk_bytes: int | None, shard: VocabShard, triton: bool) -> ChunkOptions:
+    return ChunkOptions(
+        ignore_index=options.ignore_index,
+        soft_cap=options.soft_cap or 0.0,
+        z_loss=options.z_loss,
+        label_smoothing=options.label_smoothing,
+        chunk_bytes=chunk_bytes or 0,
+        first=shard.first,
+        vocab_size=shard.vocab_size,
+        group_name=shard.group_name,
+        triton=triton,
+    )
 
 
 def linear_cross_entropy_reference(
