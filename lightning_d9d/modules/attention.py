@@ -24,7 +24,7 @@ class GroupedQueryAttention(DrawnByRows):
     Queries and keys are normalised per head (RMSNorm over head_dim), then turned by their position. See
     https://arxiv.org/abs/2305.13245 for the grouping. One op does it for both, with the weights and the epsilon of
     `q_norm` and `k_norm`; these modules are called only if they or their `forward` were exchanged for others, have
-    hooks, are sharded by themselves, or have two epsilons.
+    hooks, are sharded by themselves, or differ in their options.
 
     `attend` is what mixes values, `lightning_d9d.ops.attention`; set it to something else that is called alike.
 
@@ -96,11 +96,13 @@ class GroupedQueryAttention(DrawnByRows):
         """
         heads = (-1, self.head_dim)  # the number of heads is read off the projections: tensor parallelism leaves fewer
         q, k, v = (proj(x).unflatten(-1, heads) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        if _is_plain(self.q_norm) and _is_plain(self.k_norm) and self.q_norm.eps == self.k_norm.eps:
-            weights = self.q_norm.weight, self.k_norm.weight
-            q, k = norm_rope_qk(q, k, *weights, self.q_norm.eps, *rope, interleaved=self.interleaved)
+        q_norm, k_norm = self.q_norm, self.k_norm
+        is_alike = q_norm.eps == k_norm.eps and q_norm.zero_centered == k_norm.zero_centered
+        if is_alike and _is_plain(q_norm) and _is_plain(k_norm):
+            options = {"interleaved": self.interleaved, "zero_centered": q_norm.zero_centered}
+            q, k = norm_rope_qk(q, k, q_norm.weight, k_norm.weight, q_norm.eps, *rope, **options)
         else:
-            q, k = rope_qk(self.q_norm(q), self.k_norm(k), *rope, interleaved=self.interleaved)
+            q, k = rope_qk(q_norm(q), k_norm(k), *rope, interleaved=self.interleaved)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if self.window is None and self.sinks is None:  # any `attend` will do
             mixed = self.attend(q, k, v, documents)

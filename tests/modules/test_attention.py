@@ -37,14 +37,19 @@ def test_rope_tables_of_a_bfloat16_model_are_float32():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_norm(dtype):
-    norm = RMSNorm(32, eps=1e-2).to(dtype)
-    with torch.no_grad():
-        norm.weight.normal_()
+@pytest.mark.parametrize("zero_centered", [False, True], ids=["", "zero-centered"])
+def test_norm(dtype, zero_centered):
+    norm = RMSNorm(32, eps=1e-2, zero_centered=zero_centered).to(dtype)
     x = torch.randn(3, 5, 32, dtype=dtype)
     wide = x.double()
-    expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-2).sqrt() * norm.weight.double()
+    normed = wide / (wide.square().mean(-1, keepdim=True) + 1e-2).sqrt()
+    assert_close_named("new norm", norm(x), normed.to(dtype), kind=Kind.OUTPUT)
+    with torch.no_grad():
+        norm.weight.normal_()
+    expected = normed * (norm.weight.double() + zero_centered)
     assert_close_named("norm", norm(x), expected.to(dtype), kind=Kind.OUTPUT)
+    residual = torch.zeros_like(x)
+    assert_close_named("norm of a sum", norm(x, residual)[0], expected.to(dtype), kind=Kind.OUTPUT)
 
 
 def drawn(attention: GroupedQueryAttention) -> GroupedQueryAttention:
@@ -176,3 +181,19 @@ def test_norms_may_be_exchanged():
     attention.k_norm.register_forward_hook(lambda _, __, out: None)
     assert_close_named("two epsilons", with_two_epsilons, attention(x, tables))
     assert not with_two_epsilons.allclose(expected)
+
+
+@pytest.mark.parametrize("exchanged", [("q_norm",), ("q_norm", "k_norm")], ids=str)
+def test_norms_may_be_zero_centered(exchanged):
+    torch.manual_seed(0)
+    attention = GroupedQueryAttention(16, 4, 2, 8, norm_eps=1e-6, initializer_range=0.5).double()
+    x = torch.randn(2, 7, 16, dtype=torch.float64)
+    tables = rope_tables(torch.arange(7).unsqueeze(0), 8, 100.0, torch.float64)
+    for norm in (attention.q_norm, attention.k_norm):
+        torch.nn.init.normal_(norm.weight)
+    expected = attention(x, tables)
+    for name in exchanged:
+        norm = RMSNorm(8, 1e-6, zero_centered=True).double()
+        norm.weight.data.copy_(getattr(attention, name).weight - 1)
+        setattr(attention, name, norm)
+    assert_close_named("attention", attention(x, tables), expected)
