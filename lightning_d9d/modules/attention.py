@@ -97,10 +97,17 @@ class GroupedQueryAttention(DrawnByRows):
         heads = (-1, self.head_dim)  # the number of heads is read off the projections: tensor parallelism leaves fewer
         q, k, v = (proj(x).unflatten(-1, heads) for proj in (self.q_proj, self.k_proj, self.v_proj))
         q_norm, k_norm = self.q_norm, self.k_norm
-        is_alike = q_norm.eps == k_norm.eps and q_norm.zero_centered == k_norm.zero_centered
-        if is_alike and _is_plain(q_norm) and _is_plain(k_norm):
-            options = {"interleaved": self.interleaved, "zero_centered": q_norm.zero_centered}
-            q, k = norm_rope_qk(q, k, q_norm.weight, k_norm.weight, q_norm.eps, *rope, **options)
+        if _is_plain(q_norm) and _is_plain(k_norm) and _are_alike(q_norm, k_norm):
+            q, k = norm_rope_qk(
+                q,
+                k,
+                q_norm.weight,
+                k_norm.weight,
+                q_norm.eps,
+                *rope,
+                interleaved=self.interleaved,
+                zero_centered=q_norm.zero_centered,
+            )
         else:
             q, k = rope_qk(q_norm(q), k_norm(k), *rope, interleaved=self.interleaved)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
@@ -117,3 +124,7 @@ def _is_plain(norm: nn.Module) -> bool:
     has_hooks = norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks
     is_exchanged = type(norm) is not RMSNorm or "forward" in vars(norm)
     return not is_exchanged and not has_hooks and not isinstance(norm.weight, DTensor)
+
+
+def _are_alike(norm: RMSNorm, other: RMSNorm) -> bool:
+    return norm.eps == other.eps and norm.zero_centered == other.zero_centered

@@ -183,6 +183,18 @@ def test_norms_may_be_exchanged():
     assert not with_two_epsilons.allclose(expected)
 
 
+def test_norms_may_be_left_out():
+    torch.manual_seed(0)
+    attention = GroupedQueryAttention(16, 4, 4, 8, norm_eps=1e-6, initializer_range=0.5).double()
+    attention.q_norm = attention.k_norm = torch.nn.Identity()
+    x = torch.randn(2, 7, 16, dtype=torch.float64)
+    tables = rope_tables(torch.arange(7).unsqueeze(0), 8, 100.0, torch.float64)
+    q, k, v = (proj(x).unflatten(-1, (4, 8)) for proj in (attention.q_proj, attention.k_proj, attention.v_proj))
+    q, k, v = (t.transpose(1, 2) for t in (rope(q, *tables), rope(k, *tables), v))
+    mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert_close_named("attention", attention(x, tables), attention.o_proj(mixed.transpose(1, 2).flatten(-2)))
+
+
 @pytest.mark.parametrize("exchanged", [("q_norm",), ("q_norm", "k_norm")], ids=str)
 def test_norms_may_be_zero_centered(exchanged):
     torch.manual_seed(0)
