@@ -254,7 +254,7 @@ MUTATIONS = [
     ),
     Mutation(
         "an expert's copies of different blocks share rows",
-        "lightning_d9d/ops/moe_permute_kernels.py",
+        "lightning_d9d/ops/kernels/moe_permute.py",
         "before += tl.where(blocks < first_block, values, 0)",
         "before += tl.where(blocks < 0, values, 0)",
         "tests/ops/test_moe_permute.py -k rows_are_in_order",

@@ -76,6 +76,15 @@ def _placed(tensor: Tensor) -> str:
     return f" {tensor.placements} on a mesh {tuple(tensor.device_mesh.shape)}"
 
 
+def digest(tensors: Iterable[Tensor]) -> str:
+    """A hash of the dtypes, shapes and values of tensors: of what this rank holds. Local; the host waits for them."""
+    result = hashlib.sha256()
+    for tensor in tensors:
+        result.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
+        result.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return result.hexdigest()
+
+
 def first_difference(lines: Sequence[str], group: dist.ProcessGroup | None = None) -> str | None:
     """Where the lines of the first rank that differs from rank 0 begin to differ; None if all are equal. Collective.
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
-from itertools import chain
 
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.legal import divisors, nearest
 
 _FILL = -1
 
@@ -184,9 +184,6 @@ def _does_not_fit(name: str, degree: int, world_size: int, left: int, taken: lis
 
 def _neighbours(degree: int, total: int) -> str:
     """The divisors of `total` nearest to a degree that is none."""
-    divisors = sorted(
-        set(chain.from_iterable((d, total // d) for d in range(1, math.isqrt(total) + 1) if not total % d))
-    )
-    below = [d for d in divisors if d < degree][-1:]
-    above = [d for d in divisors if d > degree][:1]
-    return f"the nearest that fit are {' and '.join(map(str, below + above))}" if above else f"at most {below[0]} fits"
+    if degree > total:
+        return f"at most {total} fits"
+    return f"the nearest that fit are {' and '.join(map(str, nearest(degree, divisors(total))))}"

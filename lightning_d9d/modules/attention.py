@@ -2,27 +2,50 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.modules.initial_values import Constant, DrawnByRows, Normal
 from lightning_d9d.modules.linear import Linear
 from lightning_d9d.modules.norm import RMSNorm
 from lightning_d9d.ops import attention, norm_rope_qk, rope_qk
+from lightning_d9d.ops.sharded_weights import local_part
 
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-"""Of queries, keys, values and documents, as `lightning_d9d.ops.attention`."""
+Attend = Callable[..., Tensor]
+"""Called with queries, keys, values and documents, as `lightning_d9d.ops.attention`; by name with a window and sinks if
+the module has any."""
 
 
-class GroupedQueryAttention(nn.Module):
+class GroupedQueryAttention(DrawnByRows):
     """Causal self-attention in which several query heads share one key and value head.
 
     Queries and keys are normalised per head (RMSNorm over head_dim), then turned by their position. See
     https://arxiv.org/abs/2305.13245 for the grouping. One op does it for both, with the weights and the epsilon of
     `q_norm` and `k_norm`; these modules are called only if they or their `forward` were exchanged for others, have
-    hooks, are sharded by themselves, or have two epsilons.
+    hooks, are sharded by themselves, or differ in their options.
 
     `attend` is what mixes values, `lightning_d9d.ops.attention`; set it to something else that is called alike.
+
+    Args:
+        hidden_size: width of the residual stream.
+        num_heads: query heads.
+        num_key_value_heads: heads of keys and values; divides `num_heads`.
+        head_dim: width of a head.
+        norm_eps: epsilon of the norms of queries and keys.
+        bias: whether the projections have one.
+        initializer_range: standard deviation of the initial matrices.
+        window: how many tokens a token sees at most, itself and those before it; None for all.
+        sinks: whether each head has a learned score of one more key, whose value is zero
+            (https://arxiv.org/abs/2309.17453). It starts at 0.
+        interleaved: whether rotary positions turn elements 2 i and 2 i + 1 of a head together; else i and i + pairs.
+
+    Raises:
+        ConfigError: The window is empty.
     """
+
+    sinks: nn.Parameter | None
 
     def __init__(
         self,
@@ -34,9 +57,14 @@ class GroupedQueryAttention(nn.Module):
         norm_eps: float,
         bias: bool = False,
         initializer_range: float,
+        window: int | None = None,
+        sinks: bool = False,
+        interleaved: bool = False,
     ) -> None:
         super().__init__()
-        self.head_dim = head_dim
+        if window is not None and window < 1:
+            raise ConfigError(f"window={window} must be 1 or more, for a token sees itself; None is without a window")
+        self.head_dim, self.window, self.interleaved = head_dim, window, interleaved
 
         def linear(in_features: int, out_features: int) -> Linear:
             return Linear(in_features, out_features, bias=bias, initializer_range=initializer_range)
@@ -48,6 +76,12 @@ class GroupedQueryAttention(nn.Module):
         self.q_norm = RMSNorm(head_dim, norm_eps)
         self.k_norm = RMSNorm(head_dim, norm_eps)
         self.attend: Attend = attention
+        self.register_parameter("sinks", nn.Parameter(torch.empty(num_heads)) if sinks else None)
+        self.reset_parameters()
+
+    def initial_values(self) -> dict[str, Normal | Constant]:
+        """Zeros for the sinks, if there are any."""
+        return {} if self.sinks is None else {"sinks": Constant(0.0)}
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], documents: Tensor | None = None) -> Tensor:
         """Attends within each row of the batch, or within each of its documents.
@@ -62,12 +96,27 @@ class GroupedQueryAttention(nn.Module):
         """
         heads = (-1, self.head_dim)  # the number of heads is read off the projections: tensor parallelism leaves fewer
         q, k, v = (proj(x).unflatten(-1, heads) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        if _is_plain(self.q_norm) and _is_plain(self.k_norm) and self.q_norm.eps == self.k_norm.eps:
-            q, k = norm_rope_qk(q, k, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, *rope)
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if _is_plain(q_norm) and _is_plain(k_norm) and _are_alike(q_norm, k_norm):
+            q, k = norm_rope_qk(
+                q,
+                k,
+                q_norm.weight,
+                k_norm.weight,
+                q_norm.eps,
+                *rope,
+                interleaved=self.interleaved,
+                zero_centered=q_norm.zero_centered,
+            )
         else:
-            q, k = rope_qk(self.q_norm(q), self.k_norm(k), *rope)
+            q, k = rope_qk(q_norm(q), k_norm(k), *rope, interleaved=self.interleaved)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        return self.o_proj(self.attend(q, k, v, documents).transpose(1, 2).flatten(-2))
+        if self.window is None and self.sinks is None:  # any `attend` will do
+            mixed = self.attend(q, k, v, documents)
+        else:
+            sinks = None if self.sinks is None else local_part(self.sinks, q)
+            mixed = self.attend(q, k, v, documents, window=self.window, sinks=sinks)
+        return self.o_proj(mixed.transpose(1, 2).flatten(-2))
 
 
 def _is_plain(norm: nn.Module) -> bool:
@@ -75,3 +124,7 @@ def _is_plain(norm: nn.Module) -> bool:
     has_hooks = norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks
     is_exchanged = type(norm) is not RMSNorm or "forward" in vars(norm)
     return not is_exchanged and not has_hooks and not isinstance(norm.weight, DTensor)
+
+
+def _are_alike(norm: RMSNorm, other: RMSNorm) -> bool:
+    return norm.eps == other.eps and norm.zero_centered == other.zero_centered

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.legal import divisors, nearest
 from lightning_d9d.ops import Permutation, all_to_all_rows, moe_permute, moe_unpermute
 from lightning_d9d.ops.moe_permute import sort_by_expert, sort_by_source
 
@@ -115,11 +116,10 @@ class AllToAllDispatch:
         self.ranks = tuple(dist.get_process_group_ranks(group))
         self.rank, self.num_ranks, self.group_name = group.rank(), group.size(), group.group_name
         if num_experts % self.num_ranks:
-            legal = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
-            below, above = (max(n for n in legal if n < self.num_ranks), [n for n in legal if n > self.num_ranks][:1])
+            legal = nearest(self.num_ranks, divisors(num_experts))
             raise ConfigError(
                 f"{num_experts} experts cannot be spread evenly over the {self.num_ranks} ranks {list(self.ranks)}: "
-                f"expert_parallel must divide the number of experts, as {' and '.join(map(str, [below, *above]))} do"
+                f"expert_parallel must divide the number of experts, as {' and '.join(map(str, legal))} do"
             )
 
     def dispatch(self, x: Tensor, indices: Tensor, weights: Tensor) -> DispatchedTokens:

@@ -1,15 +1,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from lightning_d9d.modules.initial_values import Constant, DrawnByRows, Normal
-from lightning_d9d.ops import linear, linear_cross_entropy
-
-Reduction = Literal["none", "sum"]
+from lightning_d9d.ops import LossOptions, linear, linear_cross_entropy
+from lightning_d9d.ops.linear_cross_entropy import Reduction
 
 
 class LMHead(DrawnByRows):
@@ -22,13 +20,25 @@ class LMHead(DrawnByRows):
             embeddings.
         hidden_size: columns of the weight.
         initializer_range: standard deviation of the initial weight.
+        loss_options: soft cap of the logits, z-loss, label smoothing and the label without a loss.
+
+    Raises:
+        ConfigError: An option of the loss is outside of its range.
     """
 
     weight: nn.Parameter | None
 
-    def __init__(self, vocab_size: int | None, hidden_size: int, *, initializer_range: float) -> None:
+    def __init__(
+        self,
+        vocab_size: int | None,
+        hidden_size: int,
+        *,
+        initializer_range: float,
+        loss_options: LossOptions = LossOptions(),
+    ) -> None:
         super().__init__()
-        self.initializer_range = initializer_range
+        loss_options.check()
+        self.initializer_range, self.loss_options = initializer_range, loss_options
         weight = None if vocab_size is None else nn.Parameter(torch.empty(vocab_size, hidden_size))
         self.register_parameter("weight", weight)
         self.reset_parameters()
@@ -44,36 +54,49 @@ class LMHead(DrawnByRows):
 
         Args:
             x: hidden states, shape `[..., hidden]`.
-            labels: the id to predict at each place (already shifted), shape `[...]`; -100 is ignored.
+            labels: the id to predict at each place (already shifted), shape `[...]`; -100 is ignored, or what
+                `loss_options` name.
             reduction: "none" for one loss a label, 0 where ignored; "sum" for their sum.
             weight: shape `[vocab, hidden]`, instead of the head's own.
 
         Returns:
-            Logits `[..., vocab]` in the model's dtype; or losses in float32 (float64 for a float64 model), shape of
-            `labels` or a scalar.
+            Logits `[..., vocab]` in the model's dtype, within the soft cap if there is one; or losses in float32
+            (float64 for a float64 model), shape of `labels` or a scalar.
         """
         weight = self.weight if weight is None else weight
         assert weight is not None, "a head without a weight needs one in the call"
-        return _logits_or_loss(x, weight, labels, reduction)
+        return _logits_or_loss(x, weight, labels, reduction, self.loss_options)
 
 
 class SplitLMHead(nn.ModuleDict):
     """A head with one weight a part of the vocabulary (`<name>.weight`), called like `LMHead`."""
 
-    def __init__(self, vocab_splits: Mapping[str, int], hidden_size: int, *, initializer_range: float) -> None:
+    def __init__(
+        self,
+        vocab_splits: Mapping[str, int],
+        hidden_size: int,
+        *,
+        initializer_range: float,
+        loss_options: LossOptions = LossOptions(),
+    ) -> None:
+        loss_options.check()
         super().__init__(
             {
                 name: LMHead(size, hidden_size, initializer_range=initializer_range)
                 for name, size in vocab_splits.items()
             }
         )
+        self.loss_options = loss_options
 
     def forward(self, x: Tensor, labels: Tensor | None = None, reduction: Reduction = "none") -> Tensor:
         """As `LMHead.forward`, over the parts in order."""
-        return _logits_or_loss(
-            x, torch.cat([part.get_parameter("weight") for part in self.values()]), labels, reduction
-        )
+        weight = torch.cat([part.get_parameter("weight") for part in self.values()])
+        return _logits_or_loss(x, weight, labels, reduction, self.loss_options)
 
 
-def _logits_or_loss(x: Tensor, weight: Tensor, labels: Tensor | None, reduction: Reduction) -> Tensor:
-    return linear(x, weight) if labels is None else linear_cross_entropy(x, weight, labels, reduction=reduction)
+def _logits_or_loss(
+    x: Tensor, weight: Tensor, labels: Tensor | None, reduction: Reduction, options: LossOptions
+) -> Tensor:
+    if labels is None:
+        return options.capped(linear(x, weight))
+    return linear_cross_entropy(x, weight, labels, options=options, reduction=reduction)

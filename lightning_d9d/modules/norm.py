@@ -10,15 +10,25 @@ from lightning_d9d.ops import rms_norm
 class RMSNorm(nn.RMSNorm):
     """Scales the last dim to unit root mean square, times a weight; computed in float32 at least, result as the input.
 
-    Under autocast the input may be narrower than the weight. Without kernels (`lightning_d9d.ops.kernels`) the weight
+    Under autocast the input may be narrower than the weight. Without kernels (`lightning_d9d.ops.backend`) the weight
     is then rounded to the input's dtype as autocast does with matrices (torch has no fused kernel for two dtypes).
+
+    Args:
+        dim: width of what is scaled.
+        eps: added to the mean square.
+        zero_centered: whether `1 + weight` is multiplied with, and the weight starts at 0; else the weight starts at 1.
     """
 
     weight: nn.Parameter
     eps: float  # type: ignore[assignment]
 
-    def __init__(self, dim: int, eps: float) -> None:
+    def __init__(self, dim: int, eps: float, *, zero_centered: bool = False) -> None:
+        self.zero_centered = zero_centered  # nn.RMSNorm's constructor resets the weight
         super().__init__(dim, eps=eps)
+
+    def reset_parameters(self) -> None:
+        """Gives the weight its initial value."""
+        nn.init.constant_(self.weight, 0.0 if self.zero_centered else 1.0)
 
     @overload
     def forward(self, x: Tensor) -> Tensor: ...
@@ -29,5 +39,5 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Shape `[..., dim]` to the same shape and dtype; with `residual` the norm of the sum, and the sum."""
         if residual is None:
-            return rms_norm(x, self.weight, self.eps)
-        return rms_norm(x, self.weight, self.eps, residual=residual)
+            return rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered)
+        return rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered, residual=residual)

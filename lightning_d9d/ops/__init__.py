@@ -21,7 +21,7 @@ from lightning_d9d.ops.attention import AttentionKernel, attention
 from lightning_d9d.ops.collectives import gather_dim, scatter_sum, sum_over
 from lightning_d9d.ops.grouped_gemm import grouped_gemm, using_grouped_gemm
 from lightning_d9d.ops.linear import linear, split_linears
-from lightning_d9d.ops.linear_cross_entropy import linear_cross_entropy
+from lightning_d9d.ops.linear_cross_entropy import LossOptions, VocabShard, linear_cross_entropy
 from lightning_d9d.ops.moe_permute import Permutation, moe_permute, moe_unpermute
 from lightning_d9d.ops.moe_route import Routes, moe_route
 from lightning_d9d.ops.multihot import indices_from_multihot, multihot_from_indices
@@ -35,8 +35,10 @@ from lightning_d9d.ops.weight_gradients import WeightGradients, put_off
 
 __all__ = [
     "AttentionKernel",
+    "LossOptions",
     "Permutation",
     "Routes",
+    "VocabShard",
     "WeightGradients",
     "all_to_all_rows",
     "attention",

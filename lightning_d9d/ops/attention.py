@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +23,9 @@ from lightning_d9d.ops.attention_block import (
     triton_can_run,
     wide,
 )
+from lightning_d9d.ops.attention_masks import Masks
+from lightning_d9d.ops.backend import runs_triton
 from lightning_d9d.ops.flash_attention import flash_attention, flash_attention_package, is_faster, runs_blocks
-from lightning_d9d.ops.kernels import runs_triton
 from lightning_d9d.ops.linear import autocast_dtype
 from lightning_d9d.ops.operator import define
 
@@ -234,6 +235,23 @@ def _why_not(
     return None if can_run else f"torch has it not for {of_what} and {q.shape[1]} heads on {k.shape[1]}"
 
 
+class _Given(NamedTuple):
+    """Arguments of the backward's operator behind the gradient of the result."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    documents: Tensor | None
+    sinks: Tensor | None
+    window: int | None
+    kernel: Any
+    needs_q: bool
+    needs_kv: bool
+    needs_sinks: bool
+
+
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -243,17 +261,8 @@ def _forward(
     window: int | None,
     kernel: Any,
 ) -> tuple[Tensor, Tensor]:
-    out, lse = attention_block(
-        q,
-        k,
-        v,
-        causal=True,
-        q_documents=documents,
-        k_documents=documents,
-        window=window,
-        sinks=sinks,
-        kernel=None if kernel == "block" else kernel,
-    )
+    masks = Masks(True, window, documents, documents)
+    out, lse = attention_block(q, k, v, masks, sinks=sinks, kernel=None if kernel == "block" else kernel)
     return _in_form_of(q, out, kernel), lse
 
 
@@ -261,66 +270,39 @@ def _new_results(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
 
 
-def _backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    documents: Tensor | None,
-    sinks: Tensor | None,
-    window: int | None,
-    kernel: Any,
-    needs_q: bool,
-    needs_kv: bool,
-    needs_sinks: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dq, dk, dv, dsinks = _new_gradients(
-        grad_out, q, k, v, out, lse, documents, sinks, window, kernel, needs_q, needs_kv, needs_sinks
-    )
-    if needs_q or needs_kv:
-        given = attention_block_backward(
+def _backward(grad_out: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    given = _Given(*arguments)
+    q, k, v, out, lse = given[:5]
+    dq, dk, dv, dsinks = _empty_gradients(given)
+    if given.needs_q or given.needs_kv:
+        of_block = attention_block_backward(
             grad_out,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            causal=True,
-            q_documents=documents,
-            k_documents=documents,
-            window=window,
-            kernel=None if kernel == "block" else kernel,
-            needs_q=needs_q,
-            needs_kv=needs_kv,
+            *given[:5],
+            Masks(True, given.window, given.documents, given.documents),
+            kernel=None if given.kernel == "block" else given.kernel,
+            needs_q=given.needs_q,
+            needs_kv=given.needs_kv,
         )
-        dq = _in_form_of(q, given[0], kernel) if needs_q else dq
-        dk, dv = (_in_form_of(k, given[1], kernel), _in_form_of(v, given[2], kernel)) if needs_kv else (dk, dv)
-    if needs_sinks:
-        assert sinks is not None
+        if given.needs_q:
+            dq = _in_form_of(q, of_block[0], given.kernel)
+        if given.needs_kv:
+            dk, dv = _in_form_of(k, of_block[1], given.kernel), _in_form_of(v, of_block[2], given.kernel)
+    if given.needs_sinks:
+        assert given.sinks is not None
         deltas = (grad_out.to(lse.dtype) * out).sum(-1)
-        dsinks.copy_(-((sinks.to(lse.dtype).unsqueeze(-1) - lse).exp() * deltas).sum((0, 2)))
+        dsinks.copy_(-((given.sinks.to(lse.dtype).unsqueeze(-1) - lse).exp() * deltas).sum((0, 2)))
     return dq, dk, dv, dsinks
 
 
-def _new_gradients(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    documents: Tensor | None,
-    sinks: Tensor | None,
-    window: int | None,
-    kernel: Any,
-    needs_q: bool,
-    needs_kv: bool,
-    needs_sinks: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Empty ones are not asked for."""
-    parts = ((q, needs_q), (k, needs_kv), (v, needs_kv), (q if sinks is None else sinks, needs_sinks))
+def _new_gradients(grad_out: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _empty_gradients(_Given(*arguments))
+
+
+def _empty_gradients(given: _Given) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Memory for the gradients of `q`, `k`, `v` and `sinks`; without elements for those that are not asked for."""
+    sinks = given.q if given.sinks is None else given.sinks
+    needs_kv = given.needs_kv
+    parts = ((given.q, given.needs_q), (given.k, needs_kv), (given.v, needs_kv), (sinks, given.needs_sinks))
     dq, dk, dv, dsinks = (torch.empty_like(t) if needed else t.new_empty(0) for t, needed in parts)
     return dq, dk, dv, dsinks
 

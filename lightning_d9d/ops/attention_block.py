@@ -23,10 +23,11 @@ from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_fla
 from torch.distributed.tensor import DTensor
 
 from lightning_d9d.ops import flash_attention
-from lightning_d9d.ops.kernels import runs_triton
+from lightning_d9d.ops.attention_masks import Masks
+from lightning_d9d.ops.backend import runs_triton
 
 BlockKernel = Literal["flash-attn", "cudnn", "flash", "triton", "reference"]
-"""What can run a block: flash-attn 4, kernels of torch, `lightning_d9d.ops.attention_kernels`, or plain torch."""
+"""What can run a block: flash-attn 4, kernels of torch, `lightning_d9d.ops.kernels.attention`, or plain torch."""
 
 MAX_HEAD_DIM = 256
 """Of the Triton kernels."""
@@ -41,11 +42,8 @@ def attention_block(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    masks: Masks,
     *,
-    causal: bool,
-    q_documents: Tensor | None = None,
-    k_documents: Tensor | None = None,
-    window: int | None = None,
     sinks: Tensor | None = None,
     kernel: BlockKernel | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -60,12 +58,7 @@ def attention_block(
         k: shape `[batch, kv_heads, keys, head_dim]`; `kv_heads` divides `heads`, and head h has keys of
             `h // (heads / kv_heads)`.
         v: shape of `k`.
-        causal: whether queries and keys are those of the same tokens, so that each query attends to the keys up to its
-            own; else each attends to all.
-        q_documents: integers, shape `[batch, queries]`: a query attends only to keys with its own number. With
-            `k_documents` or not at all.
-        k_documents: integers, shape `[batch, keys]`.
-        window: with `causal`, to how many keys a query attends at most, its own and those before it.
+        masks: which pairs of queries and keys count.
         sinks: shape `[heads]`, the score of one more key with a value of zero. The backward knows them from `lse`.
         kernel: what runs it, which must be able to (`block_kernel`); None chooses.
 
@@ -73,25 +66,23 @@ def attention_block(
         The result, shape and dtype of `q`, and the logarithms, shape `[batch, heads, queries]`: 0 and -inf for a query
         without any key.
     """
-    kernel = kernel or block_kernel(q, k, v, causal=causal, has_documents=q_documents is not None, window=window)
+    kernel = kernel or block_kernel(q, k, v, masks)
     if kernel == "triton":
-        from lightning_d9d.ops.attention_kernels import forward
-        from lightning_d9d.ops.attention_plan import Masks
+        from lightning_d9d.ops.kernels.attention import forward
 
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
         if q.numel():
-            forward(q, k, v, Masks(causal, window, q_documents, k_documents), sinks, out, lse)
+            forward(q, k, v, masks, sinks, out, lse)
         return out, lse
     if kernel == "flash-attn":
-        out, lse = flash_attention.block(q, k, v, causal=causal, window=window)
+        out, lse = flash_attention.block(q, k, v, causal=masks.causal, window=masks.window)
     elif kernel == "cudnn":
-        out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
+        out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, masks.causal)
         lse = lse.view(q.shape[:-1])
     elif kernel == "flash":
-        out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+        out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, masks.causal)
     else:
-        ids = {"q_documents": q_documents, "k_documents": k_documents}
-        out, lse = attention_block_reference(q, k, v, causal=causal, window=window, **ids)
+        out, lse = attention_block_reference(q, k, v, masks)
     if sinks is None:
         return out, lse
     sinks = sinks.to(lse.dtype).unsqueeze(-1)
@@ -105,11 +96,8 @@ def attention_block_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    masks: Masks,
     *,
-    causal: bool,
-    q_documents: Tensor | None = None,
-    k_documents: Tensor | None = None,
-    window: int | None = None,
     kernel: BlockKernel | None = None,
     needs_q: bool = True,
     needs_kv: bool = True,
@@ -118,15 +106,12 @@ def attention_block_backward(
 
     Args:
         grad_out: gradient of the result, shape of `q`.
-        q: as in `attention_block`, as are `k`, `v`, `causal`, `q_documents`, `k_documents`, `window` and `kernel`.
+        q: as in `attention_block`, as are `k`, `v`, `masks` and `kernel`.
         k: see `q`.
         v: see `q`.
         out: what these queries got from all their keys, in this block and others.
         lse: the logarithms of that.
-        causal: see `q`.
-        q_documents: see `q`.
-        k_documents: see `q`.
-        window: see `q`.
+        masks: see `q`.
         kernel: see `q`.
         needs_q: whether the gradient of `q` is asked for; the Triton kernels compute no others.
         needs_kv: whether those of `k` and `v` are.
@@ -135,32 +120,31 @@ def attention_block_backward(
         The summands of the gradients of `q`, `k` and `v`, in their shapes and dtypes; those that are not asked for may
         be empty.
     """
-    kernel = kernel or block_kernel(q, k, v, causal=causal, has_documents=q_documents is not None, window=window)
+    kernel = kernel or block_kernel(q, k, v, masks)
     if kernel == "reference":
-        ids = {"q_documents": q_documents, "k_documents": k_documents}
-        return attention_block_backward_reference(grad_out, q, k, v, out, lse, causal=causal, window=window, **ids)
+        return attention_block_backward_reference(grad_out, q, k, v, out, lse, masks)
     if kernel == "triton":
-        from lightning_d9d.ops.attention_kernels import backward
-        from lightning_d9d.ops.attention_plan import Masks
+        from lightning_d9d.ops.kernels.attention import backward
 
         new = torch.empty_like if q.numel() and k.numel() else torch.zeros_like
         dq = new(q) if needs_q else q.new_empty(0)
         dk, dv = (new(t) if needs_kv else t.new_empty(0) for t in (k, v))
         if q.numel() and k.numel():
-            backward(grad_out, q, k, v, out, lse, Masks(causal, window, q_documents, k_documents), dq, dk, dv)
+            backward(grad_out, q, k, v, out, lse, masks, dq, dk, dv)
         return dq, dk, dv
     lse = lse.contiguous()  # flash attention takes it for that
     if kernel == "flash-attn":
-        return flash_attention.block_backward(grad_out, q, k, v, out, lse, causal=causal, window=window)
+        options = {"causal": masks.causal, "window": masks.window}
+        return flash_attention.block_backward(grad_out, q, k, v, out, lse, **options)
     lengths = (q.shape[2], k.shape[2])
     no_seed = torch.empty(2, dtype=torch.int64, device=q.device)  # without dropout nothing reads it
     if kernel == "cudnn":
         grad_out, out = (in_form_of(q, each) for each in (grad_out, out))  # [Note: plans of cuDNN]
         return _aten._scaled_dot_product_cudnn_attention_backward(
-            grad_out, q, k, v, out, lse.unsqueeze(-1), no_seed, no_seed, None, None, None, *lengths, 0.0, causal
+            grad_out, q, k, v, out, lse.unsqueeze(-1), no_seed, no_seed, None, None, None, *lengths, 0.0, masks.causal
         )
     return _aten._scaled_dot_product_flash_attention_backward(
-        grad_out, q, k, v, out, lse, None, None, *lengths, 0.0, causal, no_seed, no_seed
+        grad_out, q, k, v, out, lse, None, None, *lengths, 0.0, masks.causal, no_seed, no_seed
     )
 
 
@@ -191,21 +175,12 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def attention_block_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    q_documents: Tensor | None = None,
-    k_documents: Tensor | None = None,
-    window: int | None = None,
-) -> tuple[Tensor, Tensor]:
+def attention_block_reference(q: Tensor, k: Tensor, v: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
     """`attention_block` in plain torch and wide arithmetic, with the scores of some queries at a time."""
     k, v = k.to(wide(k.dtype)), v.to(wide(v.dtype))
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=k.dtype)
     for rows in _chunks(q, k):
-        scores = _scores(q, k, rows, causal, window, q_documents, k_documents)
+        scores = _scores(q, k, rows, masks)
         log_sums = scores.logsumexp(-1)
         out[:, :, rows] = _probabilities(scores, log_sums).matmul(v).view(q[:, :, rows].shape)
         lse[:, :, rows] = log_sums.view(lse[:, :, rows].shape)
@@ -219,17 +194,13 @@ def attention_block_backward_reference(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    *,
-    causal: bool,
-    q_documents: Tensor | None = None,
-    k_documents: Tensor | None = None,
-    window: int | None = None,
+    masks: Masks,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`attention_block_backward` in plain torch and wide arithmetic, with the scores of some queries at a time."""
     k_wide, v_wide = k.to(wide(k.dtype)), v.to(wide(v.dtype))
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k_wide), torch.zeros_like(v_wide)
     for rows in _chunks(q, k):
-        scores = _scores(q, k_wide, rows, causal, window, q_documents, k_documents)
+        scores = _scores(q, k_wide, rows, masks)
         probabilities = _probabilities(scores, lse[:, :, rows].reshape(scores.shape[:-1]))
         gradient, result = (_grouped(t[:, :, rows], k_wide) for t in (grad_out, out))
         dv += probabilities.mT @ gradient
@@ -240,26 +211,23 @@ def attention_block_backward_reference(
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
-def block_kernel(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, has_documents: bool, window: int | None
-) -> BlockKernel:
+def block_kernel(q: Tensor, k: Tensor, v: Tensor, masks: Masks) -> BlockKernel:
     """What runs a block here; `torch.nn.attention.sdpa_kernel` narrows kernels of torch down as for its own attention.
 
     Args:
-        q: as in `attention_block`, as are `k`, `v` and `causal`.
+        q: as in `attention_block`, as are `k`, `v` and `masks`.
         k: see `q`.
         v: see `q`.
-        causal: see `q`.
-        has_documents: whether there are documents.
-        window: see `q`.
+        masks: see `q`.
     """
+    has_documents = masks.q_documents is not None
     can_run_triton = triton_can_run(q, k, v)
     if can_run_triton and runs_triton(q, k, v, by_default=False):
         return "triton"
     if not has_documents and runs_triton(q, k, v) and flash_attention.is_faster(q, k, v):
         return "flash-attn"
-    if q.is_cuda and not has_documents and window is None and q.shape[-1] % 8 == 0:
-        parameters = SDPAParams(q, k, v, None, 0.0, causal, True)
+    if q.is_cuda and not has_documents and masks.window is None and q.shape[-1] % 8 == 0:
+        parameters = SDPAParams(q, k, v, None, 0.0, masks.causal, True)
         if can_use_cudnn_attention(parameters):
             return "cudnn"
         if can_use_flash_attention(parameters):
@@ -285,16 +253,9 @@ def _grouped(rows: Tensor, k: Tensor) -> Tensor:
     return rows.to(k.dtype).reshape(*k.shape[:2], -1, rows.shape[-1])
 
 
-def _scores(
-    q: Tensor,
-    k: Tensor,
-    rows: slice,
-    causal: bool,
-    window: int | None,
-    q_documents: Tensor | None,
-    k_documents: Tensor | None,
-) -> Tensor:
+def _scores(q: Tensor, k: Tensor, rows: slice, masks: Masks) -> Tensor:
     """Shape `[batch, kv_heads, group * rows, keys]`, -inf where a query does not attend."""
+    causal, window, q_documents, k_documents = masks
     scores = _grouped(q[:, :, rows], k) @ (k.mT * q.shape[-1] ** -0.5)
     by_row = scores.unflatten(2, (-1, rows.stop - rows.start))
     if causal:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.ops.kernels import is_at_least
+from lightning_d9d.ops.backend import is_at_least
 from lightning_d9d.ops.packages import optional_module
 
 _VERSION_4 = "flash_attn.cute.interface"

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.ops.kernels import is_at_least, runs_triton
+from lightning_d9d.ops.backend import is_at_least, runs_triton
 from lightning_d9d.ops.linear import autocast_dtype
 from lightning_d9d.ops.operator import define
 from lightning_d9d.ops.packages import optional_module

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_d9d.ops.kernels import runs_triton
+from lightning_d9d.ops.backend import runs_triton
 from lightning_d9d.ops.operator import define
 
 
@@ -192,10 +192,10 @@ def _new_places(indices: Tensor, num_experts: int, multiple: int) -> tuple[Tenso
 
 
 def _sort(indices: Tensor, num_experts: int, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
-    from lightning_d9d.ops import moe_permute_kernels
+    from lightning_d9d.ops.kernels import moe_permute as kernels
 
     results = _new_places(indices, num_experts, multiple)
-    moe_permute_kernels.sort(indices, multiple, *results)
+    kernels.sort(indices, multiple, *results)
     return results
 
 
@@ -205,10 +205,10 @@ def _new_source_places(counts: Tensor, num_rows: int) -> tuple[Tensor, Tensor, T
 
 
 def _sort_sources(counts: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    from lightning_d9d.ops import moe_permute_kernels
+    from lightning_d9d.ops.kernels import moe_permute as kernels
 
     results = _new_source_places(counts, num_rows)
-    moe_permute_kernels.sort_sources(counts, *results)
+    kernels.sort_sources(counts, *results)
     return results
 
 
@@ -235,12 +235,12 @@ def _copy(
 ) -> Tensor:
     if not triton:
         return _copied(x, places, weights, num_rows)
-    from lightning_d9d.ops import moe_permute_kernels
+    from lightning_d9d.ops.kernels import moe_permute as kernels
 
     rows = x.new_empty(num_rows, *x.shape[1:])
-    moe_permute_kernels.copy_rows(x, places, weights, rows)
+    kernels.copy_rows(x, places, weights, rows)
     if counts is not None and offsets is not None:
-        moe_permute_kernels.clear_padding(counts, offsets, rows)
+        kernels.clear_padding(counts, offsets, rows)
     return rows
 
 
@@ -255,10 +255,10 @@ def _sum(
 ) -> Tensor:
     if not triton:
         return _summed(rows, places, weights)
-    from lightning_d9d.ops import moe_permute_kernels
+    from lightning_d9d.ops.kernels import moe_permute as kernels
 
     sums = rows.new_empty(len(places), *rows.shape[1:])
-    moe_permute_kernels.sum_rows(rows, places, weights, sums)
+    kernels.sum_rows(rows, places, weights, sums)
     return sums
 
 
@@ -270,10 +270,10 @@ def _dot(x: Tensor, rows: Tensor, places: Tensor, dtype: torch.dtype, triton: bo
     if not triton:
         products = x.unsqueeze(1).to(dtype) * _gathered(rows, places)
         return products.flatten(2).sum(2).to(dtype)
-    from lightning_d9d.ops import moe_permute_kernels
+    from lightning_d9d.ops.kernels import moe_permute as kernels
 
     products = x.new_empty(places.shape, dtype=dtype)
-    moe_permute_kernels.dot_rows(x, rows, places, products)
+    kernels.dot_rows(x, rows, places, products)
     return products
 
 
@@ -294,12 +294,12 @@ def _copy_and_dot(
 ) -> tuple[Tensor, Tensor]:
     if not triton:
         return _copied(x, places, weights, len(rows)), _dot(x, rows, places, weights.dtype, triton)
-    from lightning_d9d.ops import moe_permute_kernels
+    from lightning_d9d.ops.kernels import moe_permute as kernels
 
     copies, products = _new_copies_and_products(x, rows, places, weights)
-    moe_permute_kernels.copy_and_dot_rows(x, rows, places, weights, copies, products)
+    kernels.copy_and_dot_rows(x, rows, places, weights, copies, products)
     if counts is not None and offsets is not None:
-        moe_permute_kernels.clear_padding(counts, offsets, copies)
+        kernels.clear_padding(counts, offsets, copies)
     return copies, products
 
 

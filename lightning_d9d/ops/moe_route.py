@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.ops.kernels import runs_triton
+from lightning_d9d.ops.backend import runs_triton
 from lightning_d9d.ops.operator import define
 
 Scores = Literal["softmax", "sigmoid"]
@@ -144,10 +144,10 @@ def _route(
     normalize: bool,
     with_scores: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from lightning_d9d.ops import moe_route_kernels
+    from lightning_d9d.ops.kernels import moe_route as kernels
 
     results = _new_results(logits, top_k, bias, chosen, sigmoid, normalize, with_scores)
-    moe_route_kernels.route(logits, bias, chosen, sigmoid, normalize, *results)
+    kernels.route(logits, bias, chosen, sigmoid, normalize, *results)
     return results
 
 
@@ -196,10 +196,10 @@ def _backward(
     num_experts: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    from lightning_d9d.ops import moe_route_kernels
+    from lightning_d9d.ops.kernels import moe_route as kernels
 
     result = _new_gradient(of_weights, of_scores, logits, indices, weights, sigmoid, normalize, num_experts, dtype)
-    moe_route_kernels.backward(of_weights, of_scores, logits, indices, weights, sigmoid, normalize, result)
+    kernels.backward(of_weights, of_scores, logits, indices, weights, sigmoid, normalize, result)
     return result
 
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -120,7 +120,7 @@ def _norm_and_turn(
     interleaved: bool,
     zero_centered: bool,
 ) -> tuple[Tensor, Tensor]:
-    from lightning_d9d.ops.rope_kernels import forward
+    from lightning_d9d.ops.kernels.rope import forward
 
     results = new_turned(q, k)
     weights = q_weight, k_weight
@@ -128,52 +128,46 @@ def _norm_and_turn(
     return results
 
 
-def _gradients(
-    dq: Tensor,
-    dk: Tensor | None,
-    q: Tensor,
-    k: Tensor | None,
-    q_weight: Tensor,
-    k_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    interleaved: bool,
-    zero_centered: bool,
-    needs_inputs: bool,
-    needs_weights: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from lightning_d9d.ops.rope_kernels import backward
+class _Given(NamedTuple):
+    """Arguments of the backward's operator."""
 
-    arguments = dq, dk, q, k, q_weight, k_weight, cos, sin, eps, interleaved, zero_centered
-    results = _new_gradients(*arguments, needs_inputs, needs_weights)
-    inputs, weights = results[:2] if needs_inputs else None, results[2:] if needs_weights else None
-    backward(*arguments, inputs, weights)
+    dq: Tensor
+    dk: Tensor | None
+    q: Tensor
+    k: Tensor | None
+    q_weight: Tensor
+    k_weight: Tensor | None
+    cos: Tensor
+    sin: Tensor
+    eps: float
+    interleaved: bool
+    zero_centered: bool
+    needs_inputs: bool
+    needs_weights: bool
+
+
+def _gradients(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from lightning_d9d.ops.kernels.rope import backward
+
+    given = _Given(*arguments)
+    results = _empty_gradients(given)
+    inputs, weights = results[:2] if given.needs_inputs else None, results[2:] if given.needs_weights else None
+    backward(*given[:11], inputs, weights)
     return results
 
 
-def _new_gradients(
-    dq: Tensor,
-    dk: Tensor | None,
-    q: Tensor,
-    k: Tensor | None,
-    q_weight: Tensor,
-    k_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    interleaved: bool,
-    zero_centered: bool,
-    needs_inputs: bool,
-    needs_weights: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of queries, keys and the weights of both. Empty ones are not asked for."""
+def _new_gradients(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _empty_gradients(_Given(*arguments))
+
+
+def _empty_gradients(given: _Given) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Memory for those of queries, keys and the weights of both; without elements for what is not asked for."""
 
     def like(tensor: Tensor | None, is_needed: bool) -> Tensor:
-        return q.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape if is_needed else 0)
+        return given.q.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape if is_needed else 0)
 
-    of_inputs = like(q, needs_inputs), like(k, needs_inputs)
-    return *of_inputs, like(q_weight, needs_weights), like(k_weight, needs_weights)
+    of_inputs = like(given.q, given.needs_inputs), like(given.k, given.needs_inputs)
+    return *of_inputs, like(given.q_weight, given.needs_weights), like(given.k_weight, given.needs_weights)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.ops.kernels import runs_triton
+from lightning_d9d.ops.backend import runs_triton
 from lightning_d9d.ops.operator import define
 
 MAX_NORM_DIM = 2**15
@@ -80,7 +80,7 @@ def check_norm_weight(x: Tensor, weight: Tensor) -> None:
 
 
 def _norm(x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
-    from lightning_d9d.ops.rms_norm_kernels import forward
+    from lightning_d9d.ops.kernels.rms_norm import forward
 
     normed, total = _new_norm(x, weight, residual, eps, zero_centered)
     if normed.numel():
@@ -108,7 +108,7 @@ def _gradients(
     needs_total: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    from lightning_d9d.ops.rms_norm_kernels import backward
+    from lightning_d9d.ops.kernels.rms_norm import backward
 
     result = _new_gradients(dnormed, dtotal, total, weight, eps, zero_centered, needs_total, needs_weight)
     if not total.numel():

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.ops.kernels import runs_triton
+from lightning_d9d.ops.backend import runs_triton
 from lightning_d9d.ops.operator import define
 
 
@@ -120,7 +120,7 @@ def _looked_up(cos: Tensor, sin: Tensor, position_ids: Tensor | None) -> tuple[T
 def _turn(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, back: bool
 ) -> tuple[Tensor, Tensor]:
-    from lightning_d9d.ops.rope_kernels import forward
+    from lightning_d9d.ops.kernels.rope import forward
 
     results = new_turned(q, k)
     forward(q, k, cos, sin, results, interleaved, back=back)

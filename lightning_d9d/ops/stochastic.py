@@ -6,17 +6,12 @@ import torch
 from torch import Tensor
 
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.ops.kernels import runs_triton
+from lightning_d9d.ops.backend import runs_triton
 from lightning_d9d.ops.operator import define
+from lightning_d9d.ops.philox import WORD, philox
 
-ROUNDS = 7
-"""Of Philox4x32: the fewest that pass all tests of BigCrush (Salmon et al., 2011, table 2)."""
-_WORD = 0xFFFFFFFF
 _INFINITY = 0x7F800000
-LARGEST = torch.finfo(torch.bfloat16).max
-SPREAD = 0x9E3779B1
-"""An odd number near `2**32` over the golden ratio: products with it differ in their upper bits where factors do in any
-lower ones."""
+_LARGEST = torch.finfo(torch.bfloat16).max
 
 
 def round_stochastic_(target: Tensor, source: Tensor, seed: int, offset: int = 0) -> Tensor:
@@ -57,33 +52,17 @@ def round_stochastic_reference(source: Tensor, seed: int, offset: int = 0) -> Te
     """What `round_stochastic_` writes, as a new tensor."""
     index = torch.arange(offset, offset + source.numel(), device=source.device)
     block = index // 8
-    key = torch.tensor([seed & _WORD, seed >> 32], device=source.device)
-    words = torch.stack(philox((block & _WORD, block >> 32, 0 * block, 0 * block), key), -1)
+    key = torch.tensor([seed & WORD, seed >> 32], device=source.device)
+    words = torch.stack(philox((block & WORD, block >> 32, 0 * block, 0 * block), key), -1)
     words = words.gather(-1, (index % 8 // 2).unsqueeze(-1)).squeeze(-1)
     return rounded(source, (words >> index % 2 * 16).view(source.shape))
-
-
-def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four random words for each counter: Philox4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3").
-
-    Args:
-        counter: words, least significant first, as int64 from 0 to `2**32 - 1`.
-        key: two words, int64 `[2]`.
-    """
-    c0, c1, c2, c3 = counter
-    k0, k1 = key.unbind()
-    for _ in range(ROUNDS):
-        low, high = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # the low 64 bits, which are all there are
-        c0, c1, c2, c3 = high >> 32 & _WORD ^ c1 ^ k0, high & _WORD, low >> 32 & _WORD ^ c3 ^ k1, low & _WORD
-        k0, k1 = k0 + 0x9E3779B9 & _WORD, k1 + 0xBB67AE85 & _WORD
-    return c0, c1, c2, c3
 
 
 def rounded(values: Tensor, random: Tensor) -> Tensor:
     """Float32 values in bfloat16, rounded away from zero if the cut bits and the low 16 of `random` carry over."""
     bits = values.contiguous().view(torch.int32).long()
     sign, magnitude = bits & 0x80000000, bits & 0x7FFFFFFF
-    finite = magnitude + torch.where(values.abs() <= LARGEST, random & 0xFFFF, 0)
+    finite = magnitude + torch.where(values.abs() <= _LARGEST, random & 0xFFFF, 0)
     special = magnitude | (magnitude > _INFINITY).long() << 22
     return ((torch.where(magnitude < _INFINITY, finite, special) | sign) >> 16).to(torch.int16).view(torch.bfloat16)
 
@@ -94,10 +73,10 @@ def _round(target: Tensor, source: Tensor, seed: int, offset: int) -> None:
     if not runs_triton(source):
         target.copy_(round_stochastic_reference(source, seed, offset))
         return
-    from lightning_d9d.ops import stochastic_kernels
+    from lightning_d9d.ops.kernels import stochastic as kernels
 
     whole = target if target.is_contiguous() else torch.empty_like(source, dtype=torch.bfloat16).contiguous()
-    stochastic_kernels.round_stochastic(whole, source.contiguous(), seed, offset)
+    kernels.round_stochastic(whole, source.contiguous(), seed, offset)
     if whole is not target:
         target.copy_(whole)
 

@@ -10,10 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_d9d.ops.kernels import runs_triton
-from lightning_d9d.ops.stochastic import SPREAD, philox, rounded
-
-_WORD = 0xFFFFFFFF
+from lightning_d9d.ops.backend import runs_triton
+from lightning_d9d.ops.philox import SPREAD, WORD, philox
+from lightning_d9d.ops.stochastic import rounded
 
 
 class Place(NamedTuple):
@@ -99,15 +98,15 @@ class MultiTensorAdamW:
                 for each, own in zip(tensors, factors, strict=True):
                     adamw_reference(each, own, scalars)
             return
-        from lightning_d9d.ops import stochastic_kernels
+        from lightning_d9d.ops.kernels import stochastic as kernels
 
         dense = [each._replace(**{n: getattr(each, n).contiguous() for n in _MEMORY}) for each in tensors]
         where = tuple(tuple(t.data_ptr() for t in (d.parameter, d.exp_avg, d.exp_avg_sq)) for d in dense)
         key = where, tuple(each.place for each in dense)
         table = self._tables.get(kind)
         if table is None or table.key != key:
-            table = self._tables[kind] = _Table(key, dense, stochastic_kernels.CHUNK)
-        stochastic_kernels.adamw(
+            table = self._tables[kind] = _Table(key, dense, kernels.CHUNK)
+        kernels.adamw(
             table.blocks,
             table.gradients([each.gradient for each in dense]),
             table.chunks,
@@ -146,11 +145,11 @@ def _random_bits(p: Tensor, g: Tensor, place: Place, seed: int, step: Tensor) ->
     index = place.indices(p.device)
     key = torch.stack([torch.full_like(step, seed, dtype=torch.int64), step.long()])
     quad = index // 4
-    words = torch.stack(philox((quad & _WORD, quad >> 32, 0 * quad, 0 * quad), key), -1)
-    of_gradient, of_value = (each.contiguous().view(torch.int32).long() & _WORD for each in (g, p))
-    mixed = (of_gradient ^ of_value >> 16) * SPREAD & _WORD
-    word = words.gather(-1, (index % 4).unsqueeze(-1)).squeeze(-1) + (mixed ^ mixed >> 16) & _WORD
-    return word, word >> 16, (word * SPREAD & _WORD) >> 16
+    words = torch.stack(philox((quad & WORD, quad >> 32, 0 * quad, 0 * quad), key), -1)
+    of_gradient, of_value = (each.contiguous().view(torch.int32).long() & WORD for each in (g, p))
+    mixed = (of_gradient ^ of_value >> 16) * SPREAD & WORD
+    word = words.gather(-1, (index % 4).unsqueeze(-1)).squeeze(-1) + (mixed ^ mixed >> 16) & WORD
+    return word, word >> 16, (word * SPREAD & WORD) >> 16
 
 
 class Block(NamedTuple):

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.ops.kernels import runs_triton
+from lightning_d9d.ops.backend import runs_triton
 from lightning_d9d.ops.operator import define
 
 
@@ -49,7 +49,7 @@ def swiglu_reference(gate_up: Tensor | tuple[Tensor, Tensor], weights: Tensor | 
 
 
 def _activate(gate: Tensor, up: Tensor | None, weights: Tensor | None) -> Tensor:
-    from lightning_d9d.ops.swiglu_kernels import forward
+    from lightning_d9d.ops.kernels.swiglu import forward
 
     result = _new_result(gate, up, weights)
     if result.numel():
@@ -70,7 +70,7 @@ def _gradients(
     needs_up: bool,
     needs_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from lightning_d9d.ops.swiglu_kernels import backward
+    from lightning_d9d.ops.kernels.swiglu import backward
 
     result = _new_gradients(dy, gate, up, weights, needs_gate, needs_up, needs_weights)
     if dy.numel():

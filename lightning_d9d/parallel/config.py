@@ -7,8 +7,8 @@ from typing import Literal, get_args
 import torch
 
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.ops.backend import Kernels
 from lightning_d9d.ops.grouped_gemm import GroupedGemmBackend
-from lightning_d9d.ops.kernels import Kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +58,6 @@ class ParallelConfig:
     """Whether sequences whose tokens the ranks of context and tensor parallelism cannot share evenly are padded at
     their end, with labels that do not count. Otherwise they are refused."""
 
-    sequence_parallel: bool = True
-    """Between matrices that are cut over the ranks of tensor parallelism, each rank has a slice of the tokens. It
-    cannot be switched off: norms and experts would compute the same tokens on all of these ranks."""
-
     kernels: Kernels = "auto"
     """What ops run on: "auto", on CUDA their own kernels, or what has been measured to be faster there; "torch",
     torch's everywhere, to find out whether a kernel is at fault; "triton", their own everywhere. For all ops of the
@@ -93,7 +89,6 @@ class ParallelConfig:
             ("grouped_gemm", get_args(GroupedGemmBackend)),
             ("context", ("gather", "ring", "heads")),
             ("pad_sequences", (True, False)),
-            ("sequence_parallel", (True,)),
             ("gather_dtype", (None, "float32", "bfloat16")),
             ("reduce_dtype", (None, "float32", "bfloat16")),
             ("offload", (True, False)),

@@ -24,10 +24,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.legal import divisors, nearest
 from lightning_d9d.mesh.sharding import local
 from lightning_d9d.modules import GroupedQueryAttention
 from lightning_d9d.ops import all_to_all_rows, attention, gather_dim
 from lightning_d9d.ops.attention_block import attention_block, attention_block_backward, merge, wide
+from lightning_d9d.ops.attention_masks import Masks
 from lightning_d9d.ops.collectives import all_gather_single, group_named, reduce_scatter_single
 from lightning_d9d.ops.operator import define
 
@@ -51,8 +53,7 @@ class SequenceCut:
             return whole
         length, divisor = whole.shape[dim], 2 * self.size
         if length % divisor:
-            below = length - length % divisor
-            legal = " or ".join(str(each) for each in (below, below + divisor) if each)
+            legal = " or ".join(map(str, nearest(length, range(divisor, length + divisor, divisor))))
             raise ConfigError(
                 f"a sequence of {length} tokens cannot be cut over {self.size} ranks of context parallelism, which "
                 f"takes a multiple of {divisor}: pad or shorten it to {legal}, or change context_parallel_shard or "
@@ -91,7 +92,16 @@ class ContextAttention(ABC):
         self.cut = SequenceCut(group.rank(), group.size())
         self.group_name = group.group_name
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: Tensor | None = None,
+        *,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Attends with this rank's queries to the whole sequences, as `lightning_d9d.ops.attention` on one device.
 
         Args:
@@ -100,13 +110,16 @@ class ContextAttention(ABC):
             v: shape of `k`.
             documents: integers, shape `[batch, local seq]`: a token attends only to tokens of its row with its own
                 number, also on other ranks.
+            window: as in `lightning_d9d.ops.attention`; only `HeadsAttention` takes one.
+            sinks: likewise, of all heads of `q`.
 
         Returns:
             Shape and dtype of `q`.
 
         Raises:
-            ConfigError: The local sequence has an odd length, or the heads do not fit the kind.
+            ConfigError: The local sequence has an odd length, or the heads, window or sinks do not fit the kind.
         """
+        self.check_scores(window, sinks)
         if self.cut.size > 1 and q.shape[2] % 2:
             raise ConfigError(
                 f"rank {self.cut.rank} of {self.cut.size} of context parallelism has {q.shape[2]} tokens of each "
@@ -114,10 +127,20 @@ class ContextAttention(ABC):
             )
         if documents is not None:
             documents = gather_dim(documents, 1, self.group_name)
-        return self._attend(q, k, v, documents)
+        return self._attend(q, k, v, documents, window, sinks)
+
+    def check_scores(self, window: int | None, sinks: Tensor | None) -> None:
+        """Raise `ConfigError` for a window or sinks that this kind does not take. Local."""
+        if window is not None or sinks is not None:
+            raise ConfigError(
+                f"{type(self).__name__} takes neither window={window} nor sinks; HeadsAttention (context='heads') "
+                "takes both"
+            )
 
     @abstractmethod
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int | None, sinks: Tensor | None
+    ) -> Tensor:
         """`documents` are those of all ranks, one after the other."""
 
 
@@ -132,7 +155,9 @@ class GatherAttention(ContextAttention):
     name it.
     """
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int | None, sinks: Tensor | None
+    ) -> Tensor:
         return _gather_op(q, k, v, documents, self.group_name)[0]
 
 
@@ -147,7 +172,9 @@ class RingAttention(ContextAttention):
     it.
     """
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int | None, sinks: Tensor | None
+    ) -> Tensor:
         return _ring_op(q, k, v, documents, self.group_name)[0]
 
 
@@ -160,13 +187,20 @@ class HeadsAttention(ContextAttention):
     The ranks must be able to share the heads of queries, and those of keys and values, equally.
     """
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
+    def check_scores(self, window: int | None, sinks: Tensor | None) -> None:
+        """Refuse nothing: each rank has whole sequences of some heads."""
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int | None, sinks: Tensor | None
+    ) -> Tensor:
         size, heads = self.cut.size, [t.shape[1] for t in (q, k, v)]
         self.check_heads(*heads[:2])
         by_rank = torch.cat([t.unflatten(1, (size, -1)) for t in (q, k, v)], dim=2).transpose(0, 1)
         whole = self.cut.join(self._exchange(by_rank).movedim(0, 2).flatten(2, 3), dim=2)
         q, k, v = whole.split([num // size for num in heads], dim=1)
-        out = attention(q, k, v, None if documents is None else self.cut.join(documents, dim=1))
+        documents = None if documents is None else self.cut.join(documents, dim=1)
+        sinks = None if sinks is None else sinks.chunk(size)[self.cut.rank]
+        out = attention(q, k, v, documents, window=window, sinks=sinks)
         by_rank = torch.stack([SequenceCut(rank, size).cut(out, dim=2) for rank in range(size)])
         return self._exchange(by_rank).transpose(0, 1).flatten(1, 2)
 
@@ -174,7 +208,7 @@ class HeadsAttention(ContextAttention):
         """Raise `ConfigError` for numbers of heads on a rank of tensor parallelism that cannot be shared. Local."""
         common = math.gcd(num_heads, num_key_value_heads)
         if common % self.cut.size:
-            legal = " or ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+            legal = " or ".join(map(str, divisors(common)))
             raise ConfigError(
                 f"context='heads' over {self.cut.size} ranks: {num_heads} query heads and {num_key_value_heads} "
                 f"key/value heads (of one rank of tensor parallelism) cannot be shared equally. {legal} ranks can; "
@@ -200,13 +234,14 @@ def shard_context(stage: nn.Module, group: dist.ProcessGroup, kind: str) -> None
         kind: "gather", "ring" or "heads": see `GatherAttention`, `RingAttention` and `HeadsAttention`.
 
     Raises:
-        ConfigError: There is no such kind, or it cannot take these heads.
+        ConfigError: There is no such kind, or it cannot take these heads, a window or sinks.
     """
     if kind not in KINDS:
         raise ConfigError(f"context={kind!r} must be one of {', '.join(map(repr, KINDS))}")
     attend = KINDS[kind](group)
     for module in stage.modules():
         if isinstance(module, GroupedQueryAttention):
+            attend.check_scores(module.window, module.sinks)
             if isinstance(attend, HeadsAttention):
                 attend.check_heads(*(len(local(p.weight)) // module.head_dim for p in (module.q_proj, module.k_proj)))
             module.attend = attend
@@ -232,17 +267,17 @@ class _Block(NamedTuple):
     """Which of this rank's queries."""
     keys: slice
     """Which of each rank's keys."""
-    mask: dict[str, Any]
-    """The last arguments of `attention_block`."""
+    masks: Masks
+    """Which pairs of these count."""
 
     def attend(self, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
         """`q` are all of this rank's queries, `kv` the block's keys and values."""
-        return attention_block(q[:, :, self.rows], kv[0], kv[1], **self.mask)
+        return attention_block(q[:, :, self.rows], kv[0], kv[1], self.masks)
 
     def gradients(self, grad_out: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Of the block's queries, and of its `kv`."""
         grad_out, q, out, lse = (t[:, :, self.rows] for t in (grad_out, q, out, lse))
-        dq, dk, dv = attention_block_backward(grad_out, q, kv[0], kv[1], out, lse, **self.mask)
+        dq, dk, dv = attention_block_backward(grad_out, q, kv[0], kv[1], out, lse, self.masks)
         return dq, torch.stack((dk, dv))
 
 
@@ -260,12 +295,8 @@ class _Blocks:
         """Of consecutive ranks: some before this one, some after it, or it alone."""
         rows = slice(self._half if ranks.start > self.rank else 0, None)
         keys = slice(self._half if ranks.start < self.rank else None)
-        mask = {
-            "causal": ranks == self.own,
-            "q_documents": self._documents_of(self.own, rows),
-            "k_documents": self._documents_of(ranks, keys),
-        }
-        return _Block(ranks, rows, keys, mask)
+        documents = self._documents_of(self.own, rows), self._documents_of(ranks, keys)
+        return _Block(ranks, rows, keys, Masks(ranks == self.own, None, *documents))
 
     def _documents_of(self, ranks: slice, places: slice) -> Tensor | None:
         return None if self._documents is None else self._documents[:, ranks, places].flatten(1)

@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshDomains
 from lightning_d9d.modules import ExpertBalance
+from lightning_d9d.ops.backend import chosen_kernels
 from lightning_d9d.ops.grouped_gemm import chosen_grouped_gemm
-from lightning_d9d.ops.kernels import chosen_kernels
 from lightning_d9d.ops.weight_gradients import put_off
 from lightning_d9d.parallel.config import ParallelConfig
 from lightning_d9d.parallel.data import blocks_of, check_blocks

@@ -28,12 +28,14 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.legal import divisors
 from lightning_d9d.mesh import MeshDomains
 from lightning_d9d.mesh.collectives import all_gather_object
 from lightning_d9d.mesh.sharding import distribute, local_ranges
 from lightning_d9d.modules import GroupedQueryAttention, LMHead, SparseMoE, SplitTokenEmbedding, SwiGLU, TokenEmbedding
-from lightning_d9d.modules.lm_head import Reduction, SplitLMHead
-from lightning_d9d.ops import gather_dim, linear, linear_cross_entropy, scatter_sum
+from lightning_d9d.modules.lm_head import SplitLMHead
+from lightning_d9d.ops import VocabShard, gather_dim, linear, linear_cross_entropy, scatter_sum
+from lightning_d9d.ops.linear_cross_entropy import Reduction
 from lightning_d9d.ops.vocab_parallel import vocab_parallel_embedding
 
 _SEQUENCE = 1
@@ -117,7 +119,7 @@ def shard_attention(attention: GroupedQueryAttention, mesh: MeshDomains) -> None
     num_key_value_heads = attention.k_proj.out_features // attention.head_dim
     _check_shared(num_heads, "attention heads (num_attention_heads)", tp)
     if num_key_value_heads % tp and tp % num_key_value_heads:
-        legal = [n for n in _divisors(num_heads) if num_key_value_heads % n == 0 or n % num_key_value_heads == 0]
+        legal = [n for n in divisors(num_heads) if num_key_value_heads % n == 0 or n % num_key_value_heads == 0]
         raise ConfigError(
             f"tensor_parallel={tp} and {num_key_value_heads} heads of keys and values (num_key_value_heads): one of "
             f"the two must divide the other; with {num_heads} attention heads it can be {_listed(legal)}"
@@ -128,6 +130,8 @@ def shard_attention(attention: GroupedQueryAttention, mesh: MeshDomains) -> None
     cut_rows(attention.k_proj, mesh, num_shards=num_key_value_heads)
     cut_rows(attention.v_proj, mesh, num_shards=num_key_value_heads)
     cut_columns(attention.o_proj, mesh)
+    if attention.sinks is not None:
+        _cut(attention, "sinks", mesh, 0)
 
 
 def shard_mlp(mlp: SwiGLU, mesh: MeshDomains) -> None:
@@ -246,12 +250,11 @@ def _predict(
     assert weight is not None, "a head without a weight needs one in the call"
     x = gather_dim(x, _SEQUENCE, group_name)
     if labels is None:
-        logits = linear(x, weight, own_part=True)
+        logits = module.loss_options.capped(linear(x, weight, own_part=True))
         return gather_dim(logits, -1, group_name, sums_gradients=False)  # what all ranks make of them is one loss
     first, _ = _rows_of(weight)
-    return linear_cross_entropy(
-        x, weight, labels, reduction=reduction, group_name=group_name, first=first, vocab_size=len(weight)
-    )
+    shard = VocabShard(group_name, first, len(weight))
+    return linear_cross_entropy(x, weight, labels, options=module.loss_options, reduction=reduction, shard=shard)
 
 
 # What is refused
@@ -260,12 +263,8 @@ def _predict(
 def _check_shared(number: int, what: str, tp: int) -> None:
     if number % tp:
         raise ConfigError(
-            f"tensor_parallel={tp} does not divide the {number} {what}; it can be {_listed(_divisors(number))}"
+            f"tensor_parallel={tp} does not divide the {number} {what}; it can be {_listed(divisors(number))}"
         )
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def _listed(numbers: list[int], most: int = 12) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.legal import divisors
 from lightning_d9d.pipeline.trees import take_apart
 
 
@@ -58,8 +59,7 @@ class MicrobatchCount:
         name = "num_microbatches" if self.microbatch_size is None else "microbatch_size"
         value = self.num_microbatches or self.microbatch_size or 1
         if rows % value != 0:
-            legal = [n for n in range(1, rows + 1) if rows % n == 0]
             raise ConfigError(
-                f"the first batch has {rows} rows, which {name}={value} does not divide; choose {name} from {legal} "
-                "or change the DataLoader's batch_size"
+                f"the first batch has {rows} rows, which {name}={value} does not divide; choose {name} from "
+                f"{divisors(rows)} or change the DataLoader's batch_size"
             )

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.distributed.tensor import DTensor
 
+from lightning_d9d.mesh.sharding import local
 from lightning_d9d.ops.linear import split_linears
 from lightning_d9d.ops.weight_gradients import WeightGradients, put_off
 from lightning_d9d.pipeline.types import CountsTokens
@@ -188,8 +188,8 @@ def _separate(owners: list[nn.Parameter | None]) -> None:
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
     """Its first address and the one after its last. Gradients in a bucket have one storage, but do not overlap."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    if local.numel() == 0:
+    tensor = local(tensor)
+    if tensor.numel() == 0:
         return 0, 0
-    elements = 1 + sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
-    return local.data_ptr(), local.data_ptr() + elements * local.element_size()
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()

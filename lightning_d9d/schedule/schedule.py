@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from lightning_d9d.errors import ScheduleError, reason
+from lightning_d9d.legal import nearest
 from lightning_d9d.schedule.actions import Action, Backward, BackwardInput, BackwardWeight, Forward
 from lightning_d9d.schedule.check import check
 from lightning_d9d.schedule.communications import add_messages
@@ -103,12 +104,11 @@ class Schedule(ABC):
         _check_positive(f"{name}.stages_per_rank", self.stages_per_rank)
         if num_microbatches >= 1 and self.takes(num_ranks, num_microbatches):
             return
-        fewer = range(num_microbatches - 1, max(0, num_microbatches - _SEARCHED), -1)
-        more = range(max(1, num_microbatches + 1), num_microbatches + _SEARCHED)
-        nearest = [next((n for n in side if self.takes(num_ranks, n)), None) for side in (fewer, more)]
-        legal = " or ".join(str(n) for n in nearest if n is not None) or "none near"
+        searched = range(max(1, num_microbatches - _SEARCHED + 1), num_microbatches + _SEARCHED)
+        legal = nearest(num_microbatches, (n for n in searched if self.takes(num_ranks, n)))
         raise ScheduleError(
-            f"{name} on {num_ranks} pipeline ranks takes no {num_microbatches} microbatches; nearest it takes: {legal}"
+            f"{name} on {num_ranks} pipeline ranks takes no {num_microbatches} microbatches; nearest it takes: "
+            f"{' or '.join(map(str, legal)) or 'none near'}"
         )
 
 

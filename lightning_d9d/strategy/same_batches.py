@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.mesh.collectives import all_gather_object
+from lightning_d9d.mesh.collectives import all_gather_object, digest
 from lightning_d9d.pipeline.trees import take_apart
 
 
@@ -37,17 +35,9 @@ class SameBatches:
         if self.readers is None or kind in self._compared:
             return
         self._compared.add(kind)
-        if len(set(all_gather_object(_digest(batch), self.readers))) > 1:
+        if len(set(all_gather_object(digest(take_apart(batch)[0]), self.readers))) > 1:
             raise ConfigError(
                 f"rank {dist.get_rank()}: ranks {dist.get_process_group_ranks(self.readers)} read different first "
                 f"{kind} batches, but each runs a part of the same one. Let data depend on the data-parallel rank "
                 "alone (strategy.distributed_sampler_kwargs), and seed what is shuffled alike on all ranks"
             )
-
-
-def _digest(batch: Any) -> str:
-    digest = hashlib.sha256()
-    for tensor in take_apart(batch)[0]:
-        digest.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

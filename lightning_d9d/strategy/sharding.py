@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import cast
@@ -16,7 +15,13 @@ from torch.distributed.tensor import DTensor
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshConfig, MeshDomains
-from lightning_d9d.mesh.collectives import all_gather_object, broadcast_tensors, check_equal_tensors, first_difference
+from lightning_d9d.mesh.collectives import (
+    all_gather_object,
+    broadcast_tensors,
+    check_equal_tensors,
+    digest,
+    first_difference,
+)
 from lightning_d9d.parallel import (
     ParallelConfig,
     blocks_of,
@@ -105,18 +110,13 @@ def _is_of_experts(mesh: DeviceMesh) -> bool:
 
 def _check_copies(tensors: Mapping[str, Tensor], mesh: MeshDomains) -> None:
     """Of the ranks that read the same samples: hashes of values."""
-    lines = [f"{name} with hash {_digest(tensor)}" for name, tensor in tensors.items()]
+    lines = [f"{name} with hash {digest([tensor])[:16]}" for name, tensor in tensors.items()]
     if difference := first_difference(lines, mesh.group("cp", "tp")):
         raise ConfigError(
             f"ranks that read the same samples hold different values of a plain tensor: {difference} (ranks of the "
             f"group of {mesh.rank_name}). What is sharded must be a DTensor; for copies seed all ranks alike "
             "(seed_everything) before the module is built"
         )
-
-
-def _digest(tensor: Tensor) -> str:
-    values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16]
 
 
 def make_replicas_equal(tensors: Iterable[Tensor]) -> None:

@@ -29,8 +29,8 @@ from lightning_d9d.mesh import MeshConfig, MeshDomains
 from lightning_d9d.mesh.agreement import first_of
 from lightning_d9d.mesh.collectives import all_gather_object, broadcast_tensors
 from lightning_d9d.mesh.sharding import local
+from lightning_d9d.ops.backend import using_kernels
 from lightning_d9d.ops.grouped_gemm import using_grouped_gemm
-from lightning_d9d.ops.kernels import using_kernels
 from lightning_d9d.parallel import ParallelConfig
 from lightning_d9d.parallel.data import FullySharded
 from lightning_d9d.parallel.expert import are_units

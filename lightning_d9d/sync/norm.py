@@ -27,6 +27,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh.collectives import device_of_messages
+from lightning_d9d.mesh.sharding import local
 
 _Layout = tuple[DeviceMesh, tuple[Placement, ...]] | None
 """Mesh and placements of a DTensor; None for a plain tensor, which is the same on all ranks."""
@@ -126,7 +127,7 @@ def _local_gradients(parameters: list[Tensor]) -> dict[_Layout, list[Tensor]]:
                 f"{_described(_layout(gradient))}; before the norm, give it the layout of the parameter: "
                 "parameter.grad = parameter.grad.redistribute(placements=parameter.placements)"
             )
-        same_layout.append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
+        same_layout.append(local(gradient))
     return by_layout
 
 

@@ -32,7 +32,7 @@ from lightning_d9d.ops import (
     round_stochastic_,
     swiglu,
 )
-from lightning_d9d.ops.kernels import Kernels
+from lightning_d9d.ops.backend import Kernels
 from lightning_d9d.ops.moe_permute import moe_unpermute_reference, sort_by_expert, sort_reference
 from lightning_d9d.ops.moe_route import moe_route_reference
 from lightning_d9d.ops.norm_rope import norm_rope_reference

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._functorch import config as functorch_config
 from torch.utils._pytree import tree_leaves
 
-from lightning_d9d.ops.kernels import Kernels, using_kernels
+from lightning_d9d.ops.backend import Kernels, using_kernels
 from tests.benchmarks.frame import ratio_of_pairs, spread
 from tests.benchmarks.op_cases import ON_CUDA, QUICK, Inputs, OpCase, Sizes, Work, op_cases
 

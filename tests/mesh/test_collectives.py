@@ -15,6 +15,7 @@ from lightning_d9d.mesh import MeshConfig, MeshDomains
 from lightning_d9d.mesh.collectives import (
     all_gather_object,
     all_gather_variadic_shape,
+    digest,
     first_on_node,
     gather_object,
     gather_variadic_shape,
@@ -137,3 +138,21 @@ def test_one_process_just_runs_the_body() -> None:
         with context:
             ran.append(True)
     assert len(ran) == 2
+
+
+def test_a_digest_tells_values_shapes_and_dtypes_apart() -> None:
+    values = torch.arange(6.0)
+    kinds = [
+        [values],
+        [values.view(2, 3)],
+        [values.view(2, 3).t()],
+        [values.int()],
+        [values[:3], values[3:]],
+        [values + 2.0**-20],
+        [values.bfloat16()],
+        [torch.zeros(0)],
+        [],
+    ]
+    assert len({digest(tensors) for tensors in kinds}) == len(kinds)
+    assert digest([values.view(2, 3).t().contiguous()]) == digest([values.view(2, 3).t()])
+    assert digest([values.clone().requires_grad_()]) == digest([values])

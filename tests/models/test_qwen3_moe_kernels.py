@@ -15,7 +15,7 @@ import torch
 from lightning_d9d import D9DStrategy, ParallelConfig
 from lightning_d9d.datamodules import ByteTextDataModule
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoePretraining
-from lightning_d9d.ops.kernels import Kernels, using_kernels
+from lightning_d9d.ops.backend import Kernels, using_kernels
 from tests.harness.compare import assert_close_named, assert_gradients_equal
 from tests.harness.tolerances import TOLERANCES, Kind
 from tests.models.test_qwen3_moe_model import BASE, VARIANTS, make_batch, make_pair, shift

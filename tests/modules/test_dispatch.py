@@ -16,7 +16,7 @@ from lightning_d9d import ConfigError
 from lightning_d9d.mesh import MeshConfig, MeshDomains
 from lightning_d9d.modules import AllToAllDispatch, Dispatch, GroupedExperts, LocalDispatch, SparseMoE, dispatch
 from lightning_d9d.ops import WeightGradients, moe_route, put_off
-from lightning_d9d.ops.kernels import using_kernels
+from lightning_d9d.ops.backend import using_kernels
 from tests.harness.compare import assert_bitwise_equal, assert_close_named, assert_tensors_close
 from tests.harness.ranks import RankContext
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from lightning_d9d import ConfigError
 from lightning_d9d.modules import LMHead, SplitLMHead, SplitTokenEmbedding, TokenEmbedding
-from lightning_d9d.ops import WeightGradients, put_off
+from lightning_d9d.ops import LossOptions, WeightGradients, put_off
 from tests.harness.compare import assert_bitwise_equal, assert_close_named
 from tests.harness.tolerances import Kind
 
@@ -71,6 +72,53 @@ def test_loss_of_each_label(dtype):
     total = head(x, labels, "sum")
     assert (total.shape, total.dtype) == ((), wide)
     assert_close_named("sum", total, losses.sum(), kind=Kind.OUTPUT)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        LossOptions(soft_cap=2.0),
+        LossOptions(z_loss=0.1),
+        LossOptions(label_smoothing=0.2),
+        LossOptions(ignore_index=3),
+        LossOptions(soft_cap=2.0, z_loss=0.1, label_smoothing=0.2, ignore_index=3),
+    ],
+    ids=["soft cap", "z-loss", "label smoothing", "ignored label", "all"],
+)
+@pytest.mark.parametrize("is_split", [False, True], ids=["one matrix", "parts"])
+def test_options_of_the_loss(is_split, options):
+    head = (SplitLMHead if is_split else LMHead)(
+        SPLITS if is_split else VOCAB, HIDDEN, initializer_range=1.0, loss_options=options
+    ).double()
+    x, labels = torch.randn(3, 4, HIDDEN, dtype=torch.float64), torch.randint(VOCAB, (3, 4))
+    labels[1] = options.ignore_index
+    weights = list(head.parameters())
+    logits = F.linear(x, torch.cat(weights))
+    if options.soft_cap is not None:
+        logits = options.soft_cap * torch.tanh(logits / options.soft_cap)
+    assert_close_named("logits", head(x), logits, kind=Kind.OUTPUT)
+    log_probabilities = logits.log_softmax(-1)
+    at_label = log_probabilities.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    expected = -(1 - options.label_smoothing) * at_label - options.label_smoothing * log_probabilities.mean(-1)
+    expected = expected + options.z_loss * logits.logsumexp(-1).square()
+    expected = torch.where(labels == options.ignore_index, 0, expected)
+    assert_close_named("losses", head(x, labels), expected, kind=Kind.OUTPUT)
+    actual = head(x, labels, "sum")
+    assert_close_named("sum", actual, expected.sum(), kind=Kind.OUTPUT)
+    theirs = torch.autograd.grad(expected.sum(), weights)
+    for ours, gradient in zip(torch.autograd.grad(actual, weights), theirs, strict=True):
+        assert_close_named("gradient", ours, gradient)
+
+
+@pytest.mark.parametrize("head", [LMHead, SplitLMHead])
+def test_options_of_the_loss_that_are_refused(head):
+    size = VOCAB if head is LMHead else SPLITS
+    for options, message in (
+        (LossOptions(soft_cap=0.0), "soft_cap=0.0 must be above 0"),
+        (LossOptions(label_smoothing=1.5), "label_smoothing=1.5 must be from 0 to 1"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            head(size, HIDDEN, initializer_range=1.0, loss_options=options)
 
 
 def test_all_labels_ignored_or_none_at_all():

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_d9d.ops.kernels import using_kernels
+from lightning_d9d.ops.backend import using_kernels
 from tests.harness.compare import assert_bitwise_equal
 
 Op = Callable[..., Any]

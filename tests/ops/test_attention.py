@@ -16,7 +16,8 @@ from lightning_d9d.ops import attention
 from lightning_d9d.ops import flash_attention as packages
 from lightning_d9d.ops.attention import attention_reference
 from lightning_d9d.ops.attention_block import attention_block_backward_reference, attention_block_reference
-from lightning_d9d.ops.kernels import using_kernels
+from lightning_d9d.ops.attention_masks import Masks
+from lightning_d9d.ops.backend import using_kernels
 from lightning_d9d.ops.packages import optional_module
 from tests.harness.compare import assert_bitwise_equal, assert_close_named
 from tests.harness.tolerances import Kind
@@ -498,9 +499,7 @@ def version_4():
         left, right = options["window_size"]
         assert (left is None) == (right is None)
         window = None if left is None else left + 1
-        out, lse = attention_block_reference(
-            *(t.transpose(1, 2) for t in (q, k, v)), causal=options["causal"], window=window
-        )
+        out, lse = attention_block_reference(*(t.transpose(1, 2) for t in (q, k, v)), Masks(options["causal"], window))
         return out.transpose(1, 2), lse
 
     def differentiate(q, k, v, out, grad_out, lse, *, causal, window_size_left, window_size_right, **options):
@@ -508,7 +507,7 @@ def version_4():
         assert (window_size_left is None) == (window_size_right is None)
         window = None if window_size_left is None else window_size_left + 1
         tensors = (t.transpose(1, 2) for t in (grad_out, q, k, v, out))
-        grads = attention_block_backward_reference(*tensors, lse, causal=causal, window=window)
+        grads = attention_block_backward_reference(*tensors, lse, Masks(causal, window))
         return tuple(grad.transpose(1, 2) for grad in grads)
 
     module.flash_attn_func, module._flash_attn_bwd = attend, differentiate
@@ -603,11 +602,11 @@ def test_version_4_runs_blocks(has_version_4, causal, monkeypatch):
     for keys, num_calls in ((40, 2), (20, 2)):
         queries = slice(0, keys if causal else None)
         tensors = q[:, :, queries], k[:, :, :keys], v[:, :, :keys]
-        out, lse = blocks.attention_block(*tensors, causal=causal)
-        grads = blocks.attention_block_backward(grad_out[:, :, queries], *tensors, out, lse, causal=causal)
+        out, lse = blocks.attention_block(*tensors, Masks(causal))
+        grads = blocks.attention_block_backward(grad_out[:, :, queries], *tensors, out, lse, Masks(causal))
         assert len(has_version_4) == num_calls
-        expected = attention_block_reference(*tensors, causal=causal)
-        of_expected = attention_block_backward_reference(grad_out[:, :, queries], *tensors, *expected, causal=causal)
+        expected = attention_block_reference(*tensors, Masks(causal))
+        of_expected = attention_block_backward_reference(grad_out[:, :, queries], *tensors, *expected, Masks(causal))
         names = ("out", "lse", "dq", "dk", "dv")
         for name, actual, value in zip(names, (out, lse, *grads), (*expected, *of_expected), strict=True):
             assert_close_named(f"{name} of {keys} keys", actual, value, kind=Kind.GRADIENT)

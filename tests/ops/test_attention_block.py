@@ -14,7 +14,8 @@ from lightning_d9d.ops.attention_block import (
     merge,
     wide,
 )
-from lightning_d9d.ops.kernels import using_kernels
+from lightning_d9d.ops.attention_masks import Masks
+from lightning_d9d.ops.backend import using_kernels
 from tests.harness.compare import assert_close_named, assert_tensors_close
 from tests.harness.tolerances import Kind
 from tests.ops.grid import DEVICES
@@ -55,8 +56,8 @@ def test_one_block_is_attention(causal, max_scores, heads, kv_heads):
     allowed = lower(2, 7) if causal else torch.ones(2, 7, 4, dtype=torch.bool)
     expected, log_sums, grads = by_definition(q, k, v, allowed, grad_out)
     with patch.object(module, "_MAX_SCORES", max_scores):
-        out, lse = attention_block(q, k, v, causal=causal)
-        actual = attention_block_backward(grad_out, q, k, v, out, lse, causal=causal)
+        out, lse = attention_block(q, k, v, Masks(causal))
+        actual = attention_block_backward(grad_out, q, k, v, out, lse, Masks(causal))
     assert out.stride() == q.stride()
     assert_close_named("out", out, expected, kind=Kind.OUTPUT)
     assert_close_named("lse", lse, log_sums, kind=Kind.OUTPUT)
@@ -68,21 +69,21 @@ def in_blocks(q, k, v, documents, grad_out, borders):
     pieces = [slice(*pair) for pair in zip([0, *borders], [*borders, q.shape[2]], strict=True)]
 
     def masks(rows, keys):
-        ids = {} if documents is None else {"q_documents": documents[:, rows], "k_documents": documents[:, keys]}
-        return {"causal": rows == keys, **ids}
+        ids = (None, None) if documents is None else (documents[:, rows], documents[:, keys])
+        return Masks(rows == keys, None, *ids)
 
     out = torch.zeros_like(q, dtype=wide(q.dtype))
     lse = torch.full_like(out[..., 0], float("-inf"))
     pairs = [(rows, keys) for row, rows in enumerate(pieces) for keys in pieces[: row + 1]]
     for rows, keys in pairs:
-        block = attention_block(q[:, :, rows], k[:, :, keys], v[:, :, keys], **masks(rows, keys))
+        block = attention_block(q[:, :, rows], k[:, :, keys], v[:, :, keys], masks(rows, keys))
         merge(out[:, :, rows], lse[:, :, rows], *block)
     grads = [torch.zeros_like(t, dtype=wide(t.dtype)) for t in (q, k, v)]
     whole = [grad_out, q, out.to(q.dtype), lse]
     for rows, keys in pairs:
         d, queries, result, log_sums = (t[:, :, rows] for t in whole)
         block = (d, queries, k[:, :, keys], v[:, :, keys], result, log_sums)
-        parts = attention_block_backward(*block, **masks(rows, keys))
+        parts = attention_block_backward(*block, masks(rows, keys))
         for grad, part, place in zip(grads, parts, (rows, keys, keys), strict=True):
             grad[:, :, place] += part
     return out, lse, dict(zip(("dq", "dk", "dv"), grads, strict=True))
@@ -109,17 +110,17 @@ def test_blocks_make_up_the_whole(has_documents, heads, kv_heads):
 def test_queries_without_keys_get_nothing(kernels, device):
     q, k, v, grad_out = make(4, 2, 3, 5, dtype=torch.float32, device=device)
     documents = torch.tensor([[7, 1, 1]] * 2), torch.ones(2, 5, dtype=torch.int32)
-    ids = {name: each.to(device) for name, each in zip(("q_documents", "k_documents"), documents, strict=True)}
+    masks = Masks(False, None, *(each.to(device) for each in documents))
     with using_kernels(kernels):
-        assert_nothing_without_keys(q, k, v, grad_out, ids)
+        assert_nothing_without_keys(q, k, v, grad_out, masks)
 
 
-def assert_nothing_without_keys(q, k, v, grad_out, ids):
-    out, lse = attention_block(q, k, v, causal=False, **ids)
+def assert_nothing_without_keys(q, k, v, grad_out, masks):
+    out, lse = attention_block(q, k, v, masks)
     assert (out[:, :, 0] == 0).all()
     assert (lse[:, :, 0] == float("-inf")).all()
     assert out[:, :, 1:].isfinite().all()
-    dq, dk, dv = attention_block_backward(grad_out, q, k, v, out, lse, causal=False, **ids)
+    dq, dk, dv = attention_block_backward(grad_out, q, k, v, out, lse, masks)
     assert (dq[:, :, 0] == 0).all()
     assert dk.isfinite().all()
     assert dv.isfinite().all()
@@ -139,12 +140,12 @@ def test_merging_what_no_query_attends_to():
 def test_dtypes(dtype):
     """Logarithms are wide, everything else as given, and computed from what was given without further rounding."""
     q, k, v, grad_out = make(4, 2, 6, 6, dtype=dtype)
-    out, lse = attention_block(q, k, v, causal=True)
+    out, lse = attention_block(q, k, v, Masks(True))
     assert out.dtype == dtype
     assert lse.dtype == wide(dtype)
     _, log_sums, _ = by_definition(q, k, v, lower(2, 6), grad_out)
     assert_close_named("lse", lse, log_sums, kind=Kind.OUTPUT)
-    grads = attention_block_backward(grad_out, q, k, v, out, lse, causal=True)
+    grads = attention_block_backward(grad_out, q, k, v, out, lse, Masks(True))
     assert [grad.dtype for grad in grads] == [dtype] * 3
 
 
@@ -166,9 +167,7 @@ def test_kernels(head_dim, heads, kv_heads, backend, dtype):
     q, k, v, grad_out = make(heads, kv_heads, 384, 384, head_dim, dtype=dtype, device="cuda")
     expected, log_sums, expected_grads = by_definition(q, k, v, lower(2, 384, "cuda"), grad_out)
     with sdpa_kernel(backend):
-        assert (
-            block_kernel(q, k, v, causal=True, has_documents=False, window=None) == backend.name.split("_")[0].lower()
-        )
+        assert block_kernel(q, k, v, Masks(True)) == backend.name.split("_")[0].lower()
         out, lse, grads = in_blocks(q, k, v, None, grad_out, borders=[128, 256])
     assert_close_named("lse", lse, log_sums, kind=Kind.OUTPUT)
     assert_close_named("out", out.bfloat16(), expected, kind=Kind.OUTPUT)
@@ -185,7 +184,7 @@ def test_own_kernels(device):
         allowed = lower(2, 70, device) & (documents.unsqueeze(-1) == documents.unsqueeze(-2))
         expected, log_sums, expected_grads = by_definition(q, k, v, allowed, grad_out)
         with using_kernels("triton"):
-            assert block_kernel(q, k, v, causal=True, has_documents=True, window=None) == "triton"
+            assert block_kernel(q, k, v, Masks(True, None, documents, documents)) == "triton"
             out, lse, grads = in_blocks(q, k, v, documents, grad_out, borders=[40])
         assert_close_named("lse", lse, log_sums, kind=Kind.OUTPUT)
         assert_close_named("out", out.to(dtype), expected, kind=Kind.OUTPUT)
@@ -198,8 +197,8 @@ def test_windows(kernels, device):
     q, k, v, grad_out = make(2, 1, 50, 50, 16, dtype=torch.float32, device=device)
     expected, log_sums, expected_grads = by_definition(q, k, v, lower(2, 50, device).triu(-9), grad_out)
     with using_kernels(kernels):
-        out, lse = attention_block(q, k, v, causal=True, window=10)
-        grads = attention_block_backward(grad_out, q, k, v, out, lse, causal=True, window=10)
+        out, lse = attention_block(q, k, v, Masks(True, 10))
+        grads = attention_block_backward(grad_out, q, k, v, out, lse, Masks(True, 10))
     assert_close_named("lse", lse, log_sums, kind=Kind.OUTPUT)
     assert_close_named("out", out, expected, kind=Kind.OUTPUT)
     assert_tensors_close(dict(zip(expected_grads, grads, strict=True)), expected_grads)
@@ -209,9 +208,9 @@ def test_windows(kernels, device):
 @pytest.mark.parametrize(("head_dim", "dtype"), [(12, torch.bfloat16), (16, torch.float32)])
 def test_what_no_kernel_of_torch_takes_runs_on_our_own(head_dim, dtype):
     q, k, v, grad_out = make(2, 1, 16, 16, head_dim, dtype, "cuda")
-    assert block_kernel(q, k, v, causal=True, has_documents=False, window=None) == "triton"
+    assert block_kernel(q, k, v, Masks(True)) == "triton"
     expected, _, expected_grads = by_definition(q, k, v, lower(2, 16, "cuda"), grad_out)
-    out, lse = attention_block(q, k, v, causal=True)
-    grads = attention_block_backward(grad_out, q, k, v, out, lse, causal=True)
+    out, lse = attention_block(q, k, v, Masks(True))
+    grads = attention_block_backward(grad_out, q, k, v, out, lse, Masks(True))
     assert_close_named("out", out, expected, kind=Kind.OUTPUT)
     assert_tensors_close(dict(zip(expected_grads, grads, strict=True)), expected_grads)

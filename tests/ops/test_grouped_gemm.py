@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.ops import WeightGradients, grouped_gemm, moe_permute, moe_unpermute, put_off, using_grouped_gemm
+from lightning_d9d.ops.backend import using_kernels
 from lightning_d9d.ops.grouped_gemm import grouped_gemm_reference
-from lightning_d9d.ops.kernels import using_kernels
 from tests.harness.compare import assert_bitwise_equal, assert_close_named
 from tests.harness.tolerances import Kind
 from tests.ops.grid import DTYPES as KERNEL_DTYPES

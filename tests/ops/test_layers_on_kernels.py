@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_d9d.modules import GroupedExperts, GroupedQueryAttention, RMSNorm, SwiGLU, rope_tables
 from lightning_d9d.ops import WeightGradients, put_off, rms_norm, swiglu
-from lightning_d9d.ops.kernels import Kernels, using_kernels
+from lightning_d9d.ops.backend import Kernels, using_kernels
 from tests.harness.compare import assert_close_named, assert_tensors_close
 from tests.harness.ranks import RankContext
 from tests.ops.grid import DEVICES

@@ -17,8 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_d9d import ConfigError
 from lightning_d9d.ops import WeightGradients, linear_cross_entropy, put_off
-from lightning_d9d.ops.kernels import Kernels, using_kernels
-from lightning_d9d.ops.linear_cross_entropy import _Options, _rows_at_once, linear_cross_entropy_reference
+from lightning_d9d.ops.backend import Kernels, using_kernels
+from lightning_d9d.ops.linear_cross_entropy import LossOptions, VocabShard, linear_cross_entropy_reference
+from lightning_d9d.ops.linear_cross_entropy_chunks import ChunkOptions, rows_at_once
 from tests.harness.compare import assert_bitwise_equal, assert_close_named
 from tests.harness.ranks import RankContext
 from tests.harness.tolerances import Kind
@@ -29,7 +30,7 @@ ONE_CHUNK, FEW_TOKENS = 2**30, 4 * 64 * 4
 """Bytes; the latter are those of 4 tokens in float32 and of 2 in float64."""
 PARTS = {2: [7, 6], 3: [8, 0, 5]}
 """How many rows of the matrix each rank has."""
-EVERYTHING: dict[str, Any] = {"soft_cap": 3.0, "z_loss": 0.05, "label_smoothing": 0.1}
+EVERYTHING: dict[str, Any] = {"options": LossOptions(soft_cap=3.0, z_loss=0.05, label_smoothing=0.1)}
 
 
 def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -153,8 +154,9 @@ def test_in_float64_and_of_more_dims(reduction):
     labels[1, 2] = IGNORED
     logits = F.linear(x, weight).flatten(0, -2)
     expected = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction=reduction, label_smoothing=0.3)
+    options = LossOptions(label_smoothing=0.3)
     loss, lse = linear_cross_entropy(
-        x, weight, labels, reduction=reduction, label_smoothing=0.3, return_lse=True, chunk_bytes=FEW_TOKENS
+        x, weight, labels, options=options, reduction=reduction, return_lse=True, chunk_bytes=FEW_TOKENS
     )
     assert_close_named("loss", loss, expected.view_as(loss), kind=Kind.OUTPUT)
     assert_close_named("lse", lse, logits.logsumexp(-1).view(shape), kind=Kind.OUTPUT)
@@ -347,12 +349,12 @@ def check_on_ranks(rank: RankContext, dtype: torch.dtype, reduction: Literal["no
     ours = {n: t.detach()[rows] if n in ("weight", "bias") else t.detach() for n, t in tensors.items()}
     ours = {n: t.to(rank.device, copy=True) for n, t in ours.items()}
     leaves = [ours[name].requires_grad_() for name in ("x", "weight", "bias")]
-    group = {"group_name": rank.group.group_name, "first": first, "vocab_size": VOCAB}
-    reference_loss, _ = linear_cross_entropy_reference(**ours, reduction=reduction, **options, **group)
+    shard = VocabShard(rank.group.group_name, first, VOCAB)
+    reference_loss, _ = linear_cross_entropy_reference(**ours, reduction=reduction, **options, shard=shard)
     assert_close_named("loss of the reference", reference_loss, loss, kind=Kind.OUTPUT)
     for chunk_bytes in (ONE_CHUNK, FEW_TOKENS):
         actual, actual_lse = linear_cross_entropy(
-            **ours, reduction=reduction, **options, **group, chunk_bytes=chunk_bytes, return_lse=True
+            **ours, reduction=reduction, **options, shard=shard, chunk_bytes=chunk_bytes, return_lse=True
         )
         assert_close_named("loss", actual, loss, kind=Kind.OUTPUT)
         assert_close_named("lse", actual_lse, lse, kind=Kind.OUTPUT)
@@ -390,8 +392,8 @@ def test_matrices_that_are_dtensors(rank: RankContext) -> None:
     expected = linear_cross_entropy_reference(**tensors)[0]
     for placement in (Replicate(), Shard(0)):
         weight = distribute_tensor(tensors["weight"], mesh, [placement]).requires_grad_()
-        group = {"group_name": rank.group.group_name, "first": 7 * rank.rank, "vocab_size": 14}
-        loss = linear_cross_entropy(x, weight, labels, **(group if placement.is_shard() else {}))
+        shard = VocabShard(rank.group.group_name, 7 * rank.rank, 14) if placement.is_shard() else None
+        loss = linear_cross_entropy(x, weight, labels, shard=shard)
         loss.sum().backward()
         assert_close_named("loss", loss, expected, kind=Kind.OUTPUT)
         assert isinstance(weight.grad, DTensor)
@@ -421,10 +423,9 @@ def test_labels_outside_of_the_vocabulary(bad):
         ({"weight": torch.zeros(VOCAB, HIDDEN).half()}, "weight is torch.float16 and x is torch.float32"),
         ({"bias": torch.zeros(2)}, r"bias \[2\] must be \[13\]"),
         ({"reduction": "mean"}, "reduction='mean' must be 'none' or 'sum'"),
-        ({"soft_cap": 0.0}, "soft_cap=0.0 must be above 0"),
-        ({"label_smoothing": 1.5}, "label_smoothing=1.5 must be from 0 to 1"),
+        ({"options": LossOptions(soft_cap=0.0)}, "soft_cap=0.0 must be above 0"),
+        ({"options": LossOptions(label_smoothing=1.5)}, "label_smoothing=1.5 must be from 0 to 1"),
         ({"chunk_bytes": 0}, "chunk_bytes=0 must be at least 1"),
-        ({"vocab_size": 3}, "group_name=None and vocab_size=3 go together"),
     ],
 )
 def test_arguments_that_do_not_fit(changes, message):
@@ -438,8 +439,8 @@ def test_chunks_grow_where_that_takes_less_memory_than_a_wide_gradient():
     for tokens in (2_000, 16_384, 32_768, 65_536, 1_048_576):
         for chunk_bytes in (0, 2**30):
             x = torch.empty(tokens, 2048, dtype=torch.bfloat16, device="meta")
-            options = _Options(-100, 0.0, 0.0, 0.0, chunk_bytes, 0, 151_936, "", True)
-            rows[tokens, chunk_bytes] = _rows_at_once(x, options)
+            options = ChunkOptions(-100, 0.0, 0.0, 0.0, chunk_bytes, 0, 151_936, "", True)
+            rows[tokens, chunk_bytes] = rows_at_once(x, options)
     assert [rows[tokens, 2**30] for tokens in (2_000, 16_384, 32_768, 65_536, 1_048_576)] == [2_000, *[2_048] * 4]
     assert [rows[tokens, 0] for tokens in (2_000, 16_384, 32_768)] == [2_000, 2_048, 4_096]
     assert [rows[tokens, 0] for tokens in (65_536, 1_048_576)] == [2_048, 2_048]
@@ -449,6 +450,6 @@ def test_chunks_of_which_there_are_no_more_than_eight_stay():
     """Tokens of a chunk, for 1,048,576 ids and a hidden size of 2048 in float32: 4 MiB each."""
     rows = []
     for tokens in (2_048, 2_049):
-        options = _Options(-100, 0.0, 0.0, 0.0, 0, 0, 2**20, "", True)
-        rows.append(_rows_at_once(torch.empty(tokens, 2048, device="meta"), options))
+        options = ChunkOptions(-100, 0.0, 0.0, 0.0, 0, 0, 2**20, "", True)
+        rows.append(rows_at_once(torch.empty(tokens, 2048, device="meta"), options))
     assert rows == [256, 2_048]  # the ninth chunk would need a gradient of 8 GiB in float32

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lightning_d9d import ParallelConfig
 from lightning_d9d.modules import AllToAllDispatch, BalanceConfig, SparseMoE
-from lightning_d9d.ops.kernels import Kernels, using_kernels
+from lightning_d9d.ops.backend import Kernels, using_kernels
 from lightning_d9d.parallel import recompute_activations
 from tests.harness.compare import assert_bitwise_equal, assert_tensors_close
 from tests.harness.ranks import RankContext

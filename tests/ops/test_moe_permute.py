@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_d9d.ops import moe_permute, moe_unpermute
-from lightning_d9d.ops.kernels import using_kernels
+from lightning_d9d.ops.backend import using_kernels
 from lightning_d9d.ops.moe_permute import (
     moe_permute_reference,
     moe_unpermute_reference,
@@ -113,7 +113,7 @@ def test_each_gradient_alone_and_no_weights(device: str) -> None:
 def test_both_gradients_are_those_of_one_at_a_time(
     device: str, shape: tuple[int, int, int, int], kernels: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lightning_d9d.ops import moe_permute_kernels
+    from lightning_d9d.ops.kernels import moe_permute as moe_permute_kernels
 
     x, weights, indices = (tensor.to(device) for tensor in make(*shape).values())
     with using_kernels(kernels), unwritten_memory_is_nan():
@@ -153,7 +153,7 @@ def test_second_derivatives(kernels: Any) -> None:
 
 @DEVICES
 def test_rows_too_large_for_a_cache(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_d9d.ops import moe_permute_kernels
+    from lightning_d9d.ops.kernels import moe_permute as moe_permute_kernels
 
     monkeypatch.setattr(moe_permute_kernels, "_STREAMED_BYTES", 0)
     check_permute(make(7, 48, 6, 2), 6, torch.float32, device, 4)
@@ -191,7 +191,7 @@ def test_rows_are_in_order(
 @DEVICES
 @pytest.mark.parametrize(("most_blocks", "most_steps"), [(3, 64), (1, 64), (2, 2)], ids=str)
 def test_blocks_of_many_copies(device: str, most_blocks: int, most_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_d9d.ops import moe_permute_kernels
+    from lightning_d9d.ops.kernels import moe_permute as moe_permute_kernels
 
     monkeypatch.setattr(moe_permute_kernels, "_MOST_BLOCKS", most_blocks)
     monkeypatch.setattr(moe_permute_kernels, "_MOST_STEPS", most_steps)
@@ -298,7 +298,7 @@ def test_under_the_compiler(device: str) -> None:
 
 
 def test_kernels_of_the_backward_are_those_of_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_d9d.ops import moe_permute_kernels
+    from lightning_d9d.ops.kernels import moe_permute as moe_permute_kernels
 
     x = torch.randn(3, 4, requires_grad=True)
     with using_kernels("torch"):

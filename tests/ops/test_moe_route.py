@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_d9d import ConfigError
 from lightning_d9d.ops import moe_route
-from lightning_d9d.ops.kernels import using_kernels
+from lightning_d9d.ops.backend import using_kernels
 from lightning_d9d.ops.moe_route import moe_route_reference
 from tests.harness.compare import assert_bitwise_equal
 from tests.ops.grid import DEVICES, LAYOUTS, check_op, dtypes
@@ -84,7 +84,7 @@ def test_each_gradient_alone(device: str, normalize: bool, which: str) -> None:
 
 @DEVICES
 def test_more_tiles_than_programs(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_d9d.ops import moe_route_kernels
+    from lightning_d9d.ops.kernels import moe_route as moe_route_kernels
 
     monkeypatch.setattr(moe_route_kernels, "_TILE", 16)
     check(9 if device == "cpu" else 3000, 8, 3, torch.float32, device)

@@ -7,7 +7,7 @@ import torch
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.ops import rms_norm
-from lightning_d9d.ops.kernels import using_kernels
+from lightning_d9d.ops.backend import using_kernels
 from lightning_d9d.ops.rms_norm import MAX_NORM_DIM, rms_norm_reference
 from tests.harness.compare import assert_bitwise_equal, assert_close_named
 from tests.ops.grid import DEVICES, LAYOUTS, check_op, dtypes

@@ -7,7 +7,7 @@ import torch
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.ops import norm_rope, norm_rope_qk, rope, rope_qk
-from lightning_d9d.ops.kernels import using_kernels
+from lightning_d9d.ops.backend import using_kernels
 from lightning_d9d.ops.norm_rope import norm_rope_reference
 from lightning_d9d.ops.rope import rope_reference
 from tests.harness.compare import assert_bitwise_equal, assert_close_named
@@ -194,7 +194,7 @@ def test_pairs_of_two_dtypes_are_turned_each_alone(device, has_norm):
 
 
 def test_programs_are_shared_as_tiles_are():
-    from lightning_d9d.ops.rope_kernels import _shared_programs
+    from lightning_d9d.ops.kernels.rope import _shared_programs
 
     shares = {
         tiles: _shared_programs(*tiles, torch.device("cpu")) for tiles in product((0, 1, 2, 9, 1000), (0, 1, 5, 2000))

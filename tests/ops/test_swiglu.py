@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.ops import swiglu
-from lightning_d9d.ops.kernels import using_kernels
+from lightning_d9d.ops.backend import using_kernels
 from lightning_d9d.ops.swiglu import swiglu_reference
 from tests.harness.compare import assert_bitwise_equal, assert_close_named
 from tests.ops.grid import DEVICES, LAYOUTS, check_op, dtypes

@@ -23,8 +23,8 @@ from lightning_d9d.mesh import MeshDomains
 from lightning_d9d.models.qwen3_moe.plan import parallelize_qwen3_moe
 from lightning_d9d.modules import SwiGLU
 from lightning_d9d.ops import WeightGradients, grouped_gemm, put_off, using_grouped_gemm
+from lightning_d9d.ops.backend import runs_triton, using_kernels
 from lightning_d9d.ops.grouped_gemm import grouped_gemm_reference
-from lightning_d9d.ops.kernels import runs_triton, using_kernels
 from lightning_d9d.parallel import compile_blocks, compiling
 from lightning_d9d.schedule import LayerCosts, Machine, ModelCosts
 from tests.harness.compare import assert_bitwise_equal, assert_tensors_close

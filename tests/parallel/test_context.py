@@ -1,7 +1,7 @@
 """Attention over sequences that are spread over ranks: results and gradients of one process that has them whole."""
 
 import copy
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -16,7 +16,7 @@ from lightning_d9d import ConfigError
 from lightning_d9d.modules import GroupedQueryAttention, rope_tables
 from lightning_d9d.ops import flash_attention
 from lightning_d9d.ops.attention import attention_reference
-from lightning_d9d.ops.kernels import using_kernels
+from lightning_d9d.ops.backend import using_kernels
 from lightning_d9d.parallel import context
 from lightning_d9d.parallel.context import KINDS, SequenceCut, shard_context
 from tests.harness.compare import assert_bitwise_equal, assert_close_named, assert_tensors_close
@@ -161,10 +161,11 @@ def test_ranks_compute_equally_much_and_nothing_in_vain(rank: RankContext, kind:
     pairs = {"forward": 0.0, "backward": 0.0}
 
     def count(name: str, compute):
-        def counted(*tensors, causal: bool, **documents):
+        def counted(*arguments):
+            *tensors, masks = arguments
             num_keys = tensors[-2 if name == "forward" else 2].shape[2]
-            pairs[name] += tensors[0].shape[2] * num_keys * (0.5 if causal else 1)
-            return compute(*tensors, causal=causal, **documents)
+            pairs[name] += tensors[0].shape[2] * num_keys * (0.5 if masks.causal else 1)
+            return compute(*arguments)
 
         return counted
 
@@ -189,10 +190,10 @@ def test_only_local_tensors_are_kept(rank: RankContext, kind: str) -> None:
 
 
 class Stage(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            GroupedQueryAttention(16, 4, 2, 6, norm_eps=1e-6, initializer_range=0.5) for _ in range(2)
+            GroupedQueryAttention(16, 4, 2, 6, norm_eps=1e-6, initializer_range=0.5, **options) for _ in range(2)
         )
         with torch.no_grad():
             for number, parameter in enumerate(self.parameters()):
@@ -209,13 +210,38 @@ class Stage(nn.Module):
 @by_kind
 def test_a_stage_and_its_copies(rank: RankContext, kind: str) -> None:
     """All attention of a module, recomputed, with rotary positions: sums over ranks are the whole's gradients."""
+    assert_stage_equals_whole(rank, kind)
+
+
+@pytest.mark.ranks(2)
+def test_a_window_and_sinks(rank: RankContext) -> None:
+    assert_stage_equals_whole(rank, "heads", window=9, sinks=True, interleaved=True)
+
+
+@pytest.mark.parametrize("kind", ["gather", "ring"])
+@pytest.mark.parametrize("options", [{"window": 9}, {"sinks": True}], ids=str)
+def test_a_window_or_sinks_that_a_kind_does_not_take(kind: str, options: dict[str, Any]) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        message = rf"Attention takes neither window={options.get('window')} nor sinks; .*context='heads'"
+        with pytest.raises(ConfigError, match=message):
+            shard_context(Stage(**options), dist.group.WORLD, kind)
+        q, k, v = make()[:3]
+        given = {"sinks": torch.zeros(8)} if "sinks" in options else options
+        with pytest.raises(ConfigError, match=message):
+            KINDS[kind](dist.group.WORLD)(q, k, v, **given)
+    finally:
+        dist.destroy_process_group()
+
+
+def assert_stage_equals_whole(rank: RankContext, kind: str, **options: Any) -> None:
     ids, x = torch.tensor(DOCUMENTS["two borders"]), torch.randn(2, SEQ, 16, generator=torch.Generator().manual_seed(9))
-    one = Stage().double()
+    one = Stage(**options).double()
     expected = one(x.double(), torch.arange(SEQ), ids)
     expected.square().sum().backward()
 
     cut = SequenceCut(rank.rank, 2)
-    stage = Stage().double().to(rank.device)
+    stage = Stage(**options).double().to(rank.device)
     shard_context(stage, rank.group, kind)
     stage = copy.deepcopy(stage)
     positions = cut.positions(SEQ // 2, rank.device)

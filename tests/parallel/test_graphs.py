@@ -24,7 +24,7 @@ from lightning_d9d.models.qwen3_moe import Qwen3MoePretraining
 from lightning_d9d.models.qwen3_moe.plan import parallelize_qwen3_moe
 from lightning_d9d.modules import BalanceConfig, SwiGLU
 from lightning_d9d.ops import using_grouped_gemm
-from lightning_d9d.ops.kernels import using_kernels
+from lightning_d9d.ops.backend import using_kernels
 from lightning_d9d.parallel import capture_blocks, graphs
 from tests.harness.compare import assert_bitwise_equal, assert_tensors_close
 from tests.harness.ranks import RankContext

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -29,6 +29,7 @@ from lightning_d9d.modules import (
     TokenEmbedding,
     rope_tables,
 )
+from lightning_d9d.ops import LossOptions
 from lightning_d9d.parallel import (
     WHO_SUMS,
     Layout,
@@ -220,20 +221,27 @@ class Block(nn.Module):
 class Stage(nn.Module):
     """A block of each kind, and layers outside of blocks.
 
-    Of 2 experts 4 ranks have a part of each, of 2 heads of keys and values two ranks have the same one.
+    Of 2 experts 4 ranks have a part of each, of 2 heads of keys and values two ranks have the same one. `has_options`
+    gives attention and the loss all that they can have, of which ring attention takes neither window nor sinks.
     """
 
-    def __init__(self, num_experts: int, num_heads: int) -> None:
+    def __init__(self, num_experts: int, num_heads: int, *, has_options: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
         std = 0.5
         self.embed = TokenEmbedding(16, 8, initializer_range=std)
-        attention = GroupedQueryAttention(8, 4, num_heads, 2, norm_eps=1e-6, bias=True, initializer_range=std)
+        options: dict[str, Any] = {"window": 5, "sinks": True, "interleaved": True} if has_options else {}
+        attention = GroupedQueryAttention(
+            8, 4, num_heads, 2, norm_eps=1e-6, bias=True, initializer_range=std, **options
+        )
+        if attention.sinks is not None:
+            nn.init.normal_(attention.sinks)
         mlp = SwiGLU(8, 12, initializer_range=std)
         mixture = SparseMoE(8, 4, num_experts, 2, normalize=True, initializer_range=std)
         self.attention, self.mlps = Block(attention), nn.ModuleList([Block(mlp), Block(mixture)])
         self.norm = RMSNorm(8, 1e-6)
-        self.head = LMHead(16, 8, initializer_range=std)
+        loss_options = LossOptions(3.0, 0.05, 0.1) if has_options else LossOptions()
+        self.head = LMHead(16, 8, initializer_range=std, loss_options=loss_options)
         for module in self.modules():
             if isinstance(module, RMSNorm):
                 nn.init.normal_(module.weight)
@@ -333,7 +341,8 @@ def test_ranks_sum_as_the_table_says(
     """In a backward they sum over the axes of the table and over no others, and the sums are those of one process."""
     config = Case(degrees).config
     mesh = MeshDomains.build(config, rank.device.type)
-    stage = Stage(num_experts, num_heads).to(rank.device)
+    has_options = mesh.sizes["cp"] == 1
+    stage = Stage(num_experts, num_heads, has_options=has_options).to(rank.device)
     shard_tensors(stage, mesh)
     if mesh.sizes["cp"] > 1:
         shard_context(stage, mesh.group("cp"), "ring")
@@ -360,7 +369,7 @@ def test_ranks_sum_as_the_table_says(
     issued = {(entry.operator, entry.ranks) for entry in records[rank.rank] if len(entry.ranks) > 1}
     assert issued == expected_messages(layouts, config, num_heads, rank.rank)
 
-    alone = Stage(num_experts, num_heads).to(rank.device)
+    alone = Stage(num_experts, num_heads, has_options=has_options).to(rank.device)
     losses = [loss_of(alone, number, SequenceCut()) for number in range(mesh.dp_size)]
     sum(losses, torch.zeros((), device=rank.device)).backward()
     gradients = {name: parameter.grad for name, parameter in stage.named_parameters()}

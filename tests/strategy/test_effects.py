@@ -30,7 +30,6 @@ ALWAYS = {
     "ParallelConfig.compile": "of any blocks; stages without some, and plain modules without named ones, are refused",
     "ParallelConfig.cuda_graphs": "a permission: without CUDA there are no graphs to capture; of blocks, as `compile`",
     "ParallelConfig.grouped_gemm": "for all of the process",
-    "ParallelConfig.sequence_parallel": "has one value",
     "ParallelConfig.kernels": "for all of the process",
     "GradSyncConfig.dtype": "wherever gradients are added up; one gradient is what it is in any dtype",
     "GradSyncConfig.bucket_mb": "a limit",

@@ -30,7 +30,7 @@ from lightning_d9d import (
     env,
 )
 from lightning_d9d.ops import grouped_gemm
-from lightning_d9d.ops.kernels import runs_triton
+from lightning_d9d.ops.backend import runs_triton
 from lightning_d9d.schedule import GPipe
 from lightning_d9d.strategy.precision import check_precision
 from tests.harness.compare import assert_bitwise_equal

@@ -321,11 +321,6 @@ def test_other_loops_read_the_same_data(rank: RankContext, loop: str) -> None:
         getattr(run, loop)(Watched(SMALL, 1), batches)
 
 
-def test_sequence_parallelism_stays_on() -> None:
-    with pytest.raises(ConfigError, match="sequence_parallel=False must be one of True"):
-        ParallelConfig(sequence_parallel=False)
-
-
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("mesh", [TP2, CP2], ids=["tp", "cp"])
 def test_text_is_written(rank: RankContext, mesh: dict[str, int]) -> None:

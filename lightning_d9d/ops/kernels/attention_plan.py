@@ -16,23 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_d9d.ops.attention_masks import Masks
 from lightning_d9d.ops.rows import ceil_div, next_power_of_2
 
 SIZES = ["num_queries", "num_keys", "num_rows", "num_columns", "length", "heads", "group", "parts", "window"]
 """Numbers that kernels are not compiled anew for."""
-
-
-class Masks(NamedTuple):
-    """Which pairs count."""
-
-    causal: bool
-    """Queries and keys are those of the same tokens, and a query attends to keys up to its own."""
-    window: int | None
-    """How many of these at most; only with `causal`."""
-    q_documents: Tensor | None
-    """Integers, shape `[batch, queries]`; only keys with the same one count."""
-    k_documents: Tensor | None
-    """Integers, shape `[batch, keys]`."""
 
 
 class Blocks(NamedTuple):

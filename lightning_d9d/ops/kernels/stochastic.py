@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_d9d.ops.philox import ROUNDS, SPREAD
 from lightning_d9d.ops.rows import ceil_div
-from lightning_d9d.ops.stochastic import LARGEST, ROUNDS, SPREAD
 
 _ROUNDED = 2048
 """Elements a program rounds: eight for each thread of eight warps, so 16 bytes of bfloat16."""
@@ -24,7 +24,7 @@ CHUNK = 16 * _TILE
 """Elements that a program of AdamW updates, so that what it reads of the tables is little beside them."""
 _ROUNDS = tl.constexpr(ROUNDS)
 _SPREAD = tl.constexpr(SPREAD)
-_LARGEST = tl.constexpr(LARGEST)
+_LARGEST = tl.constexpr(torch.finfo(torch.bfloat16).max)
 
 
 def round_stochastic(target: Tensor, source: Tensor, seed: int, offset: int) -> None:
@@ -91,7 +91,7 @@ def adamw(
 
 @triton.jit
 def _philox(c0, c1, c2, c3, k0, k1):
-    """As `stochastic.philox`. One product gives both halves, for which `tl.philox` takes two."""
+    """As `lightning_d9d.ops.philox.philox`. One product gives both halves, for which `tl.philox` takes two."""
     for _ in tl.static_range(_ROUNDS):  # type: ignore[misc]
         low, high = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
         c0, c1 = (high >> 32).to(tl.uint32) ^ c1 ^ k0, high.to(tl.uint32)

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_d9d.ops.kernels.rows import add_up
 from lightning_d9d.ops.rows import ceil_div, next_power_of_2, num_programs, rows_of
-from lightning_d9d.ops.rows_kernels import add_up
 
 _FORWARD_TILE = 2048
 """Elements that a program works on at a time; 8 a thread, so a load of 16 bytes in 16 bits."""

@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_d9d.ops.kernels.rows import add_up
 from lightning_d9d.ops.rows import ceil_div, next_power_of_2, num_programs
-from lightning_d9d.ops.rows_kernels import add_up
 
 _TILE = 4096
 """Elements that a program works on at a time."""

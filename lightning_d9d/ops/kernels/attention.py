@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_d9d.ops.attention_plan import SIZES, Blocks, Masks, ids_from, plan_blocks
+from lightning_d9d.ops.attention_masks import Masks
+from lightning_d9d.ops.kernels.attention_plan import SIZES, Blocks, ids_from, plan_blocks
 from lightning_d9d.ops.rows import ceil_div, next_power_of_2, num_programs
 
 _LOG2E = tl.constexpr(1.4426950408889634)
