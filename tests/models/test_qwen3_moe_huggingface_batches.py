@@ -218,7 +218,9 @@ def test_padding_reaches_no_token() -> None:
 def test_a_mask_of_another_shape_is_refused() -> None:
     ids = torch.arange(16).view(2, 8)
     batch = {"input_ids": ids, "labels": shifted(ids), "attention_mask": torch.ones(2, 1, 8, 8)}
-    with pytest.raises(ConfigError, match=r"attention_mask of shape \[2, 1, 8, 8\], but input_ids of \[2, 8\]"):
+    with pytest.raises(
+        ConfigError, match=r"attention_mask is a tensor .* \[2, 1, 8, 8\], but it must be \[batch, seq\]"
+    ):
         trainer(D9DStrategy(), max_epochs=1).fit(Qwen3MoePretraining(CONFIG), DataLoader([batch], batch_size=None))  # type: ignore[arg-type]
 
 

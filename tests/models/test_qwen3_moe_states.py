@@ -189,7 +189,9 @@ def test_what_cannot_be_asked_for_is_refused(case: str) -> None:
 
 def test_a_mask_of_another_length_is_refused_with_its_batch() -> None:
     module = Qwen3MoePretraining(BASE)
-    with pytest.raises(ConfigError, match=r"batch 0 of the data has pooling_mask of shape \[2, 5\], but input_ids"):
+    with pytest.raises(
+        ConfigError, match=r"in batch 0 of the data, pooling_mask is a tensor float32 \[2, 5\], but input_ids"
+    ):
         module.prepare_batch({"input_ids": IDS, "pooling_mask": torch.ones(2, 5)})
 
 
