@@ -9,7 +9,8 @@ from torch import Tensor
 from lightning_d9d import ConfigError
 from lightning_d9d.ops import round_stochastic_
 from lightning_d9d.ops.backend import using_kernels
-from lightning_d9d.ops.stochastic import philox, round_stochastic_reference
+from lightning_d9d.ops.philox import philox
+from lightning_d9d.ops.stochastic import round_stochastic_reference
 from tests.harness.compare import assert_bitwise_equal
 from tests.ops.grid import DEVICES, LAYOUTS, laid_out
 
