@@ -87,20 +87,21 @@ class SaveTrainingConfig(SaveConfigCallback):
     """Lightning's, for fit alone: validating a run must not replace the record of its training."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Write `config.yaml` for its owner alone: arguments may be secrets.
+        """Write `config.yaml` for its owner alone: arguments may be secrets. Collective.
 
         Raises:
-            ConfigError: It cannot be written, for lack of space, say.
+            ConfigError: It cannot be written, for lack of space, say; on every rank.
         """
         if stage != "fit":
             return
+        why = ""
         try:
             self._save(trainer, pl_module, stage)
         except OSError as error:
-            raise ConfigError(
-                f"{error.filename or self.config_filename} cannot be written at the start of the run: {reason(error)}; "
-                "free space, or give another trainer.default_root_dir"
-            ) from error
+            why = f"{error.filename or self.config_filename} cannot be written at the start of the run: {reason(error)}"
+            trainer.strategy.broadcast(False)  # the other ranks wait to hear that it is saved
+        if why := trainer.strategy.broadcast(why):
+            raise ConfigError(f"{why}; free space, or give another trainer.default_root_dir")
 
     def _save(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         folder = str(trainer.log_dir)  # this broadcasts the directory

@@ -64,7 +64,7 @@ class Job:
     frozen: str | None = None
     """The name of a parameter that is not trained."""
     interrupts: tuple[int, int, int] | None = None
-    """Rank, batch and number of SIGINTs."""
+    """Rank, batch and number of SIGINTs; with 0 the rank fails."""
 
 
 class Rows(torch.utils.data.Dataset):
@@ -94,8 +94,10 @@ class Module(Qwen3MoePretraining):
             rank, batch, number = self.interrupts
             if self.trainer.global_rank == rank and self.trainer.fit_loop.epoch_loop.batch_idx == batch:
                 self.interrupts = None
+                if number == 0:
+                    raise ValueError(f"bad row on rank {rank}")
                 for process in multiprocessing.active_children():  # as a terminal would do
-                    os.kill(process.pid, signal.SIGINT)
+                    os.kill(process.pid or 0, signal.SIGINT)
                 for _ in range(number):
                     os.kill(os.getpid(), signal.SIGINT)
         return super().microbatch_weight(microbatch)
@@ -147,7 +149,9 @@ def fit(*jobs: Job) -> None:
             num_sanity_val_steps=0,
             **{"log_every_n_steps": 2, **job.trainer},
         )
-        data = [DataLoader(Rows(), batch_size=2, shuffle=True, num_workers=job.num_workers)]
-        if job.validates:
-            data.append(DataLoader(Rows(), batch_size=16))
-        trainer.fit(Module(job), *data, ckpt_path="saved/last.ckpt" if job.resumes else None)
+        trainer.fit(
+            Module(job),
+            DataLoader(Rows(), batch_size=2, shuffle=True, num_workers=job.num_workers),
+            DataLoader(Rows(), batch_size=16) if job.validates else None,
+            ckpt_path="saved/last.ckpt" if job.resumes else None,
+        )

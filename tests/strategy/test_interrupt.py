@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_d9d.checkpoint import open_directory
 from lightning_d9d.strategy.interrupt import Saved, how_to_go_on
 from tests.harness.terminal import run_in_terminal
 from tests.strategy.display_job import Job, fit, read
@@ -55,6 +56,15 @@ def test_twice_saves_nothing(tmp_path: Path) -> None:
     assert last.startswith(f"Stopped after step 3; the last checkpoint is {LAST}, of step 2 (to save where")
     lines_of(tmp_path, Job(resumes=True, trainer={"max_steps": 3}), codes=[0])
     assert [batch for batch, _ in read(tmp_path, "loss")] == [0, 1, 2, 2]
+
+
+def test_a_rank_that_fails_saves_nothing(tmp_path: Path) -> None:
+    """The ranks are at different places, and one would wait for the other."""
+    job = Job(saving={**SAVING, "every_n_train_steps": 2}, interrupts=(1, 3, 0), num_ranks=2)
+    lines = lines_of(tmp_path, job, codes=[1, 1])
+    assert "ValueError: bad row on rank 1" in lines
+    assert not [line for line in lines if line.startswith(("Stopped", "An ")) or "not ended" in line]
+    assert open_directory(tmp_path / LAST, alone=True).values["global_step"] == 2
 
 
 def test_without_a_checkpoint(tmp_path: Path) -> None:
