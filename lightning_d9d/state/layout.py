@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -38,6 +38,15 @@ class Readable(Protocol):
 
     def __getitem__(self, index: Any, /) -> Tensor:
         """What `index`, an `Index`, picks."""
+        ...
+
+
+@runtime_checkable
+class Copied(Protocol):
+    """A `Readable` that can be copied without being in memory as a whole."""
+
+    def copy_to(self, index: Index, target: Tensor, casts: Sequence[torch.dtype] = ()) -> None:
+        """Copies what the index picks, cast to some dtypes one after the other, into a tensor of its shape."""
         ...
 
 
@@ -133,3 +142,11 @@ class Part(NamedTuple):
     def take(self, source: Readable) -> Tensor:
         """The values out of the source, as `place_index` picks them out of the tensor."""
         return self.cast(source[self.flipped("").place_index()]).permute(self.order())
+
+    def copy(self, source: Readable, target: Tensor) -> None:
+        """Copy the values into `target`, which `place_index` picks out of the tensor."""
+        if isinstance(source, Copied):
+            in_order_of_source = target.permute([*map(self.order().index, range(target.dim()))])
+            source.copy_to(self.flipped("").place_index(), in_order_of_source, self.casts)
+        else:
+            target.copy_(self.take(source))

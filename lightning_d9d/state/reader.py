@@ -134,7 +134,7 @@ class SafetensorsReader(Mapping[str, StoredTensor]):
             stored = self[name]
             with two_at_a_time if num_bytes[name] > _LARGE_BYTES else nullcontext():
                 for part, target in targets[name]:
-                    target.copy_(part.take(stored))
+                    part.copy(stored, target)
 
         with Progress(progress, f"reading {self.path}", sum(num_bytes.values())) as bar:
             in_threads(copy, num_bytes, bar)

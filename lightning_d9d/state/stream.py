@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +199,9 @@ class _Lazy:
 
     def __getitem__(self, index: Index) -> Tensor:
         return self._reader[self._name][index]
+
+    def copy_to(self, index: Index, target: Tensor, casts: Sequence[torch.dtype] = ()) -> None:
+        self._reader[self._name].copy_to(index, target, casts)
 
 
 def _unused(reader: SafetensorsReader, mapper: Mapper) -> list[str]:

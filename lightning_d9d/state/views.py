@@ -271,5 +271,5 @@ def _assembled(view: View, box: Box, sources: Mapping[str, Readable], dtype: tor
     whole = torch.empty([len(held) for held in box], dtype=dtype, device=devices.pop() if devices else "cpu")
     for each in view.parts:
         if part := each.within(box):
-            whole[part.place_index()].copy_(part.take(sources[part.source]))
+            part.copy(sources[part.source], whole[part.place_index()])
     return whole

@@ -240,7 +240,7 @@ def _put_together(
                 continue
             target = whole[held.place_index()]
             if rank in ranks:
-                target.copy_(held.take(local[part.source].values))
+                held.copy(local[part.source].values, target)
                 continue
             message = target
             if device.type != "cpu" or not target.is_contiguous():

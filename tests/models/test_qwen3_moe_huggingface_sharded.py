@@ -77,19 +77,18 @@ def one(tmp_path: Path) -> Path:
 
 def count_reads() -> Callable[[], int]:
     """From now on, on this rank: how many elements are read from files. Undone when the answer is asked for."""
-    original, num_read = StoredTensor.__getitem__, 0
+    original, num_read = StoredTensor._read, 0
 
-    def counted(stored: StoredTensor, index: Any) -> Tensor:
+    def counted(stored: StoredTensor, picked: Tensor, *room: Any) -> Tensor:
         nonlocal num_read
-        values = original(stored, index)
-        num_read += values.numel()
-        return values
+        num_read += picked.numel()
+        return original(stored, picked, *room)
 
     def answer() -> int:
-        StoredTensor.__getitem__ = original  # type: ignore[method-assign]
+        StoredTensor._read = original  # type: ignore[method-assign]
         return num_read
 
-    StoredTensor.__getitem__ = counted  # type: ignore[method-assign]
+    StoredTensor._read = counted  # type: ignore[method-assign]
     return answer
 
 

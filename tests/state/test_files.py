@@ -28,6 +28,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
+import lightning_d9d.state.format as files
 from lightning_d9d.errors import StateError
 from lightning_d9d.state import SafetensorsReader, load_tensors, read_tensors, save_tensors
 from lightning_d9d.state.format import SafetensorsFile
@@ -318,6 +319,30 @@ def test_an_index_of_many_tensors_in_a_file(saved: Path) -> None:
     edit_json(saved / INDEX, lambda index: index["weight_map"].update({str(i): name for i in range(300_000)}))
     with within(4):
         assert len(SafetensorsReader(saved)) == 300_003
+
+
+INDICES: list[Any] = [(), (1,), (slice(1, 4),), (slice(0, 5), slice(1, 3)), (2, slice(0, 3)), (slice(2, 2),), (1, 2, 3)]
+
+
+@pytest.mark.parametrize("piece", [4, 48, 2**21])
+@pytest.mark.parametrize("index", INDICES)
+@pytest.mark.parametrize("home", ["", "memory://test_slices"])
+def test_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str, index: Any, piece: int) -> None:
+    """In one piece and in several, as they are and cast, in their order and transposed."""
+    monkeypatch.setattr(files, "_PIECE_BYTES", piece)
+    whole = torch.arange(60.0).view(5, 3, 4) / 7
+    save_tensors({"before": torch.ones(3), "w": whole}, home or tmp_path / "w", overwrite=True)
+    stored = SafetensorsReader(home or tmp_path / "w")["w"]
+    assert_bitwise_equal("slice", stored[index], whole[index])
+    assert_bitwise_equal("chunks", torch.cat([chunk.clone() for chunk in stored.chunks()]), whole.view(-1))
+    for casts in ((), (torch.bfloat16, torch.float64)):
+        expected = whole[index]
+        for dtype in casts:
+            expected = expected.to(dtype)
+        transposed = torch.zeros(expected.shape[::-1], dtype=expected.dtype)
+        for target in (torch.zeros_like(expected), transposed.permute([*reversed(range(expected.dim()))])):
+            stored.copy_to(index, target, casts)
+            assert_bitwise_equal("copy", target, expected)
 
 
 def test_truncated_while_it_is_read(saved: Path) -> None:
