@@ -68,9 +68,7 @@ def explain(message: str, arguments: Sequence[str], parser: ArgumentParser) -> s
     lines = list(_read(message))
     written = Written(arguments)
     nested = {
-        line.path: found[1]
-        for line in lines
-        if (found := _ARGUMENT.search(line.text)) and written.find([*line.path, *found[1].split(".")])
+        line.path: found[1] for line in lines if (found := _ARGUMENT.search(line.text)) and found[0] not in arguments
     }
     for pattern, describe in _KINDS:
         for line in lines:

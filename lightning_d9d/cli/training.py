@@ -140,7 +140,7 @@ class D9DCLI(LightningCLI):
         if isinstance(error, ArgumentError):
             return explain(str(error), self._arguments, self._parser(subcommand))
         written = (isinstance(parser, _Parser) and parser.written) or {}
-        return explain_interpolation(error, self._arguments, written.get(subcommand, written))
+        return explain_interpolation(error, self._arguments, written.get(subcommand or "", written))
 
     def _parse_ckpt_path(self) -> None:
         """Compares the module's arguments in the checkpoint with the configuration, which wins.
