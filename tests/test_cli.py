@@ -128,14 +128,23 @@ def test_printed_configuration_builds_the_same(capsys: pytest.CaptureFixture[str
     ("arguments", "message"),
     [
         (("--trainer.max_stepz", "2"), "--trainer.max_stepz"),
-        (("--trainer.strategy.init_args.microbatches", "2"), "Option 'microbatches' is not accepted"),
-        (("--model.learning_rat", "2"), "Option 'learning_rat' is not accepted"),
-        (("--model.preset", "huge"), "error: Qwen3MoePretraining got config and preset='huge'; give one"),
-        (("--trainer.strategy.schedule", "zigzag"), "error: schedule='zigzag' is unknown; choose one of"),
-        (("--data.batch_size", "0"), "error: batch_size=0 of ByteTextDataModule must be at least 1."),
+        (("--trainer.strategy.init_args.microbatches", "2"), "D9DStrategy has no option 'microbatches'"),
+        (("--model.learning_rat", "2"), "Qwen3MoePretraining has no option 'learning_rat'"),
+        (
+            ("--model.preset", "huge"),
+            "error: --model.preset: Qwen3MoePretraining got config and preset='huge'; give one",
+        ),
+        (
+            ("--trainer.strategy.schedule", "zigzag"),
+            "error: --trainer.strategy.schedule: schedule='zigzag' is unknown; choose one of",
+        ),
+        (
+            ("--data.batch_size", "0"),
+            "error: --data.batch_size: batch_size=0 of ByteTextDataModule must be at least 1.",
+        ),
         (("--trainer.accelerator", "gpu"), "error: No supported gpu backend found!"),
         (("--ckpt_path", __file__), f"error: checkpoint {__file__!r} cannot be read ("),
-        (("--data.batch_size", "${trainer.max_steps}"), "error: data.init_args.batch_size: Interpolation key "),
+        (("--data.batch_size", "${trainer.max_steps}"), "error: --data.batch_size: Interpolation key "),
     ],
 )
 def test_refused(
@@ -151,8 +160,11 @@ def test_refused(
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("${data.init_args.sequence_lenght}", "init_args.warmup_steps: Interpolation key '"),
-        ("${oc.env:NO_SUCH_VARIABLE}", "init_args.warmup_steps: KeyError raised while resolving interpolation: "),
+        (
+            "${data.init_args.sequence_lenght}",
+            "Interpolation key 'data.init_args.sequence_lenght' not found; did you mean ",
+        ),
+        ("${oc.env:NO_SUCH_VARIABLE}", "Environment variable 'NO_SUCH_VARIABLE' not found\n"),
     ],
 )
 def test_interpolations_that_lead_nowhere_are_named(
@@ -167,7 +179,7 @@ def test_interpolations_that_lead_nowhere_are_named(
     with pytest.raises(SystemExit, match="2"):
         main()
     error = capsys.readouterr().err
-    assert f"error: model.{message}" in error
+    assert f"error: {config}, line 5: {message}" in error
     assert "(resolved" not in error
 
 

@@ -74,6 +74,9 @@ def blocks(path: Path) -> list[Block]:
 class Built(D9DCLI):
     """Builds Trainer, model and data, and runs nothing."""
 
+    def _parse_ckpt_path(self) -> None:
+        pass  # no command of a page has written it
+
     def _run_subcommand(self, subcommand: str) -> None:
         pass
 

@@ -6,6 +6,7 @@ subcommands are `training.py`'s; what jsonargparse refuses is put in a user's wo
 
 from __future__ import annotations
 
+import atexit
 import errno
 import gc
 import os
@@ -99,7 +100,8 @@ def _import(module: str) -> ModuleType:
     try:
         return import_module(module)
     finally:
-        gc.freeze()
+        gc.freeze()  # nor does it look at it later
+        atexit.register(gc.unfreeze)  # or extensions report at the end that their objects were not freed
         gc.enable()
 
 

@@ -6,11 +6,11 @@ alternative that says most is the mistake; of a message that has none of them th
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 from jsonargparse import ArgumentParser
@@ -29,6 +29,7 @@ _KEY = re.compile(r'Parser key "([^"]+)"|Group \'([^\']+)\'')
 _OWNER = re.compile(r"Problem with given class_path '([^']+)'")
 _SUBTYPES = re.compile(r"Subtypes: \[(.*)\]$")
 _CALL = re.compile(r"([\w.]+)\((.*)\)$")
+_ARGUMENT = re.compile(r"NestedArg\(key='(?:init_args\.)?(.+?)', val=.*\)$")
 _NOISE = ("Does not validate", "- Does not validate", "Subtypes:", "Errors:", "- Expected a", "Given value")
 _WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "NoneType": "null"}
 
@@ -66,9 +67,14 @@ def explain(message: str, arguments: Sequence[str], parser: ArgumentParser) -> s
     """
     lines = list(_read(message))
     written = Written(arguments)
+    nested = {
+        line.path: found[1] for line in lines if (found := _ARGUMENT.search(line.text)) and found[0] not in arguments
+    }
     for pattern, describe in _KINDS:
         for line in lines:
             if found := pattern.search(line.text):
+                if pattern in (_CLASS, _TYPE) and line.path in nested:
+                    return _no_class(".".join(line.path), nested[line.path])
                 return describe(next(filter(None, found.groups()), ""), line, written, parser)
     return "\n".join(essence(message).splitlines()[:3])
 
@@ -151,7 +157,7 @@ def _names_of(owner: str | None, parser: ArgumentParser) -> list[str]:
     """The options of a class, or of the whole command line, nested ones with dots."""
     if owner is not None:
         parser = ArgumentParser(exit_on_error=False)
-        parser.add_class_arguments(_load(owner), fail_untyped=False)
+        parser.add_class_arguments(resolve_name(owner), fail_untyped=False)
     return list(parser.get_defaults(skip_validation=True).keys())
 
 
@@ -159,7 +165,7 @@ def _unknown_class(name: str, line: _Line, written: Written, parser: ArgumentPar
     return describe_class(name, locate(written, line.path, name), ".".join(line.path), _classes(line.subtypes))
 
 
-def describe_class(name: str, subject: str, key: str, bases: Sequence[type], words: Sequence[str] = ()) -> str:
+def describe_class(name: str, subject: str, key: str, bases: Iterable[type], words: Sequence[str] = ()) -> str:
     """Says what is wrong with the name of a class.
 
     Args:
@@ -201,14 +207,11 @@ def _not_importable(reason: str, line: _Line, written: Written, parser: Argument
     )
 
 
-def _classes(subtypes: str) -> list[type]:
-    loaded = [_load(name) for name in re.findall(r"(?:\w+\.)+\w+", subtypes)]
-    return [each for each in loaded if isinstance(each, type)]
-
-
-def _load(full_name: str) -> Any:
-    module, _, name = full_name.rpartition(".")
-    return getattr(import_module(module), name, None)
+def _classes(subtypes: str) -> Iterator[type]:
+    for name in re.findall(r"(?:\w+\.)+\w+", subtypes):
+        with suppress(ImportError, AttributeError):
+            if isinstance(kind := resolve_name(name), type):
+                yield kind
 
 
 def _subclasses(base: type) -> Iterator[type]:
@@ -218,12 +221,16 @@ def _subclasses(base: type) -> Iterator[type]:
         yield from _subclasses(kind)
 
 
+def _no_class(key: str, argument: str) -> str:
+    return f"--{key}.{argument}: {key} is no class that has arguments; put --{key}.class_path CLASS before"
+
+
 def _wrong_value(_: str, line: _Line, written: Written, parser: ArgumentParser) -> str:
     found = _TYPE.search(line.text)
     assert found is not None
     expected, value = (found[1], found[2]) if found[1] else (line.subtypes, found[3])
-    groups = [ast.literal_eval(f"[{group}]") for group in re.findall(r"Literal\[(.*?)\]", expected)]
-    choices = list(dict.fromkeys(str(each) for group in groups for each in group))
+    literals = ", ".join(re.findall(r"Literal\[(.*?)\]", expected))
+    choices = list(dict.fromkeys(re.findall(r"[^\s',]+", literals)))
     kinds = re.findall(r"<class '(?:\w+\.)*(\w+)'>", expected)
     legal = [*map(repr, choices), *(_WORDS.get(kind, kind) for kind in kinds)] or [re.sub(r"(\w+\.)+", "", expected)]
     return f"{locate(written, line.path, value)} must be {_or(legal)}, not {value!r}{did_you_mean(value, choices)}"
@@ -247,13 +254,13 @@ _KINDS = (
 """What can be wrong, most telling first."""
 
 
-def explain_interpolation(error: OmegaConfBaseException, arguments: Sequence[str], known: Iterable[str]) -> str:
+def explain_interpolation(error: OmegaConfBaseException, arguments: Sequence[str], values: Mapping[str, Any]) -> str:
     """Says where a `${...}` is and what is wrong with it, with the names that the user wrote.
 
     Args:
         error: OmegaConf's.
         arguments: What was parsed.
-        known: The full names of all values of the configuration.
+        values: The configuration.
     """
     names = re.sub(r"\[(\d+)\]", r".\1", str(error.full_key or "")).split(".")
     place = _at(Written(arguments), [name for name in names[names[0] in SUBCOMMANDS :] if name != "init_args"])
@@ -261,5 +268,12 @@ def explain_interpolation(error: OmegaConfBaseException, arguments: Sequence[str
     reason = re.sub(r"^\w+ raised while resolving interpolation: ", "", reason).strip('"')
     reason = re.sub(r"'\.+", "'", reason)  # dots that lead from the place to the top of the file
     key = re.search(r"Interpolation key '(.+)' not found", reason)
-    nearest = did_you_mean(key[1], known) if key else ""
+    nearest = did_you_mean(key[1], _full_names(values)) if key else ""
     return f"{place}{reason}{nearest}\nin files, not in arguments, ${{...}} is the full name of another value"
+
+
+def _full_names(values: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in values.items():
+        yield name
+        if isinstance(value, Mapping):
+            yield from (f"{name}.{inner}" for inner in _full_names(value))

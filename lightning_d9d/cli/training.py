@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import jsonargparse
 import yaml
-from jsonargparse import Namespace, dict_to_namespace
+from jsonargparse import Namespace
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter, Callback
@@ -187,7 +187,7 @@ class D9DCLI(LightningCLI):
         if isinstance(error, ArgumentError):
             return explain(str(error), self._arguments, self._parser(subcommand))
         written = (isinstance(parser, _Parser) and parser.written) or {}
-        return explain_interpolation(error, self._arguments, dict_to_namespace(written.get(subcommand, written)).keys())
+        return explain_interpolation(error, self._arguments, written.get(subcommand or "", written))
 
     def _parse_ckpt_path(self) -> None:
         """Compares the module's arguments in the checkpoint with the configuration, which wins.

@@ -165,6 +165,8 @@ def test_programs_of_one_stage(name: str, actions: str) -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_names(name: str) -> None:
     assert type(resolve_schedule(name)) is SCHEDULES[name]
+    assert type(resolve_schedule(name.upper())) is SCHEDULES[name]
+    assert type(resolve_schedule(SCHEDULES[name].__name__)) is SCHEDULES[name]
 
 
 def test_without_a_name_and_with_an_object() -> None:

@@ -1,0 +1,256 @@
+"""What a user sees of a mistake on the command line or in a file: the whole of it, and how early."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_d9d.cli import D9DCLI, SUBCOMMANDS, main
+
+RUN = """\
+model:
+  class_path: Qwen3MoePretraining
+  init_args:
+    preset: tiny
+    learning_rate: 1e-3
+data:
+  class_path: ByteTextDataModule
+  init_args:
+    batch_size: 8
+trainer:
+  max_steps: 4
+  accelerator: cpu
+  logger: false
+  strategy:
+    class_path: D9DStrategy
+    init_args:
+      microbatch_size: 4
+  callbacks:
+  - class_path: TextSample
+    init_args:
+      context_length: ${data.init_args.sequence_length}
+"""
+FIT = ("fit", "--config", "run.yaml")
+MODEL_TAKES = (
+    "Qwen3MoePretraining takes config, preset, learning_rate, weight_decay, betas, warmup_steps, "
+    "final_learning_rate_fraction, pretrained, layers_per_stage, virtual_layers_before, virtual_layers_after, balance, "
+    "shift_labels\n"
+)
+MESH_TAKES = (
+    "trainer.strategy.mesh takes pipeline_parallel, data_parallel_replicate, data_parallel_shard, "
+    "context_parallel_shard, context_parallel_replicate, tensor_parallel, expert_parallel\n"
+)
+SCHEDULES = "['1f1b', 'dual_pipe_v', 'gpipe', 'interleaved_1f1b', 'looped_bfs', 'zero_bubble', 'zero_bubble_v']"
+BEFORE_TORCH = {
+    ("fitt",): f"subcommand 'fitt' is unknown; did you mean 'fit'?\nchoose one of {', '.join(SUBCOMMANDS)}\n",
+    ("fit", "--config", "rum.yaml"): "rum.yaml does not exist; did you mean 'run.yaml'?\n",
+    ("fit", "-c", "no/run.yaml"): "no/run.yaml does not exist, nor does its folder\n",
+    ("fit", "--config=broken.yaml"): (
+        "broken.yaml, line 3, column 6: not YAML: did not find expected ',' or ']' while parsing a flow sequence, "
+        "which begins on line 2\n"
+    ),
+    ("validate", "--config", "list.yaml"): (
+        "list.yaml has no settings; it must be a mapping such as `trainer: {max_steps: 100}`\n"
+    ),
+    (*FIT, "--ckpt_path", "las.ckpt"): (
+        "--ckpt_path: las.ckpt does not exist; did you mean 'last.ckpt'?\n"
+        "give the path of a checkpoint, or one of last, best, hpc\n"
+    ),
+}
+ON_THE_COMMAND_LINE = {
+    ("--trainer.max_stepz", "2"): (
+        "--trainer.max_stepz: trainer has no option 'max_stepz'; did you mean 'max_steps'?\n"
+        "`lightning-d9d fit --help` lists what trainer takes\n"
+    ),
+    ("--model.learnin_rate", "2"): (
+        "--model.learnin_rate: Qwen3MoePretraining has no option 'learnin_rate'; did you mean 'learning_rate'?\n"
+        + MODEL_TAKES
+    ),
+    ("--trainer.max_steps", "ten"): "--trainer.max_steps must be a whole number, not 'ten'\n",
+    ("--trainer.strategy.mesh.pipeline_paralel", "2"): (
+        "--trainer.strategy.mesh.pipeline_paralel: MeshConfig has no option 'pipeline_paralel'; did you mean "
+        "'pipeline_parallel'?\n" + MESH_TAKES.replace("trainer.strategy.mesh", "MeshConfig")
+    ),
+    ("--trainer.strategy.parallel.kernels", "trito"): (
+        "--trainer.strategy.parallel.kernels must be 'auto', 'torch' or 'triton', not 'trito'; did you mean 'triton'?\n"
+    ),
+    ("--model", "NestedArg(key='preset', val='tiny')"): (
+        "--model takes the name of a class without its arguments, not \"NestedArg(key='preset', val='tiny')\"\n"
+        "in a file write class_path: NestedArg, with the arguments below init_args:; on the command line "
+        "--model.class_path NestedArg --model.ARGUMENT VALUE\n"
+    ),
+    ("--trainer.strategy", "d9d", "--trainer.strategy.microbatch_size", "2"): (
+        "--trainer.strategy.microbatch_size: trainer.strategy is no class that has arguments; put "
+        "--trainer.strategy.class_path CLASS before\n"
+    ),
+    ("--model", "my_package.Model"): (
+        "--model: my_package.Model cannot be imported: No module named 'my_package'\n"
+        "its package must be installed, or the folder that has it in PYTHONPATH\n"
+    ),
+    ("--data.batch_size", "${trainer.max_stepz}"): (
+        "--data.batch_size: Interpolation key 'trainer.max_stepz' not found; did you mean 'trainer.max_steps'?\n"
+        "in files, not in arguments, ${...} is the full name of another value\n"
+    ),
+    ("more.yaml",): "'more.yaml' follows no option; a configuration file is given with --config more.yaml\n",
+    ("--trainer.strategy", "D9DStrategy"): (
+        "--trainer.strategy takes a class as --trainer.strategy.class_path D9DStrategy, or as class_path: D9DStrategy "
+        "in a file\n"
+    ),
+    ("--trainer.strategy.schedule", "zero_buble"): (
+        f"--trainer.strategy.schedule: schedule='zero_buble' is unknown; choose one of {SCHEDULES}; did you mean "
+        "'zero_bubble'?\n"
+    ),
+    ("--trainer.strategy.schedule", "Auto"): (
+        "--trainer.strategy.schedule: schedule='Auto' needs to know the batch: class_path: Auto with init_args: "
+        "batch_size and sequence_length in a file, or Auto(batch_size=..., sequence_length=...) in Python\n"
+    ),
+}
+IN_THE_FILE = {
+    ("max_steps", "max_stepz"): (
+        "run.yaml, line 11: trainer has no option 'max_stepz'; did you mean 'max_steps'?\n"
+        "`lightning-d9d fit --help` lists what trainer takes\n"
+    ),
+    ("learning_rate", "learnin_rate"): (
+        "run.yaml, line 5: Qwen3MoePretraining has no option 'learnin_rate'; did you mean 'learning_rate'?\n"
+        + MODEL_TAKES
+    ),
+    ("context_length", "context_lenght"): (
+        "run.yaml, line 21: TextSample has no option 'context_lenght'; did you mean 'context_length'?\n"
+        "TextSample takes prompt, num_characters, temperature, context_length, seed\n"
+    ),
+    ("batch_size: 8", "batch_size: eight"): "run.yaml, line 9: data.batch_size must be a whole number, not 'eight'\n",
+    ("preset: tiny", "preset: tinny"): (
+        "run.yaml, line 4: preset='tinny' is unknown; choose one of 'tiny', '30b-a3b', '235b-a22b', or the path of a "
+        "Hugging Face config.json; did you mean 'tiny'?\n"
+    ),
+    ("sequence_length}", "sequence_lenght}"): (
+        "run.yaml, line 21: Interpolation key 'data.init_args.sequence_lenght' not found; did you mean "
+        "'data.init_args.sequence_length'?\nin files, not in arguments, ${...} is the full name of another value\n"
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(RUN)
+    (tmp_path / "broken.yaml").write_text("trainer:\n  callbacks: [LossCurve\nmodel: Qwen3MoePretraining\n")
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    (tmp_path / "last.ckpt").touch()
+    return tmp_path
+
+
+def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What is printed but for Lightning's line about the seed."""
+    monkeypatch.setattr(sys, "argv", ["lightning-d9d", *arguments])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    printed = capsys.readouterr()
+    assert not printed.out
+    return printed.err.replace("Seed set to 0\n", "")
+
+
+def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command line in a process that says at its end whether torch was imported."""
+    program = "import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); import runpy; "
+    program += "runpy.run_module('lightning_d9d.cli', run_name='__main__')"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), **variables}
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(("arguments", "message"), BEFORE_TORCH.items(), ids=map(" ".join, BEFORE_TORCH))
+def test_found_before_torch_is_imported(arguments: tuple[str, ...], message: str) -> None:
+    done = run(*arguments)
+    assert (done.stderr, done.stdout, done.returncode) == (f"error: {message}", "False\n", 2)
+
+
+@pytest.mark.parametrize(("arguments", "message"), ON_THE_COMMAND_LINE.items(), ids=map(" ".join, ON_THE_COMMAND_LINE))
+def test_on_the_command_line(
+    arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert refusal(monkeypatch, capsys, *FIT, *arguments) == f"error: {message}"
+
+
+@pytest.mark.parametrize(("change", "message"), IN_THE_FILE.items(), ids=(new for _, new in IN_THE_FILE))
+def test_in_the_file(
+    change: tuple[str, str],
+    message: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (folder / "run.yaml").write_text(RUN.replace(*change))
+    assert refusal(monkeypatch, capsys, *FIT) == f"error: {message}"
+
+
+@pytest.mark.parametrize(
+    ("key", "wrong", "right"),
+    [
+        ("trainer.strategy", "D9dStrategy", "D9DStrategy"),
+        ("trainer.callbacks", "TextSampel", "TextSample"),
+        ("model", "Qwen3MoePretrainin", "Qwen3MoePretraining"),
+        ("data", "ByteTextDatamodul", "ByteTextDataModule"),
+    ],
+)
+def test_classes_in_the_file(
+    key: str, wrong: str, right: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "run.yaml").write_text(RUN.replace(right, wrong))
+    line = RUN[: RUN.index(right)].count("\n") + 1
+    first, second = refusal(monkeypatch, capsys, *FIT).splitlines()
+    assert first == f"error: run.yaml, line {line}: {key} knows no {wrong!r}; did you mean {right!r}?"
+    assert second.startswith("it may be ")
+    assert right in second
+    assert second.endswith(" or the full name of a class such as my_package.MyClass")
+
+
+def test_a_process_of_its_own_prints_nothing_else() -> None:
+    done = run(*FIT, "--trainer.max_steps", "ten")
+    assert (done.stderr, done.returncode) == ("error: --trainer.max_steps must be a whole number, not 'ten'\n", 2)
+
+
+def test_ranks_but_the_first_of_a_machine_are_short() -> None:
+    done = run("fitt", LOCAL_RANK="3", RANK="11")
+    assert done.stderr == "error: local rank 3: subcommand 'fitt' is unknown; did you mean 'fit'?\n"
+    assert done.returncode == 2
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",)])
+def test_all_subcommands_have_a_line(arguments: tuple[str, ...]) -> None:
+    done = run(*arguments)
+    assert (done.stderr, done.returncode) == ("", 0)
+    for name, (what, _) in SUBCOMMANDS.items():
+        assert f"  {name:8}  {what}\n" in done.stdout
+    assert done.stdout.endswith("False\n")  # torch is not imported
+
+
+def test_fields_of_nested_settings_have_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        D9DCLI(args=["fit", "--trainer.strategy.help", "lightning_d9d.D9DStrategy"])
+    printed = " ".join(capsys.readouterr().out.split())
+    for text in (
+        "--trainer.strategy.parallel.recompute RECOMPUTE What is not kept from forward to backward",
+        "--trainer.strategy.grad_sync.bucket_mb BUCKET_MB Size of a bucket in MiB",
+        '--trainer.strategy.checkpoint.mode {auto,sharded,consolidated} "sharded": a directory',
+        "--trainer.strategy.timeouts.step_seconds STEP_SECONDS Timeout of collectives from then on.",
+    ):
+        assert text in printed
+    with pytest.raises(SystemExit, match="0"):
+        D9DCLI(args=["fit", "--trainer.strategy.help", "D9DStrategy", "--trainer.strategy.mesh.help"])
+    assert "Stages, or groups of stages, one after another." in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("first", ["lightning", "lightning_d9d"])
+def test_the_name_of_the_strategy_is_known_whichever_import_is_first(first: str) -> None:
+    second = {"lightning": "lightning_d9d", "lightning_d9d": "lightning"}[first]
+    code = f"import {first}, {second}; print(type(lightning.Trainer('cpu', 'd9d', logger=False).strategy).__name__)"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[-1:] == ["D9DStrategy"], done.stderr
