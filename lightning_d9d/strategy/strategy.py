@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import lightning as L
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
@@ -20,14 +19,12 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torchmetrics import Metric
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshConfig, MeshDomains
 from lightning_d9d.mesh.agreement import first_of
-from lightning_d9d.mesh.collectives import all_gather_object, broadcast_tensors
+from lightning_d9d.mesh.collectives import all_gather_object
 from lightning_d9d.mesh.sharding import local
 from lightning_d9d.ops.backend import using_kernels
 from lightning_d9d.ops.grouped_gemm import using_grouped_gemm
@@ -39,7 +36,6 @@ from lightning_d9d.parallel.graphs import release_graphs
 from lightning_d9d.parallel.plan import axes_left, layout_of
 from lightning_d9d.pipeline.executor import Executor
 from lightning_d9d.pipeline.microbatch import MicrobatchCount, num_tokens
-from lightning_d9d.pipeline.types import shared_buffers
 from lightning_d9d.schedule import Auto, Choice, Schedule, resolve_schedule
 from lightning_d9d.strategy.aligned import AlignedStrategy
 from lightning_d9d.strategy.auto import CHOICE, choose, saved_choice
@@ -64,11 +60,11 @@ from lightning_d9d.strategy.pipeline import Pipeline
 from lightning_d9d.strategy.precision import check_precision
 from lightning_d9d.strategy.progress import LateProgress, warn_of_nonfinite
 from lightning_d9d.strategy.ranks import TimeoutConfig
+from lightning_d9d.strategy.replicas import Replicas
 from lightning_d9d.strategy.sequence_parts import SequenceCheck
 from lightning_d9d.strategy.sharding import (
     check_layout,
     is_sharded,
-    make_replicas_equal,
     not_yet_summed,
     prepare_blocks,
     shard_blocks,
@@ -113,7 +109,17 @@ class D9DStrategy(AlignedStrategy):
     strategy_name = "d9d"
     shared_by_copies = (
         *AlignedStrategy.shared_by_copies,
-        *("pipeline", "_tied", "_buckets", "_sharded", "_train_step", "_optimizer_step", "_units", "_kernels"),
+        *(
+            "pipeline",
+            "_tied",
+            "_buckets",
+            "_sharded",
+            "_train_step",
+            "_optimizer_step",
+            "_units",
+            "_kernels",
+            "_replicas",
+        ),
         *("splitter", "_eval_step"),
     )
 
@@ -157,7 +163,7 @@ class D9DStrategy(AlignedStrategy):
         self._tied = TiedParameters()
         self._late_progress: LateProgress | None = None
         self._parameters: list[nn.Parameter] = []
-        self._has_buffers = False
+        self._replicas: Replicas | None = None
         self._buckets: GradientBuckets | None = None
         self._sharded: dict[int, FullySharded] = {}
         self._bucket_needs: tuple[bool, list[bool]] | None = None
@@ -165,7 +171,6 @@ class D9DStrategy(AlignedStrategy):
         self._optimizer_step: OptimizerStep | None = None
         self._norm: Tensor | None = None
         self._units: list[FSDPModule] = []
-        self._grouped_metrics: list[Metric] = []
         self._is_described = False
         self._sync_gradients = True
         self._window_is_open = False
@@ -323,11 +328,11 @@ class D9DStrategy(AlignedStrategy):
             shard_blocks(self.model, self.mesh, self.parallel, self.root_device)
         if self.world_size > 1:
             check_layout(self.model, self.mesh, self.stage_group)
-            tensors = [*self.model.parameters(), *shared_buffers(self.model)]
-            self._broadcast_replicas(tensors)
-            make_replicas_equal(tensors)
+            self._replicas = Replicas(self.model, self.stage_group)
+            self._replicas.make_equal()
             self._find_tied()
-            self._sum_metrics_over_data_ranks()
+            if self.mesh.dp_size < self.world_size:
+                self._replicas.group_metrics(self.group)
         self._units = [unit for unit in self.model.modules() if isinstance(unit, FSDPModule)]
         if is_sharded(self.model):
             for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
@@ -344,12 +349,6 @@ class D9DStrategy(AlignedStrategy):
             self._setup_gradients(self.lightning_module)
             self.open_saver(lambda: self._window_is_open)
 
-    def _broadcast_replicas(self, tensors: Iterable[Tensor]) -> None:
-        """Overwrite what is not sharded by the first's among the ranks that hold the same stages. Collective."""
-        group = self.stage_group
-        first = 0 if group is None else dist.get_process_group_ranks(group)[0]
-        broadcast_tensors((tensor for tensor in tensors if not isinstance(tensor, DTensor)), group, first)
-
     def _find_tied(self) -> None:
         """Find the parameters that several ranks of the pipeline hold, by their names. They start equal. Collective."""
         assert self.pipeline is not None
@@ -359,15 +358,6 @@ class D9DStrategy(AlignedStrategy):
             self._parameter_names(), lambda parameter: axes_left(layout_of(parameter, units)), self._mesh_of_ranks
         )
         self._tied.make_equal()
-
-    def _sum_metrics_over_data_ranks(self) -> None:
-        """Ranks that read the same samples must not count them twice in a torchmetrics metric."""
-        assert self.model is not None
-        if self.mesh.dp_size < self.world_size:
-            for metric in self.model.modules():
-                if isinstance(metric, Metric) and metric.process_group is None:
-                    metric.process_group = self.group
-                    self._grouped_metrics.append(metric)
 
     def model_to_device(self) -> None:
         """Move the module to this process's device, but for weights that stay in the host's memory."""
@@ -413,9 +403,10 @@ class D9DStrategy(AlignedStrategy):
         self.splitter = self._eval_step = None
         if isinstance(self.lightning_module, D9DModule):
             self.lightning_module.run_context = self.lightning_module.evaluation = None
-        while self._grouped_metrics:
-            self._grouped_metrics.pop().process_group = None
-        self._window_is_open = self._buffers_are_stale = False
+        replicas, self._replicas = self._replicas, None
+        if replicas is not None:
+            replicas.close()
+        self._window_is_open = False
 
     def _check_module(self, module: L.LightningModule) -> None:
         if isinstance(module, D9DModule):
@@ -438,7 +429,6 @@ class D9DStrategy(AlignedStrategy):
     def _setup_gradients(self, module: L.LightningModule) -> None:
         assert self.model is not None
         self._parameters = list(self.model.parameters())
-        self._has_buffers = len(shared_buffers(self.model)) > 0
         self._optimizer_step = OptimizerStep(self.root_device)
         if self.skip_nonfinite and not module.automatic_optimization:
             raise ConfigError(
@@ -580,7 +570,8 @@ class D9DStrategy(AlignedStrategy):
         clips_values = self.lightning_module.trainer.gradient_clip_algorithm == "value"
         if self.skip_nonfinite and clips_values and self._sync_gradients:
             self._norm = self._gradient_norm()  # clipping by value hides what is infinite
-        self._buffers_are_stale = self._has_buffers and self._sync_gradients and self.world_size > 1
+        if self._replicas is not None and self._sync_gradients:
+            self._replicas.mark_buffers_stale()
         self._window_is_open = not self._sync_gradients
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
@@ -688,11 +679,8 @@ class D9DStrategy(AlignedStrategy):
         forget_forward(self._units)  # of stages that are kept, and of the parts of others that are their own unit
 
     def _sync_buffers(self) -> None:
-        """After a step replicas' buffers (running means) differ; rank 0's are everyone's, as in DDP. Collective."""
-        if self._buffers_are_stale:
-            assert self.model is not None
-            self._broadcast_replicas(shared_buffers(self.model))  # of now: a module may have assigned a new tensor
-            self._buffers_are_stale = False
+        if self._replicas is not None:
+            self._replicas.sync_buffers()
 
     def _gradient_norm(self) -> Tensor:
         return self._tied.norm(self._parameters)
