@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
+from collections.abc import Iterable
 from typing import Any, cast
 
 import lightning as L
@@ -22,14 +23,41 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.utilities.model_summary.model_summary import _format_summary_table
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.mesh.agreement import first_of
 from lightning_d9d.mesh.collectives import all_gather_object
+from lightning_d9d.mesh.sharding import local
 from lightning_d9d.strategy.module import D9DModule
+from lightning_d9d.strategy.tied import TiedParameters
 
 _DEPRECATIONS = (r"`isinstance\(treespec, LeafSpec\)` is deprecated",)
 """What torch says to Lightning."""
 _NO_LOADER = "You defined a `validation_step` but have no `val_dataloader`"
+
+
+def describe_run(
+    mesh: MeshDomains, parameters: Iterable[nn.Parameter], tied: TiedParameters, num_tokens: int, bucket_bytes: int
+) -> str:
+    """Describe the mesh and what this rank holds. Local.
+
+    Args:
+        mesh: The mesh of the run.
+        parameters: This rank's parameters.
+        tied: Those that other pipeline ranks hold, too.
+        num_tokens: The tokens of an optimizer step; 0 if it is unknown.
+        bucket_bytes: The size of the gradient buckets.
+    """
+    weights = sum(local(each).numel() * each.element_size() for each in parameters)
+    shared = {"on several stages": first_of([each.name for each in tied.values()])} if tied else {}
+    return mesh.describe(
+        {
+            **shared,
+            "tokens per step": num_tokens or "unknown",
+            "GiB per rank": f"{weights / 2**30:.3f} weights, {bucket_bytes / 2**30:.3f} gradient buckets",
+        }
+    )
 
 
 def adapt_display(trainer: L.Trainer) -> None:

@@ -1,4 +1,4 @@
-"""What replicas of a module have in common besides gradients: initial values, buffers and metrics."""
+"""Replicas of a module have initial values, buffers and metrics in common, besides gradients."""
 
 from __future__ import annotations
 

@@ -23,9 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshConfig, MeshDomains
-from lightning_d9d.mesh.agreement import first_of
 from lightning_d9d.mesh.collectives import all_gather_object
-from lightning_d9d.mesh.sharding import local
 from lightning_d9d.ops.backend import using_kernels
 from lightning_d9d.ops.grouped_gemm import using_grouped_gemm
 from lightning_d9d.parallel import ParallelConfig
@@ -44,7 +42,7 @@ from lightning_d9d.strategy.checkpoints import CheckpointConfig
 from lightning_d9d.strategy.configuration import check_callbacks, check_classes, check_degrees_of
 from lightning_d9d.strategy.context import RunContext
 from lightning_d9d.strategy.data_parallel import DataParallelStages
-from lightning_d9d.strategy.display import say
+from lightning_d9d.strategy.display import describe_run, say
 from lightning_d9d.strategy.effects import Beside, check_effects
 from lightning_d9d.strategy.eval_step import EvalStep
 from lightning_d9d.strategy.module import D9DModule
@@ -120,7 +118,7 @@ class D9DStrategy(AlignedStrategy):
             "_kernels",
             "_replicas",
         ),
-        *("splitter", "_eval_step"),
+        *("splitter", "_eval_step", "_replicas"),
     )
 
     def __init__(
@@ -648,24 +646,12 @@ class D9DStrategy(AlignedStrategy):
         if not self._is_described and self.world_size > 1:
             self._is_described = True
             assert self.lightning_module is not None
-            say(self.lightning_module.trainer, self._describe(inputs))
+            trainer = self.lightning_module.trainer
+            num_tokens_a_step = num_tokens(inputs) * trainer.accumulate_grad_batches * self.mesh.dp_size
+            num_bytes = 0 if self._buckets is None else self._buckets.num_bytes
+            say(trainer, describe_run(self.mesh, self._parameters, self._tied, num_tokens_a_step, num_bytes))
         self._sync_buffers()
         self._update_buckets()
-
-    def _describe(self, inputs: Any) -> str:
-        """The mesh and what a rank holds, before the first step. `inputs` has the first batch."""
-        assert self.lightning_module is not None
-        batches = self.lightning_module.trainer.accumulate_grad_batches * self.mesh.dp_size
-        weights = sum(local(p).numel() * p.element_size() for p in self._parameters)
-        buckets = 0 if self._buckets is None else self._buckets.num_bytes
-        shared = {"on several stages": first_of([t.name for t in self._tied.values()])} if self._tied else {}
-        return self.mesh.describe(
-            {
-                **shared,
-                "tokens per step": num_tokens(inputs) * batches or "unknown",
-                "GiB per rank": f"{weights / 2**30:.3f} weights, {buckets / 2**30:.3f} gradient buckets",
-            }
-        )
 
     @contextmanager
     def evaluation_batch(self) -> Generator[None]:
