@@ -26,7 +26,8 @@ register_with_lightning()
 def __getattr__(name: str) -> Any:
     if find_spec(f"lightning_d9d.{name}"):
         return import_module(f"lightning_d9d.{name}")
-    if name in (public := import_module("lightning_d9d._public")).__all__:
+    public = import_module("lightning_d9d._public")
+    if name in ("__all__", *public.__all__):
         return getattr(public, name)
     raise AttributeError(f"module 'lightning_d9d' has no attribute {name!r}")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import lightning_d9d
 from lightning_d9d.cli import D9DCLI, SUBCOMMANDS, main
 
 RUN = """\
@@ -254,3 +255,16 @@ def test_the_name_of_the_strategy_is_known_whichever_import_is_first(first: str)
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.stdout.splitlines()[-1:] == ["D9DStrategy"], done.stderr
+
+
+def test_the_package_has_its_names_though_it_imports_them_late() -> None:
+    code = (
+        "import sys, lightning_d9d, lightning_d9d.schedule; assert 'torch' not in sys.modules; "
+        "from lightning_d9d import *; from lightning_d9d import callbacks; "
+        "assert {*lightning_d9d.__all__} <= {*dir(lightning_d9d)} & {*globals()}; print(D9DStrategy.__name__)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "D9DStrategy\n", done.stderr
+    with pytest.raises(AttributeError, match="module 'lightning_d9d' has no attribute 'nothing'"):
+        _ = lightning_d9d.nothing
