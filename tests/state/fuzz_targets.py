@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from hypothesis import strategies as st
@@ -29,8 +29,7 @@ _FRAGMENTS = [
     '{"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}',
     '{"dtype": "I8", "shape": [0, 4611686018427387904, 4611686018427387904], "data_offsets": [0, 0]}',
 ]
-_EDITS = ("replace", "delete", "copy", "twice", "many", "many of one name", "rename")
-_Slot = tuple[list[Any], int]
+_EDITS = ("replace", "delete", "copy", "twice", "many", "many and one twice", "many of one name", "rename")
 
 
 class _Table(list[Any]):
@@ -55,15 +54,25 @@ def _written(value: Any) -> str:
     return json.dumps(value)
 
 
+class _Slot(NamedTuple):
+    """A place in which a value is: in a list, or in a pair of a table."""
+
+    holder: list[Any]
+    place: int
+    table: _Table | None
+
+    @property
+    def value(self) -> Any:
+        return self.holder[self.place]
+
+
 def _slots(value: Any) -> list[_Slot]:
     """All places in which a value is, the outermost first."""
     if not isinstance(value, list):
         return []
-    if isinstance(value, _Table):
-        own = [(pair, 1) for pair in value]
-    else:
-        own = [(value, place) for place in range(len(value))]
-    return own + [slot for holder, place in own for slot in _slots(holder[place])]
+    table = value if isinstance(value, _Table) else None
+    own = [_Slot(pair, 1, table) for pair in table or ()] or [_Slot(value, i, None) for i in range(len(value))]
+    return own + [slot for each in own for slot in _slots(each.value)]
 
 
 def tables(valid: bytes) -> st.SearchStrategy[bytes]:
@@ -80,21 +89,19 @@ def tables(valid: bytes) -> st.SearchStrategy[bytes]:
 
 
 def _edited(valid: bytes, edits: list[tuple[str, int, int, int]]) -> bytes:
-    table = _parsed(valid)
+    content = _parsed(valid)
     for kind, first, second, number in edits:
-        slots = _slots(table)
-        if slots:
-            _edit(table, slots[first % len(slots)], slots[second % len(slots)], kind, _FRAGMENTS[number])
-    return _written(table).encode("utf-8", "surrogatepass")
+        if slots := _slots(content):
+            _edit(slots[first % len(slots)], kind, _FRAGMENTS[number], slots[second % len(slots)].value)
+    return _written(content).encode("utf-8", "surrogatepass")
 
 
-def _edit(table: _Table, slot: _Slot, other: _Slot, kind: str, fragment: str) -> None:
-    holder, place = slot
-    value = holder[place]
+def _edit(slot: _Slot, kind: str, fragment: str, other: Any) -> None:
+    holder, place, table = slot
     if kind in ("replace", "copy"):
-        holder[place] = _Text(fragment if kind == "replace" else _written(other[0][other[1]]))
-    elif not any(holder is pair for pair in table):  # an item of a list, or of a table in the table
-        holder[place] = _Text(fragment) if kind == "delete" else [_Text(_written(value))] * _number_of(value)
+        holder[place] = _Text(fragment if kind == "replace" else _written(other))
+    elif table is None:
+        holder[place] = _Text(fragment) if kind == "delete" else [_Text(_written(slot.value))] * _number_of(slot.value)
     elif kind == "delete":
         table.remove(holder)
     elif kind == "rename":
@@ -102,9 +109,11 @@ def _edit(table: _Table, slot: _Slot, other: _Slot, kind: str, fragment: str) ->
     elif kind == "twice":
         table.append(list(holder))
     else:
-        again, name = _Text(_written(value)), holder[0]
-        for number in range(_number_of([name, value])):
-            table.append([f"{name}{number}" if kind == "many" else name, again])
+        again, (name, _) = _Text(_written(slot.value)), holder
+        for number in range(_number_of([name, slot.value])):
+            table.append([name if kind == "many of one name" else f"{name}{number}", again])
+        if kind == "many and one twice":
+            table.append(list(table[-1]))
 
 
 def _number_of(value: Any) -> int:
