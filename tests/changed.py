@@ -89,11 +89,12 @@ class Modules:
         if f"{module}.{name}" in self._trees:
             return f"{module}.{name}"
         if module not in self._passed_on:
-            nodes = self._trees[module].body if module in self._trees else []
+            nodes = ast.walk(self._trees[module]) if module in self._trees and module.count(".") < 2 else []
             imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
             self._passed_on[module] = {each.name: str(node.module) for node in imports for each in node.names}
         passed_on = self._passed_on[module]
-        return self._home(passed_on[name], name) if name in passed_on else module
+        source = passed_on.get(name, passed_on.get("*"))
+        return module if source is None else self._home(source, name)
 
 
 def _module_of(path: str) -> str:

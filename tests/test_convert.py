@@ -251,7 +251,7 @@ def test_what_is_refused(
     (tmp_path / "full" / "file").touch()
     assert "add --overwrite" in refused(monkeypatch, capsys, tmp_path / "hf", tmp_path / "full")
     shutil.rmtree(tmp_path / "full")
-    assert "is no checkpoint directory" in refused(monkeypatch, capsys, tmp_path / "hf", tmp_path / "x.ckpt")
+    assert "of which no .ckpt file is made" in refused(monkeypatch, capsys, tmp_path / "hf", tmp_path / "x.ckpt")
     assert "add --overwrite" in refused(monkeypatch, capsys, trained, trained.with_name("direct.ckpt"))
     assert "is a URL; a .ckpt file needs" in refused(monkeypatch, capsys, trained, "memory://test_refused/a.ckpt")
     assert "none://a: cannot be read" in refused(monkeypatch, capsys, "none://a", new)

@@ -107,17 +107,7 @@ class D9DStrategy(AlignedStrategy):
     strategy_name = "d9d"
     shared_by_copies = (
         *AlignedStrategy.shared_by_copies,
-        *(
-            "pipeline",
-            "_tied",
-            "_buckets",
-            "_sharded",
-            "_train_step",
-            "_optimizer_step",
-            "_units",
-            "_kernels",
-            "_replicas",
-        ),
+        *("pipeline", "_tied", "_buckets", "_sharded", "_train_step", "_optimizer_step", "_units", "_kernels"),
         *("splitter", "_eval_step", "_replicas"),
     )
 

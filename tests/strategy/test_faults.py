@@ -126,7 +126,7 @@ CELLS: dict[tuple[str, str], Job | ByTest | LeftOut] = {
     ("bad YAML", "backward"): LeftOut(ALL_READ),
     ("bad YAML", "save"): LeftOut(ALL_READ),
     ("bad YAML", "load"): ByTest(
-        "tests/test_cli.py::test_refused",
+        "tests/cli/test_cli.py::test_refused",
         PYTEST_SECONDS,
         "`ckpt_path` of something else: exit code 2 and a message with the path",
     ),

@@ -146,7 +146,7 @@ USED: dict[str, Callable[[], bool]] = {
         parameters_of(subprocess_script._SubprocessScriptLauncher.__init__)
         == ["cluster_environment", "num_processes", "num_nodes"]
     ),
-    # cli.py
+    # cli/training.py
     "_prepare_subcommand_kwargs": lambda: calls(
         LightningCLI._run_subcommand, "self._prepare_subcommand_kwargs(subcommand)"
     ),
@@ -192,9 +192,9 @@ def uses() -> Iterator[str]:
     for folder in ("strategy", "callbacks", "datamodules"):
         for path in (ROOT / folder).glob("*.py"):
             yield from uses_in(ast.parse(path.read_text()))
-    for path in (ROOT / "cli.py", ROOT / "models" / "qwen3_moe" / "module.py"):
+    for path in (ROOT / "cli" / "training.py", ROOT / "models" / "qwen3_moe" / "module.py"):
         yield from uses_in(ast.parse(path.read_text()))
-    for node in ast.walk(ast.parse((ROOT / "cli.py").read_text())):
+    for node in ast.walk(ast.parse((ROOT / "cli" / "training.py").read_text())):
         if isinstance(node, ast.FunctionDef) and node.name.startswith("_") and hasattr(LightningCLI, node.name):
             yield from [node.name] if not node.name.startswith("__") else []
 

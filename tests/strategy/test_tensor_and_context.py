@@ -272,9 +272,7 @@ REFUSED = {
         r"sequences of 7 tokens, .* multiple of 2 \(tensor_parallel=2\), such as 6 or 8.*pad", batch=ODD
     ),
     "tokens, cp": Refusal(r"sequences of 7 tokens, .* multiple of 4 .*, such as 4 or 8.*pad_sequences", CP2, batch=ODD),
-    "no mapping": Refusal(
-        r"a batch is a list, but sequence_dims=.*; give batches as dictionaries", CP2, batch=[ODD], module=TakesAnything
-    ),
+    "no mapping": Refusal(r"is a list of 1 .*, but it must be a mapping", CP2, batch=[ODD], module=TakesAnything),
     "lengths": Refusal(
         r"different lengths along sequence_dims: .*'weights': 7.*; pad them",
         CP2,

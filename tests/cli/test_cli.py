@@ -18,7 +18,7 @@ from lightning_d9d.errors import ConfigError
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoePretraining
 from lightning_d9d.schedule import GPipe, ZeroBubble
 
-TINY = str(Path(__file__).parents[1] / "examples" / "qwen3_moe" / "tiny.yaml")
+TINY = str(Path(__file__).parents[2] / "examples" / "qwen3_moe" / "tiny.yaml")
 
 
 @pytest.fixture(autouse=True)

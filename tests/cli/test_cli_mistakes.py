@@ -59,7 +59,7 @@ BEFORE_TORCH = {
     ),
     (*FIT, "--ckpt_path", "las.ckpt"): (
         "--ckpt_path: las.ckpt does not exist; did you mean 'last.ckpt'?\n"
-        "give the path of a checkpoint, or one of last, best, hpc\n"
+        "give the path of a checkpoint, or one of last, best, hpc, auto\n"
     ),
 }
 ON_THE_COMMAND_LINE = {
@@ -160,7 +160,7 @@ def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Runs the command line in a process that says at its end whether torch was imported."""
     program = "import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); import runpy; "
     program += "runpy.run_module('lightning_d9d.cli', run_name='__main__')"
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), **variables}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **variables}
     command = [sys.executable, "-c", program, *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
@@ -251,7 +251,7 @@ def test_fields_of_nested_settings_have_help(capsys: pytest.CaptureFixture[str])
 def test_the_name_of_the_strategy_is_known_whichever_import_is_first(first: str) -> None:
     second = {"lightning": "lightning_d9d", "lightning_d9d": "lightning"}[first]
     code = f"import {first}, {second}; print(type(lightning.Trainer('cpu', 'd9d', logger=False).strategy).__name__)"
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.stdout.splitlines()[-1:] == ["D9DStrategy"], done.stderr
@@ -263,7 +263,7 @@ def test_the_package_has_its_names_though_it_imports_them_late() -> None:
         "from lightning_d9d import *; from lightning_d9d import callbacks; "
         "assert {*lightning_d9d.__all__} <= {*dir(lightning_d9d)} & {*globals()}; print(D9DStrategy.__name__)"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     assert done.stdout == "D9DStrategy\n", done.stderr
     with pytest.raises(AttributeError, match="module 'lightning_d9d' has no attribute 'nothing'"):

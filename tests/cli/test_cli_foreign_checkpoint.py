@@ -58,7 +58,7 @@ def fit(folder: Path, *arguments: str, **variables: str) -> subprocess.Completed
         "model: {class_path: ours.Small, init_args: {width: 3}}\n"
         f"trainer: {{max_steps: 1, accelerator: cpu, logger: false, default_root_dir: {folder}/out}}\n"
     )
-    root = str(Path(__file__).parents[1])
+    root = str(Path(__file__).parents[2])
     command = (sys.executable, "-m", "lightning_d9d.cli", "fit", "--config", "run.yaml", *arguments)
     paths = os.pathsep.join((str(folder), root))
     environment = {**os.environ, "PYTHONPATH": paths, "PYTHONWARNINGS": "default", **variables}
