@@ -97,7 +97,7 @@ def parse(path: Path, **arguments: object) -> object:
     """What the command line does with `--ckpt_path` before anything is built."""
     model = Namespace(class_path="ours.Small", init_args=Namespace(**arguments))
     chosen = Namespace(ckpt_path=str(path), model=model)
-    given = SimpleNamespace(config={"subcommand": "fit", "fit": chosen}, _model_class=LightningModule)
+    given = SimpleNamespace(_arguments=[], config={"subcommand": "fit", "fit": chosen}, _model_class=LightningModule)
     return D9DCLI._parse_ckpt_path(given)  # type: ignore[arg-type]
 
 
