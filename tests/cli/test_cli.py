@@ -92,7 +92,7 @@ def test_nested_override_keeps_the_rest():
     [
         ("{class_path: ZeroBubble}", ZeroBubble, {"stages_per_rank": 1}),
         ("{class_path: GPipe}", GPipe, {}),
-        ("{class_path: tests.test_cli.OwnSchedule, init_args: {times: 3}}", OwnSchedule, {"times": 3}),
+        ("{class_path: tests.cli.test_cli.OwnSchedule, init_args: {times: 3}}", OwnSchedule, {"times": 3}),
     ],
 )
 def test_a_schedule_by_its_class(tmp_path: Path, schedule: str, kind: type, arguments: dict[str, int]):
