@@ -190,8 +190,9 @@ def describe_class(name: str, subject: str, key: str, bases: Iterable[type], wor
 
 
 def _closeness(kind: type) -> tuple[bool, bool, str]:
-    """Sorts classes that are meant to be extended, and those of other packages, behind the others."""
-    return bool(kind.__subclasses__()), not kind.__module__.startswith("lightning_d9d."), kind.__name__
+    """Sorts classes that this package or Lightning extends, and those of other packages, behind the others."""
+    is_extended = any(each.__module__.startswith(("lightning_d9d.", "lightning.")) for each in kind.__subclasses__())
+    return is_extended, not kind.__module__.startswith("lightning_d9d."), kind.__name__
 
 
 def _beginning(names: Sequence[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -76,6 +77,7 @@ def test_last_and_auto(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """`last` never begins afresh, `auto` does; then both go on. A saved configuration follows overrides."""
+    caplog.set_level(logging.INFO, logger="lightning.pytorch")  # a benchmark in this process may have raised it
     saved = folder / "runs" / "saved"
     fit = ("fit", "--config", "run.yaml")
     assert run(monkeypatch, *fit, "--ckpt_path", "last") == 2
