@@ -124,7 +124,7 @@ def check(tensors, dtype, device, **options):
 @pytest.mark.parametrize(
     ("shape", "lengths", "window", "has_sinks"),
     [
-        ((1, 2, 1, 75, 24), 20, None, True),
+        ((1, 8, 4, 75, 24), 20, None, True),  # with two sinks the error of the reference is chance
         ((2, 2, 2, 33, 16), None, 7, False),
         ((1, 1, 1, 1, 8), None, None, False),
         ((1, 4, 1, 40, 16), None, None, True),
