@@ -220,8 +220,8 @@ class _RichSummary(_Summary, RichModelSummary):
         if total_flops:
             RichModelSummary.summarize(summary_data, *totals, total_flops=total_flops, **summarize_kwargs)
             return
-        from rich import get_console
-        from rich.table import Table
+        from rich import get_console  # type: ignore[import-not-found]
+        from rich.table import Table  # type: ignore[import-not-found]
 
         columns = _without_flops(summary_data)
         rows = list(zip(*(cells for _, cells in columns), strict=True))
