@@ -135,7 +135,13 @@ class AlignedStrategy(CheckpointedStrategy):
         with self.evaluation_batch():
             if step is None:
                 return of_lightning(batch, *args, **kwargs)
-            with self.precision_plugin.forward_context():
+            plugin = self.precision_plugin
+            contexts = {
+                "val": plugin.val_step_context,
+                "test": plugin.test_step_context,
+                "predict": plugin.predict_step_context,
+            }
+            with contexts[kind]():
                 return step.predict(batch, plan) if kind == "predict" else step.evaluate(batch, kind, plan)
 
     @contextmanager
