@@ -6,9 +6,9 @@ from lightning_d9d.errors import ConfigError, RankError, ScheduleError, StateErr
 from lightning_d9d.mesh import MeshConfig, MeshDomains
 from lightning_d9d.parallel import ParallelConfig
 from lightning_d9d.pipeline import BlockSequence, StageInfo, StageInputs, WeightedLoss
-from lightning_d9d.strategy.checkpoints import CheckpointConfig
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.ranks import TimeoutConfig
+from lightning_d9d.strategy.saving import CheckpointConfig
 from lightning_d9d.strategy.strategy import D9DStrategy
 from lightning_d9d.sync.buckets import GradSyncConfig
 

@@ -9,10 +9,11 @@ import struct
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import lightning as L
 import torch
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import Tensor
 
@@ -69,6 +70,13 @@ def _write(checkpoint: dict[str, Any], path: Path) -> None:
         with open(owner.hidden("partial"), "xb") as file:
             torch.save(checkpoint, file)
         publish(owner, overwrite=True)
+
+
+def with_atomic_files(io: CheckpointIO) -> CheckpointIO:
+    """Return a plugin; if it wraps Lightning's own, that is replaced by `AtomicFileIO`."""
+    if type(getattr(io, "checkpoint_io", None)) is TorchCheckpointIO:
+        cast(Any, io).checkpoint_io = AtomicFileIO()
+    return io
 
 
 def is_checkpoint(source: str | Path) -> bool:

@@ -8,12 +8,16 @@ from typing import cast
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.callbacks import BatchSizeFinder, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 
+from lightning_d9d import env
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshConfig
 from lightning_d9d.mesh.collectives import first_difference
+from lightning_d9d.pipeline.microbatch import MicrobatchCount
 from lightning_d9d.strategy.module import D9DModule
+from lightning_d9d.strategy.pipeline import Pipeline
 
 _OF_D9D_MODULES = ("pipeline_parallel", "context_parallel_shard", "context_parallel_replicate")
 _OF_SEQUENCES = ("context_parallel_shard", "context_parallel_replicate", "tensor_parallel")
@@ -65,6 +69,50 @@ def check_degrees_of(module: L.LightningModule, config: MeshConfig) -> None:
                 f"MeshConfig.{name}={degree}: {type(module).__name__}.sequence_dims is empty, so nobody knows where "
                 'its batches have sequences to share; set it, such as to {"input_ids": 1, "labels": 1}'
             )
+
+
+def check_before_joining(trainer: L.Trainer, config: MeshConfig, world_size: int) -> None:
+    """Refuse what can be refused before anyone waits for the others. Local.
+
+    Raises:
+        ConfigError: The degrees are of another number of ranks, or a callback is for one rank.
+    """
+    config.resolve(world_size)
+    if (warning := env.untested()) is not None:
+        rank_zero_warn(warning)
+    callbacks: Iterable[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    if world_size > 1 and any(isinstance(callback, BatchSizeFinder) for callback in callbacks):
+        raise ConfigError(
+            f"the batch size cannot be tuned on {world_size} ranks, as one of them may run out of memory alone; tune "
+            "it on one"
+        )
+
+
+def check_module(module: L.LightningModule, pipeline: Pipeline | None, count: MicrobatchCount) -> None:
+    """See that a module can run as it is configured. Collective over the pipeline.
+
+    Args:
+        module: With its stages built.
+        pipeline: This rank's place.
+        count: How many microbatches a batch makes.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    if isinstance(module, D9DModule):
+        module.check_overrides()
+        if len(module.stages) == 0:
+            raise ConfigError(
+                f"{type(module).__name__} has no stages: its configure_model must call super().configure_model()"
+            )
+        assert pipeline is not None
+        pipeline.check_stages(module.indexed_stages)
+    elif not count.is_one:
+        raise ConfigError(
+            f"microbatch_size={count.microbatch_size}, num_microbatches={count.num_microbatches}: "
+            f"{type(module).__name__} is a plain LightningModule, whose training_step takes whole batches; use "
+            "accumulate_grad_batches, or make it a D9DModule"
+        )
 
 
 def check_callbacks(callbacks: Iterable[L.Callback], config: MeshConfig) -> None:

@@ -45,6 +45,11 @@ class RunContext:
     """Whether this is for one of Lightning's own strategies. They run whole stages as they are."""
 
     @classmethod
+    def of(cls, pipeline: Pipeline, device: torch.device, parallel: ParallelConfig, seed: int) -> RunContext:
+        """Return the context that `D9DStrategy` gives a module. It says itself when to load pretrained weights."""
+        return cls(pipeline=pipeline, device=device, parallel=parallel, seed=seed, loads_pretrained=True)
+
+    @classmethod
     def stock(cls, device: torch.device) -> RunContext:
         """One process with one stage, on a device."""
         return cls(pipeline=Pipeline.alone(device), device=device, is_stock=True)

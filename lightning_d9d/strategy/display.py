@@ -38,7 +38,12 @@ _NO_LOADER = "You defined a `validation_step` but have no `val_dataloader`"
 
 
 def describe_run(
-    mesh: MeshDomains, parameters: Iterable[nn.Parameter], tied: TiedParameters, num_tokens: int, bucket_bytes: int
+    mesh: MeshDomains,
+    parameters: Iterable[nn.Parameter],
+    tied: TiedParameters,
+    accumulated_batches: int,
+    num_tokens: int,
+    bucket_bytes: int,
 ) -> str:
     """Describe the mesh and what this rank holds. Local.
 
@@ -46,7 +51,8 @@ def describe_run(
         mesh: The mesh of the run.
         parameters: This rank's parameters.
         tied: Those that other pipeline ranks hold, too.
-        num_tokens: The tokens of an optimizer step; 0 if it is unknown.
+        accumulated_batches: The batches of an optimizer step.
+        num_tokens: The tokens of a batch on this rank; 0 if it is unknown.
         bucket_bytes: The size of the gradient buckets.
     """
     weights = sum(local(each).numel() * each.element_size() for each in parameters)
@@ -54,7 +60,7 @@ def describe_run(
     return mesh.describe(
         {
             **shared,
-            "tokens per step": num_tokens or "unknown",
+            "tokens per step": num_tokens * accumulated_batches * mesh.dp_size or "unknown",
             "GiB per rank": f"{weights / 2**30:.3f} weights, {bucket_bytes / 2**30:.3f} gradient buckets",
         }
     )

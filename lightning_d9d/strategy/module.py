@@ -71,6 +71,7 @@ class D9DModule(L.LightningModule):
         self._built: list[StageInfo] = []
         self._spread = (MeshConfig(), ParallelConfig())
         self._rows = BatchRows()
+        self._parameter_order: list[str] | None = None
         self.run_context: RunContext | None = None
         """The strategy's; None outside of a run and under Lightning's own strategies."""
         self.evaluation: Evaluation | None = None
@@ -214,8 +215,10 @@ class D9DModule(L.LightningModule):
 
     def parameter_order(self) -> list[str]:
         """The names of all stages' parameters, in the order of one process that has them all. Local."""
-        state = self.whole_on_meta().state_dict(keep_vars=True)
-        return [name for name, value in state.items() if isinstance(value, nn.Parameter)]
+        if self._parameter_order is None:
+            state = self.whole_on_meta().state_dict(keep_vars=True)
+            self._parameter_order = [name for name, value in state.items() if isinstance(value, nn.Parameter)]
+        return self._parameter_order
 
     @property
     def _spread_now(self) -> tuple[MeshConfig, ParallelConfig]:

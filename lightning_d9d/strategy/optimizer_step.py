@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -22,6 +24,8 @@ _HOOKS_ON_GRADIENTS = (
     "clip_gradients",
     "optimizer_step",
 )
+_SCALAR_DTYPES = {torch.float32, torch.bfloat16}
+"""Sums over many tokens overflow in float16, and a float32 factor would round float64 gradients."""
 
 
 class OptimizerStep:
@@ -115,3 +119,25 @@ def takes_scalars(optimizer: Optimizer) -> bool:
     """Whether its `step` reads a divisor of the gradients and whether to skip from `grad_scale` and `found_inf`."""
     supports = getattr(optimizer, "_step_supports_amp_scaling", False)
     return supports and all(group.get("fused", True) for group in optimizer.param_groups)  # a loaded group may not be
+
+
+def may_defer_scaling(
+    module: L.LightningModule,
+    optimizers: Iterable[Optimizer],
+    parameters: Iterable[nn.Parameter],
+    plugin: Precision,
+) -> bool:
+    """Whether optimizers can take division and clipping as a factor, without anybody noticing. Local.
+
+    Args:
+        module: Attached to a Trainer, whose callbacks are asked too.
+        optimizers: The module's.
+        parameters: What they train.
+        plugin: Clips gradients.
+    """
+    return (
+        all(takes_scalars(each) and not each._optimizer_step_pre_hooks for each in optimizers)
+        and {parameter.dtype for parameter in parameters} <= _SCALAR_DTYPES
+        and type(plugin).clip_grad_by_norm is Precision.clip_grad_by_norm
+        and leaves_gradients_alone(module)
+    )

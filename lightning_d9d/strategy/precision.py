@@ -1,6 +1,10 @@
-"""Precision: which plugins the strategy takes."""
+"""Precision: which plugins the strategy takes, and how they clip."""
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from lightning.pytorch.plugins.precision import (
     BitsandbytesPrecision,
@@ -39,3 +43,27 @@ def check_precision(plugin: Precision, *, is_d9d: bool) -> None:
             )
     if getattr(plugin, "scaler", None) is not None or plugin.precision == "16-mixed":
         raise ConfigError(f"precision={plugin.precision!r} scales the loss, which D9DStrategy does not; {_REMEDY}")
+
+
+def clip_by(
+    plugin: Precision,
+    by_norm: Callable[..., None],
+    by_value: Callable[..., None],
+) -> None:
+    """Let a plugin clip gradients by functions that know all ranks, where it has no way of its own. Local."""
+    if type(plugin).clip_grad_by_norm is Precision.clip_grad_by_norm:
+        plugin.clip_grad_by_norm = by_norm
+    if type(plugin).clip_grad_by_value is Precision.clip_grad_by_value:
+        plugin.clip_grad_by_value = by_value
+    if type(plugin) is MixedPrecision:  # refuses fused optimizers, which matter to a loss scaler only
+        plugin.clip_gradients = functools.partial(Precision.clip_gradients, plugin)
+
+
+def step_context(plugin: Precision, kind: str) -> AbstractContextManager:
+    """Return the context of a step of evaluation: "val", "test" or "predict"."""
+    contexts = {
+        "val": plugin.val_step_context,
+        "test": plugin.test_step_context,
+        "predict": plugin.predict_step_context,
+    }
+    return contexts[kind]()

@@ -1,40 +1,26 @@
-"""Which ranks a run has and how they meet: devices, process groups, mesh, timeouts, collectives."""
+"""Which ranks a job has and how they meet: process groups, mesh, timeouts, collectives."""
 
 from __future__ import annotations
 
 import copy
-from abc import abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Self, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
 )
-from lightning.fabric.utilities.rank_zero import rank_zero_only, rank_zero_warn
-from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.callbacks import BatchSizeFinder
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-from lightning.pytorch.strategies.parallel import ParallelStrategy
 from torch import Tensor
 
-from lightning_d9d import env
-from lightning_d9d.errors import ConfigError, RankError
+from lightning_d9d.errors import ConfigError
 from lightning_d9d.log import name_rank
 from lightning_d9d.mesh import MeshConfig, MeshDomains
 from lightning_d9d.mesh.native_threads import guard_native_threads
-from lightning_d9d.strategy.configuration import check_equal_configuration
-from lightning_d9d.strategy.launch import (
-    check_launcher_is_noticed,
-    check_number_of_ranks,
-    choose_network_interface,
-    local_store,
-)
-from lightning_d9d.strategy.shutdown import Shutdown, end_children_at_exit
+from lightning_d9d.strategy.launch import choose_network_interface, local_store
 
 T = TypeVar("T")
 
@@ -64,224 +50,157 @@ _BLIND_TO_COPIES = (dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN)
 """Operations whose result is the same whether equal copies of a value take part once or equally often."""
 
 
-class RankedStrategy(ParallelStrategy):
-    """The part of `D9DStrategy` that knows ranks and nothing of modules.
+class JobRanks:
+    """The ranks of a job, as this one of them knows them.
+
+    Before `place` there is one.
 
     Args:
         mesh: Parallel degrees.
-        timeouts: Limits for collectives and for stopping.
-        process_group_backend: "gloo", "nccl", ...; by default the one for the device.
+        timeouts: Limits for collectives.
+        backend: "gloo", "nccl", ...; None: the one for the device.
     """
 
-    def __init__(self, mesh: MeshConfig | None, timeouts: TimeoutConfig, process_group_backend: str | None) -> None:
-        super().__init__()
-        self.mesh_config = MeshConfig(data_parallel_replicate=-1) if mesh is None else mesh
+    def __init__(self, mesh: MeshConfig, timeouts: TimeoutConfig, backend: str | None) -> None:
+        self.config = mesh
         self.timeouts = timeouts
-        self.num_nodes = 1
-        self._process_group_backend = process_group_backend
+        self.rank = 0
+        self.world_size = 1
+        self.device = torch.device("cpu")
+        """This process's device."""
+        self.data_group: dist.ProcessGroup | None = None
+        """The ranks over which batches are split; None for one process."""
+        self._backend = backend
         self._mesh: MeshDomains | None = None
-        self._group: dist.ProcessGroup | None = None
-        self._shutdown: Shutdown | None = None
         self._has_step_timeout = False
         self._seed: int | None = None
 
-    shared_by_copies = ("_mesh", "_group", "_launcher")
-    """Attributes that a copy shares: groups, processes and hooks of a run, of which there are no second ones."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> JobRanks:
+        """A copy shares the process groups, of which there are no second ones."""
+        return copy.copy(self)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy of a Trainer, or of a progress bar that refers to one, may be made at any time, also in a run."""
-        copied = type(self).__new__(type(self))
-        memo[id(self)] = copied
-        state = cast(dict[str, Any], self.__getstate__())  # without what Lightning makes anew
-        shared = {name: state.pop(name) for name in self.shared_by_copies}
-        copied.__setstate__({**copy.deepcopy(state, memo), **shared})
-        return copied
-
-    @abstractmethod
-    def settings(self) -> Mapping[str, object]:
-        """What ranks must agree on, by the names of arguments."""
+    def place(self, rank: int, world_size: int) -> None:
+        """Note who this process is. Local."""
+        self.rank, self.world_size = rank, world_size
 
     @property
-    def root_device(self) -> torch.device:
-        """This process's device."""
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
+    def backend(self) -> str:
+        """The backend of the default process group."""
+        return self._backend or _get_default_process_group_backend_for_device(self.device)
 
-    @property
-    def is_one_process(self) -> bool:
-        """Whether the Trainer asks for a single process, whose rank nobody need be asked for."""
-        return self.num_nodes * self.num_processes == 1
+    def join(self, environment: ClusterEnvironment, num_nodes: int) -> None:
+        """Join the process group, if this process is in none yet. Collective; nothing for one process.
 
-    @property
-    def global_rank(self) -> int:
-        """This process's number among all."""
-        return 0 if self.is_one_process else super().global_rank
-
-    @property
-    def local_rank(self) -> int:
-        """This process's number on its node."""
-        return 0 if self.is_one_process else super().local_rank
-
-    @property
-    def node_rank(self) -> int:
-        """The number of this process's node."""
-        return 0 if self.is_one_process else super().node_rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of processes."""
-        return 1 if self.is_one_process else super().world_size
-
-    @property
-    def num_processes(self) -> int:
-        """Processes on this node."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 1
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether there are several ranks; Lightning reduces logged values, and injects samplers, then."""
-        return not self.is_one_process
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """Number of data-parallel ranks and the coordinate of this one."""
-        if self.world_size == 1:
-            return {"num_replicas": 1, "rank": 0}
-        return {"num_replicas": self.mesh.dp_size, "rank": self.mesh.dp_rank}
-
-    @property
-    def process_group_backend(self) -> str:
-        """Backend of the default process group."""
-        return self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
-
-    def set_world_ranks(self) -> None:
-        """Tell the cluster environment and Lightning's rank-zero functions who this process is."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
-
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        check_launcher_is_noticed(self.cluster_environment)
-        several = self.num_nodes * self.num_processes > 1
-        if several and not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
-
-    def setup_environment(self) -> None:
-        """Take the device and, with more than one process, join the process group. Collective."""
-        assert self.cluster_environment is not None
-        check_number_of_ranks(self.cluster_environment, self.num_processes, self.num_nodes)
-        self.mesh_config.resolve(self.world_size)  # before anyone waits for the others
-        if (warning := env.untested()) is not None:
-            rank_zero_warn(warning)
-        assert self.lightning_module is not None
-        callbacks = cast(Any, self.lightning_module.trainer).callbacks
-        if self.world_size > 1 and any(isinstance(callback, BatchSizeFinder) for callback in callbacks):
-            raise ConfigError(
-                f"the batch size cannot be tuned on {self.world_size} ranks, as one of them may run out of memory "
-                "alone; tune it on one"
-            )
-        super().setup_environment()
-        if self.world_size > 1:  # one process goes on with its random state, as on Lightning's one-device strategy
-            reset_seed()
-        self.set_world_ranks()
+        Args:
+            environment: Knows where the ranks meet.
+            num_nodes: The nodes of the job.
+        """
         if self.world_size > 1 and not dist.is_initialized():
-            choose_network_interface(self.num_nodes)
+            choose_network_interface(num_nodes)
             timeout = timedelta(seconds=self.timeouts.init_seconds)
             _init_dist_connection(
-                self.cluster_environment,
-                self.process_group_backend,
-                store=local_store(self.cluster_environment, self.num_nodes, timeout),
+                environment,
+                self.backend,
+                store=local_store(environment, num_nodes, timeout),
                 timeout=timeout,
-                device_id=self.root_device if self.root_device.type != "cpu" else None,
+                device_id=self.device if self.device.type != "cpu" else None,
             )
         if self.world_size > 1:
             guard_native_threads()
-            assert self.lightning_module is not None
-            trainer = self.lightning_module.trainer
-            self._shutdown = Shutdown(trainer, self.timeouts.shutdown_seconds, self.timeouts.init_seconds)
-            self._group = dist.group.WORLD if self.mesh.dp_size == self.world_size else self.mesh.group("dp")
+
+    def spread(self) -> None:
+        """Build the mesh and agree on a seed. Collective; nothing for one process."""
+        if self.world_size > 1:
+            self.data_group = dist.group.WORLD if self.mesh.dp_size == self.world_size else self.mesh.group("dp")
             name_rank(self.mesh.rank_name)
             self._seed = self.broadcast(torch.initial_seed())
-            check_equal_configuration(self.settings(), trainer)
 
-    @property
-    def seed(self) -> int:
-        """The seed of the job, equal on all ranks: rank 0's, as `seed_everything` or torch has set it."""
-        return torch.initial_seed() if self._seed is None else self._seed
-
-    @property
-    def mesh(self) -> MeshDomains:
-        """The mesh domains of this run. Modules and callbacks find them from `setup` on.
-
-        With one process nothing is built, and no process group made, before it is asked for here.
-        """
-        if self._mesh is None:
-            if self.world_size > 1 and not dist.is_initialized():
-                raise ConfigError("D9DStrategy.mesh before the ranks have joined; use it in setup() or later")
-            self._mesh = MeshDomains.build(
-                self.mesh_config, self.root_device.type, timeout_seconds=self.timeouts.init_seconds
-            )
-        return self._mesh
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The ranks over which batches are split; None for one process."""
-        return self._group
-
-    @property
-    def is_pipelined(self) -> bool:
-        """Whether ranks hold different stages."""
-        return self.world_size > 1 and self.mesh.sizes["pp"] > 1
-
-    @property
-    def stage_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the same pipeline stages; None for all ranks."""
-        return self.mesh.group("dp", "cp", "tp") if self.is_pipelined else None
-
-    # Timeouts, failures, the end
-
-    def set_step_timeout(self) -> None:
-        """From the end of the first optimizer step on, ranks wait for each other for `step_seconds`. Local."""
-        if self._has_step_timeout or self.world_size == 1:
-            return
-        self.mesh.set_timeout(self.timeouts.step_seconds)
-        if self._shutdown is not None:
-            self._shutdown.watch.wait_seconds = self.timeouts.step_seconds
-        self._has_step_timeout = True
-
-    def check_ranks(self) -> None:
-        """Raise `RankError` if a rank is known to have failed. Before a collective to which it will not come. Local."""
-        if self._shutdown is not None and self._shutdown.watch.failure is not None:
-            raise RankError(str(self._shutdown.watch.failure))
-
-    def on_exception(self, exception: BaseException) -> None:
-        """See to it that other ranks hear of it, and that ranks launched by this process end with it."""
-        super().on_exception(exception)
-        if self._shutdown is not None:
-            self._shutdown.watch.report(exception)  # where a tuner had put the Trainer's callbacks away
-        else:
-            end_children_at_exit(self.launcher, self.global_rank, self.timeouts.shutdown_seconds)
-
-    def close_mesh(self) -> None:
+    def close(self) -> None:
         """Forget the mesh, and give groups that stay their first timeout back. Local."""
-        mesh, self._mesh, self._group = self._mesh, None, None
+        mesh, self._mesh, self.data_group = self._mesh, None, None
         if mesh is not None:
             if self._has_step_timeout:
                 mesh.set_timeout(self.timeouts.init_seconds)
             mesh.close()
         self._has_step_timeout = False
 
-    # Collectives for Lightning and callbacks
+    @property
+    def seed(self) -> int:
+        """The seed of the job, equal on all ranks: rank 0's, as `seed_everything` or torch has set it."""
+        return torch.initial_seed() if self._seed is None else self._seed
 
-    def barrier(self, name: str | None = None) -> None:
+    # The mesh
+
+    @property
+    def mesh(self) -> MeshDomains:
+        """The mesh domains. With one process nothing is built before it is asked for here.
+
+        Raises:
+            ConfigError: The ranks have not joined.
+        """
+        if self._mesh is None:
+            if self.world_size > 1 and not dist.is_initialized():
+                raise ConfigError("D9DStrategy.mesh before the ranks have joined; use it in setup() or later")
+            self._mesh = MeshDomains.build(self.config, self.device.type, timeout_seconds=self.timeouts.init_seconds)
+        return self._mesh
+
+    @property
+    def mesh_of_several(self) -> MeshDomains | None:
+        """The mesh domains; None for one process."""
+        return self.mesh if self.world_size > 1 else None
+
+    @property
+    def dp_size(self) -> int:
+        """The number of data ranks."""
+        return 1 if self.world_size == 1 else self.mesh.dp_size
+
+    @property
+    def dp_rank(self) -> int:
+        """The coordinate of this rank among the data ranks."""
+        return 0 if self.world_size == 1 else self.mesh.dp_rank
+
+    def size(self, axis: str) -> int:
+        """The size of an axis of the mesh; 1 for one process."""
+        return 1 if self.world_size == 1 else self.mesh.sizes[axis]
+
+    @property
+    def pipeline_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the other stages; None where this rank has all of them."""
+        return self.mesh.group("pp") if self.size("pp") > 1 else None
+
+    @property
+    def stage_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same pipeline stages; None for all ranks."""
+        return self.mesh.group("dp", "cp", "tp") if self.size("pp") > 1 else None
+
+    @property
+    def shares_forwards(self) -> bool:
+        """Whether forwards and backwards of a D9DModule may be collective over data ranks. Equal on all ranks."""
+        return any(self.size(axis) > 1 for axis in ("dp_cp_shard", "ep_shard"))
+
+    # Timeouts
+
+    def set_step_timeout(self) -> bool:
+        """From the end of the first optimizer step on, ranks wait for `step_seconds`. Local.
+
+        Returns:
+            Whether it changed.
+        """
+        if self._has_step_timeout or self.world_size == 1:
+            return False
+        self.mesh.set_timeout(self.timeouts.step_seconds)
+        self._has_step_timeout = True
+        return True
+
+    # Collectives
+
+    def barrier(self) -> None:
         """Wait for all ranks. Collective."""
         if self.world_size > 1 and dist.is_initialized():
-            dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
+            dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """Rank `src`'s object on every rank. Collective."""
+        """Return rank `src`'s picklable object on every rank. Collective."""
         if self.world_size == 1 or not dist.is_initialized():
             return obj
         objects = [obj]
@@ -306,7 +225,7 @@ class RankedStrategy(ParallelStrategy):
         if isinstance(operation, str):
             operation = getattr(dist.ReduceOp, "AVG" if operation.upper() == "MEAN" else operation.upper())
         if group is None:
-            group = dist.group.WORLD if any(operation == each for each in _BLIND_TO_COPIES) else self.group
+            group = dist.group.WORLD if any(operation == each for each in _BLIND_TO_COPIES) else self.data_group
         if operation != dist.ReduceOp.AVG:
             dist.all_reduce(tensor, op=operation, group=group)
             return tensor
@@ -314,7 +233,7 @@ class RankedStrategy(ParallelStrategy):
         mean = tensor / dist.get_world_size(group)
         return tensor.copy_(mean) if mean.dtype == tensor.dtype else mean
 
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks decide so or, without `all`, any. Collective over all ranks."""
-        flag = torch.tensor(int(decision), device=self.root_device)
+    def agree(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all ranks decide so or, without `all`, any. Collective over all ranks."""
+        flag = torch.tensor(int(decision), device=self.device)
         return bool(self.reduce(flag, reduce_op="min" if all else "max"))

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from subprocess import Popen
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 import lightning as L
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_d9d.errors import ConfigError, RankError
 from lightning_d9d.mesh.collectives import all_gather_object
 from lightning_d9d.strategy.interrupt import allow_saves, refuse_saves
+from lightning_d9d.strategy.saving import Saves
 from lightning_d9d.strategy.uneven import catch_up
 from lightning_d9d.strategy.watchdog import SAME_NUMBER, RankWatch, end_processes
 
@@ -56,13 +57,15 @@ class Shutdown:
 
     Args:
         trainer: Inside fit, validate, test or predict, with the process group joined.
+        saves: Knows of accumulation windows, and saves what SLURM puts back into the queue.
         shutdown_seconds: `TimeoutConfig.shutdown_seconds`.
         wait_seconds: How long to wait at the end of the run for the other ranks.
     """
 
-    def __init__(self, trainer: L.Trainer, shutdown_seconds: float, wait_seconds: float) -> None:
+    def __init__(self, trainer: L.Trainer, saves: Saves, shutdown_seconds: float, wait_seconds: float) -> None:
         assert dist.group.WORLD is not None
         self._trainer = trainer
+        self._saves = saves
         self._shutdown_seconds = shutdown_seconds
         self._interrupted = False
         self._wakeup_before = -1
@@ -188,7 +191,7 @@ class Shutdown:
         except SIGTERMException as stop:
             signum, connector = self.watch.requeue_signal, self._trainer._signal_connector
             if signum is not None and stop.code == 128 + signum and self._trainer.state.fn == TrainerFn.FITTING:
-                cast(Any, self._trainer.strategy).saves_at_once = True
+                self._saves.are_urgent = True
                 type(connector)._slurm_sigusr_handler_fn(connector, signum, None)  # type: ignore[arg-type]
             raise
 
@@ -198,7 +201,7 @@ class Shutdown:
         environment = self._trainer._accelerator_connector.cluster_environment
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
             self.watch.requeue_signal = environment.requeue_signal or signal.SIGUSR1
-            self.watch.goes_on = lambda: cast(Any, self._trainer.strategy).is_inside_of_window
+            self.watch.goes_on = lambda: self._saves.is_inside_of_window
             connector._slurm_sigusr_handler_fn = lambda signum, _: None  # the watch reads it from its pipe
         type(connector).register_signal_handlers(connector)  # for SIGTERM
         if threading.current_thread() is threading.main_thread():

@@ -42,13 +42,12 @@ from lightning_d9d.mesh.sharding import local
 from lightning_d9d.pipeline.executor import Executor, LossScale, SplitBatch, naming_batch
 from lightning_d9d.pipeline.totals import BatchTotals, weighted_mean
 from lightning_d9d.strategy.batches import BatchSplitter
-from lightning_d9d.strategy.data_parallel import DataParallelStages
+from lightning_d9d.strategy.gradient_sync import GradientSync
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.optimizer_step import OptimizerStep
 from lightning_d9d.strategy.reports import Reports
 from lightning_d9d.strategy.same_batches import SameBatches
 from lightning_d9d.strategy.sequence_parts import SequenceCheck
-from lightning_d9d.strategy.tied import TiedParameters
 from lightning_d9d.strategy.window import Window, cast_gradients, inverse, scale_gradients
 from lightning_d9d.sync.norm import clip_factor, clip_gradients_by_norm
 
@@ -60,8 +59,8 @@ class TrainStep:
         module: The module with its stages built and on their device.
         executor: Runs programs over these stages.
         splitter: Splits batches.
+        gradients: Gathers parameters and sums gradients over ranks.
         optimizer_step: Steps or skips, and counts skips.
-        tied: This rank's tied parameters.
         sequences: Checks in the first batch that stages take parts of sequences.
     """
 
@@ -70,20 +69,19 @@ class TrainStep:
         module: D9DModule,
         executor: Executor,
         splitter: BatchSplitter,
+        gradients: GradientSync,
         optimizer_step: OptimizerStep,
-        tied: TiedParameters,
         sequences: SequenceCheck,
     ) -> None:
         self.module = module
         self.executor = executor
         self.splitter = splitter
+        self.gradients = gradients
         self.optimizer_step = optimizer_step
-        self.tied = tied
+        self.tied = gradients.tied
         self.sequences = sequences
         self.pipeline = module.pipeline
-        self.parameters = list(module.parameters())
-        self.data_parallel: DataParallelStages | None = None
-        """Gathers parameters and sums gradients over ranks; None where there is nothing to do."""
+        self.parameters = gradients.parameters
         self.group = self.pipeline.token_group
         """Ranks over which tokens are split; None for one process."""
         self.num_ranks = 1 if self.group is None else dist.get_world_size(self.group)
@@ -172,7 +170,7 @@ class TrainStep:
             norm: Skip also where this norm of the gradients is not finite.
             kwargs: For `optimizer.step`.
         """
-        if self.data_parallel is not None:
+        if self.gradients.data_parallel is not None:
             cast_gradients(self.parameters, optimizer)
         weight = self.window.weight
         skip = None if weight is None else weight == 0  # None: a mean of at least one row
@@ -210,7 +208,7 @@ class TrainStep:
     def _run_schedule(self, split: SplitBatch, scale: LossScale, is_first: bool, is_last: bool) -> BatchTotals:
         """Run this rank's part of the program, with the sums of gradients that it has. Collective."""
         num_microbatches = len(split.microbatches)
-        data_parallel = self.data_parallel
+        data_parallel = self.gradients.data_parallel
         if data_parallel is not None:
             data_parallel.begin(is_first=is_first, reduces=is_last, splits=self.pipeline.splits(num_microbatches))
         with self.module.schedule_running():
@@ -262,9 +260,10 @@ class TrainStep:
     def _check_whole_gradients(self) -> None:
         """In the first window that is reduced, see that tensor ranks had summands of gradients, not the whole ones."""
         has_checked, self._has_checked_whole = self._has_checked_whole, True
+        data_parallel = self.gradients.data_parallel
         if not has_checked and self.pipeline.tokens.num_slices > 1:
             with Ranks(self.pipeline.readers).agreed(f"{type(self.module).__name__} cannot train on tensor ranks"):
-                if self.data_parallel is not None:  # a stage may have nothing that is not cut
-                    self.data_parallel.check_whole()
-        if self.data_parallel is not None:
-            self.data_parallel.forget_whole()
+                if data_parallel is not None:  # a stage may have nothing that is not cut
+                    data_parallel.check_whole()
+        if data_parallel is not None:
+            data_parallel.forget_whole()

@@ -29,6 +29,7 @@ from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh.agreement import Ranks, first_of
 from lightning_d9d.mesh.collectives import all_gather_object
 from lightning_d9d.pipeline.trees import copy_containers
+from lightning_d9d.strategy.ranks import JobRanks
 
 _REMEDY = "give every data rank at least one batch: more data, or fewer data ranks"
 
@@ -126,6 +127,29 @@ def check_lengths(loader: object, what: str, trains: bool, alone: bool) -> None:
             f"the {what} has no batch on rank {first_of(list(map(str, empty)))}: its dataset is empty, or drop_last "
             "leaves out all of it; give more data or lower batch_size"
         )
+
+
+def check_loader(loader: object, module: L.LightningModule, ranks: JobRanks, *, is_staged: bool) -> None:
+    """Refuse a loader without a batch on some rank. Collective over all ranks.
+
+    Lightning would warn and train on nothing, or leave an evaluation out on that rank while others wait at its end.
+
+    Args:
+        loader: This rank's.
+        module: Attached to the Trainer that is going to read it.
+        ranks: The ranks of the job.
+        is_staged: Whether the module is a D9DModule.
+
+    Raises:
+        ConfigError: A D9DModule is to train on a loader that has no batch on some rank, or an evaluation of several
+            ranks has one on some of them only; on every rank.
+    """
+    trainer = module.trainer
+    trains, is_alone = bool(trainer.training), ranks.world_size == 1
+    meets_at_end = not (is_alone or trainer.predicting) or ranks.shares_forwards
+    if is_staged if trains else meets_at_end:
+        what = f"{'training ' if trains else ''}{type(loader).__name__} of {type(module).__name__}"
+        check_lengths(loader, what, trains, alone=is_alone)
 
 
 class _Described(NamedTuple):

@@ -1,0 +1,169 @@
+"""What `D9DStrategy.setup` builds for a run: the model on its ranks, what aligns loaders, what trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.plugins.precision import Precision
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_d9d.data import BatchPlan
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.parallel import ParallelConfig
+from lightning_d9d.parallel.fsdp import fully_sharded
+from lightning_d9d.strategy.batches import BatchSplitter
+from lightning_d9d.strategy.configuration import check_callbacks, check_degrees_of
+from lightning_d9d.strategy.effects import Beside, check_effects
+from lightning_d9d.strategy.eval_step import EvalStep
+from lightning_d9d.strategy.gradient_sync import GradientSync
+from lightning_d9d.strategy.module import D9DModule
+from lightning_d9d.strategy.offload import move
+from lightning_d9d.strategy.optimizer_step import OptimizerStep, check_layouts, check_steps_once
+from lightning_d9d.strategy.precision import check_precision
+from lightning_d9d.strategy.progress import LateProgress
+from lightning_d9d.strategy.rank_model import RankModel
+from lightning_d9d.strategy.ranks import JobRanks
+from lightning_d9d.strategy.sharding import check_layout, is_sharded, prepare_blocks, shard_blocks
+from lightning_d9d.strategy.staged_training import StagedTraining
+from lightning_d9d.strategy.train_step import TrainStep
+from lightning_d9d.strategy.training import PlainTraining, Training
+from lightning_d9d.strategy.uneven import Alignment
+from lightning_d9d.sync.buckets import GradSyncConfig
+
+
+def check_run(
+    settings: Mapping[str, object], defaults: Mapping[str, object], beside: Beside, plugin: Precision
+) -> None:
+    """Refuse a configuration that cannot work, or a part of it that would do nothing. Local.
+
+    Args:
+        settings: The values of `D9DStrategy`'s arguments, by name.
+        defaults: The same of a strategy without any.
+        beside: What they are given with.
+        plugin: The precision plugin.
+
+    Raises:
+        ConfigError: It is refused, with the remedy.
+    """
+    module, trainer = beside.module, beside.module.trainer
+    check_degrees_of(module, beside.mesh)
+    check_callbacks(trainer.callbacks, beside.mesh)  # type: ignore[attr-defined]
+    check_precision(plugin, is_d9d=isinstance(module, D9DModule))
+    check_effects(settings, defaults, beside)
+
+
+def place_model(
+    model: nn.Module, parallel: ParallelConfig, ranks: JobRanks, names: Callable[[], Mapping[nn.Parameter, str]]
+) -> RankModel:
+    """Move a module to this rank's device, sharded if so configured, and make copies of it equal. Collective.
+
+    Args:
+        model: A D9DModule with its stages, or a plain module.
+        parallel: How its blocks are spread.
+        ranks: The ranks of the job.
+        names: Returns the names of its parameters.
+    """
+    mesh = ranks.mesh_of_several
+    if not isinstance(model, D9DModule):
+        prepare_blocks(model, parallel, mesh)
+    if mesh is None or isinstance(model, D9DModule) or parallel.shard_blocks is None:
+        move(model, ranks.device, offloads=parallel.offload)
+    else:
+        shard_blocks(model, mesh, parallel, ranks.device)
+    if mesh is not None:
+        check_layout(model, mesh, ranks.stage_group)
+    shares_batches = ranks.dp_size < ranks.world_size
+    return RankModel(model, names, mesh, ranks.stage_group, ranks.data_group if shares_batches else None)
+
+
+def alignment(
+    ranks: JobRanks,
+    splitter: BatchSplitter | None,
+    run_dummy: Callable[[Any, BatchPlan], None],
+    resumes: Callable[[], bool],
+) -> Alignment:
+    """Decide how data ranks get the same number of batches. Collective over the data ranks of a D9DModule.
+
+    A plain module's loaders are read as they are, with the states that they had before Lightning read ahead.
+
+    Args:
+        ranks: The ranks of the job.
+        splitter: Splits batches of a D9DModule; None for a plain module.
+        run_dummy: As for `Alignment`.
+        resumes: Likewise.
+    """
+    shares_forwards = splitter is not None and ranks.shares_forwards
+    counter = None if splitter is None or not shares_forwards or splitter.count.is_one else splitter.num_microbatches
+    return Alignment(
+        group=None if ranks.dp_size == 1 or splitter is None else ranks.mesh.group("dp", backend="gloo"),
+        in_evaluation=shares_forwards,
+        num_microbatches=counter,
+        run_dummy=run_dummy,
+        resumes=resumes,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingParts:
+    """What a fit is built from, besides its module."""
+
+    ranks: JobRanks
+    rank_model: RankModel
+    parallel: ParallelConfig
+    grad_sync: GradSyncConfig
+    precision: Precision
+    optimizers: Sequence[Optimizer]
+    evaluation: EvalStep | None
+    """A D9DModule's."""
+    skips_nonfinite: bool
+
+    def training(self, module: L.LightningModule) -> Training:
+        """Build what trains a module. Local.
+
+        Args:
+            module: A D9DModule or a plain one, attached to a Trainer.
+
+        Raises:
+            ConfigError: An optimizer cannot be stepped so.
+        """
+        if self.skips_nonfinite and not module.automatic_optimization:
+            raise ConfigError(
+                f"skip_nonfinite=True: {type(module).__name__} steps its optimizers itself (automatic_optimization is "
+                "False); check the gradients there"
+            )
+        for optimizer in self.optimizers:
+            if self.skips_nonfinite or isinstance(module, D9DModule):
+                check_steps_once(optimizer)
+            check_layouts(optimizer)
+        steps = OptimizerStep(self.ranks.device)
+        if isinstance(module, D9DModule):
+            return self._staged(module, steps)
+        summed_by_module = fully_sharded(module) if is_sharded(module) else None
+        gradients = self._gradients({}, summed_by_module=summed_by_module)
+        return PlainTraining(gradients, steps, self.ranks.dp_size, skips_nonfinite=self.skips_nonfinite)
+
+    def _staged(self, module: D9DModule, steps: OptimizerStep) -> StagedTraining:
+        assert self.evaluation is not None
+        stages, splitter = module.indexed_stages, self.evaluation.splitter
+        keeps = self.parallel.reshard_after_forward is False
+        if self.parallel.reshard_after_forward == "auto":
+            keeps = self.ranks.size("pp") > 1 or not splitter.count.is_one
+        train_step = TrainStep(
+            module,
+            module.pipeline.executor(module, stages, self.precision.forward_context),
+            splitter,
+            self._gradients(stages, keeps_gathered=keeps),
+            steps,
+            self.evaluation.sequences,
+        )
+        progress = None if self.ranks.device.type == "cpu" else LateProgress(module.trainer)
+        return StagedTraining(train_step, progress, skips_nonfinite=self.skips_nonfinite)
+
+    def _gradients(self, stages: Mapping[int, nn.Module], **options: Any) -> GradientSync:
+        model = self.rank_model
+        parameters, mesh = list(model.model.parameters()), self.ranks.mesh_of_several
+        return GradientSync(parameters, stages, model.tied, mesh, self.grad_sync, **options)

@@ -1,0 +1,119 @@
+"""The gradients of a fit: which are summed over ranks in buckets, and which by fully sharded stages."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.parallel.data import FullySharded
+from lightning_d9d.parallel.fsdp import fully_sharded
+from lightning_d9d.strategy.data_parallel import DataParallelStages
+from lightning_d9d.strategy.sharding import not_yet_summed
+from lightning_d9d.strategy.tied import TiedParameters
+from lightning_d9d.sync.buckets import GradientBuckets, GradSyncConfig
+
+
+class GradientSync:
+    """Owns the gradient buckets and the fully sharded stages of a fit.
+
+    Args:
+        parameters: This rank's parameters.
+        stages: A D9DModule's stages, by index; none for a plain module.
+        tied: The parameters that other pipeline ranks have, too.
+        mesh: The mesh of several ranks; None for one process.
+        config: Dtype and size of the buckets.
+        keeps_gathered: Whether fully sharded stages stay gathered over a batch.
+        summed_by_module: The parameters of a plain, sharded module that FSDP2 reduces; None if it is not sharded.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        stages: Mapping[int, nn.Module],
+        tied: TiedParameters,
+        mesh: MeshDomains | None,
+        config: GradSyncConfig,
+        *,
+        keeps_gathered: bool = False,
+        summed_by_module: Collection[nn.Parameter] | None = None,
+    ) -> None:
+        self.parameters = parameters
+        self.tied = tied
+        self.config = config
+        self.data_parallel: DataParallelStages | None = None
+        """Gathers parameters and sums gradients over ranks; None where there is nothing to do."""
+        self._stages = stages
+        self._mesh = mesh
+        self._summed_by_module = summed_by_module
+        self._needs: tuple[bool, list[bool]] | None = None
+        reduces_each = config.reduce == "every_microbatch"
+        self._sharded = {
+            index: FullySharded(stage, keeps=keeps_gathered, reduces_each=reduces_each)
+            for index, stage in stages.items()
+            if fully_sharded(stage)
+        }
+
+    @property
+    def buckets(self) -> GradientBuckets | None:
+        """The buckets of this rank's replicated parameters; None where nothing is summed or accumulated in any."""
+        return None if self.data_parallel is None else self.data_parallel.buckets
+
+    @property
+    def num_bucket_bytes(self) -> int:
+        """The size of all buckets, in bytes."""
+        return 0 if self.buckets is None else self.buckets.num_bytes
+
+    def update(self, *, accumulates: bool, window_is_open: bool) -> None:
+        """Build the buckets, and again where a callback froze or unfroze layers or began to accumulate batches.
+
+        Collective over the ranks that hold the same stages.
+
+        Args:
+            accumulates: Whether several backwards add up to a step.
+            window_is_open: Whether there are gradients for which no step was taken.
+        """
+        if self._mesh is None and not accumulates:
+            return
+        needs_gradient = [p.requires_grad for p in self.parameters]
+        if window_is_open and self._needs is not None:  # a layer just frozen has a gradient to be summed
+            needs_gradient = [now or before for now, before in zip(needs_gradient, self._needs[1], strict=True)]
+        needs = (accumulates, needs_gradient)
+        if needs == self._needs:
+            return
+        self._needs = needs
+        if self.buckets is not None:
+            self.buckets.remove()
+        self.data_parallel = None
+        trained = list(itertools.compress(self.parameters, needs_gradient))
+        if self._summed_by_module is not None and self._mesh is not None:
+            trained = not_yet_summed(trained, self._mesh, {*self._summed_by_module})
+        data_parallel = DataParallelStages.build(
+            trained,
+            self._stages,
+            self.tied,
+            self._mesh,
+            self.config,
+            at_least=torch.float32 if self._stages else None,
+            accumulates=accumulates,
+            sharded=self._sharded,
+        )
+        self.data_parallel = data_parallel if data_parallel.has_work else None
+
+    def norm(self) -> Tensor:
+        """The norm of all gradients of the model, each tied parameter counted once. Collective over all ranks."""
+        return self.tied.norm(self.parameters)
+
+    def close(self) -> None:
+        """Drop buckets and hooks. Local."""
+        if self.buckets is not None:
+            self.buckets.remove()
+        for stage in self._sharded.values():
+            stage.close()
+        self.data_parallel, self._needs = None, None
+        for parameter in self.parameters:
+            if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
+                parameter.grad = None  # of a window that was broken off; a module that moves cannot take it along

@@ -1,0 +1,149 @@
+"""What Lightning asks a strategy about ranks, answered by `JobRanks`."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Self, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+
+from lightning_d9d.mesh import MeshConfig, MeshDomains
+from lightning_d9d.strategy.launch import check_launcher_is_noticed
+from lightning_d9d.strategy.ranks import JobRanks, TimeoutConfig
+
+T = TypeVar("T")
+
+
+class RankHooks(ParallelStrategy):
+    """The face of `D9DStrategy` towards Lightning for ranks, devices and collectives.
+
+    Args:
+        ranks: Knows them.
+    """
+
+    def __init__(self, ranks: JobRanks) -> None:
+        super().__init__()
+        self.ranks = ranks
+        self.num_nodes = 1
+
+    shared_by_copies = ("_launcher",)
+    """Attributes that a copy shares: processes and hooks of a run, of which there are no second ones."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Copy a strategy, or share what is of the run. A Trainer may be copied at any time, also in a run."""
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        state = cast(dict[str, Any], self.__getstate__())  # without what Lightning makes anew
+        shared = {name: state.pop(name) for name in self.shared_by_copies}
+        copied.__setstate__({**copy.deepcopy(state, memo), **shared})
+        return copied
+
+    @property
+    def mesh_config(self) -> MeshConfig:
+        """The parallel degrees."""
+        return self.ranks.config
+
+    @property
+    def timeouts(self) -> TimeoutConfig:
+        """The limits for collectives and for stopping."""
+        return self.ranks.timeouts
+
+    @property
+    def mesh(self) -> MeshDomains:
+        """The mesh domains of this run. Modules and callbacks find them from `setup` on.
+
+        With one process nothing is built, and no process group made, before it is asked for here.
+        """
+        self.ranks.device = self.root_device
+        return self.ranks.mesh
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether ranks hold different stages."""
+        return self.ranks.size("pp") > 1
+
+    @property
+    def stage_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same pipeline stages; None for all ranks."""
+        return self.ranks.stage_group
+
+    @property
+    def root_device(self) -> torch.device:
+        """This process's device."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """The number of processes on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 1
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there are several ranks; Lightning reduces logged values, and injects samplers, then."""
+        return self.num_nodes * self.num_processes > 1
+
+    @property
+    def global_rank(self) -> int:
+        """This process's number among all."""
+        return super().global_rank if self.is_distributed else 0
+
+    @property
+    def local_rank(self) -> int:
+        """This process's number on its node."""
+        return super().local_rank if self.is_distributed else 0
+
+    @property
+    def node_rank(self) -> int:
+        """The number of this process's node."""
+        return super().node_rank if self.is_distributed else 0
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return super().world_size if self.is_distributed else 1
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """The number of data-parallel ranks and the coordinate of this one."""
+        return {"num_replicas": self.ranks.dp_size, "rank": self.ranks.dp_rank}
+
+    @property
+    def process_group_backend(self) -> str:
+        """The backend of the default process group."""
+        self.ranks.device = self.root_device
+        return self.ranks.backend
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment and Lightning's rank-zero functions who this process is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+        self.ranks.place(self.global_rank, self.world_size)
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        check_launcher_is_noticed(self.cluster_environment)
+        if self.is_distributed and not self.cluster_environment.creates_processes_externally:
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks. Collective."""
+        self.ranks.barrier()
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """Return rank `src`'s picklable object on every rank. Collective."""
+        return self.ranks.broadcast(obj, src)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: dist.ReduceOp.RedOpType | str | None = "mean") -> Any:
+        """Reduce a tensor in place, as `JobRanks.reduce`. Collective over all ranks, or `group`."""
+        return self.ranks.reduce(tensor, group, reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all ranks decide so or, without `all`, any. Collective over all ranks."""
+        return self.ranks.agree(decision, all)

@@ -1,0 +1,138 @@
+"""Where the stages of a run are: the user's schedule, or what `Auto` chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_info
+
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.parallel import ParallelConfig
+from lightning_d9d.parallel.expert import are_units
+from lightning_d9d.pipeline.microbatch import MicrobatchCount
+from lightning_d9d.schedule import Auto, Choice, Schedule
+from lightning_d9d.strategy.auto import CHOICE, saved_choice
+from lightning_d9d.strategy.pipeline import Pipeline
+from lightning_d9d.strategy.ranks import JobRanks
+from lightning_d9d.sync.buckets import GradSyncConfig
+
+
+def open_groups(ranks: JobRanks, parallel: ParallelConfig) -> None:
+    """Make groups while all ranks are here, some of whose stages may have no use for one. Collective.
+
+    Args:
+        ranks: The ranks of the job.
+        parallel: The configuration in effect.
+    """
+    size, mesh = ranks.size, ranks.mesh_of_several
+    if mesh is not None and size("cp") * size("tp") > 1:
+        mesh.group("dp", "cp", "tp")
+        mesh.group("dp_replicate", "cp_replicate")
+    if mesh is not None and size("ep_shard") > 1:
+        mesh.group("ep_shard", lane="moe")
+        if are_units(mesh, parallel):
+            _ = mesh.expert_weights
+
+
+def with_dtypes(parallel: ParallelConfig, grad_sync: GradSyncConfig, *, autocasts: bool) -> ParallelConfig:
+    """Return the configuration with the dtypes that follow from precision and gradient sync.
+
+    Args:
+        parallel: The user's, whose dtypes go first.
+        grad_sync: The dtype of gradients.
+        autocasts: Whether fully sharded weights are gathered in the dtype that autocast would cast them to.
+    """
+    gathered, reduced = parallel.gather_dtype, parallel.reduce_dtype
+    if gathered is None and autocasts:
+        gathered = "bfloat16"
+    if reduced is None and grad_sync.dtype != "auto":
+        reduced = grad_sync.dtype
+    return replace(parallel, gather_dtype=gathered, reduce_dtype=reduced)
+
+
+class Staging:
+    """This rank's place in the pipeline, and how many microbatches a batch makes.
+
+    Args:
+        schedule: The user's; `Auto` chooses one.
+        microbatch_size: Rows of a microbatch; None: not given.
+        num_microbatches: The number of microbatches; None: not given.
+        pipeline_parallel: The degree of the pipeline. In one a microbatch has one row if nothing is given.
+
+    Raises:
+        ConfigError: Microbatches are given beside `Auto`.
+    """
+
+    def __init__(
+        self, schedule: Schedule, microbatch_size: int | None, num_microbatches: int | None, pipeline_parallel: int
+    ) -> None:
+        is_given = (microbatch_size, num_microbatches) != (None, None)
+        if isinstance(schedule, Auto) and is_given:
+            raise ConfigError(
+                f"microbatch_size={microbatch_size}, num_microbatches={num_microbatches} beside schedule=Auto(...), "
+                "which chooses it; leave both out"
+            )
+        if not is_given and pipeline_parallel > 1:
+            microbatch_size = 1
+        self.schedule = schedule
+        self.microbatch_count = MicrobatchCount(microbatch_size, num_microbatches)
+        self.pipeline: Pipeline | None = None
+        self.choice: Choice | None = None
+        """What `Auto` chose, for this run or the one before."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Staging:
+        """Groups of ranks are of one run; copies of its Trainer share them."""
+        return self
+
+    def begin(
+        self, mesh: MeshDomains | None, device: torch.device, choose: Callable[[Auto, int], Choice], *, keeps: bool
+    ) -> Pipeline:
+        """Return the pipeline of a run that begins. Collective over all ranks.
+
+        Args:
+            mesh: Of several ranks; None for one process.
+            device: This process's.
+            choose: Chooses for `Auto` and a number of pipeline ranks.
+            keeps: Whether the module has the stages of an earlier choice, perhaps a checkpoint's, which stays.
+        """
+        earlier, self.choice = self.choice, None
+        if not isinstance(self.schedule, Auto):
+            self.pipeline = Pipeline(self.schedule, mesh, device)
+            return self.pipeline
+        num_ranks = 1 if mesh is None else mesh.sizes["pp"]
+        choice = earlier if earlier is not None and keeps else choose(self.schedule, num_ranks)
+        return self._take(self.schedule, choice, mesh, device)
+
+    def resume(self, checkpoint: Mapping[str, Any]) -> Pipeline | None:
+        """Take what `Auto` had chosen when a checkpoint was saved. Collective over all ranks.
+
+        Returns:
+            The pipeline, if it is another one: the stages are to be built again.
+        """
+        pipeline = self.pipeline
+        if self.choice is None or pipeline is None or not isinstance(self.schedule, Auto):
+            return None
+        saved = saved_choice(checkpoint, pipeline.num_ranks)
+        if saved is None or saved == self.choice:
+            return None
+        rank_zero_info(f"resuming with the schedule of the checkpoint:\n{saved}")
+        return self._take(self.schedule, saved, pipeline.mesh, pipeline.device)
+
+    @property
+    def saved(self) -> dict[str, Any]:
+        """What a checkpoint has of it."""
+        return {} if self.choice is None else {CHOICE: self.choice.to_dict()}
+
+    def close(self) -> None:
+        """Forget the pipeline, and remember what was chosen. Local."""
+        self.pipeline = None
+
+    def _take(self, auto: Auto, choice: Choice, mesh: MeshDomains | None, device: torch.device) -> Pipeline:
+        self.choice = choice
+        self.microbatch_count = MicrobatchCount(choice.microbatch_size, None, rows_expected=auto.batch_size)
+        self.pipeline = Pipeline(choice.schedule, mesh, device, choice.layers_of_stage)
+        return self.pipeline

@@ -1,0 +1,202 @@
+"""What a fit does with one batch after another, for a plain module; `staged_training.py` has the other kind.
+
+Lightning's hooks come in this order: `run`, `backward`, clipping, and `step` with a closure that has run the others.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_d9d.data import ALONE, BatchPlan
+from lightning_d9d.pipeline.executor import Executor
+from lightning_d9d.strategy.gradient_sync import GradientSync
+from lightning_d9d.strategy.optimizer_step import OptimizerStep
+from lightning_d9d.strategy.window import cast_gradients
+from lightning_d9d.sync.norm import clip_gradients_by_norm
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPlace:
+    """What the Trainer says of a training batch."""
+
+    accumulated_batches: int = 1
+    """The batches of a full window."""
+    clips_values: bool = False
+    """Whether gradients are clipped one by one, which hides infinite ones from the norm."""
+    logs_norm: bool = False
+    """Whether the norm of the gradients is logged although nothing clips by it."""
+    plan: BatchPlan = ALONE
+    """What data ranks agreed on for it."""
+
+    @classmethod
+    def of(cls, trainer: Any, plan: BatchPlan) -> BatchPlace:
+        """Read it from a Trainer that is about to run the batch."""
+        clips_values = trainer.gradient_clip_algorithm == "value"
+        clips_by_norm = bool(trainer.gradient_clip_val) and not clips_values
+        return cls(
+            accumulated_batches=trainer.accumulate_grad_batches,
+            clips_values=clips_values,
+            logs_norm=not clips_by_norm and (trainer.global_step + 1) % trainer.log_every_n_steps == 0,
+            plan=plan,
+        )
+
+
+class Training(ABC):
+    """Runs batches and steps optimizers. Every method is collective over the ranks that share gradients.
+
+    Args:
+        gradients: Sums gradients over ranks.
+        optimizer_step: Steps or skips.
+        skips_nonfinite: Whether steps are left out where the norm of all gradients is not finite.
+    """
+
+    executor: Executor | None = None
+    """Runs the training programs of a D9DModule; None for a plain module."""
+
+    def __init__(self, gradients: GradientSync, optimizer_step: OptimizerStep, *, skips_nonfinite: bool) -> None:
+        self.gradients = gradients
+        self.optimizer_step = optimizer_step
+        self.skips_nonfinite = skips_nonfinite
+        self.place = BatchPlace()
+        """The place of the batch that is trained on."""
+        self.is_last_batch = True
+        """Whether the optimizer steps after this batch: gradients are summed over ranks then."""
+        self.window_is_open = False
+        """Whether there are gradients of batches for which no step was taken."""
+        self._norm: Tensor | None = None
+        """The norm of the gradients before they were clipped."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Training:
+        """Hooks and groups are of one run; copies of its Trainer share them."""
+        return self
+
+    @contextmanager
+    def inside_of_window(self) -> Generator[None]:
+        """Open around batches after which the optimizer does not step: their gradients stay on the rank."""
+        self.is_last_batch = False
+        try:
+            yield
+        finally:
+            self.is_last_batch = True
+
+    def begin(self, may_defer: Callable[[], bool]) -> None:
+        """Begin to train, from a checkpoint perhaps.
+
+        Args:
+            may_defer: Whether the optimizer can take division and clipping as a factor, without anybody noticing.
+        """
+        del may_defer
+
+    def finish(self) -> None:
+        """Say what is to be said at the end of a fit."""
+        return
+
+    @abstractmethod
+    def run(self, own: Callable[[], Any], inputs: Sequence[Any], place: BatchPlace) -> Any:
+        """Run the training step of a batch, and return what Lightning gets.
+
+        Args:
+            own: Lightning's training step, for plain modules.
+            inputs: The positional arguments of the step.
+            place: What the Trainer says of the batch.
+        """
+
+    def backward(self, own: Callable[[], None]) -> None:
+        """Leave the gradients of the batch on the parameters; after a window's last batch summed over ranks.
+
+        Args:
+            own: Lightning's backward, for plain modules.
+        """
+        self._backward(own)
+        if self.skips_nonfinite and self.place.clips_values and self.is_last_batch:
+            self._norm = self.gradients.norm()
+        self.window_is_open = not self.is_last_batch
+
+    @abstractmethod
+    def _backward(self, own: Callable[[], None]) -> None: ...
+
+    @abstractmethod
+    def clip(self, parameters: Iterable[Any], max_norm: float) -> None:
+        """Clip gradients by their norm over all ranks."""
+
+    @abstractmethod
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any], own: Callable[[], Any], **kwargs: Any) -> Any:
+        """Run the closure and step the optimizer, or skip the step. Return what the closure returned.
+
+        Args:
+            optimizer: Any.
+            closure: Runs the batch, backward and clipping.
+            own: Lightning's own step with this closure, for plain modules.
+            kwargs: For `optimizer.step`.
+        """
+
+    def _norm_for_skipping(self) -> Tensor | None:
+        """The norm that must be finite; None where steps are never left out."""
+        norm, self._norm = self._norm, None
+        if not self.skips_nonfinite:
+            return None
+        return self.gradients.norm() if norm is None else norm
+
+    def close(self) -> None:
+        """Drop hooks. Local."""
+        self.gradients.close()
+
+
+class PlainTraining(Training):
+    """Keeps Lightning's own order of hooks, and sums gradients while its backward runs.
+
+    Args:
+        gradients: Sums gradients over ranks.
+        optimizer_step: Steps or skips.
+        num_data_ranks: Gradients are means over them.
+        skips_nonfinite: As for `Training`.
+    """
+
+    def __init__(
+        self, gradients: GradientSync, optimizer_step: OptimizerStep, num_data_ranks: int, *, skips_nonfinite: bool
+    ) -> None:
+        super().__init__(gradients, optimizer_step, skips_nonfinite=skips_nonfinite)
+        self._num_data_ranks = num_data_ranks
+
+    def run(self, own: Callable[[], Any], inputs: Sequence[Any], place: BatchPlace) -> Any:
+        """Run the module's own `training_step`."""
+        self.place = place
+        return own()
+
+    def _backward(self, own: Callable[[], None]) -> None:
+        buckets = self.gradients.buckets if self.is_last_batch else None
+        if buckets is not None:
+            buckets.start()
+        own()
+        if buckets is not None:
+            buckets.finish(divisor=self._num_data_ranks)
+
+    def clip(self, parameters: Iterable[Any], max_norm: float) -> None:
+        """Clip gradients by their norm."""
+        self._norm = clip_gradients_by_norm(parameters, max_norm)
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any], own: Callable[[], Any], **kwargs: Any) -> Any:
+        """Step as Lightning does, unless gradients are in another dtype or steps may be left out."""
+        if self.skips_nonfinite:
+            result = closure()
+            norm = self._norm_for_skipping()
+            assert norm is not None
+            cast_gradients(self.gradients.parameters, optimizer)
+            self.optimizer_step(optimizer, ~norm.isfinite(), **kwargs)
+            return result
+        if self.gradients.config.dtype == "auto":
+            return own()
+        return optimizer.step(closure=functools.partial(self._run_and_cast, optimizer, closure), **kwargs)
+
+    def _run_and_cast(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+        result = closure()
+        cast_gradients(self.gradients.parameters, optimizer)
+        return result
