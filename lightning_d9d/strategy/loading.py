@@ -83,7 +83,7 @@ class Loads:
         """The names of the weights of what was opened."""
         if self._directory is None:
             return {*checkpoint.get("state_dict", {})}
-        return {name.removeprefix(MODEL) for name in self._directory.tensors}
+        return {name.removeprefix(MODEL) for name in self._directory.tensors if name.startswith(MODEL)}
 
     def weights(self, module: L.LightningModule, *, with_optimizers: bool) -> dict[str, Any] | None:
         """Read a directory's weights to their places; None for a file. Collective.

@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_d9d import CheckpointConfig, ConfigError, D9DStrategy, StateError
 from lightning_d9d.checkpoint import directory, is_directory, open_directory
 from lightning_d9d.checkpoint.background import THREAD_NAME, BackgroundSaver
-from lightning_d9d.strategy import checkpoints
+from lightning_d9d.strategy import saving as saves
 from tests.harness.compare import assert_bitwise_equal
 from tests.harness.ranks import RankContext
 from tests.strategy.plain import Plain, loader, trainer
@@ -205,7 +205,7 @@ def test_what_cannot_be_removed_stays_and_training_goes_on(rank: RankContext, as
 
     saving = ModelCheckpoint(rank.tmp_dir, "{step}", every_n_train_steps=1)
     options: dict[str, Any] = {"devices": 2, "device": str(rank.device), "asynchronous": asynchronous, "max_steps": 3}
-    real, checkpoints.remove_directory = checkpoints.remove_directory, fail
+    real, saves.remove_directory = saves.remove_directory, fail
     try:
         if rank.rank == 0:
             with pytest.warns(UserWarning, match=r"step=1.ckpt' is no longer needed, but cannot .* not permitted"):
@@ -213,7 +213,7 @@ def test_what_cannot_be_removed_stays_and_training_goes_on(rank: RankContext, as
         else:
             fit(rank.tmp_dir, [saving], **options)
     finally:
-        checkpoints.remove_directory = real
+        saves.remove_directory = real
     rank.barrier()
     assert sorted(os.listdir(rank.tmp_dir)) == [f"step={step}.ckpt" for step in (1, 2, 3)]
 
