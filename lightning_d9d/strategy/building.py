@@ -96,11 +96,13 @@ def alignment(
         run_dummy: As for `Alignment`.
         resumes: Likewise.
     """
-    shares_forwards = splitter is not None and ranks.shares_forwards
-    counter = None if splitter is None or not shares_forwards or splitter.count.is_one else splitter.num_microbatches
+    needs_equal_batches = splitter is not None and ranks.needs_equal_batches
+    counter = (
+        None if splitter is None or not needs_equal_batches or splitter.count.is_one else splitter.num_microbatches
+    )
     return Alignment(
         group=None if ranks.dp_size == 1 or splitter is None else ranks.mesh.group("dp", backend="gloo"),
-        in_evaluation=shares_forwards,
+        in_evaluation=needs_equal_batches,
         num_microbatches=counter,
         run_dummy=run_dummy,
         resumes=resumes,

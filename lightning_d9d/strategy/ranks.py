@@ -174,7 +174,7 @@ class JobRanks:
         return self.mesh.group("dp", "cp", "tp") if self.size("pp") > 1 else None
 
     @property
-    def shares_forwards(self) -> bool:
+    def needs_equal_batches(self) -> bool:
         """Whether forwards and backwards of a D9DModule may be collective over data ranks. Equal on all ranks."""
         return any(self.size(axis) > 1 for axis in ("dp_cp_shard", "ep_shard"))
 

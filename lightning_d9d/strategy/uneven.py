@@ -146,7 +146,7 @@ def check_loader(loader: object, module: L.LightningModule, ranks: JobRanks, *, 
     """
     trainer = module.trainer
     trains, is_alone = bool(trainer.training), ranks.world_size == 1
-    meets_at_end = not (is_alone or trainer.predicting) or ranks.shares_forwards
+    meets_at_end = not (is_alone or trainer.predicting) or ranks.needs_equal_batches
     if is_staged if trains else meets_at_end:
         what = f"{'training ' if trains else ''}{type(loader).__name__} of {type(module).__name__}"
         check_lengths(loader, what, trains, alone=is_alone)

@@ -20,6 +20,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_d9d import ConfigError, D9DStrategy, MeshConfig, StageInfo
 from lightning_d9d.data import Agreement
+from lightning_d9d.strategy.ranks import JobRanks
 from tests.harness.compare import assert_bitwise_equal, assert_close_named, assert_tensors_close
 from tests.harness.ranks import RankContext
 from tests.harness.tolerances import Kind
@@ -79,10 +80,18 @@ class Collective(Recorded):
         return output
 
 
-class Equal(D9DStrategy):
+class SharedForwards(JobRanks):
+    """Ranks of a mesh without a sharded axis, for a module whose forwards are collective nevertheless."""
+
     @property
     def needs_equal_batches(self) -> bool:
         return True
+
+
+class Equal(D9DStrategy):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.ranks.__class__ = SharedForwards
 
 
 class Stream(IterableDataset):
