@@ -80,7 +80,14 @@ MUTATIONS = [
     Mutation(
         "the total weight is this rank's",
         "lightning_d9d/strategy/train_step.py",
-        "            dist.all_reduce(values, group=self.group)",
+        "            dist.all_reduce(sums, group=self.group)",
+        "            pass",
+        f"{STEP} -k two_ranks_with_uneven",
+    ),
+    Mutation(
+        "losses are scaled by this rank's weight",
+        "lightning_d9d/strategy/loss_scale.py",
+        "            dist.all_reduce(total, group=self._group)",
         "            pass",
         f"{STEP} -k two_ranks_with_uneven",
     ),
@@ -324,9 +331,9 @@ MUTATIONS = [
     ),
     Mutation(
         "means of ranks without data count",
-        "lightning_d9d/strategy/train_step.py",
-        "num_counting = (plan.num_counting or self.num_ranks // num_chunks) * num_chunks",
-        "num_counting = self.num_ranks",
+        "lightning_d9d/strategy/loss_scale.py",
+        "num_counting = (plan.num_counting or self._num_ranks // self._num_chunks) * self._num_chunks",
+        "num_counting = self._num_ranks",
         f"{UNEVEN} -k 'three_and_five and mean'",
     ),
     Mutation(

@@ -11,8 +11,7 @@ Lightning drives a batch in this order (`accumulate_grad_batches` batches make a
 [Note: gradients are sums] Backward runs on value sums. Gradients add up over microbatches, accumulated batches and
 ranks, and are divided once by the total weight of the window. A loss that is a mean counts each batch equally, as
 stock Lightning does: it is scaled by rows / (rows of the batch) / (accumulated batches) before backward and divided by
-the number of ranks. Where the total weight is known before the first backward (the window is one batch, and the module
-has `microbatch_weight`), the losses are scaled by it and no pass over the gradients is needed.
+the number of ranks. A weight that is known beforehand scales the losses instead, see `loss_scale.py`.
 
 [Note: pipelines] All ranks of a pipeline read the same batch and run their part of one program. Loss and metrics are
 made where the last stage is and are 0 elsewhere, so that one sum over all ranks makes them equal everywhere.
@@ -35,19 +34,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_d9d.data import ALONE, BatchPlan
-from lightning_d9d.errors import ConfigError
-from lightning_d9d.mesh.agreement import Ranks
-from lightning_d9d.mesh.collectives import first_difference
 from lightning_d9d.mesh.sharding import local
-from lightning_d9d.pipeline.executor import Executor, LossScale, SplitBatch, naming_batch
+from lightning_d9d.pipeline.executor import Executor, LossScale, SplitBatch
 from lightning_d9d.pipeline.totals import BatchTotals, weighted_mean
 from lightning_d9d.strategy.batches import BatchSplitter
 from lightning_d9d.strategy.gradient_sync import GradientSync
+from lightning_d9d.strategy.loss_scale import LossScaling
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.optimizer_step import OptimizerStep
 from lightning_d9d.strategy.reports import Reports
-from lightning_d9d.strategy.same_batches import SameBatches
 from lightning_d9d.strategy.sequence_parts import SequenceCheck
+from lightning_d9d.strategy.step_checks import StepChecks
 from lightning_d9d.strategy.window import Window, cast_gradients, inverse, scale_gradients
 from lightning_d9d.sync.norm import clip_factor, clip_gradients_by_norm
 
@@ -78,22 +75,18 @@ class TrainStep:
         self.splitter = splitter
         self.gradients = gradients
         self.optimizer_step = optimizer_step
-        self.tied = gradients.tied
-        self.sequences = sequences
+        self.checks = StepChecks(module, gradients, sequences)
         self.pipeline = module.pipeline
         self.parameters = gradients.parameters
         self.group = self.pipeline.token_group
         """Ranks over which tokens are split; None for one process."""
-        self.num_ranks = 1 if self.group is None else dist.get_world_size(self.group)
-        self.window = Window(self.parameters, self.num_ranks)
+        self.scaling = LossScaling(module, self.group)
+        self.window = Window(self.parameters, 1 if self.group is None else dist.get_world_size(self.group))
         self.defers = False
         """Whether division and clipping are left to the optimizer. [Note: one factor]."""
         self.factor: Tensor | None = None
         """What gradients are still to be multiplied by: float32 on the device. None: nothing."""
         self._reports = Reports("train", self.pipeline, self.group)
-        self._same_batches = SameBatches(self.pipeline.readers)
-        self._is_first_batch = True
-        self._has_checked_whole = False
 
     def run(
         self, batch: Any, batch_index: int, accumulated_batches: int, is_last: bool, plan: BatchPlan = ALONE
@@ -113,20 +106,15 @@ class TrainStep:
         is_first = self.window.begin_batch(batch_index, accumulated_batches)
         if batch_index == 0:
             self._begin_epoch()
-        self._same_batches.check("train", batch)
-        check = self._is_first_batch and batch_index == 0  # resumed, the first may be the short last one of an epoch
-        split = self.splitter.split(batch, plan, check=check, trains=True)
-        self.sequences.check(split.microbatches[0], self.executor.forward_context)
-        self._is_first_batch = False
-        total_weight = self._known_weight(split) if is_first and is_last else None
+        divides = self.checks.batch(batch, batch_index)
+        split = self.splitter.split(batch, plan, check=divides, trains=True)
+        self.checks.split(split, self.executor.forward_context)
+        total_weight = self.scaling.known_weight(split) if is_first and is_last else None
         self.window.is_scaled = total_weight is not None
-        scale = LossScale(
-            of_mean=self._scale_of_mean(split, accumulated_batches, plan),
-            of_sum=1.0 if total_weight is None else inverse(total_weight),
-        )
+        scale = self.scaling.scale(split, accumulated_batches, plan, total_weight)
         totals = self._run_schedule(split, scale, is_first, is_last)
         if is_last:
-            self._check_whole_gradients()
+            self.checks.whole_gradients()
         loss, metrics = self._reduce(totals)
         self.window.set_aside()
         return loss, metrics
@@ -149,7 +137,7 @@ class TrainStep:
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """The norm of the gradients as the optimizer will see them, but for clipping. Collective."""
-        norm = self.tied.norm(parameters)
+        norm = self.gradients.tied.norm(parameters)
         return norm if self.factor is None else norm * self.factor
 
     def clip(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
@@ -181,29 +169,9 @@ class TrainStep:
         self.module.on_after_optimizer_step(skip)
 
     def _begin_epoch(self) -> None:
-        self._check_frozen_alike()
+        self.checks.frozen_alike()
         self.optimizer_step.empty.end_epoch()
         self.pipeline.begin_epoch()
-        self.tied.check_frozen_alike()
-
-    def _known_weight(self, split: SplitBatch) -> Tensor | None:
-        """The total weight of the batch over all ranks, if the module knows it before the forward. Collective."""
-        weights = []
-        for microbatch in split.microbatches:
-            with naming_batch(self.module.microbatch_weight, microbatch):
-                weight = self.module.microbatch_weight(microbatch)
-            weights += [] if weight is None else [weight]
-        if len(weights) < len(split.microbatches):
-            return None
-        of_microbatches = torch.stack([weight.detach().double().reshape(()) for weight in weights])
-        return self._sum_over_ranks(of_microbatches[: split.num_counted].sum())
-
-    def _scale_of_mean(self, split: SplitBatch, accumulated_batches: int, plan: BatchPlan) -> float:
-        """The scale of a loss that is a mean. `restore` divides by the number of all ranks."""
-        num_chunks = self.pipeline.tokens.cut.size
-        num_counting = (plan.num_counting or self.num_ranks // num_chunks) * num_chunks
-        num_rows = sum(filter(None, split.rows[: split.num_counted]))
-        return self.num_ranks / (num_counting * max(num_rows, 1) * accumulated_batches)
 
     def _run_schedule(self, split: SplitBatch, scale: LossScale, is_first: bool, is_last: bool) -> BatchTotals:
         """Run this rank's part of the program, with the sums of gradients that it has. Collective."""
@@ -227,43 +195,17 @@ class TrainStep:
         schema, values = self._reports.of(totals)
         if schema.loss_is_mean and totals.loss is not None:  # each rank's mean counts equally, as in DDP
             values[0] = torch.stack([values[0, 0] / values[0, 1], values.new_ones(())])
-        sums = self._sum_over_ranks(self.pipeline.sum(values))
+        sums = self.pipeline.sum(values)
+        if self.group is not None:
+            dist.all_reduce(sums, group=self.group)
         self.window.add(None if schema.loss_is_mean else sums[0, 1])
         if not schema.loss_is_mean:
             self.optimizer_step.empty.add_batch(sums[0, 1])
         loss, *metrics = weighted_mean(*sums.unbind(1)).to(schema.dtype).unbind()
         return loss, dict(zip(schema.metrics, metrics, strict=True))
 
-    def _sum_over_ranks(self, values: Tensor) -> Tensor:
-        if self.group is not None:
-            dist.all_reduce(values, group=self.group)
-        return values
-
     def _on_device(self, factor: Tensor | float) -> Tensor:
         device = self.pipeline.device
         if isinstance(factor, Tensor):
             return factor.to(device, torch.float32)
         return torch.full((), factor, dtype=torch.float32, device=device)  # without waiting, unlike a copy
-
-    def _check_frozen_alike(self) -> None:
-        """At the start of an epoch: the ranks of a stage sum the gradients of the same parameters."""
-        if self.pipeline.mesh is None:
-            return
-        lines = [f"{name} {'trained' if p.requires_grad else 'frozen'}" for name, p in self.module.named_parameters()]
-        group = self.group if self.pipeline.tokens.num_slices == 1 else self.pipeline.mesh.group("dp", "cp", "tp")
-        if difference := first_difference(lines, group):
-            raise ConfigError(
-                f"ranks with the same stages train different parameters: {difference}. Set requires_grad alike on all "
-                "ranks"
-            )
-
-    def _check_whole_gradients(self) -> None:
-        """In the first window that is reduced, see that tensor ranks had summands of gradients, not the whole ones."""
-        has_checked, self._has_checked_whole = self._has_checked_whole, True
-        data_parallel = self.gradients.data_parallel
-        if not has_checked and self.pipeline.tokens.num_slices > 1:
-            with Ranks(self.pipeline.readers).agreed(f"{type(self.module).__name__} cannot train on tensor ranks"):
-                if data_parallel is not None:  # a stage may have nothing that is not cut
-                    data_parallel.check_whole()
-        if data_parallel is not None:
-            data_parallel.forget_whole()

@@ -1,0 +1,64 @@
+"""What losses are multiplied by before backward, so that gradients need no pass of their own.
+
+Where the total weight of a window is known before its first backward (the window is one batch, and the module has
+`microbatch_weight`), losses that are sums are divided by it. Losses that are means count each batch equally.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_d9d.data import BatchPlan
+from lightning_d9d.pipeline.executor import LossScale, SplitBatch, naming_batch
+from lightning_d9d.strategy.module import D9DModule
+from lightning_d9d.strategy.window import inverse
+
+
+class LossScaling:
+    """Finds the scale of the losses of a batch.
+
+    Args:
+        module: Says what microbatches weigh.
+        group: The ranks over which tokens are split; None for one process.
+    """
+
+    def __init__(self, module: D9DModule, group: dist.ProcessGroup | None) -> None:
+        self._module = module
+        self._group = group
+        self._num_ranks = 1 if group is None else dist.get_world_size(group)
+        self._num_chunks = module.pipeline.tokens.cut.size
+        """Ranks that share the tokens of a sequence."""
+
+    def known_weight(self, split: SplitBatch) -> Tensor | None:
+        """The total weight of the batch over all ranks, if the module knows it before the forward. Collective."""
+        weights = []
+        for microbatch in split.microbatches:
+            with naming_batch(self._module.microbatch_weight, microbatch):
+                weight = self._module.microbatch_weight(microbatch)
+            weights += [] if weight is None else [weight]
+        if len(weights) < len(split.microbatches):
+            return None
+        total = torch.stack([weight.detach().double().reshape(()) for weight in weights])[: split.num_counted].sum()
+        if self._group is not None:
+            dist.all_reduce(total, group=self._group)
+        return total
+
+    def scale(
+        self, split: SplitBatch, accumulated_batches: int, plan: BatchPlan, total_weight: Tensor | None
+    ) -> LossScale:
+        """The scale for either kind of loss. `TrainStep.restore` divides means by the number of all ranks. Local.
+
+        Args:
+            split: The batch.
+            accumulated_batches: The batches of a full window.
+            plan: What data ranks agreed on for it: of means, those of ranks that have data count.
+            total_weight: What sums are divided by now; None: later.
+        """
+        num_counting = (plan.num_counting or self._num_ranks // self._num_chunks) * self._num_chunks
+        num_rows = sum(filter(None, split.rows[: split.num_counted]))
+        return LossScale(
+            of_mean=self._num_ranks / (num_counting * max(num_rows, 1) * accumulated_batches),
+            of_sum=1.0 if total_weight is None else inverse(total_weight),
+        )

@@ -1,0 +1,81 @@
+"""What is checked while a `D9DModule` trains: mistakes that would show as hangs or as wrong numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.mesh.agreement import Ranks
+from lightning_d9d.mesh.collectives import first_difference
+from lightning_d9d.pipeline.executor import SplitBatch
+from lightning_d9d.strategy.gradient_sync import GradientSync
+from lightning_d9d.strategy.module import D9DModule
+from lightning_d9d.strategy.same_batches import SameBatches
+from lightning_d9d.strategy.sequence_parts import SequenceCheck
+
+
+class StepChecks:
+    """Checks batches, frozen parameters and the first gradients.
+
+    Args:
+        module: The module with its stages built.
+        gradients: What is summed over ranks.
+        sequences: Checks that stages take parts of sequences.
+    """
+
+    def __init__(self, module: D9DModule, gradients: GradientSync, sequences: SequenceCheck) -> None:
+        self._module = module
+        self._gradients = gradients
+        self._sequences = sequences
+        self._same_batches = SameBatches(module.pipeline.readers)
+        self._is_first_batch = True
+        self._has_checked_whole = False
+
+    def batch(self, batch: Any, batch_index: int) -> bool:
+        """Check that the ranks that read a batch have the same one. Collective over them, where it checks.
+
+        Returns:
+            Whether it must divide exactly into microbatches. Resumed, the first may be the short last one of an epoch.
+        """
+        self._same_batches.check("train", batch)
+        return self._is_first_batch and batch_index == 0
+
+    def split(self, split: SplitBatch, forward_context: Any) -> None:
+        """Check, with the first batch, that stages take parts of sequences."""
+        self._sequences.check(split.microbatches[0], forward_context)
+        self._is_first_batch = False
+
+    def frozen_alike(self) -> None:
+        """Check, as an epoch begins, that the ranks of a stage sum the gradients of the same parameters. Collective.
+
+        Raises:
+            ConfigError: They do not; on every rank.
+        """
+        pipeline = self._module.pipeline
+        if pipeline.mesh is None:
+            return
+        named = self._module.named_parameters()
+        lines = [f"{name} {'trained' if p.requires_grad else 'frozen'}" for name, p in named]
+        is_cut = pipeline.tokens.num_slices > 1
+        group = pipeline.mesh.group("dp", "cp", "tp") if is_cut else pipeline.token_group
+        if difference := first_difference(lines, group):
+            raise ConfigError(
+                f"ranks with the same stages train different parameters: {difference}. Set requires_grad alike on all "
+                "ranks"
+            )
+        self._gradients.tied.check_frozen_alike()
+
+    def whole_gradients(self) -> None:
+        """Check, in the first window that is reduced, that tensor ranks had summands of gradients. Collective.
+
+        Raises:
+            ConfigError: They had whole ones, which the sum counts several times; on every rank.
+        """
+        pipeline, data_parallel = self._module.pipeline, self._gradients.data_parallel
+        has_checked, self._has_checked_whole = self._has_checked_whole, True
+        if not has_checked and pipeline.tokens.num_slices > 1:
+            with Ranks(pipeline.readers).agreed(f"{type(self._module).__name__} cannot train on tensor ranks"):
+                if data_parallel is not None:  # a stage may have nothing that is not cut
+                    data_parallel.check_whole()
+        if data_parallel is not None:
+            data_parallel.forget_whole()
