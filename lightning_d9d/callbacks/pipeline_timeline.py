@@ -37,7 +37,7 @@ from lightning_d9d.schedule import (
 )
 from lightning_d9d.schedule.spans import mean_times, message_time
 from lightning_d9d.strategy.batches import BatchSplitter
-from lightning_d9d.strategy.display import say
+from lightning_d9d.loop.display import say
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.strategy import D9DStrategy
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import lightning as L
 
-from lightning_d9d.data import BatchPlan
+from lightning_d9d.coordination.ahead import BatchPlan
 from lightning_d9d.pipeline.microbatch import MicrobatchCount
 from lightning_d9d.strategy.batches import BatchSplitter
 from lightning_d9d.strategy.checkpoints import CheckpointedStrategy
-from lightning_d9d.strategy.display import adapt_display, resume_bar, silence, silence_hooks
+from lightning_d9d.loop.display import adapt_display, resume_bar, silence, silence_hooks
 from lightning_d9d.strategy.eval_step import EvalStep
 from lightning_d9d.strategy.module import D9DModule
-from lightning_d9d.strategy.uneven import (
+from lightning_d9d.loop.uneven import (
     Alignment,
     align_loaders,
     begin_evaluation_step,

@@ -62,13 +62,13 @@ from lightning_d9d.mesh.collectives import all_gather_object, gather_object
 from lightning_d9d.mesh.seeds import random_state, seed_for, set_random_state
 from lightning_d9d.strategy.checkpoint_files import AtomicFileIO, load_weights, never_runs_code, read_checkpoint
 from lightning_d9d.strategy.configuration import check_saving_callbacks
-from lightning_d9d.strategy.deferred_saves import DeferredSaves
-from lightning_d9d.strategy.display import say
-from lightning_d9d.strategy.interrupt import Interruption, Saved, how_to_go_on
+from lightning_d9d.loop.deferred_saves import DeferredSaves
+from lightning_d9d.loop.display import say
+from lightning_d9d.loop.interrupt import Interruption, Saved, how_to_go_on
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.ranks import RankedStrategy
 from lightning_d9d.strategy.sharding import is_sharded
-from lightning_d9d.strategy.uneven import TrainingLoader
+from lightning_d9d.loop.uneven import TrainingLoader
 from lightning_d9d.strategy.weights import gathered_on_first, laid_out_like, report, sharded_state
 
 _RANKS = "lightning_d9d_ranks"

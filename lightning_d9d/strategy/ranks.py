@@ -28,13 +28,13 @@ from lightning_d9d.log import name_rank
 from lightning_d9d.mesh import MeshConfig, MeshDomains
 from lightning_d9d.mesh.native_threads import guard_native_threads
 from lightning_d9d.strategy.configuration import check_equal_configuration
-from lightning_d9d.strategy.launch import (
+from lightning_d9d.loop.launch import (
     check_launcher_is_noticed,
     check_number_of_ranks,
     choose_network_interface,
     local_store,
 )
-from lightning_d9d.strategy.shutdown import Shutdown, end_children_at_exit
+from lightning_d9d.loop.shutdown import Shutdown, end_children_at_exit
 
 T = TypeVar("T")
 

@@ -42,7 +42,7 @@ from lightning_d9d.strategy.checkpoints import CheckpointConfig
 from lightning_d9d.strategy.configuration import check_callbacks, check_classes, check_degrees_of
 from lightning_d9d.strategy.context import RunContext
 from lightning_d9d.strategy.data_parallel import DataParallelStages
-from lightning_d9d.strategy.display import describe_run, say
+from lightning_d9d.loop.display import describe_run, say
 from lightning_d9d.strategy.effects import Beside, check_effects
 from lightning_d9d.strategy.eval_step import EvalStep
 from lightning_d9d.strategy.module import D9DModule
@@ -56,7 +56,7 @@ from lightning_d9d.strategy.optimizer_step import (
 )
 from lightning_d9d.strategy.pipeline import Pipeline
 from lightning_d9d.strategy.precision import check_precision
-from lightning_d9d.strategy.progress import LateProgress, warn_of_nonfinite
+from lightning_d9d.loop.progress import LateProgress, warn_of_nonfinite
 from lightning_d9d.strategy.ranks import TimeoutConfig
 from lightning_d9d.strategy.replicas import Replicas
 from lightning_d9d.strategy.sequence_parts import SequenceCheck
@@ -69,7 +69,7 @@ from lightning_d9d.strategy.sharding import (
 )
 from lightning_d9d.strategy.tied import TiedParameters
 from lightning_d9d.strategy.train_step import TrainStep
-from lightning_d9d.strategy.uneven import plan_of
+from lightning_d9d.loop.uneven import plan_of
 from lightning_d9d.strategy.window import cast_gradients
 from lightning_d9d.sync.buckets import GradientBuckets, GradSyncConfig
 from lightning_d9d.sync.norm import clip_gradients_by_norm, clip_gradients_by_value

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_d9d.data import ALONE, BatchPlan
+from lightning_d9d.coordination.ahead import ALONE, BatchPlan
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh.agreement import Ranks
 from lightning_d9d.mesh.collectives import first_difference

@@ -40,7 +40,7 @@ from lightning_d9d.pipeline.types import StageInfo, StageInputs, WeightedLoss
 from lightning_d9d.schedule import ModelCosts
 from lightning_d9d.strategy.checkpoint_files import read_value
 from lightning_d9d.strategy.module import D9DModule
-from lightning_d9d.strategy.progress import is_watched
+from lightning_d9d.loop.progress import is_watched
 
 _NAMES_OF_STAGES: dict[str | None, str] = {
     "train": "training",

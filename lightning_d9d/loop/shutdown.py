@@ -30,9 +30,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_d9d.errors import ConfigError, RankError
 from lightning_d9d.mesh.collectives import all_gather_object
-from lightning_d9d.strategy.interrupt import allow_saves, refuse_saves
-from lightning_d9d.strategy.uneven import catch_up
-from lightning_d9d.strategy.watchdog import SAME_NUMBER, RankWatch, end_processes
+from lightning_d9d.loop.interrupt import allow_saves, refuse_saves
+from lightning_d9d.loop.uneven import catch_up
+from lightning_d9d.coordination.watchdog import SAME_NUMBER, RankWatch, end_processes
 
 _run_numbers = itertools.count()  # ranks run the same sequence of fits, so the number names the run on all of them
 _with_signals: Shutdown | None = None

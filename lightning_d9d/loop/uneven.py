@@ -1,7 +1,7 @@
 """Loaders of a `D9DModule` that give data ranks different numbers of batches.
 
 Forward and backward of a batch may be collective over data ranks, so each rank must run as many as the others. Where
-lengths are known and equal nothing is done. Elsewhere ranks look one batch ahead and agree, see `data/ahead.py`:
+lengths are known and equal nothing is done. Elsewhere ranks look one batch ahead and agree, see `coordination/ahead.py`:
 
 - In training a rank whose data have ended trains on dummy batches, copies of its last one, until all have ended. They
   pass through Lightning's loop, as there is an optimizer step to take.
@@ -24,7 +24,8 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.combined_loader import _SUPPORTED_MODES
 from torch.utils.data import BatchSampler, DataLoader, default_collate
 
-from lightning_d9d.data import END, NOTHING, Agreement, BatchPlan, is_place_of_sampler, without_resuming
+from lightning_d9d.coordination.ahead import END, NOTHING, Agreement, BatchPlan
+from lightning_d9d.data import is_place_of_sampler, without_resuming
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh.agreement import Ranks, first_of
 from lightning_d9d.mesh.collectives import all_gather_object
