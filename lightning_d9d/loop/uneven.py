@@ -1,7 +1,7 @@
 """Loaders of a `D9DModule` that give data ranks different numbers of batches.
 
 Forward and backward of a batch may be collective over data ranks, so each rank must run as many as the others. Where
-lengths are known and equal nothing is done. Elsewhere ranks look one batch ahead and agree, see `coordination/ahead.py`:
+lengths are known and equal nothing is done. Elsewhere ranks look one batch ahead and agree (`coordination/ahead.py`):
 
 - In training a rank whose data have ended trains on dummy batches, copies of its last one, until all have ended. They
   pass through Lightning's loop, as there is an optimizer step to take.
@@ -15,6 +15,7 @@ import copy
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -27,6 +28,7 @@ from torch.utils.data import BatchSampler, DataLoader, default_collate
 from lightning_d9d.coordination.ahead import END, NOTHING, Agreement, BatchPlan
 from lightning_d9d.data import is_place_of_sampler, without_resuming
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.loop.patches import Patches
 from lightning_d9d.mesh.agreement import Ranks, first_of
 from lightning_d9d.mesh.collectives import all_gather_object
 from lightning_d9d.pipeline.trees import copy_containers
@@ -55,11 +57,10 @@ class Alignment:
         return self
 
 
-def align_loaders(trainer: L.Trainer, alignment: Alignment) -> Callable[[], None]:
-    """Let the loops of a Trainer read through `TrainingLoader` and `EvaluationLoader` in this run.
+def align_loaders(patches: Patches, trainer: L.Trainer, alignment: Alignment) -> None:
+    """Let the loops of a Trainer read through `TrainingLoader` and `EvaluationLoader` in this run. Local.
 
-    Returns:
-        What gives them back as they were. Loaders that have been set up stay.
+    Loaders that have been set up in it stay.
     """
     fit_loop: Any = trainer.fit_loop
     kinds: list[tuple[Any, Callable[[CombinedLoader], CombinedLoader], str]] = [
@@ -70,36 +71,17 @@ def align_loaders(trainer: L.Trainer, alignment: Alignment) -> Callable[[], None
             by_loader = loop is not trainer.predict_loop
             kinds.append((loop, lambda loader, by=by_loader: EvaluationLoader(loader, alignment, by), "sequential"))
     for loop, kind, mode in kinds:
-        _read_through(loop._data_source, kind, mode)
-
-    def undo() -> None:
-        for loop, *_ in kinds:
-            vars(loop._data_source).pop("dataloader", None)
-
-    return undo
+        patches.replace(loop._data_source, "dataloader", partial(_read_through, loop._data_source, kind, mode))
 
 
-def leave_samplers(trainer: L.Trainer) -> Callable[[], None]:
-    """Keep a Trainer from putting its own samplers in place of those of the loaders.
-
-    Returns:
-        What allows it again.
-    """
-    connector = trainer._accelerator_connector
-    allowed, connector.use_distributed_sampler = connector.use_distributed_sampler, False
-
-    def undo() -> None:
-        connector.use_distributed_sampler = allowed
-
-    return undo
+def leave_samplers(patches: Patches, trainer: L.Trainer) -> None:
+    """Keep a Trainer from putting its own samplers in place of those of the loaders, in this run. Local."""
+    patches.replace(trainer._accelerator_connector, "use_distributed_sampler", False)
 
 
-def _read_through(source: Any, kind: Callable[[CombinedLoader], CombinedLoader], mode: Any) -> None:
-    def dataloader() -> CombinedLoader:
-        loader = type(source).dataloader(source)
-        return kind(loader if isinstance(loader, CombinedLoader) else CombinedLoader(loader, mode))
-
-    source.dataloader = dataloader
+def _read_through(source: Any, kind: Callable[[CombinedLoader], CombinedLoader], mode: Any) -> CombinedLoader:
+    loader = type(source).dataloader(source)
+    return kind(loader if isinstance(loader, CombinedLoader) else CombinedLoader(loader, mode))
 
 
 def check_lengths(loader: object, what: str, trains: bool, alone: bool) -> None:

@@ -9,12 +9,7 @@ from typing import Any
 import lightning as L
 
 from lightning_d9d.coordination.ahead import BatchPlan
-from lightning_d9d.pipeline.microbatch import MicrobatchCount
-from lightning_d9d.strategy.batches import BatchSplitter
-from lightning_d9d.strategy.checkpoints import CheckpointedStrategy
 from lightning_d9d.loop.display import adapt_display, resume_bar, silence, silence_hooks
-from lightning_d9d.strategy.eval_step import EvalStep
-from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.loop.uneven import (
     Alignment,
     align_loaders,
@@ -23,6 +18,11 @@ from lightning_d9d.loop.uneven import (
     leave_samplers,
     plan_of,
 )
+from lightning_d9d.pipeline.microbatch import MicrobatchCount
+from lightning_d9d.strategy.batches import BatchSplitter
+from lightning_d9d.strategy.checkpoints import CheckpointedStrategy
+from lightning_d9d.strategy.eval_step import EvalStep
+from lightning_d9d.strategy.module import D9DModule
 
 
 class AlignedStrategy(CheckpointedStrategy):
@@ -45,15 +45,16 @@ class AlignedStrategy(CheckpointedStrategy):
     def connect(self, model: L.LightningModule) -> None:
         """Take the module that is going to run. Local."""
         super().connect(model)
-        silence_hooks(model)
+        if isinstance(model, D9DModule):
+            silence_hooks()
 
     def setup_environment(self) -> None:
         """Join the other ranks. Loaders keep their own order where all ranks read the same. Collective."""
         super().setup_environment()
         assert self.lightning_module is not None
-        adapt_display(self.lightning_module.trainer)
+        adapt_display(self.patches, self.lightning_module.trainer)
         if self.world_size > 1 and self.mesh.dp_size == 1:
-            self._undo_loaders.append(leave_samplers(self.lightning_module.trainer))
+            leave_samplers(self.patches, self.lightning_module.trainer)
 
     @property
     def needs_equal_batches(self) -> bool:
@@ -87,7 +88,7 @@ class AlignedStrategy(CheckpointedStrategy):
             run_dummy=self._run_dummy,
             resumes=self.has_place_to_take,
         )
-        self._undo_loaders.append(align_loaders(trainer, alignment))
+        align_loaders(self.patches, trainer, alignment)
 
     def on_train_start(self) -> None:
         """Go on where a checkpoint was saved, and show it."""

@@ -57,18 +57,18 @@ from lightning_d9d.data import (
     seed_workers,
 )
 from lightning_d9d.errors import ConfigError, StateError
+from lightning_d9d.loop.deferred_saves import DeferredSaves
+from lightning_d9d.loop.display import say
+from lightning_d9d.loop.interrupt import Interruption, Saved, how_to_go_on
+from lightning_d9d.loop.uneven import TrainingLoader
 from lightning_d9d.mesh.agreement import Ranks
 from lightning_d9d.mesh.collectives import all_gather_object, gather_object
 from lightning_d9d.mesh.seeds import random_state, seed_for, set_random_state
 from lightning_d9d.strategy.checkpoint_files import AtomicFileIO, load_weights, never_runs_code, read_checkpoint
 from lightning_d9d.strategy.configuration import check_saving_callbacks
-from lightning_d9d.loop.deferred_saves import DeferredSaves
-from lightning_d9d.loop.display import say
-from lightning_d9d.loop.interrupt import Interruption, Saved, how_to_go_on
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.ranks import RankedStrategy
 from lightning_d9d.strategy.sharding import is_sharded
-from lightning_d9d.loop.uneven import TrainingLoader
 from lightning_d9d.strategy.weights import gathered_on_first, laid_out_like, report, sharded_state
 
 _RANKS = "lightning_d9d_ranks"
@@ -141,9 +141,9 @@ class CheckpointedStrategy(RankedStrategy):
         """
         trainer = cast(Any, self.lightning_module).trainer
         callbacks = trainer.callbacks
-        self._deferred = DeferredSaves(window_is_open, callbacks)
+        self._deferred = DeferredSaves(self.patches, trainer, window_is_open)
         if self.world_size == 1:
-            self._interruption = Interruption(trainer, window_is_open)
+            self._interruption = Interruption(self.patches, trainer, window_is_open)
         if self.checkpoint_config.asynchronous:
             check_saving_callbacks(callbacks)
             self._saver = BackgroundSaver(None if self.world_size == 1 else self._group_of_saves())
@@ -170,11 +170,9 @@ class CheckpointedStrategy(RankedStrategy):
     def close_saver(self) -> None:
         """Finish, and save at once from now on. After another failure one of a save is a warning. Local."""
         saver, self._saver = self._saver, None
-        interruption, self._interruption, self._saved = self._interruption, None, None
-        if interruption is not None:
-            interruption.close()
+        self._interruption = self._saved = None
         if self._deferred is not None:
-            self._deferred.close()
+            self._deferred.drop()
         self._deferred = None
         try:
             if saver is not None:
@@ -678,7 +676,7 @@ class CheckpointedStrategy(RankedStrategy):
     def release_loaders(self) -> None:
         """Give loaders back as they were; what is saved from now on has the place where they are. Local."""
         self._opened = self._resumed = None
-        if self._undo_loaders and self.lightning_module is not None:
+        if self._loader_states is None and self.lightning_module is not None:
             self._loader_states = _loader_states(self.lightning_module.trainer.fit_loop._combined_loader)
         while self._undo_loaders:
             self._undo_loaders.pop()()

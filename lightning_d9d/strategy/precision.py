@@ -1,6 +1,10 @@
-"""Precision: which plugins the strategy takes."""
+"""Precision: which plugins the strategy takes, and how they clip."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from lightning.pytorch.plugins.precision import (
     BitsandbytesPrecision,
@@ -12,6 +16,7 @@ from lightning.pytorch.plugins.precision import (
 )
 
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.loop.patches import Patches
 
 _WORKING = (Precision, DoublePrecision, HalfPrecision, MixedPrecision)
 _EXCHANGING = (BitsandbytesPrecision, TransformerEnginePrecision)
@@ -39,3 +44,20 @@ def check_precision(plugin: Precision, *, is_d9d: bool) -> None:
             )
     if getattr(plugin, "scaler", None) is not None or plugin.precision == "16-mixed":
         raise ConfigError(f"precision={plugin.precision!r} scales the loss, which D9DStrategy does not; {_REMEDY}")
+
+
+def clip_by(patches: Patches, plugin: Precision, by_norm: Callable[..., Any], by_value: Callable[..., Any]) -> None:
+    """Let the Trainer's plugin clip gradients in another way in this run; a user's own way stays. Local.
+
+    Args:
+        patches: Those of the run.
+        plugin: The plugin.
+        by_norm: As `Precision.clip_grad_by_norm`.
+        by_value: As `Precision.clip_grad_by_value`.
+    """
+    if type(plugin).clip_grad_by_norm is Precision.clip_grad_by_norm:
+        patches.replace(plugin, "clip_grad_by_norm", by_norm)
+    if type(plugin).clip_grad_by_value is Precision.clip_grad_by_value:
+        patches.replace(plugin, "clip_grad_by_value", by_value)
+    if type(plugin) is MixedPrecision:  # refuses fused optimizers, which matter to a loss scaler only
+        patches.replace(plugin, "clip_gradients", partial(Precision.clip_gradients, plugin))

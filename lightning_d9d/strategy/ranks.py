@@ -25,16 +25,17 @@ from torch import Tensor
 from lightning_d9d import env
 from lightning_d9d.errors import ConfigError, RankError
 from lightning_d9d.log import name_rank
-from lightning_d9d.mesh import MeshConfig, MeshDomains
-from lightning_d9d.mesh.native_threads import guard_native_threads
-from lightning_d9d.strategy.configuration import check_equal_configuration
 from lightning_d9d.loop.launch import (
     check_launcher_is_noticed,
     check_number_of_ranks,
     choose_network_interface,
     local_store,
 )
+from lightning_d9d.loop.patches import Patches
 from lightning_d9d.loop.shutdown import Shutdown, end_children_at_exit
+from lightning_d9d.mesh import MeshConfig, MeshDomains
+from lightning_d9d.mesh.native_threads import guard_native_threads
+from lightning_d9d.strategy.configuration import check_equal_configuration
 
 T = TypeVar("T")
 
@@ -81,6 +82,7 @@ class RankedStrategy(ParallelStrategy):
         self._process_group_backend = process_group_backend
         self._mesh: MeshDomains | None = None
         self._group: dist.ProcessGroup | None = None
+        self._patches: Patches | None = None
         self._shutdown: Shutdown | None = None
         self._has_step_timeout = False
         self._seed: int | None = None
@@ -176,6 +178,7 @@ class RankedStrategy(ParallelStrategy):
         if (warning := env.untested()) is not None:
             rank_zero_warn(warning)
         assert self.lightning_module is not None
+        self._patches = Patches(self.lightning_module.trainer)
         callbacks = cast(Any, self.lightning_module.trainer).callbacks
         if self.world_size > 1 and any(isinstance(callback, BatchSizeFinder) for callback in callbacks):
             raise ConfigError(
@@ -200,11 +203,17 @@ class RankedStrategy(ParallelStrategy):
             guard_native_threads()
             assert self.lightning_module is not None
             trainer = self.lightning_module.trainer
-            self._shutdown = Shutdown(trainer, self.timeouts.shutdown_seconds, self.timeouts.init_seconds)
+            self._shutdown = Shutdown(self.patches, trainer, self.timeouts.shutdown_seconds, self.timeouts.init_seconds)
             self._group = dist.group.WORLD if self.mesh.dp_size == self.world_size else self.mesh.group("dp")
             name_rank(self.mesh.rank_name)
             self._seed = self.broadcast(torch.initial_seed())
             check_equal_configuration(self.settings(), trainer)
+
+    @property
+    def patches(self) -> Patches:
+        """What this run replaces on objects of its Trainer; from `setup_environment` to `teardown`."""
+        assert self._patches is not None
+        return self._patches
 
     @property
     def seed(self) -> int:

@@ -22,6 +22,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.loop.display import describe_run, say
+from lightning_d9d.loop.progress import LateProgress, warn_of_nonfinite
+from lightning_d9d.loop.uneven import plan_of
 from lightning_d9d.mesh import MeshConfig, MeshDomains
 from lightning_d9d.mesh.collectives import all_gather_object
 from lightning_d9d.ops.backend import using_kernels
@@ -42,7 +45,6 @@ from lightning_d9d.strategy.checkpoints import CheckpointConfig
 from lightning_d9d.strategy.configuration import check_callbacks, check_classes, check_degrees_of
 from lightning_d9d.strategy.context import RunContext
 from lightning_d9d.strategy.data_parallel import DataParallelStages
-from lightning_d9d.loop.display import describe_run, say
 from lightning_d9d.strategy.effects import Beside, check_effects
 from lightning_d9d.strategy.eval_step import EvalStep
 from lightning_d9d.strategy.module import D9DModule
@@ -55,8 +57,7 @@ from lightning_d9d.strategy.optimizer_step import (
     takes_scalars,
 )
 from lightning_d9d.strategy.pipeline import Pipeline
-from lightning_d9d.strategy.precision import check_precision
-from lightning_d9d.loop.progress import LateProgress, warn_of_nonfinite
+from lightning_d9d.strategy.precision import check_precision, clip_by
 from lightning_d9d.strategy.ranks import TimeoutConfig
 from lightning_d9d.strategy.replicas import Replicas
 from lightning_d9d.strategy.sequence_parts import SequenceCheck
@@ -69,7 +70,6 @@ from lightning_d9d.strategy.sharding import (
 )
 from lightning_d9d.strategy.tied import TiedParameters
 from lightning_d9d.strategy.train_step import TrainStep
-from lightning_d9d.loop.uneven import plan_of
 from lightning_d9d.strategy.window import cast_gradients
 from lightning_d9d.sync.buckets import GradientBuckets, GradSyncConfig
 from lightning_d9d.sync.norm import clip_gradients_by_norm, clip_gradients_by_value
@@ -190,6 +190,7 @@ class D9DStrategy(AlignedStrategy):
         check_degrees_of(self.lightning_module, self.mesh_config)
         check_callbacks(cast(Any, self.lightning_module.trainer).callbacks, self.mesh_config)
         check_precision(self.precision_plugin, is_d9d=isinstance(self.lightning_module, D9DModule))
+        clip_by(self.patches, self.precision_plugin, self._clip_grad_by_norm, self._clip_grad_by_value)
         degrees = self.mesh_config.resolve(self.world_size)
         beside = Beside(self.lightning_module, self.mesh_config, degrees, self.parallel)
         check_effects(self.settings(), D9DStrategy().settings(), beside)
@@ -282,19 +283,13 @@ class D9DStrategy(AlignedStrategy):
 
     @property
     def precision_plugin(self) -> Precision:
-        """The Trainer's precision plugin; it clips by this strategy's norm."""
+        """The Trainer's precision plugin; in a run it clips by this strategy's norm."""
         return super().precision_plugin
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         if precision_plugin is not None:
             check_precision(precision_plugin, is_d9d=False)
-            if type(precision_plugin).clip_grad_by_norm is Precision.clip_grad_by_norm:
-                precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm
-            if type(precision_plugin).clip_grad_by_value is Precision.clip_grad_by_value:
-                precision_plugin.clip_grad_by_value = self._clip_grad_by_value
-            if type(precision_plugin) is MixedPrecision:  # refuses fused optimizers, which matter to a loss scaler only
-                precision_plugin.clip_gradients = functools.partial(Precision.clip_gradients, precision_plugin)
         self._precision_plugin = precision_plugin
 
     def setup(self, trainer: L.Trainer) -> None:
@@ -324,7 +319,7 @@ class D9DStrategy(AlignedStrategy):
         self._units = [unit for unit in self.model.modules() if isinstance(unit, FSDPModule)]
         if is_sharded(self.model):
             for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-                loop.inference_mode = False  # DTensors know no inference tensors
+                self.patches.replace(loop, "inference_mode", False)  # DTensors know no inference tensors
         if isinstance(self.model, D9DModule):
             assert self.splitter is not None
             self._eval_step = self.model.evaluation = EvalStep(self.model, self.splitter, SequenceCheck(self.model))
@@ -370,6 +365,9 @@ class D9DStrategy(AlignedStrategy):
             super().teardown()
             self.close_mesh()
         finally:
+            patches, self._patches = self._patches, None
+            if patches is not None:
+                patches.undo()
             shutdown, self._shutdown = self._shutdown, None
             if shutdown is not None:
                 shutdown.close()
@@ -444,7 +442,7 @@ class D9DStrategy(AlignedStrategy):
                 if fully_sharded(stage)
             }
             if self.root_device.type != "cpu":
-                self._late_progress = LateProgress(module.trainer)
+                self._late_progress = LateProgress(self.patches, module.trainer)
         self._update_buckets()
 
     @property
@@ -639,7 +637,8 @@ class D9DStrategy(AlignedStrategy):
             trainer = self.lightning_module.trainer
             num_tokens_a_step = num_tokens(inputs) * trainer.accumulate_grad_batches * self.mesh.dp_size
             num_bytes = 0 if self._buckets is None else self._buckets.num_bytes
-            say(trainer, describe_run(self.mesh, self._parameters, self._tied, num_tokens_a_step, num_bytes))
+            tied = [each.name for each in self._tied.values()]
+            say(trainer, describe_run(self.mesh, self._parameters, tied, num_tokens_a_step, num_bytes))
         self._sync_buffers()
         self._update_buckets()
 

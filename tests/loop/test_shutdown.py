@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_d9d.errors import RankError
 from lightning_d9d.coordination.watchdog import RankWatch, end_processes
+from lightning_d9d.errors import RankError
 
 ROOT = Path(__file__).parents[2]
 SHUTDOWN_SECONDS = 2.0  # as in shutdown_job.py, which only the jobs import

@@ -11,9 +11,9 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from tests.loop.test_launchers import free_port
 from tests.strategy import fault_job as job
 from tests.strategy.fault_job import SHUTDOWN_SECONDS, Fault
-from tests.loop.test_launchers import free_port
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "explanation" / "faults.md"

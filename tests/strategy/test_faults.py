@@ -22,10 +22,10 @@ import torch
 from lightning_d9d import StateError, TimeoutConfig
 from lightning_d9d.cli import main
 from tests.harness.ranks import RankContext
+from tests.loop.test_shutdown import FORKED_SECONDS
 from tests.strategy import fault_job as job
 from tests.strategy.fault_job import INIT_SECONDS, NUM_STEPS, SAVE_EVERY, SHUTDOWN_SECONDS, STEP_SECONDS, Fault, saved
 from tests.strategy.fault_table import BODY_SECONDS, ROOT, ByTest, Job, LeftOut, Table
-from tests.loop.test_shutdown import FORKED_SECONDS
 
 FILE = "tests/strategy/test_faults.py"
 PYTEST_SECONDS = 300.0  # pyproject.toml
