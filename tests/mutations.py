@@ -344,6 +344,13 @@ MUTATIONS = [
         "tests/loop/test_uneven_data.py -k without_a_word",
     ),
     Mutation(
+        "what a run replaced stays on its Trainer",
+        "lightning_d9d/loop/patches.py",
+        "self._undo.close()",
+        "self._undo.pop_all()",
+        "tests/loop/test_patches.py -k one_process",
+    ),
+    Mutation(
         "bad steps are taken",
         "lightning_d9d/strategy/optimizer_step.py",
         "if skip is not None and not on_device and skip.item():",

@@ -1,9 +1,9 @@
 """All that a run replaces on the objects of Lightning's Trainer: one table, and one undo.
 
-Lightning offers no hook where `D9DStrategy` needs one, so a few methods and attributes of its objects are replaced on
-the instances of one Trainer, never on classes. `PATCHES` names each of them, with the reason and the place in Lightning
-that makes it work. A strategy opens one `Patches` in `setup_environment` and undoes it at the end of `teardown`; other
-files give it what they replace. `tests/strategy/test_lightning_privates.py` compares the table with Lightning's source.
+Where Lightning offers no hook, methods and attributes are replaced on the objects of one Trainer, never on classes.
+`PATCHES` names each of them, with the reason and the line of Lightning that makes it work. A strategy makes one
+`Patches` in `setup_environment` and undoes it at the end of `teardown`; other files give it what they replace.
+`tests/strategy/test_lightning_privates.py` compares the table with Lightning's source.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ PATCHES = (
 
 
 class Patches:
-    """What one run has replaced on one Trainer. `undo` takes all of it back, the latest first. Everything is local.
+    """Replaces attributes of one Trainer's objects for one run; `undo` takes all of it back. Everything is local.
 
     Args:
         trainer: The Trainer of the run.

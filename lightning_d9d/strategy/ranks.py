@@ -211,7 +211,7 @@ class RankedStrategy(ParallelStrategy):
 
     @property
     def patches(self) -> Patches:
-        """What this run replaces on objects of its Trainer; from `setup_environment` to `teardown`."""
+        """The place for what this run replaces on its Trainer's objects; from `setup_environment` to `teardown`."""
         assert self._patches is not None
         return self._patches
 
