@@ -178,6 +178,8 @@ class RankedStrategy(ParallelStrategy):
         if (warning := env.untested()) is not None:
             rank_zero_warn(warning)
         assert self.lightning_module is not None
+        if self._patches is not None:
+            self._patches.undo()  # this run began inside of another, in a callback say
         self._patches = Patches(self.lightning_module.trainer)
         callbacks = cast(Any, self.lightning_module.trainer).callbacks
         if self.world_size > 1 and any(isinstance(callback, BatchSizeFinder) for callback in callbacks):

@@ -140,6 +140,18 @@ def test_nothing_is_left_in_one_process(tmp_path: Path, how: str, bars: str) -> 
     assert run.global_step == (12 if how == "end" else 2)
 
 
+class Validates(Ends):
+    """Begins another run of the Trainer inside of its fit."""
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        trainer.validate(pl_module, loader(8), verbose=False)
+
+
+def test_nothing_is_left_where_a_run_begins_inside_of_another() -> None:
+    ends = Validates("end")
+    assert "advance" in replaced_by(trainer(D9DStrategy(), callbacks=[ends]), ends, Plain(), loader(24))
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("how", ["end", "exception", "ctrl_c"])
 def test_nothing_is_left_on_two_ranks(rank: RankContext, how: str) -> None:
