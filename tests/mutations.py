@@ -37,7 +37,7 @@ class Mutation:
 
 DDP = "tests/strategy/test_ddp_equality.py"
 STEP = "tests/strategy/test_train_step.py"
-UNEVEN = "tests/strategy/test_uneven_batches.py"
+UNEVEN = "tests/loop/test_uneven_batches.py"
 EXECUTOR = "tests/pipeline/test_executor.py"
 PLAN = "tests/parallel/test_plan.py"
 
@@ -338,17 +338,24 @@ MUTATIONS = [
     ),
     Mutation(
         "states of loaders are kept when their end was read",
-        "lightning_d9d/strategy/uneven.py",
+        "lightning_d9d/loop/uneven.py",
         "self._history[-1].states if plan.is_dummy else states",
         "states",
         f"{UNEVEN} -k 'in_the_middle and counted'",
     ),
     Mutation(
         "ranks end their epochs alone",
-        "lightning_d9d/strategy/watchdog.py",
+        "lightning_d9d/coordination/watchdog.py",
         '        self._meet("epoch")',
         "        pass",
-        "tests/strategy/test_uneven_data.py -k without_a_word",
+        "tests/loop/test_uneven_data.py -k without_a_word",
+    ),
+    Mutation(
+        "what a run replaced stays on its Trainer",
+        "lightning_d9d/loop/patches.py",
+        "self._undo.close()",
+        "self._undo.pop_all()",
+        "tests/loop/test_patches.py -k one_process",
     ),
     Mutation(
         "bad steps are taken",

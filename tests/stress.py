@@ -16,9 +16,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 TESTS = (
     "tests/strategy/test_workers.py",
-    "tests/strategy/test_uneven_batches.py::test_a_run_goes_on_in_the_middle_of_an_epoch[with workers-2-1]",
+    "tests/loop/test_uneven_batches.py::test_a_run_goes_on_in_the_middle_of_an_epoch[with workers-2-1]",
     *(
-        f"tests/strategy/test_shutdown.py::test_{name}"
+        f"tests/loop/test_shutdown.py::test_{name}"
         for name in (
             "a_process_waits_for_threads_of_gloo_at_its_exit",
             "ranks_stop_before_the_same_batch",

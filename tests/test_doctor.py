@@ -17,7 +17,7 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning_d9d import doctor, env
 from lightning_d9d.errors import RankError
 from tests.harness.ranks import RankContext
-from tests.strategy.test_launchers import free_port, slurm, start_ranks
+from tests.loop.test_launchers import free_port, slurm, start_ranks
 
 ROOT = Path(__file__).parents[1]
 GIB = 2**30

@@ -13,11 +13,11 @@ from torch import nn
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.generation.sources import TOKENIZER_FILES
+from lightning_d9d.loop.progress import is_watched
 from lightning_d9d.models.qwen3_moe import Qwen3MoeForCausalLM, save_huggingface
 from lightning_d9d.models.qwen3_moe.huggingface import files_beside_weights
 from lightning_d9d.state import DTYPE_NAMES
 from lightning_d9d.state.places import is_occupied, place_of
-from lightning_d9d.strategy.progress import is_watched
 
 
 class HuggingFaceExport(L.Callback):

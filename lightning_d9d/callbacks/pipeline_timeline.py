@@ -17,6 +17,7 @@ from torch import nn
 
 from lightning_d9d.callbacks.export import make_folder
 from lightning_d9d.errors import ConfigError, ScheduleError
+from lightning_d9d.loop.display import say
 from lightning_d9d.mesh.collectives import all_gather_object
 from lightning_d9d.pipeline.executor import Executor
 from lightning_d9d.pipeline.microbatch import num_tokens
@@ -37,7 +38,6 @@ from lightning_d9d.schedule import (
 )
 from lightning_d9d.schedule.spans import mean_times, message_time
 from lightning_d9d.strategy.batches import BatchSplitter
-from lightning_d9d.strategy.display import say
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.strategy import D9DStrategy
 

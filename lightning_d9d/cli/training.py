@@ -33,8 +33,8 @@ from lightning_d9d.cli import refuse
 from lightning_d9d.cli.files import MistakeError, Written, check_checkpoint, check_files
 from lightning_d9d.cli.mistakes import describe_class, essence, explain, explain_interpolation, locate
 from lightning_d9d.errors import ConfigError, printable, reason
+from lightning_d9d.loop.interrupt import last_checkpoint
 from lightning_d9d.strategy.checkpoint_files import UNREADABLE, check_file, mapped, unreadable
-from lightning_d9d.strategy.interrupt import last_checkpoint
 
 
 class _Parser(LightningArgumentParser):

@@ -1,10 +1,8 @@
 """What batches are read from.
 
-`ahead.py`: what data ranks tell each other of the next batch; `resume.py`: going on in the middle of an epoch;
-`workers.py`: random numbers.
+`resume.py`: going on in the middle of an epoch; `workers.py`: random numbers.
 """
 
-from lightning_d9d.data.ahead import ALONE, END, NOTHING, Agreement, BatchPlan
 from lightning_d9d.data.resume import (
     DataRank,
     can_replay,
@@ -19,11 +17,6 @@ from lightning_d9d.data.resume import (
 from lightning_d9d.data.workers import seed_order, seed_workers
 
 __all__ = [
-    "ALONE",
-    "END",
-    "NOTHING",
-    "Agreement",
-    "BatchPlan",
     "DataRank",
     "can_replay",
     "can_resume_by_sampler",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_d9d.data import ALONE, BatchPlan
+from lightning_d9d.coordination.ahead import ALONE, BatchPlan
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.parallel.tokens import own_chunks
 from lightning_d9d.pipeline.executor import SplitBatch

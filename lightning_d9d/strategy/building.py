@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
+import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_d9d.data import BatchPlan
+from lightning_d9d.coordination.ahead import BatchPlan
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.loop.display import describe_run
+from lightning_d9d.loop.patches import Patches
+from lightning_d9d.loop.progress import LateProgress
+from lightning_d9d.loop.uneven import Alignment, check_lengths
+from lightning_d9d.mesh import MeshDomains
 from lightning_d9d.parallel import ParallelConfig
 from lightning_d9d.parallel.fsdp import fully_sharded
+from lightning_d9d.schedule import Auto, Choice
+from lightning_d9d.strategy.auto import choose
 from lightning_d9d.strategy.batches import BatchSplitter
 from lightning_d9d.strategy.configuration import check_callbacks, check_degrees_of
 from lightning_d9d.strategy.effects import Beside, check_effects
@@ -24,14 +32,12 @@ from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.offload import move
 from lightning_d9d.strategy.optimizer_step import OptimizerStep, check_layouts, check_steps_once
 from lightning_d9d.strategy.precision import check_precision
-from lightning_d9d.strategy.progress import LateProgress
 from lightning_d9d.strategy.rank_model import RankModel
 from lightning_d9d.strategy.ranks import JobRanks
 from lightning_d9d.strategy.sharding import check_layout, is_sharded, prepare_blocks, shard_blocks
 from lightning_d9d.strategy.staged_training import StagedTraining
 from lightning_d9d.strategy.train_step import TrainStep
 from lightning_d9d.strategy.training import PlainTraining, Training
-from lightning_d9d.strategy.uneven import Alignment
 from lightning_d9d.sync.buckets import GradSyncConfig
 
 
@@ -54,6 +60,29 @@ def check_run(
     check_callbacks(trainer.callbacks, beside.mesh)  # type: ignore[attr-defined]
     check_precision(plugin, is_d9d=isinstance(module, D9DModule))
     check_effects(settings, defaults, beside)
+
+
+def check_loader(loader: object, module: L.LightningModule, ranks: JobRanks, *, is_staged: bool) -> None:
+    """Refuse a loader without a batch on some rank. Collective over all ranks.
+
+    Lightning would warn and train on nothing, or leave an evaluation out on that rank while others wait at its end.
+
+    Args:
+        loader: This rank's.
+        module: Attached to the Trainer that is going to read it.
+        ranks: The ranks of the job.
+        is_staged: Whether the module is a D9DModule.
+
+    Raises:
+        ConfigError: A D9DModule is to train on a loader that has no batch on some rank, or an evaluation of several
+            ranks has one on some of them only; on every rank.
+    """
+    trainer = module.trainer
+    trains, is_alone = bool(trainer.training), ranks.world_size == 1
+    meets_at_end = not (is_alone or trainer.predicting) or ranks.needs_equal_batches
+    if is_staged if trains else meets_at_end:
+        what = f"{'training ' if trains else ''}{type(loader).__name__} of {type(module).__name__}"
+        check_lengths(loader, what, trains, alone=is_alone)
 
 
 def place_model(
@@ -109,12 +138,44 @@ def alignment(
     )
 
 
+def choose_for(
+    module: L.LightningModule,
+    precision: Precision,
+    device: torch.device,
+    parallel: ParallelConfig,
+    auto: Auto,
+    num_ranks: int,
+) -> Choice:
+    """Choose a schedule for a D9DModule, as `auto.choose`, with the dtype that its weights are going to have.
+
+    Collective over all ranks.
+    """
+    with precision.module_init_context():
+        dtype = torch.get_default_dtype()
+    return choose(auto, cast(D9DModule, module), num_ranks, dtype, device, parallel.compile)  # others were refused
+
+
+def describe_gradients(mesh: MeshDomains, gradients: GradientSync, trainer: Any, num_tokens: int) -> str:
+    """Describe the mesh, and what this rank holds of model and gradients. Local.
+
+    Args:
+        mesh: The mesh of the run.
+        gradients: Of the parameters of this rank.
+        trainer: Says how many batches make a step.
+        num_tokens: The tokens of a batch on this rank; 0 if it is unknown.
+    """
+    tied = [each.name for each in gradients.tied.values()]
+    sizes = trainer.accumulate_grad_batches, num_tokens, gradients.num_bucket_bytes
+    return describe_run(mesh, gradients.parameters, tied, *sizes)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainingParts:
     """What a fit is built from, besides its module."""
 
+    patches: Patches
     ranks: JobRanks
-    rank_model: RankModel
+    rank_model: RankModel | None
     parallel: ParallelConfig
     grad_sync: GradSyncConfig
     precision: Precision
@@ -162,10 +223,11 @@ class TrainingParts:
             steps,
             self.evaluation.sequences,
         )
-        progress = None if self.ranks.device.type == "cpu" else LateProgress(module.trainer)
+        progress = None if self.ranks.device.type == "cpu" else LateProgress(self.patches, module.trainer)
         return StagedTraining(train_step, progress, skips_nonfinite=self.skips_nonfinite)
 
     def _gradients(self, stages: Mapping[int, nn.Module], **options: Any) -> GradientSync:
+        assert self.rank_model is not None
         model = self.rank_model
         parameters, mesh = list(model.model.parameters()), self.ranks.mesh_of_several
         return GradientSync(parameters, stages, model.tied, mesh, self.grad_sync, **options)

@@ -10,8 +10,8 @@ from typing import Any
 import lightning as L
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 
+from lightning_d9d.loop.interrupt import Saved
 from lightning_d9d.strategy.epoch_place import RANKS, EpochPlace
-from lightning_d9d.strategy.interrupt import Saved
 from lightning_d9d.strategy.loading import Loads
 from lightning_d9d.strategy.ranks import JobRanks
 from lightning_d9d.strategy.run_state import RunState

@@ -23,10 +23,10 @@ from lightning_d9d.data import (
     seed_workers,
 )
 from lightning_d9d.errors import StateError
+from lightning_d9d.loop.uneven import TrainingLoader
 from lightning_d9d.mesh.collectives import gather_object
 from lightning_d9d.mesh.seeds import random_state, seed_for, set_random_state
 from lightning_d9d.strategy.ranks import JobRanks
-from lightning_d9d.strategy.uneven import TrainingLoader
 
 RANKS = "lightning_d9d_ranks"
 """Under which name a checkpoint has what each rank adds to it, in the order of ranks."""
@@ -81,10 +81,6 @@ class EpochPlace:
         elif can_replay(resumable):
             self._undo.append(make_replayed(resumable, lambda: _num_read_of(fit_loop, resumable), rank))
 
-    def undo_with(self, undo: Callable[[], None]) -> None:
-        """Call this at `release`, before what was noted earlier."""
-        self._undo.append(undo)
-
     def release(self, fit_loop: Any) -> None:
         """Give loaders back as they were; what is saved from now on has the place where they are. Local.
 
@@ -92,7 +88,7 @@ class EpochPlace:
             fit_loop: The loop that has read them; None if there is none.
         """
         self._resumed = None
-        if self._undo and fit_loop is not None:
+        if self._states is None and fit_loop is not None:
             self._states = _loader_states(fit_loop._combined_loader)
         while self._undo:
             self._undo.pop()()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from lightning_d9d.data import ALONE, BatchPlan
+from lightning_d9d.coordination.ahead import ALONE, BatchPlan
 from lightning_d9d.parallel.tokens import sequence_length
 from lightning_d9d.pipeline.executor import SplitBatch
 from lightning_d9d.pipeline.totals import weighted_mean

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_d9d.data import BatchPlan
+from lightning_d9d.coordination.ahead import BatchPlan
 from lightning_d9d.pipeline.executor import LossScale, SplitBatch, naming_batch
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.window import inverse

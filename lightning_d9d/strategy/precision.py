@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
 
 from lightning.pytorch.plugins.precision import (
     BitsandbytesPrecision,
@@ -16,6 +17,7 @@ from lightning.pytorch.plugins.precision import (
 )
 
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.loop.patches import Patches
 
 _WORKING = (Precision, DoublePrecision, HalfPrecision, MixedPrecision)
 _EXCHANGING = (BitsandbytesPrecision, TransformerEnginePrecision)
@@ -45,20 +47,6 @@ def check_precision(plugin: Precision, *, is_d9d: bool) -> None:
         raise ConfigError(f"precision={plugin.precision!r} scales the loss, which D9DStrategy does not; {_REMEDY}")
 
 
-def clip_by(
-    plugin: Precision,
-    by_norm: Callable[..., None],
-    by_value: Callable[..., None],
-) -> None:
-    """Let a plugin clip gradients by functions that know all ranks, where it has no way of its own. Local."""
-    if type(plugin).clip_grad_by_norm is Precision.clip_grad_by_norm:
-        plugin.clip_grad_by_norm = by_norm
-    if type(plugin).clip_grad_by_value is Precision.clip_grad_by_value:
-        plugin.clip_grad_by_value = by_value
-    if type(plugin) is MixedPrecision:  # refuses fused optimizers, which matter to a loss scaler only
-        plugin.clip_gradients = functools.partial(Precision.clip_gradients, plugin)
-
-
 def step_context(plugin: Precision, kind: str) -> AbstractContextManager:
     """Return the context of a step of evaluation: "val", "test" or "predict"."""
     contexts = {
@@ -67,3 +55,20 @@ def step_context(plugin: Precision, kind: str) -> AbstractContextManager:
         "predict": plugin.predict_step_context,
     }
     return contexts[kind]()
+
+
+def clip_by(patches: Patches, plugin: Precision, by_norm: Callable[..., Any], by_value: Callable[..., Any]) -> None:
+    """Let the Trainer's plugin clip gradients in another way in this run; a user's own way stays. Local.
+
+    Args:
+        patches: Those of the run.
+        plugin: The plugin.
+        by_norm: As `Precision.clip_grad_by_norm`.
+        by_value: As `Precision.clip_grad_by_value`.
+    """
+    if type(plugin).clip_grad_by_norm is Precision.clip_grad_by_norm:
+        patches.replace(plugin, "clip_grad_by_norm", by_norm)
+    if type(plugin).clip_grad_by_value is Precision.clip_grad_by_value:
+        patches.replace(plugin, "clip_grad_by_value", by_value)
+    if type(plugin) is MixedPrecision:  # refuses fused optimizers, which matter to a loss scaler only
+        patches.replace(plugin, "clip_gradients", partial(Precision.clip_gradients, plugin))

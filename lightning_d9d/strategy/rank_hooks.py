@@ -11,8 +11,8 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 
+from lightning_d9d.loop.launch import check_launcher_is_noticed
 from lightning_d9d.mesh import MeshConfig, MeshDomains
-from lightning_d9d.strategy.launch import check_launcher_is_noticed
 from lightning_d9d.strategy.ranks import JobRanks, TimeoutConfig
 
 T = TypeVar("T")

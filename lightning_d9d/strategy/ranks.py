@@ -18,9 +18,9 @@ from torch import Tensor
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.log import name_rank
+from lightning_d9d.loop.launch import choose_network_interface, local_store
 from lightning_d9d.mesh import MeshConfig, MeshDomains
 from lightning_d9d.mesh.native_threads import guard_native_threads
-from lightning_d9d.strategy.launch import choose_network_interface, local_store
 
 T = TypeVar("T")
 

@@ -20,10 +20,11 @@ from lightning_d9d.checkpoint import (
     whole_checkpoint,
 )
 from lightning_d9d.errors import ConfigError, StateError
+from lightning_d9d.loop.deferred_saves import DeferredSaves
+from lightning_d9d.loop.interrupt import Saved
+from lightning_d9d.loop.patches import Patches
 from lightning_d9d.mesh.agreement import Ranks
 from lightning_d9d.strategy.configuration import check_saving_callbacks
-from lightning_d9d.strategy.deferred_saves import DeferredSaves
-from lightning_d9d.strategy.interrupt import Saved
 from lightning_d9d.strategy.ranks import JobRanks
 from lightning_d9d.strategy.run_state import RunState
 from lightning_d9d.strategy.weights import gathered_on_first
@@ -82,16 +83,17 @@ class Saves:
         """Threads and what they write are of one run; copies of its Trainer share them."""
         return self
 
-    def open(self, callbacks: list[L.Callback], window_is_open: Callable[[], bool]) -> None:
+    def open(self, patches: Patches, trainer: L.Trainer, window_is_open: Callable[[], bool]) -> None:
         """Defer saves to the end of accumulation windows, and save in the background if configured. Collective.
 
         Args:
-            callbacks: The Trainer's.
+            patches: Those of the run.
+            trainer: The Trainer, that is going to fit.
             window_is_open: Whether there are gradients for which no step was taken.
         """
-        self._deferred = DeferredSaves(window_is_open, callbacks)
+        self._deferred = DeferredSaves(patches, trainer, window_is_open)
         if self._config.asynchronous:
-            check_saving_callbacks(callbacks)
+            check_saving_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
             several = self._ranks.mesh_of_several
             group = (
                 None if several is None else several.group("pp", "dp", "cp", "tp", lane="checkpoint", backend="gloo")
@@ -128,7 +130,7 @@ class Saves:
         deferred, self._deferred = self._deferred, None
         self.last = None
         if deferred is not None:
-            deferred.close()
+            deferred.drop()
         try:
             if background is not None:
                 background.close()

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_d9d.loop.progress import LateProgress, warn_of_nonfinite
 from lightning_d9d.mesh.collectives import all_gather_object
-from lightning_d9d.strategy.progress import LateProgress, warn_of_nonfinite
 from lightning_d9d.strategy.train_step import TrainStep
 from lightning_d9d.strategy.training import BatchPlace, Training
 

@@ -26,18 +26,36 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_d9d.data import BatchPlan
+from lightning_d9d.coordination.ahead import BatchPlan
 from lightning_d9d.errors import ConfigError, RankError
+from lightning_d9d.loop.display import adapt_display, resume_bar, say, silence, silence_hooks
+from lightning_d9d.loop.interrupt import Interruption, how_to_go_on
+from lightning_d9d.loop.launch import check_number_of_ranks
+from lightning_d9d.loop.patches import Patches
+from lightning_d9d.loop.shutdown import Shutdown, end_children_at_exit
+from lightning_d9d.loop.uneven import (
+    align_loaders,
+    begin_evaluation_step,
+    leave_samplers,
+    plan_of,
+)
 from lightning_d9d.mesh import MeshConfig
 from lightning_d9d.ops.backend import using_kernels
 from lightning_d9d.ops.grouped_gemm import using_grouped_gemm
 from lightning_d9d.parallel import ParallelConfig
 from lightning_d9d.pipeline.executor import Executor
 from lightning_d9d.pipeline.microbatch import MicrobatchCount, num_tokens
-from lightning_d9d.schedule import Auto, Choice, Schedule, resolve_schedule
-from lightning_d9d.strategy.auto import choose
+from lightning_d9d.schedule import Schedule, resolve_schedule
 from lightning_d9d.strategy.batches import BatchSplitter
-from lightning_d9d.strategy.building import TrainingParts, alignment, check_run, place_model
+from lightning_d9d.strategy.building import (
+    TrainingParts,
+    alignment,
+    check_loader,
+    check_run,
+    choose_for,
+    describe_gradients,
+    place_model,
+)
 from lightning_d9d.strategy.checkpoint_files import AtomicFileIO, with_atomic_files
 from lightning_d9d.strategy.checkpoints import Checkpoints
 from lightning_d9d.strategy.configuration import (
@@ -47,11 +65,8 @@ from lightning_d9d.strategy.configuration import (
     check_module,
 )
 from lightning_d9d.strategy.context import RunContext
-from lightning_d9d.strategy.display import adapt_display, describe_run, resume_bar, say, silence, silence_hooks
 from lightning_d9d.strategy.effects import Beside
 from lightning_d9d.strategy.eval_step import EvalStep
-from lightning_d9d.strategy.interrupt import Interruption, how_to_go_on
-from lightning_d9d.strategy.launch import check_number_of_ranks
 from lightning_d9d.strategy.loading import load_pretrained
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.offload import move
@@ -68,16 +83,8 @@ from lightning_d9d.strategy.run_state import RunState
 from lightning_d9d.strategy.saving import CheckpointConfig
 from lightning_d9d.strategy.sequence_parts import SequenceCheck
 from lightning_d9d.strategy.sharding import is_sharded
-from lightning_d9d.strategy.shutdown import Shutdown, end_children_at_exit
 from lightning_d9d.strategy.staging import Staging, open_groups, with_dtypes
 from lightning_d9d.strategy.training import BatchPlace, Training
-from lightning_d9d.strategy.uneven import (
-    align_loaders,
-    begin_evaluation_step,
-    check_loader,
-    leave_samplers,
-    plan_of,
-)
 from lightning_d9d.sync.buckets import GradSyncConfig
 from lightning_d9d.sync.norm import clip_gradients_by_value
 
@@ -149,6 +156,7 @@ class D9DStrategy(RankHooks):
         self._steps: OptimizerStep | None = None
         self._shutdown: Shutdown | None = None
         self._interruption: Interruption | None = None
+        self._patches: Patches | None = None
         self._kernels = ExitStack()
         self._is_described = False
 
@@ -212,6 +220,12 @@ class D9DStrategy(RankHooks):
         return self.lightning_module is not None and plan_of(self.lightning_module.trainer.fit_loop).is_dummy
 
     @property
+    def patches(self) -> Patches:
+        """The place for what this run replaces on its Trainer's objects; from `setup_environment` to `teardown`."""
+        assert self._patches is not None
+        return self._patches
+
+    @property
     def parallel_in_effect(self) -> ParallelConfig:
         """The configuration with the dtypes that follow from precision and `grad_sync`."""
         autocasts = isinstance(self.precision_plugin, MixedPrecision) and isinstance(self.lightning_module, D9DModule)
@@ -242,7 +256,8 @@ class D9DStrategy(RankHooks):
     def connect(self, model: L.LightningModule) -> None:
         """Take the module that is going to run. Local."""
         super().connect(model)
-        silence_hooks(model)
+        if isinstance(model, D9DModule):
+            silence_hooks()
 
     def setup_environment(self) -> None:
         """Join the process group and find this rank's place in the pipeline. Collective."""
@@ -253,17 +268,22 @@ class D9DStrategy(RankHooks):
         super().setup_environment()
         if self.is_distributed:  # one process goes on with its random state, as on Lightning's one-device strategy
             reset_seed()
+        if self._patches is not None:
+            self._patches.undo()  # this run began inside of another, in a callback say
+        self._patches = Patches(trainer)
         self._join(trainer)
-        adapt_display(trainer)
+        clip_by(self.patches, self.precision_plugin, self._clip_grad_by_norm, self._clip_grad_by_value)
+        adapt_display(self.patches, trainer)
         if self.is_distributed and self.ranks.dp_size == 1:
-            self._checkpoints.place.undo_with(leave_samplers(trainer))
+            leave_samplers(self.patches, trainer)
         self._kernels.enter_context(using_kernels(self.parallel.kernels))
         self._kernels.enter_context(using_grouped_gemm(self.parallel.grouped_gemm))
         beside = Beside(module, self.mesh_config, self.mesh_config.resolve(self.world_size), self.parallel)
         check_run(self.settings(), D9DStrategy().settings(), beside, self.precision_plugin)
         open_groups(self.ranks, self.parallel_in_effect)
         has_stages = isinstance(module, D9DModule) and len(module.stages) > 0
-        self.staging.begin(self.ranks.mesh_of_several, self.root_device, self._choose, keeps=has_stages)
+        select = functools.partial(choose_for, module, self.precision_plugin, self.root_device, self.parallel)
+        self.staging.begin(self.ranks.mesh_of_several, self.root_device, select, keeps=has_stages)
         self._tell_module()
 
     def _join(self, trainer: Any) -> None:
@@ -274,15 +294,9 @@ class D9DStrategy(RankHooks):
         self.ranks.join(self.cluster_environment, self.num_nodes)
         if self.is_distributed:
             seconds = self.timeouts.shutdown_seconds, self.timeouts.init_seconds
-            self._shutdown = Shutdown(trainer, self._checkpoints.saves, *seconds)
+            self._shutdown = Shutdown(self.patches, trainer, self._checkpoints.saves, *seconds)
             self.ranks.spread()
             check_equal_configuration(self.settings(), trainer)
-
-    def _choose(self, auto: Auto, num_ranks: int) -> Choice:
-        with self.precision_plugin.module_init_context():
-            dtype = torch.get_default_dtype()
-        module = cast(D9DModule, self._attached)  # or its schedule was refused
-        return choose(auto, module, num_ranks, dtype, self.root_device, self.parallel.compile)
 
     def _tell_module(self) -> None:
         """Let the module know where it runs, before it builds its stages. Local."""
@@ -293,14 +307,13 @@ class D9DStrategy(RankHooks):
 
     @property
     def precision_plugin(self) -> Precision:
-        """The Trainer's precision plugin; it clips by this strategy's norm."""
+        """The Trainer's precision plugin; in a run it clips by this strategy's norm."""
         return super().precision_plugin
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         if precision_plugin is not None:
             check_precision(precision_plugin, is_d9d=False)
-            clip_by(precision_plugin, self._clip_grad_by_norm, self._clip_grad_by_value)
         self._precision_plugin = precision_plugin
 
     def setup(self, trainer: L.Trainer) -> None:
@@ -317,37 +330,35 @@ class D9DStrategy(RankHooks):
         self._rank_model = place_model(self.model, self.parallel, self.ranks, lambda: self._run_state().names)
         if is_sharded(self.model):
             for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-                loop.inference_mode = False  # DTensors know no inference tensors
+                self.patches.replace(loop, "inference_mode", False)  # DTensors know no inference tensors
         if isinstance(module, D9DModule) and self.pipeline is not None:
             pads = self.parallel.pad_sequences
             splitter = BatchSplitter(module, self.pipeline, self.microbatch_count, pads_sequences=pads)
             self._evaluation = module.evaluation = EvalStep(module, splitter, SequenceCheck(module))
         aligned = alignment(self.ranks, self.splitter, self._run_dummy, self._checkpoints.place.is_to_be_resumed)
-        self._checkpoints.place.undo_with(align_loaders(trainer, aligned))
+        align_loaders(self.patches, trainer, aligned)
         if self._is_fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if self._is_fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
-            training = self._training = self._parts().training(module)
+            parts = TrainingParts(
+                patches=self.patches,
+                ranks=self.ranks,
+                rank_model=self._rank_model,
+                parallel=self.parallel,
+                grad_sync=self.grad_sync,
+                precision=self.precision_plugin,
+                optimizers=self.optimizers,
+                evaluation=self._evaluation,
+                skips_nonfinite=self.skip_nonfinite,
+            )
+            training = self._training = parts.training(module)
             self._steps = training.optimizer_step
             self._update_gradients()
-            self._checkpoints.saves.open(cast(Any, trainer).callbacks, lambda: training.window_is_open)
+            self._checkpoints.saves.open(self.patches, trainer, lambda: training.window_is_open)
             if not self.is_distributed:
-                self._interruption = Interruption(trainer, lambda: training.window_is_open)
-
-    def _parts(self) -> TrainingParts:
-        assert self._rank_model is not None
-        return TrainingParts(
-            ranks=self.ranks,
-            rank_model=self._rank_model,
-            parallel=self.parallel,
-            grad_sync=self.grad_sync,
-            precision=self.precision_plugin,
-            optimizers=self.optimizers,
-            evaluation=self._evaluation,
-            skips_nonfinite=self.skip_nonfinite,
-        )
+                self._interruption = Interruption(self.patches, trainer, lambda: training.window_is_open)
 
     def model_to_device(self) -> None:
         """Move the module to this process's device, but for weights that stay in the host's memory."""
@@ -383,7 +394,8 @@ class D9DStrategy(RankHooks):
         self._checkpoints.saves.end_training()
         if self._interruption is not None:
             self._interruption.check()
-        self._fit.finish()
+        if self._training is not None:  # a run inside of this one, in a callback say, has dropped it
+            self._training.finish()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Lightning calls it for batches that are not None."""
@@ -396,9 +408,7 @@ class D9DStrategy(RankHooks):
         trainer: Any = self._attached.trainer
         if self.is_distributed and not self._is_described:
             self._is_described = True
-            gradients, batches = self._fit.gradients, trainer.accumulate_grad_batches
-            sizes = batches, num_tokens((args, kwargs)), gradients.num_bucket_bytes
-            say(trainer, describe_run(self.mesh, gradients.parameters, gradients.tied, *sizes))
+            say(trainer, describe_gradients(self.mesh, self._fit.gradients, trainer, num_tokens((args, kwargs))))
         self._sync_buffers()
         self._update_gradients()
         own = functools.partial(super().training_step, *args, **kwargs)
@@ -585,10 +595,10 @@ class D9DStrategy(RankHooks):
         """
         try:
             module = self.lightning_module
-            if self._layer_sync is not None and module is not None and module.trainer.state.fn == TrainerFn.FITTING:
+            if self._layer_sync is not None and module is not None and self._is_fitting:
                 self.model = self._layer_sync.revert(module)
-            parts = (self._training, self._rank_model, self._interruption)
-            for part in (*filter(None, parts), self.staging, self._kernels, self._checkpoints.loads):
+            parts = (self._training, self._rank_model, self.staging, self._kernels, self._checkpoints.loads)
+            for part in filter(None, parts):
                 part.close()
             self._training = self._rank_model = self._evaluation = self._interruption = None
             if isinstance(module, D9DModule):
@@ -598,6 +608,9 @@ class D9DStrategy(RankHooks):
             super().teardown()
             self.ranks.close()
         finally:
+            patches, self._patches = self._patches, None
+            if patches is not None:
+                patches.undo()
             shutdown, self._shutdown = self._shutdown, None
             if shutdown is not None:
                 shutdown.close()

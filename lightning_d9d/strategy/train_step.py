@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_d9d.data import ALONE, BatchPlan
+from lightning_d9d.coordination.ahead import ALONE, BatchPlan
 from lightning_d9d.mesh.sharding import local
 from lightning_d9d.pipeline.executor import Executor, LossScale, SplitBatch
 from lightning_d9d.pipeline.totals import BatchTotals, weighted_mean

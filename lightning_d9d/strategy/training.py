@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_d9d.data import ALONE, BatchPlan
+from lightning_d9d.coordination.ahead import ALONE, BatchPlan
 from lightning_d9d.pipeline.executor import Executor
 from lightning_d9d.strategy.gradient_sync import GradientSync
 from lightning_d9d.strategy.optimizer_step import OptimizerStep

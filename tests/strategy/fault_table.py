@@ -11,9 +11,9 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from tests.loop.test_launchers import free_port
 from tests.strategy import fault_job as job
 from tests.strategy.fault_job import SHUTDOWN_SECONDS, Fault
-from tests.strategy.test_launchers import free_port
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "explanation" / "faults.md"
@@ -63,7 +63,7 @@ class Job:
     def run(self, directory: Path, phase: str) -> Ended:
         """Start the ranks and wait until all have ended that do; print what they said."""
         context = multiprocessing.get_context("forkserver")  # has imported everything
-        context.set_forkserver_preload(["tests.strategy.fault_job", "tests.strategy.shutdown_job"])
+        context.set_forkserver_preload(["tests.strategy.fault_job", "tests.loop.shutdown_job"])
         port = free_port(range(25000, 32000))
         fault = Fault(phase.split()[0], self.rank, self.act, self.skip)
         ranks = [

@@ -22,10 +22,10 @@ import torch
 from lightning_d9d import StateError, TimeoutConfig
 from lightning_d9d.cli import main
 from tests.harness.ranks import RankContext
+from tests.loop.test_shutdown import FORKED_SECONDS
 from tests.strategy import fault_job as job
 from tests.strategy.fault_job import INIT_SECONDS, NUM_STEPS, SAVE_EVERY, SHUTDOWN_SECONDS, STEP_SECONDS, Fault, saved
 from tests.strategy.fault_table import BODY_SECONDS, ROOT, ByTest, Job, LeftOut, Table
-from tests.strategy.test_shutdown import FORKED_SECONDS
 
 FILE = "tests/strategy/test_faults.py"
 PYTEST_SECONDS = 300.0  # pyproject.toml
@@ -38,7 +38,7 @@ SILENT = "no answer from rank 1"
 NO_STORE = "rank 0 failed: it does not answer; its process or the network is down"
 NO_DISK = "step=4.ckpt' cannot be saved: [Errno 27] File too large; free space, raise the limit"
 NO_DISK_FOR_DIRECTORY = "step=4.ckpt' cannot be saved: rank 0: [Errno 27] File too large; free space, raise the limit"
-ANY_FAILURE = "tests/strategy/test_shutdown.py::test_rank_that_raises_ends_the_other"
+ANY_FAILURE = "tests/loop/test_shutdown.py::test_rank_that_raises_ends_the_other"
 NOTHING_WRITTEN = (
     "the package writes nothing here; what user code writes fails as any user code, see forward of this row"
 )
@@ -47,7 +47,7 @@ ALL_READ = "files are read, checked and built into objects before setup"
 CELLS: dict[tuple[str, str], Job | ByTest | LeftOut] = {
     ("kill", "setup"): Job(1, job.kill, -signal.SIGKILL, SILENT, ()),
     ("kill", "forward"): ByTest(
-        "tests/strategy/test_shutdown.py::test_rank_that_ends_without_a_word[kill--9]",
+        "tests/loop/test_shutdown.py::test_rank_that_ends_without_a_word[kill--9]",
         FORKED_SECONDS,
         f"rank 0 ends: `{SILENT}`",
     ),

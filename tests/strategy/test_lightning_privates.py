@@ -1,6 +1,7 @@
-"""Every private name of Lightning that the package uses, and what it relies on. A new use must be added here.
+"""What the package relies on in Lightning: each private name it uses, and each attribute it replaces.
 
-If a test here fails after an update of Lightning, look at the file named in `USED`, then at Lightning's changes.
+A new private name must be added to `USED`, and what is replaced to `PATCHES` in `lightning_d9d/loop/patches.py`. If a
+test here fails after an update of Lightning, look at the file named there, then at Lightning's changes.
 """
 
 from __future__ import annotations
@@ -8,7 +9,11 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import pkgutil
+import re
+import tomllib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +22,7 @@ import pytest
 import torch
 from lightning.fabric.utilities import distributed, optimizer
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
-from lightning.pytorch.callbacks import ModelSummary, RichProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, RichModelSummary, RichProgressBar
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.core import saving
 from lightning.pytorch.loops import evaluation_loop, fetchers, fit_loop, prediction_loop, training_epoch_loop
@@ -31,6 +36,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 import lightning_d9d
 from lightning_d9d import D9DStrategy
+from lightning_d9d.loop.patches import PATCHES, Patch
 
 ROOT = Path(lightning_d9d.__file__).parent
 
@@ -44,7 +50,7 @@ def parameters_of(function: Callable[..., Any]) -> list[str]:
 
 
 def trainer() -> L.Trainer:
-    return L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    return L.Trainer(accelerator="cpu", logger=False, callbacks=[ModelCheckpoint()], enable_progress_bar=False)
 
 
 DataConnector = data_connector._DataConnector
@@ -53,19 +59,12 @@ EvaluationLoop = evaluation_loop._EvaluationLoop
 SignalConnector = signal_connector._SignalConnector
 
 USED: dict[str, Callable[[], bool]] = {
-    # strategy/shutdown.py replaces these on one Trainer's objects
-    "_broadcast_sigterm_tensor": lambda: calls(EpochLoop.advance, "self._broadcast_sigterm_tensor()"),
-    "_sigterm_notifier_fn": lambda: (
-        parameters_of(SignalConnector._sigterm_notifier_fn) == ["signum", "_"]
-        and calls(SignalConnector.register_signal_handlers, "_sigterm_notifier_fn")
-    ),
-    "_slurm_sigusr_handler_fn": lambda: (
-        parameters_of(SignalConnector._slurm_sigusr_handler_fn) == ["signum", "_"]
-        and calls(SignalConnector.register_signal_handlers, "sigusr_handlers.append(self._slurm_sigusr_handler_fn)")
-    ),
+    # loop/shutdown.py replaces these; PATCHES says who calls them
+    "_broadcast_sigterm_tensor": lambda: parameters_of(EpochLoop._broadcast_sigterm_tensor) == [],
+    "_sigterm_notifier_fn": lambda: parameters_of(SignalConnector._sigterm_notifier_fn) == ["signum", "_"],
+    "_slurm_sigusr_handler_fn": lambda: parameters_of(SignalConnector._slurm_sigusr_handler_fn) == ["signum", "_"],
     "_store_dataloader_outputs": lambda: (
         parameters_of(EvaluationLoop._store_dataloader_outputs) == []
-        and calls(EvaluationLoop, "self._store_dataloader_outputs()\n        return self.on_run_end()")
         and calls(EvaluationLoop._store_dataloader_outputs, "update_eval_epoch_metrics()")
     ),
     # and reads these
@@ -79,10 +78,10 @@ USED: dict[str, Callable[[], bool]] = {
         trainer().fit_loop._data_fetcher is None and calls(fit_loop._FitLoop.setup_data, "self._data_fetcher =")
     ),
     "_results": lambda: isinstance(trainer().validate_loop._results, result._ResultCollection),
-    # strategy/progress.py
+    # loop/progress.py
     "_logger_connector": lambda: trainer()._logger_connector is not None,
     "_progress_bar_metrics": lambda: trainer()._logger_connector._progress_bar_metrics == {},
-    # strategy/display.py gives the Trainer's callbacks other classes
+    # loop/display.py gives the Trainer's callbacks other classes
     "_get_train_description": lambda: (
         calls(RichProgressBar.on_train_epoch_start, "self._get_train_description(trainer.current_epoch)")
         and calls(RichProgressBar._get_train_description, "{self.trainer.max_epochs - 1}")
@@ -99,7 +98,7 @@ USED: dict[str, Callable[[], bool]] = {
         ]
         and calls(ModelSummary.on_fit_start, "total_training_modes,\n                total_flops=total_flops")
     ),
-    # strategy/interrupt.py
+    # loop/interrupt.py
     "_checkpoint_connector": lambda: (
         parameters_of(trainer()._checkpoint_connector._parse_ckpt_path)
         == ["state_fn", "ckpt_path", "model_provided", "model_connected"]
@@ -118,7 +117,7 @@ USED: dict[str, Callable[[], bool]] = {
     ),
     "_trainer": lambda: L.LightningModule()._trainer is None,
     "_SUPPORTED_MODES": lambda: combined_loader._SUPPORTED_MODES["sequential"]["iterator"] is not None,
-    # strategy/uneven.py replaces `dataloader` of one Trainer's data sources; strategy/aligned.py asks which loop runs
+    # loop/uneven.py replaces `dataloader` of one Trainer's data sources; strategy/aligned.py asks which loop runs
     "_data_source": lambda: all(
         calls(loop.setup_data, "_request_dataloader(source)")
         and calls(data_connector._request_dataloader, "data_source.dataloader()")
@@ -189,9 +188,12 @@ def test_lightning_still_has(name: str) -> None:
 
 def uses() -> Iterator[str]:
     """Private names on other objects, imported or overridden, in the files that may know Lightning."""
-    for folder in ("strategy", "callbacks", "datamodules"):
+    for folder in ("strategy", "loop", "callbacks", "datamodules"):
         for path in (ROOT / folder).glob("*.py"):
             yield from uses_in(ast.parse(path.read_text()))
+    for patch in PATCHES:
+        names = [patch.attribute, *(part for path in patch.paths for part in path.split("."))]
+        yield from (name for name in names if name.startswith("_") and not name.startswith("__"))
     for path in (ROOT / "cli" / "training.py", ROOT / "models" / "qwen3_moe" / "module.py"):
         yield from uses_in(ast.parse(path.read_text()))
     for node in ast.walk(ast.parse((ROOT / "cli" / "training.py").read_text())):
@@ -232,3 +234,121 @@ def _set_by_strategy() -> set[str]:
 
     sources = inspect.getsource(Strategy.__init__) + inspect.getsource(ParallelStrategy.__init__)
     return {name for name in vars(D9DStrategy()) if f"self.{name}" in sources}
+
+
+# What is replaced
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: f"{patch.paths[0]}.{patch.attribute}")
+def test_what_is_replaced_is_there_and_used(patch: Patch) -> None:
+    run = trainer()
+    for path in patch.paths:
+        owners = list(replace(patch, paths=(path,)).owners(run))
+        assert owners
+        assert all(hasattr(owner, patch.attribute) for owner in owners)
+    user = pkgutil.resolve_name(f"lightning.pytorch.{patch.user}")
+    assert calls(user.fget if isinstance(user, property) else user, patch.text), (
+        f"Lightning {L.__version__} has changed {patch.user}, which relied on {patch.text!r}: {patch.why}"
+    )
+
+
+def test_every_patch_is_used() -> None:
+    sources = "".join(path.read_text() for path in ROOT.rglob("*.py") if path.name != "patches.py")
+    assert "patches.insert_callback(" in sources
+    assert not [each.attribute for each in PATCHES if f'"{each.attribute}"' not in sources and each.paths != ("",)]
+
+
+SET_ELSEWHERE = {
+    "self._trainer.should_stop": "each callback may",
+    "self._trainer._signal_connector.received_sigterm": "where Lightning's handler of SIGTERM is replaced",
+    "loop._last_train_dl_reload_epoch": "the place in an epoch goes on from a checkpoint",
+    "setattr(progress, name, getattr(progress, name) + place - num_read)": "likewise",
+    "cast(Any, inner).checkpoint_io": "a plugin that wraps Lightning's own gets the one that never leaves torn files",
+    "part._device": "a module moves as by its `to`",
+    "cast(Any, self._trainer.strategy).saves_at_once": "an attribute of D9DStrategy",
+    "apart.__dict__.update(self.__dict__)": "a copy of a D9DModule",
+    "apart.__dict__[kind]": "likewise",
+    "vars(block)[_SHARDED_WITH]": "a block of a module",
+    "vars(optimizer).pop(name, None)": "an optimizer of torch",
+}
+"""What is set outside of `loop/patches.py`: Lightning or its users do so, or it is not Lightning's."""
+
+
+def test_nothing_is_replaced_elsewhere() -> None:
+    """All changes of Lightning's objects are in one room; a new one needs a row of PATCHES."""
+    names = _names_of_lightning()
+    found = {}
+    for path in _faces():
+        for node in ast.walk(ast.parse(path.read_text())):
+            found.update({text: path.relative_to(ROOT) for text in _set_by(node, names)})
+    assert found.keys() == SET_ELSEWHERE.keys(), {k: found.get(k) for k in found.keys() ^ SET_ELSEWHERE}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "trainer.fit_loop.run = hook",
+        "trainer.anything, x = hook, 1",
+        "loop.epoch_loop.anything += 1",
+        "del connector.register_signal_handlers",
+        "plugin.clip_grad_by_norm = hook",
+        "callback.__class__ = Other",
+        "bar._progress_bar_metrics['loss'] = 1",
+        "setattr(where, name, hook)",
+        "delattr(where, name)",
+        "vars(where).pop(name)",
+        "vars(where)[name] = hook",
+        "where.__dict__.update(run=hook)",
+    ],
+)
+def test_a_new_change_is_found(source: str) -> None:
+    names = _names_of_lightning()
+    assert [text for node in ast.walk(ast.parse(source)) for text in _set_by(node, names)]
+
+
+def _faces() -> Iterator[Path]:
+    """Files that may know Lightning, by the contract of pyproject.toml, but for the room where it is changed."""
+    contracts = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    without = next(each["source_modules"] for each in contracts if "lightning" in each.get("forbidden_modules", [])[:1])
+    for path in ROOT.rglob("*.py"):
+        module = ".".join(("lightning_d9d", *path.relative_to(ROOT).with_suffix("").parts))
+        if module != "lightning_d9d.loop.patches" and not any(f"{module}.".startswith(f"{each}.") for each in without):
+            yield path
+
+
+def _names_of_lightning() -> set[str]:
+    """The attributes of all of Lightning's objects that a Trainer has."""
+    seen: dict[int, Any] = {}
+    left: list[Any] = [
+        L.Trainer(
+            accelerator="cpu", logger=False, callbacks=[ModelCheckpoint(), RichProgressBar(), RichModelSummary()]
+        ),
+        trainer(),
+    ]
+    while left:
+        owner = left.pop()
+        if isinstance(owner, list | tuple):
+            left += owner
+        elif type(owner).__module__.startswith("lightning.") and id(owner) not in seen:
+            seen[id(owner)] = owner
+            left += vars(owner).values() if hasattr(owner, "__dict__") else []
+    return {"_device", *(name for owner in seen.values() for name in dir(owner))}
+
+
+def _set_by(node: ast.AST, names: set[str]) -> Iterator[str]:
+    """What a node sets or deletes on an object other than `self`, if that may be one of Lightning's."""
+    match node:
+        case ast.Attribute(value=owner, attr=name, ctx=ast.Store() | ast.Del()):
+            of_trainer = re.search("trainer|loop|connector|callback|plugin|saver", ast.unparse(owner))
+            if ast.unparse(owner) != "self" and (name in names or of_trainer):
+                yield ast.unparse(node)
+        case ast.Subscript(value=ast.Attribute(value=owner, attr=name), ctx=ast.Store() | ast.Del()):
+            if ast.unparse(owner) != "self" and name in names:
+                yield ast.unparse(node)
+        case ast.Call(func=ast.Name(id="setattr" | "delattr")):
+            yield ast.unparse(node)
+        case ast.Subscript(value=ast.Call(func=ast.Name(id="vars")), ctx=ast.Store() | ast.Del()):
+            yield ast.unparse(node)
+        case ast.Call(func=ast.Attribute(value=owner, attr="pop" | "update" | "clear" | "setdefault")):
+            if re.fullmatch(r"vars\(.*\)|.*\.__dict__", ast.unparse(owner)):
+                yield ast.unparse(node)

@@ -186,6 +186,8 @@ def test_a_plain_training_sums_gradients_at_the_end_of_a_window(rank: RankContex
     assert not training.window_is_open
     (torch.stack([alone(batch_of(number, rank.device)).square().sum() for number in range(4)]).sum() / 2).backward()
     for (name, one), other in zip(model.named_parameters(), alone.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
         assert_close_named(name, one.grad, other.grad)
     training.close()
     ranks.close()

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.strategy.launcher_job import SHUTDOWN_SECONDS, STEP_SECONDS
-from tests.strategy.test_launchers import free_port, read, run_ranks
+from tests.loop.launcher_job import SHUTDOWN_SECONDS, STEP_SECONDS
+from tests.loop.test_launchers import free_port, read, run_ranks
 
 PREFIX = "lightning-d9d-test-"
 ROOT = Path(__file__).parents[2]
@@ -104,7 +104,7 @@ def run_and_cut(nodes: list[Node], directory: Path, *cases: str) -> Ended:
     for number, node in enumerate(nodes):
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={number}"]
         torchrun += ["--nproc-per-node=1", f"--master-addr={nodes[0].address}", "--master-port=29500"]
-        command = [*torchrun, "-m", "tests.strategy.launcher_job", str(directory), *cases]
+        command = [*torchrun, "-m", "tests.loop.launcher_job", str(directory), *cases]
         jobs.append(node.start(command, variables, outputs[number]))
     limits = [threading.Timer(JOB_SECONDS, node.end_processes) for node in nodes]
     ended = Ended()

@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import Metric
 
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.loop.progress import is_watched
 from lightning_d9d.mesh import MeshDomains
 from lightning_d9d.models.qwen3_moe.batch import BatchCheck, check_form, place_in_data, prepared
 from lightning_d9d.models.qwen3_moe.config import Qwen3MoeConfig
@@ -40,7 +41,6 @@ from lightning_d9d.pipeline.types import StageInfo, StageInputs, WeightedLoss
 from lightning_d9d.schedule import ModelCosts
 from lightning_d9d.strategy.checkpoint_files import read_value
 from lightning_d9d.strategy.module import D9DModule
-from lightning_d9d.strategy.progress import is_watched
 
 _NAMES_OF_STAGES: dict[str | None, str] = {
     "train": "training",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, cast
 
 import lightning as L
@@ -25,12 +25,11 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.utilities.model_summary.model_summary import _format_summary_table
 from torch import Tensor, nn
 
+from lightning_d9d.loop.patches import Patches
 from lightning_d9d.mesh import MeshDomains
 from lightning_d9d.mesh.agreement import first_of
 from lightning_d9d.mesh.collectives import all_gather_object
 from lightning_d9d.mesh.sharding import local
-from lightning_d9d.strategy.module import D9DModule
-from lightning_d9d.strategy.tied import TiedParameters
 
 _DEPRECATIONS = (r"`isinstance\(treespec, LeafSpec\)` is deprecated",)
 """What torch says to Lightning."""
@@ -40,7 +39,7 @@ _NO_LOADER = "You defined a `validation_step` but have no `val_dataloader`"
 def describe_run(
     mesh: MeshDomains,
     parameters: Iterable[nn.Parameter],
-    tied: TiedParameters,
+    tied: Collection[str],
     accumulated_batches: int,
     num_tokens: int,
     bucket_bytes: int,
@@ -50,13 +49,13 @@ def describe_run(
     Args:
         mesh: The mesh of the run.
         parameters: This rank's parameters.
-        tied: Those that other pipeline ranks hold, too.
+        tied: The names of those that other pipeline ranks hold, too.
         accumulated_batches: The batches of an optimizer step.
         num_tokens: The tokens of a batch on this rank; 0 if it is unknown.
         bucket_bytes: The size of the gradient buckets.
     """
     weights = sum(local(each).numel() * each.element_size() for each in parameters)
-    shared = {"on several stages": first_of([each.name for each in tied.values()])} if tied else {}
+    shared = {"on several stages": first_of(list(tied))} if tied else {}
     return mesh.describe(
         {
             **shared,
@@ -66,10 +65,11 @@ def describe_run(
     )
 
 
-def adapt_display(trainer: L.Trainer) -> None:
-    """Correct the Trainer's progress bar and model summary, for good. Local."""
+def adapt_display(patches: Patches, trainer: L.Trainer) -> None:
+    """Correct the Trainer's progress bar and model summary for this run. Local."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        callback.__class__ = _CORRECTED.get(type(callback), type(callback))
+        if type(callback) in _CORRECTED:
+            patches.replace(callback, "__class__", _CORRECTED[type(callback)])
 
 
 def say(trainer: L.Trainer, text: str) -> None:
@@ -102,10 +102,9 @@ def silence() -> None:
         warnings.filterwarnings("ignore", message)
 
 
-def silence_hooks(module: L.LightningModule) -> None:
-    """Hide the warning that a module validates and has no data for it, if the user did not write that. Local."""
-    if isinstance(module, D9DModule):
-        warnings.filterwarnings("ignore", _NO_LOADER)
+def silence_hooks() -> None:
+    """Hide the warning that a module validates and has no data for it, which the user did not write. Local."""
+    warnings.filterwarnings("ignore", _NO_LOADER)
 
 
 # Progress bars
@@ -132,7 +131,7 @@ class _Bar(ProgressBar):
             self._first_batch = num_batches
             self.on_train_epoch_start(self.trainer, self.trainer.lightning_module)
             self._skip(num_batches)
-            self._first_batch = 0
+            del self._first_batch  # that of the class is 0
 
     def _skip(self, num_batches: int) -> None:
         raise NotImplementedError
@@ -183,12 +182,12 @@ class _Summary(ModelSummary):
     def _summary(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Any:
         """Of the whole model, also where this rank has some of its stages. Collective over a pipeline."""
         strategy = cast(Any, trainer.strategy)
-        if not strategy.is_pipelined or not isinstance(pl_module, D9DModule):
+        if not strategy.is_pipelined:
             return super()._summary(trainer, pl_module)
         own = pl_module.state_dict(keep_vars=True)
         frozen = {name for name, value in own.items() if isinstance(value, Tensor) and not value.requires_grad}
         frozen = set().union(*all_gather_object(frozen, strategy.mesh.group("pp")))
-        whole = pl_module.whole_on_meta()
+        whole = cast(Any, pl_module).whole_on_meta()  # only D9DModules have stages
         for name, value in whole.state_dict(keep_vars=True).items():
             if name in frozen and isinstance(value, Tensor):
                 value.requires_grad_(False)

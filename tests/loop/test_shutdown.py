@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from lightning_d9d.coordination.watchdog import RankWatch, end_processes
 from lightning_d9d.errors import RankError
-from lightning_d9d.strategy.watchdog import RankWatch, end_processes
 
 ROOT = Path(__file__).parents[2]
 SHUTDOWN_SECONDS = 2.0  # as in shutdown_job.py, which only the jobs import
@@ -87,7 +87,7 @@ def run_job(
     }
     with (directory / "errors.txt").open("w") as errors:
         job = subprocess.Popen(
-            [*command, "-m", "tests.strategy.shutdown_job", str(directory), *cases],
+            [*command, "-m", "tests.loop.shutdown_job", str(directory), *cases],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -131,7 +131,7 @@ def processes_with(marker: str) -> list[int]:
 def run_forked(directory: Path, *cases: str) -> Ended:
     """Two ranks forked from a process that has imported everything, with a group they joined before the Trainer."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.strategy.shutdown_job"])
+    context.set_forkserver_preload(["tests.loop.shutdown_job"])
     ranks = [context.Process(target=start_rank, args=(number, str(directory), cases)) for number in range(2)]
     for rank in ranks:
         rank.start()
@@ -146,7 +146,7 @@ def run_forked(directory: Path, *cases: str) -> Ended:
 
 
 def start_rank(number: int, directory: str, cases: tuple[str, ...]) -> None:
-    from tests.strategy.shutdown_job import forked_rank
+    from tests.loop.shutdown_job import forked_rank
 
     forked_rank(number, directory, cases)
 

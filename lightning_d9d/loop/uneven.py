@@ -1,7 +1,7 @@
 """Loaders of a `D9DModule` that give data ranks different numbers of batches.
 
 Forward and backward of a batch may be collective over data ranks, so each rank must run as many as the others. Where
-lengths are known and equal nothing is done. Elsewhere ranks look one batch ahead and agree, see `data/ahead.py`:
+lengths are known and equal nothing is done. Elsewhere ranks look one batch ahead and agree (`coordination/ahead.py`):
 
 - In training a rank whose data have ended trains on dummy batches, copies of its last one, until all have ended. They
   pass through Lightning's loop, as there is an optimizer step to take.
@@ -15,6 +15,7 @@ import copy
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -24,12 +25,13 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.combined_loader import _SUPPORTED_MODES
 from torch.utils.data import BatchSampler, DataLoader, default_collate
 
-from lightning_d9d.data import END, NOTHING, Agreement, BatchPlan, is_place_of_sampler, without_resuming
+from lightning_d9d.coordination.ahead import END, NOTHING, Agreement, BatchPlan
+from lightning_d9d.data import is_place_of_sampler, without_resuming
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.loop.patches import Patches
 from lightning_d9d.mesh.agreement import Ranks, first_of
 from lightning_d9d.mesh.collectives import all_gather_object
 from lightning_d9d.pipeline.trees import copy_containers
-from lightning_d9d.strategy.ranks import JobRanks
 
 _REMEDY = "give every data rank at least one batch: more data, or fewer data ranks"
 
@@ -55,11 +57,10 @@ class Alignment:
         return self
 
 
-def align_loaders(trainer: L.Trainer, alignment: Alignment) -> Callable[[], None]:
-    """Let the loops of a Trainer read through `TrainingLoader` and `EvaluationLoader` in this run.
+def align_loaders(patches: Patches, trainer: L.Trainer, alignment: Alignment) -> None:
+    """Let the loops of a Trainer read through `TrainingLoader` and `EvaluationLoader` in this run. Local.
 
-    Returns:
-        What gives them back as they were. Loaders that have been set up stay.
+    Loaders that have been set up in it stay.
     """
     fit_loop: Any = trainer.fit_loop
     kinds: list[tuple[Any, Callable[[CombinedLoader], CombinedLoader], str]] = [
@@ -70,36 +71,17 @@ def align_loaders(trainer: L.Trainer, alignment: Alignment) -> Callable[[], None
             by_loader = loop is not trainer.predict_loop
             kinds.append((loop, lambda loader, by=by_loader: EvaluationLoader(loader, alignment, by), "sequential"))
     for loop, kind, mode in kinds:
-        _read_through(loop._data_source, kind, mode)
-
-    def undo() -> None:
-        for loop, *_ in kinds:
-            vars(loop._data_source).pop("dataloader", None)
-
-    return undo
+        patches.replace(loop._data_source, "dataloader", partial(_read_through, loop._data_source, kind, mode))
 
 
-def leave_samplers(trainer: L.Trainer) -> Callable[[], None]:
-    """Keep a Trainer from putting its own samplers in place of those of the loaders.
-
-    Returns:
-        What allows it again.
-    """
-    connector = trainer._accelerator_connector
-    allowed, connector.use_distributed_sampler = connector.use_distributed_sampler, False
-
-    def undo() -> None:
-        connector.use_distributed_sampler = allowed
-
-    return undo
+def leave_samplers(patches: Patches, trainer: L.Trainer) -> None:
+    """Keep a Trainer from putting its own samplers in place of those of the loaders, in this run. Local."""
+    patches.replace(trainer._accelerator_connector, "use_distributed_sampler", False)
 
 
-def _read_through(source: Any, kind: Callable[[CombinedLoader], CombinedLoader], mode: Any) -> None:
-    def dataloader() -> CombinedLoader:
-        loader = type(source).dataloader(source)
-        return kind(loader if isinstance(loader, CombinedLoader) else CombinedLoader(loader, mode))
-
-    source.dataloader = dataloader
+def _read_through(source: Any, kind: Callable[[CombinedLoader], CombinedLoader], mode: Any) -> CombinedLoader:
+    loader = type(source).dataloader(source)
+    return kind(loader if isinstance(loader, CombinedLoader) else CombinedLoader(loader, mode))
 
 
 def check_lengths(loader: object, what: str, trains: bool, alone: bool) -> None:
@@ -127,29 +109,6 @@ def check_lengths(loader: object, what: str, trains: bool, alone: bool) -> None:
             f"the {what} has no batch on rank {first_of(list(map(str, empty)))}: its dataset is empty, or drop_last "
             "leaves out all of it; give more data or lower batch_size"
         )
-
-
-def check_loader(loader: object, module: L.LightningModule, ranks: JobRanks, *, is_staged: bool) -> None:
-    """Refuse a loader without a batch on some rank. Collective over all ranks.
-
-    Lightning would warn and train on nothing, or leave an evaluation out on that rank while others wait at its end.
-
-    Args:
-        loader: This rank's.
-        module: Attached to the Trainer that is going to read it.
-        ranks: The ranks of the job.
-        is_staged: Whether the module is a D9DModule.
-
-    Raises:
-        ConfigError: A D9DModule is to train on a loader that has no batch on some rank, or an evaluation of several
-            ranks has one on some of them only; on every rank.
-    """
-    trainer = module.trainer
-    trains, is_alone = bool(trainer.training), ranks.world_size == 1
-    meets_at_end = not (is_alone or trainer.predicting) or ranks.needs_equal_batches
-    if is_staged if trains else meets_at_end:
-        what = f"{'training ' if trains else ''}{type(loader).__name__} of {type(module).__name__}"
-        check_lengths(loader, what, trains, alone=is_alone)
 
 
 class _Described(NamedTuple):

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_d9d.strategy.messages import Failure
-from tests.strategy import watched
+from lightning_d9d.coordination.messages import Failure
+from tests.coordination import watched
 
 SECONDS = watched.SHUTDOWN_SECONDS + 12
 """Until a process has ended, with what it waits for its messages, on a busy machine."""
@@ -21,7 +21,7 @@ SECONDS = watched.SHUTDOWN_SECONDS + 12
 
 def start(target: Any, *arguments: Any) -> Any:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.strategy.watched"])
+    context.set_forkserver_preload(["tests.coordination.watched"])
     process = context.Process(target=target, args=arguments)
     process.start()
     return process

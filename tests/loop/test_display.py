@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_d9d.strategy.display import readable
+from lightning_d9d.loop.display import readable
 from tests.harness.terminal import Screen, run_in_terminal
-from tests.strategy.display_job import Job, fit, read
+from tests.loop.display_job import Job, fit, read
 
 NOISE = ("LeafSpec", "litlogger", "sync_dist", "`validation_step`", "FLOPs", "Flops", "Epoch 0/-2", "e+0")
 FIRST, LAST = 16, 20

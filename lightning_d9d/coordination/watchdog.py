@@ -66,9 +66,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_d9d.coordination.early_stop import EarlyStop
+from lightning_d9d.coordination.messages import Failure, is_count, is_signal, say, value_of
 from lightning_d9d.errors import RankError
-from lightning_d9d.strategy.early_stop import EarlyStop
-from lightning_d9d.strategy.messages import Failure, is_count, is_signal, say, value_of
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 POLL_SECONDS = 0.25  # how often a watchdog looks at the store

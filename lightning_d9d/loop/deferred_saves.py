@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, cast
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_d9d.loop.patches import Patches
+
 
 class _Waiting(NamedTuple):
     """What is to be done, and whether a checkpoint is under the path when it is."""
@@ -23,28 +25,21 @@ class _Waiting(NamedTuple):
 class DeferredSaves(L.Callback):
     """Does what it was given at the end of the batch with the optimizer step, after the other callbacks.
 
-    Until it is closed, callbacks choose names of checkpoints as if all saves and removals had been done.
+    In this run, callbacks choose names of checkpoints as if all saves and removals had been done.
 
     Args:
+        patches: Those of the run.
+        trainer: One that is going to fit. This callback is among its callbacks while something waits.
         is_open: Whether there are gradients of batches for which no step was taken.
-        callbacks: The Trainer's. This one is among them while something waits.
     """
 
-    def __init__(self, is_open: Callable[[], bool], callbacks: list[L.Callback]) -> None:
+    def __init__(self, patches: Patches, trainer: L.Trainer, is_open: Callable[[], bool]) -> None:
         self.is_open = is_open
-        self._callbacks = callbacks
+        self._callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         self._waiting: list[_Waiting] = []
-        for saver in self._savers():
-            saver.file_exists = partial(_file_exists, saver)  # type: ignore[method-assign]  # it can be copied, pickled
-
-    def close(self) -> None:
-        """Do none of what waits; callbacks choose names by themselves again."""
-        self.drop()
-        for saver in self._savers():
-            vars(saver).pop("file_exists", None)
-
-    def _savers(self) -> list[ModelCheckpoint]:
-        return [each for each in self._callbacks if isinstance(each, ModelCheckpoint)]
+        for saver in self._callbacks:
+            if isinstance(saver, ModelCheckpoint):
+                patches.replace(saver, "file_exists", partial(_file_exists, saver))  # it can be copied, pickled
 
     def add(self, action: Callable[[], object], path: str | Path, *, exists: bool) -> None:
         """Do it later, after what was added before.

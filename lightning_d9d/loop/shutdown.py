@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from subprocess import Popen
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import lightning as L
 import torch.distributed as dist
@@ -28,16 +28,28 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_d9d.coordination.watchdog import SAME_NUMBER, RankWatch, end_processes
 from lightning_d9d.errors import ConfigError, RankError
+from lightning_d9d.loop.interrupt import refuse_saves
+from lightning_d9d.loop.patches import Patches
+from lightning_d9d.loop.uneven import catch_up
 from lightning_d9d.mesh.collectives import all_gather_object
-from lightning_d9d.strategy.interrupt import allow_saves, refuse_saves
-from lightning_d9d.strategy.saving import Saves
-from lightning_d9d.strategy.uneven import catch_up
-from lightning_d9d.strategy.watchdog import SAME_NUMBER, RankWatch, end_processes
 
 _run_numbers = itertools.count()  # ranks run the same sequence of fits, so the number names the run on all of them
 _with_signals: Shutdown | None = None
 _children: list[tuple[int, Popen]] = []  # ranks that this process launched; they outlive the Trainer that launched them
+
+
+class SavesOfRun(Protocol):
+    """What a shutdown needs to know of the checkpoints of a run."""
+
+    are_urgent: bool
+    """The job may end as soon as a checkpoint is saved."""
+
+    @property
+    def is_inside_of_window(self) -> bool:
+        """Whether gradients have been accumulated with which no step was taken."""
+        ...
 
 
 class Shutdown:
@@ -56,14 +68,18 @@ class Shutdown:
       saved. Unless ranks stopped together, callbacks then save nothing: some would wait for others, or mix two steps.
 
     Args:
+        patches: Those of the run.
         trainer: Inside fit, validate, test or predict, with the process group joined.
         saves: Knows of accumulation windows, and saves what SLURM puts back into the queue.
         shutdown_seconds: `TimeoutConfig.shutdown_seconds`.
         wait_seconds: How long to wait at the end of the run for the other ranks.
     """
 
-    def __init__(self, trainer: L.Trainer, saves: Saves, shutdown_seconds: float, wait_seconds: float) -> None:
+    def __init__(
+        self, patches: Patches, trainer: L.Trainer, saves: SavesOfRun, shutdown_seconds: float, wait_seconds: float
+    ) -> None:
         assert dist.group.WORLD is not None
+        self._patches = patches
         self._trainer = trainer
         self._saves = saves
         self._shutdown_seconds = shutdown_seconds
@@ -80,26 +96,19 @@ class Shutdown:
             _children,
             self._stop_exception,
         )
-        self._reporter = _Reporter(self.watch)
-        self._callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        self._callbacks.insert(0, self._reporter)
-        self._fit_hooks = {
-            "run": self._run_fit_loop,
-            "setup_data": self._setup_train_data,
-            "on_run_start": functools.partial(self._call_and_agree, "on_run_start"),
-            "on_advance_start": functools.partial(self._call_and_agree, "on_advance_start"),
-            "on_advance_end": functools.partial(self._call_and_agree, "on_advance_end"),
-        }
-        for name, hook in self._fit_hooks.items():
-            setattr(trainer.fit_loop, name, hook)
-        trainer.fit_loop.epoch_loop.on_advance_end = self._end_train_step
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self._begin_train_batch
-        self._evaluations = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
-        for loop in self._evaluations:
-            loop._store_dataloader_outputs = functools.partial(self._end_evaluation, loop)
+        patches.insert_callback(_Reporter(self.watch, patches))
+        fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+        patches.replace(fit_loop, "run", self._run_fit_loop)
+        patches.replace(fit_loop, "setup_data", self._setup_train_data)
+        for name in ("on_run_start", "on_advance_start", "on_advance_end"):
+            patches.replace(fit_loop, name, functools.partial(self._call_and_agree, name))
+        patches.replace(epoch_loop, "on_advance_end", self._end_train_step)
+        patches.replace(epoch_loop, "_broadcast_sigterm_tensor", self._begin_train_batch)
+        for loop in (epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+            patches.replace(loop, "_store_dataloader_outputs", functools.partial(self._end_evaluation, loop))
         connector = trainer._signal_connector
-        connector._sigterm_notifier_fn = lambda signum, _: None  # the watch reads signals from its pipe
-        connector.register_signal_handlers = self._register_signal_handlers
+        patches.replace(connector, "_sigterm_notifier_fn", _do_nothing)  # the watch reads signals from its pipe
+        patches.replace(connector, "register_signal_handlers", self._register_signal_handlers)
         _adopt_children(trainer.strategy.launcher, trainer.global_rank)
         self.watch.start()
 
@@ -108,19 +117,7 @@ class Shutdown:
         return self
 
     def close(self) -> None:
-        """Undo everything and end the watch, at the end of the run. Raises what `RankWatch.close` raises."""
-        connector = self._trainer._signal_connector
-        self._callbacks.remove(self._reporter)
-        allow_saves(self._trainer)
-        for name in self._fit_hooks:
-            delattr(self._trainer.fit_loop, name)
-        del self._trainer.fit_loop.epoch_loop.on_advance_end
-        del self._trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor
-        for loop in self._evaluations:
-            del loop._store_dataloader_outputs
-        del connector._sigterm_notifier_fn
-        vars(connector).pop("_slurm_sigusr_handler_fn", None)
-        del connector.register_signal_handlers
+        """End the watch when the run's patches are undone. Raises what `RankWatch.close` raises."""
         try:
             self.watch.close()
         finally:
@@ -202,7 +199,7 @@ class Shutdown:
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
             self.watch.requeue_signal = environment.requeue_signal or signal.SIGUSR1
             self.watch.goes_on = lambda: self._saves.is_inside_of_window
-            connector._slurm_sigusr_handler_fn = lambda signum, _: None  # the watch reads it from its pipe
+            self._patches.replace(connector, "_slurm_sigusr_handler_fn", _do_nothing)  # the watch reads that, too
         type(connector).register_signal_handlers(connector)  # for SIGTERM
         if threading.current_thread() is threading.main_thread():
             # Ignored: so shells start what a script runs beside itself.
@@ -230,8 +227,9 @@ class Shutdown:
 
 
 class _Reporter(L.Callback):
-    def __init__(self, watch: RankWatch) -> None:
+    def __init__(self, watch: RankWatch, patches: Patches) -> None:
         self._watch = watch
+        self._patches = patches
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._watch.begin_epoch()
@@ -246,7 +244,11 @@ class _Reporter(L.Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._watch.report(exception)
         if self._watch.failure is not None:
-            refuse_saves(trainer)  # ranks are at different places, and some will not come
+            refuse_saves(self._patches, trainer)  # ranks are at different places, and some will not come
+
+
+def _do_nothing(signum: int, frame: FrameType | None) -> None:
+    pass
 
 
 def _check_reduced_names(results: _ResultCollection) -> None:

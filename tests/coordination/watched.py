@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from lightning_d9d.coordination.watchdog import RankWatch
 from lightning_d9d.errors import RankError
-from lightning_d9d.strategy.watchdog import RankWatch
 
 SHUTDOWN_SECONDS = 1.0
 STREAMS = ("full", "closed", "none", "blocked", "no descriptor")

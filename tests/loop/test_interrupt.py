@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from lightning_d9d.checkpoint import open_directory
-from lightning_d9d.strategy.interrupt import Saved, how_to_go_on
+from lightning_d9d.loop.interrupt import Saved, how_to_go_on
 from tests.harness.terminal import run_in_terminal
-from tests.strategy.display_job import Job, fit, read
+from tests.loop.display_job import Job, fit, read
 
 SAVING = {"save_last": True, "every_n_train_steps": 100, "save_on_exception": True}
 LAST = "saved/last.ckpt"

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_d9d import ConfigError, D9DStrategy, MeshConfig, StageInfo
-from lightning_d9d.data import Agreement
+from lightning_d9d.coordination.ahead import Agreement
 from lightning_d9d.strategy.ranks import JobRanks
 from tests.harness.compare import assert_bitwise_equal, assert_close_named, assert_tensors_close
 from tests.harness.ranks import RankContext

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from lightning_d9d.strategy.messages import is_count, value_of
+from lightning_d9d.coordination.messages import is_count, value_of
 
 
 class EarlyStop:

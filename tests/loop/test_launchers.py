@@ -22,9 +22,9 @@ from torch.utils.data import DistributedSampler
 
 from lightning_d9d.cli import main
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.strategy.launch import choose_network_interface, has_ipv4_address
+from lightning_d9d.loop.launch import choose_network_interface, has_ipv4_address
 from tests.harness.compare import assert_close_named
-from tests.strategy.launcher_job import LAUNCHER_VARIABLES, NUM_STEPS, Model, forked_rank
+from tests.loop.launcher_job import LAUNCHER_VARIABLES, NUM_STEPS, Model, forked_rank
 from tests.strategy.plain import Plain, loader, trainer
 
 ROOT = Path(__file__).parents[2]
@@ -66,7 +66,7 @@ def start_ranks(
         Their exit codes.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.strategy.launcher_job", "tests.strategy.shutdown_job"])
+    context.set_forkserver_preload(["tests.loop.launcher_job", "tests.loop.shutdown_job"])
     ranks = [
         context.Process(target=forked_rank, args=(str(directory), number, environment, hostname, cases))
         for number, (environment, hostname) in enumerate(zip(environments, hostnames, strict=True))
@@ -221,7 +221,7 @@ def test_mpi(tmp_path):
     mpiexec = shutil.which("mpiexec")
     assert mpiexec is not None
     environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
-    job = [sys.executable, "-m", "tests.strategy.launcher_job", str(tmp_path), "two_devices", "two_devices_cli"]
+    job = [sys.executable, "-m", "tests.loop.launcher_job", str(tmp_path), "two_devices", "two_devices_cli"]
     result = subprocess.run(
         [mpiexec, "-n", "2", *job],
         cwd=ROOT,

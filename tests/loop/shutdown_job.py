@@ -23,8 +23,8 @@ from lightning.pytorch.callbacks import LearningRateFinder
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_d9d import D9DStrategy, TimeoutConfig
+from lightning_d9d.coordination.watchdog import RankWatch
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.strategy.watchdog import RankWatch
 
 SHUTDOWN_SECONDS = 2.0
 

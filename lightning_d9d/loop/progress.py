@@ -9,6 +9,7 @@ import lightning as L
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_d9d.loop.patches import Patches
 from lightning_d9d.pipeline.host_copy import HostCopy
 
 
@@ -22,10 +23,15 @@ class LateProgress:
 
     Lightning reads every value logged with `prog_bar=True` at once, which stops the host once a step. Here each value
     is copied to the host behind the device's work, and shown when the next one is ready.
+
+    Args:
+        patches: Those of the run.
+        trainer: One with a progress bar.
     """
 
-    def __init__(self, trainer: L.Trainer) -> None:
-        self._metrics = trainer._logger_connector
+    def __init__(self, patches: Patches, trainer: L.Trainer) -> None:
+        self._patches = patches
+        self._connector = trainer._logger_connector
         self._copy = HostCopy()
 
     def show(self, name: str, value: Tensor) -> float | None:
@@ -33,7 +39,8 @@ class LateProgress:
         earlier = self._copy.exchange(value)
         if earlier is None:
             return None
-        shown = self._metrics._progress_bar_metrics[name] = earlier.item()
+        shown = earlier.item()
+        self._patches.write(self._connector, "_progress_bar_metrics", name, shown)
         return shown
 
 

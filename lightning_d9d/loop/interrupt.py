@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.loop.patches import Patches
 
 _ASKED = b"\nCtrl-C: training stops before the next batch; once more stops it at once, without saving\n"
 
@@ -28,27 +29,23 @@ class Interruption:
     callbacks do not save what is half a step. A handler of the user's own stays.
 
     Args:
+        patches: Those of the run.
         trainer: One that is going to fit, before Lightning registers its own handlers of signals.
         window_is_open: Whether there are gradients for which no step was taken.
     """
 
-    def __init__(self, trainer: L.Trainer, window_is_open: Callable[[], bool]) -> None:
+    def __init__(self, patches: Patches, trainer: L.Trainer, window_is_open: Callable[[], bool]) -> None:
+        self._patches = patches
         self._trainer = trainer
         self._window_is_open = window_is_open
         self._asked = False
         self._process = os.getpid()
-        trainer._signal_connector.register_signal_handlers = self._register_signal_handlers
-        trainer.fit_loop.epoch_loop.advance = self._advance
+        patches.replace(trainer._signal_connector, "register_signal_handlers", self._register_signal_handlers)
+        patches.replace(trainer.fit_loop.epoch_loop, "advance", self._advance)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Interruption:
         """There is one for a run; copies of its Trainer share it."""
         return self
-
-    def close(self) -> None:
-        """Undo everything, but for the handler, which Lightning's connector takes away. Local."""
-        vars(self._trainer._signal_connector).pop("register_signal_handlers", None)
-        vars(self._trainer.fit_loop.epoch_loop).pop("advance", None)
-        allow_saves(self._trainer)
 
     def check(self) -> None:
         """Raise KeyboardInterrupt if it was asked for."""
@@ -66,7 +63,7 @@ class Interruption:
         if os.getpid() != self._process:  # a dataloader's worker goes on until it is told
             return
         if self._asked:
-            refuse_saves(self._trainer)
+            refuse_saves(self._patches, self._trainer)
             signal.default_int_handler(number, frame)
         self._asked = True
         os.write(2, _ASKED)  # sys.stderr may be in the middle of another text
@@ -78,16 +75,10 @@ class Interruption:
         type(loop).advance(loop, data_fetcher)
 
 
-def refuse_saves(trainer: L.Trainer) -> None:
+def refuse_saves(patches: Patches, trainer: L.Trainer) -> None:
     """Let the Trainer's callbacks save nothing because of an exception: it is no place to go on from. Local."""
     for callback in trainer.checkpoint_callbacks:
-        callback.on_exception = _save_nothing  # type: ignore[method-assign]
-
-
-def allow_saves(trainer: L.Trainer) -> None:
-    """Undo `refuse_saves`. Local."""
-    for callback in trainer.checkpoint_callbacks:
-        vars(callback).pop("on_exception", None)
+        patches.replace(callback, "on_exception", _save_nothing)
 
 
 def _save_nothing(*_: Any) -> None:
