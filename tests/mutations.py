@@ -157,22 +157,22 @@ MUTATIONS = [
     Mutation(
         "copies of experts are not summed",
         "lightning_d9d/parallel/plan.py",
-        '"ep_replicate": Summed.IN_BUCKETS',
-        '"ep_replicate": Summed.WITH_TOKENS',
+        "Axis.EP_REPLICATE: Summed.IN_BUCKETS",
+        "Axis.EP_REPLICATE: Summed.WITH_TOKENS",
         f"{PLAN} -k ranks_sum",
     ),
     Mutation(
         "whole parameters are not summed over tensor ranks",
         "lightning_d9d/parallel/plan.py",
-        'Layout.REPLICATED: {"dp": Summed.IN_BUCKETS, "cp": Summed.IN_BUCKETS, "tp": Summed.IN_BUCKETS}',
-        'Layout.REPLICATED: {"dp": Summed.IN_BUCKETS, "cp": Summed.IN_BUCKETS, "tp": Summed.WITH_TOKENS}',
+        "Layout.REPLICATED: {Axis.DP: Summed.IN_BUCKETS, Axis.CP: Summed.IN_BUCKETS, Axis.TP: Summed.IN_BUCKETS}",
+        "Layout.REPLICATED: {Axis.DP: Summed.IN_BUCKETS, Axis.CP: Summed.IN_BUCKETS, Axis.TP: Summed.WITH_TOKENS}",
         f"{PLAN} -k 'ranks_sum and tp4'",
     ),
     Mutation(
         "copies of shared heads are not summed",
         "lightning_d9d/parallel/plan.py",
-        '"tp_replicate": Summed.IN_BUCKETS',
-        '"tp_replicate": Summed.WITH_TOKENS',
+        "Axis.TP_REPLICATE: Summed.IN_BUCKETS",
+        "Axis.TP_REPLICATE: Summed.WITH_TOKENS",
         f"{PLAN} -k 'ranks_sum and tp4'",
     ),
     Mutation(
@@ -311,8 +311,8 @@ MUTATIONS = [
     Mutation(
         "experts leave out tensor-parallel ranks",
         "lightning_d9d/mesh/config.py",
-        '"ep_replicate": self.world_size // pp // ep,',
-        '"ep_replicate": self.world_size // pp // ep // tp,',
+        "Axis.EP_REPLICATE: self.world_size // pp // ep,",
+        "Axis.EP_REPLICATE: self.world_size // pp // ep // tp,",
         "tests/mesh/test_config.py tests/mesh/test_domains.py",
     ),
     Mutation(

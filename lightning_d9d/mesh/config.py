@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.legal import divisors, nearest
+from lightning_d9d.mesh.axes import Axis, plain
 
 _FILL = -1
 
@@ -97,26 +98,27 @@ class MeshConfig:
         pp, tp, ep = self.pipeline_parallel, self.tensor_parallel, self.expert_parallel
         replicate, shard = self.data_parallel_replicate, self.data_parallel_shard
         cp_shard, cp_replicate = self.context_parallel_shard, self.context_parallel_replicate
-        return {
+        domains = {
             "regular": {
-                "pp": pp,
-                "dp_replicate": replicate,
-                "dp_shard": shard,
-                "cp_shard": cp_shard,
-                "cp_replicate": cp_replicate,
-                "tp": tp,
+                Axis.PP: pp,
+                Axis.DP_REPLICATE: replicate,
+                Axis.DP_SHARD: shard,
+                Axis.CP_SHARD: cp_shard,
+                Axis.CP_REPLICATE: cp_replicate,
+                Axis.TP: tp,
             },
             "dense": {
-                "pp": pp,
-                "dp_replicate": replicate,
-                "dp_cp_shard": shard * cp_shard,
-                "cp_replicate": cp_replicate,
-                "tp": tp,
+                Axis.PP: pp,
+                Axis.DP_REPLICATE: replicate,
+                Axis.DP_CP_SHARD: shard * cp_shard,
+                Axis.CP_REPLICATE: cp_replicate,
+                Axis.TP: tp,
             },
-            "expert": {"pp": pp, "ep_replicate": self.world_size // pp // ep, "ep_shard": ep},
-            "batch": {"pp": pp, "dp": replicate * shard, "cp": cp_shard * cp_replicate, "tp": tp},
-            "flat": {"world": self.world_size},
+            "expert": {Axis.PP: pp, Axis.EP_REPLICATE: self.world_size // pp // ep, Axis.EP_SHARD: ep},
+            "batch": {Axis.PP: pp, Axis.DP: replicate * shard, Axis.CP: cp_shard * cp_replicate, Axis.TP: tp},
+            "flat": {Axis.WORLD: self.world_size},
         }
+        return {domain: plain(sizes) for domain, sizes in domains.items()}
 
     def split_tensor(self, num_shards: int) -> dict[str, dict[str, int]]:
         """Those of `domains` that have `tp`, which is cut in two there: `tp_shard`, and `tp_replicate`, copies of each.
@@ -126,11 +128,11 @@ class MeshConfig:
         Args:
             num_shards: How many parts there are; it divides `tensor_parallel`.
         """
-        cut = {"tp_shard": num_shards, "tp_replicate": self.tensor_parallel // num_shards}
+        split = plain({Axis.TP_SHARD: num_shards, Axis.TP_REPLICATE: self.tensor_parallel // num_shards})
         return {
-            name: {axis: size for axis, size in shape.items() if axis != "tp"} | cut
+            name: {axis: size for axis, size in shape.items() if axis != Axis.TP} | split
             for name, shape in self.domains().items()
-            if "tp" in shape
+            if Axis.TP in shape
         }
 
     def expert_weights(self) -> dict[str, int]:
@@ -144,12 +146,13 @@ class MeshConfig:
         shards_data = self.data_parallel_shard * self.context_parallel_shard > 1
         within_replica = replica // self.expert_parallel if replica % self.expert_parallel == 0 else 1
         sharded = within_replica if shards_data else 1
-        return {
-            "pp": self.pipeline_parallel,
-            "ep_dp_replicate": ranks // self.expert_parallel // sharded,
-            "ep_fsdp": sharded,
-            "ep_shard": self.expert_parallel,
+        sizes = {
+            Axis.PP: self.pipeline_parallel,
+            Axis.EP_DP_REPLICATE: ranks // self.expert_parallel // sharded,
+            Axis.EP_FSDP: sharded,
+            Axis.EP_SHARD: self.expert_parallel,
         }
+        return plain(sizes)
 
     def _degrees(self) -> list[tuple[str, int]]:
         return [(field.name, getattr(self, field.name)) for field in fields(self)]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.mesh.axes import Axis, submesh
 from lightning_d9d.mesh.config import MeshConfig
 from lightning_d9d.mesh.groups import GroupPool, Lane, Partition, PooledGroup, partition, set_group_timeout
 
@@ -113,7 +114,7 @@ class MeshDomains:
             self._open()
             groups = [self._group(shape, (axis,), "expert_weights") for axis in shape]
             self._meshes["expert_weights"] = self._device_mesh(shape, groups)
-        return self._meshes["expert_weights"]["ep_dp_replicate", "ep_fsdp", "ep_shard"]
+        return submesh(self._meshes["expert_weights"], Axis.EP_DP_REPLICATE, Axis.EP_FSDP, Axis.EP_SHARD)
 
     @property
     def weights(self) -> DeviceMesh:
@@ -128,22 +129,24 @@ class MeshDomains:
             shape = self._tensor_shapes.get("dense", self._shapes["dense"])
             self._open()
             axes = [
-                ("pp",),
-                ("dp_replicate", "cp_replicate"),
-                ("dp_cp_shard",),
+                (Axis.PP,),
+                (Axis.DP_REPLICATE, Axis.CP_REPLICATE),
+                (Axis.DP_CP_SHARD,),
                 *((axis,) for axis in self.tensor_axes),
             ]
             groups = [self._group(shape, each, "dense") for each in axes]
             ranks = torch.arange(self.config.world_size, dtype=torch.int).view(*shape.values())
-            ranks = ranks.movedim([*shape].index("cp_replicate"), 2).flatten(1, 2)
-            names = ("pp", "dp_cp_replicate", "dp_cp_shard", *self.tensor_axes)
-            self._meshes["weights"] = DeviceMesh.from_group(groups, self.device_type, mesh=ranks, mesh_dim_names=names)
-        return self._meshes["weights"]["dp_cp_replicate", "dp_cp_shard", *self.tensor_axes]
+            ranks = ranks.movedim([*shape].index(Axis.CP_REPLICATE), 2).flatten(1, 2)
+            names = (Axis.PP, Axis.DP_CP_REPLICATE, Axis.DP_CP_SHARD, *self.tensor_axes)
+            self._meshes["weights"] = DeviceMesh.from_group(
+                groups, self.device_type, mesh=ranks, mesh_dim_names=tuple(map(str, names))
+            )
+        return submesh(self._meshes["weights"], Axis.DP_CP_REPLICATE, Axis.DP_CP_SHARD, *self.tensor_axes)
 
     @property
-    def tensor_axes(self) -> tuple[str, ...]:
+    def tensor_axes(self) -> tuple[Axis, ...]:
         """The axes of `weights` for tensor parallelism."""
-        return ("tp_shard", "tp_replicate") if self._tensor_shapes else ("tp",)
+        return (Axis.TP_SHARD, Axis.TP_REPLICATE) if self._tensor_shapes else (Axis.TP,)
 
     def split_tensor(self, num_shards: int) -> None:
         """Cut `tp` in two, as `MeshConfig.split_tensor`, for all modules on this mesh, before `weights` is used.
@@ -153,8 +156,8 @@ class MeshDomains:
         Raises:
             ConfigError: The number does not divide `tp`, or it was cut otherwise, or `weights` is in use.
         """
-        tp = self.sizes["tp"]
-        if num_shards >= tp or self._tensor_shapes.get("dense", {}).get("tp_shard") == num_shards:
+        tp = self.sizes[Axis.TP]
+        if num_shards >= tp or self._tensor_shapes.get("dense", {}).get(Axis.TP_SHARD) == num_shards:
             return
         if tp % num_shards:
             raise ConfigError(
@@ -167,7 +170,7 @@ class MeshDomains:
             )
         self._tensor_shapes = self.config.split_tensor(num_shards)
         _ = self.weights
-        self.group("dp", "cp", "tp_replicate")
+        self.group(Axis.DP, Axis.CP, Axis.TP_REPLICATE)
 
     @property
     def batch(self) -> DeviceMesh:
@@ -204,14 +207,14 @@ class MeshDomains:
     @property
     def dp_rank(self) -> int:
         """Which part of the samples this rank reads, out of `dp_size`."""
-        return self.coordinates["dp"]
+        return self.coordinates[Axis.DP]
 
     @property
     def dp_size(self) -> int:
         """Into how many parts the samples are split."""
-        return self.sizes["dp"]
+        return self.sizes[Axis.DP]
 
-    def for_axes(self, *axes: str, domain: str | None = None) -> DeviceMesh:
+    def for_axes(self, *axes: Axis | str, domain: str | None = None) -> DeviceMesh:
         """This rank's part of a domain along some axes, side by side as the axes of a mesh.
 
         `for_axes("dp_replicate", "dp_cp_shard")` is what `fully_shard` takes for hybrid sharding. It costs no group.
@@ -224,10 +227,10 @@ class MeshDomains:
         Raises:
             ConfigError: No domain has these axes in this order.
         """
-        return self._mesh(self._domain_of(axes, domain))[axes]
+        return submesh(self._mesh(self._domain_of(axes, domain)), *axes)
 
     def group(
-        self, *axes: str, lane: Lane = "default", backend: str | None = None, high_priority: bool = False
+        self, *axes: Axis | str, lane: Lane = "default", backend: str | None = None, high_priority: bool = False
     ) -> dist.ProcessGroup:
         """The ranks that differ from this one along some axes alone, as one process group.
 
@@ -259,7 +262,7 @@ class MeshDomains:
         return pooled.group
 
     def pipeline_group(
-        self, parts: Sequence[Sequence[int]], *axes: str, lane: Lane = "default", neighbours: bool = False
+        self, parts: Sequence[Sequence[int]], *axes: Axis | str, lane: Lane = "default", neighbours: bool = False
     ) -> dist.ProcessGroup:
         """The ranks of some pipeline ranks that else differ from this one along some axes alone, as a process group.
 
@@ -283,7 +286,7 @@ class MeshDomains:
             )
         ranks = torch.arange(self.config.world_size).view(*shape.values())  # [pp, dp, cp, tp]
         along = [axis for axis, name in enumerate(shape) if name in axes]
-        alone = sorted({*range(shape["pp"])} - {rank for part in parts for rank in part})
+        alone = sorted({*range(shape[Axis.PP])} - {rank for part in parts for rank in part})
         cut: list[tuple[int, ...]] = []
         for part in [*parts, *([rank] for rank in alone)]:
             members = along if len(part) > 1 else []

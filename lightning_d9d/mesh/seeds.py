@@ -11,18 +11,19 @@ import numpy as np
 import torch
 
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.mesh.axes import Axis
 from lightning_d9d.mesh.config import MeshConfig
 
 Purpose = Literal["dropout", "sharded_dropout", "router_noise", "sharded_router_noise", "dataloader"]
 
-_WHOLE_ACTIVATION = ("pp", "dp", "cp")  # ranks of one tp axis hold copies, which must stay equal
-_SHARDED_ACTIVATION = (*_WHOLE_ACTIVATION, "tp")
-_COUNTING_AXES: dict[str, tuple[str, ...]] = {
+_WHOLE_ACTIVATION = (Axis.PP, Axis.DP, Axis.CP)  # ranks of one tp axis hold copies, which must stay equal
+_SHARDED_ACTIVATION = (*_WHOLE_ACTIVATION, Axis.TP)
+_COUNTING_AXES: dict[str, tuple[Axis, ...]] = {
     "dropout": _WHOLE_ACTIVATION,
     "sharded_dropout": _SHARDED_ACTIVATION,
     "router_noise": _WHOLE_ACTIVATION,
     "sharded_router_noise": _SHARDED_ACTIVATION,
-    "dataloader": ("dp",),
+    "dataloader": (Axis.DP,),
 }
 _MESH_AXES = frozenset(axis for domain in MeshConfig().domains().values() for axis in domain)
 
@@ -60,7 +61,7 @@ def seed_for(base: int, *, purpose: Purpose, coordinates: Mapping[str, int]) -> 
             "MeshDomains.coordinates"
         )
     counting = sorted(
-        (name, int(place)) for name, place in coordinates.items() if name in axes or name not in _MESH_AXES
+        (str(name), int(place)) for name, place in coordinates.items() if name in axes or name not in _MESH_AXES
     )
     return derived(int(base), purpose, counting)
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.mesh import Axis, MeshDomains
 from lightning_d9d.parallel.compiling import compile_blocks
 from lightning_d9d.parallel.config import ParallelConfig
 from lightning_d9d.parallel.data import blocks_of, is_of_experts, shard_data
@@ -53,31 +53,31 @@ class Summed(StrEnum):
 
 
 _BY_FSDP = {
-    "dp_replicate": Summed.BY_ALL_REDUCE,
-    "dp_cp_shard": Summed.BY_REDUCE_SCATTER,
-    "cp_replicate": Summed.BY_ALL_REDUCE,
+    Axis.DP_REPLICATE: Summed.BY_ALL_REDUCE,
+    Axis.DP_CP_SHARD: Summed.BY_REDUCE_SCATTER,
+    Axis.CP_REPLICATE: Summed.BY_ALL_REDUCE,
 }
-WHO_SUMS: dict[Layout, dict[str, Summed]] = {
-    Layout.REPLICATED: {"dp": Summed.IN_BUCKETS, "cp": Summed.IN_BUCKETS, "tp": Summed.IN_BUCKETS},
-    Layout.TENSOR: {"dp": Summed.IN_BUCKETS, "cp": Summed.IN_BUCKETS, "tp": Summed.WITH_TOKENS},
+WHO_SUMS: dict[Layout, dict[Axis, Summed]] = {
+    Layout.REPLICATED: {Axis.DP: Summed.IN_BUCKETS, Axis.CP: Summed.IN_BUCKETS, Axis.TP: Summed.IN_BUCKETS},
+    Layout.TENSOR: {Axis.DP: Summed.IN_BUCKETS, Axis.CP: Summed.IN_BUCKETS, Axis.TP: Summed.WITH_TOKENS},
     Layout.TENSOR_SHARED: {
-        "dp": Summed.IN_BUCKETS,
-        "cp": Summed.IN_BUCKETS,
-        "tp_shard": Summed.WITH_TOKENS,
-        "tp_replicate": Summed.IN_BUCKETS,
+        Axis.DP: Summed.IN_BUCKETS,
+        Axis.CP: Summed.IN_BUCKETS,
+        Axis.TP_SHARD: Summed.WITH_TOKENS,
+        Axis.TP_REPLICATE: Summed.IN_BUCKETS,
     },
-    Layout.FULLY_SHARDED: {**_BY_FSDP, "tp": Summed.AFTERWARDS},
-    Layout.TENSOR_FULLY_SHARDED: {**_BY_FSDP, "tp": Summed.WITH_TOKENS},
+    Layout.FULLY_SHARDED: {**_BY_FSDP, Axis.TP: Summed.AFTERWARDS},
+    Layout.TENSOR_FULLY_SHARDED: {**_BY_FSDP, Axis.TP: Summed.WITH_TOKENS},
     Layout.TENSOR_SHARED_FULLY_SHARDED: {
         **_BY_FSDP,
-        "tp_shard": Summed.WITH_TOKENS,
-        "tp_replicate": Summed.AFTERWARDS,
+        Axis.TP_SHARD: Summed.WITH_TOKENS,
+        Axis.TP_REPLICATE: Summed.AFTERWARDS,
     },
-    Layout.EXPERTS: {"ep_replicate": Summed.IN_BUCKETS, "ep_shard": Summed.WITH_TOKENS},
+    Layout.EXPERTS: {Axis.EP_REPLICATE: Summed.IN_BUCKETS, Axis.EP_SHARD: Summed.WITH_TOKENS},
     Layout.EXPERTS_FULLY_SHARDED: {
-        "ep_dp_replicate": Summed.BY_ALL_REDUCE,
-        "ep_fsdp": Summed.BY_REDUCE_SCATTER,
-        "ep_shard": Summed.WITH_TOKENS,
+        Axis.EP_DP_REPLICATE: Summed.BY_ALL_REDUCE,
+        Axis.EP_FSDP: Summed.BY_REDUCE_SCATTER,
+        Axis.EP_SHARD: Summed.WITH_TOKENS,
     },
 }
 """For each layout the axes that make up the ranks of a stage, and who sums over each."""
@@ -115,7 +115,7 @@ def layout_of(parameter: nn.Parameter, fully_sharded: set[nn.Parameter]) -> Layo
     """
     axes = parameter.device_mesh.mesh_dim_names or () if isinstance(parameter, DTensor) else ()
     if parameter in fully_sharded:
-        if is_of_experts(parameter) or "ep_fsdp" in axes:
+        if is_of_experts(parameter) or Axis.EP_FSDP in axes:
             return Layout.EXPERTS_FULLY_SHARDED
         return {
             None: Layout.FULLY_SHARDED,
@@ -126,7 +126,7 @@ def layout_of(parameter: nn.Parameter, fully_sharded: set[nn.Parameter]) -> Layo
         return Layout.REPLICATED
     if is_of_experts(parameter):
         return Layout.EXPERTS
-    if (layout := _of_tensor_axes(parameter)) is not None and not {"dp_cp_shard", "dp_shard"} & {*axes}:
+    if (layout := _of_tensor_axes(parameter)) is not None and not {Axis.DP_CP_SHARD, Axis.DP_SHARD} & {*axes}:
         return layout
     raise ConfigError(
         f"a parameter of shape {tuple(parameter.shape)} is a DTensor placed {parameter.placements} on the axes "
@@ -139,15 +139,15 @@ def _of_tensor_axes(parameter: nn.Parameter) -> Layout | None:
     if not isinstance(parameter, DTensor):
         return None
     names = parameter.device_mesh.mesh_dim_names or ()
-    if "tp" in names:
+    if Axis.TP in names:
         return Layout.TENSOR
-    if "tp_replicate" not in names:
+    if Axis.TP_REPLICATE not in names:
         return None
-    is_shared = parameter.placements[names.index("tp_replicate")].is_replicate()
+    is_shared = parameter.placements[names.index(Axis.TP_REPLICATE)].is_replicate()
     return Layout.TENSOR_SHARED if is_shared else Layout.TENSOR
 
 
-def axes_left(layout: Layout) -> list[str]:
+def axes_left(layout: Layout) -> list[Axis]:
     """The axes over which gradients of this layout are still to be summed when the backward of a stage is done."""
     return [axis for axis, by in WHO_SUMS[layout].items() if by in (Summed.IN_BUCKETS, Summed.AFTERWARDS)]
 

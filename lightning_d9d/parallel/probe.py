@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.mesh import Axis, MeshDomains
 from lightning_d9d.mesh.collectives import all_gather_object, broadcast_tensors
 from lightning_d9d.modules import GroupedQueryAttention, SparseMoE
 from lightning_d9d.ops import attention
@@ -151,7 +151,7 @@ def _told(stage: nn.Module, mesh: MeshDomains) -> Generator[None]:
         where = f"{name or 'the stage'} ({class_name(found.module)})"
         raise ConfigError(
             f"{where} {found.what}, but each rank has a part of each sequence "
-            f"(context_parallel={mesh.sizes['cp']}, tensor_parallel={mesh.sizes['tp']}). Take "
+            f"(context_parallel={mesh.sizes[Axis.CP]}, tensor_parallel={mesh.sizes[Axis.TP]}). Take "
             "lightning_d9d.modules.GroupedQueryAttention, spread by lightning_d9d.parallel.shard_context and "
             "shard_tensors, for attention, positions from TokenPart.of(mesh), and its methods whole and sum for what "
             "sees several tokens. If it asks the other ranks itself, give its class takes_cut_sequences = True"
@@ -240,7 +240,7 @@ class _Declared:
 
     def check(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
         """Run it once more, with NaN on the first rank. Collective over ranks that share sequences."""
-        on_first = self.mesh.coordinates["cp"] == self.mesh.coordinates["tp"] == 0
+        on_first = self.mesh.coordinates[Axis.CP] == self.mesh.coordinates[Axis.TP] == 0
         if on_first:
             args, kwargs = mapped(lambda x: self.axis.with_nan(x, is_first), (list(args), dict(kwargs)))
         output = tensors_of(forward(*args, **kwargs))
@@ -432,7 +432,7 @@ def _check_loss(
 def _loss_error(name: str, what: str, mesh: MeshDomains) -> ConfigError:
     return ConfigError(
         f"the loss that {name} makes {what}, but each rank has a part of each sequence "
-        f"(context_parallel={mesh.sizes['cp']}, tensor_parallel={mesh.sizes['tp']}). Shift labels in "
+        f"(context_parallel={mesh.sizes[Axis.CP]}, tensor_parallel={mesh.sizes[Axis.TP]}). Shift labels in "
         "prepare_batch, where sequences are whole, or in the data; make means over tokens in the stage, with "
         "TokenPart.of(mesh); and return WeightedLoss(sum over tokens, number of those that count), not their mean"
     )
@@ -466,14 +466,14 @@ def check_inputs(
         if all(key in theirs and _are_close(value, theirs[key]) for theirs in of_ranks):
             raise ConfigError(
                 f"{key!r}, which {name} makes, {_BY_PLACES}, but each rank has a part of each sequence "
-                f"(context_parallel={mesh.sizes['cp']}, tensor_parallel={mesh.sizes['tp']}). Take positions from "
+                f"(context_parallel={mesh.sizes[Axis.CP]}, tensor_parallel={mesh.sizes[Axis.TP]}). Take positions from "
                 "TokenPart.of(mesh), or make what goes by the order of tokens in prepare_batch, where sequences are "
                 "whole, and name it in sequence_dims"
             )
 
 
 def _seed_rank(mesh: MeshDomains) -> None:
-    torch.manual_seed(SEED + mesh.coordinates["cp"] * mesh.sizes["tp"] + mesh.coordinates["tp"])
+    torch.manual_seed(SEED + mesh.coordinates[Axis.CP] * mesh.sizes[Axis.TP] + mesh.coordinates[Axis.TP])
 
 
 def _summaries(tree: Any, axis: TokenAxis) -> list[Tensor]:
@@ -494,7 +494,7 @@ def _are_close(ours: list[Tensor], theirs: list[Tensor]) -> bool:
 def _of_first_rank(tree: Any, mesh: MeshDomains) -> Any:
     """Copies with the numbers of the first of the ranks that share sequences. Collective over them."""
     copied = mapped(lambda x: x.detach().clone(), tree)
-    for axis in ("cp", "tp"):
+    for axis in (Axis.CP, Axis.TP):
         if mesh.sizes[axis] > 1:
             group = mesh.group(axis)
             first = torch.distributed.get_process_group_ranks(group)[0]
@@ -505,7 +505,7 @@ def _of_first_rank(tree: Any, mesh: MeshDomains) -> Any:
 def _over_sharing(mesh: MeshDomains, value: Any) -> list[Any]:
     """The values of all ranks that share sequences. Collective over them."""
     values = [value]
-    for axis in ("cp", "tp"):
+    for axis in (Axis.CP, Axis.TP):
         if mesh.sizes[axis] > 1:
             values = [each for theirs in all_gather_object(values, mesh.group(axis)) for each in theirs]
     return values

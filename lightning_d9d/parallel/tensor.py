@@ -29,7 +29,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.legal import divisors
-from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.mesh import Axis, MeshDomains
+from lightning_d9d.mesh.axes import submesh
 from lightning_d9d.mesh.collectives import all_gather_object
 from lightning_d9d.mesh.sharding import distribute, local_ranges
 from lightning_d9d.modules import GroupedQueryAttention, LMHead, SparseMoE, SplitTokenEmbedding, SwiGLU, TokenEmbedding
@@ -57,7 +58,7 @@ def shard_tensors(module: nn.Module, mesh: MeshDomains) -> None:
     Raises:
         ConfigError: Heads, inner widths or the vocabulary cannot be shared evenly by the ranks.
     """
-    if mesh.sizes["tp"] == 1:
+    if mesh.sizes[Axis.TP] == 1:
         return
     _split(_heads_of([module]), mesh)
     parts = list(module.modules())
@@ -71,7 +72,7 @@ def shard_tensors(module: nn.Module, mesh: MeshDomains) -> None:
             case SplitTokenEmbedding() | SplitLMHead():
                 raise ConfigError(
                     f"a vocabulary in parts (vocab_splits: {', '.join(part)}) is not cut over the ranks of "
-                    f"tensor_parallel={mesh.sizes['tp']}; leave one of the two out"
+                    f"tensor_parallel={mesh.sizes[Axis.TP]}; leave one of the two out"
                 )
             case TokenEmbedding():
                 shard_embedding(part, mesh)
@@ -92,7 +93,7 @@ def split_for_heads(stages: Iterable[nn.Module], mesh: MeshDomains) -> None:
     Raises:
         ConfigError: The numbers of heads need different cuts; on every rank.
     """
-    if mesh.sizes["tp"] > 1:
+    if mesh.sizes[Axis.TP] > 1:
         _split(set().union(*all_gather_object(_heads_of(stages))), mesh)
 
 
@@ -104,7 +105,7 @@ def _heads_of(stages: Iterable[nn.Module]) -> set[int]:
 
 def _split(numbers_of_heads: Iterable[int], mesh: MeshDomains) -> None:
     for number in sorted(numbers_of_heads):
-        if mesh.sizes["tp"] % number == 0:  # what cannot be shared, `shard_attention` refuses
+        if mesh.sizes[Axis.TP] % number == 0:  # what cannot be shared, `shard_attention` refuses
             mesh.split_tensor(number)
 
 
@@ -114,7 +115,7 @@ def shard_attention(attention: GroupedQueryAttention, mesh: MeshDomains) -> None
     Raises:
         ConfigError: The ranks cannot have equally many query heads, or there is no way to share those of keys.
     """
-    tp = mesh.sizes["tp"]
+    tp = mesh.sizes[Axis.TP]
     num_heads = attention.q_proj.out_features // attention.head_dim
     num_key_value_heads = attention.k_proj.out_features // attention.head_dim
     _check_shared(num_heads, "attention heads (num_attention_heads)", tp)
@@ -140,7 +141,7 @@ def shard_mlp(mlp: SwiGLU, mesh: MeshDomains) -> None:
     Raises:
         ConfigError: The parts would not be equal.
     """
-    _check_shared(mlp.gate_proj.out_features, "inner width of an MLP (intermediate_size)", mesh.sizes["tp"])
+    _check_shared(mlp.gate_proj.out_features, "inner width of an MLP (intermediate_size)", mesh.sizes[Axis.TP])
     gather_tokens(mlp, mesh)
     cut_rows(mlp.gate_proj, mesh)
     cut_rows(mlp.up_proj, mesh)
@@ -153,7 +154,7 @@ def shard_embedding(embedding: nn.Embedding, mesh: MeshDomains) -> None:
     Raises:
         ConfigError: The parts would not be equal.
     """
-    _check_shared(embedding.num_embeddings, "tokens of the vocabulary (vocab_size)", mesh.sizes["tp"])
+    _check_shared(embedding.num_embeddings, "tokens of the vocabulary (vocab_size)", mesh.sizes[Axis.TP])
     _cut(embedding, "weight", mesh, 0)
     first, is_last = _rows_of(embedding.weight)
     embedding.forward = partial(_look_up, embedding, first, is_last, _group_name(mesh))
@@ -168,7 +169,7 @@ def shard_head(head: LMHead, mesh: MeshDomains) -> None:
         ConfigError: The parts would not be equal.
     """
     if head.weight is not None:
-        _check_shared(len(head.weight), "tokens of the vocabulary (vocab_size)", mesh.sizes["tp"])
+        _check_shared(len(head.weight), "tokens of the vocabulary (vocab_size)", mesh.sizes[Axis.TP])
         _cut(head, "weight", mesh, 0)
     head.forward = partial(_predict, head, _group_name(mesh))
 
@@ -187,7 +188,7 @@ def cut_rows(module: nn.Linear, mesh: MeshDomains, *, num_shards: int | None = N
         num_shards: Into how many parts the outputs are cut at most; fewer than ranks only after
             `MeshDomains.split_tensor` with this number.
     """
-    is_shared = num_shards is not None and num_shards < mesh.sizes["tp"]
+    is_shared = num_shards is not None and num_shards < mesh.sizes[Axis.TP]
     for name, _ in list(module.named_parameters(recurse=False)):
         _cut(module, name, mesh, 0, is_shared=is_shared)
     module.forward = partial(_own_outputs, module)
@@ -200,7 +201,7 @@ def cut_columns(module: nn.Linear, mesh: MeshDomains) -> None:
 
 
 def _group_name(mesh: MeshDomains) -> str:
-    return mesh.group("tp").group_name
+    return mesh.group(Axis.TP).group_name
 
 
 def _cut(module: nn.Module, name: str, mesh: MeshDomains, dim: int, *, is_shared: bool = False) -> None:
@@ -208,7 +209,7 @@ def _cut(module: nn.Module, name: str, mesh: MeshDomains, dim: int, *, is_shared
     placements: list[Placement] = [Shard(dim) for _ in axes]
     if is_shared:
         placements[-1] = Replicate()
-    distribute(module, name, mesh.weights[axes], placements)
+    distribute(module, name, submesh(mesh.weights, *axes), placements)
 
 
 def _rows_of(weight: Tensor) -> tuple[int, bool]:

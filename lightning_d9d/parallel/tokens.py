@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.mesh import Axis, MeshDomains
 from lightning_d9d.ops import gather_dim, sum_over
 from lightning_d9d.parallel.context import SequenceCut
 from lightning_d9d.pipeline.trees import with_children
@@ -44,14 +44,14 @@ class TokenPart:
     @staticmethod
     def of(mesh: MeshDomains | None) -> TokenPart:
         """That of this rank."""
-        if mesh is None or mesh.sizes["cp"] * mesh.sizes["tp"] == 1:
+        if mesh is None or mesh.sizes[Axis.CP] * mesh.sizes[Axis.TP] == 1:
             return TokenPart()
         return TokenPart(
-            SequenceCut(mesh.coordinates["cp"], mesh.sizes["cp"]),
-            mesh.sizes["tp"],
-            mesh.group("cp").group_name,
-            mesh.group("tp").group_name,
-            mesh.coordinates["tp"],
+            SequenceCut(mesh.coordinates[Axis.CP], mesh.sizes[Axis.CP]),
+            mesh.sizes[Axis.TP],
+            mesh.group(Axis.CP).group_name,
+            mesh.group(Axis.TP).group_name,
+            mesh.coordinates[Axis.TP],
         )
 
     @property
