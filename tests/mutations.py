@@ -134,9 +134,9 @@ MUTATIONS = [
         "tests/pipeline/test_handing_over.py -k one_memory",
     ),
     Mutation(
-        "layouts are not compared",
+        "schemas are not compared",
         "lightning_d9d/pipeline/transfer.py",
-        "        elif known != layout:",
+        "        elif known != schema:",
         "        elif False:",
         "tests/pipeline/test_handing_over.py -k refused",
     ),
@@ -164,8 +164,8 @@ MUTATIONS = [
     Mutation(
         "whole parameters are not summed over tensor ranks",
         "lightning_d9d/parallel/plan.py",
-        "Layout.REPLICATED: {Axis.DP: Summed.IN_BUCKETS, Axis.CP: Summed.IN_BUCKETS, Axis.TP: Summed.IN_BUCKETS}",
-        "Layout.REPLICATED: {Axis.DP: Summed.IN_BUCKETS, Axis.CP: Summed.IN_BUCKETS, Axis.TP: Summed.WITH_TOKENS}",
+        "ShardingKind.REPLICATED: {Axis.DP: Summed.IN_BUCKETS, Axis.CP: Summed.IN_BUCKETS, Axis.TP: Summed.IN_BUCKETS}",
+        "ShardingKind.REPLICATED: {Axis.DP: Summed.IN_BUCKETS, Axis.CP: Summed.IN_BUCKETS, Axis.TP: Summed.WITH_TOKENS}",
         f"{PLAN} -k 'ranks_sum and tp4'",
     ),
     Mutation(
@@ -192,7 +192,7 @@ MUTATIONS = [
     Mutation(
         "positions are counted within a rank",
         "lightning_d9d/parallel/tokens.py",
-        "return self.cut.positions(slice_length * self.num_slices, device).unsqueeze(0)",
+        "return self.sequence.positions(slice_length * self.num_slices, device).unsqueeze(0)",
         "return torch.arange(slice_length * self.num_slices, device=device).unsqueeze(0)",
         "tests/meshes/test_equality.py -k 'cp2 and heads2x2 and not context'",
     ),
@@ -213,8 +213,8 @@ MUTATIONS = [
     Mutation(
         "whole states are in the order of ranks",
         "lightning_d9d/parallel/tokens.py",
-        "return self.cut.join(gather_dim(chunks, dim, self.context_group), dim) if self.cut.size > 1 else chunks",
-        "return gather_dim(chunks, dim, self.context_group) if self.cut.size > 1 else chunks",
+        "return self.sequence.join(gather_dim(chunks, dim, self.context_group), dim) if self.sequence.size > 1 else chunks",
+        "return gather_dim(chunks, dim, self.context_group) if self.sequence.size > 1 else chunks",
         "tests/models/test_qwen3_moe_states.py -k 'mesh and cp2'",
     ),
     Mutation(
@@ -269,8 +269,8 @@ MUTATIONS = [
     Mutation(
         "ties are not summed",
         "lightning_d9d/strategy/data_parallel.py",
-        "Part([], tie.group)",
-        "Part([], None)",
+        "BucketGroup([], tie.group)",
+        "BucketGroup([], None)",
         "tests/strategy/test_pipeline.py -k 'two_stages and gpipe'",
     ),
     Mutation(

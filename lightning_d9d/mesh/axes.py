@@ -61,11 +61,11 @@ def plain(sizes: Mapping[Axis, int]) -> dict[str, int]:
     return {axis.value: size for axis, size in sizes.items()}
 
 
-def submesh(mesh: DeviceMesh, *axes: Axis | str) -> DeviceMesh:
+def submesh(device_mesh: DeviceMesh, *axes: Axis | str) -> DeviceMesh:
     """Some axes of a mesh as a mesh of their own, which has plain strings as names. Local.
 
     Args:
-        mesh: It has these axes.
+        device_mesh: It has these axes.
         axes: In the order of the mesh.
     """
-    return mesh[tuple(map(str, axes))]
+    return device_mesh[tuple(map(str, axes))]

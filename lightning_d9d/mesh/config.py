@@ -93,7 +93,7 @@ class MeshConfig:
     def domains(self) -> dict[str, dict[str, int]]:
         """The axes and their sizes for each domain; the degrees must be resolved.
 
-        Every domain cuts the same ranks 0, 1, 2, ... in another way, and its last axis changes fastest.
+        Every domain splits the same ranks 0, 1, 2, ... in another way, and its last axis changes fastest.
         """
         pp, tp, ep = self.pipeline_parallel, self.tensor_parallel, self.expert_parallel
         replicate, shard = self.data_parallel_replicate, self.data_parallel_shard
@@ -121,7 +121,7 @@ class MeshConfig:
         return {domain: plain(sizes) for domain, sizes in domains.items()}
 
     def split_tensor(self, num_shards: int) -> dict[str, dict[str, int]]:
-        """Those of `domains` that have `tp`, which is cut in two there: `tp_shard`, and `tp_replicate`, copies of each.
+        """Those of `domains` that have `tp`, which is split in two there: `tp_shard`, and `tp_replicate`, copies of each.
 
         For weights of which there are fewer parts than tensor-parallel ranks: heads of keys and values.
 
@@ -136,7 +136,7 @@ class MeshConfig:
         }
 
     def expert_weights(self) -> dict[str, int]:
-        """As one of `domains`, with `ep_replicate` cut in two.
+        """As one of `domains`, with `ep_replicate` split in two.
 
         Along `ep_fsdp` a copy of the experts is fully sharded: over the ranks of one replica that hold the same ones,
         if any axis shards data and the copy lies within a replica. Along `ep_dp_replicate` there are copies.

@@ -24,8 +24,8 @@ _MAX_LISTED = 8
 class MeshDomains:
     """The ranks as seen by each kind of parallelism; made by `build`.
 
-    Each domain is a `DeviceMesh` over all ranks 0, 1, 2, ..., cut along other axes; the last axis changes fastest. Axes
-    that cut the ranks alike share one process group, in whichever domains they are.
+    Each domain is a `DeviceMesh` over all ranks 0, 1, 2, ..., split along other axes; the last axis changes fastest. Axes
+    that split the ranks alike share one process group, in whichever domains they are.
 
     | domain | axes |
     |---|---|
@@ -106,7 +106,7 @@ class MeshDomains:
     def expert_weights(self) -> DeviceMesh:
         """This rank's part of a view of `expert` for the experts' weights: `ep_dp_replicate`, `ep_fsdp`, `ep_shard`.
 
-        `MeshConfig.expert_weights` says how `ep_replicate` is cut. Collective over all ranks at the first use, which
+        `MeshConfig.expert_weights` says how `ep_replicate` is split. Collective over all ranks at the first use, which
         makes the groups that are new.
         """
         if "expert_weights" not in self._meshes:
@@ -149,23 +149,23 @@ class MeshDomains:
         return (Axis.TP_SHARD, Axis.TP_REPLICATE) if self._tensor_shapes else (Axis.TP,)
 
     def split_tensor(self, num_shards: int) -> None:
-        """Cut `tp` in two, as `MeshConfig.split_tensor`, for all modules on this mesh, before `weights` is used.
+        """Split `tp` in two, as `MeshConfig.split_tensor`, for all modules on this mesh, before `weights` is used.
 
         Nothing changes where there are as many parts as ranks, or more. Collective over all ranks.
 
         Raises:
-            ConfigError: The number does not divide `tp`, or it was cut otherwise, or `weights` is in use.
+            ConfigError: The number does not divide `tp`, or it was split otherwise, or `weights` is in use.
         """
         tp = self.sizes[Axis.TP]
         if num_shards >= tp or self._tensor_shapes.get("dense", {}).get(Axis.TP_SHARD) == num_shards:
             return
         if tp % num_shards:
             raise ConfigError(
-                f"tensor_parallel={tp} cannot be cut in {num_shards} equal parts: one of the two must divide the other"
+                f"tensor_parallel={tp} cannot be split in {num_shards} equal parts: one of the two must divide the other"
             )
         if "weights" in self._meshes:
             raise ConfigError(
-                f"tensor_parallel={tp} is in use as {'x'.join(self.tensor_axes)}, and cannot be cut in {num_shards} "
+                f"tensor_parallel={tp} is in use as {'x'.join(self.tensor_axes)}, and cannot be split in {num_shards} "
                 "parts besides: let all attention modules have as many heads of keys and values"
             )
         self._tensor_shapes = self.config.split_tensor(num_shards)
@@ -287,15 +287,17 @@ class MeshDomains:
         ranks = torch.arange(self.config.world_size).view(*shape.values())  # [pp, dp, cp, tp]
         along = [axis for axis, name in enumerate(shape) if name in axes]
         alone = sorted({*range(shape[Axis.PP])} - {rank for part in parts for rank in part})
-        cut: list[tuple[int, ...]] = []
+        split_ranks: list[tuple[int, ...]] = []
         for part in [*parts, *([rank] for rank in alone)]:
             members = along if len(part) > 1 else []
             of_part = ranks[list(part)].movedim([0, *members], list(range(-1 - len(members), 0)))
-            cut += map(tuple, of_part.reshape(-1, math.prod(of_part.shape[of_part.ndim - 1 - len(members) :])).tolist())
+            split_ranks += map(
+                tuple, of_part.reshape(-1, math.prod(of_part.shape[of_part.ndim - 1 - len(members) :])).tolist()
+            )
         pool = self._open()
         description = "+".join([f"pp ({'; '.join(' '.join(map(str, part)) for part in parts)})", *axes]) + "|batch"
         pooled = pool.group(
-            tuple(tuple(sorted(group)) for group in cut),
+            tuple(tuple(sorted(group)) for group in split_ranks),
             description=description,
             lane=lane,
             high_priority=neighbours,
@@ -363,9 +365,9 @@ class MeshDomains:
         if self._pool is None:
             self._pool = pool = GroupPool.acquire(self.device_type, timeout_seconds=self._timeout_seconds)
             groups = {}
-            for cut, users in self._partitions().items():
+            for split_ranks, users in self._partitions().items():
                 description = _description(users)
-                pooled = pool.group(cut, description=description)
+                pooled = pool.group(split_ranks, description=description)
                 self._described[pooled] = description
                 groups |= dict.fromkeys(users, pooled.group)
             for domain, shape in self._shapes.items():
@@ -378,7 +380,7 @@ class MeshDomains:
         return DeviceMesh.from_group(groups, self.device_type, mesh=ranks, mesh_dim_names=tuple(shape))
 
     def _needs_groups(self) -> bool:
-        return not all(len(cut[0]) in (1, self.config.world_size) for cut in self._partitions())
+        return not all(len(split_ranks[0]) in (1, self.config.world_size) for split_ranks in self._partitions())
 
     def _partitions(self) -> dict[Partition, list[tuple[str, str]]]:
         """All partitions in the order in which their groups are made, with the (domain, axis) that need each."""

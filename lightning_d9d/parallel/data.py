@@ -89,14 +89,14 @@ def separable(module: nn.Module, units: Iterable[nn.Module | list[nn.Module]]) -
     Gathered apart from what has the same parameter they would be untied.
     """
     units = list(units)
-    parameters = [{each for part in _parts(unit) for each in part.parameters()} for unit in units]
-    inside = {each for unit in units for part in _parts(unit) for each in part.modules()}
+    parameters = [{each for part in _modules_of(unit) for each in part.parameters()} for unit in units]
+    inside = {each for unit in units for part in _modules_of(unit) for each in part.modules()}
     rest = {each for part in module.modules() if part not in inside for each in part.parameters(recurse=False)}
     num_holders = Counter(each for holder in (*parameters, rest) for each in holder)
     return [unit for unit, own in zip(units, parameters, strict=True) if all(num_holders[each] == 1 for each in own)]
 
 
-def _parts(unit: nn.Module | list[nn.Module]) -> list[nn.Module]:
+def _modules_of(unit: nn.Module | list[nn.Module]) -> list[nn.Module]:
     return unit if isinstance(unit, list) else [unit]
 
 
@@ -121,7 +121,7 @@ def settings(unit: nn.Module | list[nn.Module], parallel: ParallelConfig, casts_
     gathered, reduced = parallel.dtypes
     if reduced is None:
         reduced = torch.float32
-        for module in _parts(unit):
+        for module in _modules_of(unit):
             for parameter in module.parameters():
                 reduced = torch.promote_types(reduced, parameter.dtype)
     return {
@@ -200,7 +200,7 @@ def is_of_experts(parameter: nn.Parameter) -> bool:
 
 
 def shard_dim(dims: Sequence[int], num_shards: int) -> int:
-    """The dim along which a parameter of this shape is cut: 0, or 1 where dim 0 runs out and dim 1 divides evenly."""
+    """The dim along which a parameter of this shape is sharded: 0, or 1 where dim 0 runs out and dim 1 divides evenly."""
     return 1 if dims[0] < num_shards and len(dims) > 1 and dims[1] % num_shards == 0 else 0
 
 

@@ -2,7 +2,7 @@
 
 [Note: where experts lie] `expert_parallel` consecutive ranks of a pipeline stage hold one copy of the experts between
 them (axis `ep_shard`); the tokens travel. The ranks that hold the same experts (axis `ep_replicate`) have copies of
-them, or, where weights are fully sharded at all, share each copy within a replica: `ep_replicate` is cut in
+them, or, where weights are fully sharded at all, share each copy within a replica: `ep_replicate` is split in
 `ep_dp_replicate`, along which there are copies as of all other weights, and `ep_fsdp`, along which they are fully
 sharded. A copy of the experts that is as large as a replica or larger is not fully sharded, unless it must be a unit of
 FSDP2 for another reason: to be gathered in another dtype than it is kept in, or to be kept in the host's memory.
@@ -78,9 +78,9 @@ def _shard(experts: nn.Module, mesh: MeshDomains, parallel: ParallelConfig) -> N
     )
 
 
-def _distribute(experts: nn.Module, mesh: DeviceMesh, placements: tuple[Replicate | Shard, ...]) -> None:
+def _distribute(experts: nn.Module, device_mesh: DeviceMesh, placements: tuple[Replicate | Shard, ...]) -> None:
     for name, _ in list(experts.named_parameters(recurse=False)):
-        distribute(experts, name, mesh, placements)
+        distribute(experts, name, device_mesh, placements)
 
 
 def _check_dispatch(parallel: ParallelConfig, num_parts: int) -> None:

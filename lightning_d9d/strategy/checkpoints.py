@@ -30,7 +30,7 @@ from lightning_d9d.checkpoint import (
     OPTIMIZER,
     BackgroundSaver,
     Checkpoint,
-    check_saved_ties,
+    check_saved_tied_parameters,
     fit_scheduler_state,
     give_state,
     group_records,
@@ -453,7 +453,7 @@ class CheckpointedStrategy(RankedStrategy):
         module = self.lightning_module
         assert module is not None
         state = module.state_dict()
-        check_saved_ties(module, state, opened)
+        check_saved_tied_parameters(module, state, opened)
         tensors = {f"{MODEL}{name}": value for name, value in state.items() if isinstance(value, Tensor)}
         later = OPTIMIZER.format("") if self._is_fitting else None
         report(opened.load(tensors, strict=module.strict_loading, prefix=MODEL, later=later), opened.path)

@@ -31,7 +31,7 @@ from lightning_d9d.parallel.data import FullySharded
 from lightning_d9d.parallel.expert import are_units
 from lightning_d9d.parallel.fsdp import forget_forward, fully_sharded, reset
 from lightning_d9d.parallel.graphs import release_graphs
-from lightning_d9d.parallel.plan import axes_left, layout_of
+from lightning_d9d.parallel.plan import axes_left, sharding_kind
 from lightning_d9d.pipeline.executor import Executor
 from lightning_d9d.pipeline.microbatch import MicrobatchCount, num_tokens
 from lightning_d9d.schedule import Auto, Choice, Schedule, resolve_schedule
@@ -343,7 +343,7 @@ class D9DStrategy(AlignedStrategy):
         assert self.model is not None
         units = fully_sharded(self.model)
         self._tied = TiedParameters.find(
-            self._parameter_names(), lambda parameter: axes_left(layout_of(parameter, units)), self._mesh_of_ranks
+            self._parameter_names(), lambda parameter: axes_left(sharding_kind(parameter, units)), self._mesh_of_ranks
         )
         self._tied.make_equal()
 

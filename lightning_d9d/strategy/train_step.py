@@ -202,7 +202,7 @@ class TrainStep:
 
     def _scale_of_mean(self, split: SplitBatch, accumulated_batches: int, plan: BatchPlan) -> float:
         """The scale of a loss that is a mean. `restore` divides by the number of all ranks."""
-        num_chunks = self.pipeline.tokens.cut.size
+        num_chunks = self.pipeline.tokens.sequence.size
         num_counting = (plan.num_counting or self.num_ranks // num_chunks) * num_chunks
         num_rows = sum(filter(None, split.rows[: split.num_counted]))
         return self.num_ranks / (num_counting * max(num_rows, 1) * accumulated_batches)

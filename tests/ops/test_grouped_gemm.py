@@ -13,7 +13,14 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.ops import WeightGradients, grouped_gemm, moe_permute, moe_unpermute, put_off, using_grouped_gemm
+from lightning_d9d.ops import (
+    WeightGradients,
+    defer,
+    grouped_gemm,
+    moe_permute,
+    moe_unpermute,
+    using_grouped_gemm,
+)
 from lightning_d9d.ops.backend import using_kernels
 from lightning_d9d.ops.grouped_gemm import grouped_gemm_reference
 from tests.harness.compare import assert_bitwise_equal, assert_close_named
@@ -225,7 +232,7 @@ def run(x, weight, gradient, offsets, *, split, forward=grouped_gemm, **options)
     """The result, what the weight has after the input backward, and the gradients."""
     gradients = WeightGradients()
     if split:
-        with put_off(gradients):
+        with defer(gradients):
             y = forward(x, weight, offsets, **options)
         gradients.backward(y, gradient)
     else:

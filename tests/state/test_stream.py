@@ -30,8 +30,8 @@ from lightning_d9d.state import (
     Distribute,
     Identity,
     LocalShard,
+    MappedBox,
     Parallel,
-    Part,
     Prefix,
     Rename,
     SafetensorsReader,
@@ -45,7 +45,7 @@ from lightning_d9d.state import (
     whole_box,
     writer,
 )
-from lightning_d9d.state.layout import Readable
+from lightning_d9d.state.boxes import Readable
 from lightning_d9d.state.places import UrlPath
 from tests.harness.compare import assert_bitwise_equal
 from tests.harness.ranks import RankContext
@@ -169,7 +169,7 @@ def test_large_tensors_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     save_tensors({str(i): torch.full((4,), float(i)) for i in range(8)}, tmp_path / "eight")
     pair, three = threading.Barrier(2, timeout=60), threading.Barrier(3, timeout=0.5)
 
-    class Waiting(Part):
+    class Waiting(MappedBox):
         def copy(self, source: Readable, target: Tensor) -> None:
             pair.wait()
             with suppress(threading.BrokenBarrierError):

@@ -21,7 +21,7 @@ from lightning_d9d.modules import (
     rope_tables,
 )
 from lightning_d9d.modules.lm_head import Reduction
-from lightning_d9d.parallel.tokens import TokenPart
+from lightning_d9d.parallel.tokens import TokenShard
 from lightning_d9d.pipeline.partition import check_layers, distribute_layers
 from lightning_d9d.pipeline.types import StageInfo
 
@@ -148,7 +148,7 @@ class Qwen3MoeModel(nn.Module):
             layers = check_layers(stage.layers, config.num_hidden_layers)
         if stage.is_first:
             self.embed_tokens = token_embedding(config)
-        self.tokens = TokenPart()
+        self.tokens = TokenShard()
         self.layers = nn.ModuleDict({str(index): Qwen3MoeLayer(config, index, balance) for index in layers})
         if stage.is_last:
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -215,7 +215,7 @@ class Qwen3MoeModel(nn.Module):
             router_loss = None if router_loss is None else self.tokens.mean(router_loss)
             x = self.norm(x)
             states.add(x)
-        output = {"hidden_states": x, **(states.results() if self.stage.is_last else states.handed_on())}
+        output = {"hidden_states": x, **(states.results() if self.stage.is_last else states.for_next_stage())}
         return output if router_loss is None else {**output, "router_loss": router_loss}
 
     def _into_layers(self, input_ids: Tensor | None, hidden_states: Tensor | None) -> Tensor:

@@ -9,7 +9,7 @@ from lightning_d9d.models.qwen3_moe.model import Qwen3MoeForCausalLM
 from lightning_d9d.modules.balance import spread_sequences
 from lightning_d9d.parallel import (
     ParallelConfig,
-    TokenPart,
+    TokenShard,
     blocks_of,
     capture_blocks,
     compile_blocks,
@@ -35,7 +35,7 @@ def parallelize_qwen3_moe(stage: Qwen3MoeForCausalLM, mesh: MeshDomains | None, 
     if parallel.shard_blocks is not None:
         layers = blocks_of(stage, parallel.shard_blocks)
     if mesh is not None:
-        stage.model.tokens = TokenPart.of(mesh)
+        stage.model.tokens = TokenShard.of(mesh)
         shard_tensors(stage, mesh)
         shard_experts(stage, mesh, parallel)
         if mesh.sizes[Axis.CP] > 1:

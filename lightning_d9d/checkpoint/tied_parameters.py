@@ -24,7 +24,7 @@ def tied_names(module: nn.Module) -> list[list[str]]:
     return [each for each in names.values() if len(each) > 1]
 
 
-def check_ties(ties: Iterable[Sequence[str]], saved: Mapping[str, Any]) -> None:
+def check_tied_parameters(ties: Iterable[Sequence[str]], saved: Mapping[str, Any]) -> None:
     """Refuse weights of a model in which tied parameters were apart: the last would overwrite the others. Local.
 
     Args:
@@ -44,8 +44,8 @@ def check_ties(ties: Iterable[Sequence[str]], saved: Mapping[str, Any]) -> None:
                 )
 
 
-def check_saved_ties(module: nn.Module, state: Mapping[str, Any], opened: Checkpoint) -> None:
-    """As `check_ties`, for a directory and before the module's tensors are overwritten. Collective.
+def check_saved_tied_parameters(module: nn.Module, state: Mapping[str, Any], opened: Checkpoint) -> None:
+    """As `check_tied_parameters`, for a directory and before the module's tensors are overwritten. Collective.
 
     Args:
         module: The module.
@@ -57,4 +57,6 @@ def check_saved_ties(module: nn.Module, state: Mapping[str, Any], opened: Checkp
         names = [name for tie in ties for name in tie if name in state and f"{MODEL}{name}" in opened.tensors]
         saved = {name: torch.empty_like(state[name]) for name in names}
         opened.load({f"{MODEL}{name}": value for name, value in saved.items()}, strict=False)
-        Ranks().together(f"checkpoint {str(opened.path)!r} cannot be loaded", lambda: check_ties(ties, saved))
+        Ranks().together(
+            f"checkpoint {str(opened.path)!r} cannot be loaded", lambda: check_tied_parameters(ties, saved)
+        )

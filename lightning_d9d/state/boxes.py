@@ -86,7 +86,7 @@ def size(box: Box) -> int:
     return math.prod(map(len, box))
 
 
-class Part(NamedTuple):
+class MappedBox(NamedTuple):
     """A box of a tensor that has the values of a box of another one, its source, perhaps with dims in another order.
 
     Where one of the two has a dim that the other lacks, as stacks do, its box has length one there.
@@ -102,7 +102,7 @@ class Part(NamedTuple):
     casts: tuple[torch.dtype, ...] = ()
     """To what the values are cast on their way from the source, one after the other: each may round."""
 
-    def within(self, held: Box) -> Part | None:
+    def within(self, held: Box) -> MappedBox | None:
         """What of the part lies in `held`, a box of the tensor, with the place in `held`; None if nothing does."""
         place, box = [], list(self.box)
         for there, ours, dim in zip(self.place, held, self.dims, strict=True):
@@ -115,7 +115,7 @@ class Part(NamedTuple):
                 box[dim] = range(start + shift, stop + shift)
         return self._replace(place=tuple(place), box=tuple(box))
 
-    def flipped(self, tensor: str) -> Part:
+    def flipped(self, tensor: str) -> MappedBox:
         """The same from the side of the source, for the name of the tensor. The casts stay as they are."""
         place_of = {dim: place for place, dim in enumerate(self.dims)}
         dims = tuple(place_of.get(dim) for dim in range(len(self.box)))
