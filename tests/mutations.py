@@ -164,8 +164,8 @@ MUTATIONS = [
     Mutation(
         "whole parameters are not summed over tensor ranks",
         "lightning_d9d/parallel/plan.py",
-        "ShardingKind.REPLICATED: {Axis.DP: Summed.IN_BUCKETS, Axis.CP: Summed.IN_BUCKETS, Axis.TP: Summed.IN_BUCKETS}",
-        "ShardingKind.REPLICATED: {Axis.DP: Summed.IN_BUCKETS, Axis.CP: Summed.IN_BUCKETS, Axis.TP: Summed.WITH_TOKENS}",
+        "Axis.CP: Summed.IN_BUCKETS, Axis.TP: Summed.IN_BUCKETS}",
+        "Axis.CP: Summed.IN_BUCKETS, Axis.TP: Summed.WITH_TOKENS}",
         f"{PLAN} -k 'ranks_sum and tp4'",
     ),
     Mutation(
@@ -213,8 +213,8 @@ MUTATIONS = [
     Mutation(
         "whole states are in the order of ranks",
         "lightning_d9d/parallel/tokens.py",
-        "return self.sequence.join(gather_dim(chunks, dim, self.context_group), dim) if self.sequence.size > 1 else chunks",
-        "return gather_dim(chunks, dim, self.context_group) if self.sequence.size > 1 else chunks",
+        "return self.sequence.join(gather_dim(chunks, dim, self.context_group), dim)",
+        "return gather_dim(chunks, dim, self.context_group)",
         "tests/models/test_qwen3_moe_states.py -k 'mesh and cp2'",
     ),
     Mutation(
@@ -374,8 +374,8 @@ MUTATIONS = [
     Mutation(
         "who has no gradient sends nothing for the norm",
         "lightning_d9d/sync/norm.py",
-        "by_layout.setdefault(layout, [])",
-        "by_layout.setdefault(layout, []) if gradient is not None else []",
+        "by_sharding.setdefault(sharding, [])",
+        "by_sharding.setdefault(sharding, []) if gradient is not None else []",
         "tests/sync/test_norm.py -k send_alike",
     ),
     Mutation(

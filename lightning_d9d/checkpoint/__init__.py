@@ -2,8 +2,8 @@
 
 `directory.py`: save, open, remove; `tensors.py`: its files; `metadata.py`: what torch writes beside the tensors, read
 without running code; `background.py`: saves that go on beside training; `optimizers.py`: optimizer state by parameter
-name; `whole.py`: what one process would have of all that, as Lightning's own files do; `tied_parameters.py`: parameters with
-several names.
+name; `whole.py`: what one process would have of all that, as Lightning's own files do; `tied_parameters.py`: parameters
+with several names.
 """
 
 from lightning_d9d.checkpoint.background import BackgroundSaver

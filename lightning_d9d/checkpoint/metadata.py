@@ -1,6 +1,6 @@
 """The `.metadata` file of torch Distributed Checkpoint: which tensor lies where in which file.
 
-torch pickles it. Here it is read as records, of which the few that belong in it are put together anew.
+torch pickles it. Here it is read as records, of which the few that belong in it are put together again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Loaders that go on in the middle of an epoch; map-style ones without reading again what was read.
 
 On as many data ranks as before, each goes on in its own order. Where ranks are more or fewer, or batches larger or
-smaller, the part of the epoch's order that nobody has read yet is dealt out anew.
+smaller, the part of the epoch's order that nobody has read yet is dealt out again.
 """
 
 from __future__ import annotations
@@ -301,11 +301,11 @@ def _states(sampler: Any) -> list[Tensor]:
 
 
 def _set_states(sampler: Any, states: list[Tensor]) -> None:
-    for generator, state in zip(_generators(sampler), states, strict=False):  # none, where it begins anew
+    for generator, state in zip(_generators(sampler), states, strict=False):  # none, where it begins again
         generator.set_state(state)
 
 
-# Orders that can be dealt out anew
+# Orders that can be dealt out again
 
 
 def _description(sampler: Any, num_ranks: int) -> dict[str, Any] | None:

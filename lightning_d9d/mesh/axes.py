@@ -57,12 +57,12 @@ class Axis(StrEnum):
 
 
 def plain(sizes: Mapping[Axis, int]) -> dict[str, int]:
-    """The same sizes with plain strings as keys, as they leave the package."""
+    """Return the same sizes with plain strings as keys, as they leave the package. Local."""
     return {axis.value: size for axis, size in sizes.items()}
 
 
 def submesh(device_mesh: DeviceMesh, *axes: Axis | str) -> DeviceMesh:
-    """Some axes of a mesh as a mesh of their own, which has plain strings as names. Local.
+    """Take some axes of a mesh as a mesh of their own, which has plain strings as names. Local.
 
     Args:
         device_mesh: It has these axes.

@@ -121,7 +121,7 @@ class MeshConfig:
         return {domain: plain(sizes) for domain, sizes in domains.items()}
 
     def split_tensor(self, num_shards: int) -> dict[str, dict[str, int]]:
-        """Those of `domains` that have `tp`, which is split in two there: `tp_shard`, and `tp_replicate`, copies of each.
+        """The domains that have `tp`, with that split in two: `tp_shard`, and `tp_replicate` for copies of each.
 
         For weights of which there are fewer parts than tensor-parallel ranks: heads of keys and values.
 

@@ -24,8 +24,8 @@ _MAX_LISTED = 8
 class MeshDomains:
     """The ranks as seen by each kind of parallelism; made by `build`.
 
-    Each domain is a `DeviceMesh` over all ranks 0, 1, 2, ..., split along other axes; the last axis changes fastest. Axes
-    that split the ranks alike share one process group, in whichever domains they are.
+    Each domain is a `DeviceMesh` over all ranks 0, 1, 2, ..., split along other axes; the last axis changes fastest.
+    Axes that split the ranks alike share one process group, in whichever domains they are.
 
     | domain | axes |
     |---|---|
@@ -161,7 +161,7 @@ class MeshDomains:
             return
         if tp % num_shards:
             raise ConfigError(
-                f"tensor_parallel={tp} cannot be split in {num_shards} equal parts: one of the two must divide the other"
+                f"tensor_parallel={tp} cannot be split in {num_shards} equal parts: one of them must divide the other"
             )
         if "weights" in self._meshes:
             raise ConfigError(

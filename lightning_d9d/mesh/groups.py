@@ -1,10 +1,10 @@
 """One pool of process groups for all mesh domains.
 
 [Note: group pool]
-A *partition* splits all ranks into groups of equal size: the groups of an axis, or of several axes together. Axes of two
-domains often split them alike (`pp` does in four of them), and torch would make a communicator for each. The pool makes one
-group for each partition, *lane*, backend and priority, and returns the same object whoever asks again. Ranks that are
-alone share one group for all such partitions; the partition whose only part is the world is the default group.
+A *partition* splits all ranks into groups of equal size: the groups of an axis, or of several axes together. Axes of
+two domains often split them alike (`pp` does in four of them), and torch would make a communicator for each. The pool
+makes one group for each partition, *lane*, backend and priority, and returns the same object whoever asks again. Ranks
+that are alone share one group for all such partitions; the partition whose only part is the world is the default group.
 
 Collectives of one group run one after another, so kinds of traffic that shall overlap need groups of their own over the
 same ranks: lanes. Only what asks for another lane gets one.
@@ -46,8 +46,8 @@ Partition = tuple[tuple[int, ...], ...]
 def partition(shape: Mapping[str, int], axes: Sequence[str]) -> Partition:
     """All ranks of a domain with these axes and sizes, in groups of those that differ along `axes` alone.
 
-    Groups come in the order of their first ranks and ranks ascend, so equal partitions are equal tuples whatever the axes'
-    names.
+    Groups come in the order of their first ranks and ranks ascend, so equal partitions are equal tuples whatever the
+    axes' names.
     """
     offsets, starts, stride = [0], [0], math.prod(shape.values())
     for axis, size in shape.items():

@@ -34,7 +34,7 @@ def seed_for(base: int, *, purpose: Purpose, coordinates: Mapping[str, int]) -> 
     | purpose | seeds differ along | for |
     |---|---|---|
     | `dropout`, `router_noise` | pp, dp, cp | activations that tensor-parallel ranks hold copies of |
-    | `sharded_dropout`, `sharded_router_noise` | pp, dp, cp, tp | activations sharded over tp, by sequence or by heads |
+    | `sharded_dropout`, `sharded_router_noise` | pp, dp, cp, tp | activations sharded over tp, by sequence or heads |
     | `dataloader` | dp | samples, which all other ranks of a data rank read alike |
 
     A seed has no state: a step that is recomputed or resumed gets the one that it had.

@@ -69,7 +69,7 @@ def _local_range(length: int, dim: int, device_mesh: DeviceMesh, placements: Seq
         for axis, placement in enumerate(placements)
         if getattr(placement, "dim", None) == dim
     ]
-    # `fully_shard` shards what tensor or expert parallelism left, though its axis comes first: marked by a split factor.
+    # `fully_shard` shards what tensor or expert parallelism left, though its axis comes first: it has a split factor.
     for parts, part, _ in sorted(shards, key=lambda shard: hasattr(shard[2], "split_factor")):
         size = math.ceil(len(held) / parts)
         held = held[part * size : (part + 1) * size]

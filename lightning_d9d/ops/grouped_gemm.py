@@ -43,9 +43,9 @@ def grouped_gemm(x: Tensor, weight: Tensor, offsets: Tensor, *, backend: Grouped
 
     Args:
         x: rows sorted by group, shape `[rows, in]`.
-        weight: one matrix a group, shape `[groups, out, in]`, in the dtype of `x`. Or a DTensor that is sharded along its
-            first dim: then the groups are those that this rank holds, and its gradient is a DTensor placed alike, to
-            which this rank's rows alone have contributed.
+        weight: one matrix a group, shape `[groups, out, in]`, in the dtype of `x`. Or a DTensor that is sharded along
+            its first dim: then the groups are those that this rank holds, and its gradient is a DTensor placed alike,
+            to which this rank's rows alone have contributed.
         offsets: int32 on the device of `x`, shape `[groups]`: the row after the last one of each group, not decreasing.
         backend: what computes it; None: what `using_grouped_gemm` says, "auto" if nothing does.
 

@@ -164,7 +164,7 @@ class Block(NamedTuple):
 
 
 def blocks_of(place: Place) -> Iterator[Block]:
-    """The fewest blocks that a part consists of: one, unless it is sharded in three dims with something between them."""
+    """The fewest blocks that a shard consists of: one, unless three dims are sharded with something between them."""
     sizes: list[int] = []  # of the whole tensor, where dims that are not sharded are one with the dim before
     held: list[range] = []
     for size, own in zip(place.shape, place.ranges, strict=True):

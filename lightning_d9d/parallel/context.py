@@ -1,10 +1,10 @@
 """Context parallelism: attention over sequences of which each rank holds a part.
 
-[Note: who holds what] A sequence is split into `2 * size` equal chunks, and rank r holds chunks r and `2 * size - 1 - r`,
-an early and a late one (`SequenceShard`). So all ranks have the same number of pairs of queries and keys under a causal
-mask. With its own tokens rank r attends causally, as to a sequence of their own, since its chunks are in order. Of the
-tokens of a rank before it only the early chunk counts, for all its queries; of those of a rank after it both chunks do,
-but for its late queries alone. All of these are whole blocks, without a causal border inside, of equal size.
+[Note: who holds what] A sequence is split into `2 * size` equal chunks. Rank r holds chunks r and `2 * size - 1 - r`,
+an early and a late one (`SequenceShard`). So all ranks have the same number of pairs of queries and keys under a
+causal mask. With its own tokens rank r attends causally, as to a sequence of their own, since its chunks are in order.
+Of the tokens of a rank before it only the early chunk counts, for all its queries; of those of a rank after it both
+chunks do, but for its late queries alone. All of these are whole blocks, without a causal border inside, of equal size.
 
 [Note: partial results] Each block gives a result and its logarithm (`lightning_d9d.ops.attention_block`), which are
 summed in float32, in an order that depends on the rank only. Kept for the backward are what came in and what goes out:
@@ -122,8 +122,8 @@ class ContextAttention(ABC):
         self.check_scores(window, sinks)
         if self.sequence.size > 1 and q.shape[2] % 2:
             raise ConfigError(
-                f"rank {self.sequence.rank} of {self.sequence.size} of context parallelism has {q.shape[2]} tokens of each "
-                "sequence, not two equal chunks: shard sequences with SequenceShard"
+                f"rank {self.sequence.rank} of {self.sequence.size} of context parallelism has {q.shape[2]} tokens of "
+                "each sequence, not two equal chunks: shard sequences with SequenceShard"
             )
         if documents is not None:
             documents = gather_dim(documents, 1, self.group_name)
@@ -228,8 +228,8 @@ def shard_context(stage: nn.Module, group: dist.ProcessGroup, kind: str) -> None
     """Let each `GroupedQueryAttention` of a module attend over the ranks of a group, in place. Local.
 
     Args:
-        stage: Any module. From then on it takes this rank's part of sequences, as `SequenceShard` takes them. What tensor
-            parallelism is to shard is sharded.
+        stage: Any module. From then on it takes this rank's part of sequences, as `SequenceShard` takes them. What
+            tensor parallelism is to shard is sharded.
         group: The ranks that share sequences.
         kind: "gather", "ring" or "heads": see `GatherAttention`, `RingAttention` and `HeadsAttention`.
 

@@ -200,7 +200,7 @@ def is_of_experts(parameter: nn.Parameter) -> bool:
 
 
 def shard_dim(dims: Sequence[int], num_shards: int) -> int:
-    """The dim along which a parameter of this shape is sharded: 0, or 1 where dim 0 runs out and dim 1 divides evenly."""
+    """The dim along which a parameter of this shape is sharded: 0, or 1 where dim 0 is too short and dim 1 divides."""
     return 1 if dims[0] < num_shards and len(dims) > 1 and dims[1] % num_shards == 0 else 0
 
 

@@ -4,7 +4,7 @@ Each block gets an attribute `forward`, as in `compiling`. The first call with t
 forward and backward; later ones copy their tensors to where the captured kernels read, and launch the graph.
 
 [Note: what a graph holds] A graph has the addresses of its tensors. Weights that have moved since, or have become
-trainable, are noticed, and captured anew. What the forward leaves for the backward lies in the graph, once: a second
+trainable, are noticed, and captured again. What the forward leaves for the backward lies in the graph, once: a second
 forward overwrites it, and so does the backward, so the backward of the first, or the same one again, is refused.
 Results and gradients are copied out, since a caller may keep them. What Python decided is in a graph as well: forwards
 while a part of the block is not trained, or counts no tokens (`lightning_d9d.pipeline.CountsTokens`), are another form.

@@ -20,8 +20,8 @@ microbatch of it:
 What ranks compute together (`gather_dim` and the like, `TokenShard`, torch's functional collectives), or are going to
 (`TokenShard.summand`), has no NaN and other numbers on each rank, so what is made of it is not noticed.
 
-Modules that ask other ranks in other ways have an attribute `takes_sharded_sequences = True`. They are believed if NaN in
-the first token of the first rank, where it makes other tokens of that rank NaN, makes some NaN on another rank, too.
+Modules that ask other ranks in other ways have an attribute `takes_sharded_sequences = True`. They are believed if NaN
+in the first token of the first rank, where it makes other tokens of that rank NaN, makes some NaN on another rank, too.
 """
 
 from __future__ import annotations

@@ -1,20 +1,20 @@
 """Tensor parallelism with sequence parallelism: matrices sharded over ranks, and sequences between them.
 
-[Note: who holds which tokens] Between the modules that are sharded, each rank of the tensor axis holds a slice of the rows'
-tokens, one after the other: norms, residuals, routers and experts work on that, and between pipeline stages each rank
-sends its own slice. A module that is sharded *gathers* the tokens of all slices, computes with its part of the matrices,
-and *scatters*: what ranks have computed is summed, and each keeps its slice of the sum. A message each way, and in the
-backward the same ones in exchange.
+[Note: who holds which tokens] Between the modules that are sharded, each rank of the tensor axis holds a slice of the
+rows' tokens, one after the other: norms, residuals, routers and experts work on that, and between pipeline stages each
+rank sends its own slice. A module that is sharded *gathers* the tokens of all slices, computes with its part of the
+matrices, and *scatters*: what ranks have computed is summed, and each keeps its slice of the sum. A message each way,
+and in the backward the same ones in exchange.
 
 [Note: gradients] All ranks of the axis compute one loss together. A parameter that is sharded has met the tokens of all
-slices: its gradient is complete. One that is not sharded, such as a norm's, has met those of this rank's slice or heads:
-its gradient is summed over the axis with those of all other ranks.
+slices: its gradient is complete. One that is not sharded, such as a norm's, has met those of this rank's slice or
+heads: its gradient is summed over the axis with those of all other ranks.
 
 [Note: shared heads] Where there are more ranks than heads of keys and values, several ranks hold the same heads: the
 axis is split in two, `tp_shard` and `tp_replicate` (`MeshDomains.split_tensor`), for all weights of the model.
 
-Parameters that are sharded are DTensors, so that checkpoints, norms and FSDP2 know what a rank holds. Activations are plain
-tensors.
+Parameters that are sharded are DTensors, so that checkpoints, norms and FSDP2 know what a rank holds. Activations are
+plain tensors.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def shard_tensors(module: nn.Module, mesh: MeshDomains) -> None:
 
     What it is called with between them has this rank's slice of the tokens. [Note: who holds which tokens]. Mixtures of
     experts are left whole: they compute for their slice alone. Nothing where there is one rank. Collective over all
-    ranks: each shards the same. For stages of a `D9DModule`: in a plain LightningModule nobody sums the gradients of what
-    is not sharded over these ranks.
+    ranks: each shards the same. For stages of a `D9DModule`: in a plain LightningModule nobody sums the gradients of
+    what is not sharded over these ranks.
 
     Args:
         module: On the meta device, or with equal values on all ranks. Its data is not sharded yet.
@@ -83,8 +83,8 @@ def shard_tensors(module: nn.Module, mesh: MeshDomains) -> None:
 def split_for_heads(stages: Iterable[nn.Module], mesh: MeshDomains) -> None:
     """Split the tensor axis as attention on any rank needs it. [Note: shared heads]. Collective over all ranks.
 
-    For a mesh that is new to the stages, sharded over another one or not at all. `shard_tensors` does it by itself where
-    all ranks call it for equal modules, unlike those of a pipeline.
+    For a mesh that is new to the stages, sharded over another one or not at all. `shard_tensors` does it by itself
+    where all ranks call it for equal modules, unlike those of a pipeline.
 
     Args:
         stages: This rank's.
@@ -180,7 +180,9 @@ def gather_tokens(module: nn.Module, mesh: MeshDomains) -> None:
 
 
 def shard_colwise(module: nn.Linear, mesh: MeshDomains, *, num_shards: int | None = None) -> None:
-    """Give each rank some outputs of a linear layer, as torch's `ColwiseParallel`. Called with all tokens, it returns this rank's outputs.
+    """Give each rank some outputs of a linear layer, as torch's `ColwiseParallel`.
+
+    Called with all tokens, it returns this rank's outputs.
 
     Args:
         module: The layer.
@@ -195,7 +197,10 @@ def shard_colwise(module: nn.Linear, mesh: MeshDomains, *, num_shards: int | Non
 
 
 def shard_rowwise(module: nn.Linear, mesh: MeshDomains) -> None:
-    """Give each rank some inputs of a linear layer, as torch's `RowwiseParallel`. Called with these of all tokens, it returns this rank's slice."""
+    """Give each rank some inputs of a linear layer, as torch's `RowwiseParallel`.
+
+    Called with these of all tokens, it returns this rank's slice.
+    """
     _shard(module, "weight", mesh, 1)
     module.forward = partial(_summed_outputs, module, _group_name(mesh))
 

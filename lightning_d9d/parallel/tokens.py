@@ -71,10 +71,10 @@ class TokenShard:
         return self.sequence.take(compute(self.join(ids, 1)), 1)
 
     def join(self, chunks: Tensor, dim: int) -> Tensor:
-        """Whole sequences along `dim` from the chunks of all ranks. Collective over the ranks of context parallelism."""
-        return (
-            self.sequence.join(gather_dim(chunks, dim, self.context_group), dim) if self.sequence.size > 1 else chunks
-        )
+        """Whole sequences along `dim` from the chunks of all ranks. Collective over ranks of context parallelism."""
+        if self.sequence.size == 1:
+            return chunks
+        return self.sequence.join(gather_dim(chunks, dim, self.context_group), dim)
 
     def own_slice(self, chunks: Tensor, dim: int) -> Tensor:
         """This rank's slice of the tokens of its chunks, which lie along `dim`: what it has between modules. A view."""

@@ -1,7 +1,7 @@
 """Running a program of forward and backward actions over microbatches.
 
-`types.py`: what a module hands over. `partition.py`: splitting a model into stages. `microbatch.py`, `rows.py`: splitting a
-batch. `executor.py`: the loop over actions.
+`types.py`: what a module hands over. `partition.py`: splitting a model into stages. `microbatch.py`, `rows.py`:
+splitting a batch. `executor.py`: the loop over actions.
 """
 
 from lightning_d9d.pipeline.partition import BlockSequence, distribute_layers

@@ -33,8 +33,8 @@ class InitialValue(Protocol):
 def draw_local(value: InitialValue, tensor: Tensor, *, seed: int, name: str) -> Tensor:
     """What this rank holds of a tensor's initial value, on the CPU in the tensor's dtype. Local.
 
-    A tensor `[..., rows, columns]` is a stack of matrices (experts, say); a vector is one row. Each matrix is split into
-    blocks of `ROWS_PER_BLOCK` rows, and each block has a random stream of its own: Philox
+    A tensor `[..., rows, columns]` is a stack of matrices (experts, say); a vector is one row. Each matrix is split
+    into blocks of `ROWS_PER_BLOCK` rows, and each block has a random stream of its own: Philox
     (https://doi.org/10.1145/2063384.2063405) with the hash of seed and name as key, counting from (matrix, block).
     Blocks that this rank has no row of are not drawn.
 

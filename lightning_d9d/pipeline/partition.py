@@ -161,6 +161,6 @@ def _check_nothing_shared(blocks: Sequence[nn.Module], layers: range) -> None:
             if parameter in here:
                 raise ConfigError(
                     f"blocks {layers.start} to {layers.stop - 1} share {here[parameter]!r} with block {index}, which "
-                    "is on another stage; move the boundary with split=[...], or write a stage of your own in which the "
-                    "parameter has the same name on both"
+                    "is on another stage; move the boundary with split=[...], or write a stage of your own in which "
+                    "the parameter has the same name on both"
                 )

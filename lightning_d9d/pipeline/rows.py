@@ -121,8 +121,8 @@ class BatchRows:
         where = "batch" + "".join(f"[{place!r}]" for place in min(paths, key=len))
         numbers = " or ".join(str(number) for number in sorted({each.num_rows for each in readings}))
         raise ConfigError(
-            f"a batch is to be split into microbatches, but {where} is a list that could have one entry for each row, or "
-            f"tensors that have all rows each: there are {numbers} rows, and the batch is {described(batch)}. "
+            f"a batch is to be split into microbatches, but {where} is a list that could have one entry for each row, "
+            f"or tensors that have all rows each: there are {numbers} rows, and the batch is {described(batch)}. "
             "Make one tensor of its rows, or give columns by name, as a dictionary, in the DataLoader's collate_fn; or "
             f"{_REMEDY}"
         )

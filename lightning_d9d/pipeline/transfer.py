@@ -4,7 +4,7 @@
 A stage's schema follows from the shapes of the microbatch, its *signature*, which every rank of a pipeline knows, for
 all read the same batch. The first message of each signature is preceded by its schema, for which the receiver waits on
 the host; later ones are not, so no step of known shapes waits. Frozen or trained is part of a schema: `forget` lets the
-next message of every signature bring it anew.
+next message of every signature bring it again.
 
 [Note: links] Each pair of ranks has a process group of its own for either direction of the model. nccl runs the
 messages of one group one at a time, so in a group of all ranks a receive that waits for one neighbour would hold up a

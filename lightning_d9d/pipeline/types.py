@@ -16,7 +16,7 @@ class StageInfo:
     index: int
     num_stages: int
     layers: range | None = None
-    """The layers of the stage by their index in the whole model, where the strategy splits; None lets the module split."""
+    """The layers of the stage by their index in the whole model, where the strategy splits it; None: the module."""
 
     @property
     def is_first(self) -> bool:

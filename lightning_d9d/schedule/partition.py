@@ -97,8 +97,8 @@ def level(
     Args:
         ranges: The stages to begin with.
         placement: For each stage its rank.
-        loads: For the ranges of all stages, the load of each rank; tuples, of which the first number matters most. Whole numbers, as
-            rounding would look like an improvement.
+        loads: For the ranges of all stages, the load of each rank; tuples, of which the first number matters most.
+            Whole numbers, as rounding would look like an improvement.
 
     Returns:
         One range of items a stage, in order, none of them empty.

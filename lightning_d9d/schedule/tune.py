@@ -1,9 +1,9 @@
 """`Auto`: schedule, stages and size of microbatches, chosen on paper before there are parameters or batches.
 
 [Note: the search] Candidates are the schedules of the package with every size of microbatch that divides the batch.
-Each is split so that its longest stage is as short as can be, and then evened out over the ranks: by memory first, if the
-first split does not fit. A bound below a candidate's time is known without running it on paper. Those with the lowest
-bounds are run first, and those whose bound is above the best time of the same schedule are not.
+Each is split so that its longest stage is as short as can be, and then evened out over the ranks: by memory first, if
+the first split does not fit. A bound below a candidate's time is known without running it on paper. Those with the
+lowest bounds are run first, and those whose bound is above the best time of the same schedule are not.
 """
 
 from __future__ import annotations
@@ -382,7 +382,7 @@ class _Candidate:
         return max(bounds)
 
     def fit(self, cap: float) -> float:
-        """Change the stages if they do not fit. Returns what the rank that needs most needs; it may still be too much."""
+        """Change the stages if they do not fit. Returns what the rank that needs most needs, perhaps still too much."""
         if math.isinf(cap):
             return 0.0
         layers, placement = self.layers, self.placement

@@ -5,10 +5,10 @@ A *window* is everything between two optimizer steps: microbatches and accumulat
 parameter's first gradient of the window in place, the bucket *adopts* it: copies it into its slice of the flat buffer
 (casting to the bucket's dtype) and makes that view the parameter's `.grad`, so that later gradients add in place.
 Parameters come in *bucket groups*, such as those of a pipeline stage, whose gradients are complete at different times.
-`start(bucket_group)` announces its last backward of the window. From then on a bucket is *complete* once each of its parameters has received
-a gradient, and all buckets of a group are after `complete(bucket_group)`. A complete bucket is *launched* (one asynchronous SUM
-all-reduce) when those before it are: all ranks launch in the same order, whatever order gradients arrive in. `finish()`
-launches the rest and waits.
+`start(bucket_group)` announces its last backward of the window. From then on a bucket is *complete* once each of its
+parameters has received a gradient, and all buckets of a group are after `complete(bucket_group)`. A complete bucket is
+*launched* (one asynchronous SUM all-reduce) when those before it are: all ranks launch in the same order, whatever
+order gradients arrive in. `finish()` launches the rest and waits.
 
 A parameter that got no gradient on this rank contributes zeros. Behind the gradients each bucket carries one flag a
 parameter, so the same all-reduce tells who was used anywhere: a parameter that no rank used keeps `grad is None`, as
@@ -142,8 +142,9 @@ class GradientBuckets:
 
     Of a DTensor the part that this rank holds is summed, over the ranks that hold the same part.
 
-    Collective: every rank of a bucket group's process group builds it with equal parameters in equal order, and calls `finish` as
-    often. A rank that is in the process groups of several bucket groups has them in the same order as its peers.
+    Collective: every rank of a bucket group's process group builds it with equal parameters in equal order, and calls
+    `finish` as often. A rank that is in the process groups of several bucket groups has them in the same order as its
+    peers.
 
     Args:
         bucket_groups: Launched from the last to the first.
@@ -185,7 +186,7 @@ class GradientBuckets:
         return sum(bucket.flat.numel() * bucket.flat.element_size() for bucket in self.buckets)
 
     def start(self, bucket_group: int = 0) -> None:
-        """Announce that the coming backward is the bucket group's last of the window: its complete buckets may leave."""
+        """Announce the bucket group's last backward of the window: its complete buckets may leave."""
         self._armed.add(bucket_group)
 
     def complete(self, bucket_group: int = 0) -> None:
@@ -249,7 +250,7 @@ def bucket_dtype(parameter: nn.Parameter, dtype: torch.dtype | None, at_least: t
 def _fill(
     parameters: list[nn.Parameter], dtype: torch.dtype | None, at_least: torch.dtype | None, limit_bytes: int
 ) -> list[tuple[list[nn.Parameter], torch.dtype]]:
-    """Split the list into runs of one dtype and device, each of at most `limit_bytes` unless one parameter is larger."""
+    """Runs of one dtype and device, each of at most `limit_bytes` unless one parameter is larger."""
     filled: list[tuple[list[nn.Parameter], torch.dtype]] = []
     room: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}
     for parameter in parameters:

@@ -73,7 +73,7 @@ def test_axes_of_a_layout_are_the_ranks_of_a_stage(layout: ShardingKind) -> None
 
 
 class Layouts(NamedTuple):
-    """Of the parameters of a stage: what is sharded over tensor ranks, keys' and values' part of that, and what is not."""
+    """Kinds of a stage's parameters: sharded over tensor ranks, keys and values among those, and the rest."""
 
     rest: ShardingKind
     experts: ShardingKind

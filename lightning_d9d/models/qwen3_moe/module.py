@@ -313,7 +313,7 @@ class Qwen3MoePretraining(D9DModule):
                 balance.group = getattr(self.trainer.strategy, "stage_group", None) or dist.group.WORLD
 
     def on_after_optimizer_step(self, skipped: Tensor | None) -> None:
-        """Balance the experts; after a step that was left out only begin to count anew. Collective over all ranks."""
+        """Balance the experts; after a step that was left out only begin to count again. Collective over all ranks."""
         if self.balance is not None:
             group = getattr(self.trainer.strategy, "stage_group", None)
             self._counted = update_expert_bias(self, self.balance.bias_rate, group, skipped)
