@@ -81,7 +81,7 @@ def whole_groups(ranks: Sequence[Sequence[Mapping[str, Any]]], order: Sequence[s
         order: All parameters, as one process names them.
 
     Raises:
-        StateError: They cannot be told.
+        StateError: Nobody knows which they are.
     """
     of_ranks = [_regardless_of_sharding(records) for records in ranks]
     whole = [(record, list[Sequence[str]]()) for record, _ in max(of_ranks, key=len)]

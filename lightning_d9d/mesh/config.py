@@ -59,19 +59,19 @@ class MeshConfig:
         """
         if world_size < 1:
             raise ConfigError(f"world_size={world_size} must be at least 1")
-        left, filling = world_size, None
+        left, filled = world_size, None
         taken: list[str] = []
         for name in _ORDER:
             degree = getattr(self, name)
             if degree == _FILL:
-                filling = name
+                filled = name
             elif left % degree:
                 raise ConfigError(_does_not_fit(name, degree, world_size, left, taken))
             else:
                 left //= degree
                 taken += [f"{name}={degree}"] if degree > 1 else []
-        if filling:
-            resolved = replace(self, **{filling: left})
+        if filled:
+            resolved = replace(self, **{filled: left})
         elif left == 1:
             resolved = self
         else:

@@ -121,7 +121,7 @@ class MeshDomains:
         """A view of `dense` for weights outside of experts: `dp_cp_replicate`, `dp_cp_shard`, `tp`.
 
         Along `dp_cp_replicate` there are copies: it is `dp_replicate` and `cp_replicate` in one. In place of `tp` there
-        are `tp_shard` and `tp_replicate` after `split_tensor`. What torch shall combine, such as tensor and data
+        are `tp_shard` and `tp_replicate` after `split_tensor`. What torch is to combine, such as tensor and data
         parallelism of one module, are parts of this one mesh. Collective over all ranks at the first use, which makes
         the groups that are new.
         """
@@ -221,7 +221,7 @@ class MeshDomains:
 
         Args:
             axes: Axes of one domain, in its order.
-            domain: In which, where several have them; by default the first. Meshes that torch shall combine, such as
+            domain: In which, where several have them; by default the first. Meshes that torch is to combine, such as
                 for tensor and data parallelism of one module, come from one domain.
 
         Raises:

@@ -6,7 +6,7 @@ two domains often split them alike (`pp` does in four of them), and torch would 
 makes one group for each partition, *lane*, backend and priority, and returns the same object whoever asks again. Ranks
 that are alone share one group for all such partitions; the partition whose only part is the world is the default group.
 
-Collectives of one group run one after another, so kinds of traffic that shall overlap need groups of their own over the
+Collectives of one group run one after another, so traffic that should overlap needs groups of their own over the
 same ranks: lanes. Only what asks for another lane gets one.
 
 There is one pool for the default group, and its groups live as long as that does; who builds domains again gets the

@@ -42,7 +42,7 @@ def seed_for(base: int, *, purpose: Purpose, coordinates: Mapping[str, int]) -> 
     Args:
         base: The seed of the job.
         purpose: A row of the table. Numbers of different purposes are independent.
-        coordinates: `MeshDomains.coordinates`, and anything else by which numbers shall differ: names that are no axes
+        coordinates: `MeshDomains.coordinates`, and anything else by which numbers are to differ: names that are no axes
             of a mesh, such as `worker`, `step`, `microbatch` or `stage`, count for every purpose.
 
     Returns:

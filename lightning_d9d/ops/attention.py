@@ -308,7 +308,7 @@ def _empty_gradients(given: _Given) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _in_form_of(tensor: Tensor, value: Tensor, kernel: str) -> Tensor:
-    """As the compiler is told; the Triton kernels' results are so."""
+    """Give results the strides that the compiler expects; those of the Triton kernels have them."""
     return value if kernel == "triton" else in_form_of(tensor, value)
 
 

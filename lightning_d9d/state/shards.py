@@ -1,4 +1,4 @@
-"""Filling what the ranks hold of tensors with what files have of them."""
+"""Read the shards that ranks hold of tensors out of files."""
 
 from __future__ import annotations
 

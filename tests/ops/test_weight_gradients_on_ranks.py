@@ -60,7 +60,7 @@ def test_tensor_parallel(rank, is_sequence_parallel):
 
 @pytest.mark.ranks(2)
 def test_unsharded_parameters_of_fsdp(rank):
-    """Gradients of microbatches add up in the unsharded parameters until they are told to be reduced."""
+    """Gradients of microbatches add up in the unsharded parameters until they are to be reduced."""
     stage, mesh = make_stage(rank.device), init_device_mesh(rank.device.type, (2,))
     reference = copy.deepcopy(stage)
     inputs = [make_input(rank.device, seed).requires_grad_() for seed in range(3)]

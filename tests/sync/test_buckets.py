@@ -14,7 +14,7 @@ from tests.harness.ranks import RankContext
 
 
 class Branches(nn.Module):
-    """Three layers; a forward uses the ones it is told to."""
+    """Three layers; a forward uses the ones it is asked to."""
 
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()

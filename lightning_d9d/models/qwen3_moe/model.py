@@ -185,7 +185,7 @@ class Qwen3MoeModel(nn.Module):
             `hidden_states`, on the last stage after the final norm; with snapshots `snapshots`: what came into each
             layer so far and, on the last stage, once more its `hidden_states`; with losses of routers `router_loss`,
             their sum so far. With a mask `state_sums` of this rank's tokens, on the last stage `pooled_states`. Besides
-            what else the next stage must be told.
+            what else the next stage must know.
 
         Raises:
             ConfigError: The first stage got no ids or a later one no hidden states, `document_ids` have another shape

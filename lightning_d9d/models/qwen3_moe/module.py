@@ -55,7 +55,7 @@ ARGUMENTS_KEY = "qwen3_moe_arguments"
 
 
 class Perplexity(Metric):
-    """exp of the mean loss of all tokens it was told of.
+    """exp of the mean loss of all tokens that it has seen.
 
     A sum of its own, as torchmetrics' MeanMetric ignores weights unless it looks for NaN, which asks the host.
     """
