@@ -247,7 +247,7 @@ def run(x, weight, gradient, offsets, *, split, forward=grouped_gemm, **options)
 
 @on_every_backend
 @pytest.mark.parametrize("sizes", GROUP_SIZES.values(), ids=GROUP_SIZES.keys())
-def test_weight_gradient_put_off_equals_bit_by_bit(sizes, device, backend):
+def test_weight_gradient_deferred_equals_bit_by_bit(sizes, device, backend):
     for dtype in dtypes_of(backend):
         operands = make(sizes, 32, 48, dtype, device)
         y, first, dx, dw = run(*operands, split=True, backend=backend)
@@ -259,7 +259,7 @@ def test_weight_gradient_put_off_equals_bit_by_bit(sizes, device, backend):
 
 
 @pytest.mark.parametrize("num_out", [48, 7], ids=["native", "loop"])
-def test_weight_gradient_put_off_under_autocast(num_out):
+def test_weight_gradient_deferred_under_autocast(num_out):
     operands = make([6, 0, 10], 32, num_out, torch.float32)
     operands[2].copy_(operands[2].bfloat16())
     forward = torch.autocast("cpu", torch.bfloat16)(grouped_gemm)
@@ -273,7 +273,7 @@ def test_weight_gradient_put_off_under_autocast(num_out):
 
 @on_every_device
 @pytest.mark.parametrize("num_out", [48, 7], ids=["native", "loop"])
-def test_weight_gradient_put_off_with_recomputation(num_out, device):
+def test_weight_gradient_deferred_with_recomputation(num_out, device):
     operands = make([6, 0, 10], 32, num_out, torch.float32, device)
     calls = []
 
@@ -304,7 +304,7 @@ def test_weights_that_are_no_leaves_do_not_wait(num_out):
     assert_bitwise_equal("dweight", dw, run(*operands, split=False, forward=forward)[-1])
 
 
-def test_frozen_weight_inside_put_off():
+def test_frozen_weight_inside_defer():
     x, weight, gradient, offsets = make([6, 0, 10], 32, 48, torch.float32)
     _, first, dx, dw = run(x, weight.detach(), gradient, offsets, split=True)
     assert first is dw is None

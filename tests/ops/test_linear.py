@@ -147,7 +147,7 @@ def test_vectors():
     assert_all_bitwise_equal(split_backward(linear, tensors), backward(F.linear, tensors))
 
 
-def test_outside_of_put_off_it_is_the_plain_op():
+def test_outside_of_deferred_it_is_the_plain_op():
     tensors = make()
     assert type(linear(*tensors).grad_fn) is type(F.linear(*tensors).grad_fn)
     with defer(WeightGradients()):

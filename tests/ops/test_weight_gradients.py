@@ -396,7 +396,7 @@ def test_exceptions_leave_nothing_behind():
     assert_all_bitwise_equal(take_gradients(stage, x), plain_backward(stage, x))
 
 
-def test_put_off_ends_under_exceptions_and_nests():
+def test_deferred_ends_under_exceptions_and_nests():
     def way(m, x):
         if x is None:
             raise ValueError("in forward")
