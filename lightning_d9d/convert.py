@@ -34,8 +34,8 @@ from lightning_d9d.models.qwen3_moe.huggingface import (
 )
 from lightning_d9d.models.qwen3_moe.module import ARGUMENTS_KEY
 from lightning_d9d.state import DTYPE_NAMES, SafetensorsReader, Sequential, Spec, save_tensors
+from lightning_d9d.state.boxes import Index, Readable
 from lightning_d9d.state.format import reading
-from lightning_d9d.state.layout import Index, Readable
 from lightning_d9d.state.places import (
     UrlPath,
     is_occupied,
@@ -110,7 +110,7 @@ def _from_huggingface(
     to_parameters = huggingface_mapper(config, are_fused).inverse(parameter_specs(config))
     if repeated := repeated_head(reader, config):
         views = to_parameters.plan(reader.specs).values()
-        check_tied(reader, [part for view in views for part in view.parts])
+        check_tied(reader, [box for view in views for box in view.boxes])
         reader.leave_out(repeated)
     mapper = Sequential([to_parameters, huggingface_mapper(config, fused_experts)])
     files = files_beside_weights(reader.path) | ({} if tokenizer is None else files_beside_weights(tokenizer))

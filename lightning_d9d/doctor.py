@@ -47,7 +47,7 @@ LOCAL_SECONDS = 14.0  # for processes started here; all is to be said within 20 
 JOB_SECONDS = 120.0  # for a job's ranks, which may start at different speeds
 MAX_CLOCK_SKEW_SECONDS = 1.0
 MIN_DISK_BYTES, LOW_DISK_BYTES = 2**28, 10 * GIB
-MIN_SHARED_BYTES, LOW_SHARED_BYTES = 2**26, GIB  # containers have 64 MiB unless told otherwise
+MIN_SHARED_BYTES, LOW_SHARED_BYTES = 2**26, GIB  # containers have 64 MiB by default
 
 Level = Literal["ok", "note", "warning", "BROKEN"]
 
@@ -164,7 +164,7 @@ def examine_group(
 
     Args:
         device: This rank's CUDA device, None where it has none.
-        begin: Is told which backend comes next, in case it hangs.
+        begin: Gets which backend comes next, in case it hangs.
         gloo_group: All ranks, with gloo; None if the default group is that.
     """
     begin("gloo")

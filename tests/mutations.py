@@ -141,9 +141,9 @@ MUTATIONS = [
         "tests/pipeline/test_handing_over.py -k one_memory",
     ),
     Mutation(
-        "layouts are not compared",
+        "schemas are not compared",
         "lightning_d9d/pipeline/transfer.py",
-        "        elif known != layout:",
+        "        elif known != schema:",
         "        elif False:",
         "tests/pipeline/test_handing_over.py -k refused",
     ),
@@ -164,22 +164,22 @@ MUTATIONS = [
     Mutation(
         "copies of experts are not summed",
         "lightning_d9d/parallel/plan.py",
-        '"ep_replicate": Summed.IN_BUCKETS',
-        '"ep_replicate": Summed.WITH_TOKENS',
+        "Axis.EP_REPLICATE: Summed.IN_BUCKETS",
+        "Axis.EP_REPLICATE: Summed.WITH_TOKENS",
         f"{PLAN} -k ranks_sum",
     ),
     Mutation(
         "whole parameters are not summed over tensor ranks",
         "lightning_d9d/parallel/plan.py",
-        'Layout.REPLICATED: {"dp": Summed.IN_BUCKETS, "cp": Summed.IN_BUCKETS, "tp": Summed.IN_BUCKETS}',
-        'Layout.REPLICATED: {"dp": Summed.IN_BUCKETS, "cp": Summed.IN_BUCKETS, "tp": Summed.WITH_TOKENS}',
+        "Axis.CP: Summed.IN_BUCKETS, Axis.TP: Summed.IN_BUCKETS}",
+        "Axis.CP: Summed.IN_BUCKETS, Axis.TP: Summed.WITH_TOKENS}",
         f"{PLAN} -k 'ranks_sum and tp4'",
     ),
     Mutation(
         "copies of shared heads are not summed",
         "lightning_d9d/parallel/plan.py",
-        '"tp_replicate": Summed.IN_BUCKETS',
-        '"tp_replicate": Summed.WITH_TOKENS',
+        "Axis.TP_REPLICATE: Summed.IN_BUCKETS",
+        "Axis.TP_REPLICATE: Summed.WITH_TOKENS",
         f"{PLAN} -k 'ranks_sum and tp4'",
     ),
     Mutation(
@@ -199,7 +199,7 @@ MUTATIONS = [
     Mutation(
         "positions are counted within a rank",
         "lightning_d9d/parallel/tokens.py",
-        "return self.cut.positions(slice_length * self.num_slices, device).unsqueeze(0)",
+        "return self.sequence.positions(slice_length * self.num_slices, device).unsqueeze(0)",
         "return torch.arange(slice_length * self.num_slices, device=device).unsqueeze(0)",
         "tests/meshes/test_equality.py -k 'cp2 and heads2x2 and not context'",
     ),
@@ -220,8 +220,8 @@ MUTATIONS = [
     Mutation(
         "whole states are in the order of ranks",
         "lightning_d9d/parallel/tokens.py",
-        "return self.cut.join(gather_dim(chunks, dim, self.context_group), dim) if self.cut.size > 1 else chunks",
-        "return gather_dim(chunks, dim, self.context_group) if self.cut.size > 1 else chunks",
+        "return self.sequence.join(gather_dim(chunks, dim, self.context_group), dim)",
+        "return gather_dim(chunks, dim, self.context_group)",
         "tests/models/test_qwen3_moe_states.py -k 'mesh and cp2'",
     ),
     Mutation(
@@ -276,8 +276,8 @@ MUTATIONS = [
     Mutation(
         "ties are not summed",
         "lightning_d9d/strategy/data_parallel.py",
-        "Part([], tie.group)",
-        "Part([], None)",
+        "BucketGroup([], tie.group)",
+        "BucketGroup([], None)",
         "tests/strategy/test_pipeline.py -k 'two_stages and gpipe'",
     ),
     Mutation(
@@ -318,8 +318,8 @@ MUTATIONS = [
     Mutation(
         "experts leave out tensor-parallel ranks",
         "lightning_d9d/mesh/config.py",
-        '"ep_replicate": self.world_size // pp // ep,',
-        '"ep_replicate": self.world_size // pp // ep // tp,',
+        "Axis.EP_REPLICATE: self.world_size // pp // ep,",
+        "Axis.EP_REPLICATE: self.world_size // pp // ep // tp,",
         "tests/mesh/test_config.py tests/mesh/test_domains.py",
     ),
     Mutation(
@@ -388,8 +388,8 @@ MUTATIONS = [
     Mutation(
         "who has no gradient sends nothing for the norm",
         "lightning_d9d/sync/norm.py",
-        "by_layout.setdefault(layout, [])",
-        "by_layout.setdefault(layout, []) if gradient is not None else []",
+        "by_sharding.setdefault(sharding, [])",
+        "by_sharding.setdefault(sharding, []) if gradient is not None else []",
         "tests/sync/test_norm.py -k send_alike",
     ),
     Mutation(

@@ -183,7 +183,7 @@ class Plain(L.LightningModule):
 
 
 class Alike(Plain):
-    """Two groups that do not differ, one with a frozen parameter; the second parameter of a tie."""
+    """Two groups that do not differ, one with a frozen parameter; the second of two tied parameters."""
 
     def __init__(self) -> None:
         super().__init__()

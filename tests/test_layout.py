@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import pkgutil
 import re
 import subprocess
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 import lightning_d9d
+from lightning_d9d.mesh import Axis
 
 ROOT = Path(__file__).parents[1]
 TOP_LEVEL = {
@@ -21,6 +24,8 @@ TOP_LEVEL = {
 }
 MAX_LINES = 700
 MACHINE_PATH = re.compile(r"/(work|root|home|Users|mnt)/\w|[A-Z]:\\Users\\")
+AXES_IN_LITERALS = {Path("lightning_d9d/mesh/axes.py"), Path("lightning_d9d/strategy")}
+"""Files and folders in which names of axes may be literals. `strategy` leaves when that package uses `Axis`."""
 MODULES = ["lightning_d9d", *(m.name for m in pkgutil.walk_packages(lightning_d9d.__path__, "lightning_d9d."))]
 
 
@@ -78,3 +83,19 @@ def test_public_names_have_docstrings(name: str) -> None:
             continue
         documented = value.__doc__ and not value.__doc__.startswith(f"{key}(")  # what a dataclass says of itself
         assert documented, f"{name}.{key} has no docstring"
+
+
+def test_axis_names_are_literals_in_one_file_only() -> None:
+    found = []
+    for path in (ROOT / "lightning_d9d").rglob("*.py"):
+        if not AXES_IN_LITERALS & {path.relative_to(ROOT), *path.relative_to(ROOT).parents}:
+            found += [f"{path.relative_to(ROOT)}:{line}: {name!r}" for line, name in axes_in(path)]
+    assert {name for _, name in axes_in(ROOT / "lightning_d9d/mesh/axes.py")} == {*Axis}
+    assert not found, "write Axis.TP and the like, from lightning_d9d.mesh"
+
+
+def axes_in(path: Path) -> Iterator[tuple[int, str]]:
+    """Literals that name an axis, with their lines. Docstrings are sentences, so none of them is one."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Constant) and node.value in {*Axis}:
+            yield node.lineno, node.value

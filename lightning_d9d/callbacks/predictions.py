@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor
 
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.mesh import Axis
 from lightning_d9d.mesh.agreement import Ranks
 from lightning_d9d.pipeline.trees import children, described
 from lightning_d9d.state import complete_directory
@@ -112,7 +113,7 @@ def _writes(module: L.LightningModule) -> bool:
     if not isinstance(module, D9DModule) or module.pipeline.mesh is None:
         return True
     places = module.pipeline.mesh.coordinates
-    return module.pipeline.rank == module.pipeline.last_rank and places["cp"] == places["tp"] == 0
+    return module.pipeline.rank == module.pipeline.last_rank and places[Axis.CP] == places[Axis.TP] == 0
 
 
 def _named_tensors(tree: Any, name: str) -> Iterator[tuple[str, Tensor]]:

@@ -2,8 +2,8 @@
 
 `directory.py`: save, open, remove; `tensors.py`: its files; `metadata.py`: what torch writes beside the tensors, read
 without running code; `background.py`: saves that go on beside training; `optimizers.py`: optimizer state by parameter
-name; `whole.py`: what one process would have of all that, as Lightning's own files do; `ties.py`: parameters with
-several names.
+name; `whole.py`: what one process would have of all that, as Lightning's own files do; `tied_parameters.py`: parameters
+with several names.
 """
 
 from lightning_d9d.checkpoint.background import BackgroundSaver
@@ -18,7 +18,7 @@ from lightning_d9d.checkpoint.directory import (
 )
 from lightning_d9d.checkpoint.metadata import StoredTensor
 from lightning_d9d.checkpoint.optimizers import fit_scheduler_state, give_state, load_optimizer_state, optimizer_state
-from lightning_d9d.checkpoint.ties import check_saved_ties, check_ties, tied_names
+from lightning_d9d.checkpoint.tied_parameters import check_saved_tied_parameters, check_tied_parameters, tied_names
 from lightning_d9d.checkpoint.whole import (
     GROUPS,
     MODEL,
@@ -39,8 +39,8 @@ __all__ = [
     "Checkpoint",
     "Differences",
     "StoredTensor",
-    "check_saved_ties",
-    "check_ties",
+    "check_saved_tied_parameters",
+    "check_tied_parameters",
     "compare",
     "fit_scheduler_state",
     "give_state",

@@ -489,7 +489,7 @@ def _tidy(owner: Owner) -> None:
     """Remove the data in the owner's checkpoint that it does not name, but for what is being saved or read."""
     if not _is_own_directory(owner.path):
         return
-    with suppress(StateError, OSError):  # damaged: whose data these are cannot be told
+    with suppress(StateError, OSError):  # damaged: nobody knows whose data these are
         found = [
             entry
             for entry in owner.path.iterdir()

@@ -1,6 +1,6 @@
 """The `.metadata` file of torch Distributed Checkpoint: which tensor lies where in which file.
 
-torch pickles it. Here it is read as records, of which the few that belong in it are put together anew.
+torch pickles it. Here it is read as records, of which the few that belong in it are put together again.
 """
 
 from __future__ import annotations
@@ -171,20 +171,20 @@ def _size(made: Any, name: str) -> torch.Size:
 
 
 def _fill(size: torch.Size, boxes: list[tuple[torch.Size, torch.Size]]) -> bool:
-    """Whether boxes fill a tensor and do not overlap: they are the cells of a grid, as a mesh of ranks cuts it."""
+    """Whether boxes fill a tensor and do not overlap: they are the cells of a grid, as a mesh of ranks shards it."""
     if not boxes or any(not len(offsets) == len(sizes) == len(size) for offsets, sizes in boxes):
         return False
     if 0 in size:
         return all(math.prod(sizes) == 0 and all(map(_ends_within, offsets, sizes, size)) for offsets, sizes in boxes)
     num_cells = 1
     for dim, length in enumerate(size):
-        cuts = sorted({(offsets[dim], sizes[dim]) for offsets, sizes in boxes})
-        ends = [0, *(begin + extent for begin, extent in cuts)]
-        if any(begin != end or extent == 0 for (begin, extent), end in zip(cuts, ends, strict=False)):
+        extents = sorted({(offsets[dim], sizes[dim]) for offsets, sizes in boxes})
+        ends = [0, *(begin + extent for begin, extent in extents)]
+        if any(begin != end or extent == 0 for (begin, extent), end in zip(extents, ends, strict=False)):
             return False
         if ends[-1] != length:
             return False
-        num_cells *= len(cuts)
+        num_cells *= len(extents)
     return num_cells == len(boxes) == len({offsets for offsets, _ in boxes})
 
 

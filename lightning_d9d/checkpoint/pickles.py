@@ -78,12 +78,12 @@ def check_depth(value: Any) -> None:
         StateError: They do, or one holds itself.
     """
     depths: dict[int, int] = {}
-    path = [(value, iter(_parts(value)))]
+    path = [(value, iter(_members_of(value)))]
     open_ids = {id(value)}
     while path:
         container, parts = path[-1]
         for part in parts:
-            inner = _parts(part)
+            inner = _members_of(part)
             if not inner or id(part) in depths:
                 continue
             if id(part) in open_ids or len(path) > _MAX_DEPTH:
@@ -92,7 +92,7 @@ def check_depth(value: Any) -> None:
             path.append((part, iter(inner)))
             break
         else:
-            depth = 1 + max((depths.get(id(part), 0) for part in _parts(container)), default=0)
+            depth = 1 + max((depths.get(id(part), 0) for part in _members_of(container)), default=0)
             if depth > _MAX_DEPTH:
                 raise StateError(f"holds containers in each other more than {_MAX_DEPTH} deep")
             depths[id(container)] = depth
@@ -100,7 +100,7 @@ def check_depth(value: Any) -> None:
             path.pop()
 
 
-def _parts(value: Any) -> Any:
+def _members_of(value: Any) -> Any:
     kind = type(value)
     if kind is dict:
         return value.values()

@@ -199,7 +199,9 @@ class TensorReader:
             if left or checksum != expected:
                 raise StateError(f"{str(file)!r} is damaged where it has {piece.fqn}: {_FOREIGN}")
             try:
-                shape, dtype = saved_tensor(read_saved(io.BufferedReader(_Part(stream, stored.offset, stored.length))))
+                shape, dtype = saved_tensor(
+                    read_saved(io.BufferedReader(_ByteRange(stream, stored.offset, stored.length)))
+                )
             except StateError as error:
                 raise StateError(f"{str(file)!r}, where it has {piece.fqn}, {error}: {_FOREIGN}") from error
         assert piece.index is not None
@@ -207,7 +209,7 @@ class TensorReader:
             raise StateError(f"{str(file)!r} has another shape or dtype of {piece.fqn} than it should: {_FOREIGN}")
 
 
-class _Part(io.RawIOBase):
+class _ByteRange(io.RawIOBase):
     """Some bytes of a file as a file."""
 
     def __init__(self, file: BinaryIO, begin: int, length: int) -> None:

@@ -62,14 +62,14 @@ def group_records(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> li
     """
     rest = iter(names_by_position(optimizer, names))
     records: list[dict[str, Any]] = []
-    layouts: list[set[str]] = []
+    meshes: list[set[str]] = []
     for group in optimizer.param_groups:
         record = {"hyperparameters": hyperparameters_of(group), "names": [next(rest) for _ in group["params"]]}
-        layout = {repr(each.device_mesh) if isinstance(each, DTensor) else "" for each in group["params"]}
-        before = zip(records, layouts, strict=True)
-        alike = [each for each, theirs in before if theirs == layout and _have_same_values(each, record)]
+        its_meshes = {repr(each.device_mesh) if isinstance(each, DTensor) else "" for each in group["params"]}
+        before = zip(records, meshes, strict=True)
+        alike = [each for each, theirs in before if theirs == its_meshes and _have_same_values(each, record)]
         records.append({**record, "repetition": len(alike)})
-        layouts.append(layout)
+        meshes.append(its_meshes)
     return records
 
 
@@ -81,7 +81,7 @@ def whole_groups(ranks: Sequence[Sequence[Mapping[str, Any]]], order: Sequence[s
         order: All parameters, as one process names them.
 
     Raises:
-        StateError: They cannot be told.
+        StateError: Nobody knows which they are.
     """
     of_ranks = [_regardless_of_sharding(records) for records in ranks]
     whole = [(record, list[Sequence[str]]()) for record, _ in max(of_ranks, key=len)]

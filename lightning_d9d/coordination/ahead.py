@@ -72,7 +72,7 @@ class Agreement:
         return self
 
     def restart(self) -> None:
-        """Forget what is under way. Every rank has told it, so nobody waits for it."""
+        """Forget what is under way. Every rank has sent its own, so nobody waits for it."""
         self._place = self._work = self._heard = None
 
     def tell(self, place: int, num_microbatches: int) -> None:
@@ -82,15 +82,15 @@ class Agreement:
         self._heard, self._work = None, dist.all_gather(self._values, own, group=self.group, async_op=True)
 
     def hear(self) -> Agreed:
-        """What all ranks have told last. Waits for the message; again and again the same until the next `tell`."""
+        """Return what all ranks have sent last. Waits for the message; the same again until the next `tell`."""
         if self._heard is None:
             assert self._work is not None
             self._work.wait()
-            told: list[tuple[int, int]] = [tuple(value.tolist()) for value in self._values]  # type: ignore[misc]
-            place = min(told)[0]
-            here = [num_microbatches for theirs, num_microbatches in told if theirs == place]
+            sent: list[tuple[int, int]] = [tuple(value.tolist()) for value in self._values]  # type: ignore[misc]
+            place = min(sent)[0]
+            here = [num_microbatches for theirs, num_microbatches in sent if theirs == place]
             if place != self._place:
-                self.check([theirs for theirs, _ in told])
+                self.check([theirs for theirs, _ in sent])
             self._place, self._heard = place, Agreed(place, max(here), len(here))
         return self._heard
 

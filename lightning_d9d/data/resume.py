@@ -1,7 +1,7 @@
 """Loaders that go on in the middle of an epoch; map-style ones without reading again what was read.
 
 On as many data ranks as before, each goes on in its own order. Where ranks are more or fewer, or batches larger or
-smaller, the part of the epoch's order that nobody has read yet is dealt out anew.
+smaller, the part of the epoch's order that nobody has read yet is dealt out again.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class ResumableSampler:
         # Of other data only the number of batches says where to go on.
         is_other_data = own is not None and saved is not None and own["num_samples"] != saved["num_samples"]
         if is_within and saved is not None and not is_other_data and (own is not None or saved["first_sample"]):
-            state = self._dealt_anew(state, saved, own)
+            state = self._redistributed(state, saved, own)
         elif is_within and ranks != state["num_ranks"] and len(self) != state["num_batches"]:
             raise StateError(_refusal(state["num_ranks"], ranks))  # with as many, steps have the same samples
         for sampler, seed in zip(_seeded(self._order), state["seeds"], strict=False):  # the job may have another
@@ -118,7 +118,7 @@ class ResumableSampler:
         """How many batches the loaded place is from the beginning of an epoch; None if that is what was saved."""
         return None if self._resumed is None or "dealt" not in self._resumed else self._resumed["num_read"]
 
-    def _dealt_anew(
+    def _redistributed(
         self, state: Mapping[str, Any], saved: Mapping[str, Any], own: Mapping[str, Any] | None
     ) -> dict[str, Any]:
         """With what of the epoch's order this rank goes on, unless that follows from its sampler."""
@@ -301,11 +301,11 @@ def _states(sampler: Any) -> list[Tensor]:
 
 
 def _set_states(sampler: Any, states: list[Tensor]) -> None:
-    for generator, state in zip(_generators(sampler), states, strict=False):  # none, where it begins anew
+    for generator, state in zip(_generators(sampler), states, strict=False):  # none, where it begins again
         generator.set_state(state)
 
 
-# Orders that can be dealt out anew
+# Orders that can be dealt out again
 
 
 def _description(sampler: Any, num_ranks: int) -> dict[str, Any] | None:

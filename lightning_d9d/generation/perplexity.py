@@ -29,7 +29,7 @@ class TextScore(NamedTuple):
 def score(model: Qwen3MoeForCausalLM, tokens: Tensor, context_length: int = 2048, batch_size: int = 1) -> TextScore:
     """Predict each token of a text but the first, from up to `context_length` tokens before it. Local.
 
-    The text is cut into windows that follow each other, as in training: a token sees those of its window alone.
+    The text is split into windows that follow each other, as in training: a token sees those of its window alone.
 
     Args:
         model: A whole one, on one device. It is put into `eval()` while it runs.

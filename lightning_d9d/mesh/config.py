@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.legal import divisors, nearest
+from lightning_d9d.mesh.axes import Axis, plain
 
 _FILL = -1
 
@@ -58,19 +59,19 @@ class MeshConfig:
         """
         if world_size < 1:
             raise ConfigError(f"world_size={world_size} must be at least 1")
-        left, filling = world_size, None
+        left, filled = world_size, None
         taken: list[str] = []
         for name in _ORDER:
             degree = getattr(self, name)
             if degree == _FILL:
-                filling = name
+                filled = name
             elif left % degree:
                 raise ConfigError(_does_not_fit(name, degree, world_size, left, taken))
             else:
                 left //= degree
                 taken += [f"{name}={degree}"] if degree > 1 else []
-        if filling:
-            resolved = replace(self, **{filling: left})
+        if filled:
+            resolved = replace(self, **{filled: left})
         elif left == 1:
             resolved = self
         else:
@@ -92,49 +93,50 @@ class MeshConfig:
     def domains(self) -> dict[str, dict[str, int]]:
         """The axes and their sizes for each domain; the degrees must be resolved.
 
-        Every domain cuts the same ranks 0, 1, 2, ... in another way, and its last axis changes fastest.
+        Every domain splits the same ranks 0, 1, 2, ... in another way, and its last axis changes fastest.
         """
         pp, tp, ep = self.pipeline_parallel, self.tensor_parallel, self.expert_parallel
         replicate, shard = self.data_parallel_replicate, self.data_parallel_shard
         cp_shard, cp_replicate = self.context_parallel_shard, self.context_parallel_replicate
-        return {
+        domains = {
             "regular": {
-                "pp": pp,
-                "dp_replicate": replicate,
-                "dp_shard": shard,
-                "cp_shard": cp_shard,
-                "cp_replicate": cp_replicate,
-                "tp": tp,
+                Axis.PP: pp,
+                Axis.DP_REPLICATE: replicate,
+                Axis.DP_SHARD: shard,
+                Axis.CP_SHARD: cp_shard,
+                Axis.CP_REPLICATE: cp_replicate,
+                Axis.TP: tp,
             },
             "dense": {
-                "pp": pp,
-                "dp_replicate": replicate,
-                "dp_cp_shard": shard * cp_shard,
-                "cp_replicate": cp_replicate,
-                "tp": tp,
+                Axis.PP: pp,
+                Axis.DP_REPLICATE: replicate,
+                Axis.DP_CP_SHARD: shard * cp_shard,
+                Axis.CP_REPLICATE: cp_replicate,
+                Axis.TP: tp,
             },
-            "expert": {"pp": pp, "ep_replicate": self.world_size // pp // ep, "ep_shard": ep},
-            "batch": {"pp": pp, "dp": replicate * shard, "cp": cp_shard * cp_replicate, "tp": tp},
-            "flat": {"world": self.world_size},
+            "expert": {Axis.PP: pp, Axis.EP_REPLICATE: self.world_size // pp // ep, Axis.EP_SHARD: ep},
+            "batch": {Axis.PP: pp, Axis.DP: replicate * shard, Axis.CP: cp_shard * cp_replicate, Axis.TP: tp},
+            "flat": {Axis.WORLD: self.world_size},
         }
+        return {domain: plain(sizes) for domain, sizes in domains.items()}
 
     def split_tensor(self, num_shards: int) -> dict[str, dict[str, int]]:
-        """Those of `domains` that have `tp`, which is cut in two there: `tp_shard`, and `tp_replicate`, copies of each.
+        """The domains that have `tp`, with that split in two: `tp_shard`, and `tp_replicate` for copies of each.
 
         For weights of which there are fewer parts than tensor-parallel ranks: heads of keys and values.
 
         Args:
             num_shards: How many parts there are; it divides `tensor_parallel`.
         """
-        cut = {"tp_shard": num_shards, "tp_replicate": self.tensor_parallel // num_shards}
+        split = plain({Axis.TP_SHARD: num_shards, Axis.TP_REPLICATE: self.tensor_parallel // num_shards})
         return {
-            name: {axis: size for axis, size in shape.items() if axis != "tp"} | cut
+            name: {axis: size for axis, size in shape.items() if axis != Axis.TP} | split
             for name, shape in self.domains().items()
-            if "tp" in shape
+            if Axis.TP in shape
         }
 
     def expert_weights(self) -> dict[str, int]:
-        """As one of `domains`, with `ep_replicate` cut in two.
+        """As one of `domains`, with `ep_replicate` split in two.
 
         Along `ep_fsdp` a copy of the experts is fully sharded: over the ranks of one replica that hold the same ones,
         if any axis shards data and the copy lies within a replica. Along `ep_dp_replicate` there are copies.
@@ -144,12 +146,13 @@ class MeshConfig:
         shards_data = self.data_parallel_shard * self.context_parallel_shard > 1
         within_replica = replica // self.expert_parallel if replica % self.expert_parallel == 0 else 1
         sharded = within_replica if shards_data else 1
-        return {
-            "pp": self.pipeline_parallel,
-            "ep_dp_replicate": ranks // self.expert_parallel // sharded,
-            "ep_fsdp": sharded,
-            "ep_shard": self.expert_parallel,
+        sizes = {
+            Axis.PP: self.pipeline_parallel,
+            Axis.EP_DP_REPLICATE: ranks // self.expert_parallel // sharded,
+            Axis.EP_FSDP: sharded,
+            Axis.EP_SHARD: self.expert_parallel,
         }
+        return plain(sizes)
 
     def _degrees(self) -> list[tuple[str, int]]:
         return [(field.name, getattr(self, field.name)) for field in fields(self)]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.mesh.axes import Axis, submesh
 from lightning_d9d.mesh.config import MeshConfig
 from lightning_d9d.mesh.groups import GroupPool, Lane, Partition, PooledGroup, partition, set_group_timeout
 
@@ -23,8 +24,8 @@ _MAX_LISTED = 8
 class MeshDomains:
     """The ranks as seen by each kind of parallelism; made by `build`.
 
-    Each domain is a `DeviceMesh` over all ranks 0, 1, 2, ..., cut along other axes; the last axis changes fastest. Axes
-    that cut the ranks alike share one process group, in whichever domains they are.
+    Each domain is a `DeviceMesh` over all ranks 0, 1, 2, ..., split along other axes; the last axis changes fastest.
+    Axes that split the ranks alike share one process group, in whichever domains they are.
 
     | domain | axes |
     |---|---|
@@ -105,7 +106,7 @@ class MeshDomains:
     def expert_weights(self) -> DeviceMesh:
         """This rank's part of a view of `expert` for the experts' weights: `ep_dp_replicate`, `ep_fsdp`, `ep_shard`.
 
-        `MeshConfig.expert_weights` says how `ep_replicate` is cut. Collective over all ranks at the first use, which
+        `MeshConfig.expert_weights` says how `ep_replicate` is split. Collective over all ranks at the first use, which
         makes the groups that are new.
         """
         if "expert_weights" not in self._meshes:
@@ -113,14 +114,14 @@ class MeshDomains:
             self._open()
             groups = [self._group(shape, (axis,), "expert_weights") for axis in shape]
             self._meshes["expert_weights"] = self._device_mesh(shape, groups)
-        return self._meshes["expert_weights"]["ep_dp_replicate", "ep_fsdp", "ep_shard"]
+        return submesh(self._meshes["expert_weights"], Axis.EP_DP_REPLICATE, Axis.EP_FSDP, Axis.EP_SHARD)
 
     @property
     def weights(self) -> DeviceMesh:
         """A view of `dense` for weights outside of experts: `dp_cp_replicate`, `dp_cp_shard`, `tp`.
 
         Along `dp_cp_replicate` there are copies: it is `dp_replicate` and `cp_replicate` in one. In place of `tp` there
-        are `tp_shard` and `tp_replicate` after `split_tensor`. What torch shall combine, such as tensor and data
+        are `tp_shard` and `tp_replicate` after `split_tensor`. What torch is to combine, such as tensor and data
         parallelism of one module, are parts of this one mesh. Collective over all ranks at the first use, which makes
         the groups that are new.
         """
@@ -128,46 +129,48 @@ class MeshDomains:
             shape = self._tensor_shapes.get("dense", self._shapes["dense"])
             self._open()
             axes = [
-                ("pp",),
-                ("dp_replicate", "cp_replicate"),
-                ("dp_cp_shard",),
+                (Axis.PP,),
+                (Axis.DP_REPLICATE, Axis.CP_REPLICATE),
+                (Axis.DP_CP_SHARD,),
                 *((axis,) for axis in self.tensor_axes),
             ]
             groups = [self._group(shape, each, "dense") for each in axes]
             ranks = torch.arange(self.config.world_size, dtype=torch.int).view(*shape.values())
-            ranks = ranks.movedim([*shape].index("cp_replicate"), 2).flatten(1, 2)
-            names = ("pp", "dp_cp_replicate", "dp_cp_shard", *self.tensor_axes)
-            self._meshes["weights"] = DeviceMesh.from_group(groups, self.device_type, mesh=ranks, mesh_dim_names=names)
-        return self._meshes["weights"]["dp_cp_replicate", "dp_cp_shard", *self.tensor_axes]
+            ranks = ranks.movedim([*shape].index(Axis.CP_REPLICATE), 2).flatten(1, 2)
+            names = (Axis.PP, Axis.DP_CP_REPLICATE, Axis.DP_CP_SHARD, *self.tensor_axes)
+            self._meshes["weights"] = DeviceMesh.from_group(
+                groups, self.device_type, mesh=ranks, mesh_dim_names=tuple(map(str, names))
+            )
+        return submesh(self._meshes["weights"], Axis.DP_CP_REPLICATE, Axis.DP_CP_SHARD, *self.tensor_axes)
 
     @property
-    def tensor_axes(self) -> tuple[str, ...]:
+    def tensor_axes(self) -> tuple[Axis, ...]:
         """The axes of `weights` for tensor parallelism."""
-        return ("tp_shard", "tp_replicate") if self._tensor_shapes else ("tp",)
+        return (Axis.TP_SHARD, Axis.TP_REPLICATE) if self._tensor_shapes else (Axis.TP,)
 
     def split_tensor(self, num_shards: int) -> None:
-        """Cut `tp` in two, as `MeshConfig.split_tensor`, for all modules on this mesh, before `weights` is used.
+        """Split `tp` in two, as `MeshConfig.split_tensor`, for all modules on this mesh, before `weights` is used.
 
         Nothing changes where there are as many parts as ranks, or more. Collective over all ranks.
 
         Raises:
-            ConfigError: The number does not divide `tp`, or it was cut otherwise, or `weights` is in use.
+            ConfigError: The number does not divide `tp`, or it was split otherwise, or `weights` is in use.
         """
-        tp = self.sizes["tp"]
-        if num_shards >= tp or self._tensor_shapes.get("dense", {}).get("tp_shard") == num_shards:
+        tp = self.sizes[Axis.TP]
+        if num_shards >= tp or self._tensor_shapes.get("dense", {}).get(Axis.TP_SHARD) == num_shards:
             return
         if tp % num_shards:
             raise ConfigError(
-                f"tensor_parallel={tp} cannot be cut in {num_shards} equal parts: one of the two must divide the other"
+                f"tensor_parallel={tp} cannot be split in {num_shards} equal parts: one of them must divide the other"
             )
         if "weights" in self._meshes:
             raise ConfigError(
-                f"tensor_parallel={tp} is in use as {'x'.join(self.tensor_axes)}, and cannot be cut in {num_shards} "
+                f"tensor_parallel={tp} is in use as {'x'.join(self.tensor_axes)}, and cannot be split in {num_shards} "
                 "parts besides: let all attention modules have as many heads of keys and values"
             )
         self._tensor_shapes = self.config.split_tensor(num_shards)
         _ = self.weights
-        self.group("dp", "cp", "tp_replicate")
+        self.group(Axis.DP, Axis.CP, Axis.TP_REPLICATE)
 
     @property
     def batch(self) -> DeviceMesh:
@@ -204,30 +207,30 @@ class MeshDomains:
     @property
     def dp_rank(self) -> int:
         """Which part of the samples this rank reads, out of `dp_size`."""
-        return self.coordinates["dp"]
+        return self.coordinates[Axis.DP]
 
     @property
     def dp_size(self) -> int:
         """Into how many parts the samples are split."""
-        return self.sizes["dp"]
+        return self.sizes[Axis.DP]
 
-    def for_axes(self, *axes: str, domain: str | None = None) -> DeviceMesh:
+    def for_axes(self, *axes: Axis | str, domain: str | None = None) -> DeviceMesh:
         """This rank's part of a domain along some axes, side by side as the axes of a mesh.
 
         `for_axes("dp_replicate", "dp_cp_shard")` is what `fully_shard` takes for hybrid sharding. It costs no group.
 
         Args:
             axes: Axes of one domain, in its order.
-            domain: In which, where several have them; by default the first. Meshes that torch shall combine, such as
+            domain: In which, where several have them; by default the first. Meshes that torch is to combine, such as
                 for tensor and data parallelism of one module, come from one domain.
 
         Raises:
             ConfigError: No domain has these axes in this order.
         """
-        return self._mesh(self._domain_of(axes, domain))[axes]
+        return submesh(self._mesh(self._domain_of(axes, domain)), *axes)
 
     def group(
-        self, *axes: str, lane: Lane = "default", backend: str | None = None, high_priority: bool = False
+        self, *axes: Axis | str, lane: Lane = "default", backend: str | None = None, high_priority: bool = False
     ) -> dist.ProcessGroup:
         """The ranks that differ from this one along some axes alone, as one process group.
 
@@ -259,7 +262,7 @@ class MeshDomains:
         return pooled.group
 
     def pipeline_group(
-        self, parts: Sequence[Sequence[int]], *axes: str, lane: Lane = "default", neighbours: bool = False
+        self, parts: Sequence[Sequence[int]], *axes: Axis | str, lane: Lane = "default", neighbours: bool = False
     ) -> dist.ProcessGroup:
         """The ranks of some pipeline ranks that else differ from this one along some axes alone, as a process group.
 
@@ -283,16 +286,18 @@ class MeshDomains:
             )
         ranks = torch.arange(self.config.world_size).view(*shape.values())  # [pp, dp, cp, tp]
         along = [axis for axis, name in enumerate(shape) if name in axes]
-        alone = sorted({*range(shape["pp"])} - {rank for part in parts for rank in part})
-        cut: list[tuple[int, ...]] = []
+        alone = sorted({*range(shape[Axis.PP])} - {rank for part in parts for rank in part})
+        split_ranks: list[tuple[int, ...]] = []
         for part in [*parts, *([rank] for rank in alone)]:
             members = along if len(part) > 1 else []
             of_part = ranks[list(part)].movedim([0, *members], list(range(-1 - len(members), 0)))
-            cut += map(tuple, of_part.reshape(-1, math.prod(of_part.shape[of_part.ndim - 1 - len(members) :])).tolist())
+            split_ranks += map(
+                tuple, of_part.reshape(-1, math.prod(of_part.shape[of_part.ndim - 1 - len(members) :])).tolist()
+            )
         pool = self._open()
         description = "+".join([f"pp ({'; '.join(' '.join(map(str, part)) for part in parts)})", *axes]) + "|batch"
         pooled = pool.group(
-            tuple(tuple(sorted(group)) for group in cut),
+            tuple(tuple(sorted(group)) for group in split_ranks),
             description=description,
             lane=lane,
             high_priority=neighbours,
@@ -360,9 +365,9 @@ class MeshDomains:
         if self._pool is None:
             self._pool = pool = GroupPool.acquire(self.device_type, timeout_seconds=self._timeout_seconds)
             groups = {}
-            for cut, users in self._partitions().items():
+            for split_ranks, users in self._partitions().items():
                 description = _description(users)
-                pooled = pool.group(cut, description=description)
+                pooled = pool.group(split_ranks, description=description)
                 self._described[pooled] = description
                 groups |= dict.fromkeys(users, pooled.group)
             for domain, shape in self._shapes.items():
@@ -375,7 +380,7 @@ class MeshDomains:
         return DeviceMesh.from_group(groups, self.device_type, mesh=ranks, mesh_dim_names=tuple(shape))
 
     def _needs_groups(self) -> bool:
-        return not all(len(cut[0]) in (1, self.config.world_size) for cut in self._partitions())
+        return not all(len(split_ranks[0]) in (1, self.config.world_size) for split_ranks in self._partitions())
 
     def _partitions(self) -> dict[Partition, list[tuple[str, str]]]:
         """All partitions in the order in which their groups are made, with the (domain, axis) that need each."""

@@ -1,12 +1,12 @@
 """One pool of process groups for all mesh domains.
 
 [Note: group pool]
-A *partition* cuts all ranks into groups of equal size: the groups of an axis, or of several axes together. Axes of two
-domains often cut alike (`pp` does in four of them), and torch would make a communicator for each. The pool makes one
-group for each partition, *lane*, backend and priority, and returns the same object whoever asks again. Ranks that are
-alone share one group for all such partitions; the partition whose only part is the world is the default group.
+A *partition* splits all ranks into groups of equal size: the groups of an axis, or of several axes together. Axes of
+two domains often split them alike (`pp` does in four of them), and torch would make a communicator for each. The pool
+makes one group for each partition, *lane*, backend and priority, and returns the same object whoever asks again. Ranks
+that are alone share one group for all such partitions; the partition whose only part is the world is the default group.
 
-Collectives of one group run one after another, so kinds of traffic that shall overlap need groups of their own over the
+Collectives of one group run one after another, so traffic that should overlap needs groups of their own over the
 same ranks: lanes. Only what asks for another lane gets one.
 
 There is one pool for the default group, and its groups live as long as that does; who builds domains again gets the
@@ -46,8 +46,8 @@ Partition = tuple[tuple[int, ...], ...]
 def partition(shape: Mapping[str, int], axes: Sequence[str]) -> Partition:
     """All ranks of a domain with these axes and sizes, in groups of those that differ along `axes` alone.
 
-    Groups come in the order of their first ranks and ranks ascend, so equal cuts are equal tuples whatever the axes'
-    names.
+    Groups come in the order of their first ranks and ranks ascend, so equal partitions are equal tuples whatever the
+    axes' names.
     """
     offsets, starts, stride = [0], [0], math.prod(shape.values())
     for axis, size in shape.items():
@@ -136,7 +136,7 @@ class GroupPool:
 
     def group(
         self,
-        cut: Partition,
+        split_ranks: Partition,
         *,
         description: str,
         lane: Lane = "default",
@@ -147,7 +147,7 @@ class GroupPool:
         """This rank's group of a partition. Collective over all ranks.
 
         Args:
-            cut: All ranks in groups, the largest first.
+            split_ranks: All ranks in groups, the largest first.
             description: For people and torch's flight recorder; that of the first call stays.
             lane: Equal partitions in another lane have another group.
             backend: "gloo", "nccl", ...; by default the default group's.
@@ -162,18 +162,18 @@ class GroupPool:
         own_backend = dist.get_backend(self._world)
         backend = backend or own_backend
         high_priority = high_priority and backend == "nccl"
-        if len(cut[0]) == 1:  # alone: nothing to wait for, whatever the lane
-            cut, lane, high_priority = tuple((rank,) for rank in range(dist.get_world_size())), "default", False
-        key = (cut, lane, backend, high_priority)
+        if len(split_ranks[0]) == 1:  # alone: nothing to wait for, whatever the lane
+            split_ranks, lane, high_priority = tuple((rank,) for rank in range(dist.get_world_size())), "default", False
+        key = (split_ranks, lane, backend, high_priority)
         if neighbours and key in self._by_key and self._is_abandoned_anywhere(key):
             _end(self._by_key.pop(key).group)
         if key not in self._by_key:
-            is_world = len(cut) == 1 and (lane, backend, high_priority) == ("default", own_backend, False)
+            is_world = len(split_ranks) == 1 and (lane, backend, high_priority) == ("default", own_backend, False)
             self._by_key[key] = PooledGroup(
                 group=self._world
                 if is_world
-                else self._make(cut, description, lane, backend, high_priority, for_messages=neighbours),
-                ranks=next(ranks for ranks in cut if self._rank in ranks),
+                else self._make(split_ranks, description, lane, backend, high_priority, for_messages=neighbours),
+                ranks=next(ranks for ranks in split_ranks if self._rank in ranks),
                 lane=lane,
                 description=description,
             )
@@ -230,7 +230,7 @@ class GroupPool:
 
     def _make(
         self,
-        cut: Partition,
+        split_ranks: Partition,
         description: str,
         lane: Lane,
         backend: str,
@@ -248,12 +248,14 @@ class GroupPool:
             "group_desc": description if lane == "default" else f"{description}@{lane}",
         }
         own = None
-        if len(cut[0]) == 1:  # of nobody else's concern
+        if len(split_ranks[0]) == 1:  # of nobody else's concern
             own = dist.new_group([self._rank], backend=backend, use_local_synchronization=True, **settings)
         elif self._world.bound_device_id is not None and backend == dist.get_backend(self._world):
-            own = dist.split_group(split_ranks=[list(ranks) for ranks in cut], **settings)
+            own = dist.split_group(split_ranks=[list(ranks) for ranks in split_ranks], **settings)
         else:
-            for ranks in cut:  # every rank takes part in making every group, else torch numbers them differently
+            for (
+                ranks
+            ) in split_ranks:  # every rank takes part in making every group, else torch numbers them differently
                 if len(ranks) == 1 and self._rank not in ranks:
                     continue
                 group = dist.new_group(

@@ -21,7 +21,7 @@ from pathlib import Path
 
 _TASKS = Path("/proc/self/task")
 _NAME = "pt_gloo_runloop"
-_LET_GO_SECONDS = 0.001
+_RELEASE_SECONDS = 0.001
 _WITHOUT_TASKS_SECONDS = 0.1
 
 
@@ -45,7 +45,7 @@ def _wait_until_idle() -> None:
         return
     before = _threads()
     while True:
-        time.sleep(_LET_GO_SECONDS)
+        time.sleep(_RELEASE_SECONDS)
         now = _threads()
         if now == before and all(is_asleep for is_asleep, _ in now.values()):
             return

@@ -11,18 +11,19 @@ import numpy as np
 import torch
 
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.mesh.axes import Axis
 from lightning_d9d.mesh.config import MeshConfig
 
 Purpose = Literal["dropout", "sharded_dropout", "router_noise", "sharded_router_noise", "dataloader"]
 
-_WHOLE_ACTIVATION = ("pp", "dp", "cp")  # ranks of one tp axis hold copies, which must stay equal
-_SHARDED_ACTIVATION = (*_WHOLE_ACTIVATION, "tp")
-_COUNTING_AXES: dict[str, tuple[str, ...]] = {
+_WHOLE_ACTIVATION = (Axis.PP, Axis.DP, Axis.CP)  # ranks of one tp axis hold copies, which must stay equal
+_SHARDED_ACTIVATION = (*_WHOLE_ACTIVATION, Axis.TP)
+_COUNTING_AXES: dict[str, tuple[Axis, ...]] = {
     "dropout": _WHOLE_ACTIVATION,
     "sharded_dropout": _SHARDED_ACTIVATION,
     "router_noise": _WHOLE_ACTIVATION,
     "sharded_router_noise": _SHARDED_ACTIVATION,
-    "dataloader": ("dp",),
+    "dataloader": (Axis.DP,),
 }
 _MESH_AXES = frozenset(axis for domain in MeshConfig().domains().values() for axis in domain)
 
@@ -33,7 +34,7 @@ def seed_for(base: int, *, purpose: Purpose, coordinates: Mapping[str, int]) -> 
     | purpose | seeds differ along | for |
     |---|---|---|
     | `dropout`, `router_noise` | pp, dp, cp | activations that tensor-parallel ranks hold copies of |
-    | `sharded_dropout`, `sharded_router_noise` | pp, dp, cp, tp | activations cut over tp, by sequence or by heads |
+    | `sharded_dropout`, `sharded_router_noise` | pp, dp, cp, tp | activations sharded over tp, by sequence or heads |
     | `dataloader` | dp | samples, which all other ranks of a data rank read alike |
 
     A seed has no state: a step that is recomputed or resumed gets the one that it had.
@@ -41,7 +42,7 @@ def seed_for(base: int, *, purpose: Purpose, coordinates: Mapping[str, int]) -> 
     Args:
         base: The seed of the job.
         purpose: A row of the table. Numbers of different purposes are independent.
-        coordinates: `MeshDomains.coordinates`, and anything else by which numbers shall differ: names that are no axes
+        coordinates: `MeshDomains.coordinates`, and anything else by which numbers are to differ: names that are no axes
             of a mesh, such as `worker`, `step`, `microbatch` or `stage`, count for every purpose.
 
     Returns:
@@ -60,7 +61,7 @@ def seed_for(base: int, *, purpose: Purpose, coordinates: Mapping[str, int]) -> 
             "MeshDomains.coordinates"
         )
     counting = sorted(
-        (name, int(place)) for name, place in coordinates.items() if name in axes or name not in _MESH_AXES
+        (str(name), int(place)) for name, place in coordinates.items() if name in axes or name not in _MESH_AXES
     )
     return derived(int(base), purpose, counting)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -12,15 +13,27 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 
+class Sharding(NamedTuple):
+    """How a DTensor is sharded or replicated over ranks."""
+
+    device_mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+
+
+def sharding_of(tensor: object) -> Sharding | None:
+    """The sharding of a DTensor; None for a plain tensor, which is the same on all ranks. Local."""
+    return Sharding(tensor.device_mesh, tuple(tensor.placements)) if isinstance(tensor, DTensor) else None
+
+
 def local(tensor: Tensor) -> Tensor:
     """The part of a DTensor that this rank holds, without a graph; a plain tensor as it is."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def distribute(module: nn.Module, name: str, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
+def distribute(module: nn.Module, name: str, device_mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
     """Make a parameter that a module owns a DTensor, in place; each rank keeps its part of its own values. Local."""
     parameter = module.get_parameter(name)
-    distributed = distribute_tensor(parameter.data, mesh, placements, src_data_rank=None)
+    distributed = distribute_tensor(parameter.data, device_mesh, placements, src_data_rank=None)
     setattr(module, name, nn.Parameter(distributed, parameter.requires_grad))
 
 
@@ -28,7 +41,7 @@ def local_ranges(tensor: Tensor) -> list[range]:
     """For each dim the global indices that this rank holds: all of them unless `tensor` is a DTensor.
 
     Raises:
-        RuntimeError: The DTensor was cut in another way than `distribute_tensor` and `fully_shard` do.
+        RuntimeError: The DTensor was sharded in another way than `distribute_tensor` and `fully_shard` do.
     """
     if not isinstance(tensor, DTensor):
         return list(map(range, tensor.shape))
@@ -42,21 +55,21 @@ def local_ranges(tensor: Tensor) -> list[range]:
     return ranges
 
 
-def ranges_on(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> list[range]:
+def ranges_on(shape: Sequence[int], device_mesh: DeviceMesh, placements: Sequence[Placement]) -> list[range]:
     """For each dim of a tensor the global indices that this rank holds, if the tensor lies on the mesh like that."""
-    return [_local_range(length, dim, mesh, placements) for dim, length in enumerate(shape)]
+    return [_local_range(length, dim, device_mesh, placements) for dim, length in enumerate(shape)]
 
 
-def _local_range(length: int, dim: int, mesh: DeviceMesh, placements: Sequence[Placement]) -> range:
+def _local_range(length: int, dim: int, device_mesh: DeviceMesh, placements: Sequence[Placement]) -> range:
     held = range(length)
-    coordinate = mesh.get_coordinate()
+    coordinate = device_mesh.get_coordinate()
     assert coordinate is not None, "a rank holds only tensors of meshes that it is in"
     shards = [
-        (mesh.size(axis), coordinate[axis], placement)
+        (device_mesh.size(axis), coordinate[axis], placement)
         for axis, placement in enumerate(placements)
         if getattr(placement, "dim", None) == dim
     ]
-    # `fully_shard` cuts what tensor or expert parallelism left, though its axis comes first: marked by a split factor.
+    # `fully_shard` shards what tensor or expert parallelism left, though its axis comes first: it has a split factor.
     for parts, part, _ in sorted(shards, key=lambda shard: hasattr(shard[2], "split_factor")):
         size = math.ceil(len(held) / parts)
         held = held[part * size : (part + 1) * size]

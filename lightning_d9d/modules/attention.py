@@ -11,7 +11,7 @@ from lightning_d9d.modules.initial_values import Constant, DrawnByRows, Normal
 from lightning_d9d.modules.linear import Linear
 from lightning_d9d.modules.norm import RMSNorm
 from lightning_d9d.ops import attention, norm_rope_qk, rope_qk
-from lightning_d9d.ops.sharded_weights import local_part
+from lightning_d9d.ops.sharded_weights import local_shard
 
 Attend = Callable[..., Tensor]
 """Called with queries, keys, values and documents, as `lightning_d9d.ops.attention`; by name with a window and sinks if
@@ -114,7 +114,7 @@ class GroupedQueryAttention(DrawnByRows):
         if self.window is None and self.sinks is None:  # any `attend` will do
             mixed = self.attend(q, k, v, documents)
         else:
-            sinks = None if self.sinks is None else local_part(self.sinks, q)
+            sinks = None if self.sinks is None else local_shard(self.sinks, q)
             mixed = self.attend(q, k, v, documents, window=self.window, sinks=sinks)
         return self.o_proj(mixed.transpose(1, 2).flatten(-2))
 

@@ -226,7 +226,7 @@ def spread_sequences(module: nn.Module, group: dist.ProcessGroup) -> None:
 def update_expert_bias(
     model: nn.Module, rate: float, group: dist.ProcessGroup | None = None, skip: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Moves each bias by `rate` towards an even load, and begins to count anew. Call it after an optimizer step.
+    """Moves each bias by `rate` towards an even load, and begins to count again. Call it after an optimizer step.
 
     An expert with fewer tokens than the mean of its layer gets `rate` more, one with more tokens `rate` less; where no
     token was counted nothing changes. Biases stay equal on all ranks. Nothing waits for the host.
@@ -237,7 +237,7 @@ def update_expert_bias(
         model: With an `ExpertBalance` in each router; the same layers on all ranks of the group.
         rate: The step, such as 0.001.
         group: The ranks whose tokens count together; None is the default process group, where there is one.
-        skip: A bool on the device, equal on all ranks: begin to count anew, but leave the biases alone. None: never.
+        skip: A bool on the device, equal on all ranks: begin to count again, but leave the biases alone. None: never.
 
     Returns:
         The tokens of each expert that were counted on all ranks, int64 `[experts]`, by the name of the `ExpertBalance`.
@@ -287,7 +287,7 @@ def _relative(counts: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _FixedProduct(torch.autograd.Function):
-    """`(x * factors).sum()` with factors that a recomputation does not make anew: they may come from other ranks.
+    """`(x * factors).sum()` with factors that a recomputation does not make again: they may come from other ranks.
 
     It would take what `save_for_backward` has from the repeated forward, in which ranks do not talk to each other.
     """

@@ -53,6 +53,6 @@ class DrawnByRows(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} must implement initial_values()")
 
     def reset_parameters(self) -> None:
-        """Gives all of them their initial values anew, from torch's random state."""
+        """Gives all of them their initial values again, from torch's random state."""
         for name, value in self.initial_values().items():
             value.fill_(getattr(self, name))

@@ -1,7 +1,7 @@
 """Operations below the modules: one op a file, each a public function with a plain torch reference.
 
 `grouped_gemm` is the product of sorted tokens with their experts' matrices; `linear` and `split_linears` are products
-with one. Both can put their weight gradients off, with `WeightGradients` and `put_off`, for split backwards.
+with one. Both can put their weight gradients off, with `WeightGradients` and `defer`, for split backwards.
 `moe_route` chooses the experts of tokens; `moe_permute` and `moe_unpermute` bring tokens there and back, and
 `multihot_from_indices` and `indices_from_multihot` convert the choice from and to a map over all experts.
 `all_to_all_rows` brings rows to other ranks; `gather_dim`, `scatter_sum` and `sum_over` are the collectives of
@@ -31,7 +31,7 @@ from lightning_d9d.ops.rope import rope, rope_qk
 from lightning_d9d.ops.stochastic import round_stochastic_
 from lightning_d9d.ops.swiglu import swiglu
 from lightning_d9d.ops.vocab_parallel import vocab_parallel_embedding
-from lightning_d9d.ops.weight_gradients import WeightGradients, put_off
+from lightning_d9d.ops.weight_gradients import WeightGradients, defer
 
 __all__ = [
     "AttentionKernel",
@@ -42,6 +42,7 @@ __all__ = [
     "WeightGradients",
     "all_to_all_rows",
     "attention",
+    "defer",
     "gather_dim",
     "grouped_gemm",
     "indices_from_multihot",
@@ -53,7 +54,6 @@ __all__ = [
     "multihot_from_indices",
     "norm_rope",
     "norm_rope_qk",
-    "put_off",
     "rms_norm",
     "rope",
     "rope_qk",

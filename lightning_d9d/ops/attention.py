@@ -66,7 +66,7 @@ def attention(
 
     Two runs of the Triton kernels give equal bits; of the backwards of other kernels, cuDNN's too, that is not
     promised. These kernels, those that "auto" takes of flash-attn 4, and whatever computes sinks on CUDA, are one
-    operator, `torch.ops.lightning_d9d.attention`; its backward takes probabilities anew from the logarithms of their
+    operator, `torch.ops.lightning_d9d.attention`; its backward takes probabilities again from the logarithms of their
     sums, one float32 number a query and head. The host waits for nothing.
 
     Args:
@@ -308,7 +308,7 @@ def _empty_gradients(given: _Given) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _in_form_of(tensor: Tensor, value: Tensor, kernel: str) -> Tensor:
-    """As the compiler is told; the Triton kernels' results are so."""
+    """Give results the strides that the compiler expects; those of the Triton kernels have them."""
     return value if kernel == "triton" else in_form_of(tensor, value)
 
 

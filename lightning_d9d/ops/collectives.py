@@ -52,7 +52,7 @@ def scatter_sum(x: Tensor, dim: int, group_name: str) -> Tensor:
 
     Args:
         x: This rank's summand, with an equal shape and dtype on all ranks.
-        dim: Which is cut; its length is a multiple of the group's size.
+        dim: Which is split; its length is a multiple of the group's size.
         group_name: `group_name` of a process group of torch.
 
     Returns:
@@ -117,14 +117,14 @@ def _gather(x: Tensor, dim: int, group_name: str, sums_gradients: bool) -> Tenso
     return whole
 
 
-def _new_part(x: Tensor, dim: int, group_name: str) -> Tensor:
+def _new_shard(x: Tensor, dim: int, group_name: str) -> Tensor:
     shape = list(x.shape)
     shape[dim] //= group_size(group_name)
     return x.new_empty(shape)
 
 
 def _scatter(x: Tensor, dim: int, group_name: str) -> Tensor:
-    part = _new_part(x, dim, group_name)
+    part = _new_shard(x, dim, group_name)
     parts = x.unflatten(dim, (group_size(group_name), -1)).movedim(dim % x.dim(), 0).contiguous()
     reduce_scatter_single(part.view(-1), parts.view(-1), group=group_named(group_name))
     return part
@@ -181,7 +181,7 @@ _scatter_op = define(
     "scatter_sum",
     "(Tensor x, int dim, str group_name) -> Tensor",
     _scatter,
-    _new_part,
+    _new_shard,
     setup_context=_keep_dim,
     backward=_scatter_backward,
 )

@@ -15,7 +15,7 @@ from lightning_d9d.ops.backend import is_at_least, runs_triton
 from lightning_d9d.ops.linear import autocast_dtype
 from lightning_d9d.ops.operator import define
 from lightning_d9d.ops.packages import optional_module
-from lightning_d9d.ops.sharded_weights import local_part
+from lightning_d9d.ops.sharded_weights import local_shard
 from lightning_d9d.ops.weight_gradients import AT_ONCE, WeightGradients, receiver
 
 GroupedGemmBackend = Literal["auto", "torch", "quack", "nv", "eager"]
@@ -35,7 +35,7 @@ def grouped_gemm(x: Tensor, weight: Tensor, offsets: Tensor, *, backend: Grouped
     `torch.ops.lightning_d9d.grouped_gemm_weight_gradient`; it keeps `x` only for the gradient of `weight` and `weight`
     only for that of `x`. Sums are in float32, in float64 for that; results are rounded once. A group without rows gives
     its matrix a zero gradient. Under autocast both factors are cast as `torch.nn.functional.linear` would. Inside
-    `put_off`, and with a leaf as `weight`, the gradient of `weight` is put off; see
+    `defer`, and with a leaf as `weight`, the gradient of `weight` is put off; see
     `lightning_d9d.ops.weight_gradients`.
 
     Rows after the last group are not read, neither here nor in the backward, and no group has any gradient of them.
@@ -43,9 +43,9 @@ def grouped_gemm(x: Tensor, weight: Tensor, offsets: Tensor, *, backend: Grouped
 
     Args:
         x: rows sorted by group, shape `[rows, in]`.
-        weight: one matrix a group, shape `[groups, out, in]`, in the dtype of `x`. Or a DTensor that is cut along its
-            first dim: then the groups are those that this rank holds, and its gradient is a DTensor placed alike, to
-            which this rank's rows alone have contributed.
+        weight: one matrix a group, shape `[groups, out, in]`, in the dtype of `x`. Or a DTensor that is sharded along
+            its first dim: then the groups are those that this rank holds, and its gradient is a DTensor placed alike,
+            to which this rank's rows alone have contributed.
         offsets: int32 on the device of `x`, shape `[groups]`: the row after the last one of each group, not decreasing.
         backend: what computes it; None: what `using_grouped_gemm` says, "auto" if nothing does.
 
@@ -66,12 +66,12 @@ def grouped_gemm(x: Tensor, weight: Tensor, offsets: Tensor, *, backend: Grouped
     Raises:
         ConfigError: Shapes or dtypes do not fit one another, the backend does not take them, or it is not installed.
     """
-    gradients, leaf, weight = receiver(x, weight), weight, local_part(weight, x)
+    gradients, leaf, weight = receiver(x, weight), weight, local_shard(weight, x)
     x = x.to(autocast_dtype(x))
     runs_on = _choose(x, weight, offsets, backend or _chosen)
     if gradients is None or gradients is AT_ONCE:
         return _multiply_op(x, weight, offsets, runs_on)
-    return _PutOff.apply(x, weight.detach(), offsets, runs_on, gradients, leaf)
+    return _Deferred.apply(x, weight.detach(), offsets, runs_on, gradients, leaf)
 
 
 @contextmanager
@@ -161,7 +161,7 @@ def _unknown(backend: object) -> str:
     return f"grouped_gemm={backend!r} must be one of {', '.join(map(repr, get_args(GroupedGemmBackend)))}"
 
 
-class _PutOff(torch.autograd.Function):
+class _Deferred(torch.autograd.Function):
     """The operator, with a detached weight; `gradients` takes what is due to the leaf behind it.
 
     Saves what the operator saves, in the same order: a recomputation runs that instead.

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_d9d.ops.sharded_weights import is_cut, local_part
+from lightning_d9d.ops.sharded_weights import is_sharded, local_shard
 from lightning_d9d.ops.weight_gradients import AT_ONCE, WeightGradients, receiver
 
 
@@ -23,7 +23,7 @@ def linear(
 ) -> Tensor:
     """`torch.nn.functional.linear`, whose weight gradient can wait.
 
-    Inside `put_off` and with a leaf as `weight`, the gradients of `weight` and `bias` are put off, and equal bit by bit
+    Inside `defer` and with a leaf as `weight`, the gradients of `weight` and `bias` are put off, and equal bit by bit
     those of `torch.nn.functional.linear`, also under autocast; see `lightning_d9d.ops.weight_gradients`.
 
     Args:
@@ -35,15 +35,15 @@ def linear(
             they are; `x` has two dims or more then. In float32 and without `bias`, where both are bfloat16 on CUDA,
             nothing is cast: products of such numbers are exact in float32, and added up in it. In the backward
             [Note: two halves].
-        own_part: a plain `x` is multiplied with the part that this rank holds of a DTensor that is cut, and the result
+        own_part: a plain `x` is multiplied with the part that this rank holds of a sharded DTensor, and the result
             is this rank's own. Otherwise torch refuses such a weight.
 
     Returns:
         Shape `[..., out]`.
     """
     gradients, leaves = receiver(x, weight, bias), (weight, bias)
-    if own_part or not is_cut(weight):  # torch refuses what is: a part of the result would pass for the whole
-        weight, bias = local_part(weight, x), None if bias is None else local_part(bias, x)
+    if own_part or not is_sharded(weight):  # torch refuses what is: a part of the result would pass for the whole
+        weight, bias = local_shard(weight, x), None if bias is None else local_shard(bias, x)
     if dtype is None:
         if gradients is None or x.dim() < 2:
             return F.linear(x, weight, bias)
@@ -75,7 +75,7 @@ def split_linears(module: nn.Module) -> Callable[[], None]:
     """Makes every `torch.nn.Linear` in `module` call `linear`, so that its weight gradient can be put off.
 
     Sets an attribute `forward` on each of them, except on those whose class or owner has replaced `forward`. Copies and
-    pickles of `module` keep it; outside `put_off` it changes nothing.
+    pickles of `module` keep it; outside `defer` it changes nothing.
 
     Returns:
         A function that takes the attributes away again.

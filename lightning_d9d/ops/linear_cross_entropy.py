@@ -16,7 +16,7 @@ chunks add up in float32 first, in a buffer of its own.
 *Chunks* have a multiple of 2048 tokens where there is room: the gradient of `x` then has as many tiles of 128 x 256 as
 the multiprocessors of an H100 or H200 can do at a time (128 of 132 at hidden size 2048), or a multiple.
 
-*Inside `put_off`* the product for the weight's gradient waits for the weight backward. What is kept for it: the
+*Inside `defer`* the product for the weight's gradient waits for the weight backward. What is kept for it: the
 gradient of the logits, if all of them are one chunk, so at most `chunk_bytes` a microbatch. Otherwise nothing but what
 the op was given and a number a token, and the weight backward computes the logits again: four products in place of
 three. The gradient of `bias` does not wait.
@@ -44,7 +44,7 @@ from lightning_d9d.ops.linear_cross_entropy_chunks import (
     is_one_chunk,
     weight_gradient,
 )
-from lightning_d9d.ops.sharded_weights import is_cut, local_part
+from lightning_d9d.ops.sharded_weights import is_sharded, local_shard
 from lightning_d9d.ops.weight_gradients import AT_ONCE, WeightGradients, receiver
 
 Reduction = Literal["none", "sum"]
@@ -137,7 +137,7 @@ def linear_cross_entropy(
 
     Products are in the dtype of `x`, or that of autocast, logits and their gradients are rounded to it, and all between
     is in float32 (float64 for float64). When gradients are made, in how many products, and in what the weight's adds
-    up: [Note: gradients of chunks]. Only those that are asked for are made. Inside `put_off`, and with a leaf as
+    up: [Note: gradients of chunks]. Only those that are asked for are made. Inside `defer`, and with a leaf as
     `weight`, the gradient of `weight` is put off. Cannot be differentiated twice. The host waits for nothing.
 
     With `shard` the vocabulary lies on several ranks, each with some rows of the matrix: a collective, with one
@@ -167,13 +167,13 @@ def linear_cross_entropy(
         of `labels`.
 
     Raises:
-        ConfigError: Shapes, dtypes or options do not fit, `x` is a DTensor, or `weight` is cut without `shard`.
+        ConfigError: Shapes, dtypes or options do not fit, `x` is a DTensor, or `weight` is sharded without `shard`.
         IndexError: A label is outside of the vocabulary, and not `ignore_index`: on the CPU. On CUDA it fails in a
             kernel, as it does in torch.
     """
     _check(x, weight, labels, bias, options, reduction, chunk_bytes, shard)
     gradients, leaf = receiver(x, weight), weight
-    weight, bias = local_part(weight, x), None if bias is None else local_part(bias, x)
+    weight, bias = local_shard(weight, x), None if bias is None else local_shard(bias, x)
     shape, dtype = labels.shape, autocast_dtype(x)
     x, labels = x.flatten(0, -2).to(dtype), labels.flatten()
     chunk_options = _chunk_options(options, chunk_bytes, shard or VocabShard("", 0, len(weight)), runs_triton(x))
@@ -258,8 +258,8 @@ def _check(
             raise ConfigError(f"{name} is {each.dtype} and x is {x.dtype}; cast one of them, or use autocast")
     if isinstance(x, DTensor):
         raise ConfigError("x is a DTensor; give this rank's tensor, x.to_local()")
-    if shard is None and is_cut(weight):
-        raise ConfigError("weight is a DTensor that is cut; name the group of its ranks (shard), or gather it")
+    if shard is None and is_sharded(weight):
+        raise ConfigError("weight is a sharded DTensor; name the group of its ranks (shard), or gather it")
     if reduction not in ("none", "sum"):
         raise ConfigError(f"reduction={reduction!r} must be 'none' or 'sum'")
     options.check()

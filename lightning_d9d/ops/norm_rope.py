@@ -23,7 +23,7 @@ def norm_rope(
 
     Computed in float32 (float64 for float64). On CUDA one operator, `torch.ops.lightning_d9d.norm_rope`, reads and
     writes memory once and rounds once, where torch rounds what is normed, too. So does its backward, which keeps the
-    arguments and computes the root mean square anew; the gradient of `weight` is summed in a fixed order. Gradients
+    arguments and computes the root mean square again; the gradient of `weight` is summed in a fixed order. Gradients
     that nobody asks for are not computed. Tables that require a gradient are torch's.
 
     Args:

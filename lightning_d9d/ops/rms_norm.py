@@ -33,7 +33,7 @@ def rms_norm(
 
     Computed in float32, float64 for float64, and rounded once. On CUDA one operator,
     `torch.ops.lightning_d9d.rms_norm`, reads and writes memory once, and so does its backward, which keeps `x` (with
-    `residual` the sum instead) and computes the root mean square anew. The gradient of `weight` is summed in a fixed
+    `residual` the sum instead) and computes the root mean square again. The gradient of `weight` is summed in a fixed
     order. Gradients that nobody asks for are not computed.
 
     Args:

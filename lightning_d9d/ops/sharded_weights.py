@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
-def local_part(weight: Tensor, x: Tensor) -> Tensor:
+def local_shard(weight: Tensor, x: Tensor) -> Tensor:
     """What this rank multiplies with `x`: its own part of a DTensor, unless `x` is a DTensor as well.
 
     The gradient comes back as `as_gradient` makes it.
@@ -14,7 +14,7 @@ def local_part(weight: Tensor, x: Tensor) -> Tensor:
     return weight.to_local() if isinstance(weight, DTensor) and not isinstance(x, DTensor) else weight
 
 
-def is_cut(weight: Tensor) -> bool:
+def is_sharded(weight: Tensor) -> bool:
     """Whether no rank holds the whole of it."""
     return isinstance(weight, DTensor) and not all(placement.is_replicate() for placement in weight.placements)
 

@@ -164,8 +164,8 @@ class Block(NamedTuple):
 
 
 def blocks_of(place: Place) -> Iterator[Block]:
-    """The fewest blocks that a part consists of: one, unless it is cut in three dims with something between them."""
-    sizes: list[int] = []  # of the whole tensor, where dims that are not cut are one with the dim before
+    """The fewest blocks that a shard consists of: one, unless three dims are sharded with something between them."""
+    sizes: list[int] = []  # of the whole tensor, where dims that are not sharded are one with the dim before
     held: list[range] = []
     for size, own in zip(place.shape, place.ranges, strict=True):
         if sizes and len(own) == size:

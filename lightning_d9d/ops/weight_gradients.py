@@ -3,7 +3,7 @@
 [Note: split backward]
 A split backward first computes what the stage before waits for, the gradients of the stage's inputs, and later, when
 there is nothing better to do, those of its weights (Qi et al. 2023, arXiv:2401.10241). Here the first phase is one
-ordinary backward over the whole graph. Only, ops that know how (`linear`, `grouped_gemm`), called inside `put_off`,
+ordinary backward over the whole graph. Only, ops that know how (`linear`, `grouped_gemm`), called inside `defer`,
 hide their weight from autograd: their backward returns the gradient of their input and notes a function of saved
 tensors that will give the weight's. The second phase calls the noted functions. Whatever is not such an op has its
 weight gradients computed in the first phase, with its inputs': always right, and only less to fill bubbles with. So
@@ -62,7 +62,7 @@ class WeightGradients:
 
     ```python
     gradients = WeightGradients()
-    with put_off(gradients):
+    with defer(gradients):
         output = stage(x)
     gradients.backward(output, output_gradient)  # x.grad is there, and the gradients of what did not wait
     gradients.accumulate()  # the gradients of all weights are there
@@ -187,11 +187,11 @@ _thread = _Thread()
 _split_tasks: set[int] = set()  # ids of the graph tasks, never used again, of running `WeightGradients.backward`s
 
 AT_ONCE = WeightGradients()
-"""Takes nothing: the op is to be recorded as inside `put_off`, with its weight in the graph."""
+"""Takes nothing: the op is to be recorded as inside `defer`, with its weight in the graph."""
 
 
 @contextmanager
-def put_off(gradients: WeightGradients | None) -> Iterator[None]:
+def defer(gradients: WeightGradients | None) -> Iterator[None]:
     """Ops called inside, in this thread, leave their weight gradients to `gradients`; None: compute them as ever.
 
     To be opened around the forward of a stage, of a microbatch whose backward is split. Then `gradients.backward` and
@@ -207,7 +207,7 @@ def put_off(gradients: WeightGradients | None) -> Iterator[None]:
 def receiver(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> WeightGradients | None:
     """Who takes the weight gradients of an op that is being called; `AT_ONCE` in a recomputation, None: nobody.
 
-    Nobody does outside `put_off`; for a weight or bias that is not a leaf, since gradients must go on from there; for a
+    Nobody does outside `defer`; for a weight or bias that is not a leaf, since gradients must go on from there; for a
     frozen weight; for an `x` without gradient, since there is nothing to do first; inside `torch.compile` and
     transformations such as vmap.
     """

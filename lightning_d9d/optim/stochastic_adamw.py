@@ -29,7 +29,7 @@ class StochasticAdamW(Optimizer):
 
     The random bits of an element follow from `seed`, the step, the element's index in the whole parameter, and its
     value and gradient (`lightning_d9d.ops.stochastic_adamw`). So the same weights, gradients and seed give the same
-    result on all replicas, in copies of tied weights in several pipeline stages, and on meshes that cut weights in
+    result on all replicas, in copies of tied weights in several pipeline stages, and on meshes that shard weights in
     other ways.
 
     The state of a parameter is `step`, a float32 scalar on its device, `exp_avg` and `exp_avg_sq`, placed alike for

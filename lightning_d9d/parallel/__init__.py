@@ -6,17 +6,17 @@ from lightning_d9d.parallel.context import shard_context
 from lightning_d9d.parallel.data import blocks_of, shard_data, weight_mesh
 from lightning_d9d.parallel.expert import shard_experts
 from lightning_d9d.parallel.graphs import capture_blocks
-from lightning_d9d.parallel.plan import WHO_SUMS, Layout, Summed, parallelize
+from lightning_d9d.parallel.plan import WHO_SUMS, ShardingKind, Summed, parallelize
 from lightning_d9d.parallel.recompute import recompute_activations
 from lightning_d9d.parallel.tensor import shard_tensors
-from lightning_d9d.parallel.tokens import TokenPart
+from lightning_d9d.parallel.tokens import TokenShard
 
 __all__ = [
     "WHO_SUMS",
-    "Layout",
     "ParallelConfig",
+    "ShardingKind",
     "Summed",
-    "TokenPart",
+    "TokenShard",
     "blocks_of",
     "capture_blocks",
     "compile_blocks",

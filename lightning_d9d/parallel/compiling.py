@@ -32,7 +32,7 @@ def compile_blocks(module: nn.Module, parallel: ParallelConfig, blocks: Iterable
 
     Losses and gradients are those of the uncompiled module up to rounding. The first call of each class of blocks, mode
     (training or not) and structure waits for the compiler. A second shape is compiled once more, for sizes that change,
-    where nothing in the block ties them down; after eight compilations of a class torch runs further shapes uncompiled.
+    where nothing in the block fixes them; after eight compilations of a class torch runs further shapes uncompiled.
 
     Args:
         module: Any.

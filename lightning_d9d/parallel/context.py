@@ -1,10 +1,10 @@
 """Context parallelism: attention over sequences of which each rank holds a part.
 
-[Note: who holds what] A sequence is cut into `2 * size` equal chunks, and rank r holds chunks r and `2 * size - 1 - r`,
-an early and a late one (`SequenceCut`). So all ranks have the same number of pairs of queries and keys under a causal
-mask. With its own tokens rank r attends causally, as to a sequence of their own, since its chunks are in order. Of the
-tokens of a rank before it only the early chunk counts, for all its queries; of those of a rank after it both chunks do,
-but for its late queries alone. All of these are whole blocks, without a causal border inside, of equal size.
+[Note: who holds what] A sequence is split into `2 * size` equal chunks. Rank r holds chunks r and `2 * size - 1 - r`,
+an early and a late one (`SequenceShard`). So all ranks have the same number of pairs of queries and keys under a
+causal mask. With its own tokens rank r attends causally, as to a sequence of their own, since its chunks are in order.
+Of the tokens of a rank before it only the early chunk counts, for all its queries; of those of a rank after it both
+chunks do, but for its late queries alone. All of these are whole blocks, without a causal border inside, of equal size.
 
 [Note: partial results] Each block gives a result and its logarithm (`lightning_d9d.ops.attention_block`), which are
 summed in float32, in an order that depends on the rank only. Kept for the backward are what came in and what goes out:
@@ -35,19 +35,19 @@ from lightning_d9d.ops.operator import define
 
 
 @dataclass(frozen=True)
-class SequenceCut:
-    """Which part of a sequence a rank holds. [Note: who holds what]. Nothing is communicated."""
+class SequenceShard:
+    """The shard of each sequence that a rank holds. [Note: who holds what]. Nothing is communicated."""
 
     rank: int = 0
     """This one's among those that share sequences."""
     size: int = 1
     """How many share sequences; one holds them whole."""
 
-    def cut(self, whole: Tensor, dim: int) -> Tensor:
-        """This rank's part of a tensor that has whole sequences along `dim`; of one rank the tensor itself.
+    def take(self, whole: Tensor, dim: int) -> Tensor:
+        """This rank's shard of a tensor that has whole sequences along `dim`; of one rank the tensor itself.
 
         Raises:
-            ConfigError: The sequences cannot be cut so.
+            ConfigError: The length of the sequences is not a multiple of `2 * size`.
         """
         if self.size == 1:
             return whole
@@ -55,7 +55,7 @@ class SequenceCut:
         if length % divisor:
             legal = " or ".join(map(str, nearest(length, range(divisor, length + divisor, divisor))))
             raise ConfigError(
-                f"a sequence of {length} tokens cannot be cut over {self.size} ranks of context parallelism, which "
+                f"a sequence of {length} tokens cannot be sharded over {self.size} ranks of context parallelism, which "
                 f"takes a multiple of {divisor}: pad or shorten it to {legal}, or change context_parallel_shard or "
                 "context_parallel_replicate of MeshConfig"
             )
@@ -68,13 +68,13 @@ class SequenceCut:
         Raises:
             ConfigError: The length is odd, so not that of two chunks.
         """
-        return self.cut(torch.arange(local_length * self.size, device=device), 0)
+        return self.take(torch.arange(local_length * self.size, device=device), 0)
 
-    def join(self, parts: Tensor, dim: int) -> Tensor:
-        """Whole sequences along `dim`, from the parts of all ranks, one after the other along `dim`."""
+    def join(self, shards: Tensor, dim: int) -> Tensor:
+        """Whole sequences along `dim`, from the shards of all ranks, one after the other along `dim`."""
         if self.size == 1:
-            return parts
-        chunks = parts.chunk(2 * self.size, dim)
+            return shards
+        chunks = shards.chunk(2 * self.size, dim)
         return torch.cat([*chunks[::2], *chunks[:0:-2]], dim)
 
 
@@ -89,7 +89,7 @@ class ContextAttention(ABC):
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.cut = SequenceCut(group.rank(), group.size())
+        self.sequence = SequenceShard(group.rank(), group.size())
         self.group_name = group.group_name
 
     def __call__(
@@ -105,7 +105,7 @@ class ContextAttention(ABC):
         """Attends with this rank's queries to the whole sequences, as `lightning_d9d.ops.attention` on one device.
 
         Args:
-            q: shape `[batch, heads, local seq, head_dim]`: this rank's part, as `SequenceCut` has it.
+            q: shape `[batch, heads, local seq, head_dim]`: this rank's shard, as `SequenceShard` takes it.
             k: shape `[batch, kv_heads, local seq, head_dim]`.
             v: shape of `k`.
             documents: integers, shape `[batch, local seq]`: a token attends only to tokens of its row with its own
@@ -120,10 +120,10 @@ class ContextAttention(ABC):
             ConfigError: The local sequence has an odd length, or the heads, window or sinks do not fit the kind.
         """
         self.check_scores(window, sinks)
-        if self.cut.size > 1 and q.shape[2] % 2:
+        if self.sequence.size > 1 and q.shape[2] % 2:
             raise ConfigError(
-                f"rank {self.cut.rank} of {self.cut.size} of context parallelism has {q.shape[2]} tokens of each "
-                "sequence, not two equal chunks: cut sequences with SequenceCut"
+                f"rank {self.sequence.rank} of {self.sequence.size} of context parallelism has {q.shape[2]} tokens of "
+                "each sequence, not two equal chunks: shard sequences with SequenceShard"
             )
         if documents is not None:
             documents = gather_dim(documents, 1, self.group_name)
@@ -193,31 +193,31 @@ class HeadsAttention(ContextAttention):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int | None, sinks: Tensor | None
     ) -> Tensor:
-        size, heads = self.cut.size, [t.shape[1] for t in (q, k, v)]
+        size, heads = self.sequence.size, [t.shape[1] for t in (q, k, v)]
         self.check_heads(*heads[:2])
         by_rank = torch.cat([t.unflatten(1, (size, -1)) for t in (q, k, v)], dim=2).transpose(0, 1)
-        whole = self.cut.join(self._exchange(by_rank).movedim(0, 2).flatten(2, 3), dim=2)
+        whole = self.sequence.join(self._exchange(by_rank).movedim(0, 2).flatten(2, 3), dim=2)
         q, k, v = whole.split([num // size for num in heads], dim=1)
-        documents = None if documents is None else self.cut.join(documents, dim=1)
-        sinks = None if sinks is None else sinks.chunk(size)[self.cut.rank]
+        documents = None if documents is None else self.sequence.join(documents, dim=1)
+        sinks = None if sinks is None else sinks.chunk(size)[self.sequence.rank]
         out = attention(q, k, v, documents, window=window, sinks=sinks)
-        by_rank = torch.stack([SequenceCut(rank, size).cut(out, dim=2) for rank in range(size)])
+        by_rank = torch.stack([SequenceShard(rank, size).take(out, dim=2) for rank in range(size)])
         return self._exchange(by_rank).transpose(0, 1).flatten(1, 2)
 
     def check_heads(self, num_heads: int, num_key_value_heads: int) -> None:
         """Raise `ConfigError` for numbers of heads on a rank of tensor parallelism that cannot be shared. Local."""
         common = math.gcd(num_heads, num_key_value_heads)
-        if common % self.cut.size:
+        if common % self.sequence.size:
             legal = " or ".join(map(str, divisors(common)))
             raise ConfigError(
-                f"context='heads' over {self.cut.size} ranks: {num_heads} query heads and {num_key_value_heads} "
+                f"context='heads' over {self.sequence.size} ranks: {num_heads} query heads and {num_key_value_heads} "
                 f"key/value heads (of one rank of tensor parallelism) cannot be shared equally. {legal} ranks can; "
                 "context='gather' and 'ring' take any number of heads"
             )
 
     def _exchange(self, by_rank: Tensor) -> Tensor:
         """Sends `by_rank[r]` to rank r; returns what came from each, in their order."""
-        once = [1] * self.cut.size
+        once = [1] * self.sequence.size
         return all_to_all_rows(by_rank, once, once, self.group_name)
 
 
@@ -228,8 +228,8 @@ def shard_context(stage: nn.Module, group: dist.ProcessGroup, kind: str) -> None
     """Let each `GroupedQueryAttention` of a module attend over the ranks of a group, in place. Local.
 
     Args:
-        stage: Any module. From then on it takes this rank's part of sequences, as `SequenceCut` cuts them. What tensor
-            parallelism is to cut is cut.
+        stage: Any module. From then on it takes this rank's part of sequences, as `SequenceShard` takes them. What
+            tensor parallelism is to shard is sharded.
         group: The ranks that share sequences.
         kind: "gather", "ring" or "heads": see `GatherAttention`, `RingAttention` and `HeadsAttention`.
 
@@ -254,7 +254,7 @@ def check_context(stage: nn.Module) -> None:
             raise ConfigError(
                 f"ranks of context parallelism have parts of sequences, but {name} attends to those of its own rank "
                 "alone; in parallelize_stage call lightning_d9d.parallel.shard_context, and take positions from "
-                "TokenPart.of(mesh)"
+                "TokenShard.of(mesh)"
             )
 
 

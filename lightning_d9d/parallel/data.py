@@ -32,7 +32,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.mesh import Axis, MeshDomains
+from lightning_d9d.mesh.axes import submesh
 from lightning_d9d.mesh.sharding import local
 from lightning_d9d.parallel.config import ParallelConfig
 from lightning_d9d.parallel.fsdp import forget_forward, reset, roots
@@ -43,10 +44,11 @@ def weight_mesh(mesh: MeshDomains) -> DeviceMesh | None:
 
     A part of `MeshDomains.weights`, so collective at the first use. None where no axis shards data.
     """
-    if mesh.sizes["dp_cp_shard"] == 1:
+    if mesh.sizes[Axis.DP_CP_SHARD] == 1:
         return None
-    num_copies = mesh.sizes["dp_replicate"] * mesh.sizes["cp_replicate"]
-    return mesh.weights[("dp_cp_replicate", "dp_cp_shard") if num_copies > 1 else ("dp_cp_shard",)]
+    num_copies = mesh.sizes[Axis.DP_REPLICATE] * mesh.sizes[Axis.CP_REPLICATE]
+    copies = [Axis.DP_CP_REPLICATE] if num_copies > 1 else []
+    return submesh(mesh.weights, *copies, Axis.DP_CP_SHARD)
 
 
 def shard_data(
@@ -74,7 +76,7 @@ def shard_data(
     over = weight_mesh(mesh)
     if over is None:
         return
-    placed = functools.partial(place, mesh.sizes["dp_cp_shard"])
+    placed = functools.partial(place, mesh.sizes[Axis.DP_CP_SHARD])
     experts = {parameter for parameter in stage.parameters() if is_of_experts(parameter)}
     for unit in (*separable(stage, units), stage):
         options = settings(unit, parallel, casts_inputs)
@@ -87,14 +89,14 @@ def separable(module: nn.Module, units: Iterable[nn.Module | list[nn.Module]]) -
     Gathered apart from what has the same parameter they would be untied.
     """
     units = list(units)
-    parameters = [{each for part in _parts(unit) for each in part.parameters()} for unit in units]
-    inside = {each for unit in units for part in _parts(unit) for each in part.modules()}
+    parameters = [{each for part in _modules_of(unit) for each in part.parameters()} for unit in units]
+    inside = {each for unit in units for part in _modules_of(unit) for each in part.modules()}
     rest = {each for part in module.modules() if part not in inside for each in part.parameters(recurse=False)}
     num_holders = Counter(each for holder in (*parameters, rest) for each in holder)
     return [unit for unit, own in zip(units, parameters, strict=True) if all(num_holders[each] == 1 for each in own)]
 
 
-def _parts(unit: nn.Module | list[nn.Module]) -> list[nn.Module]:
+def _modules_of(unit: nn.Module | list[nn.Module]) -> list[nn.Module]:
     return unit if isinstance(unit, list) else [unit]
 
 
@@ -119,7 +121,7 @@ def settings(unit: nn.Module | list[nn.Module], parallel: ParallelConfig, casts_
     gathered, reduced = parallel.dtypes
     if reduced is None:
         reduced = torch.float32
-        for module in _parts(unit):
+        for module in _modules_of(unit):
             for parameter in module.parameters():
                 reduced = torch.promote_types(reduced, parameter.dtype)
     return {
@@ -194,11 +196,11 @@ def _entries(module: nn.Module) -> Iterator[nn.Module]:
 
 def is_of_experts(parameter: nn.Parameter) -> bool:
     """Whether it is spread over the ranks of an expert axis."""
-    return isinstance(parameter, DTensor) and "ep_shard" in (parameter.device_mesh.mesh_dim_names or ())
+    return isinstance(parameter, DTensor) and Axis.EP_SHARD in (parameter.device_mesh.mesh_dim_names or ())
 
 
 def shard_dim(dims: Sequence[int], num_shards: int) -> int:
-    """The dim along which a parameter of this shape is cut: 0, or 1 where dim 0 runs out and dim 1 divides evenly."""
+    """The dim along which a parameter of this shape is sharded: 0, or 1 where dim 0 is too short and dim 1 divides."""
     return 1 if dims[0] < num_shards and len(dims) > 1 and dims[1] % num_shards == 0 else 0
 
 

@@ -2,7 +2,7 @@
 
 [Note: where experts lie] `expert_parallel` consecutive ranks of a pipeline stage hold one copy of the experts between
 them (axis `ep_shard`); the tokens travel. The ranks that hold the same experts (axis `ep_replicate`) have copies of
-them, or, where weights are fully sharded at all, share each copy within a replica: `ep_replicate` is cut in
+them, or, where weights are fully sharded at all, share each copy within a replica: `ep_replicate` is split in
 `ep_dp_replicate`, along which there are copies as of all other weights, and `ep_fsdp`, along which they are fully
 sharded. A copy of the experts that is as large as a replica or larger is not fully sharded, unless it must be a unit of
 FSDP2 for another reason: to be gathered in another dtype than it is kept in, or to be kept in the host's memory.
@@ -22,7 +22,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.mesh import Axis, MeshDomains
+from lightning_d9d.mesh.axes import submesh
 from lightning_d9d.mesh.sharding import distribute
 from lightning_d9d.modules import SparseMoE
 from lightning_d9d.modules.dispatch import AllToAllDispatch
@@ -43,43 +44,43 @@ def shard_experts(module: nn.Module, mesh: MeshDomains, parallel: ParallelConfig
     Raises:
         ConfigError: `expert_parallel` does not divide the number of experts, or tokens cannot travel as asked for.
     """
-    num_parts = mesh.sizes["ep_shard"]
+    num_parts = mesh.sizes[Axis.EP_SHARD]
     _check_dispatch(parallel, num_parts)
-    if num_parts * mesh.sizes["tp"] * mesh.sizes["cp_replicate"] == 1:
+    if num_parts * mesh.sizes[Axis.TP] * mesh.sizes[Axis.CP_REPLICATE] == 1:
         return  # they lie as all other weights do
     for moe in [each for each in module.modules() if isinstance(each, SparseMoE)]:
         if num_parts > 1:
             num_experts = moe.experts.gate_up_proj.shape[0]
-            moe.dispatch = AllToAllDispatch(num_experts, mesh.group("ep_shard", lane="moe"))
+            moe.dispatch = AllToAllDispatch(num_experts, mesh.group(Axis.EP_SHARD, lane="moe"))
         _shard(moe.experts, mesh, parallel)
 
 
 def are_units(mesh: MeshDomains, parallel: ParallelConfig) -> bool:
     """Whether experts that are spread over ranks are units of FSDP2. [Note: where experts lie]."""
-    return mesh.sizes["dp_cp_shard"] > 1 and (
-        mesh.config.expert_weights()["ep_fsdp"] > 1 or parallel.gather_dtype is not None or parallel.offload
+    return mesh.sizes[Axis.DP_CP_SHARD] > 1 and (
+        mesh.config.expert_weights()[Axis.EP_FSDP] > 1 or parallel.gather_dtype is not None or parallel.offload
     )
 
 
 def _shard(experts: nn.Module, mesh: MeshDomains, parallel: ParallelConfig) -> None:
     if not are_units(mesh, parallel):
-        _distribute(experts, mesh.for_axes("ep_replicate", "ep_shard"), (Replicate(), Shard(0)))
+        _distribute(experts, mesh.for_axes(Axis.EP_REPLICATE, Axis.EP_SHARD), (Replicate(), Shard(0)))
         return
     whole = mesh.expert_weights
-    if mesh.sizes["ep_shard"] > 1:
-        _distribute(experts, whole["ep_shard"], (Shard(0),))
-    axes = ("ep_dp_replicate", "ep_fsdp") if whole["ep_dp_replicate"].size() > 1 else ("ep_fsdp",)
+    if mesh.sizes[Axis.EP_SHARD] > 1:
+        _distribute(experts, submesh(whole, Axis.EP_SHARD), (Shard(0),))
+    axes = (Axis.EP_DP_REPLICATE, Axis.EP_FSDP) if submesh(whole, Axis.EP_DP_REPLICATE).size() > 1 else (Axis.EP_FSDP,)
     fully_shard(
         experts,
-        mesh=whole[axes],
-        shard_placement_fn=partial(place, whole["ep_fsdp"].size()),
+        mesh=submesh(whole, *axes),
+        shard_placement_fn=partial(place, submesh(whole, Axis.EP_FSDP).size()),
         **settings(experts, parallel, casts_inputs=False),
     )
 
 
-def _distribute(experts: nn.Module, mesh: DeviceMesh, placements: tuple[Replicate | Shard, ...]) -> None:
+def _distribute(experts: nn.Module, device_mesh: DeviceMesh, placements: tuple[Replicate | Shard, ...]) -> None:
     for name, _ in list(experts.named_parameters(recurse=False)):
-        distribute(experts, name, mesh, placements)
+        distribute(experts, name, device_mesh, placements)
 
 
 def _check_dispatch(parallel: ParallelConfig, num_parts: int) -> None:

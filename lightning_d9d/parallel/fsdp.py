@@ -63,7 +63,7 @@ class ParameterGroup:
         vars(self._group).pop("post_backward", None)
 
     def keep_after_forward(self, keeps: bool) -> None:
-        """Keep what is gathered after a forward, or reshard as `fully_shard` was told."""
+        """Keep what is gathered after a forward, or reshard as `fully_shard` was asked to."""
         self._group.post_forward_mesh_info = None if keeps else self._post_forward_mesh
 
     def update_dtypes(self) -> None:

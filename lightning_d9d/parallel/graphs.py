@@ -4,7 +4,7 @@ Each block gets an attribute `forward`, as in `compiling`. The first call with t
 forward and backward; later ones copy their tensors to where the captured kernels read, and launch the graph.
 
 [Note: what a graph holds] A graph has the addresses of its tensors. Weights that have moved since, or have become
-trainable, are noticed, and captured anew. What the forward leaves for the backward lies in the graph, once: a second
+trainable, are noticed, and captured again. What the forward leaves for the backward lies in the graph, once: a second
 forward overwrites it, and so does the backward, so the backward of the first, or the same one again, is refused.
 Results and gradients are copied out, since a caller may keep them. What Python decided is in a graph as well: forwards
 while a part of the block is not trained, or counts no tokens (`lightning_d9d.pipeline.CountsTokens`), are another form.
@@ -28,7 +28,7 @@ from lightning_d9d.mesh import MeshDomains
 from lightning_d9d.modules import ExpertBalance
 from lightning_d9d.ops.backend import chosen_kernels
 from lightning_d9d.ops.grouped_gemm import chosen_grouped_gemm
-from lightning_d9d.ops.weight_gradients import put_off
+from lightning_d9d.ops.weight_gradients import defer
 from lightning_d9d.parallel.config import ParallelConfig
 from lightning_d9d.parallel.data import blocks_of, check_blocks
 from lightning_d9d.parallel.forwards import replace_forwards, restore_forwards
@@ -120,7 +120,10 @@ def _forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
             replaced = [next(of_inputs) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             new_args, new_kwargs = tree_unflatten(replaced, structure)
             # A weight that autocast has cast before would be cast never again.
-            with put_off(None), torch.autocast("cuda", autocasts or None, enabled=bool(autocasts), cache_enabled=False):
+            with (
+                defer(None),
+                torch.autocast("cuda", autocasts or None, enabled=bool(autocasts), cache_enabled=False),
+            ):
                 return type(block).forward(block, *new_args, **new_kwargs)
 
         try:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.mesh import Axis, MeshDomains
 from lightning_d9d.parallel.compiling import compile_blocks
 from lightning_d9d.parallel.config import ParallelConfig
 from lightning_d9d.parallel.data import blocks_of, is_of_experts, shard_data
@@ -25,20 +25,20 @@ from lightning_d9d.parallel.graphs import capture_blocks
 from lightning_d9d.parallel.recompute import recompute_activations
 
 
-class Layout(StrEnum):
-    """How a parameter lies on the ranks of its stage."""
+class ShardingKind(StrEnum):
+    """How a parameter is sharded or replicated over the ranks of its stage."""
 
     REPLICATED = "replicated"
-    TENSOR = "cut over tensor ranks"
-    TENSOR_SHARED = "cut over tensor ranks, of which several have the same part"
+    TENSOR = "sharded over tensor ranks"
+    TENSOR_SHARED = "sharded over tensor ranks, of which several have the same part"
     FULLY_SHARDED = "fully sharded"
-    TENSOR_FULLY_SHARDED = "cut over tensor ranks, then fully sharded"
-    TENSOR_SHARED_FULLY_SHARDED = "cut over tensor ranks, of which several have the same part, then fully sharded"
+    TENSOR_FULLY_SHARDED = "sharded over tensor ranks, then fully sharded"
+    TENSOR_SHARED_FULLY_SHARDED = "sharded over tensor ranks, of which several have the same part, then fully sharded"
     EXPERTS = "experts"
     EXPERTS_FULLY_SHARDED = "experts, fully sharded"
 
 
-UNCUT = (Layout.REPLICATED, Layout.FULLY_SHARDED)
+NOT_TENSOR_SHARDED = (ShardingKind.REPLICATED, ShardingKind.FULLY_SHARDED)
 """Where all tensor ranks have the same, or the same shard."""
 
 
@@ -53,34 +53,34 @@ class Summed(StrEnum):
 
 
 _BY_FSDP = {
-    "dp_replicate": Summed.BY_ALL_REDUCE,
-    "dp_cp_shard": Summed.BY_REDUCE_SCATTER,
-    "cp_replicate": Summed.BY_ALL_REDUCE,
+    Axis.DP_REPLICATE: Summed.BY_ALL_REDUCE,
+    Axis.DP_CP_SHARD: Summed.BY_REDUCE_SCATTER,
+    Axis.CP_REPLICATE: Summed.BY_ALL_REDUCE,
 }
-WHO_SUMS: dict[Layout, dict[str, Summed]] = {
-    Layout.REPLICATED: {"dp": Summed.IN_BUCKETS, "cp": Summed.IN_BUCKETS, "tp": Summed.IN_BUCKETS},
-    Layout.TENSOR: {"dp": Summed.IN_BUCKETS, "cp": Summed.IN_BUCKETS, "tp": Summed.WITH_TOKENS},
-    Layout.TENSOR_SHARED: {
-        "dp": Summed.IN_BUCKETS,
-        "cp": Summed.IN_BUCKETS,
-        "tp_shard": Summed.WITH_TOKENS,
-        "tp_replicate": Summed.IN_BUCKETS,
+WHO_SUMS: dict[ShardingKind, dict[Axis, Summed]] = {
+    ShardingKind.REPLICATED: {Axis.DP: Summed.IN_BUCKETS, Axis.CP: Summed.IN_BUCKETS, Axis.TP: Summed.IN_BUCKETS},
+    ShardingKind.TENSOR: {Axis.DP: Summed.IN_BUCKETS, Axis.CP: Summed.IN_BUCKETS, Axis.TP: Summed.WITH_TOKENS},
+    ShardingKind.TENSOR_SHARED: {
+        Axis.DP: Summed.IN_BUCKETS,
+        Axis.CP: Summed.IN_BUCKETS,
+        Axis.TP_SHARD: Summed.WITH_TOKENS,
+        Axis.TP_REPLICATE: Summed.IN_BUCKETS,
     },
-    Layout.FULLY_SHARDED: {**_BY_FSDP, "tp": Summed.AFTERWARDS},
-    Layout.TENSOR_FULLY_SHARDED: {**_BY_FSDP, "tp": Summed.WITH_TOKENS},
-    Layout.TENSOR_SHARED_FULLY_SHARDED: {
+    ShardingKind.FULLY_SHARDED: {**_BY_FSDP, Axis.TP: Summed.AFTERWARDS},
+    ShardingKind.TENSOR_FULLY_SHARDED: {**_BY_FSDP, Axis.TP: Summed.WITH_TOKENS},
+    ShardingKind.TENSOR_SHARED_FULLY_SHARDED: {
         **_BY_FSDP,
-        "tp_shard": Summed.WITH_TOKENS,
-        "tp_replicate": Summed.AFTERWARDS,
+        Axis.TP_SHARD: Summed.WITH_TOKENS,
+        Axis.TP_REPLICATE: Summed.AFTERWARDS,
     },
-    Layout.EXPERTS: {"ep_replicate": Summed.IN_BUCKETS, "ep_shard": Summed.WITH_TOKENS},
-    Layout.EXPERTS_FULLY_SHARDED: {
-        "ep_dp_replicate": Summed.BY_ALL_REDUCE,
-        "ep_fsdp": Summed.BY_REDUCE_SCATTER,
-        "ep_shard": Summed.WITH_TOKENS,
+    ShardingKind.EXPERTS: {Axis.EP_REPLICATE: Summed.IN_BUCKETS, Axis.EP_SHARD: Summed.WITH_TOKENS},
+    ShardingKind.EXPERTS_FULLY_SHARDED: {
+        Axis.EP_DP_REPLICATE: Summed.BY_ALL_REDUCE,
+        Axis.EP_FSDP: Summed.BY_REDUCE_SCATTER,
+        Axis.EP_SHARD: Summed.WITH_TOKENS,
     },
 }
-"""For each layout the axes that make up the ranks of a stage, and who sums over each."""
+"""For each kind the axes that make up the ranks of a stage, and who sums over each."""
 
 
 def parallelize(stage: nn.Module, mesh: MeshDomains | None, parallel: ParallelConfig) -> None:
@@ -103,7 +103,7 @@ def parallelize(stage: nn.Module, mesh: MeshDomains | None, parallel: ParallelCo
         shard_data(stage, blocks, mesh, parallel)
 
 
-def layout_of(parameter: nn.Parameter, fully_sharded: set[nn.Parameter]) -> Layout:
+def sharding_kind(parameter: nn.Parameter, fully_sharded: set[nn.Parameter]) -> ShardingKind:
     """How a parameter of a stage lies.
 
     Args:
@@ -115,49 +115,49 @@ def layout_of(parameter: nn.Parameter, fully_sharded: set[nn.Parameter]) -> Layo
     """
     axes = parameter.device_mesh.mesh_dim_names or () if isinstance(parameter, DTensor) else ()
     if parameter in fully_sharded:
-        if is_of_experts(parameter) or "ep_fsdp" in axes:
-            return Layout.EXPERTS_FULLY_SHARDED
+        if is_of_experts(parameter) or Axis.EP_FSDP in axes:
+            return ShardingKind.EXPERTS_FULLY_SHARDED
         return {
-            None: Layout.FULLY_SHARDED,
-            Layout.TENSOR: Layout.TENSOR_FULLY_SHARDED,
-            Layout.TENSOR_SHARED: Layout.TENSOR_SHARED_FULLY_SHARDED,
+            None: ShardingKind.FULLY_SHARDED,
+            ShardingKind.TENSOR: ShardingKind.TENSOR_FULLY_SHARDED,
+            ShardingKind.TENSOR_SHARED: ShardingKind.TENSOR_SHARED_FULLY_SHARDED,
         }[_of_tensor_axes(parameter)]
     if not isinstance(parameter, DTensor):
-        return Layout.REPLICATED
+        return ShardingKind.REPLICATED
     if is_of_experts(parameter):
-        return Layout.EXPERTS
-    if (layout := _of_tensor_axes(parameter)) is not None and not {"dp_cp_shard", "dp_shard"} & {*axes}:
-        return layout
+        return ShardingKind.EXPERTS
+    if (kind := _of_tensor_axes(parameter)) is not None and not {Axis.DP_CP_SHARD, Axis.DP_SHARD} & {*axes}:
+        return kind
     raise ConfigError(
         f"a parameter of shape {tuple(parameter.shape)} is a DTensor placed {parameter.placements} on the axes "
         f"{', '.join(axes)}, and nothing would sum its gradient over the data-parallel ranks: apply fully_shard too"
     )
 
 
-def _of_tensor_axes(parameter: nn.Parameter) -> Layout | None:
+def _of_tensor_axes(parameter: nn.Parameter) -> ShardingKind | None:
     """How it lies on the axes of tensor parallelism; None if it does not."""
     if not isinstance(parameter, DTensor):
         return None
     names = parameter.device_mesh.mesh_dim_names or ()
-    if "tp" in names:
-        return Layout.TENSOR
-    if "tp_replicate" not in names:
+    if Axis.TP in names:
+        return ShardingKind.TENSOR
+    if Axis.TP_REPLICATE not in names:
         return None
-    is_shared = parameter.placements[names.index("tp_replicate")].is_replicate()
-    return Layout.TENSOR_SHARED if is_shared else Layout.TENSOR
+    is_shared = parameter.placements[names.index(Axis.TP_REPLICATE)].is_replicate()
+    return ShardingKind.TENSOR_SHARED if is_shared else ShardingKind.TENSOR
 
 
-def axes_left(layout: Layout) -> list[str]:
-    """The axes over which gradients of this layout are still to be summed when the backward of a stage is done."""
-    return [axis for axis, by in WHO_SUMS[layout].items() if by in (Summed.IN_BUCKETS, Summed.AFTERWARDS)]
+def axes_left(kind: ShardingKind) -> list[Axis]:
+    """The axes over which gradients of this kind are still to be summed when the backward of a stage is done."""
+    return [axis for axis, by in WHO_SUMS[kind].items() if by in (Summed.IN_BUCKETS, Summed.AFTERWARDS)]
 
 
-def group_of(layout: Layout, mesh: MeshDomains, summed: Summed) -> dist.ProcessGroup | None:
-    """The ranks over which gradients of this layout are summed in one of the ways; None where it is one rank.
+def group_of(kind: ShardingKind, mesh: MeshDomains, summed: Summed) -> dist.ProcessGroup | None:
+    """The ranks over which gradients of this kind are summed in one of the ways; None where it is one rank.
 
     Collective over all ranks if there is no such group yet.
     """
-    axes = [axis for axis, by in WHO_SUMS[layout].items() if by is summed and mesh.sizes[axis] > 1]
+    axes = [axis for axis, by in WHO_SUMS[kind].items() if by is summed and mesh.sizes[axis] > 1]
     num_ranks = math.prod(mesh.sizes[axis] for axis in axes)
     if num_ranks == 1:
         return None

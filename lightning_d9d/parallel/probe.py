@@ -17,11 +17,11 @@ microbatch of it:
    others exchanged, and with all. A loss that adds up what each token has with its label changes by as much in the
    third run as in the first two together. One whose labels are shifted there does not, nor that of a mean over tokens.
 
-What ranks compute together (`gather_dim` and the like, `TokenPart`, torch's functional collectives), or are going to
-(`TokenPart.summand`), has no NaN and other numbers on each rank, so what is made of it is not noticed.
+What ranks compute together (`gather_dim` and the like, `TokenShard`, torch's functional collectives), or are going to
+(`TokenShard.summand`), has no NaN and other numbers on each rank, so what is made of it is not noticed.
 
-Modules that ask other ranks in other ways have an attribute `takes_cut_sequences = True`. They are believed if NaN in
-the first token of the first rank, where it makes other tokens of that rank NaN, makes some NaN on another rank, too.
+Modules that ask other ranks in other ways have an attribute `takes_sharded_sequences = True`. They are believed if NaN
+in the first token of the first rank, where it makes other tokens of that rank NaN, makes some NaN on another rank, too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.mesh import Axis, MeshDomains
 from lightning_d9d.mesh.collectives import all_gather_object, broadcast_tensors
 from lightning_d9d.modules import GroupedQueryAttention, SparseMoE
 from lightning_d9d.ops import attention
@@ -55,7 +55,7 @@ from lightning_d9d.parallel.token_axis import (
     mapped,
     tensors_of,
 )
-from lightning_d9d.parallel.tokens import TokenPart
+from lightning_d9d.parallel.tokens import TokenShard
 
 _MIXES = "mixes the tokens of its own rank alone"
 _POOLS = "makes a vector for each row from the tokens of its own rank alone"
@@ -118,9 +118,9 @@ def probe(
     Raises:
         ConfigError: One does, with its name; on all ranks that share sequences.
     """
-    made = _outermost(stage, _is_made_for_parts)
+    made = _outermost(stage, _is_made_for_shards)
     results = _Results(axis, made)
-    with _told(stage, mesh):
+    with _named(stage, mesh):
         with results.kept(_Declared(axis, mesh)):
             stage(*args, **kwargs)
         try:
@@ -142,7 +142,7 @@ def probe(
 
 
 @contextmanager
-def _told(stage: nn.Module, mesh: MeshDomains) -> Generator[None]:
+def _named(stage: nn.Module, mesh: MeshDomains) -> Generator[None]:
     """Says what was found, with its name."""
     try:
         yield
@@ -151,22 +151,22 @@ def _told(stage: nn.Module, mesh: MeshDomains) -> Generator[None]:
         where = f"{name or 'the stage'} ({class_name(found.module)})"
         raise ConfigError(
             f"{where} {found.what}, but each rank has a part of each sequence "
-            f"(context_parallel={mesh.sizes['cp']}, tensor_parallel={mesh.sizes['tp']}). Take "
+            f"(context_parallel={mesh.sizes[Axis.CP]}, tensor_parallel={mesh.sizes[Axis.TP]}). Take "
             "lightning_d9d.modules.GroupedQueryAttention, spread by lightning_d9d.parallel.shard_context and "
-            "shard_tensors, for attention, positions from TokenPart.of(mesh), and its methods whole and sum for what "
-            "sees several tokens. If it asks the other ranks itself, give its class takes_cut_sequences = True"
+            "shard_tensors, for attention, positions from TokenShard.of(mesh), and its methods whole and sum for what "
+            "sees several tokens. If it asks the other ranks itself, give its class takes_sharded_sequences = True"
         ) from None
 
 
-def _is_made_for_parts(module: nn.Module) -> bool:
+def _is_made_for_shards(module: nn.Module) -> bool:
     forward = vars(module).get("forward")
-    is_cut = isinstance(forward, partial) and forward.func.__module__ == tensor.__name__
+    is_sharded = isinstance(forward, partial) and forward.func.__module__ == tensor.__name__
     attends_to_all = isinstance(module, GroupedQueryAttention) and module.attend is not attention
-    return is_cut or attends_to_all or isinstance(module, SparseMoE) or _is_declared(module)
+    return is_sharded or attends_to_all or isinstance(module, SparseMoE) or _is_declared(module)
 
 
 def _is_declared(module: nn.Module) -> bool:
-    return bool(getattr(module, "takes_cut_sequences", False))
+    return bool(getattr(module, "takes_sharded_sequences", False))
 
 
 def _outermost(stage: nn.Module, is_one: Callable[[nn.Module], bool]) -> list[nn.Module]:
@@ -240,7 +240,7 @@ class _Declared:
 
     def check(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
         """Run it once more, with NaN on the first rank. Collective over ranks that share sequences."""
-        on_first = self.mesh.coordinates["cp"] == self.mesh.coordinates["tp"] == 0
+        on_first = self.mesh.coordinates[Axis.CP] == self.mesh.coordinates[Axis.TP] == 0
         if on_first:
             args, kwargs = mapped(lambda x: self.axis.with_nan(x, is_first), (list(args), dict(kwargs)))
         output = tensors_of(forward(*args, **kwargs))
@@ -248,7 +248,7 @@ class _Declared:
         hears = not on_first and any(self.axis.has_nan(x, is_any) for x in output)
         of_ranks = _over_sharing(self.mesh, (mixes, hears))
         if any(mixes for mixes, _ in of_ranks) and not any(hears for _, hears in of_ranks):
-            raise _FoundError(module, "has takes_cut_sequences = True and mixes the tokens of its own rank alone")
+            raise _FoundError(module, "has takes_sharded_sequences = True and mixes the tokens of its own rank alone")
 
 
 class _Results:
@@ -311,7 +311,7 @@ class _Changed(TorchFunctionMode):
         self.changes = {
             **dict.fromkeys((torch.embedding, F.embedding), looked_up),
             **dict.fromkeys((ours.gather_dim, ours.scatter_sum, ours.sum_over, torchs.wait_tensor), together),
-            TokenPart.summand: together,
+            TokenShard.summand: together,
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -345,10 +345,10 @@ def _check_spread(
         if any(map(is_wrong, tensors_of(output))):
             raise _FoundError(module, what)
 
-    besides = _besides(stage, made)
+    others = _others(stage, made)
     handles = [
-        *(each.register_forward_pre_hook(before, with_kwargs=True) for each in [*besides, *made]),
-        *(each.register_forward_hook(behind) for each in besides),
+        *(each.register_forward_pre_hook(before, with_kwargs=True) for each in [*others, *made]),
+        *(each.register_forward_hook(behind) for each in others),
     ]
     try:
         with results.in_place_of_modules(with_nan), _Changed(with_nan, torch.nan_to_num):
@@ -358,7 +358,7 @@ def _check_spread(
             handle.remove()
 
 
-def _besides(stage: nn.Module, made: Sequence[nn.Module]) -> list[nn.Module]:
+def _others(stage: nn.Module, made: Sequence[nn.Module]) -> list[nn.Module]:
     within = {part for module in made for part in module.modules()}
     return [module for module in stage.modules() if module not in within]
 
@@ -379,7 +379,7 @@ def _check_places(
         def note(module: nn.Module, args: Any, kwargs: Any, output: Any, calls: list[_Seen] = calls) -> None:
             calls.append(_Seen(module, _summaries((args, kwargs), axis), _summaries(output, axis)))
 
-        handles = [module.register_forward_hook(note, with_kwargs=True) for module in _besides(stage, made)]
+        handles = [module.register_forward_hook(note, with_kwargs=True) for module in _others(stage, made)]
         _seed_rank(mesh)
         try:
             with results.in_place_of_modules(change), _Changed(lambda x: x, _random_like):
@@ -432,9 +432,9 @@ def _check_loss(
 def _loss_error(name: str, what: str, mesh: MeshDomains) -> ConfigError:
     return ConfigError(
         f"the loss that {name} makes {what}, but each rank has a part of each sequence "
-        f"(context_parallel={mesh.sizes['cp']}, tensor_parallel={mesh.sizes['tp']}). Shift labels in "
+        f"(context_parallel={mesh.sizes[Axis.CP]}, tensor_parallel={mesh.sizes[Axis.TP]}). Shift labels in "
         "prepare_batch, where sequences are whole, or in the data; make means over tokens in the stage, with "
-        "TokenPart.of(mesh); and return WeightedLoss(sum over tokens, number of those that count), not their mean"
+        "TokenShard.of(mesh); and return WeightedLoss(sum over tokens, number of those that count), not their mean"
     )
 
 
@@ -466,14 +466,14 @@ def check_inputs(
         if all(key in theirs and _are_close(value, theirs[key]) for theirs in of_ranks):
             raise ConfigError(
                 f"{key!r}, which {name} makes, {_BY_PLACES}, but each rank has a part of each sequence "
-                f"(context_parallel={mesh.sizes['cp']}, tensor_parallel={mesh.sizes['tp']}). Take positions from "
-                "TokenPart.of(mesh), or make what goes by the order of tokens in prepare_batch, where sequences are "
+                f"(context_parallel={mesh.sizes[Axis.CP]}, tensor_parallel={mesh.sizes[Axis.TP]}). Take positions from "
+                "TokenShard.of(mesh), or make what goes by the order of tokens in prepare_batch, where sequences are "
                 "whole, and name it in sequence_dims"
             )
 
 
 def _seed_rank(mesh: MeshDomains) -> None:
-    torch.manual_seed(SEED + mesh.coordinates["cp"] * mesh.sizes["tp"] + mesh.coordinates["tp"])
+    torch.manual_seed(SEED + mesh.coordinates[Axis.CP] * mesh.sizes[Axis.TP] + mesh.coordinates[Axis.TP])
 
 
 def _summaries(tree: Any, axis: TokenAxis) -> list[Tensor]:
@@ -494,7 +494,7 @@ def _are_close(ours: list[Tensor], theirs: list[Tensor]) -> bool:
 def _of_first_rank(tree: Any, mesh: MeshDomains) -> Any:
     """Copies with the numbers of the first of the ranks that share sequences. Collective over them."""
     copied = mapped(lambda x: x.detach().clone(), tree)
-    for axis in ("cp", "tp"):
+    for axis in (Axis.CP, Axis.TP):
         if mesh.sizes[axis] > 1:
             group = mesh.group(axis)
             first = torch.distributed.get_process_group_ranks(group)[0]
@@ -505,7 +505,7 @@ def _of_first_rank(tree: Any, mesh: MeshDomains) -> Any:
 def _over_sharing(mesh: MeshDomains, value: Any) -> list[Any]:
     """The values of all ranks that share sequences. Collective over them."""
     values = [value]
-    for axis in ("cp", "tp"):
+    for axis in (Axis.CP, Axis.TP):
         if mesh.sizes[axis] > 1:
             values = [each for theirs in all_gather_object(values, mesh.group(axis)) for each in theirs]
     return values

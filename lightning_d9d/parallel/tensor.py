@@ -1,20 +1,20 @@
-"""Tensor parallelism with sequence parallelism: matrices cut over ranks, and sequences between them.
+"""Tensor parallelism with sequence parallelism: matrices sharded over ranks, and sequences between them.
 
-[Note: who holds which tokens] Between the modules that are cut, each rank of the tensor axis holds a slice of the rows'
-tokens, one after the other: norms, residuals, routers and experts work on that, and between pipeline stages each rank
-sends its own slice. A module that is cut *gathers* the tokens of all slices, computes with its part of the matrices,
-and *scatters*: what ranks have computed is summed, and each keeps its slice of the sum. A message each way, and in the
-backward the same ones in exchange.
+[Note: who holds which tokens] Between the modules that are sharded, each rank of the tensor axis holds a slice of the
+rows' tokens, one after the other: norms, residuals, routers and experts work on that, and between pipeline stages each
+rank sends its own slice. A module that is sharded *gathers* the tokens of all slices, computes with its part of the
+matrices, and *scatters*: what ranks have computed is summed, and each keeps its slice of the sum. A message each way,
+and in the backward the same ones in exchange.
 
-[Note: gradients] All ranks of the axis compute one loss together. A parameter that is cut has met the tokens of all
-slices: its gradient is complete. One that is not cut, such as a norm's, has met those of this rank's slice or heads:
-its gradient is summed over the axis with those of all other ranks.
+[Note: gradients] All ranks of the axis compute one loss together. A parameter that is sharded has met the tokens of all
+slices: its gradient is complete. One that is not sharded, such as a norm's, has met those of this rank's slice or
+heads: its gradient is summed over the axis with those of all other ranks.
 
 [Note: shared heads] Where there are more ranks than heads of keys and values, several ranks hold the same heads: the
-axis is cut in two, `tp_shard` and `tp_replicate` (`MeshDomains.split_tensor`), for all weights of the model.
+axis is split in two, `tp_shard` and `tp_replicate` (`MeshDomains.split_tensor`), for all weights of the model.
 
-Parameters that are cut are DTensors, so that checkpoints, norms and FSDP2 know what a rank holds. Activations are plain
-tensors.
+Parameters that are sharded are DTensors, so that checkpoints, norms and FSDP2 know what a rank holds. Activations are
+plain tensors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.legal import divisors
-from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.mesh import Axis, MeshDomains
+from lightning_d9d.mesh.axes import submesh
 from lightning_d9d.mesh.collectives import all_gather_object
 from lightning_d9d.mesh.sharding import distribute, local_ranges
 from lightning_d9d.modules import GroupedQueryAttention, LMHead, SparseMoE, SplitTokenEmbedding, SwiGLU, TokenEmbedding
@@ -43,12 +44,12 @@ _SEQUENCE = 1
 
 
 def shard_tensors(module: nn.Module, mesh: MeshDomains) -> None:
-    """Cut attention, dense MLPs, embedding and head of a module over the tensor axis, in place.
+    """Shard attention, dense MLPs, embedding and head of a module over the tensor axis, in place.
 
     What it is called with between them has this rank's slice of the tokens. [Note: who holds which tokens]. Mixtures of
     experts are left whole: they compute for their slice alone. Nothing where there is one rank. Collective over all
-    ranks: each cuts the same. For stages of a `D9DModule`: in a plain LightningModule nobody sums the gradients of what
-    is not cut over these ranks.
+    ranks: each shards the same. For stages of a `D9DModule`: in a plain LightningModule nobody sums the gradients of
+    what is not sharded over these ranks.
 
     Args:
         module: On the meta device, or with equal values on all ranks. Its data is not sharded yet.
@@ -57,7 +58,7 @@ def shard_tensors(module: nn.Module, mesh: MeshDomains) -> None:
     Raises:
         ConfigError: Heads, inner widths or the vocabulary cannot be shared evenly by the ranks.
     """
-    if mesh.sizes["tp"] == 1:
+    if mesh.sizes[Axis.TP] == 1:
         return
     _split(_heads_of([module]), mesh)
     parts = list(module.modules())
@@ -70,8 +71,8 @@ def shard_tensors(module: nn.Module, mesh: MeshDomains) -> None:
                 shard_mlp(part, mesh)
             case SplitTokenEmbedding() | SplitLMHead():
                 raise ConfigError(
-                    f"a vocabulary in parts (vocab_splits: {', '.join(part)}) is not cut over the ranks of "
-                    f"tensor_parallel={mesh.sizes['tp']}; leave one of the two out"
+                    f"a vocabulary in parts (vocab_splits: {', '.join(part)}) is not sharded over the ranks of "
+                    f"tensor_parallel={mesh.sizes[Axis.TP]}; leave one of the two out"
                 )
             case TokenEmbedding():
                 shard_embedding(part, mesh)
@@ -80,19 +81,19 @@ def shard_tensors(module: nn.Module, mesh: MeshDomains) -> None:
 
 
 def split_for_heads(stages: Iterable[nn.Module], mesh: MeshDomains) -> None:
-    """Cut the tensor axis as attention on any rank needs it. [Note: shared heads]. Collective over all ranks.
+    """Split the tensor axis as attention on any rank needs it. [Note: shared heads]. Collective over all ranks.
 
-    For a mesh that is new to the stages, cut over another one or not at all. `shard_tensors` does it by itself where
-    all ranks call it for equal modules, unlike those of a pipeline.
+    For a mesh that is new to the stages, sharded over another one or not at all. `shard_tensors` does it by itself
+    where all ranks call it for equal modules, unlike those of a pipeline.
 
     Args:
         stages: This rank's.
         mesh: Of all ranks.
 
     Raises:
-        ConfigError: The numbers of heads need different cuts; on every rank.
+        ConfigError: The numbers of heads need different splits; on every rank.
     """
-    if mesh.sizes["tp"] > 1:
+    if mesh.sizes[Axis.TP] > 1:
         _split(set().union(*all_gather_object(_heads_of(stages))), mesh)
 
 
@@ -104,7 +105,7 @@ def _heads_of(stages: Iterable[nn.Module]) -> set[int]:
 
 def _split(numbers_of_heads: Iterable[int], mesh: MeshDomains) -> None:
     for number in sorted(numbers_of_heads):
-        if mesh.sizes["tp"] % number == 0:  # what cannot be shared, `shard_attention` refuses
+        if mesh.sizes[Axis.TP] % number == 0:  # what cannot be shared, `shard_attention` refuses
             mesh.split_tensor(number)
 
 
@@ -114,7 +115,7 @@ def shard_attention(attention: GroupedQueryAttention, mesh: MeshDomains) -> None
     Raises:
         ConfigError: The ranks cannot have equally many query heads, or there is no way to share those of keys.
     """
-    tp = mesh.sizes["tp"]
+    tp = mesh.sizes[Axis.TP]
     num_heads = attention.q_proj.out_features // attention.head_dim
     num_key_value_heads = attention.k_proj.out_features // attention.head_dim
     _check_shared(num_heads, "attention heads (num_attention_heads)", tp)
@@ -126,12 +127,12 @@ def shard_attention(attention: GroupedQueryAttention, mesh: MeshDomains) -> None
         )
     mesh.split_tensor(num_key_value_heads)
     gather_tokens(attention, mesh)
-    cut_rows(attention.q_proj, mesh)
-    cut_rows(attention.k_proj, mesh, num_shards=num_key_value_heads)
-    cut_rows(attention.v_proj, mesh, num_shards=num_key_value_heads)
-    cut_columns(attention.o_proj, mesh)
+    shard_colwise(attention.q_proj, mesh)
+    shard_colwise(attention.k_proj, mesh, num_shards=num_key_value_heads)
+    shard_colwise(attention.v_proj, mesh, num_shards=num_key_value_heads)
+    shard_rowwise(attention.o_proj, mesh)
     if attention.sinks is not None:
-        _cut(attention, "sinks", mesh, 0)
+        _shard(attention, "sinks", mesh, 0)
 
 
 def shard_mlp(mlp: SwiGLU, mesh: MeshDomains) -> None:
@@ -140,11 +141,11 @@ def shard_mlp(mlp: SwiGLU, mesh: MeshDomains) -> None:
     Raises:
         ConfigError: The parts would not be equal.
     """
-    _check_shared(mlp.gate_proj.out_features, "inner width of an MLP (intermediate_size)", mesh.sizes["tp"])
+    _check_shared(mlp.gate_proj.out_features, "inner width of an MLP (intermediate_size)", mesh.sizes[Axis.TP])
     gather_tokens(mlp, mesh)
-    cut_rows(mlp.gate_proj, mesh)
-    cut_rows(mlp.up_proj, mesh)
-    cut_columns(mlp.down_proj, mesh)
+    shard_colwise(mlp.gate_proj, mesh)
+    shard_colwise(mlp.up_proj, mesh)
+    shard_rowwise(mlp.down_proj, mesh)
 
 
 def shard_embedding(embedding: nn.Embedding, mesh: MeshDomains) -> None:
@@ -153,8 +154,8 @@ def shard_embedding(embedding: nn.Embedding, mesh: MeshDomains) -> None:
     Raises:
         ConfigError: The parts would not be equal.
     """
-    _check_shared(embedding.num_embeddings, "tokens of the vocabulary (vocab_size)", mesh.sizes["tp"])
-    _cut(embedding, "weight", mesh, 0)
+    _check_shared(embedding.num_embeddings, "tokens of the vocabulary (vocab_size)", mesh.sizes[Axis.TP])
+    _shard(embedding, "weight", mesh, 0)
     first, is_last = _rows_of(embedding.weight)
     embedding.forward = partial(_look_up, embedding, first, is_last, _group_name(mesh))
 
@@ -168,8 +169,8 @@ def shard_head(head: LMHead, mesh: MeshDomains) -> None:
         ConfigError: The parts would not be equal.
     """
     if head.weight is not None:
-        _check_shared(len(head.weight), "tokens of the vocabulary (vocab_size)", mesh.sizes["tp"])
-        _cut(head, "weight", mesh, 0)
+        _check_shared(len(head.weight), "tokens of the vocabulary (vocab_size)", mesh.sizes[Axis.TP])
+        _shard(head, "weight", mesh, 0)
     head.forward = partial(_predict, head, _group_name(mesh))
 
 
@@ -178,37 +179,42 @@ def gather_tokens(module: nn.Module, mesh: MeshDomains) -> None:
     module.forward = partial(_with_all_tokens, module, _group_name(mesh))
 
 
-def cut_rows(module: nn.Linear, mesh: MeshDomains, *, num_shards: int | None = None) -> None:
-    """Give each rank some outputs of a linear layer. Called with all tokens, it returns this rank's outputs.
+def shard_colwise(module: nn.Linear, mesh: MeshDomains, *, num_shards: int | None = None) -> None:
+    """Give each rank some outputs of a linear layer, as torch's `ColwiseParallel`.
+
+    Called with all tokens, it returns this rank's outputs.
 
     Args:
         module: The layer.
         mesh: Of all ranks.
-        num_shards: Into how many parts the outputs are cut at most; fewer than ranks only after
+        num_shards: Into how many shards the outputs are split at most; fewer than ranks only after
             `MeshDomains.split_tensor` with this number.
     """
-    is_shared = num_shards is not None and num_shards < mesh.sizes["tp"]
+    is_shared = num_shards is not None and num_shards < mesh.sizes[Axis.TP]
     for name, _ in list(module.named_parameters(recurse=False)):
-        _cut(module, name, mesh, 0, is_shared=is_shared)
+        _shard(module, name, mesh, 0, is_shared=is_shared)
     module.forward = partial(_own_outputs, module)
 
 
-def cut_columns(module: nn.Linear, mesh: MeshDomains) -> None:
-    """Give each rank some inputs of a linear layer. Called with these of all tokens, it returns this rank's slice."""
-    _cut(module, "weight", mesh, 1)
+def shard_rowwise(module: nn.Linear, mesh: MeshDomains) -> None:
+    """Give each rank some inputs of a linear layer, as torch's `RowwiseParallel`.
+
+    Called with these of all tokens, it returns this rank's slice.
+    """
+    _shard(module, "weight", mesh, 1)
     module.forward = partial(_summed_outputs, module, _group_name(mesh))
 
 
 def _group_name(mesh: MeshDomains) -> str:
-    return mesh.group("tp").group_name
+    return mesh.group(Axis.TP).group_name
 
 
-def _cut(module: nn.Module, name: str, mesh: MeshDomains, dim: int, *, is_shared: bool = False) -> None:
+def _shard(module: nn.Module, name: str, mesh: MeshDomains, dim: int, *, is_shared: bool = False) -> None:
     axes = mesh.tensor_axes
     placements: list[Placement] = [Shard(dim) for _ in axes]
     if is_shared:
         placements[-1] = Replicate()
-    distribute(module, name, mesh.weights[axes], placements)
+    distribute(module, name, submesh(mesh.weights, *axes), placements)
 
 
 def _rows_of(weight: Tensor) -> tuple[int, bool]:
@@ -217,7 +223,7 @@ def _rows_of(weight: Tensor) -> tuple[int, bool]:
     return rows.start, rows.stop == len(weight)
 
 
-# Forwards of modules that are cut
+# Forwards of modules that are sharded
 
 
 def _with_all_tokens(module: nn.Module, group_name: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:

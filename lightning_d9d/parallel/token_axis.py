@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_d9d.parallel.tokens import TokenPart
+from lightning_d9d.parallel.tokens import TokenShard
 from lightning_d9d.pipeline.trees import put_together, take_apart
 
 SEED = 20
@@ -28,9 +28,9 @@ class TokenAxis:
     """Of what is a part of a sequence."""
 
     @staticmethod
-    def of(tokens: TokenPart, num_rows: int, num_tokens: int) -> TokenAxis:
+    def of(tokens: TokenShard, num_rows: int, num_tokens: int) -> TokenAxis:
         """Of microbatches with this rank's chunks, `num_tokens` of each row."""
-        chunks = {num_tokens} if tokens.cut.size > 1 else set()
+        chunks = {num_tokens} if tokens.sequence.size > 1 else set()
         return TokenAxis(num_rows, frozenset(chunks | {num_tokens // tokens.num_slices}))
 
     def dim_of(self, x: Any) -> int | None:

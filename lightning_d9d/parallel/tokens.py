@@ -12,28 +12,28 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.mesh import Axis, MeshDomains
 from lightning_d9d.ops import gather_dim, sum_over
-from lightning_d9d.parallel.context import SequenceCut
+from lightning_d9d.parallel.context import SequenceShard
 from lightning_d9d.pipeline.trees import with_children
 
 
 @dataclass(frozen=True)
-class TokenPart:
+class TokenShard:
     """The tokens of a rank: by context parallelism two chunks of each sequence, by tensor parallelism a slice of those.
 
     By default all of them. Methods without a word about it are local.
     """
 
-    cut: SequenceCut = field(default_factory=SequenceCut)
-    """Of each sequence, over the ranks of context parallelism."""
+    sequence: SequenceShard = field(default_factory=SequenceShard)
+    """The shard of each sequence, over the ranks of context parallelism."""
 
     num_slices: int = 1
     """In how many slices the tokens of this rank's chunks lie on the ranks of tensor parallelism, between modules that
     gather them."""
 
     context_group: str = ""
-    """`group_name` of the ranks of the cut."""
+    """`group_name` of the ranks of context parallelism."""
 
     tensor_group: str = ""
     """`group_name` of the ranks with the slices."""
@@ -42,37 +42,39 @@ class TokenPart:
     """Which of the slices this rank has."""
 
     @staticmethod
-    def of(mesh: MeshDomains | None) -> TokenPart:
+    def of(mesh: MeshDomains | None) -> TokenShard:
         """That of this rank."""
-        if mesh is None or mesh.sizes["cp"] * mesh.sizes["tp"] == 1:
-            return TokenPart()
-        return TokenPart(
-            SequenceCut(mesh.coordinates["cp"], mesh.sizes["cp"]),
-            mesh.sizes["tp"],
-            mesh.group("cp").group_name,
-            mesh.group("tp").group_name,
-            mesh.coordinates["tp"],
+        if mesh is None or mesh.sizes[Axis.CP] * mesh.sizes[Axis.TP] == 1:
+            return TokenShard()
+        return TokenShard(
+            SequenceShard(mesh.coordinates[Axis.CP], mesh.sizes[Axis.CP]),
+            mesh.sizes[Axis.TP],
+            mesh.group(Axis.CP).group_name,
+            mesh.group(Axis.TP).group_name,
+            mesh.coordinates[Axis.TP],
         )
 
     @property
     def multiple(self) -> int:
         """What the length of a whole sequence is a multiple of."""
-        return self.num_slices * (2 * self.cut.size if self.cut.size > 1 else 1)
+        return self.num_slices * (2 * self.sequence.size if self.sequence.size > 1 else 1)
 
     def positions(self, slice_length: int, device: torch.device) -> Tensor:
         """Places in the whole sequence of the tokens of this rank's chunks, int64 `[1, slice_length * num_slices]`."""
-        return self.cut.positions(slice_length * self.num_slices, device).unsqueeze(0)
+        return self.sequence.positions(slice_length * self.num_slices, device).unsqueeze(0)
 
     def of_whole(self, compute: Callable[[Tensor], Tensor], ids: Tensor) -> Tensor:
         """This rank's chunks of what `compute` makes of whole sequences, from its chunks `[batch, seq]` of `ids`.
 
-        Collective over the ranks of the cut.
+        Collective over the ranks of context parallelism.
         """
-        return self.cut.cut(compute(self.join(ids, 1)), 1)
+        return self.sequence.take(compute(self.join(ids, 1)), 1)
 
     def join(self, chunks: Tensor, dim: int) -> Tensor:
-        """Whole sequences along `dim` from the chunks of all ranks. Collective over the ranks of the cut."""
-        return self.cut.join(gather_dim(chunks, dim, self.context_group), dim) if self.cut.size > 1 else chunks
+        """Whole sequences along `dim` from the chunks of all ranks. Collective over ranks of context parallelism."""
+        if self.sequence.size == 1:
+            return chunks
+        return self.sequence.join(gather_dim(chunks, dim, self.context_group), dim)
 
     def own_slice(self, chunks: Tensor, dim: int) -> Tensor:
         """This rank's slice of the tokens of its chunks, which lie along `dim`: what it has between modules. A view."""
@@ -96,7 +98,7 @@ class TokenPart:
         """
         if self.num_slices > 1:
             x = sum_over(x, self.tensor_group, sums_gradients=False)
-        if self.cut.size > 1:
+        if self.sequence.size > 1:
             x = sum_over(x, self.context_group, sums_gradients=True)
         return x
 
@@ -106,14 +108,14 @@ class TokenPart:
 
         Between modules and stages, a sum over the tokens of one rank alone is refused without this.
         """
-        return handle_torch_function(TokenPart.summand, (x,), x) if has_torch_function_unary(x) else x
+        return handle_torch_function(TokenShard.summand, (x,), x) if has_torch_function_unary(x) else x
 
     def mean(self, loss: Tensor) -> Tensor:
         """The mean of a loss over all ranks that share sequences, each of which has equally many tokens. Collective.
 
         Gradients come as in `sum`.
         """
-        num_ranks = self.num_slices * self.cut.size
+        num_ranks = self.num_slices * self.sequence.size
         return loss if num_ranks == 1 else self.sum(loss / num_ranks)
 
 
@@ -137,11 +139,13 @@ def sequence_length(batch: Any, dims: Mapping[str, int]) -> int:
     return max(lengths.values(), default=0)
 
 
-def own_chunks(batch: Any, dims: Mapping[str, int], tokens: TokenPart, padding: Mapping[str, int] | None = None) -> Any:
+def own_chunks(
+    batch: Any, dims: Mapping[str, int], tokens: TokenShard, padding: Mapping[str, int] | None = None
+) -> Any:
     """A batch with this rank's chunks of its sequences.
 
     Args:
-        batch: A mapping of tensors, of which those in `dims` are cut; the others stay.
+        batch: A mapping of tensors, of which those in `dims` are sharded; the others stay.
         dims: The dim of tokens in each tensor that has one. Names that the batch does not have do not matter.
         tokens: What this rank has.
         padding: Sequences that cannot be shared evenly are padded at their end, with the number that is given here for
@@ -165,7 +169,7 @@ def own_chunks(batch: Any, dims: Mapping[str, int], tokens: TokenPart, padding: 
         raise ConfigError(
             f"a batch has sequences of {length} tokens, which the ranks cannot share evenly: the length must be a "
             f"multiple of {tokens.multiple} (tensor_parallel={tokens.num_slices}"
-            + (f" x 2 x {tokens.cut.size} ranks of context parallelism" if tokens.cut.size > 1 else "")
+            + (f" x 2 x {tokens.sequence.size} ranks of context parallelism" if tokens.sequence.size > 1 else "")
             + f"), such as {length - length % tokens.multiple or tokens.multiple} or {length + missing}. Have the data "
             "make such sequences, or set ParallelConfig.pad_sequences"
         )
@@ -175,5 +179,5 @@ def own_chunks(batch: Any, dims: Mapping[str, int], tokens: TokenPart, padding: 
         if missing:
             assert padding is not None
             tensor = F.pad(tensor, [0, 0] * (tensor.dim() - 1 - dim) + [0, missing], value=padding.get(name, 0))
-        own[name] = tokens.cut.cut(tensor, dim)
+        own[name] = tokens.sequence.take(tensor, dim)
     return with_children(batch, own)

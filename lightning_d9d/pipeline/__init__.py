@@ -1,11 +1,11 @@
 """Running a program of forward and backward actions over microbatches.
 
-`types.py`: what a module hands over. `partition.py`: cutting a model into stages. `microbatch.py`, `rows.py`: cutting a
-batch. `executor.py`: the loop over actions.
+`types.py`: what a module hands over. `partition.py`: splitting a model into stages. `microbatch.py`, `rows.py`:
+splitting a batch. `executor.py`: the loop over actions.
 """
 
 from lightning_d9d.pipeline.partition import BlockSequence, distribute_layers
 from lightning_d9d.pipeline.types import StageInfo, StageInputs, WeightedLoss
-from lightning_d9d.schedule.partition import cut_evenly
+from lightning_d9d.schedule.partition import split_evenly
 
-__all__ = ["BlockSequence", "StageInfo", "StageInputs", "WeightedLoss", "cut_evenly", "distribute_layers"]
+__all__ = ["BlockSequence", "StageInfo", "StageInputs", "WeightedLoss", "distribute_layers", "split_evenly"]

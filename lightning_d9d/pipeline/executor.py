@@ -17,7 +17,7 @@ from lightning_d9d.errors import ConfigError, ScheduleError
 from lightning_d9d.pipeline.stage import Stage
 from lightning_d9d.pipeline.timeline import Observer
 from lightning_d9d.pipeline.totals import BatchTotals, as_weighted
-from lightning_d9d.pipeline.transfer import Layout, Messages
+from lightning_d9d.pipeline.transfer import Messages, Schema
 from lightning_d9d.pipeline.trees import described, put_together
 from lightning_d9d.pipeline.types import StageInputs, WeightedLoss
 from lightning_d9d.schedule import (
@@ -236,10 +236,10 @@ class _Run:
         """By microbatch, how many forwards are to come that take its keyword arguments."""
         self._inputs: dict[int, StageInputs] = {}
         self._signatures: dict[int, Hashable] = {}
-        """[Note: layouts] in `transfer.py`."""
-        self._outputs: dict[tuple[int, int], tuple[Layout, list[Tensor]]] = {}
+        """[Note: schemas] in `transfer.py`."""
+        self._outputs: dict[tuple[int, int], tuple[Schema, list[Tensor]]] = {}
         """What stages put out that has not been sent or handed to a stage of this rank; by (stage, microbatch)."""
-        self._layouts: dict[tuple[int, int], Layout] = {}
+        self._schemas: dict[tuple[int, int], Schema] = {}
         """Of outputs that went to another rank and whose gradients are to come."""
         self._gradients: dict[tuple[int, int], list[Tensor]] = {}
         """Of inputs, to be sent or handed to a stage of this rank."""
@@ -277,27 +277,27 @@ class _Run:
             with executor.stage_context():
                 output = running.forward(microbatch, trained, received, arguments, self.splits)
             is_last = stage == executor.num_stages - 1
-            outputs = self._finish(microbatch, output) if is_last else self._hand_on(stage, microbatch, output)
+            outputs = self._finish(microbatch, output) if is_last else self._pass_on(stage, microbatch, output)
             if torch.is_grad_enabled():
                 running.keep(microbatch, outputs)
 
     def _received(self, stage: int, microbatch: int) -> tuple[Any, list[Tensor]]:
         """The stage's input as leaves of its graph, and those of its tensors that get a gradient."""
         if stage - 1 in self.executor.stages:
-            layout, tensors = self._outputs.pop((stage - 1, microbatch))
+            schema, tensors = self._outputs.pop((stage - 1, microbatch))
             tensors = [tensor.detach() for tensor in tensors]
         else:
-            layout, tensors = self._messages.receive_forward(stage, microbatch)
+            schema, tensors = self._messages.receive_forward(stage, microbatch)
         trained = [
-            t.requires_grad_() for t, expected in zip(tensors, layout.tensors, strict=True) if expected.requires_grad
+            t.requires_grad_() for t, expected in zip(tensors, schema.tensors, strict=True) if expected.requires_grad
         ]
-        return put_together(layout.skeleton, tensors), trained
+        return put_together(schema.skeleton, tensors), trained
 
-    def _hand_on(self, stage: int, microbatch: int, output: Any) -> list[Tensor]:
-        layout, tensors = Layout.of(output, stage)
-        self._outputs[stage, microbatch] = (layout, tensors)
+    def _pass_on(self, stage: int, microbatch: int, output: Any) -> list[Tensor]:
+        schema, tensors = Schema.of(output, stage)
+        self._outputs[stage, microbatch] = (schema, tensors)
         if torch.is_grad_enabled() and stage + 1 not in self.executor.stages:
-            self._layouts[stage, microbatch] = layout
+            self._schemas[stage, microbatch] = schema
         return tensors
 
     def _finish(self, microbatch: int, output: Any) -> list[Tensor]:
@@ -363,14 +363,14 @@ class _Run:
         messages = self._messages
         match action:
             case SendForward(stage, microbatch):
-                layout, tensors = self._outputs.pop((stage, microbatch))
-                messages.send_forward(stage, self._signature_of(microbatch), layout, tensors)
+                schema, tensors = self._outputs.pop((stage, microbatch))
+                messages.send_forward(stage, self._signature_of(microbatch), schema, tensors)
             case ReceiveForward(stage, microbatch):
                 messages.post_forward(stage, microbatch, self._signature_of(microbatch))
             case SendBackward(stage, microbatch):
                 messages.send_backward(stage, self._gradients.pop((stage, microbatch)))
             case ReceiveBackward(stage, microbatch):
-                messages.post_backward(stage, microbatch, self._layouts.pop((stage, microbatch)))
+                messages.post_backward(stage, microbatch, self._schemas.pop((stage, microbatch)))
 
     def _collective(self, action: Action, stage: int) -> None:
         if self.data_parallel is None:

@@ -33,8 +33,8 @@ class InitialValue(Protocol):
 def draw_local(value: InitialValue, tensor: Tensor, *, seed: int, name: str) -> Tensor:
     """What this rank holds of a tensor's initial value, on the CPU in the tensor's dtype. Local.
 
-    A tensor `[..., rows, columns]` is a stack of matrices (experts, say); a vector is one row. Each matrix is cut into
-    blocks of `ROWS_PER_BLOCK` rows, and each block has a random stream of its own: Philox
+    A tensor `[..., rows, columns]` is a stack of matrices (experts, say); a vector is one row. Each matrix is split
+    into blocks of `ROWS_PER_BLOCK` rows, and each block has a random stream of its own: Philox
     (https://doi.org/10.1145/2063384.2063405) with the hash of seed and name as key, counting from (matrix, block).
     Blocks that this rank has no row of are not drawn.
 
@@ -83,7 +83,7 @@ def materialize(
     - What a tensor was given while it was built has precedence. [Note: recorded values] in `recorded_values`.
     - A submodule with `initial_values()` is drawn in blocks of rows, and only the blocks that this rank has rows of.
     - Any other has a `reset_parameters()`, which runs on the CPU on whole tensors with torch's random state seeded by
-      (seed, submodule name); the slices are cut afterwards. The rest of the model takes no memory meanwhile.
+      (seed, submodule name); the slices are taken afterwards. The rest of the model takes no memory meanwhile.
 
     Of the last two the one that the more derived class defines is taken. Children come before their parents, so that a
     parent's reset may set constants in them. Tensors that are not on the meta device (a pretrained part, say) keep
@@ -158,7 +158,7 @@ def take_tensors(stages: Iterable[nn.Module], earlier: Iterable[nn.Module]) -> l
         The names of tensors that are still on the meta device.
     """
     known = {name: tensor for stage in earlier for name, _, _, tensor in _named(stage)}
-    cut: dict[int, Tensor] = {}
+    slices: dict[int, Tensor] = {}
     missing = []
     for stage in stages:
         for name, module, key, tensor in list(_named(stage)):
@@ -168,10 +168,10 @@ def take_tensors(stages: Iterable[nn.Module], earlier: Iterable[nn.Module]) -> l
                     missing.append(name)
                 continue
             if isinstance(tensor, DTensor) and not isinstance(taken, DTensor):
-                if id(taken) not in cut:
-                    cut[id(taken)] = _stored_like(tensor, _slice(taken.detach(), tensor), taken.device)
-                    cut[id(taken)].requires_grad_(taken.requires_grad)
-                taken = cut[id(taken)]
+                if id(taken) not in slices:
+                    slices[id(taken)] = _stored_like(tensor, _slice(taken.detach(), tensor), taken.device)
+                    slices[id(taken)].requires_grad_(taken.requires_grad)
+                taken = slices[id(taken)]
             _assign(module, key, taken)
     return missing
 
@@ -184,7 +184,7 @@ def _can_become(tensor: Tensor, target: Tensor) -> bool:
 
 
 def _slice(whole: Tensor, target: Tensor) -> Tensor:
-    """What this rank holds of it, if it is cut as the target is."""
+    """What this rank holds of it, if it is sharded as the target is."""
     return whole[tuple(slice(r.start, r.stop) for r in local_ranges(target))]
 
 

@@ -1,4 +1,4 @@
-"""Cutting a model's layers into consecutive stages: by count, by hand, and by the weights of blocks."""
+"""Splitting a model's layers into consecutive stages: by count, by hand, and by the weights of blocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.pipeline.types import StageInfo
-from lightning_d9d.schedule.partition import check_num_stages, cut_evenly
+from lightning_d9d.schedule.partition import check_num_stages, split_evenly
 
 
 def distribute_layers(num_layers: int, num_stages: int, before: int = 0, after: int = 0) -> list[range]:
@@ -48,7 +48,7 @@ def distribute_layers(num_layers: int, num_stages: int, before: int = 0, after: 
     return _ranges(sizes)
 
 
-def cut_by_hand(sizes: Sequence[int], num_layers: int, num_stages: int, name: str) -> list[range]:
+def split_by_sizes(sizes: Sequence[int], num_layers: int, num_stages: int, name: str) -> list[range]:
     """Ranges of the given lengths.
 
     Args:
@@ -94,7 +94,7 @@ class BlockSequence(nn.ModuleDict):
     and those of other stages are dropped. Blocks are named by their index in the whole model, "0", "1", ..., so
     parameters have the names that they have in `nn.Sequential(*blocks)`.
 
-    The model is cut so that the largest number of parameters of a stage is as small as can be, unless `split` or
+    The model is split so that the largest number of parameters of a stage is as small as can be, unless `split` or
     `stage.layers` says where.
 
     Args:
@@ -118,10 +118,10 @@ class BlockSequence(nn.ModuleDict):
         if stage.layers is not None:
             layers = check_layers(stage.layers, len(blocks))
         elif split is not None:
-            layers = cut_by_hand(split, len(blocks), stage.num_stages, "split")[stage.index]
+            layers = split_by_sizes(split, len(blocks), stage.num_stages, "split")[stage.index]
         else:
             sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
-            layers = cut_evenly(sizes, stage.num_stages)[stage.index]
+            layers = split_evenly(sizes, stage.num_stages)[stage.index]
         _check_nothing_shared(blocks, layers)
         super().__init__({str(index): blocks[index] for index in layers})
         self.num_blocks = len(blocks)
@@ -161,6 +161,6 @@ def _check_nothing_shared(blocks: Sequence[nn.Module], layers: range) -> None:
             if parameter in here:
                 raise ConfigError(
                     f"blocks {layers.start} to {layers.stop - 1} share {here[parameter]!r} with block {index}, which "
-                    "is on another stage; move the cut with split=[...], or write a stage of your own in which the "
-                    "parameter has the same name on both"
+                    "is on another stage; move the boundary with split=[...], or write a stage of your own in which "
+                    "the parameter has the same name on both"
                 )

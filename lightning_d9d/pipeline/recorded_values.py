@@ -2,7 +2,7 @@
 
 [Note: recorded values] Tensors on the meta device have no values, so `nn.init.normal_(weight)` does nothing there.
 While a `Recording` is open each call that would have given or changed values is kept. Afterwards the calls that a
-parameter depends on run again on the CPU, on whole tensors, and a rank cuts its slice out.
+parameter depends on run again on the CPU, on whole tensors, and a rank takes its slice.
 
 *Random numbers* follow from the seed and a name: that of the parameter which a call writes to, else that of the one
 which is made. So they are the same on every mesh, as all initial weights are.

@@ -1,4 +1,4 @@
-"""Rows of batches: how many there are, where they lie, and how they are cut."""
+"""Rows of batches: how many there are, where they lie, and how they are split."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class BatchRows:
     """Finds the rows of batches, which are trees (see `lightning_d9d.pipeline.trees`).
 
     A tensor has its rows along dim 0. A list or tuple with as many entries as there are rows has one a row, such as a
-    text; the columns that torch's default_collate puts into a list are cut each for itself. All else is shared by all
+    text; the columns that torch's default_collate puts into a list are split each for itself. All else is shared by all
     rows. How a list was seen in an earlier batch decides where a later one could be seen in several ways.
     """
 
@@ -58,7 +58,7 @@ class BatchRows:
         Raises:
             ConfigError: As `count`, where there is more than one part.
         """
-        return [batch] if num_parts == 1 else _cut(batch, (), self._read(batch, strict=True), num_parts)
+        return [batch] if num_parts == 1 else _split(batch, (), self._read(batch, strict=True), num_parts)
 
     def _read(self, batch: Any, strict: bool) -> _Reading:
         readings = []
@@ -68,7 +68,7 @@ class BatchRows:
                 readings.append(reading)
         if not readings:
             raise ConfigError(
-                f"a batch is cut into microbatches along dim 0, but it is {described(batch)}: its tensors must share "
+                f"a batch is split into microbatches along dim 0, but it is {described(batch)}: its tensors must share "
                 "one first size, at least 1, and so must lists with an entry for each row; give such batches in the "
                 f"DataLoader's collate_fn, or {_REMEDY}"
             )
@@ -121,8 +121,8 @@ class BatchRows:
         where = "batch" + "".join(f"[{place!r}]" for place in min(paths, key=len))
         numbers = " or ".join(str(number) for number in sorted({each.num_rows for each in readings}))
         raise ConfigError(
-            f"a batch is to be cut into microbatches, but {where} is a list that could have one entry for each row, or "
-            f"tensors that have all rows each: there are {numbers} rows, and the batch is {described(batch)}. "
+            f"a batch is to be split into microbatches, but {where} is a list that could have one entry for each row, "
+            f"or tensors that have all rows each: there are {numbers} rows, and the batch is {described(batch)}. "
             "Make one tensor of its rows, or give columns by name, as a dictionary, in the DataLoader's collate_fn; or "
             f"{_REMEDY}"
         )
@@ -173,7 +173,7 @@ def _kind(value: Any) -> object:
     return type(value)
 
 
-def _cut(tree: Any, path: Path, reading: _Reading, num_parts: int) -> list[Any]:
+def _split(tree: Any, path: Path, reading: _Reading, num_parts: int) -> list[Any]:
     if isinstance(tree, Tensor) and tree.ndim > 0:
         return list(tree.tensor_split(num_parts))
     parts = children(tree)
@@ -186,6 +186,6 @@ def _cut(tree: Any, path: Path, reading: _Reading, num_parts: int) -> list[Any]:
         ends = accumulate([size + 1] * longer + [size] * (num_parts - longer), initial=0)
         return [with_children(tree, values[start:end]) for start, end in pairwise(ends)]
     places = range(len(values)) if names is None else names
-    cut = [_cut(value, (*path, place), reading, num_parts) for place, value in zip(places, values, strict=True)]
-    by_part = list(zip(*cut, strict=True)) or [()] * num_parts
+    split = [_split(value, (*path, place), reading, num_parts) for place, value in zip(places, values, strict=True)]
+    by_part = list(zip(*split, strict=True)) or [()] * num_parts
     return [with_children(tree, part if names is None else dict(zip(names, part, strict=True))) for part in by_part]

@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_d9d.mesh.sharding import local
 from lightning_d9d.ops.linear import split_linears
-from lightning_d9d.ops.weight_gradients import WeightGradients, put_off
+from lightning_d9d.ops.weight_gradients import WeightGradients, defer
 from lightning_d9d.pipeline.types import CountsTokens
 
 
@@ -79,7 +79,7 @@ class Stage:
         live = self._live[microbatch] = _Microbatch(list(inputs), weights=WeightGradients() if splits else None)
         if live.weights is None:
             return self._call(received, arguments)
-        with put_off(live.weights):
+        with defer(live.weights):
             return self._call(received, arguments)
 
     @contextmanager

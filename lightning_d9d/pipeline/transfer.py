@@ -1,10 +1,10 @@
 """Messages between stages on different ranks: the tensors of a tree, one after the other, to or from one rank.
 
-[Note: layouts] A message has no header: the receiver knows from the *layout* how many tensors come and of which shapes.
-A stage's layout follows from the shapes of the microbatch, its *signature*, which every rank of a pipeline knows, for
-all read the same batch. The first message of each signature is preceded by its layout, for which the receiver waits on
-the host; later ones are not, so no step of known shapes waits. Frozen or trained is part of a layout: `forget` lets the
-next message of every signature bring it anew.
+[Note: schemas] A message has no header: the receiver knows from the *schema* how many tensors come and of which shapes.
+A stage's schema follows from the shapes of the microbatch, its *signature*, which every rank of a pipeline knows, for
+all read the same batch. The first message of each signature is preceded by its schema, for which the receiver waits on
+the host; later ones are not, so no step of known shapes waits. Frozen or trained is part of a schema: `forget` lets the
+next message of every signature bring it again.
 
 [Note: links] Each pair of ranks has a process group of its own for either direction of the model. nccl runs the
 messages of one group one at a time, so in a group of all ranks a receive that waits for one neighbour would hold up a
@@ -50,7 +50,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, 
 """What goes to the next stage as it is."""
 
 
-class TensorLayout(NamedTuple):
+class TensorSchema(NamedTuple):
     """What a receiver must know of a tensor."""
 
     shape: torch.Size
@@ -59,15 +59,15 @@ class TensorLayout(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class Schema:
     """What a receiver must know of a stage's output."""
 
     skeleton: Skeleton
-    tensors: tuple[TensorLayout, ...]
+    tensors: tuple[TensorSchema, ...]
 
     @classmethod
-    def of(cls, output: Any, stage: int) -> tuple[Layout, list[Tensor]]:
-        """The layout of an output, and its tensors.
+    def of(cls, output: Any, stage: int) -> tuple[Schema, list[Tensor]]:
+        """The schema of an output, and its tensors.
 
         Raises:
             ConfigError: It has a DTensor, whose mesh the next stage's ranks are not on, or an object that may hide
@@ -86,10 +86,10 @@ class Layout:
                     f"stage {stage} put out a DTensor placed {tensor.placements}; return what this rank holds, "
                     "tensor.to_local()"
                 )
-        return cls(skeleton, tuple(TensorLayout(t.shape, t.dtype, t.requires_grad) for t in tensors)), tensors
+        return cls(skeleton, tuple(TensorSchema(t.shape, t.dtype, t.requires_grad) for t in tensors)), tensors
 
     @property
-    def trained(self) -> list[TensorLayout]:
+    def trained(self) -> list[TensorSchema]:
         """The tensors that want a gradient, in order."""
         return [tensor for tensor in self.tensors if tensor.requires_grad]
 
@@ -103,7 +103,7 @@ class _Sent(NamedTuple):
 class _Posted(NamedTuple):
     works: list[dist.Work]
     tensors: list[Tensor]
-    layout: Layout | None
+    schema: Schema | None
     peer: int
 
 
@@ -130,25 +130,25 @@ class Messages:
         self.limit_seconds = limit_seconds
         self.num_calls = 0
         """Messages handed to torch so far, one a tensor."""
-        self._layouts: dict[tuple[int, Hashable], Layout] = {}
+        self._schemas: dict[tuple[int, Hashable], Schema] = {}
         self._sent: defaultdict[dist.ProcessGroup, deque[_Sent]] = defaultdict(deque)
         self._forward: dict[tuple[int, int], _Posted] = {}
         self._backward: dict[tuple[int, int], _Posted] = {}
 
     def forget(self) -> None:
-        """Let layouts travel again. All ranks of a pipeline call it between the same two steps."""
-        self._layouts.clear()
+        """Let schemas travel again. All ranks of a pipeline call it between the same two steps."""
+        self._schemas.clear()
 
     # What stages put out
 
-    def send_forward(self, stage: int, signature: Hashable, layout: Layout, tensors: Sequence[Tensor]) -> None:
+    def send_forward(self, stage: int, signature: Hashable, schema: Schema, tensors: Sequence[Tensor]) -> None:
         """Send the output of `stage` to the rank of the next one. Does not wait.
 
         Raises:
-            ConfigError: Its layout is not what it was for microbatches of the same shapes, or it is on another device.
+            ConfigError: Its schema is not what it was for microbatches of the same shapes, or it is on another device.
         """
         link = self.links[self.placement[stage + 1]]
-        known = self._layouts.get((stage, signature))
+        known = self._schemas.get((stage, signature))
         if known is None:
             for tensor in tensors:
                 if tensor.device.type != self.device.type:
@@ -156,13 +156,13 @@ class Messages:
                         f"stage {stage} put out a tensor on {tensor.device}; move it to {self.device}, from where "
                         "messages to other ranks go"
                     )
-            self._layouts[stage, signature] = layout
-            content = torch.frombuffer(bytearray(pickle.dumps(layout)), dtype=torch.uint8).to(self.device)
+            self._schemas[stage, signature] = schema
+            content = torch.frombuffer(bytearray(pickle.dumps(schema)), dtype=torch.uint8).to(self.device)
             self._send(torch.tensor([content.numel()], device=self.device), link.peer, link.forward)
             self._send(content, link.peer, link.forward)
-        elif known != layout:
+        elif known != schema:
             raise ConfigError(
-                f"stage {stage} put out {_described(layout)} for a microbatch, after {_described(known)} for one of "
+                f"stage {stage} put out {_described(schema)} for a microbatch, after {_described(known)} for one of "
                 "the same shapes in this epoch; the next stage takes what follows from shapes alone. Pad outputs to a "
                 "size that follows from the inputs' shapes, and freeze or unfreeze parameters between epochs"
             )
@@ -170,20 +170,20 @@ class Messages:
             self._send(tensor.detach().contiguous(), link.peer, link.forward)
 
     def post_forward(self, stage: int, microbatch: int, signature: Hashable) -> None:
-        """Take buffers for the input of `stage` and start receiving. Waits for a layout that is not known."""
+        """Take buffers for the input of `stage` and start receiving. Waits for a schema that is not known."""
         link = self.links[self.placement[stage - 1]]
-        layout = self._layouts.get((stage - 1, signature))
-        if layout is None:
+        schema = self._schemas.get((stage - 1, signature))
+        if schema is None:
             size = self._receive_now(torch.empty(1, dtype=torch.int64, device=self.device), link)
             content = self._receive_now(torch.empty(int(size), dtype=torch.uint8, device=self.device), link)
-            layout = self._layouts[stage - 1, signature] = pickle.loads(content.cpu().numpy().tobytes())
-        self._forward[stage, microbatch] = self._post(layout.tensors, link.peer, link.forward, layout)
+            schema = self._schemas[stage - 1, signature] = pickle.loads(content.cpu().numpy().tobytes())
+        self._forward[stage, microbatch] = self._post(schema.tensors, link.peer, link.forward, schema)
 
-    def receive_forward(self, stage: int, microbatch: int) -> tuple[Layout, list[Tensor]]:
+    def receive_forward(self, stage: int, microbatch: int) -> tuple[Schema, list[Tensor]]:
         """The input of `stage`, once it is there (on CUDA the stream waits, not the host)."""
         posted = self._arrived(self._forward, stage, microbatch)
-        assert posted.layout is not None
-        return posted.layout, posted.tensors
+        assert posted.schema is not None
+        return posted.schema, posted.tensors
 
     # Gradients
 
@@ -193,10 +193,10 @@ class Messages:
         for gradient in gradients:
             self._send(gradient.contiguous(), link.peer, link.backward)
 
-    def post_backward(self, stage: int, microbatch: int, layout: Layout) -> None:
+    def post_backward(self, stage: int, microbatch: int, schema: Schema) -> None:
         """Take buffers for the gradients of the output of `stage` and start receiving."""
         link = self.links[self.placement[stage + 1]]
-        self._backward[stage, microbatch] = self._post(layout.trained, link.peer, link.backward, None)
+        self._backward[stage, microbatch] = self._post(schema.trained, link.peer, link.backward, None)
 
     def receive_backward(self, stage: int, microbatch: int) -> list[Tensor]:
         """The gradients of the output of `stage`, once they are there (on CUDA the stream waits, not the host)."""
@@ -217,7 +217,7 @@ class Messages:
         self._sent.clear()
         self._forward.clear()
         self._backward.clear()
-        self._layouts.clear()
+        self._schemas.clear()
 
     def _send(self, tensor: Tensor, peer: int, group: dist.ProcessGroup) -> None:
         on_the_way = self._sent[group]
@@ -229,12 +229,12 @@ class Messages:
         on_the_way.append(_Sent(work, tensor, peer))
 
     def _post(
-        self, layouts: Sequence[TensorLayout], peer: int, group: dist.ProcessGroup, layout: Layout | None
+        self, schemas: Sequence[TensorSchema], peer: int, group: dist.ProcessGroup, schema: Schema | None
     ) -> _Posted:
-        tensors = [torch.empty(each.shape, dtype=each.dtype, device=self.device) for each in layouts]
+        tensors = [torch.empty(each.shape, dtype=each.dtype, device=self.device) for each in schemas]
         works = [dist.irecv(tensor, peer, group) for tensor in tensors]
         self.num_calls += len(works)
-        return _Posted([work for work in works if work is not None], tensors, layout, peer)
+        return _Posted([work for work in works if work is not None], tensors, schema, peer)
 
     def _arrived(self, posted: dict[tuple[int, int], _Posted], stage: int, microbatch: int) -> _Posted:
         of_microbatch = posted.pop((stage, microbatch))
@@ -261,9 +261,9 @@ class Messages:
             raise
 
 
-def _described(layout: Layout) -> str:
+def _described(schema: Schema) -> str:
     tensors = []
-    for shape, dtype, requires_grad in layout.tensors:
+    for shape, dtype, requires_grad in schema.tensors:
         text = f"{str(dtype).removeprefix('torch.')}{list(shape)}"
         tensors.append(f"{text} with gradient" if requires_grad else text)
-    return f"({in_words(layout.skeleton, tensors)})"
+    return f"({in_words(schema.skeleton, tensors)})"

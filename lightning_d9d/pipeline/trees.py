@@ -137,7 +137,7 @@ def with_children(tree: Any, values: Mapping[Any, Any] | Sequence[Any]) -> Any:
 
 
 def copy_containers(tree: Any) -> Any:
-    """The same leaves in containers of their own; dataclasses, and classes that cannot be made anew, stay."""
+    """The same leaves in containers of their own; dataclasses, and classes that cannot be made again, stay."""
     parts = None if dataclasses.is_dataclass(tree) else children(tree)
     if parts is None:
         return tree

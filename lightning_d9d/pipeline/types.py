@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class StageInfo:
-    """One stage of a model that is cut into `num_stages` consecutive stages."""
+    """One stage of a model that is split into `num_stages` consecutive stages."""
 
     index: int
     num_stages: int
     layers: range | None = None
-    """The layers of the stage by their index in the whole model, where the strategy cuts; None lets the module cut."""
+    """The layers of the stage by their index in the whole model, where the strategy splits it; None: the module."""
 
     @property
     def is_first(self) -> bool:
@@ -31,7 +31,7 @@ class StageInfo:
 
 @dataclass(frozen=True)
 class StageInputs:
-    """Keyword arguments for the forward of the stages, cut out of one microbatch.
+    """Keyword arguments for the forward of the stages, taken out of one microbatch.
 
     `first` goes to the first stage only (later ones receive the previous stage's output), `shared` to every stage.
     """

@@ -4,7 +4,7 @@ A *schedule* (`schedule.py`: the base class; one file a family) makes a *program
 rank the *actions* (`actions.py`) in the order in which it runs them. Passes (`communications.py`) add messages and
 collectives, `check.py` refuses programs that cannot run, `simulate.py` runs them on paper, `plot.py` draws them and
 `spans.py` reads costs off real runs. `Auto` (`tune.py`) chooses a schedule by what layers cost (`layers.py`,
-`measured.py`) and cuts them into stages (`partition.py`). `resolve_schedule` turns a short name into a schedule.
+`measured.py`) and splits them into stages (`partition.py`). `resolve_schedule` turns a short name into a schedule.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def check_numbers(of: DataclassInstance) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCosts:
-    """A model as a pipeline sees it: layers between which it can be cut, and what stands before and behind them.
+    """A model as a pipeline sees it: layers between which it can be split, and what stands before and behind them.
 
     Raises:
         ScheduleError: There is no layer.

@@ -174,7 +174,7 @@ class MeasuredCosts:
             measured = getattr(stage, field)
             if measured is not None:
                 shares = [0.0] * len(kinds)
-                for index in self._parts(stage, len(model.layers)):
+                for index in self._places_of(stage, len(model.layers)):
                     kind = kinds[model.parts[index]]
                     shares[kind] += predicted[index]
                     seen.add(kind)
@@ -190,7 +190,7 @@ class MeasuredCosts:
                     factors[kind] *= shared / of_kind
         return [factors[kinds[part]] if kinds[part] in seen else None for part in model.parts]
 
-    def _parts(self, stage: MeasuredStage, num_layers: int) -> range:
+    def _places_of(self, stage: MeasuredStage, num_layers: int) -> range:
         """The indices in `ModelCosts.parts` of what the stage has."""
         start, stop = stage.layers
         return range(start + (start > 0), stop + 1 + (stop == num_layers))

@@ -12,10 +12,10 @@ from typing import TypeVar
 from lightning_d9d.errors import ConfigError
 
 
-def cut_evenly(weights: Sequence[int | float], num_stages: int) -> list[range]:
-    """Cut items into consecutive stages so that the heaviest stage is as light as can be.
+def split_evenly(weights: Sequence[int | float], num_stages: int) -> list[range]:
+    """Split items into consecutive stages so that the heaviest stage is as light as can be.
 
-    Among such cuts it takes one whose other stages are even too (the least sum of squares), and among these the one
+    Among such splits it takes one whose other stages are even too (the least sum of squares), and among these the one
     whose first stages have more items. Exact: no rounding, whatever the weights.
 
     Args:
@@ -36,11 +36,11 @@ def cut_evenly(weights: Sequence[int | float], num_stages: int) -> list[range]:
     fractions = [Fraction(weight) for weight in weights]
     unit = math.lcm(*(fraction.denominator for fraction in fractions))
     starts = [0, *accumulate(int(fraction * unit) for fraction in fractions)]
-    # The least limit under which few enough stages hold everything; to cut these further breaks no limit.
+    # The least limit under which few enough stages hold everything; to split these further breaks no limit.
     heaviest = max(stop - start for start, stop in pairwise(starts))
     limits = sorted({stop - start for start, stop in combinations(starts, 2) if stop - start >= heaviest})
     limit = limits[bisect_left(limits, True, key=lambda limit: _num_stages_within(limit, starts) <= num_stages)]
-    # From the last stage to the first: the best cut of items i, i + 1, ... by its first item.
+    # From the last stage to the first: the best split of items i, i + 1, ... by its first item.
     best: dict[int, tuple[int, list[range]]] = {num_items: (0, [])}
     for _ in range(num_stages):
         longer: dict[int, tuple[int, list[range]]] = {}
@@ -76,10 +76,10 @@ def check_num_stages(num_layers: int, num_stages: int) -> None:
     """
     if not 1 <= num_stages <= num_layers:
         raise ConfigError(
-            f"{num_layers} layers cannot be cut into {num_stages} stages, for each has at least one; use 1 to "
+            f"{num_layers} layers cannot be split into {num_stages} stages, for each has at least one; use 1 to "
             f"{num_layers} stages (pipeline ranks times stages on each)"
             if num_layers > 0
-            else f"a model without layers cannot be cut into {num_stages} stages; give it one layer a stage"
+            else f"a model without layers cannot be split into {num_stages} stages; give it one layer a stage"
         )
 
 
@@ -87,23 +87,23 @@ _Load = TypeVar("_Load", bound=tuple[int, ...])
 
 
 def level(
-    cut: Sequence[range], placement: Sequence[int], loads: Callable[[Sequence[range]], Sequence[_Load]]
+    ranges: Sequence[range], placement: Sequence[int], loads: Callable[[Sequence[range]], Sequence[_Load]]
 ) -> list[range]:
-    """Move cuts until no item that a stage of the most loaded rank could give away makes loads more level.
+    """Move boundaries until no item that a stage of the most loaded rank could give away makes loads more level.
 
     Loads are compared as sorted lists, the largest first. A stage that another one takes an item from gets shorter and
     that one longer; stages between keep their lengths.
 
     Args:
-        cut: The stages to begin with.
+        ranges: The stages to begin with.
         placement: For each stage its rank.
-        loads: For a cut the load of each rank; tuples, of which the first number matters most. Whole numbers, as
-            rounding would look like an improvement.
+        loads: For the ranges of all stages, the load of each rank; tuples, of which the first number matters most.
+            Whole numbers, as rounding would look like an improvement.
 
     Returns:
         One range of items a stage, in order, none of them empty.
     """
-    best, of_ranks = list(cut), loads(cut)
+    best, of_ranks = list(ranges), loads(ranges)
     while True:
         for moved in _moves(best, placement, sorted(range(len(of_ranks)), key=of_ranks.__getitem__)):
             found = loads(moved)
@@ -114,10 +114,10 @@ def level(
             return best
 
 
-def _moves(cut: Sequence[range], placement: Sequence[int], ranks: Sequence[int]) -> Iterator[list[range]]:
-    """The cuts in which a stage of the last of `ranks` gives an item to another; the first of `ranks` take first."""
-    sizes = [len(each) for each in cut]
-    shortest_first = sorted(range(len(cut)), key=sizes.__getitem__)
+def _moves(ranges: Sequence[range], placement: Sequence[int], ranks: Sequence[int]) -> Iterator[list[range]]:
+    """The splits in which a stage of the last of `ranks` gives an item to another; the first of `ranks` take first."""
+    sizes = [len(each) for each in ranges]
+    shortest_first = sorted(range(len(ranges)), key=sizes.__getitem__)
     stages_of = [[stage for stage in shortest_first if placement[stage] == rank] for rank in ranks]
     for taker, giver in product(chain.from_iterable(stages_of), reversed(stages_of[-1])):
         if sizes[giver] > 1 and taker != giver:

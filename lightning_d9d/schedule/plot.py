@@ -32,7 +32,7 @@ KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
     "message": ("#7f7f7f", MESSAGES),
     "collective": ("#b279a2", DATA_PARALLEL),
 }
-"""What is told apart: name -> colour and actions."""
+"""Kinds with a colour of their own: name -> colour and actions."""
 
 _MAX_TEXTS = 800
 """With more bars than this they have no edges and no microbatch written on them."""

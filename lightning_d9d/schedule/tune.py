@@ -1,9 +1,9 @@
 """`Auto`: schedule, stages and size of microbatches, chosen on paper before there are parameters or batches.
 
 [Note: the search] Candidates are the schedules of the package with every size of microbatch that divides the batch.
-Each is cut so that its longest stage is as short as can be, and then evened out over the ranks: by memory first, if the
-first cut does not fit. A bound below a candidate's time is known without running it on paper. Those with the lowest
-bounds are run first, and those whose bound is above the best time of the same schedule are not.
+Each is split so that its longest stage is as short as can be, and then evened out over the ranks: by memory first, if
+the first split does not fit. A bound below a candidate's time is known without running it on paper. Those with the
+lowest bounds are run first, and those whose bound is above the best time of the same schedule are not.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_d9d.schedule.dual_pipe_v import DualPipeV
 from lightning_d9d.schedule.layers import LayerSeconds, Machine, ModelCosts
 from lightning_d9d.schedule.measured import Calibration, MeasuredCosts
 from lightning_d9d.schedule.one_forward_one_backward import Interleaved1F1B, OneForwardOneBackward, ZeroBubble
-from lightning_d9d.schedule.partition import cut_evenly, level
+from lightning_d9d.schedule.partition import level, split_evenly
 from lightning_d9d.schedule.program import Program, merge_backwards
 from lightning_d9d.schedule.schedule import Schedule
 from lightning_d9d.schedule.simulate import Costs, simulate
@@ -204,7 +204,7 @@ class Auto(Schedule):
             raise ScheduleError(f"state_ratio={state_ratio!r} must be finite and at least 0")
         if not 1 <= num_ranks <= len(model.layers):
             raise ScheduleError(
-                f"Auto cannot cut {len(model.layers)} layers for {num_ranks} pipeline ranks; each needs one at least"
+                f"Auto cannot split {len(model.layers)} layers for {num_ranks} pipeline ranks; each needs one at least"
             )
         cap = device_memory if self.memory_gib is None else self.memory_gib * GIB
         measured = None if self.costs is None else MeasuredCosts.read(self.costs)
@@ -218,14 +218,15 @@ class Auto(Schedule):
         for microbatch_size in (size for size in range(1, self.batch_size + 1) if self.batch_size % size == 0):
             num_microbatches = self.batch_size // microbatch_size
             layers = _Layers(model, self.machine, calibration, microbatch_size, state_ratio)
-            cuts: dict[tuple[int, ...], list[list[range]]] = {}
+            ranges_by_placement: dict[tuple[int, ...], list[list[range]]] = {}
             for name, schedule in list(_SCHEDULES.items())[: 1 if num_ranks == 1 else None]:
                 placement = schedule.placement(num_ranks)
                 if len(placement) <= len(model.layers) and schedule.takes(num_ranks, num_microbatches):
-                    if placement not in cuts:
-                        cuts[placement] = layers.cuts_for_speed(placement)
+                    if placement not in ranges_by_placement:
+                        ranges_by_placement[placement] = layers.ranges_for_speed(placement)
                     candidates += [
-                        _Candidate(name, num_ranks, num_microbatches, layers, cut) for cut in cuts[placement]
+                        _Candidate(name, num_ranks, num_microbatches, layers, ranges)
+                        for ranges in ranges_by_placement[placement]
                     ]
         return _search(candidates, math.inf if cap is None else cap)
 
@@ -289,34 +290,34 @@ class _Layers:
         if calibration.link_seconds_per_row is not None:
             self.transfer = num_rows * calibration.link_seconds_per_row
 
-    def costs(self, cut: Sequence[range]) -> Costs:
-        """Of the stages of a cut."""
+    def costs(self, ranges: Sequence[range]) -> Costs:
+        """Of stages with these ranges of layers."""
         more = self.machine.action_seconds
         return Costs(
-            forward=_of_stages(self.forward, cut, more),
-            backward_input=_of_stages(self.backward_input, cut, more),
-            backward_weight=_of_stages(self.backward_weight, cut, more),
-            backward=_of_stages(self.backward, cut, more),
+            forward=_of_stages(self.forward, ranges, more),
+            backward_input=_of_stages(self.backward_input, ranges, more),
+            backward_weight=_of_stages(self.backward_weight, ranges, more),
+            backward=_of_stages(self.backward, ranges, more),
             overlapped=self.machine.overlapped,
             transfer=self.transfer,
             latency=self.machine.link_latency,
-            activation=_of_stages(self.activation, cut),
-            split_activation=_of_stages(self.split_activation, cut),
+            activation=_of_stages(self.activation, ranges),
+            split_activation=_of_stages(self.split_activation, ranges),
         )
 
-    def cuts_for_speed(self, placement: Sequence[int]) -> list[list[range]]:
+    def ranges_for_speed(self, placement: Sequence[int]) -> list[list[range]]:
         """Where no stage is longer than it must be, and where no rank has more to do than it must.
 
         Schedules that run one stage of a rank for several microbatches are bound by the first, others by the second.
         """
         of_layers = [behind - before for before, behind in pairwise(self.work)]
-        even = cut_evenly(of_layers, len(placement))
-        levelled = level(even, placement, lambda cut: [(load,) for load in self.loads(cut, placement)])
+        even = split_evenly(of_layers, len(placement))
+        levelled = level(even, placement, lambda ranges: [(load,) for load in self.loads(ranges, placement)])
         return [even] if levelled == even else [even, levelled]
 
-    def loads(self, cut: Sequence[range], placement: Sequence[int]) -> list[int]:
+    def loads(self, ranges: Sequence[range], placement: Sequence[int]) -> list[int]:
         """For each rank the nanoseconds of a microbatch in its stages."""
-        return [round(1e9 * seconds) for seconds in _of_ranks(_of_stages(self.work, cut), placement)]
+        return [round(1e9 * seconds) for seconds in _of_ranks(_of_stages(self.work, ranges), placement)]
 
 
 def _totals(of_parts: Iterable[float]) -> list[float]:
@@ -326,8 +327,8 @@ def _totals(of_parts: Iterable[float]) -> list[float]:
     return list(accumulate(layers, initial=0.0))
 
 
-def _of_stages(totals: Sequence[float], cut: Sequence[range], more: float = 0.0) -> list[float]:
-    return [totals[layers.stop] - totals[layers.start] + more for layers in cut]
+def _of_stages(totals: Sequence[float], ranges: Sequence[range], more: float = 0.0) -> list[float]:
+    return [totals[layers.stop] - totals[layers.start] + more for layers in ranges]
 
 
 def _of_ranks(of_stages: Sequence[float], placement: Sequence[int]) -> list[float]:
@@ -338,9 +339,9 @@ def _of_ranks(of_stages: Sequence[float], placement: Sequence[int]) -> list[floa
 
 
 class _Candidate:
-    """A schedule with a number of microbatches of one size, and where it cuts the layers."""
+    """A schedule with a number of microbatches of one size, and where it splits the layers."""
 
-    def __init__(self, name: str, num_ranks: int, num_microbatches: int, layers: _Layers, cut: list[range]) -> None:
+    def __init__(self, name: str, num_ranks: int, num_microbatches: int, layers: _Layers, ranges: list[range]) -> None:
         self.name = name
         self.schedule = _SCHEDULES[name]
         self.num_ranks = num_ranks
@@ -348,20 +349,23 @@ class _Candidate:
         self.placement = self.schedule.placement(num_ranks)
         self.stages_of = [self.schedule.stages_of(rank, num_ranks) for rank in range(num_ranks)]
         self.layers = layers
-        self.cut = cut
+        self.ranges = ranges
         self.bound = self._bound()
 
     def _bound(self) -> float:
-        """Seconds in which no order of its actions is through, with the cut for speed.
+        """Seconds in which no order of its actions is through, with the ranges for speed.
 
         A rank begins when the first microbatch has come to it, and runs all of them. From its last backward, of inputs
         where it is split, gradients go back to the first stage.
         """
-        layers, cut, more = self.layers, self.cut, self.layers.machine.action_seconds
-        forward, whole = _of_stages(layers.forward, cut, more), _of_stages(layers.backward, cut, more)
+        layers, ranges, more = self.layers, self.ranges, self.layers.machine.action_seconds
+        forward, whole = _of_stages(layers.forward, ranges, more), _of_stages(layers.backward, ranges, more)
         awaited = whole
         if isinstance(self.schedule, ZeroBubble | ZeroBubbleV | DualPipeV):
-            awaited, weight = _of_stages(layers.backward_input, cut, more), _of_stages(layers.backward_weight, cut)
+            awaited, weight = (
+                _of_stages(layers.backward_input, ranges, more),
+                _of_stages(layers.backward_weight, ranges),
+            )
             whole = list(map(min, whole, map(operator.add, awaited, weight)))
         number = self.num_microbatches
         if isinstance(self.schedule, DualPipeV):
@@ -378,7 +382,7 @@ class _Candidate:
         return max(bounds)
 
     def fit(self, cap: float) -> float:
-        """Change the cut if it does not fit. Returns what the rank that needs most needs; it may still be too much."""
+        """Change the stages if they do not fit. Returns what the rank that needs most needs, perhaps still too much."""
         if math.isinf(cap):
             return 0.0
         layers, placement = self.layers, self.placement
@@ -387,21 +391,21 @@ class _Candidate:
             for actions, stages in zip(self.compute().ranks, self.stages_of, strict=True)
         ]
 
-        def needs(cut: Sequence[range]) -> list[float]:
-            activation, split = _of_stages(layers.activation, cut), _of_stages(layers.split_activation, cut)
-            found = _of_ranks(_of_stages(layers.state, cut), placement)
+        def needs(ranges: Sequence[range]) -> list[float]:
+            activation, split = _of_stages(layers.activation, ranges), _of_stages(layers.split_activation, ranges)
+            found = _of_ranks(_of_stages(layers.state, ranges), placement)
             for rank, stages in enumerate(self.stages_of):
                 kept = [*(activation[stage] for stage in stages), *(split[stage] for stage in stages)]
                 found[rank] += max(sum(map(operator.mul, counts, kept)) for counts in live[rank])
             return found
 
-        def loads(cut: Sequence[range]) -> list[tuple[int, int]]:
-            over = (math.ceil(max(0.0, need - cap)) for need in needs(cut))
-            return list(zip(over, layers.loads(cut, placement), strict=True))
+        def loads(ranges: Sequence[range]) -> list[tuple[int, int]]:
+            over = (math.ceil(max(0.0, need - cap)) for need in needs(ranges))
+            return list(zip(over, layers.loads(ranges, placement), strict=True))
 
-        if max(needs(self.cut)) > cap:
-            self.cut = level(self.cut, placement, loads)
-        return max(needs(self.cut))
+        if max(needs(self.ranges)) > cap:
+            self.ranges = level(self.ranges, placement, loads)
+        return max(needs(self.ranges))
 
     def compute(self) -> Program:
         """Its actions without messages."""
@@ -409,18 +413,18 @@ class _Candidate:
 
     def without_messages(self) -> float:
         """Seconds that it takes on paper if messages take no time: less than it takes, and cheap to know."""
-        return simulate(self.compute(), self.layers.costs(self.cut)).step_time
+        return simulate(self.compute(), self.layers.costs(self.ranges)).step_time
 
     def simulated(self) -> Choice:
         """What running it on paper says."""
         program = self.schedule.program(self.num_ranks, self.num_microbatches)
-        simulation = simulate(program, self.layers.costs(self.cut))
-        state = _of_ranks(_of_stages(self.layers.state, self.cut), self.placement)
+        simulation = simulate(program, self.layers.costs(self.ranges))
+        state = _of_ranks(_of_stages(self.layers.state, self.ranges), self.placement)
         return Choice(
             name=self.name,
             microbatch_size=self.layers.num_rows,
             num_microbatches=self.num_microbatches,
-            layers_of_stage=tuple(self.cut),
+            layers_of_stage=tuple(self.ranges),
             step_time=simulation.step_time,
             bubble_ratio=simulation.bubble_ratio,
             peak_memory=max(map(operator.add, state, simulation.peak_memory)),

@@ -1,14 +1,14 @@
 """Model weights in safetensors files: sharded parameters and pipeline stages stream from and to one directory.
 
 `mappers` say which tensors become which others, `stream` reads, loads and saves through them. Below them, `views` are
-tensors made of parts of others and `layout` the boxes that these parts are; `reader`, `shards` and `writer` follow them
-and know no model; `format`, `manifest` and `places` are the files, of which `threads` look at several at a time.
-`directory` lets a directory appear when it is complete.
+tensors made of parts of others and `boxes` says which box of a tensor is which box of another; `reader`, `shards` and
+`writer` follow them and know no model; `format`, `manifest` and `places` are the files, of which `threads` look at
+several at a time. `directory` lets a directory appear when it is complete.
 """
 
+from lightning_d9d.state.boxes import Box, Index, LocalShard, MappedBox, whole_box
 from lightning_d9d.state.directory import complete_directory
 from lightning_d9d.state.format import DTYPE_NAMES, write_json
-from lightning_d9d.state.layout import Box, Index, LocalShard, Part, whole_box
 from lightning_d9d.state.mappers import (
     Cast,
     Concatenate,
@@ -48,9 +48,9 @@ __all__ = [
     "Index",
     "Inverse",
     "LocalShard",
+    "MappedBox",
     "Mapper",
     "Parallel",
-    "Part",
     "Prefix",
     "Rename",
     "SafetensorsReader",

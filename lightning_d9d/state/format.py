@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lightning_d9d.errors import StateError, reason
-from lightning_d9d.state.layout import Index
+from lightning_d9d.state.boxes import Index
 from lightning_d9d.state.places import Place, UrlPath, flush, read_small
 from lightning_d9d.state.regular import open_regular
 

@@ -80,7 +80,7 @@ def verify(
         where: The file of each.
         manifest: None: what they are is not checked.
         check_finite: Neither infinite nor NaN.
-        progress: Told of bytes.
+        progress: Gets the number of bytes.
 
     Raises:
         StateError: With the file and the tensor.

@@ -264,12 +264,12 @@ class Concatenate(_Leaf):
 
 
 class Split(_Leaf):
-    """A tensor cut along a dim.
+    """A tensor split along a dim.
 
     Args:
         source: The tensor.
         targets: Name and length of each part, in order; together they are all of it.
-        dim: Which is cut.
+        dim: Which is split.
     """
 
     def __init__(self, source: str, targets: Mapping[str, int], dim: int = 0) -> None:
@@ -282,7 +282,7 @@ class Split(_Leaf):
         dim = checked_dim(view.name, len(view.shape), self._dim)
         if sum(self._lengths.values()) != view.shape[dim]:
             raise StateError(
-                f"{view.name} {list(view.shape)} cannot be cut in dim {dim} into {[*self._lengths.values()]}, "
+                f"{view.name} {list(view.shape)} cannot be split in dim {dim} into {[*self._lengths.values()]}, "
                 f"{sum(self._lengths.values())} together; give lengths for all of it"
             )
         parts, start = {}, 0
@@ -324,18 +324,18 @@ class Distribute(_Each):
 
     Args:
         names: Of the tensors.
-        mesh: On which they lie then.
+        device_mesh: On which they lie then.
         placements: For each dim of the mesh; `Shard` or `Replicate`.
     """
 
-    def __init__(self, names: Iterable[str], mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
+    def __init__(self, names: Iterable[str], device_mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
         super().__init__(names)
         if partial := [placement for placement in placements if placement.is_partial()]:
             raise StateError(f"weights cannot be distributed as {partial[0]!r}; give Shard or Replicate")
-        self._sharding = Sharding(mesh, tuple(placements))
+        self._sharding = Sharding(device_mesh, tuple(placements))
 
     def change(self, view: View) -> View:
-        """Cut."""
+        """Split."""
         return view.as_sharded(self._sharding)
 
 

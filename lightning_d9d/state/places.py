@@ -80,7 +80,7 @@ class UrlPath:
             return int(self._files.size(self._path))
 
     def read_bytes(self, start: int = 0, stop: int | None = None) -> bytes:
-        """A range of the file. Fetched anew each time."""
+        """A range of the file. Fetched again each time."""
         with _named(self._url):
             return self._files.cat_file(self._path, start=start, end=stop) if stop is None or stop > start else b""
 

@@ -10,6 +10,7 @@ from threading import Semaphore
 from torch import Tensor
 
 from lightning_d9d.errors import StateError
+from lightning_d9d.state.boxes import MappedBox
 from lightning_d9d.state.format import (
     ALL_DTYPE_NAMES,
     DTYPE_NAMES,
@@ -21,7 +22,6 @@ from lightning_d9d.state.format import (
     read_json,
     reading,
 )
-from lightning_d9d.state.layout import Part
 from lightning_d9d.state.manifest import read_manifest, verify
 from lightning_d9d.state.places import Place, UrlPath, check_link, place_of
 from lightning_d9d.state.progress import Progress
@@ -119,7 +119,7 @@ class SafetensorsReader(Mapping[str, StoredTensor]):
         with Progress(progress, f"checking {self.path}", sum(num_bytes.values())) as bar:
             verify(self, num_bytes, self.file_of, manifest, check_finite, bar)
 
-    def fill(self, targets: Mapping[str, Sequence[tuple[Part, Tensor]]], progress: bool = False) -> None:
+    def fill(self, targets: Mapping[str, Sequence[tuple[MappedBox, Tensor]]], progress: bool = False) -> None:
         """Copies parts of tensors into others, cast to their dtype, in several threads.
 
         What is fetched, or changed on its way, takes memory besides them: of two tensors, and of some small ones.
@@ -133,8 +133,8 @@ class SafetensorsReader(Mapping[str, StoredTensor]):
         def copy(name: str) -> None:
             stored = self[name]
             with two_at_a_time if num_bytes[name] > _LARGE_BYTES else nullcontext():
-                for part, target in targets[name]:
-                    part.copy(stored, target)
+                for mapped, target in targets[name]:
+                    mapped.copy(stored, target)
 
         with Progress(progress, f"reading {self.path}", sum(num_bytes.values())) as bar:
             in_threads(copy, num_bytes, bar)

@@ -1,4 +1,4 @@
-"""Filling what the ranks hold of tensors with what files have of them."""
+"""Read the shards that ranks hold of tensors out of files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_d9d.errors import StateError
 from lightning_d9d.mesh.agreement import Ranks, first_of
 from lightning_d9d.mesh.collectives import device_of_messages
-from lightning_d9d.state.layout import Box, LocalShard, Part, size
+from lightning_d9d.state.boxes import Box, LocalShard, MappedBox, size
 from lightning_d9d.state.reader import SafetensorsReader
 from lightning_d9d.state.views import View
 
@@ -81,7 +81,7 @@ def fill_shards(
     ranks = Ranks()
     shown = progress and ranks.is_first
     if checks.checksums or checks.finite:
-        own = {part.source for name, _ in local for part in views[name].parts}
+        own = {mapped.source for name, _ in local for mapped in views[name].boxes}
         share = sorted(ranks.merge(dict.fromkeys(own)))[ranks.share]
         with ranks.agreed(failure):
             reader.verify(share, checksums=checks.checksums, check_finite=checks.finite, progress=shown)
@@ -143,11 +143,11 @@ def _exchange(message: dist.P2POp) -> None:
 
 def _targets(
     views: Mapping[str, View], local: Sequence[tuple[str, LocalShard]]
-) -> dict[str, list[tuple[Part, Tensor]]]:
+) -> dict[str, list[tuple[MappedBox, Tensor]]]:
     """What this rank needs of each tensor of the files, and where it goes."""
-    targets: dict[str, list[tuple[Part, Tensor]]] = {}
+    targets: dict[str, list[tuple[MappedBox, Tensor]]] = {}
     for name, shard in local:
-        for part in views[name].parts:
-            if held := part.within(shard.box):
-                targets.setdefault(part.source, []).append((held, shard.values[held.place_index()]))
+        for mapped in views[name].boxes:
+            if held := mapped.within(shard.box):
+                targets.setdefault(mapped.source, []).append((held, shard.values[held.place_index()]))
     return targets

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from lightning_d9d.errors import ConfigError, StateError
 from lightning_d9d.mesh.agreement import Ranks, first_of
+from lightning_d9d.state.boxes import Index, LocalShard, Readable, memory_of, whole_box
 from lightning_d9d.state.directory import complete_directory
 from lightning_d9d.state.format import ALL_DTYPE_NAMES, DTYPE_NAMES, write_bytes
-from lightning_d9d.state.layout import Index, LocalShard, Readable, memory_of, whole_box
 from lightning_d9d.state.mappers import Identity, Mapper
 from lightning_d9d.state.places import place_of, refuse_overlap
 from lightning_d9d.state.reader import SafetensorsReader

@@ -20,7 +20,7 @@ def in_threads(work: Callable[[str], object], num_bytes: Mapping[str, int], prog
     Args:
         work: What it raises first, in the order of names, is raised here, when what has begun has ended.
         num_bytes: By name; many small ones are one piece of work.
-        progress: Told of bytes.
+        progress: Gets the number of bytes.
     """
     inference = torch.is_inference_mode_enabled()
 

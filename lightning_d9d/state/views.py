@@ -1,7 +1,7 @@
 """Tensors that are made of parts of others, known before there is any data: what mappers compute with.
 
 A `View` says of each part of a tensor which part of which source has its values. Taking views apart and putting them
-together gives views again, whose parts still name the first sources. So a chain of mappers is one step for whoever
+together gives views again, whose boxes still name the first sources. So a chain of mappers is one step for whoever
 reads or writes, and a rank that needs a slice of the outcome finds the slices of the sources that it needs.
 """
 
@@ -14,13 +14,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
 
 from lightning_d9d.errors import StateError
-from lightning_d9d.mesh.sharding import ranges_on
-from lightning_d9d.state.layout import Box, Part, Readable, size, whole_box
+from lightning_d9d.mesh.sharding import Sharding, ranges_on, sharding_of
+from lightning_d9d.state.boxes import Box, MappedBox, Readable, size, whole_box
 
 
 class Spec(NamedTuple):
@@ -35,17 +33,6 @@ class Spec(NamedTuple):
         return f"{list(self.shape)}{known}"
 
 
-class Sharding(NamedTuple):
-    """How a DTensor lies on ranks."""
-
-    mesh: DeviceMesh
-    placements: tuple[Placement, ...]
-
-
-def _sharding_of(tensor: object) -> Sharding | None:
-    return Sharding(tensor.device_mesh, tuple(tensor.placements)) if isinstance(tensor, DTensor) else None
-
-
 @dataclass(frozen=True)
 class View:
     """A tensor made of parts of others."""
@@ -54,7 +41,7 @@ class View:
     """For errors."""
     shape: tuple[int, ...]
     dtype: torch.dtype | None
-    parts: tuple[Part, ...]
+    boxes: tuple[MappedBox, ...]
     sharding: Sharding | None = None
     """None: whole."""
 
@@ -63,7 +50,7 @@ class View:
         """All of one source."""
         shape = tuple(spec.shape)
         box = whole_box(shape)
-        return cls(name, shape, spec.dtype, (Part(box, name, box, tuple(range(len(box)))),), _sharding_of(spec))
+        return cls(name, shape, spec.dtype, (MappedBox(box, name, box, tuple(range(len(box)))),), sharding_of(spec))
 
     @property
     def spec(self) -> Spec:
@@ -81,14 +68,14 @@ class View:
 
     def cast(self, dtype: torch.dtype) -> View:
         """In another dtype."""
-        parts = tuple(part._replace(casts=(*part.casts, dtype)) for part in self.parts)
-        return dataclasses.replace(self, dtype=dtype, parts=parts)
+        boxes = tuple(mapped._replace(casts=(*mapped.casts, dtype)) for mapped in self.boxes)
+        return dataclasses.replace(self, dtype=dtype, boxes=boxes)
 
     def narrow(self, dim: int, start: int, length: int) -> View:
         """Some indices of a dim."""
-        held = tuple(range(start, start + length) if i == dim else r for i, r in enumerate(self._whole("cut").box))
-        parts = tuple(part for each in self.parts if (part := each.within(held)))
-        return dataclasses.replace(self, shape=tuple(map(len, held)), parts=parts)
+        held = tuple(range(start, start + length) if i == dim else r for i, r in enumerate(self._whole("split").box))
+        boxes = tuple(mapped for each in self.boxes if (mapped := each.within(held)))
+        return dataclasses.replace(self, shape=tuple(map(len, held)), boxes=boxes)
 
     def select(self, dim: int, index: int) -> View:
         """One index of a dim, which is gone then."""
@@ -100,7 +87,7 @@ class View:
         return self._whole("transposed")._with_dims(dims)
 
     def as_sharded(self, sharding: Sharding) -> View:
-        """Cut over ranks."""
+        """Sharded over ranks."""
         return dataclasses.replace(self._whole("distributed again"), sharding=sharding)
 
     def as_gathered(self) -> View:
@@ -110,31 +97,31 @@ class View:
         return dataclasses.replace(self, sharding=None)
 
     def _with_dims(self, dims: Sequence[int]) -> View:
-        parts = tuple(
-            part._replace(place=tuple(part.place[i] for i in dims), dims=tuple(part.dims[i] for i in dims))
-            for part in self.parts
+        boxes = tuple(
+            mapped._replace(place=tuple(mapped.place[i] for i in dims), dims=tuple(mapped.dims[i] for i in dims))
+            for mapped in self.boxes
         )
-        return dataclasses.replace(self, shape=tuple(self.shape[i] for i in dims), parts=parts)
+        return dataclasses.replace(self, shape=tuple(self.shape[i] for i in dims), boxes=boxes)
 
     def _whole(self, done: str) -> View:
         if self.sharding is not None:
             raise StateError(
-                f"{self.name} is cut over ranks and cannot be {done}; let Gather come before, or Distribute last"
+                f"{self.name} is sharded over ranks and cannot be {done}; let Gather come before, or Distribute last"
             )
         return self
 
-    def _placed(self, dim: int, start: int, new: bool) -> tuple[Part, ...]:
-        """The parts in a larger tensor: at an index of a `new` dim, or further along one that is there."""
+    def _placed(self, dim: int, start: int, new: bool) -> tuple[MappedBox, ...]:
+        """The boxes in a larger tensor: at an index of a `new` dim, or further along one that is there."""
         placed = []
-        for part in self._whole("put together with others").parts:
-            before, there, after = part.place[:dim], part.place[dim : dim + 1], part.place[dim + 1 :]
+        for mapped in self._whole("put together with others").boxes:
+            before, there, after = mapped.place[:dim], mapped.place[dim : dim + 1], mapped.place[dim + 1 :]
             if new:
                 place = (*before, range(start, start + 1), *there, *after)
-                dims = (*part.dims[:dim], None, *part.dims[dim:])
+                dims = (*mapped.dims[:dim], None, *mapped.dims[dim:])
             else:
                 place = (*before, range(there[0].start + start, there[0].stop + start), *after)
-                dims = part.dims
-            placed.append(part._replace(place=place, dims=dims))
+                dims = mapped.dims
+            placed.append(mapped._replace(place=place, dims=dims))
         return tuple(placed)
 
 
@@ -153,20 +140,20 @@ def stack(name: str, views: Sequence[View], dim: int) -> View:
     """Along a new dim."""
     first = _alike(name, views, None)
     dim = checked_dim(name, len(first.shape) + 1, dim)
-    parts = tuple(part for index, view in enumerate(views) for part in view._placed(dim, index, new=True))
-    return View(name, (*first.shape[:dim], len(views), *first.shape[dim:]), first.dtype, parts)
+    boxes = tuple(mapped for index, view in enumerate(views) for mapped in view._placed(dim, index, new=True))
+    return View(name, (*first.shape[:dim], len(views), *first.shape[dim:]), first.dtype, boxes)
 
 
 def concatenate(name: str, views: Sequence[View], dim: int) -> View:
     """Along a dim that they have."""
     dim = checked_dim(name, len(views[0].shape), dim)
     first = _alike(name, views, dim)
-    parts: list[Part] = []
+    boxes: list[MappedBox] = []
     end = 0
     for view in views:
-        parts += view._placed(dim, end, new=False)
+        boxes += view._placed(dim, end, new=False)
         end += view.shape[dim]
-    return View(name, (*first.shape[:dim], end, *first.shape[dim + 1 :]), first.dtype, tuple(parts))
+    return View(name, (*first.shape[:dim], end, *first.shape[dim + 1 :]), first.dtype, tuple(boxes))
 
 
 def _alike(name: str, views: Sequence[View], free_dim: int | None) -> View:
@@ -194,41 +181,41 @@ def inverted(views: Mapping[str, View], specs: Mapping[str, Spec]) -> dict[str, 
         specs: Of the sources.
 
     Raises:
-        StateError: Some part of a source is in no view, or a view is cut over ranks.
+        StateError: Some part of a source is in no view, or a view is sharded over ranks.
     """
-    parts: dict[str, list[Part]] = {name: [] for name in specs}
+    boxes: dict[str, list[MappedBox]] = {name: [] for name in specs}
     for name, view in views.items():
-        for part in view._whole("turned around").parts:
-            dtype = specs[part.source].dtype
-            parts[part.source].append(part.flipped(name)._replace(casts=() if dtype is None else (dtype,)))
+        for mapped in view._whole("turned around").boxes:
+            dtype = specs[mapped.source].dtype
+            boxes[mapped.source].append(mapped.flipped(name)._replace(casts=() if dtype is None else (dtype,)))
     for name, spec in specs.items():
-        if sum(size(part.place) for part in parts[name]) != size(whole_box(spec.shape)):
+        if sum(size(mapped.place) for mapped in boxes[name]) != size(whole_box(spec.shape)):
             raise StateError(f"not all of {name} is kept, so it cannot be made again; give a mapper that keeps all")
-    return {name: View(name, spec.shape, spec.dtype, tuple(parts[name])) for name, spec in specs.items()}
+    return {name: View(name, spec.shape, spec.dtype, tuple(boxes[name])) for name, spec in specs.items()}
 
 
 def substituted(view: View, sources: Mapping[str, View]) -> View:
     """A view whose sources are views themselves, as one of their sources. Its dtype, if not known, is that of them."""
-    parts = []
-    for part in view.parts:
-        values = sources[part.source]
-        for dim, those in enumerate(part.box):
+    boxes = []
+    for mapped in view.boxes:
+        values = sources[mapped.source]
+        for dim, those in enumerate(mapped.box):
             values = values.narrow(dim, those.start, len(those))
-        values = values._with_dims([dim for dim in part.dims if dim is not None])
-        for dim, (there, of_source) in enumerate(zip(part.place, part.dims, strict=True)):
-            parts_here = values._placed(dim, there.start, new=of_source is None)
+        values = values._with_dims([dim for dim in mapped.dims if dim is not None])
+        for dim, (there, of_source) in enumerate(zip(mapped.place, mapped.dims, strict=True)):
+            boxes_here = values._placed(dim, there.start, new=of_source is None)
             length = (1,) if of_source is None else ()
             shape = (*values.shape[:dim], *length, *values.shape[dim:])
-            values = dataclasses.replace(values, shape=shape, parts=parts_here)
-        parts += [each._replace(casts=each.casts + part.casts) for each in values.parts]
-    dtype = view.dtype or next((sources[part.source].dtype for part in view.parts), None)
-    return dataclasses.replace(view, dtype=dtype, parts=tuple(parts))
+            values = dataclasses.replace(values, shape=shape, boxes=boxes_here)
+        boxes += [each._replace(casts=each.casts + mapped.casts) for each in values.boxes]
+    dtype = view.dtype or next((sources[mapped.source].dtype for mapped in view.boxes), None)
+    return dataclasses.replace(view, dtype=dtype, boxes=tuple(boxes))
 
 
 def materialized(views: Mapping[str, View], sources: Mapping[str, Readable]) -> Iterator[tuple[str, Tensor]]:
     """The tensors themselves, one by one. Collective where DTensors are to be whole: they are gathered once.
 
-    What is a source as it is gets no new memory. Of a view that is cut over ranks each rank takes what it will hold
+    What is a source as it is gets no new memory. Of a view that is sharded over ranks each rank takes what it will hold
     from its own sources.
     """
     gathered: dict[str, Tensor] = {}
@@ -237,12 +224,12 @@ def materialized(views: Mapping[str, View], sources: Mapping[str, Readable]) -> 
 
 
 def _materialized(view: View, sources: Mapping[str, Readable], gathered: dict[str, Tensor]) -> Tensor:
-    used = {part.source: sources[part.source] for part in view.parts}
+    used = {mapped.source: sources[mapped.source] for mapped in view.boxes}
     first = next(iter(used.values()), None)
     dtype = view.dtype or (torch.get_default_dtype() if first is None else first.dtype)
     same = _unmoved(view, used)
-    if isinstance(same, DTensor) and view.sharding == _sharding_of(same):
-        return view.parts[0].cast(same).to(dtype)
+    if isinstance(same, DTensor) and view.sharding == sharding_of(same):
+        return view.boxes[0].cast(same).to(dtype)
     for name, value in used.items():
         if isinstance(value, DTensor):
             if name not in gathered:
@@ -250,26 +237,30 @@ def _materialized(view: View, sources: Mapping[str, Readable], gathered: dict[st
             used[name] = gathered[name]
     if view.sharding is None:
         same = _unmoved(view, used)
-        return _assembled(view, view.box, used, dtype) if same is None else view.parts[0].cast(same).to(dtype)
-    mesh, placements = view.sharding
-    local = _assembled(view, tuple(ranges_on(view.shape, mesh, placements)), used, dtype).to(mesh.device_type)
+        return _assembled(view, view.box, used, dtype) if same is None else view.boxes[0].cast(same).to(dtype)
+    device_mesh, placements = view.sharding
+    local = _assembled(view, tuple(ranges_on(view.shape, device_mesh, placements)), used, dtype).to(
+        device_mesh.device_type
+    )
     stride = torch.empty(view.shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(view.shape), stride=stride)
+    return DTensor.from_local(
+        local, device_mesh, placements, run_check=False, shape=torch.Size(view.shape), stride=stride
+    )
 
 
 def _unmoved(view: View, sources: Mapping[str, Readable]) -> Tensor | None:
     """The source of which a view is the whole, each element in its own place; None if there is no such."""
-    if len(view.parts) != 1:
+    if len(view.boxes) != 1:
         return None
-    [part], source = view.parts, sources[view.parts[0].source]
-    unmoved = part.box == part.place == view.box and part.dims == tuple(range(len(view.shape)))
+    [mapped], source = view.boxes, sources[view.boxes[0].source]
+    unmoved = mapped.box == mapped.place == view.box and mapped.dims == tuple(range(len(view.shape)))
     return source if unmoved and isinstance(source, Tensor) and tuple(source.shape) == view.shape else None
 
 
 def _assembled(view: View, box: Box, sources: Mapping[str, Readable], dtype: torch.dtype) -> Tensor:
     devices = {value.device for value in sources.values() if isinstance(value, Tensor)}
     whole = torch.empty([len(held) for held in box], dtype=dtype, device=devices.pop() if devices else "cpu")
-    for each in view.parts:
-        if part := each.within(box):
-            part.copy(sources[part.source], whole[part.place_index()])
+    for each in view.boxes:
+        if mapped := each.within(box):
+            mapped.copy(sources[mapped.source], whole[mapped.place_index()])
     return whole

@@ -13,8 +13,8 @@ from torch import Tensor
 from lightning_d9d.errors import StateError
 from lightning_d9d.mesh.agreement import Ranks
 from lightning_d9d.mesh.collectives import device_of_messages
+from lightning_d9d.state.boxes import Box, LocalShard, MappedBox, size
 from lightning_d9d.state.format import INDEX_FILE, WEIGHTS_FILE, num_bytes, write_json, write_safetensors
-from lightning_d9d.state.layout import Box, LocalShard, Part, size
 from lightning_d9d.state.manifest import write_manifest
 from lightning_d9d.state.places import Place
 from lightning_d9d.state.progress import Progress
@@ -26,8 +26,8 @@ class _StoredTensor(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    parts: Sequence[tuple[Part, Mapping[Box, Sequence[int]]]]
-    """Each part, the boxes that make up its source, and the ranks that hold each."""
+    boxes: Sequence[tuple[MappedBox, Mapping[Box, Sequence[int]]]]
+    """Each mapped, the boxes that make up its source, and the ranks that hold each."""
 
     @property
     def num_bytes(self) -> int:
@@ -110,21 +110,21 @@ def _find_sources(
             owners[name].setdefault(box, []).append(rank)
             dtypes.setdefault(name, own_dtype)
     used: dict[str, int] = defaultdict(int)
-    for part in (part for view in views.values() for part in view.parts):
-        used[part.source] += size(part.box)
+    for mapped in (mapped for view in views.values() for mapped in view.boxes):
+        used[mapped.source] += size(mapped.box)
     tensors = {}
     for name, view in views.items():
-        if any(part.source not in owners for part in view.parts):
+        if any(mapped.source not in owners for mapped in view.boxes):
             raise StateError(
                 f"no rank holds {name}, or not all of it; save a whole model, or all stages of one in a call on all "
                 "ranks."
             )
-        for source in {part.source for part in view.parts}:
+        for source in {mapped.source for mapped in view.boxes}:
             _check_complete(source, owners[source], used[source])
-        first = view.parts[0].source
+        first = view.boxes[0].source
         own = view.dtype or dtypes[first]
-        parts = [(part, owners[part.source]) for part in view.parts]
-        tensors[name] = _StoredTensor(view.shape, dtype if dtype and own.is_floating_point else own, parts)
+        boxes = [(mapped, owners[mapped.source]) for mapped in view.boxes]
+        tensors[name] = _StoredTensor(view.shape, dtype if dtype and own.is_floating_point else own, boxes)
     if not tensors:
         raise StateError("there is no tensor to write; give some.")
     return tensors
@@ -165,7 +165,7 @@ def _split_into_files(folder: Place, tensors: Mapping[str, _StoredTensor], max_b
 
 def _num_held(tensors: Mapping[str, _StoredTensor]) -> dict[int, int]:
     """How many elements each rank holds of the sources of some tensors."""
-    sources = {part.source: owners for tensor in tensors.values() for part, owners in tensor.parts}
+    sources = {mapped.source: owners for tensor in tensors.values() for mapped, owners in tensor.boxes}
     held: dict[int, int] = defaultdict(int)
     for owners in sources.values():
         for box, ranks in owners.items():
@@ -234,13 +234,13 @@ def _put_together(
 ) -> None:
     """Fills in this rank's slices, and adds the messages with those of others, and where they belong."""
     device = device_of_messages(dist.group.WORLD)  # the sources may be on the CPU again, after a run
-    for part, owners in tensor.parts:
+    for mapped, owners in tensor.boxes:
         for box, ranks in owners.items():
-            if (held := _held(part, box)) is None:
+            if (held := _held(mapped, box)) is None:
                 continue
             target = whole[held.place_index()]
             if rank in ranks:
-                held.copy(local[part.source].values, target)
+                held.copy(local[mapped.source].values, target)
                 continue
             message = target
             if device.type != "cpu" or not target.is_contiguous():
@@ -252,16 +252,16 @@ def _put_together(
 def _sent(tensor: _StoredTensor, writer: int, local: Mapping[str, LocalShard], rank: int) -> list[dist.P2POp]:
     """This rank's slices of a tensor, to its writer."""
     messages = []
-    for part, owners in tensor.parts:
-        ranks = owners.get(local[part.source].box, []) if part.source in local else []
-        if ranks[:1] == [rank] and writer not in ranks and (held := _held(part, local[part.source].box)):
-            values = held.take(local[part.source].values)
+    for mapped, owners in tensor.boxes:
+        ranks = owners.get(local[mapped.source].box, []) if mapped.source in local else []
+        if ranks[:1] == [rank] and writer not in ranks and (held := _held(mapped, local[mapped.source].box)):
+            values = held.take(local[mapped.source].values)
             values = values.to(device_of_messages(dist.group.WORLD), tensor.dtype).contiguous()
             messages.append(dist.P2POp(dist.isend, values, writer))
     return messages
 
 
-def _held(part: Part, box: Box) -> Part | None:
-    """What of the part lies in a box of its source, with its place in the box."""
-    within = part.flipped("").within(box)
-    return within and within.flipped(part.source)
+def _held(mapped: MappedBox, box: Box) -> MappedBox | None:
+    """What of the mapped lies in a box of its source, with its place in the box."""
+    within = mapped.flipped("").within(box)
+    return within and within.flipped(mapped.source)

@@ -17,7 +17,7 @@ from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import Tensor
 
-from lightning_d9d.checkpoint import check_ties, is_directory, open_directory, tied_names
+from lightning_d9d.checkpoint import check_tied_parameters, is_directory, open_directory, tied_names
 from lightning_d9d.checkpoint.directory import refuse_others
 from lightning_d9d.checkpoint.torch_files import check_archive, is_archive, read_saved
 from lightning_d9d.errors import StateError, StateNotFoundError, reason
@@ -204,7 +204,9 @@ def load_weights(module: L.LightningModule, state: Mapping[str, Any], strict: bo
     Raises:
         StateError: They are another model's: names, shapes or ties differ.
     """
-    Ranks().together(f"checkpoint {str(path)!r} cannot be loaded", lambda: check_ties(tied_names(module), state))
+    Ranks().together(
+        f"checkpoint {str(path)!r} cannot be loaded", lambda: check_tied_parameters(tied_names(module), state)
+    )
     try:
         module.load_state_dict(state, strict=strict)
     except RuntimeError as error:

@@ -14,10 +14,10 @@ from lightning_d9d.mesh.collectives import device_of_messages
 from lightning_d9d.mesh.sharding import local
 from lightning_d9d.parallel.data import FullySharded
 from lightning_d9d.parallel.fsdp import fully_sharded
-from lightning_d9d.parallel.plan import UNCUT, Layout, Summed, group_of, layout_of
+from lightning_d9d.parallel.plan import NOT_TENSOR_SHARDED, ShardingKind, Summed, group_of, sharding_kind
 from lightning_d9d.strategy.tied import TiedParameter
 from lightning_d9d.strategy.whole_gradients import WholeGradients
-from lightning_d9d.sync.buckets import GradientBuckets, GradSyncConfig, Part, bucket_dtype
+from lightning_d9d.sync.buckets import BucketGroup, GradientBuckets, GradSyncConfig, bucket_dtype
 
 
 class DataParallelStages:
@@ -80,10 +80,10 @@ class DataParallelStages:
         def bucket_group(parameter: nn.Parameter) -> dist.ProcessGroup | None:
             if mesh is None:
                 return None
-            layout = layout_of(parameter, units)
+            layout = sharding_kind(parameter, units)
             if stages:
                 return group_of(layout, mesh, Summed.IN_BUCKETS)
-            if layout is Layout.EXPERTS:
+            if layout is ShardingKind.EXPERTS:
                 return mesh.group("ep_replicate")  # also of one rank: a plain module's sums are divided behind it
             if mesh.dp_size in (1, mesh.config.world_size):
                 return None if mesh.dp_size == 1 else dist.group.WORLD
@@ -92,7 +92,7 @@ class DataParallelStages:
         dtype = None if grad_sync.dtype == "auto" else getattr(torch, grad_sync.dtype)
         widens = accumulates and any(p.dtype != bucket_dtype(p, dtype, at_least) for p in in_buckets)
         parts, parts_of_stage = parts_of(in_buckets, stages, tied, bucket_group)
-        parts = [part if part.group is not None or widens else Part([], None) for part in parts]
+        parts = [part if part.group is not None or widens else BucketGroup([], None) for part in parts]
         buckets = None
         if any(part.parameters for part in parts):
             buckets = GradientBuckets(parts, dtype=dtype, at_least=at_least, bucket_mb=grad_sync.bucket_mb)
@@ -103,12 +103,14 @@ class DataParallelStages:
             afterwards.setdefault(tied[parameter].group, []).append(parameter)
         for parameter in (each for each in trained if each in units and each not in tied):
             assert mesh is not None
-            if (group := group_of(layout_of(parameter, units), mesh, Summed.AFTERWARDS)) is not None:
+            if (group := group_of(sharding_kind(parameter, units), mesh, Summed.AFTERWARDS)) is not None:
                 afterwards.setdefault(group, []).append(parameter)
         whole = None
         if mesh is not None and stages and mesh.sizes["tp"] > 1:
             names = {p: name for stage in stages.values() for name, p in stage.named_parameters()}
-            whole = WholeGradients({p: n for p, n in names.items() if layout_of(p, units) in UNCUT}, mesh)
+            whole = WholeGradients(
+                {p: n for p, n in names.items() if sharding_kind(p, units) in NOT_TENSOR_SHARDED}, mesh
+            )
         return cls(buckets, parts_of_stage, sharded, afterwards, whole)
 
     @property
@@ -205,7 +207,7 @@ def parts_of(
     stages: Mapping[int, nn.Module],
     tied: Mapping[nn.Parameter, TiedParameter],
     group_of: Callable[[nn.Parameter], dist.ProcessGroup | None],
-) -> tuple[list[Part], dict[int, list[int]]]:
+) -> tuple[list[BucketGroup], dict[int, list[int]]]:
     """Parameters in parts for `GradientBuckets`, and for each stage the indices of its parts.
 
     Tied parameters come first, so that they leave last: their sum waits for the rank that is done last. They are in the
@@ -222,17 +224,17 @@ def parts_of(
     for index, stage in stages.items():
         for parameter in stage.parameters():
             stages_of[parameter].append(index)
-    by_holders: dict[tuple[int, ...], Part] = {}
-    rest: dict[dist.ProcessGroup | None, Part] = {}
-    own: dict[int, dict[dist.ProcessGroup | None, Part]] = {index: {} for index in stages}
+    by_holders: dict[tuple[int, ...], BucketGroup] = {}
+    rest: dict[dist.ProcessGroup | None, BucketGroup] = {}
+    own: dict[int, dict[dist.ProcessGroup | None, BucketGroup]] = {index: {} for index in stages}
     for parameter in sorted((p for p in trained if p in tied), key=lambda p: tied[p].name):
         tie = tied[parameter]
-        by_holders.setdefault(tie.ranks, Part([], tie.group)).parameters.append(parameter)
+        by_holders.setdefault(tie.ranks, BucketGroup([], tie.group)).parameters.append(parameter)
     for parameter in trained:
         if parameter not in tied:
             holders, group = stages_of[parameter], group_of(parameter)
             by_group = own[holders[0]] if len(holders) == 1 else rest
-            by_group.setdefault(group, Part([], group)).parameters.append(parameter)
+            by_group.setdefault(group, BucketGroup([], group)).parameters.append(parameter)
     parts = [*(by_holders[ranks] for ranks in sorted(by_holders)), *rest.values()]
     of_stages = {}
     for index, by_group in own.items():

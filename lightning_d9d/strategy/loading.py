@@ -19,7 +19,7 @@ from lightning_d9d.checkpoint import (
     MODEL,
     OPTIMIZER,
     Checkpoint,
-    check_saved_ties,
+    check_saved_tied_parameters,
     fit_scheduler_state,
     give_state,
     group_records,
@@ -99,7 +99,7 @@ class Loads:
         if opened is None:
             return None
         state = module.state_dict()
-        check_saved_ties(module, state, opened)
+        check_saved_tied_parameters(module, state, opened)
         tensors = {f"{MODEL}{name}": value for name, value in state.items() if isinstance(value, Tensor)}
         later = OPTIMIZER.format("") if with_optimizers else None
         report(opened.load(tensors, strict=module.strict_loading, prefix=MODEL, later=later), opened.path)

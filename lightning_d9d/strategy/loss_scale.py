@@ -28,7 +28,7 @@ class LossScaling:
         self._module = module
         self._group = group
         self._num_ranks = 1 if group is None else dist.get_world_size(group)
-        self._num_chunks = module.pipeline.tokens.cut.size
+        self._num_chunks = module.pipeline.tokens.sequence.size
         """Ranks that share the tokens of a sequence."""
 
     def known_weight(self, split: SplitBatch) -> Tensor | None:

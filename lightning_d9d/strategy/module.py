@@ -248,7 +248,7 @@ class D9DModule(L.LightningModule):
         self._split_mesh(stages)
         for stage in stages:
             self.parallelize_stage(stage, self.pipeline.mesh, self.context.parallel)
-            if self.pipeline.tokens.cut.size > 1:
+            if self.pipeline.tokens.sequence.size > 1:
                 check_context(stage)
         return list(zip(stages, values, strict=True))
 

@@ -17,7 +17,7 @@ from lightning_d9d.errors import ConfigError, ScheduleError
 from lightning_d9d.mesh import MeshDomains
 from lightning_d9d.mesh.agreement import first_of
 from lightning_d9d.mesh.collectives import all_gather_object
-from lightning_d9d.parallel.tokens import TokenPart
+from lightning_d9d.parallel.tokens import TokenShard
 from lightning_d9d.pipeline.executor import Executor, MicrobatchHooks
 from lightning_d9d.pipeline.transfer import Link, Messages
 from lightning_d9d.pipeline.trees import put_together, take_apart
@@ -63,7 +63,7 @@ class Pipeline:
         self.placement = _placement(schedule, self.num_ranks)
         self.group: dist.ProcessGroup | None = None
         """The ranks of this pipeline; None where it is one."""
-        self.tokens = TokenPart.of(mesh)
+        self.tokens = TokenShard.of(mesh)
         """What this rank has of the sequences of a batch."""
         self.token_group: dist.ProcessGroup | None = None
         """The ranks of the stage over which tokens are split; None for one process."""

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_d9d.mesh import MeshDomains
 from lightning_d9d.parallel.fsdp import forget_forward, fully_sharded, reset
 from lightning_d9d.parallel.graphs import release_graphs
-from lightning_d9d.parallel.plan import axes_left, layout_of
+from lightning_d9d.parallel.plan import axes_left, sharding_kind
 from lightning_d9d.strategy.replicas import Replicas
 from lightning_d9d.strategy.tied import TiedParameters
 
@@ -47,7 +47,7 @@ class RankModel:
             self._replicas = Replicas(model, stage_group)
             self._replicas.make_equal()
             units = fully_sharded(model)
-            self.tied = TiedParameters.find(names(), lambda parameter: axes_left(layout_of(parameter, units)), mesh)
+            self.tied = TiedParameters.find(names(), lambda parameter: axes_left(sharding_kind(parameter, units)), mesh)
             self.tied.make_equal()
             if data_group is not None:
                 self._replicas.group_metrics(data_group)

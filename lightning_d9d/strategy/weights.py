@@ -18,8 +18,8 @@ from lightning_d9d.checkpoint import (
     MODEL,
     Differences,
     StoredTensor,
-    check_saved_ties,
-    check_ties,
+    check_saved_tied_parameters,
+    check_tied_parameters,
     compare,
     is_directory,
     open_directory,
@@ -56,7 +56,7 @@ def load_part(module: nn.Module, path: str | Path, *, prefix: str = "", strict: 
     if Ranks().all_gather(is_directory(path))[0]:
         named = {f"{MODEL}{name}": value for name, value in own.items()}
         opened = open_directory(path)
-        check_saved_ties(module, own, opened)
+        check_saved_tied_parameters(module, own, opened)
         found = opened.load(named, strict=strict, prefix=MODEL + prefix)
         return Differences(*([name.removeprefix(MODEL) for name in names] for names in found))
     failure = f"checkpoint {str(path)!r} cannot be loaded"
@@ -65,7 +65,9 @@ def load_part(module: nn.Module, path: str | Path, *, prefix: str = "", strict: 
     saved = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     stored = {name: StoredTensor(value.shape, value.dtype) for name, value in saved.items()}
     differences = compare(own, stored, Ranks(), failure, strict=strict, prefix=prefix)
-    Ranks().together(failure, lambda: check_ties(tied_names(module), {name: saved.get(name) for name in own}))
+    Ranks().together(
+        failure, lambda: check_tied_parameters(tied_names(module), {name: saved.get(name) for name in own})
+    )
     with torch.no_grad():
         for name in own.keys() & saved.keys():
             own[name].copy_(cut(saved[name], own[name]))

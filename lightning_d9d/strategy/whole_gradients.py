@@ -52,6 +52,6 @@ class WholeGradients:
             raise ConfigError(
                 f"each of the {num_ranks} ranks of tensor parallelism has the whole gradient of {first_of(whole)}; "
                 f"summed over them it would be {num_ranks} times as large. Let these parameters see each rank's slice "
-                "of the tokens (lightning_d9d.parallel.shard_tensors, TokenPart.own_slice), cut them over the axis "
+                "of the tokens (lightning_d9d.parallel.shard_tensors, TokenShard.own_slice), cut them over the axis "
                 "'tp', freeze them, or set MeshConfig.tensor_parallel to 1"
             )

@@ -4,11 +4,11 @@
 A *window* is everything between two optimizer steps: microbatches and accumulated batches. When autograd has put a
 parameter's first gradient of the window in place, the bucket *adopts* it: copies it into its slice of the flat buffer
 (casting to the bucket's dtype) and makes that view the parameter's `.grad`, so that later gradients add in place.
-Parameters come in *parts*, such as a pipeline's stages, whose gradients are complete at different times. `start(part)`
-announces its last backward of the window. From then on a bucket is *complete* once each of its parameters has received
-a gradient, and all buckets of a part are after `complete(part)`. A complete bucket is *launched* (one asynchronous SUM
-all-reduce) when those before it are: all ranks launch in the same order, whatever order gradients arrive in. `finish()`
-launches the rest and waits.
+Parameters come in *bucket groups*, such as those of a pipeline stage, whose gradients are complete at different times.
+`start(bucket_group)` announces its last backward of the window. From then on a bucket is *complete* once each of its
+parameters has received a gradient, and all buckets of a group are after `complete(bucket_group)`. A complete bucket is
+*launched* (one asynchronous SUM all-reduce) when those before it are: all ranks launch in the same order, whatever
+order gradients arrive in. `finish()` launches the rest and waits.
 
 A parameter that got no gradient on this rank contributes zeros. Behind the gradients each bucket carries one flag a
 parameter, so the same all-reduce tells who was used anywhere: a parameter that no rank used keeps `grad is None`, as
@@ -56,7 +56,7 @@ class GradSyncConfig:
             raise ConfigError(f"GradSyncConfig.bucket_mb={self.bucket_mb!r} must be greater than 0")
 
 
-class Part(NamedTuple):
+class BucketGroup(NamedTuple):
     """Parameters whose gradients are complete at about the same time."""
 
     parameters: list[nn.Parameter]
@@ -70,9 +70,9 @@ class _Bucket:
     """Parameters of one dtype and device, their views, and the flat buffer: gradients, then one flag a parameter."""
 
     def __init__(
-        self, parameters: list[nn.Parameter], dtype: torch.dtype, part: int, group: dist.ProcessGroup | None
+        self, parameters: list[nn.Parameter], dtype: torch.dtype, bucket_group: int, group: dist.ProcessGroup | None
     ) -> None:
-        self.part = part
+        self.bucket_group = bucket_group
         self.group = group
         self.parameters = parameters
         sizes = [local(parameter).numel() for parameter in parameters]
@@ -142,11 +142,12 @@ class GradientBuckets:
 
     Of a DTensor the part that this rank holds is summed, over the ranks that hold the same part.
 
-    Collective: every rank of a part's group builds it with equal parameters in equal order, and calls `finish` as
-    often. A rank that is in the groups of several parts has them in the same order as its peers.
+    Collective: every rank of a bucket group's process group builds it with equal parameters in equal order, and calls
+    `finish` as often. A rank that is in the process groups of several bucket groups has them in the same order as its
+    peers.
 
     Args:
-        parts: Launched from the last to the first.
+        bucket_groups: Launched from the last to the first.
         dtype: Of the buffers; None goes by each parameter's own.
         at_least: Then those are promoted with this; a rank's other parameters, which its peers may lack, play no part.
         bucket_mb: Size limit of a bucket in MiB.
@@ -154,16 +155,16 @@ class GradientBuckets:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        bucket_groups: Sequence[BucketGroup],
         *,
         dtype: torch.dtype | None = None,
         at_least: torch.dtype | None = None,
         bucket_mb: float = 32.0,
     ) -> None:
         self.buckets = [
-            _Bucket(parameters, kept_in, index, part.group)
-            for index, part in reversed([*enumerate(parts)])
-            for parameters, kept_in in _fill(part.parameters[::-1], dtype, at_least, int(bucket_mb * 2**20))
+            _Bucket(parameters, kept_in, index, each.group)
+            for index, each in reversed([*enumerate(bucket_groups)])
+            for parameters, kept_in in _fill(each.parameters[::-1], dtype, at_least, int(bucket_mb * 2**20))
         ]
         self.before_sum: Callable[[Sequence[nn.Parameter], Sequence[Tensor]], None] | None = None
         """Sees the parameters of each bucket and their gradients before these are summed over ranks."""
@@ -184,13 +185,13 @@ class GradientBuckets:
         """What the buffers take on this rank."""
         return sum(bucket.flat.numel() * bucket.flat.element_size() for bucket in self.buckets)
 
-    def start(self, part: int = 0) -> None:
-        """Announce that the coming backward is the part's last of the window: its complete buckets may leave."""
-        self._armed.add(part)
+    def start(self, bucket_group: int = 0) -> None:
+        """Announce the bucket group's last backward of the window: its complete buckets may leave."""
+        self._armed.add(bucket_group)
 
-    def complete(self, part: int = 0) -> None:
-        """Announce that all gradients of the part are there: its buckets may leave."""
-        self._completed.add(part)
+    def complete(self, bucket_group: int = 0) -> None:
+        """Announce that all gradients of the bucket group are there: its buckets may leave."""
+        self._completed.add(bucket_group)
         self._launch_complete()
 
     def finish(self, divisor: float = 1.0) -> None:
@@ -221,7 +222,7 @@ class GradientBuckets:
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
         bucket.adopt(index)
-        if bucket.part in self._armed:
+        if bucket.bucket_group in self._armed:
             bucket.arrived.add(index)
             self._launch_complete()
 
@@ -230,7 +231,7 @@ class GradientBuckets:
             self._launch_next()
 
     def _is_complete(self, bucket: _Bucket) -> bool:
-        return bucket.part in self._completed or len(bucket.arrived) == len(bucket.parameters)
+        return bucket.bucket_group in self._completed or len(bucket.arrived) == len(bucket.parameters)
 
     def _launch_next(self) -> None:
         bucket = self.buckets[self._next]
@@ -249,7 +250,7 @@ def bucket_dtype(parameter: nn.Parameter, dtype: torch.dtype | None, at_least: t
 def _fill(
     parameters: list[nn.Parameter], dtype: torch.dtype | None, at_least: torch.dtype | None, limit_bytes: int
 ) -> list[tuple[list[nn.Parameter], torch.dtype]]:
-    """Cut the list into runs of one dtype and device, each of at most `limit_bytes` unless one parameter is larger."""
+    """Runs of one dtype and device, each of at most `limit_bytes` unless one parameter is larger."""
     filled: list[tuple[list[nn.Parameter], torch.dtype]] = []
     room: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}
     for parameter in parameters:

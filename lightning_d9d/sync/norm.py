@@ -21,16 +21,10 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh.collectives import device_of_messages
-from lightning_d9d.mesh.sharding import local
-
-_Layout = tuple[DeviceMesh, tuple[Placement, ...]] | None
-"""Mesh and placements of a DTensor; None for a plain tensor, which is the same on all ranks."""
+from lightning_d9d.mesh.sharding import Sharding, local, sharding_of
 
 
 @torch.no_grad()
@@ -87,11 +81,11 @@ def clip_gradients_by_norm(
         ConfigError: As `gradient_norm`.
     """
     parameters = list(dict.fromkeys(parameters))
-    by_layout = _local_gradients(parameters)
+    by_sharding = _local_gradients(parameters)
     if norm is None:
-        norm = _norm(parameters, by_layout, norm_type, pipeline_group)
+        norm = _norm(parameters, by_sharding, norm_type, pipeline_group)
     factor = clip_factor(norm, max_norm)
-    gradients = [gradient for same_layout in by_layout.values() for gradient in same_layout]
+    gradients = [gradient for same_sharding in by_sharding.values() for gradient in same_sharding]
     for (device, dtype), same_type in _by_type(gradients).items():
         # in the gradients' own dtype: with another one each tensor is a slow kernel of its own
         torch._foreach_mul_(same_type, factor.to(device, dtype))
@@ -106,34 +100,34 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
 @torch.no_grad()
 def clip_gradients_by_value(parameters: Iterable[Tensor], max_value: float) -> None:
     """Clamp all elements of gradients, in place, to at most `max_value` away from 0. Local, DTensors too."""
-    by_layout = _local_gradients(list(dict.fromkeys(parameters)))
-    gradients = [gradient for same_layout in by_layout.values() for gradient in same_layout]
+    by_sharding = _local_gradients(list(dict.fromkeys(parameters)))
+    gradients = [gradient for same_sharding in by_sharding.values() for gradient in same_sharding]
     for same_type in _by_type(gradients).values():
         torch._foreach_clamp_min_(same_type, -max_value)
         torch._foreach_clamp_max_(same_type, max_value)
 
 
-def _local_gradients(parameters: list[Tensor]) -> dict[_Layout, list[Tensor]]:
-    """The parts of the gradients that this rank holds, by layout; layouts come in the order of the parameters."""
-    by_layout: dict[_Layout, list[Tensor]] = {}
+def _local_gradients(parameters: list[Tensor]) -> dict[Sharding | None, list[Tensor]]:
+    """The parts of the gradients that this rank holds, by sharding; shardings come in the order of the parameters."""
+    by_sharding: dict[Sharding | None, list[Tensor]] = {}
     for parameter in parameters:
-        layout, gradient = _layout(parameter), parameter.grad
-        same_layout = by_layout.setdefault(layout, [])
+        sharding, gradient = sharding_of(parameter), parameter.grad
+        same_sharding = by_sharding.setdefault(sharding, [])
         if gradient is None:
             continue
-        if _layout(gradient) != layout:
+        if sharding_of(gradient) != sharding:
             raise ConfigError(
-                f"a parameter of shape {tuple(parameter.shape)} is {_described(layout)}, but its gradient is "
-                f"{_described(_layout(gradient))}; before the norm, give it the layout of the parameter: "
+                f"a parameter of shape {tuple(parameter.shape)} is {_described(sharding)}, but its gradient is "
+                f"{_described(sharding_of(gradient))}; before the norm, give it the sharding of the parameter: "
                 "parameter.grad = parameter.grad.redistribute(placements=parameter.placements)"
             )
-        same_layout.append(local(gradient))
-    return by_layout
+        same_sharding.append(local(gradient))
+    return by_sharding
 
 
 def _norm(
     parameters: list[Tensor],
-    by_layout: dict[_Layout, list[Tensor]],
+    by_sharding: dict[Sharding | None, list[Tensor]],
     norm_type: float,
     pipeline_group: dist.ProcessGroup | None,
 ) -> Tensor:
@@ -141,8 +135,8 @@ def _norm(
     if not norm_type > 0:
         raise ConfigError(f"norm_type={norm_type} must be greater than 0; the usual ones are 2.0 and float('inf')")
     by_groups: dict[frozenset[dist.ProcessGroup], tuple[list[dist.ProcessGroup], list[Tensor]]] = {}
-    for layout, gradients in by_layout.items():
-        groups = _sharding_groups(layout)
+    for sharding, gradients in by_sharding.items():
+        groups = _sharding_groups(sharding)
         by_groups.setdefault(frozenset(groups), (groups, []))[1].extend(gradients)
 
     device = parameters[0].device if parameters else torch.device("cpu")
@@ -159,7 +153,7 @@ def _norm(
         total = _sum_over(pipeline_group, total, norm_type)
     if norm_type != math.inf:
         total = total ** (1 / norm_type)
-    gradients = [gradient for same_layout in by_layout.values() for gradient in same_layout]
+    gradients = [gradient for same_sharding in by_sharding.values() for gradient in same_sharding]
     return total if any(t.dtype == torch.float64 for t in (*parameters, *gradients)) else total.float()
 
 
@@ -188,15 +182,15 @@ def _sum_over(group: dist.ProcessGroup, part: Tensor, norm_type: float) -> Tenso
     return bits.view(torch.float64)
 
 
-def _sharding_groups(layout: _Layout) -> list[dist.ProcessGroup]:
+def _sharding_groups(sharding: Sharding | None) -> list[dist.ProcessGroup]:
     """Of the axes along which ranks hold different elements."""
-    if layout is None:
+    if sharding is None:
         return []
-    mesh, placements = layout
+    device_mesh, placements = sharding
     if any(placement.is_partial() for placement in placements):
-        raise ConfigError(f"a parameter is {_described(layout)}; parameters must be sharded or replicated")
+        raise ConfigError(f"a parameter is {_described(sharding)}; parameters must be sharded or replicated")
     axes = [axis for axis, placement in enumerate(placements) if not placement.is_replicate()]
-    return [mesh.get_group(axis) for axis in axes if mesh.size(axis) > 1]
+    return [device_mesh.get_group(axis) for axis in axes if device_mesh.size(axis) > 1]
 
 
 def _by_type(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
@@ -208,9 +202,5 @@ def _by_type(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype]
     return by_type
 
 
-def _layout(tensor: Tensor) -> _Layout:
-    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
-
-
-def _described(layout: _Layout) -> str:
-    return "a plain tensor" if layout is None else f"placed {layout[1]} on {layout[0]}"
+def _described(sharding: Sharding | None) -> str:
+    return "a plain tensor" if sharding is None else f"placed {sharding.placements} on {sharding.device_mesh}"

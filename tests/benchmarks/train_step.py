@@ -94,7 +94,7 @@ QUICK = Work(config=Qwen3MoeConfig.preset("tiny"), dtype=torch.float32, num_rows
 def cases(device_type: str, quick: bool, peers: str = "all") -> list[Case]:
     """The step of the 30b-a3b geometry, with and without clipping and by a Trainer; long sequences; a small model.
 
-    With each peer ours is measured anew: three contenders do not fit into memory. "best" leaves out slower ones.
+    With each peer ours is measured again: three contenders do not fit into memory. "best" leaves out slower ones.
     """
     if quick or device_type == "cpu":
         rounds: dict[str, Any] = dict(warmup_steps=2, block_steps=1, repeats=2 if quick else 12)

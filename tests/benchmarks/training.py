@@ -29,7 +29,7 @@ from lightning_d9d.models.qwen3_moe.costs import model_costs
 from lightning_d9d.models.qwen3_moe.plan import parallelize_qwen3_moe
 from lightning_d9d.modules import BalanceConfig
 from lightning_d9d.optim import parameter_groups
-from lightning_d9d.parallel import ParallelConfig, TokenPart
+from lightning_d9d.parallel import ParallelConfig, TokenShard
 from lightning_d9d.parallel.data import FullySharded
 from lightning_d9d.parallel.fsdp import fully_sharded
 from lightning_d9d.parallel.tokens import own_chunks
@@ -97,7 +97,7 @@ class Work:
             for index in range(num_slices)
         ]
         size = self.num_rows // self.num_microbatches * num_slices
-        dims, tokens = {"input_ids": 1, "labels": 1}, TokenPart.of(mesh)
+        dims, tokens = {"input_ids": 1, "labels": 1}, TokenShard.of(mesh)
         batches = (zip(dims, part.to(device), strict=True) for part in torch.cat(rows, dim=1).split(size, dim=1))
         return [
             {name: tensor.contiguous() for name, tensor in own_chunks(dict(batch), dims, tokens).items()}

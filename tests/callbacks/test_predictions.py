@@ -33,7 +33,7 @@ CONFIG = Qwen3MoeConfig(
 
 
 class Echo(L.LightningModule):
-    """Predicts what it is told to make of its rows, which are their own numbers."""
+    """Predicts what it is asked to make of its rows, which are their own numbers."""
 
     def __init__(self, make: Any = lambda rows: rows * 10) -> None:
         super().__init__()

@@ -39,7 +39,7 @@ class Held:
     """A process that stops where its action asks for it.
 
     Args:
-        action: Gets what to call where it shall stop; the first call stops it.
+        action: Gets what to call where it is to stop; the first call stops it.
     """
 
     def __init__(self, action: Callable[[Callable[[], None]], object]) -> None:
@@ -64,7 +64,7 @@ class Held:
         """Let it go on."""
         os.write(self._go, b"g")
 
-    def let_go(self) -> None:
+    def finish(self) -> None:
         """Let it go on and end, as it must without an error."""
         self.go()
         assert self._ended() == 0

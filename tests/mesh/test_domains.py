@@ -29,6 +29,7 @@ def test_domains_are_torch_meshes_over_all_ranks(mesh: str) -> None:
         for domain, shape in config.domains().items():
             built = getattr(domains, domain)
             assert built.mesh_dim_names == tuple(shape)
+            assert {type(name) for name in built.mesh_dim_names} == {str}
             assert built.mesh.shape == tuple(shape.values())
             assert built.mesh.flatten().tolist() == list(range(config.world_size))
             coordinates = (built.mesh == rank).nonzero()[0].tolist()

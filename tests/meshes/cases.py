@@ -91,7 +91,7 @@ class Case:
 
 
 KEPT = ParallelConfig(reshard_after_forward=False)
-LET_GO = ParallelConfig(reshard_after_forward=True)
+RESHARD = ParallelConfig(reshard_after_forward=True)
 RECOMPUTED = [ParallelConfig(recompute=kind) for kind in ("full", "selective", "attention", "every_2")]
 RING, HEADS = ParallelConfig(context="ring"), ParallelConfig(context="heads")
 TOKENS_8, TOKENS_16 = Data(8), Data(16)
@@ -106,8 +106,8 @@ CASES = [
     Case("shard2"),
     Case("shard2", microbatch_size=2, accumulated=2, fast=True),
     Case("shard2", microbatch_size=2, accumulated=2, reduce="every_microbatch", fast=True),
-    Case("shard2", microbatch_size=2, parallel=LET_GO, tied=True, fast=True),
-    Case("shard2", microbatch_size=2, parallel=LET_GO, reduce="every_microbatch"),
+    Case("shard2", microbatch_size=2, parallel=RESHARD, tied=True, fast=True),
+    Case("shard2", microbatch_size=2, parallel=RESHARD, reduce="every_microbatch"),
     Case("shard2", parallel=KEPT),
     Case("shard2", parallel=ParallelConfig(offload=True)),
     Case("shard4"),
@@ -138,7 +138,7 @@ CASES = [
     Case("pp2 rep2 ep2", schedule="zero_bubble", accumulated=2, fast=True),
     Case("pp2 shard2 ep2"),
     *(Case("pp2 shard2 ep2", schedule=schedule, fast=schedule == "dual_pipe_v") for schedule in SCHEDULES),
-    Case("pp2 shard2 ep2", schedule="interleaved_1f1b", parallel=LET_GO),
+    Case("pp2 shard2 ep2", schedule="interleaved_1f1b", parallel=RESHARD),
     Case("pp2 shard2 ep2", reduce="every_microbatch", accumulated=2),
     Case("pp2 rep2 shard2 ep2", schedule="dual_pipe_v", accumulated=2),
     Case("pp2 rep2 shard2 ep4", schedule="zero_bubble_v", tied=True),
@@ -159,7 +159,7 @@ CASES = [
     Case("rep2 tp2 ep4", fast=True),
     Case("rep2 tp2 ep2"),
     Case("shard2 tp2 ep2", parallel=RECOMPUTED[1]),
-    Case("rep2 shard2 tp2 ep4", parallel=LET_GO),
+    Case("rep2 shard2 tp2 ep4", parallel=RESHARD),
     Case("pp2 shard2 tp2", tied=True),
     *(
         Case("pp2 rep2 tp2 ep4", schedule=schedule)

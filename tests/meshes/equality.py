@@ -173,7 +173,7 @@ def on_one_process(
 ) -> Steps:
     """The same in plain torch, with the initial weights of a D9DModule.
 
-    In bfloat16 a token near a tie between experts may go to another one on another kind of device: then the mesh's.
+    In bfloat16 a token with nearly equal scores may go to another one on another kind of device: then the mesh's.
     """
     module = Qwen3MoePretraining(config)
     torch.set_default_dtype(dtype)

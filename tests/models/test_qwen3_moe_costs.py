@@ -15,7 +15,7 @@ from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from lightning_d9d.models.qwen3_moe.costs import model_costs
 from lightning_d9d.models.qwen3_moe.model import Qwen3MoeLayer
 from lightning_d9d.modules import LMHead, RMSNorm, rope_tables
-from lightning_d9d.ops import WeightGradients, put_off
+from lightning_d9d.ops import WeightGradients, defer
 
 TINY = dataclasses.replace(Qwen3MoeConfig.preset("tiny"), mlp_only_layers=(1,))
 SPARSE, DENSE = 0, 1
@@ -69,7 +69,7 @@ def test_operations_of_the_head() -> None:
     x, labels = torch.randn(SEQUENCE, TINY.hidden_size, requires_grad=True), torch.randint(TINY.vocab_size, (SEQUENCE,))
     later = WeightGradients()
     operations = []
-    with FlopCounterMode(display=False) as counter, put_off(later):
+    with FlopCounterMode(display=False) as counter, defer(later):
         loss = head(x, labels, "sum")
         operations.append(counter.get_total_flops())
     for half in (partial(later.backward, loss, torch.ones(())), later.accumulate):
@@ -141,7 +141,7 @@ def test_what_the_head_keeps() -> None:
     norm, head = RMSNorm(TINY.hidden_size, 1e-6), LMHead(TINY.vocab_size, TINY.hidden_size, initializer_range=0.02)
     x, labels = torch.randn(1, 512, TINY.hidden_size, requires_grad=True), torch.randint(TINY.vocab_size, (1, 512))
     gradient_of_input = one_activation = x.untyped_storage().nbytes()
-    with put_off(WeightGradients()):
+    with defer(WeightGradients()):
         kept = kept_bytes(head, norm(x), labels, "sum")
     costs = model_costs(TINY, 512, bytes_per_element=4).after
     assert kept - gradient_of_input == pytest.approx(costs.split_activation_bytes, rel=0.02)

@@ -78,7 +78,7 @@ def gradients(model: Any) -> dict[str, Tensor | None]:
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_packed_rows_equal_transformers(implementation: str) -> None:
-    """Which takes each place where positions begin anew for the border of a document."""
+    """Which takes each place where positions begin again for the border of a document."""
     model, reference = make_pair(CONFIG)
     reference.set_attn_implementation(implementation)
     input_ids, labels, document_ids = packed()

@@ -201,7 +201,7 @@ def test_virtual_layers_can_be_given() -> None:
     config = Qwen3MoeConfig.preset("30b-a3b")
     assert [len(layers) for layers in layers_of_stages(config, 4, before=1, after=1)] == [12, 13, 12, 11]
     assert [len(layers) for layers in layers_of_stages(config, 4, after=0)] == [12] * 4
-    with pytest.raises(ConfigError, match="48 layers cannot be cut into 49 stages"):
+    with pytest.raises(ConfigError, match="48 layers cannot be split into 49 stages"):
         layers_of_stages(config, 49)
     with pytest.raises(ConfigError, match="leaves stage 3 without a real one"):
         layers_of_stages(config, 4, after=20)

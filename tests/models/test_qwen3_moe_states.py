@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_d9d import ConfigError, D9DStrategy, MeshConfig, ParallelConfig, StageInfo, StageInputs, WeightedLoss
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3MoePretraining
 from lightning_d9d.models.qwen3_moe.states import LayerStates
-from lightning_d9d.parallel import TokenPart
+from lightning_d9d.parallel import TokenShard
 from lightning_d9d.pipeline.transfer import Messages
 from tests.harness.compare import assert_bitwise_equal, assert_close_named, assert_tensors_close
 from tests.harness.ranks import RankContext
@@ -116,7 +116,7 @@ def test_whole_states_go_through_the_stages() -> None:
 
 def collected(x: Tensor, mask: Tensor) -> Tensor:
     """The means of one layer."""
-    states = LayerStates(StageInfo(0, 1), TokenPart(), x.shape, False, mask, None, None)
+    states = LayerStates(StageInfo(0, 1), TokenShard(), x.shape, False, mask, None, None)
     states.add(x)
     return states.results()["pooled_states"][:, 0]
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from lightning_d9d import ConfigError
 from lightning_d9d.mesh import MeshConfig, MeshDomains
 from lightning_d9d.modules import AllToAllDispatch, Dispatch, GroupedExperts, LocalDispatch, SparseMoE, dispatch
-from lightning_d9d.ops import WeightGradients, moe_route, put_off
+from lightning_d9d.ops import WeightGradients, defer, moe_route
 from lightning_d9d.ops.backend import using_kernels
 from tests.harness.compare import assert_bitwise_equal, assert_close_named, assert_tensors_close
 from tests.harness.ranks import RankContext
@@ -84,7 +84,7 @@ def run(
     x, weights = x.detach().requires_grad_(), weights.detach().requires_grad_()
     gradients = WeightGradients()
     if split:
-        with put_off(gradients):
+        with defer(gradients):
             output = forward(dispatch, experts, x, indices, weights)
         gradients.backward(output, gradient)
         assert all(parameter.grad is None for parameter in experts.parameters())
@@ -236,7 +236,7 @@ def test_experts_that_are_fully_sharded_over_replicas(rank: RankContext, split: 
         experts.set_is_last_backward(False)
         experts.set_reshard_after_backward(False)
         experts.set_requires_gradient_sync(False)
-        with put_off(gradients):
+        with defer(gradients):
             output = mixture(dispatch, experts, x, indices, weights)
         gradients.backward(output, gradient)
         gradients.accumulate()

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from lightning_d9d.modules import SparseMoE, SwiGLU
-from lightning_d9d.ops import WeightGradients, put_off
+from lightning_d9d.ops import WeightGradients, defer
 from tests.harness.compare import assert_bitwise_equal, assert_close_named, assert_gradients_equal
 from tests.harness.tolerances import Kind
 
@@ -154,7 +154,7 @@ def test_weight_gradients_can_wait(intermediate, dtype):
     x = torch.randn(2, 9, HIDDEN, dtype=dtype, requires_grad=True)
     expected = torch.autograd.grad(moe(x).square().sum(), [x, *moe.parameters()])
     gradients = WeightGradients()
-    with put_off(gradients):
+    with defer(gradients):
         loss = moe(x).square().sum()
     gradients.backward(loss)
     assert all(parameter.grad is None for parameter in moe.parameters())

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from lightning_d9d import ConfigError
 from lightning_d9d.modules import LMHead, SplitLMHead, SplitTokenEmbedding, TokenEmbedding
-from lightning_d9d.ops import LossOptions, WeightGradients, put_off
+from lightning_d9d.ops import LossOptions, WeightGradients, defer
 from tests.harness.compare import assert_bitwise_equal, assert_close_named
 from tests.harness.tolerances import Kind
 
@@ -143,7 +143,7 @@ def test_weight_gradient_of_the_head_can_wait(is_tied):
 
     expected = torch.autograd.grad(loss(), parameters)
     gradients = WeightGradients()
-    with put_off(gradients):
+    with defer(gradients):
         total = loss()
     gradients.backward(total)
     assert embedding.weight.grad is not None  # looking up does not wait

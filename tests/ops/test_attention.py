@@ -292,7 +292,7 @@ def test_offsets_beyond_32_bits():
     )
 
 
-# On what it is told
+# On what it is given
 
 
 NAMED = [

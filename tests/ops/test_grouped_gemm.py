@@ -13,7 +13,14 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.ops import WeightGradients, grouped_gemm, moe_permute, moe_unpermute, put_off, using_grouped_gemm
+from lightning_d9d.ops import (
+    WeightGradients,
+    defer,
+    grouped_gemm,
+    moe_permute,
+    moe_unpermute,
+    using_grouped_gemm,
+)
 from lightning_d9d.ops.backend import using_kernels
 from lightning_d9d.ops.grouped_gemm import grouped_gemm_reference
 from tests.harness.compare import assert_bitwise_equal, assert_close_named
@@ -225,7 +232,7 @@ def run(x, weight, gradient, offsets, *, split, forward=grouped_gemm, **options)
     """The result, what the weight has after the input backward, and the gradients."""
     gradients = WeightGradients()
     if split:
-        with put_off(gradients):
+        with defer(gradients):
             y = forward(x, weight, offsets, **options)
         gradients.backward(y, gradient)
     else:
@@ -240,7 +247,7 @@ def run(x, weight, gradient, offsets, *, split, forward=grouped_gemm, **options)
 
 @on_every_backend
 @pytest.mark.parametrize("sizes", GROUP_SIZES.values(), ids=GROUP_SIZES.keys())
-def test_weight_gradient_put_off_equals_bit_by_bit(sizes, device, backend):
+def test_weight_gradient_deferred_equals_bit_by_bit(sizes, device, backend):
     for dtype in dtypes_of(backend):
         operands = make(sizes, 32, 48, dtype, device)
         y, first, dx, dw = run(*operands, split=True, backend=backend)
@@ -252,7 +259,7 @@ def test_weight_gradient_put_off_equals_bit_by_bit(sizes, device, backend):
 
 
 @pytest.mark.parametrize("num_out", [48, 7], ids=["native", "loop"])
-def test_weight_gradient_put_off_under_autocast(num_out):
+def test_weight_gradient_deferred_under_autocast(num_out):
     operands = make([6, 0, 10], 32, num_out, torch.float32)
     operands[2].copy_(operands[2].bfloat16())
     forward = torch.autocast("cpu", torch.bfloat16)(grouped_gemm)
@@ -266,7 +273,7 @@ def test_weight_gradient_put_off_under_autocast(num_out):
 
 @on_every_device
 @pytest.mark.parametrize("num_out", [48, 7], ids=["native", "loop"])
-def test_weight_gradient_put_off_with_recomputation(num_out, device):
+def test_weight_gradient_deferred_with_recomputation(num_out, device):
     operands = make([6, 0, 10], 32, num_out, torch.float32, device)
     calls = []
 
@@ -297,7 +304,7 @@ def test_weights_that_are_no_leaves_do_not_wait(num_out):
     assert_bitwise_equal("dweight", dw, run(*operands, split=False, forward=forward)[-1])
 
 
-def test_frozen_weight_inside_put_off():
+def test_frozen_weight_inside_defer():
     x, weight, gradient, offsets = make([6, 0, 10], 32, 48, torch.float32)
     _, first, dx, dw = run(x, weight.detach(), gradient, offsets, split=True)
     assert first is dw is None

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_d9d.modules import GroupedExperts, GroupedQueryAttention, RMSNorm, SwiGLU, rope_tables
-from lightning_d9d.ops import WeightGradients, put_off, rms_norm, swiglu
+from lightning_d9d.ops import WeightGradients, defer, rms_norm, swiglu
 from lightning_d9d.ops.backend import Kernels, using_kernels
 from tests.harness.compare import assert_close_named, assert_tensors_close
 from tests.harness.ranks import RankContext
@@ -51,7 +51,7 @@ def results(
     x, weights, dy = x.to(device).requires_grad_(), weights.to(device).requires_grad_(), dy.to(device)
     later = WeightGradients()
     with using_kernels(kernels):
-        with put_off(later) if splits else nullcontext():
+        with defer(later) if splits else nullcontext():
             y = checkpoint(layer, x, weights, use_reentrant=False) if recomputes else layer(x, weights)
         if splits:
             later.backward(y, dy)

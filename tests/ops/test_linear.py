@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from lightning_d9d.modules.linear import Linear
-from lightning_d9d.ops import WeightGradients, linear, put_off, split_linears
+from lightning_d9d.ops import WeightGradients, defer, linear, split_linears
 from lightning_d9d.ops.linear import _halves
 from tests.harness.compare import assert_bitwise_equal, assert_close_named
 from tests.harness.tolerances import Kind, tolerance_for
@@ -33,7 +33,7 @@ def backward(function, tensors, dy=None):
 
 def split_backward(function, tensors, dy=None):
     gradients = WeightGradients()
-    with put_off(gradients):
+    with defer(gradients):
         y = function(*tensors)
     gradients.backward(y, torch.ones_like(y) if dy is None else dy)
     gradients.accumulate()
@@ -114,7 +114,7 @@ def test_only_what_is_trained_gets_a_gradient(frozen):
     for name in frozen:
         named[name].requires_grad_(False)
     gradients = WeightGradients()
-    with put_off(gradients):
+    with defer(gradients):
         y = linear(**named)
     gradients.backward(y.sum())
     waiting = {name for name, tensor in named.items() if tensor.grad is None} - set(frozen)
@@ -136,7 +136,7 @@ def test_weights_that_are_no_leaves_do_not_wait():
     assert_all_bitwise_equal(split_backward(lambda *_: layer(x), tensors), backward(lambda *_: layer(x), tensors))
     x, weight, bias = make()
     gradients = WeightGradients()
-    with put_off(gradients):
+    with defer(gradients):
         y = linear(x, weight, 2 * bias)
     gradients.backward(y.sum())
     assert torch.equal(bias.grad, torch.full_like(bias, 12))
@@ -147,10 +147,10 @@ def test_vectors():
     assert_all_bitwise_equal(split_backward(linear, tensors), backward(F.linear, tensors))
 
 
-def test_outside_of_put_off_it_is_the_plain_op():
+def test_outside_of_deferred_it_is_the_plain_op():
     tensors = make()
     assert type(linear(*tensors).grad_fn) is type(F.linear(*tensors).grad_fn)
-    with put_off(WeightGradients()):
+    with defer(WeightGradients()):
         assert type(linear(*tensors).grad_fn) is not type(F.linear(*tensors).grad_fn)
         with torch.no_grad():
             assert linear(*tensors).grad_fn is None
@@ -192,7 +192,7 @@ def make_module():
 
 def gradients_after_each_phase(module, x):
     gradients = WeightGradients()
-    with put_off(gradients):
+    with defer(gradients):
         y = module(x)
     gradients.backward(y.sum())
     first = [p.grad is not None for p in module.parameters()]
@@ -305,7 +305,7 @@ def test_wide_products_of_narrow_factors(splits: bool) -> None:
     expected = F.linear(*exact)
     expected.backward(dy.double())
     later = WeightGradients()
-    with put_off(later) if splits else nullcontext():
+    with defer(later) if splits else nullcontext():
         y = linear(x, weight, dtype=torch.float32)
     if splits:
         later.backward(y, dy)

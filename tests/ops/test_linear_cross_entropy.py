@@ -16,7 +16,7 @@ from torch.profiler import profile
 from torch.utils.checkpoint import checkpoint
 
 from lightning_d9d import ConfigError
-from lightning_d9d.ops import WeightGradients, linear_cross_entropy, put_off
+from lightning_d9d.ops import WeightGradients, defer, linear_cross_entropy
 from lightning_d9d.ops.backend import Kernels, using_kernels
 from lightning_d9d.ops.linear_cross_entropy import LossOptions, VocabShard, linear_cross_entropy_reference
 from lightning_d9d.ops.linear_cross_entropy_chunks import ChunkOptions, rows_at_once
@@ -250,7 +250,7 @@ def test_weight_gradient_that_waits(reduction, chunk_bytes, expected, has_bias):
     gradients, losses = WeightGradients(), []
 
     def forward() -> None:
-        with put_off(gradients):
+        with defer(gradients):
             losses.append(linear_cross_entropy(**tensors, **options))
 
     made = [products_of(forward), products_of(lambda: gradients.backward(losses[0], dloss))]
@@ -277,7 +277,7 @@ def test_recomputation(reduction, waits, use_reentrant):
         return linear_cross_entropy(x, weight, labels, reduction=reduction).sum()
 
     gradients = WeightGradients()
-    with put_off(gradients) if waits else nullcontext():
+    with defer(gradients) if waits else nullcontext():
         total = checkpoint(loss, x, use_reentrant=use_reentrant)
     if waits:
         gradients.backward(total)
@@ -398,7 +398,7 @@ def test_matrices_that_are_dtensors(rank: RankContext) -> None:
         assert_close_named("loss", loss, expected, kind=Kind.OUTPUT)
         assert isinstance(weight.grad, DTensor)
         assert weight.grad.placements == (placement,)
-    with pytest.raises(ConfigError, match="weight is a DTensor that is cut; name the group"):
+    with pytest.raises(ConfigError, match="weight is a sharded DTensor; name the group"):
         linear_cross_entropy(x, weight, labels)
     with pytest.raises(ConfigError, match="x is a DTensor"):
         linear_cross_entropy(distribute_tensor(x, mesh, [Replicate()]), weight, labels)

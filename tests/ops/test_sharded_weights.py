@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from lightning_d9d.mesh import MeshConfig, MeshDomains
-from lightning_d9d.ops import WeightGradients, grouped_gemm, linear, put_off
+from lightning_d9d.ops import WeightGradients, defer, grouped_gemm, linear
 from tests.harness.compare import assert_bitwise_equal
 from tests.harness.ranks import RankContext
 
@@ -33,7 +33,7 @@ def run(forward: Callable[..., Tensor], x: Tensor, *weights: nn.Parameter, split
         gradients = WeightGradients()
         if split:
             before = [weight.grad for weight in weights]
-            with put_off(gradients):
+            with defer(gradients):
                 y = forward(x, *weights)
             gradients.backward((y.square() * factor).sum())
             assert all(weight.grad is grad for weight, grad in zip(weights, before, strict=True))

@@ -8,7 +8,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
-from lightning_d9d.ops import WeightGradients, put_off, split_linears, weight_gradients
+from lightning_d9d.ops import WeightGradients, defer, split_linears, weight_gradients
 from tests.harness.compare import assert_bitwise_equal, assert_close_named, assert_tensors_close
 
 SIZE = 6
@@ -42,7 +42,7 @@ def plain_backward(stage, x):
 
 def input_backward(stage, x):
     gradients = WeightGradients()
-    with put_off(gradients):
+    with defer(gradients):
         loss = stage(x).square().sum()
     gradients.backward(loss)
     return gradients
@@ -176,7 +176,7 @@ def test_interleaved_microbatches_accumulate():
     under_way = [WeightGradients() for _ in inputs]
     losses = []
     for gradients, x in zip(under_way, inputs, strict=True):
-        with put_off(gradients):
+        with defer(gradients):
             losses.append(stage(x).square().sum())
     for gradients, loss in zip(under_way, losses, strict=True):
         gradients.backward(loss)
@@ -195,10 +195,10 @@ def test_a_weight_in_two_stages():
         return take_gradients(nn.ModuleList([first, second]), x)
 
     gradients = WeightGradients(), WeightGradients()
-    with put_off(gradients[0]):
+    with defer(gradients[0]):
         hidden = first(x)
     received = hidden.detach().requires_grad_()
-    with put_off(gradients[1]):
+    with defer(gradients[1]):
         loss = second(received).square().sum()
     gradients[1].backward(loss)
     gradients[0].backward(hidden, received.grad)
@@ -215,7 +215,7 @@ def test_several_outputs_together_and_one_by_one():
     expected = take_gradients(stage, x)
     gradients = WeightGradients()
     for together in (True, False):
-        with put_off(gradients):
+        with defer(gradients):
             outputs = stage(x)
         if together:
             gradients.backward(outputs, dys)
@@ -279,7 +279,7 @@ def test_checkpoints_of_plain_forwards_stay_plain(device):
     other_expected = plain_backward(stage, other)
     gradients = WeightGradients()
     other_loss = stage(other).square().sum()
-    with put_off(gradients):
+    with defer(gradients):
         loss = stage(x).square().sum()
     other_loss.backward()
     assert_tensors_close(take_gradients(stage, other), other_expected)
@@ -355,7 +355,7 @@ def test_memory_is_freed_as_soon_as_nothing_waits_for_it(monkeypatch):
 
     stage, x = Layers(way), make_input()
     gradients = WeightGradients()
-    with put_off(gradients):
+    with defer(gradients):
         loss = stage(x).square().sum()
     assert alive() == {"needed by sin", "needed by b", "needed by cos", "needed by c"}
     gradients.backward(loss)
@@ -381,7 +381,7 @@ def test_exceptions_leave_nothing_behind():
 
     stage, x = Layers(way), make_input()
     gradients = WeightGradients()
-    with put_off(gradients):
+    with defer(gradients):
         loss = stage(x).square().sum()
     with pytest.raises(ValueError, match="in backward"):
         gradients.backward(loss)
@@ -389,14 +389,14 @@ def test_exceptions_leave_nothing_behind():
     assert all(gradient is None for gradient in take_gradients(stage, x).values())
     assert not weight_gradients._split_tasks
     fails = False
-    with put_off(gradients):
+    with defer(gradients):
         loss = stage(x).square().sum()
     gradients.backward(loss)
     gradients.accumulate()
     assert_all_bitwise_equal(take_gradients(stage, x), plain_backward(stage, x))
 
 
-def test_put_off_ends_under_exceptions_and_nests():
+def test_deferred_ends_under_exceptions_and_nests():
     def way(m, x):
         if x is None:
             raise ValueError("in forward")
@@ -405,13 +405,13 @@ def test_put_off_ends_under_exceptions_and_nests():
     outer, inner = WeightGradients(), WeightGradients()
     stage, x = Layers(way), make_input()
     losses = {}
-    with put_off(outer):
-        with put_off(inner):
+    with defer(outer):
+        with defer(inner):
             losses[inner] = stage(x).sum()
-        with pytest.raises(ValueError, match="in forward"), put_off(inner):
+        with pytest.raises(ValueError, match="in forward"), defer(inner):
             stage(None)
         losses[outer] = stage(x).sum()
-    with pytest.raises(ValueError, match="in forward"), put_off(inner):
+    with pytest.raises(ValueError, match="in forward"), defer(inner):
         stage(None)
     stage(x).sum().backward()
     expected = take_gradients(stage.a)
@@ -429,7 +429,7 @@ def test_outputs_as_edges_of_the_graph():
     stage(x).backward(dy)
     expected = take_gradients(stage, x)
     gradients = WeightGradients()
-    with put_off(gradients):
+    with defer(gradients):
         edge = get_gradient_edge(stage(x))
     gradients.backward([edge], [dy])
     assert stage.a.weight.grad is stage.b.weight.grad is None
@@ -448,7 +448,7 @@ def test_threads_have_objects_of_their_own():
 
     def split(index):
         gradients = WeightGradients()
-        with put_off(gradients):
+        with defer(gradients):
             barrier.wait()
             loss = stages[index](inputs[index]).square().sum()
             barrier.wait()
@@ -494,7 +494,10 @@ def test_gradients_taken_inside_the_forward_are_not_noted():
 
 def test_gradients_of_weights_taken_inside_the_forward_raise():
     stage, x = Layers(lambda m, x: torch.autograd.grad(m.a(x).sum(), m.a.weight)[0]), make_input()
-    with put_off(WeightGradients()), pytest.raises(RuntimeError, match="not have been used in the graph"):
+    with (
+        defer(WeightGradients()),
+        pytest.raises(RuntimeError, match="not have been used in the graph"),
+    ):
         stage(x)
 
 
@@ -505,7 +508,7 @@ def test_differentiating_twice_raises():
 
     stage, x = Layers(way), make_input()
     with (
-        put_off(WeightGradients()),
+        defer(WeightGradients()),
         pytest.raises(RuntimeError, match=r"differentiates twice.*without split backwards"),
     ):
         stage(x)
@@ -570,7 +573,7 @@ def test_ops_note_leaves_under_any_saved_tensor_hooks():
     stage, x = Layers(WAYS["met twice"]), make_input()
     expected = plain_backward(stage, x)
     gradients = WeightGradients()
-    with put_off(gradients), torch.autograd.graph.save_on_cpu():
+    with defer(gradients), torch.autograd.graph.save_on_cpu():
         loss = stage(x).square().sum()
     gradients.backward(loss)
     gradients.accumulate()

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from lightning_d9d.ops import WeightGradients, put_off, split_linears
+from lightning_d9d.ops import WeightGradients, defer, split_linears
 from tests.harness.compare import assert_close_named, assert_tensors_close
 
 
@@ -46,7 +46,7 @@ def test_tensor_parallel(rank, is_sequence_parallel):
     x.grad = None
     split_linears(stage)
     gradients = WeightGradients()
-    with put_off(gradients):
+    with defer(gradients):
         loss = stage(x_local).square().sum()
     gradients.backward(loss)
     assert all(p.grad is None for p in stage.parameters())
@@ -60,7 +60,7 @@ def test_tensor_parallel(rank, is_sequence_parallel):
 
 @pytest.mark.ranks(2)
 def test_unsharded_parameters_of_fsdp(rank):
-    """Gradients of microbatches add up in the unsharded parameters until they are told to be reduced."""
+    """Gradients of microbatches add up in the unsharded parameters until they are to be reduced."""
     stage, mesh = make_stage(rank.device), init_device_mesh(rank.device.type, (2,))
     reference = copy.deepcopy(stage)
     inputs = [make_input(rank.device, seed).requires_grad_() for seed in range(3)]
@@ -80,7 +80,7 @@ def test_unsharded_parameters_of_fsdp(rank):
     under_way = [WeightGradients() for _ in inputs]
     losses = []
     for gradients, x in zip(under_way, inputs, strict=True):
-        with put_off(gradients):
+        with defer(gradients):
             losses.append(stage(x).square().sum())
     for gradients, loss in zip(under_way, losses, strict=True):
         gradients.backward(loss)

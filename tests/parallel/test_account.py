@@ -35,7 +35,7 @@ from lightning_d9d.optim import parameter_groups
 from lightning_d9d.parallel import ParallelConfig
 from lightning_d9d.parallel.fsdp import fully_sharded
 from lightning_d9d.pipeline.types import StageInfo
-from lightning_d9d.sync.buckets import GradientBuckets, Part
+from lightning_d9d.sync.buckets import BucketGroup, GradientBuckets
 from tests.mesh.fake_world import fake_world
 from tests.meshes.cases import Case as MeshCase
 from tests.parallel.meta import meta_stages
@@ -394,7 +394,7 @@ def gradient_bytes(stages: Sequence[Qwen3MoeForCausalLM]) -> int:
             for group in [state._fsdp_param_group] if state._fsdp_param_group else []:
                 num_elements = sum(local(each.sharded_param).numel() for each in group.fsdp_params)
                 in_units += num_elements * state._mp_policy.reduce_dtype.itemsize
-    return in_units + GradientBuckets([Part(rest, None)], at_least=torch.float32).num_bytes
+    return in_units + GradientBuckets([BucketGroup(rest, None)], at_least=torch.float32).num_bytes
 
 
 def adamw_bytes(stages: Sequence[Qwen3MoeForCausalLM]) -> int:

@@ -22,7 +22,7 @@ from lightning_d9d import ConfigError, MeshConfig, ParallelConfig
 from lightning_d9d.mesh import MeshDomains
 from lightning_d9d.models.qwen3_moe.plan import parallelize_qwen3_moe
 from lightning_d9d.modules import SwiGLU
-from lightning_d9d.ops import WeightGradients, grouped_gemm, put_off, using_grouped_gemm
+from lightning_d9d.ops import WeightGradients, defer, grouped_gemm, using_grouped_gemm
 from lightning_d9d.ops.backend import runs_triton, using_kernels
 from lightning_d9d.ops.grouped_gemm import grouped_gemm_reference
 from lightning_d9d.parallel import compile_blocks, compiling
@@ -95,7 +95,7 @@ def test_split_backwards_have_no_weight_phase() -> None:
     compile_blocks(model, COMPILED, list(model.model.layers.values()))
     later = WeightGradients()
     with compiler():
-        with put_off(later):
+        with defer(later):
             output = model(**inputs)
         later.backward(output.loss + output.router_loss)
     waiting = {name for name, p in model.named_parameters() if p.grad is None}

@@ -18,7 +18,7 @@ from lightning_d9d.ops import flash_attention
 from lightning_d9d.ops.attention import attention_reference
 from lightning_d9d.ops.backend import using_kernels
 from lightning_d9d.parallel import context
-from lightning_d9d.parallel.context import KINDS, SequenceCut, shard_context
+from lightning_d9d.parallel.context import KINDS, SequenceShard, shard_context
 from tests.harness.compare import assert_bitwise_equal, assert_close_named, assert_tensors_close
 from tests.harness.ranks import RankContext
 from tests.harness.tolerances import Kind
@@ -68,9 +68,9 @@ def whole(case: Case) -> dict[str, Tensor]:
 
 def local(case: Case, rank: RankContext) -> Case:
     """This rank's part, where the model would have it in memory."""
-    cut = SequenceCut(rank.rank, rank.world_size)
-    parts = (cut.cut(t.transpose(1, 2), 1).to(rank.device).transpose(1, 2) for t in case[:4])
-    return Case(*parts, None if case.documents is None else cut.cut(case.documents, 1).to(rank.device))
+    shard = SequenceShard(rank.rank, rank.world_size)
+    parts = (shard.take(t.transpose(1, 2), 1).to(rank.device).transpose(1, 2) for t in case[:4])
+    return Case(*parts, None if case.documents is None else shard.take(case.documents, 1).to(rank.device))
 
 
 def run(kind: str, case: Case, rank: RankContext) -> dict[str, Tensor]:
@@ -83,32 +83,32 @@ def run(kind: str, case: Case, rank: RankContext) -> dict[str, Tensor]:
 
 
 def assert_equals_whole(kind: str, case: Case, rank: RankContext) -> None:
-    cut = SequenceCut(rank.rank, rank.world_size)
-    expected = {name: cut.cut(t, 2) for name, t in whole(case).items()}
+    shard = SequenceShard(rank.rank, rank.world_size)
+    expected = {name: shard.take(t, 2) for name, t in whole(case).items()}
     assert_tensors_close(run(kind, case, rank), expected)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_parts_make_up_the_whole(size: int) -> None:
     sequences = torch.randn(2, 12, 3)
-    parts = [SequenceCut(rank, size).cut(sequences, 1) for rank in range(size)]
+    parts = [SequenceShard(rank, size).take(sequences, 1) for rank in range(size)]
     assert all(part.shape[1] == 12 // size for part in parts)
     for rank, part in enumerate(parts):
-        cut = SequenceCut(rank, size)
-        assert_bitwise_equal("part", part, sequences[:, cut.positions(12 // size, torch.device("cpu"))])
-        assert_bitwise_equal("joined", cut.join(torch.cat(parts, 1), 1), sequences)
+        shard = SequenceShard(rank, size)
+        assert_bitwise_equal("part", part, sequences[:, shard.positions(12 // size, torch.device("cpu"))])
+        assert_bitwise_equal("joined", shard.join(torch.cat(parts, 1), 1), sequences)
 
 
 def test_each_rank_holds_an_early_and_a_late_chunk() -> None:
-    chunks = [SequenceCut(rank, 3).positions(4, torch.device("cpu")).tolist() for rank in range(3)]
+    chunks = [SequenceShard(rank, 3).positions(4, torch.device("cpu")).tolist() for rank in range(3)]
     assert chunks == [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
 
 
 @pytest.mark.parametrize(("length", "remedy"), [(30, "24 or 32, or"), (3, "to 8, or")])
 def test_a_sequence_that_cannot_be_cut(length: int, remedy: str) -> None:
     with pytest.raises(ConfigError, match=f"{length} tokens .* 4 ranks .* multiple of 8: .* {remedy}"):
-        SequenceCut(0, 4).cut(torch.zeros(1, length), 1)
-    assert SequenceCut(0, 1).cut(torch.zeros(1, length), 1).shape == (1, length)
+        SequenceShard(0, 4).take(torch.zeros(1, length), 1)
+    assert SequenceShard(0, 1).take(torch.zeros(1, length), 1).shape == (1, length)
 
 
 @pytest.mark.ranks(2)
@@ -240,14 +240,14 @@ def assert_stage_equals_whole(rank: RankContext, kind: str, **options: Any) -> N
     expected = one(x.double(), torch.arange(SEQ), ids)
     expected.square().sum().backward()
 
-    cut = SequenceCut(rank.rank, 2)
+    shard = SequenceShard(rank.rank, 2)
     stage = Stage(**options).double().to(rank.device)
     shard_context(stage, rank.group, kind)
     stage = copy.deepcopy(stage)
-    positions = cut.positions(SEQ // 2, rank.device)
-    out = stage(cut.cut(x.double(), 1).to(rank.device), positions, cut.cut(ids, 1).to(rank.device))
+    positions = shard.positions(SEQ // 2, rank.device)
+    out = stage(shard.take(x.double(), 1).to(rank.device), positions, shard.take(ids, 1).to(rank.device))
     out.square().sum().backward()
-    assert_close_named("out", out, cut.cut(expected, 1), kind=Kind.OUTPUT)
+    assert_close_named("out", out, shard.take(expected, 1), kind=Kind.OUTPUT)
     for parameter in stage.parameters():
         dist.all_reduce(parameter.grad)
     assert_tensors_close(
@@ -301,7 +301,7 @@ def test_heads_that_ranks_cannot_share(rank: RankContext, heads: int, kv_heads: 
 @by_kind
 def test_a_part_that_is_not_two_chunks(rank: RankContext, kind: str) -> None:
     q, k, v = (torch.zeros(1, 2, 5, 4, device=rank.device) for _ in range(3))
-    with pytest.raises(ConfigError, match=f"rank {rank.rank} of 2 .* 5 tokens .* SequenceCut"):
+    with pytest.raises(ConfigError, match=f"rank {rank.rank} of 2 .* 5 tokens .* SequenceShard"):
         KINDS[kind](rank.group)(q, k, v)
 
 
@@ -318,8 +318,8 @@ def test_an_unknown_kind(rank: RankContext) -> None:
 @pytest.mark.parametrize("backend", ["CUDNN_ATTENTION", "FLASH_ATTENTION"])
 def test_kernels(rank: RankContext, backend: str, kv_heads: int, kind: str) -> None:
     case = make(heads=4, kv_heads=kv_heads, seq=1024, head_dim=64, dtype=torch.bfloat16)
-    cut = SequenceCut(rank.rank, 2)
-    expected = {name: cut.cut(t, 2) for name, t in whole(Case(*(t.float() for t in case[:4]), None)).items()}
+    shard = SequenceShard(rank.rank, 2)
+    expected = {name: shard.take(t, 2) for name, t in whole(Case(*(t.float() for t in case[:4]), None)).items()}
     with sdpa_kernel(getattr(SDPBackend, backend)):
         actual = run(kind, case, rank)
     assert_close_named("out", actual.pop("out"), expected.pop("out"), kind=Kind.OUTPUT)
@@ -333,8 +333,8 @@ def test_kernels(rank: RankContext, backend: str, kv_heads: int, kind: str) -> N
 def test_version_4_of_flash_attention(rank: RankContext, kind: str) -> None:
     """In all blocks, forward and backward, where they are long enough."""
     case = make(heads=4, kv_heads=2, seq=1024, head_dim=64, dtype=torch.bfloat16)
-    cut = SequenceCut(rank.rank, 2)
-    expected = {name: cut.cut(t, 2) for name, t in whole(Case(*(t.float() for t in case[:4]), None)).items()}
+    shard = SequenceShard(rank.rank, 2)
+    expected = {name: shard.take(t, 2) for name, t in whole(Case(*(t.float() for t in case[:4]), None)).items()}
     with (
         patch.object(flash_attention, "_LEAST_KEYS", 1),
         patch.object(flash_attention, "block", wraps=flash_attention.block) as forward,

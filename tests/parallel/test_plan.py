@@ -32,18 +32,18 @@ from lightning_d9d.modules import (
 from lightning_d9d.ops import LossOptions
 from lightning_d9d.parallel import (
     WHO_SUMS,
-    Layout,
     ParallelConfig,
+    ShardingKind,
     Summed,
-    TokenPart,
+    TokenShard,
     parallelize,
     shard_context,
     shard_tensors,
 )
-from lightning_d9d.parallel.context import SequenceCut
+from lightning_d9d.parallel.context import SequenceShard
 from lightning_d9d.parallel.data import FullySharded
 from lightning_d9d.parallel.fsdp import fully_sharded
-from lightning_d9d.parallel.plan import group_of, layout_of
+from lightning_d9d.parallel.plan import group_of, sharding_kind
 from lightning_d9d.strategy.data_parallel import DataParallelStages
 from lightning_d9d.sync.buckets import GradSyncConfig
 from tests.harness.compare import assert_tensors_close
@@ -61,8 +61,8 @@ def views_of(config: MeshConfig) -> list[dict[str, int]]:
     return [*config.domains().values(), config.expert_weights(), *(v for views in split for v in views.values())]
 
 
-@pytest.mark.parametrize("layout", Layout)
-def test_axes_of_a_layout_are_the_ranks_of_a_stage(layout: Layout) -> None:
+@pytest.mark.parametrize("layout", ShardingKind)
+def test_axes_of_a_layout_are_the_ranks_of_a_stage(layout: ShardingKind) -> None:
     """They are axes of one view of the ranks, so no rank is met along two of them."""
     axes = [*WHO_SUMS[layout]]
     for config in legal_meshes(24, DENSE):
@@ -73,76 +73,78 @@ def test_axes_of_a_layout_are_the_ranks_of_a_stage(layout: Layout) -> None:
 
 
 class Layouts(NamedTuple):
-    """Of the parameters of a stage: what is cut over tensor ranks, keys' and values' part of that, and what is not."""
+    """Kinds of a stage's parameters: sharded over tensor ranks, keys and values among those, and the rest."""
 
-    rest: Layout
-    experts: Layout
-    cut: Layout | None = None
-    keys_and_values: Layout | None = None
+    rest: ShardingKind
+    experts: ShardingKind
+    sharded: ShardingKind | None = None
+    keys_and_values: ShardingKind | None = None
 
-    def of(self, name: str) -> Layout:
+    def of(self, name: str) -> ShardingKind:
         if ".experts." in name:
             return self.experts
-        if self.cut is None:
+        if self.sharded is None:
             return self.rest
         if ".k_proj." in name or ".v_proj." in name:
-            return self.keys_and_values or self.cut
+            return self.keys_and_values or self.sharded
         return (
-            self.cut if any(each in name for each in (".q_proj.", ".o_proj.", "embed_tokens", "lm_head")) else self.rest
+            self.sharded
+            if any(each in name for each in (".q_proj.", ".o_proj.", "embed_tokens", "lm_head"))
+            else self.rest
         )
 
 
 MESHES = {
-    "copies": (MeshConfig(data_parallel_replicate=64), Layouts(Layout.REPLICATED, Layout.REPLICATED)),
-    "shards": (MeshConfig(data_parallel_shard=64), Layouts(Layout.FULLY_SHARDED, Layout.FULLY_SHARDED)),
+    "copies": (MeshConfig(data_parallel_replicate=64), Layouts(ShardingKind.REPLICATED, ShardingKind.REPLICATED)),
+    "shards": (MeshConfig(data_parallel_shard=64), Layouts(ShardingKind.FULLY_SHARDED, ShardingKind.FULLY_SHARDED)),
     "experts over copies": (
         MeshConfig(pipeline_parallel=2, data_parallel_replicate=32, expert_parallel=8),
-        Layouts(Layout.REPLICATED, Layout.EXPERTS),
+        Layouts(ShardingKind.REPLICATED, ShardingKind.EXPERTS),
     ),
     "experts over all": (
         MeshConfig(data_parallel_replicate=64, expert_parallel=64),
-        Layouts(Layout.REPLICATED, Layout.EXPERTS),
+        Layouts(ShardingKind.REPLICATED, ShardingKind.EXPERTS),
     ),
     "within a replica": (
         MeshConfig(pipeline_parallel=2, data_parallel_replicate=2, data_parallel_shard=16, expert_parallel=4),
-        Layouts(Layout.FULLY_SHARDED, Layout.EXPERTS_FULLY_SHARDED),
+        Layouts(ShardingKind.FULLY_SHARDED, ShardingKind.EXPERTS_FULLY_SHARDED),
     ),
     "over two replicas": (
         MeshConfig(data_parallel_replicate=4, data_parallel_shard=16, expert_parallel=32),
-        Layouts(Layout.FULLY_SHARDED, Layout.EXPERTS),
+        Layouts(ShardingKind.FULLY_SHARDED, ShardingKind.EXPERTS),
     ),
     "context of shards": (
         MeshConfig(context_parallel_shard=8, data_parallel_replicate=8, expert_parallel=8),
-        Layouts(Layout.FULLY_SHARDED, Layout.EXPERTS),
+        Layouts(ShardingKind.FULLY_SHARDED, ShardingKind.EXPERTS),
     ),
     "context of copies": (
         MeshConfig(context_parallel_replicate=8, data_parallel_replicate=8),
-        Layouts(Layout.REPLICATED, Layout.EXPERTS),
+        Layouts(ShardingKind.REPLICATED, ShardingKind.EXPERTS),
     ),
     "tensor": (
         MeshConfig(tensor_parallel=4, data_parallel_replicate=16),
-        Layouts(Layout.REPLICATED, Layout.EXPERTS, Layout.TENSOR),
+        Layouts(ShardingKind.REPLICATED, ShardingKind.EXPERTS, ShardingKind.TENSOR),
     ),
     "shared heads": (  # 4 of keys and values
         MeshConfig(pipeline_parallel=2, tensor_parallel=8, context_parallel_replicate=4, expert_parallel=32),
-        Layouts(Layout.REPLICATED, Layout.EXPERTS, Layout.TENSOR, Layout.TENSOR_SHARED),
+        Layouts(ShardingKind.REPLICATED, ShardingKind.EXPERTS, ShardingKind.TENSOR, ShardingKind.TENSOR_SHARED),
     ),
     "tensor and shards": (
         MeshConfig(tensor_parallel=4, data_parallel_shard=8, data_parallel_replicate=2, expert_parallel=8),
-        Layouts(Layout.FULLY_SHARDED, Layout.EXPERTS_FULLY_SHARDED, Layout.TENSOR_FULLY_SHARDED),
+        Layouts(ShardingKind.FULLY_SHARDED, ShardingKind.EXPERTS_FULLY_SHARDED, ShardingKind.TENSOR_FULLY_SHARDED),
     ),
     "shared heads and shards": (
         MeshConfig(tensor_parallel=8, data_parallel_shard=8, expert_parallel=64),
         Layouts(
-            Layout.FULLY_SHARDED,
-            Layout.EXPERTS,
-            Layout.TENSOR_FULLY_SHARDED,
-            Layout.TENSOR_SHARED_FULLY_SHARDED,
+            ShardingKind.FULLY_SHARDED,
+            ShardingKind.EXPERTS,
+            ShardingKind.TENSOR_FULLY_SHARDED,
+            ShardingKind.TENSOR_SHARED_FULLY_SHARDED,
         ),
     ),
     "4096": (
         MeshConfig(pipeline_parallel=8, data_parallel_shard=512, expert_parallel=64),
-        Layouts(Layout.FULLY_SHARDED, Layout.EXPERTS_FULLY_SHARDED),
+        Layouts(ShardingKind.FULLY_SHARDED, ShardingKind.EXPERTS_FULLY_SHARDED),
     ),
     "4096 on every axis": (
         MeshConfig(
@@ -155,10 +157,10 @@ MESHES = {
             expert_parallel=64,
         ),
         Layouts(
-            Layout.FULLY_SHARDED,
-            Layout.EXPERTS_FULLY_SHARDED,
-            Layout.TENSOR_FULLY_SHARDED,
-            Layout.TENSOR_SHARED_FULLY_SHARDED,
+            ShardingKind.FULLY_SHARDED,
+            ShardingKind.EXPERTS_FULLY_SHARDED,
+            ShardingKind.TENSOR_FULLY_SHARDED,
+            ShardingKind.TENSOR_SHARED_FULLY_SHARDED,
         ),
     ),
 }
@@ -174,7 +176,7 @@ def test_each_parameter_has_its_layout(name: str) -> None:
         (stage,) = meta_stages(model, mesh)
         units = fully_sharded(stage)
         for parameter_name, parameter in stage.named_parameters():
-            layout = layout_of(parameter, units)
+            layout = sharding_kind(parameter, units)
             assert layout == layouts.of(parameter_name), parameter_name
             for summed in (Summed.IN_BUCKETS, Summed.AFTERWARDS):
                 group = group_of(layout, mesh, summed)
@@ -182,7 +184,7 @@ def test_each_parameter_has_its_layout(name: str) -> None:
                 assert ranks == ranks_of_sums(layout, config, model.num_key_value_heads, rank).get(summed, (rank,))
 
 
-def ranks_of_sums(layout: Layout, config: MeshConfig, num_heads: int, rank: int) -> dict[Summed, tuple[int, ...]]:
+def ranks_of_sums(layout: ShardingKind, config: MeshConfig, num_heads: int, rank: int) -> dict[Summed, tuple[int, ...]]:
     """For each way of summing that the table has for a layout, the ranks of the sums that a rank is part of.
 
     Of `num_heads` heads of keys and values there are copies if there are more tensor ranks.
@@ -202,7 +204,7 @@ def test_a_sharded_parameter_that_nobody_sums_is_refused() -> None:
         context = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
         parameter = nn.Parameter(distribute_tensor(torch.ones(8, 8), context, [Shard(0)], src_data_rank=None))
         with pytest.raises(ConfigError, match=r"\(8, 8\) .* on the axes cp, and nothing would sum its gradient"):
-            layout_of(parameter, set())
+            sharding_kind(parameter, set())
 
 
 # On ranks
@@ -255,14 +257,14 @@ class Stage(nn.Module):
         return self.head(self.norm(x), ids)
 
 
-def loss_of(stage: nn.Module, dp_rank: int, cut: SequenceCut) -> Tensor:
+def loss_of(stage: nn.Module, dp_rank: int, shard: SequenceShard) -> Tensor:
     """Of a rank's part of a row, with random weights: a sum that lacks a part, or has one twice, is another."""
     generator = torch.Generator().manual_seed(dp_rank)
     length = 8 + 8 * dp_rank
     ids = torch.randint(16, (1, length), generator=generator)
     weights = torch.randn(1, length, generator=generator, dtype=torch.float64)
     device = next(stage.parameters()).device
-    ids, weights, positions = (cut.cut(t.to(device), 1) for t in (ids, weights, torch.arange(length).unsqueeze(0)))
+    ids, weights, positions = (shard.take(t.to(device), 1) for t in (ids, weights, torch.arange(length).unsqueeze(0)))
     return (weights * stage(ids, positions)).sum()
 
 
@@ -285,7 +287,7 @@ OPERATORS = {
 
 
 def expected_messages(
-    layouts: Sequence[Layout], config: MeshConfig, num_heads: int, rank: int
+    layouts: Sequence[ShardingKind], config: MeshConfig, num_heads: int, rank: int
 ) -> set[tuple[str, tuple[int, ...]]]:
     """Operators and ranks of a backward: the sums of the table, and messages of activations."""
     expected = set()
@@ -303,12 +305,12 @@ def expected_messages(
     return {(operator, ranks) for operator, ranks in expected if len(ranks) > 1}
 
 
-COPIES = (Layout.REPLICATED,)
-WEIGHTS = (Layout.FULLY_SHARDED,)
-BOTH = (Layout.FULLY_SHARDED, Layout.EXPERTS_FULLY_SHARDED)
-CUT = (Layout.REPLICATED, Layout.TENSOR, Layout.EXPERTS)
-SHARED = (*CUT, Layout.TENSOR_SHARED)
-CUT_AND_SHARDED = (Layout.FULLY_SHARDED, Layout.TENSOR_FULLY_SHARDED)
+COPIES = (ShardingKind.REPLICATED,)
+WEIGHTS = (ShardingKind.FULLY_SHARDED,)
+BOTH = (ShardingKind.FULLY_SHARDED, ShardingKind.EXPERTS_FULLY_SHARDED)
+CUT = (ShardingKind.REPLICATED, ShardingKind.TENSOR, ShardingKind.EXPERTS)
+SHARED = (*CUT, ShardingKind.TENSOR_SHARED)
+CUT_AND_SHARDED = (ShardingKind.FULLY_SHARDED, ShardingKind.TENSOR_FULLY_SHARDED)
 
 
 @pytest.mark.ranks(4)
@@ -316,27 +318,32 @@ CUT_AND_SHARDED = (Layout.FULLY_SHARDED, Layout.TENSOR_FULLY_SHARDED)
     ("degrees", "num_experts", "num_heads", "layouts"),
     [
         ("rep4", 8, 2, COPIES),
-        ("rep4 ep2", 8, 2, (*COPIES, Layout.EXPERTS)),
-        ("rep4 ep4", 8, 2, (*COPIES, Layout.EXPERTS)),
+        ("rep4 ep2", 8, 2, (*COPIES, ShardingKind.EXPERTS)),
+        ("rep4 ep4", 8, 2, (*COPIES, ShardingKind.EXPERTS)),
         ("rep2 shard2", 8, 2, WEIGHTS),
         ("shard4", 2, 2, WEIGHTS),  # of each expert a rank has a part
         ("shard4 ep2", 2, 2, BOTH),  # too
-        ("rep2 shard2 ep2", 8, 2, (*WEIGHTS, Layout.EXPERTS)),
-        ("rep2 shard2 ep4", 8, 2, (*WEIGHTS, Layout.EXPERTS)),
+        ("rep2 shard2 ep2", 8, 2, (*WEIGHTS, ShardingKind.EXPERTS)),
+        ("rep2 shard2 ep4", 8, 2, (*WEIGHTS, ShardingKind.EXPERTS)),
         ("rep2 tp2", 8, 2, CUT),
         ("tp4", 8, 2, SHARED),
         ("tp4 ep4", 8, 2, SHARED),
-        ("shard2 tp2", 8, 2, (*CUT_AND_SHARDED, Layout.EXPERTS_FULLY_SHARDED)),
-        ("shard2 tp2", 8, 1, (*CUT_AND_SHARDED, Layout.TENSOR_SHARED_FULLY_SHARDED, Layout.EXPERTS_FULLY_SHARDED)),
-        ("shard2 tp2 ep4", 8, 2, (*CUT_AND_SHARDED, Layout.EXPERTS)),
+        ("shard2 tp2", 8, 2, (*CUT_AND_SHARDED, ShardingKind.EXPERTS_FULLY_SHARDED)),
+        (
+            "shard2 tp2",
+            8,
+            1,
+            (*CUT_AND_SHARDED, ShardingKind.TENSOR_SHARED_FULLY_SHARDED, ShardingKind.EXPERTS_FULLY_SHARDED),
+        ),
+        ("shard2 tp2 ep4", 8, 2, (*CUT_AND_SHARDED, ShardingKind.EXPERTS)),
         ("rep2 cp2", 8, 2, WEIGHTS),
-        ("rep2 cprep2", 8, 2, (*COPIES, Layout.EXPERTS)),
+        ("rep2 cprep2", 8, 2, (*COPIES, ShardingKind.EXPERTS)),
         ("shard2 cprep2", 8, 2, BOTH),
-        ("cp2 tp2", 8, 2, (*CUT_AND_SHARDED, Layout.EXPERTS_FULLY_SHARDED)),
+        ("cp2 tp2", 8, 2, (*CUT_AND_SHARDED, ShardingKind.EXPERTS_FULLY_SHARDED)),
     ],
 )
 def test_ranks_sum_as_the_table_says(
-    rank: RankContext, degrees: str, num_experts: int, num_heads: int, layouts: Sequence[Layout]
+    rank: RankContext, degrees: str, num_experts: int, num_heads: int, layouts: Sequence[ShardingKind]
 ) -> None:
     """In a backward they sum over the axes of the table and over no others, and the sums are those of one process."""
     config = Case(degrees).config
@@ -349,14 +356,14 @@ def test_ranks_sum_as_the_table_says(
     parallelize(stage, mesh, ParallelConfig())
     parameters = [*stage.parameters()]
     units = fully_sharded(stage)
-    assert {layout_of(parameter, units) for parameter in parameters} == {*layouts}
+    assert {sharding_kind(parameter, units) for parameter in parameters} == {*layouts}
     sharded = {0: FullySharded(stage, keeps=True, reduces_each=False)} if units else {}
     data_parallel = DataParallelStages.build(
         parameters, {0: stage}, {}, mesh, GradSyncConfig(), at_least=torch.float32, accumulates=False, sharded=sharded
     )
     data_parallel.begin(is_first=True, reduces=True, splits=False)
     data_parallel.unshard(0)
-    loss = loss_of(stage, mesh.dp_rank, TokenPart.of(mesh).cut)
+    loss = loss_of(stage, mesh.dp_rank, TokenShard.of(mesh).sequence)
     data_parallel.last_backward(0)
     with recorded(rank.tmp_dir / str(rank.rank)):
         loss.backward()
@@ -370,7 +377,7 @@ def test_ranks_sum_as_the_table_says(
     assert issued == expected_messages(layouts, config, num_heads, rank.rank)
 
     alone = Stage(num_experts, num_heads, has_options=has_options).to(rank.device)
-    losses = [loss_of(alone, number, SequenceCut()) for number in range(mesh.dp_size)]
+    losses = [loss_of(alone, number, SequenceShard()) for number in range(mesh.dp_size)]
     sum(losses, torch.zeros((), device=rank.device)).backward()
     gradients = {name: parameter.grad for name, parameter in stage.named_parameters()}
     whole = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()}

@@ -29,7 +29,7 @@ from lightning_d9d.mesh import MeshDomains
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from lightning_d9d.models.qwen3_moe.plan import parallelize_qwen3_moe
 from lightning_d9d.modules import BalanceConfig, ExpertBalance, SparseMoE
-from lightning_d9d.ops import WeightGradients, put_off
+from lightning_d9d.ops import WeightGradients, defer
 from lightning_d9d.ops.linear import split_linears
 from lightning_d9d.parallel import parallelize, recompute, recompute_activations
 from tests.harness.compare import assert_bitwise_equal, assert_tensors_close
@@ -119,7 +119,7 @@ def train(model: nn.Module, inputs: dict[str, Any], split: bool = False) -> dict
     torch.manual_seed(5)
     gradients = WeightGradients()
     if split:
-        with put_off(gradients):
+        with defer(gradients):
             loss = loss_of(model(**inputs))
         gradients.backward(loss)
         gradients.accumulate()
@@ -328,7 +328,7 @@ def test_weight_gradients_wait_for_the_weight_backward(kind: str) -> None:
         recompute_activations(model, of_kind(each))
         split_linears(model)
         gradients = WeightGradients()
-        with put_off(gradients):
+        with defer(gradients):
             loss = loss_of(model(**inputs))
         with Counting() as first:
             gradients.backward(loss)

@@ -202,7 +202,7 @@ class Rig:
         self.outputs += [weakref.ref(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
 
     def train(self, actions: Sequence[Any], cut: SplitBatch) -> BatchTotals:
-        """Gradients of the sum times `SCALE`, summed over ties."""
+        """Gradients of the sum times `SCALE`, summed over tied parameters."""
         self.outputs.clear()
         for parameter in self.names:
             parameter.grad = None
@@ -212,7 +212,7 @@ class Rig:
         return totals
 
     def check(self, num_microbatches: int, expected: Expected, num_dummies: int = 0) -> None:
-        """Train on so many microbatches and fillers; compare, and see that nothing is left."""
+        """Train on so many microbatches and dummies; compare, and see that nothing is left."""
         cut = cut_of(num_microbatches + num_dummies, self.device, num_dummies)
         totals = self.train(self.pipeline.program(len(cut.microbatches)), cut)
         ours = {name: self._rounded(p.grad) for p, name in self.names.items() if p.requires_grad}

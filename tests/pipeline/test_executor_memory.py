@@ -234,8 +234,8 @@ def test_messages_have_left_when_train_returns(rank: RankContext) -> None:
             rig.close()
 
 
-class Told:
-    """Notes what data parallelism is told, and what gradients are when they are said to be there."""
+class Noted:
+    """Notes what data parallelism gets, and what gradients are when they are said to be there."""
 
     def __init__(self, rig: Rig, events: list[Any]) -> None:
         self.rig = rig
@@ -275,12 +275,12 @@ def test_data_parallelism_is_told_when_gradients_are_complete(rank: RankContext)
             rig = Rig(SCHEDULES[name](), mesh, rank.device, KINDS["all trained"])
             rig.close()  # no buckets
             events.clear()
-            told = Told(rig, events)
-            rig.executor.train(rig.pipeline.program(4), cut_of(4, rank.device), LossScale(), told)
-            assert set(told.reduced) == set(rig.names.values())
+            noted = Noted(rig, events)
+            rig.executor.train(rig.pipeline.program(4), cut_of(4, rank.device), LossScale(), noted)
+            assert set(noted.reduced) == set(rig.names.values())
             for parameter, full in rig.names.items():
                 assert parameter.grad is not None
-                assert torch.equal(parameter.grad, told.reduced[full])
+                assert torch.equal(parameter.grad, noted.reduced[full])
             splits = any(isinstance(event, BackwardInput) for event in events)
             for stage in rig.stages:
                 used = [i for i, each in enumerate(events) if isinstance(each, COMPUTE) and each.stage == stage]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_d9d import BlockSequence, ConfigError, StageInfo
-from lightning_d9d.pipeline import cut_evenly, distribute_layers
+from lightning_d9d.pipeline import distribute_layers, split_evenly
 from lightning_d9d.pipeline.initial_weights import materialize
 from tests.harness.compare import assert_bitwise_equal
 
@@ -44,9 +44,9 @@ def test_layers_and_virtual_layers(arguments: tuple[int, int, int, int], expecte
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((0, 4, 1, 1), "a model without layers cannot be cut into 4 stages"),
-        ((2, 4, 1, 1), "2 layers cannot be cut into 4 stages.*use 1 to 2 stages"),
-        ((5, 0), "5 layers cannot be cut into 0 stages"),
+        ((0, 4, 1, 1), "a model without layers cannot be split into 4 stages"),
+        ((2, 4, 1, 1), "2 layers cannot be split into 4 stages.*use 1 to 2 stages"),
+        ((5, 0), "5 layers cannot be split into 0 stages"),
         ((4, 2, 0, 4), "4 layers, with 0 virtual ones before and 4 after them, are 4 or 5 for each of 2 stages, which"
          " leaves stage 1 without a real one; use fewer virtual layers or fewer stages"),
         ((4, 2, 6, 0), "leaves stage 0 without"),
@@ -79,7 +79,7 @@ weights_and_stages = st.lists(
 @settings(max_examples=300, deadline=None)
 def test_the_even_cut_is_the_best_of_all(case: tuple[list[int | float], int]) -> None:
     weights, num_stages = case
-    assert lengths(cut_evenly(weights, num_stages)) == best_by_trying(weights, num_stages)
+    assert lengths(split_evenly(weights, num_stages)) == best_by_trying(weights, num_stages)
 
 
 @pytest.mark.parametrize(
@@ -92,15 +92,15 @@ def test_the_even_cut_is_the_best_of_all(case: tuple[list[int | float], int]) ->
     ],
 )
 def test_even_cuts(weights: list[float], expected: list[int]) -> None:
-    assert lengths(cut_evenly(weights, len(expected))) == expected
+    assert lengths(split_evenly(weights, len(expected))) == expected
 
 
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf")])
 def test_weights_that_are_none(weight: float) -> None:
     with pytest.raises(ConfigError, match=f"layer 1 has the weight {weight}; weights must be finite and at least 0"):
-        cut_evenly([1, weight], 2)
-    with pytest.raises(ConfigError, match="2 layers cannot be cut into 3 stages"):
-        cut_evenly([1, 1], 3)
+        split_evenly([1, weight], 2)
+    with pytest.raises(ConfigError, match="2 layers cannot be split into 3 stages"):
+        split_evenly([1, 1], 3)
 
 
 # Blocks

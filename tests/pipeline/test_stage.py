@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_d9d.pipeline.stage import Stage
-from lightning_d9d.sync.buckets import GradientBuckets, Part
+from lightning_d9d.sync.buckets import BucketGroup, GradientBuckets
 
 
 class Sums(nn.Module):
@@ -30,7 +30,7 @@ def run(module: Sums) -> None:
 
 def test_gradients_stay_in_their_bucket() -> None:
     module = Sums()
-    buckets = GradientBuckets([Part(list(module.parameters()), None)])
+    buckets = GradientBuckets([BucketGroup(list(module.parameters()), None)])
     run(module)
     (bucket,) = buckets.buckets
     assert all(parameter.grad is view for parameter, view in zip(bucket.parameters, bucket.views, strict=True))

@@ -1,4 +1,4 @@
-"""What is wrong with a program is told with its rank, place, action and remedy."""
+"""What is wrong with a program is reported with its rank, place, action and remedy."""
 
 from __future__ import annotations
 

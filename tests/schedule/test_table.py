@@ -1,4 +1,4 @@
-"""Every schedule on 1 to 16 ranks with 1 to 64 microbatches: complete, without deadlock, as fast and small as told.
+"""Every schedule on 1 to 16 ranks with 1 to 64 microbatches: complete, without deadlock, as fast and small as stated.
 
 F, I and W take 1, B takes 2, links nothing; p ranks, n microbatches, k stages a rank. A stage is 1/k of a rank's part
 of the model, so in the papers' units of a rank's part a bubble is k times shorter.

@@ -32,7 +32,7 @@ from lightning_d9d.schedule import (
     ZeroBubbleV,
     simulate,
 )
-from lightning_d9d.schedule.partition import cut_evenly, level
+from lightning_d9d.schedule.partition import level, split_evenly
 
 GIB = 2**30
 STATE_RATIO = 5.0
@@ -426,4 +426,4 @@ def test_cuts_are_moved_until_ranks_are_level() -> None:
     moved = level(cut, (0, 1, 0, 1), loads)
     assert sorted(loads(moved)) == [(6,), (6,)]
     assert level(moved, (0, 1, 0, 1), loads) == moved
-    assert level(cut_evenly([1, 1], 2), (0, 1), lambda cut: [(9,), (1,)]) == [range(1), range(1, 2)]
+    assert level(split_evenly([1, 1], 2), (0, 1), lambda cut: [(9,), (1,)]) == [range(1), range(1, 2)]

@@ -177,7 +177,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "shapes": (lambda: Stack(["a", "b"], "s").apply({"a": A, "b": A.T}), r"a \[3, 4\] and b \[4, 3\].*to s"),
     "dtypes": (lambda: Stack(["a", "b"], "s").apply({"a": A, "b": A.double()}), "a is .*32 and b .*64.*Cast"),
     "no such dim": (lambda: Split("a", {"x": 3}, dim=2).apply({"a": A}), "a has 2 dims and none of number 2"),
-    "not all": (lambda: Split("a", {"x": 1, "y": 1}).apply({"a": A}), r"a \[3, 4\] cannot be cut .*\[1, 1\], 2 tog"),
+    "not all": (lambda: Split("a", {"x": 1, "y": 1}).apply({"a": A}), r"a \[3, 4\] cannot be split .*\[1, 1\], 2 tog"),
     "no such child": (lambda: Select("a", {"x": 3}).apply({"a": A}), "no child 3 in dim 0 to be x"),
     "a child twice": (lambda: Select("a", {"x": 1, "y": 1}), "x and y are both child 1 of a; take each child once"),
     "lossy": (lambda: Select("a", {"x": 0}).inverse({"a": A}), "not all of a is kept"),
@@ -244,7 +244,7 @@ def test_any_chain_is_what_torch_makes_and_goes_back(data: st.DataObject) -> Non
     bounds = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in expected.shape]
     held = tuple(range(start, stop) for start, stop in bounds)
     values = torch.full([len(r) for r in held], -1)
-    for part in chain.plan({"t": source})["t"].parts:
+    for part in chain.plan({"t": source})["t"].boxes:
         if of_box := part.within(held):
             values[of_box.place_index()] = of_box.take(source)
     assert torch.equal(values, expected[tuple(slice(*each) for each in bounds)])
@@ -263,9 +263,9 @@ def test_distribute_and_gather(rank: RankContext) -> None:
     again = Sequential([Gather(["b"]), Distribute(["b"], mesh, [Replicate()])]).apply({"b": cut})["b"]
     assert torch.equal(again.to_local().cpu(), whole.T)  # type: ignore[attr-defined]
     assert Rename("b", "c").apply({"b": cut})["c"] is cut
-    with pytest.raises(StateError, match="b is cut over ranks and cannot be transposed; let Gather come before"):
+    with pytest.raises(StateError, match="b is sharded over ranks and cannot be transposed; let Gather come before"):
         Transpose(["b"]).apply({"b": cut})
-    with pytest.raises(StateError, match="b is cut over ranks and cannot be distributed again"):
+    with pytest.raises(StateError, match="b is sharded over ranks and cannot be distributed again"):
         Distribute(["b"], mesh, [Shard(0)]).apply({"b": cut})
     with pytest.raises(StateError, match="Partial"):
         Distribute(["a"], mesh, [Partial()])

@@ -79,4 +79,4 @@ def test_all_is_on_the_disk_before_it_is_seen(tmp_path: Path, save: Callable[...
         assert shown.parent not in disk.waiting
         stop()
 
-    Held(watched).let_go()
+    Held(watched).finish()

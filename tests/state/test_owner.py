@@ -83,7 +83,7 @@ def test_two_that_save_at_once_are_both_whole(tmp_path: Path, save: Callable[...
     for number in (3, 4):
         save(path, number)
         assert number_of(path) == number
-    slow.let_go()
+    slow.finish()
     assert number_of(path) == 2
     assert os.listdir(tmp_path) == [NAME]
     assert path.is_file() or len(os.listdir(path)) == 2
@@ -119,7 +119,7 @@ def test_what_is_replaced_before_it_is_read_is_read_anew(tmp_path: Path) -> None
 
     reader = Held(read)
     checkpoint(path, 2)
-    reader.let_go()
+    reader.finish()
 
 
 @pytest.mark.parametrize("other", [file, checkpoint])
@@ -131,7 +131,7 @@ def test_what_came_meanwhile_is_replaced(tmp_path: Path, save: Callable[..., Non
     if other is checkpoint:
         remove_directory(path)
         other(path, 4)
-    slow.let_go()
+    slow.finish()
     assert number_of(path) == 2
     assert os.listdir(tmp_path) == [NAME]
 
@@ -148,7 +148,7 @@ def test_leftovers_of_a_killed_process_alone_are_removed(tmp_path: Path, save: C
     of_slow = hidden(tmp_path)
     assert len(of_slow) == len(of_both) // 2
     assert set(of_slow) < set(of_both)
-    slow.let_go()
+    slow.finish()
     assert number_of(path) == 2
     assert hidden(tmp_path) == []
 
@@ -221,8 +221,8 @@ def test_new_files_are_made_exclusively_under_names_that_differ(tmp_path: Path, 
     assert len(names) == 4
     assert len({name.split(".")[2] for name in names}) == 2
     assert {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in names if name.endswith("owner")} == {0o600}
-    first.let_go()
-    second.let_go()
+    first.finish()
+    second.finish()
 
 
 @pytest.mark.parametrize("victim", [Path.touch, Path.mkdir])

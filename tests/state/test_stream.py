@@ -30,8 +30,8 @@ from lightning_d9d.state import (
     Distribute,
     Identity,
     LocalShard,
+    MappedBox,
     Parallel,
-    Part,
     Prefix,
     Rename,
     SafetensorsReader,
@@ -45,7 +45,7 @@ from lightning_d9d.state import (
     whole_box,
     writer,
 )
-from lightning_d9d.state.layout import Readable
+from lightning_d9d.state.boxes import Readable
 from lightning_d9d.state.places import UrlPath
 from tests.harness.compare import assert_bitwise_equal
 from tests.harness.ranks import RankContext
@@ -169,7 +169,7 @@ def test_large_tensors_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     save_tensors({str(i): torch.full((4,), float(i)) for i in range(8)}, tmp_path / "eight")
     pair, three = threading.Barrier(2, timeout=60), threading.Barrier(3, timeout=0.5)
 
-    class Waiting(Part):
+    class Waiting(MappedBox):
         def copy(self, source: Readable, target: Tensor) -> None:
             pair.wait()
             with suppress(threading.BrokenBarrierError):
@@ -398,7 +398,7 @@ def test_ranks_that_have_a_name_twice(rank: RankContext, tmp_path: Path) -> None
 
 
 class Own(nn.Module):
-    """A user's module with buffers and a tie, of which nothing divides evenly."""
+    """A user's module with buffers and a tied parameter, of which nothing divides evenly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -435,7 +435,7 @@ def test_all_ranks_write_what_one_process_does(rank: RankContext, layout: str, f
     for part in (*module.layers, module) if domains.sizes["dp_shard"] > 1 else ():
         fully_shard(part, mesh=domains.for_axes("dp_replicate", "dp_cp_shard"))
     tensors = module.state_dict(keep_vars=True)
-    if layout == "stages of shards":  # layers by turns; the tie is on both
+    if layout == "stages of shards":  # layers by turns; the tied parameter is on both
         stage = rank.rank // 2
         names = [name for name in tensors if not name.startswith("layers.") or int(name.split(".")[1]) % 2 == stage]
         tensors = {name: tensors[name] for name in names}

@@ -1,4 +1,4 @@
-"""Work in several threads: what they inherit, how errors end it, what is told of progress."""
+"""Work in several threads: what they inherit, how errors end it, what is reported of progress."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def test_bugs_stay_what_they_are() -> None:
 
 
 def test_batches_that_are_cut_say_what_they_are() -> None:
-    text = r"^a batch is cut into microbatches along dim 0, but it is {}: its tensors must share one first size"
+    text = r"^a batch is split into microbatches along dim 0, but it is {}: its tensors must share one first size"
     for batch, described in (
         ("text", "a str 'text'"),
         ({}, "an empty dict"),

@@ -100,7 +100,7 @@ def test_more_stages_than_layers_are_refused(rank: RankContext) -> None:
         num_experts_per_tok=2,
     )
     start = time.monotonic()
-    with pytest.raises(ConfigError, match=r"2 layers cannot be cut into 8 stages.*use 1 to 2 stages"):
+    with pytest.raises(ConfigError, match=r"2 layers cannot be split into 8 stages.*use 1 to 2 stages"):
         fit_pipelined(rank, Qwen3MoePretraining(config), token_rows(8), schedule=LoopedBFS(4), **TWO_STAGES)
     assert time.monotonic() - start < REFUSING_SECONDS
 

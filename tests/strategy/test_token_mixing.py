@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_d9d import ConfigError, D9DModule, D9DStrategy, MeshConfig, StageInfo, StageInputs, WeightedLoss
 from lightning_d9d.modules import LMHead, TokenEmbedding
 from lightning_d9d.ops import gather_dim
-from lightning_d9d.parallel import TokenPart, parallelize, shard_tensors
+from lightning_d9d.parallel import TokenShard, parallelize, shard_tensors
 from lightning_d9d.pipeline import BlockSequence
 from tests.harness.compare import assert_bitwise_equal
 from tests.harness.ranks import RankContext
@@ -295,7 +295,7 @@ class PlacesInInputs(WithLoss):
 class PlacesOfAll(WithLoss):
     def microbatch_inputs(self, microbatch: Any) -> StageInputs:
         ids = microbatch["ids"]
-        places = TokenPart.of(self.pipeline.mesh).positions(ids.shape[1], ids.device)
+        places = TokenShard.of(self.pipeline.mesh).positions(ids.shape[1], ids.device)
         return StageInputs(first={"x": ids}, shared={"positions": places})
 
 
@@ -327,7 +327,7 @@ def test_a_loss_that_is_shifted_in_the_stage_is_refused(rank: RankContext) -> No
 
 @pytest.mark.ranks(2)
 def test_positions_of_a_hook_are_those_of_whole_sequences_or_refused(rank: RankContext) -> None:
-    text = r"'positions', which PlacesInInputs.microbatch_inputs makes, counts the places.*TokenPart\.of"
+    text = r"'positions', which PlacesInInputs.microbatch_inputs makes, counts the places.*TokenShard\.of"
     with pytest.raises(ConfigError, match=text):
         fit_module(rank, PlacesInInputs(), context_parallel_shard=2)
     assert fit_module(rank, PlacesOfAll(), context_parallel_shard=2).global_step == 2
@@ -427,14 +427,14 @@ POOLS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", POOLS)
 def test_what_pools_tokens_is_refused(rank: RankContext, name: str, mesh: dict[str, int]) -> None:
     run = trainer(D9DStrategy(mesh=MeshConfig(**mesh)), 2, rank.device.type, max_epochs=1)
-    with pytest.raises(ConfigError, match=r"the stage \(Pooled\) makes a vector for each row.*TokenPart"):
+    with pytest.raises(ConfigError, match=r"the stage \(Pooled\) makes a vector for each row.*TokenShard"):
         run.fit(Classifier(POOLS[name]), data())
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("mesh", [{"context_parallel_shard": 2}, {"tensor_parallel": 2}], ids=["cp2", "tp2"])
 def test_what_counts_places_from_its_own_first_token_is_refused(rank: RankContext, mesh: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match=r"layers\.1 \(Places\) counts the places of tokens.*TokenPart\.of"):
+    with pytest.raises(ConfigError, match=r"layers\.1 \(Places\) counts the places of tokens.*TokenShard\.of"):
         fit(rank, Places, **mesh)
 
 
@@ -458,7 +458,7 @@ def test_what_sees_each_token_for_itself_trains(rank: RankContext, mesh: dict[st
 class Asking(Sdpa):
     """Attends to the tokens of all ranks, in an order that is not theirs."""
 
-    takes_cut_sequences = True
+    takes_sharded_sequences = True
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         world = dist.group.WORLD
@@ -470,13 +470,13 @@ class Asking(Sdpa):
 class Claiming(Sdpa):
     """Says that it asks other ranks, and does not."""
 
-    takes_cut_sequences = True
+    takes_sharded_sequences = True
 
 
 @pytest.mark.ranks(2)
 def test_a_module_that_asks_other_ranks_itself_is_believed_if_it_does(rank: RankContext) -> None:
     assert fit(rank, Asking, context_parallel_shard=2).global_step == 2
-    text = r"layers\.1 \(Claiming\) has takes_cut_sequences = True and mixes the tokens of its own rank alone"
+    text = r"layers\.1 \(Claiming\) has takes_sharded_sequences = True and mixes the tokens of its own rank alone"
     with pytest.raises(ConfigError, match=text):
         fit(rank, Claiming, context_parallel_shard=2)
 
@@ -486,7 +486,7 @@ class Together(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tokens = TokenPart()
+        self.tokens = TokenShard()
         self.sums, self.last = Sums(), nn.Linear(HIDDEN, HIDDEN)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -498,14 +498,14 @@ class Sums(nn.Module):
     """Over the tokens of the rank, shape `[batch, hidden]`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return TokenPart.summand(x.sum(1))
+        return TokenShard.summand(x.sum(1))
 
 
 class TogetherModel(Model):
     def parallelize_stage(self, stage: nn.Module, mesh: Any, parallel: Any) -> None:
         for module in stage.modules():
             if isinstance(module, Together):
-                module.tokens = TokenPart.of(mesh)
+                module.tokens = TokenShard.of(mesh)
         super().parallelize_stage(stage, mesh, parallel)
 
 

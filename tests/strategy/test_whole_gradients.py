@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from lightning_d9d import ConfigError, StageInfo
 from lightning_d9d.modules import TokenEmbedding
 from lightning_d9d.parallel import parallelize, shard_tensors
-from lightning_d9d.parallel.tokens import TokenPart
+from lightning_d9d.parallel.tokens import TokenShard
 from tests.harness.ranks import RankContext
 from tests.strategy.test_token_mixing import HIDDEN, VOCABULARY, WithLoss, fit_module
 
@@ -44,7 +44,7 @@ class Behind(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tokens = TokenPart()
+        self.tokens = TokenShard()
         self.embedding = TokenEmbedding(VOCABULARY, HIDDEN, initializer_range=1.0)
         self.norm, self.head = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, VOCABULARY)
 
@@ -58,7 +58,7 @@ class WithHead(WithLoss):
 
     def parallelize_stage(self, stage: nn.Module, mesh: Any, parallel: Any) -> None:
         assert isinstance(stage, Behind)
-        stage.tokens = TokenPart.of(mesh)
+        stage.tokens = TokenShard.of(mesh)
         shard_tensors(stage, mesh)
         parallelize(stage, mesh, parallel)
 

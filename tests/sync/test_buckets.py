@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_d9d import ConfigError
-from lightning_d9d.sync.buckets import GradientBuckets, Part
+from lightning_d9d.sync.buckets import BucketGroup, GradientBuckets
 from tests.harness.ranks import RankContext
 
 
 class Branches(nn.Module):
-    """Three layers; a forward uses the ones it is told to."""
+    """Three layers; a forward uses the ones it is asked to."""
 
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def local_gradients(module: Branches, inputs: list[tuple[Tensor, set[int]]]) -> 
 def test_sums_over_microbatches_and_ranks(rank: RankContext, used: list[set[int]], bucket_mb: float) -> None:
     """Rank r uses `used[r]` in both microbatches; a parameter that neither uses keeps no gradient."""
     module = Branches().to(rank.device)
-    buckets = GradientBuckets([Part([*module.parameters()], rank.group)], bucket_mb=bucket_mb)
+    buckets = GradientBuckets([BucketGroup([*module.parameters()], rank.group)], bucket_mb=bucket_mb)
     for _ in range(2):  # two windows: the second must not see the first
         module.zero_grad()
         for microbatch in range(2):
@@ -74,7 +74,7 @@ def test_sums_over_microbatches_and_ranks(rank: RankContext, used: list[set[int]
 def test_buckets_leave_during_backward_in_one_order(rank: RankContext) -> None:
     """Ranks reach the layers in opposite orders; the messages go out in one, and the first before backward ends."""
     module = Branches().to(rank.device)
-    buckets = GradientBuckets([Part([*module.parameters()], rank.group)], bucket_mb=1e-4)
+    buckets = GradientBuckets([BucketGroup([*module.parameters()], rank.group)], bucket_mb=1e-4)
     assert len(buckets.buckets) == 6
     launched_at_end: list[int] = []
     first = next(iter(module.parameters()))
@@ -97,7 +97,7 @@ def test_buckets_leave_during_backward_in_one_order(rank: RankContext) -> None:
 @pytest.mark.ranks(2)
 def test_bfloat16_gradients_are_summed_in_float32(rank: RankContext) -> None:
     parameter = nn.Parameter(torch.zeros(64, dtype=torch.bfloat16, device=rank.device))
-    buckets = GradientBuckets([Part([*[parameter]], rank.group)], dtype=torch.float32)
+    buckets = GradientBuckets([BucketGroup([*[parameter]], rank.group)], dtype=torch.float32)
     for step in range(257):  # bf16 cannot count beyond 256
         if step == 256:
             buckets.start()
@@ -111,7 +111,7 @@ def test_bfloat16_gradients_are_summed_in_float32(rank: RankContext) -> None:
 
 def test_views_of_one_flat_buffer_are_the_gradients() -> None:
     module = Branches()
-    buckets = GradientBuckets([Part([*module.parameters()], None)])
+    buckets = GradientBuckets([BucketGroup([*module.parameters()], None)])
     module(rows(0, torch.device("cpu")), {0, 1, 2}).sum().backward()
     (bucket,) = buckets.buckets
     storages = {p.grad.untyped_storage().data_ptr() for p in module.parameters() if p.grad is not None}
@@ -123,24 +123,24 @@ def test_views_of_one_flat_buffer_are_the_gradients() -> None:
 
 def test_size_counts_local_elements_in_the_buffers_dtype() -> None:
     parameters = [nn.Parameter(torch.zeros(256, 1024, dtype=torch.bfloat16)) for _ in range(4)]  # 1 MiB each in float32
-    assert [len(b.parameters) for b in GradientBuckets([Part([*parameters], None)], bucket_mb=2).buckets] == [4]
-    in_float32 = GradientBuckets([Part([*parameters], None)], bucket_mb=2, dtype=torch.float32)
+    assert [len(b.parameters) for b in GradientBuckets([BucketGroup([*parameters], None)], bucket_mb=2).buckets] == [4]
+    in_float32 = GradientBuckets([BucketGroup([*parameters], None)], bucket_mb=2, dtype=torch.float32)
     assert [len(b.parameters) for b in in_float32.buckets] == [2, 2]
-    large = GradientBuckets([Part([*parameters], None)], bucket_mb=0.1)
+    large = GradientBuckets([BucketGroup([*parameters], None)], bucket_mb=0.1)
     assert [len(b.parameters) for b in large.buckets] == [1, 1, 1, 1]
     assert large.buckets[0].parameters[0] is parameters[-1]
 
 
 def test_parameters_of_several_dtypes_do_not_mix() -> None:
     parameters = [nn.Parameter(torch.zeros(4, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16) * 2]
-    buckets = GradientBuckets([Part([*parameters], None)]).buckets
+    buckets = GradientBuckets([BucketGroup([*parameters], None)]).buckets
     assert sorted(str(b.flat.dtype) for b in buckets) == ["torch.bfloat16", "torch.float32"]
     assert [len(b.parameters) for b in buckets] == [2, 2]
 
 
 def test_a_sparse_gradient_is_refused() -> None:
     embedding = nn.Embedding(4, 2, sparse=True)
-    GradientBuckets([Part([*embedding.parameters()], None)])
+    GradientBuckets([BucketGroup([*embedding.parameters()], None)])
     with pytest.raises(ConfigError, match="sparse=False"):
         embedding(torch.tensor([1])).sum().backward()
 
@@ -149,7 +149,7 @@ def test_a_sparse_gradient_is_refused() -> None:
 def test_a_gradient_after_its_bucket_left_is_refused(rank: RankContext) -> None:
     """Reentrant checkpointing of one layer twice delivers its gradient in two goes."""
     layer = nn.Linear(4, 4).to(rank.device)
-    buckets = GradientBuckets([Part([*layer.parameters()], rank.group)])
+    buckets = GradientBuckets([BucketGroup([*layer.parameters()], rank.group)])
     buckets.start()
     x = torch.ones(2, 4, device=rank.device, requires_grad=True)
     for _ in range(2):

@@ -255,8 +255,8 @@ def check_shifted(batch: Mapping[str, Any], shift_labels: bool) -> None:
     tell (all its tokens are the same, say) it passes.
 
     Raises:
-        ConfigError: All labels that count are their own tokens and shall not be shifted, or the tokens that follow and
-            shall be shifted once more.
+        ConfigError: All labels that count are their own tokens and must not be shifted, or the tokens that follow and
+            must be shifted once more.
     """
     input_ids, labels = batch["input_ids"], batch.get("labels")
     if labels is None:

@@ -19,9 +19,9 @@ from lightning_d9d.state import (
     Concatenate,
     Identity,
     LocalShard,
+    MappedBox,
     Mapper,
     Parallel,
-    Part,
     SafetensorsReader,
     Select,
     Sequential,
@@ -93,7 +93,7 @@ def load_huggingface(
             remedy=f"{tied_elsewhere}build the model with Qwen3MoeConfig.from_json of the same directory",
         )
         views = inverted(in_files, specs)
-        parts = [held for name, shard in local for part in views[name].parts if (held := part.within(shard.box))]
+        parts = [held for name, shard in local for part in views[name].boxes if (held := part.within(shard.box))]
         needed = {part.source for part in parts}
         checked = {tensor: view.shape for tensor, view in in_files.items() if tensor in needed}
         if repeated and _EMBEDDING_TENSOR in needed:
@@ -306,7 +306,7 @@ def repeated_head(reader: SafetensorsReader, config: Qwen3MoeConfig) -> set[str]
     return {_HEAD_TENSOR} & reader.file_of.keys() if config.tie_word_embeddings else set()
 
 
-def check_tied(reader: SafetensorsReader, parts: Iterable[Part]) -> None:
+def check_tied(reader: SafetensorsReader, parts: Iterable[MappedBox]) -> None:
     """Compare a repeated head with the embedding: one of its own must not be dropped without a word. Local.
 
     Args:

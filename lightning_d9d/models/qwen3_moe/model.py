@@ -21,7 +21,7 @@ from lightning_d9d.modules import (
     rope_tables,
 )
 from lightning_d9d.modules.lm_head import Reduction
-from lightning_d9d.parallel.tokens import TokenPart
+from lightning_d9d.parallel.tokens import TokenShard
 from lightning_d9d.pipeline.partition import check_layers, distribute_layers
 from lightning_d9d.pipeline.types import StageInfo
 
@@ -148,7 +148,7 @@ class Qwen3MoeModel(nn.Module):
             layers = check_layers(stage.layers, config.num_hidden_layers)
         if stage.is_first:
             self.embed_tokens = token_embedding(config)
-        self.tokens = TokenPart()
+        self.tokens = TokenShard()
         self.layers = nn.ModuleDict({str(index): Qwen3MoeLayer(config, index, balance) for index in layers})
         if stage.is_last:
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -185,7 +185,7 @@ class Qwen3MoeModel(nn.Module):
             `hidden_states`, on the last stage after the final norm; with snapshots `snapshots`: what came into each
             layer so far and, on the last stage, once more its `hidden_states`; with losses of routers `router_loss`,
             their sum so far. With a mask `state_sums` of this rank's tokens, on the last stage `pooled_states`. Besides
-            what else the next stage must be told.
+            what else the next stage must know.
 
         Raises:
             ConfigError: The first stage got no ids or a later one no hidden states, `document_ids` have another shape
@@ -215,7 +215,7 @@ class Qwen3MoeModel(nn.Module):
             router_loss = None if router_loss is None else self.tokens.mean(router_loss)
             x = self.norm(x)
             states.add(x)
-        output = {"hidden_states": x, **(states.results() if self.stage.is_last else states.handed_on())}
+        output = {"hidden_states": x, **(states.results() if self.stage.is_last else states.for_next_stage())}
         return output if router_loss is None else {**output, "router_loss": router_loss}
 
     def _into_layers(self, input_ids: Tensor | None, hidden_states: Tensor | None) -> Tensor:

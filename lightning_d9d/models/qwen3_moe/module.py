@@ -36,7 +36,7 @@ from lightning_d9d.modules import (
 )
 from lightning_d9d.optim import parameter_groups
 from lightning_d9d.parallel import ParallelConfig
-from lightning_d9d.pipeline.partition import cut_by_hand
+from lightning_d9d.pipeline.partition import split_by_sizes
 from lightning_d9d.pipeline.types import StageInfo, StageInputs, WeightedLoss
 from lightning_d9d.schedule import ModelCosts
 from lightning_d9d.strategy.checkpoint_files import read_value
@@ -55,7 +55,7 @@ ARGUMENTS_KEY = "qwen3_moe_arguments"
 
 
 class Perplexity(Metric):
-    """exp of the mean loss of all tokens it was told of.
+    """exp of the mean loss of all tokens that it has seen.
 
     A sum of its own, as torchmetrics' MeanMetric ignores weights unless it looks for NaN, which asks the host.
     """
@@ -180,7 +180,7 @@ class Qwen3MoePretraining(D9DModule):
         return model_costs(self.config, sequence_length, bytes_per_element)
 
     def configure_stage(self, stage: StageInfo) -> nn.Module:
-        """The stage's part of the network, cut by the strategy, by `layers_per_stage` or with virtual layers."""
+        """The stage's part of the network, split by the strategy, by `layers_per_stage` or with virtual layers."""
         if stage.layers is None:
             stage = dataclasses.replace(stage, layers=self._layers_of_stages(stage.num_stages)[stage.index])
         return Qwen3MoeForCausalLM(self.config, stage, self.balance)
@@ -193,7 +193,7 @@ class Qwen3MoePretraining(D9DModule):
     def _layers_of_stages(self, num_stages: int) -> list[range]:
         if self.layers_per_stage is not None and num_stages > 1:
             num_layers = self.config.num_hidden_layers
-            return cut_by_hand(self.layers_per_stage, num_layers, num_stages, "layers_per_stage")
+            return split_by_sizes(self.layers_per_stage, num_layers, num_stages, "layers_per_stage")
         return layers_of_stages(self.config, num_stages, self.virtual_layers_before, self.virtual_layers_after)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -313,7 +313,7 @@ class Qwen3MoePretraining(D9DModule):
                 balance.group = getattr(self.trainer.strategy, "stage_group", None) or dist.group.WORLD
 
     def on_after_optimizer_step(self, skipped: Tensor | None) -> None:
-        """Balance the experts; after a step that was left out only begin to count anew. Collective over all ranks."""
+        """Balance the experts; after a step that was left out only begin to count again. Collective over all ranks."""
         if self.balance is not None:
             group = getattr(self.trainer.strategy, "stage_group", None)
             self._counted = update_expert_bias(self, self.balance.bias_rate, group, skipped)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import nn
 
-from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.mesh import Axis, MeshDomains
 from lightning_d9d.models.qwen3_moe.model import Qwen3MoeForCausalLM
 from lightning_d9d.modules.balance import spread_sequences
 from lightning_d9d.parallel import (
     ParallelConfig,
-    TokenPart,
+    TokenShard,
     blocks_of,
     capture_blocks,
     compile_blocks,
@@ -35,12 +35,12 @@ def parallelize_qwen3_moe(stage: Qwen3MoeForCausalLM, mesh: MeshDomains | None, 
     if parallel.shard_blocks is not None:
         layers = blocks_of(stage, parallel.shard_blocks)
     if mesh is not None:
-        stage.model.tokens = TokenPart.of(mesh)
+        stage.model.tokens = TokenShard.of(mesh)
         shard_tensors(stage, mesh)
         shard_experts(stage, mesh, parallel)
-        if mesh.sizes["cp"] > 1:
-            shard_context(stage, mesh.group("cp"), parallel.context)
-        spread_sequences(stage, mesh.group("cp", "tp"))
+        if mesh.sizes[Axis.CP] > 1:
+            shard_context(stage, mesh.group(Axis.CP), parallel.context)
+        spread_sequences(stage, mesh.group(Axis.CP, Axis.TP))
     compile_blocks(stage, parallel, layers)
     recompute_activations(stage, parallel, layers)
     capture_blocks(stage, parallel, mesh, layers)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.parallel.tokens import TokenPart
+from lightning_d9d.parallel.tokens import TokenShard
 from lightning_d9d.pipeline.types import StageInfo
 
 OutputHiddenStates = bool | Literal["whole"]
@@ -41,7 +41,7 @@ class LayerStates:
     def __init__(
         self,
         stage: StageInfo,
-        tokens: TokenPart,
+        tokens: TokenShard,
         shape: torch.Size,
         output_hidden_states: OutputHiddenStates,
         pooling_mask: Tensor | None,
@@ -65,9 +65,9 @@ class LayerStates:
         if self._mask is not None:
             # Filled, not multiplied: what padding has, NaN perhaps, stays out.
             counted, dtype = x.masked_fill(~self._mask, 0), torch.promote_types(x.dtype, torch.float32)
-            self._sums.append(TokenPart.summand(counted.sum(1, keepdim=True, dtype=dtype)))
+            self._sums.append(TokenShard.summand(counted.sum(1, keepdim=True, dtype=dtype)))
 
-    def handed_on(self) -> dict[str, Any]:
+    def for_next_stage(self) -> dict[str, Any]:
         """Returns what the next stage is to get, by the names of its arguments."""
         handed: dict[str, Any] = {}
         if self._snapshots is not None:
@@ -132,6 +132,6 @@ def _check_mask(mask: Tensor, expected: tuple[int, int]) -> None:
     if tuple(mask.shape) != expected:
         raise ConfigError(
             f"pooling_mask has shape {list(mask.shape)}, but the tokens of this rank are {list(expected)}, [batch, "
-            "seq]: give each token a number. Context parallelism cuts the tensors of a batch that "
+            "seq]: give each token a number. Context parallelism shards the tensors of a batch that "
             "D9DModule.sequence_dims names"
         )

@@ -134,7 +134,7 @@ def _keys_backward(
     (batch, heads, num_queries, head_dim), (kv_heads, num_keys) = q.shape, k.shape[1:3]
     blocks = _blocks_of(q, "dk_dv")
     plan = plan_blocks(masks, num_keys, num_queries, blocks, rows_are_queries=False, device=q.device)
-    parts = _parts(heads // kv_heads, batch * kv_heads * plan.shape[1], q.device)
+    parts = _num_parts(heads // kv_heads, batch * kv_heads * plan.shape[1], q.device)
     dk_parts, dv_parts = dk.unsqueeze(0), dv.unsqueeze(0)
     if parts > 1:
         dk_parts, dv_parts = torch.empty(2, parts, *dk.shape, dtype=torch.float32, device=dk.device)
@@ -163,7 +163,7 @@ def _keys_backward(
         dv.copy_(dv_parts.sum(0))
 
 
-def _parts(group: int, num_groups: int, device: torch.device) -> int:
+def _num_parts(group: int, num_groups: int, device: torch.device) -> int:
     """Over how many programs the query heads of a group are spread, so that all processors have a few programs."""
     wanted = num_programs(num_groups * group, device) // 2
     return next(n for n in range(1, group + 1) if group % n == 0 and (num_groups * n >= wanted or n == group))

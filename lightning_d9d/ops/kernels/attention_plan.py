@@ -20,7 +20,7 @@ from lightning_d9d.ops.attention_masks import Masks
 from lightning_d9d.ops.rows import ceil_div, next_power_of_2
 
 SIZES = ["num_queries", "num_keys", "num_rows", "num_columns", "length", "heads", "group", "parts", "window"]
-"""Numbers that kernels are not compiled anew for."""
+"""Numbers that kernels are not compiled again for."""
 
 
 class Blocks(NamedTuple):

@@ -212,15 +212,15 @@ def _adamw(
         tl.load(scalars + 3),
     )
     key0, key1 = seed.to(tl.uint32), tl.load(scalars + 4).to(tl.uint32)
-    is_cut = length < count  # the rows are parts of longer ones
-    has_quads = (first % 4 == 0) & ((not is_cut) | ((length | stride) % 4 == 0))
+    is_sliced = length < count  # the rows are parts of longer ones
+    has_quads = (first % 4 == 0) & ((not is_sliced) | ((length | stride) % 4 == 0))
     is_aligned = ((parameter | gradient | exp_avg | exp_avg_sq) & 15) == 0
     if is_aligned & has_quads & (begin + CHUNK <= count):  # nearly all chunks: nothing is masked
         quads, places = tl.arange(0, TILE // 4), tl.arange(0, 4)[None, :]
         for near in range(0, CHUNK, TILE):
             words = places.to(tl.uint32)
             if not (WIDE_PARAMETER and WIDE_STATE):
-                index = _index(begin + near, quads * 4, first, length, stride, is_cut)
+                index = _index(begin + near, quads * 4, first, length, stride, is_sliced)
                 w0, w1, w2, w3 = _words(index // 4, key0, key1)
                 upper = tl.where(places == 2, w2[:, None], w3[:, None])
                 words = tl.where(places == 0, w0[:, None], tl.where(places == 1, w1[:, None], upper))
@@ -248,7 +248,7 @@ def _adamw(
         for start in range(begin, tl.minimum(begin + CHUNK, count), TILE // 4):
             words = lanes.to(tl.uint32)
             if not (WIDE_PARAMETER and WIDE_STATE):
-                index = _index(start, lanes, first, length, stride, is_cut)
+                index = _index(start, lanes, first, length, stride, is_sliced)
                 w0, w1, w2, w3 = _words(index // 4, key0, key1)
                 words = tl.where(index % 2 == 0, tl.where(index % 4 == 0, w0, w2), tl.where(index % 4 == 1, w1, w3))
             _update(
@@ -272,10 +272,10 @@ def _adamw(
 
 
 @triton.jit
-def _index(start, lanes, first, length, stride, is_cut):
+def _index(start, lanes, first, length, stride, is_sliced):
     """In the whole parameter, of elements `start + lanes` of a block."""
     index = first + start + lanes
-    if is_cut:
+    if is_sliced:
         columns = (start % length + lanes).to(tl.uint32)
         rows = (columns // length.to(tl.uint32)).to(tl.int64)
         index = first + (start // length + rows) * stride + columns.to(tl.int64) - rows * length

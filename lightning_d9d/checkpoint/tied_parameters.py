@@ -24,37 +24,39 @@ def tied_names(module: nn.Module) -> list[list[str]]:
     return [each for each in names.values() if len(each) > 1]
 
 
-def check_ties(ties: Iterable[Sequence[str]], saved: Mapping[str, Any]) -> None:
+def check_tied_parameters(tied: Iterable[Sequence[str]], saved: Mapping[str, Any]) -> None:
     """Refuse weights of a model in which tied parameters were apart: the last would overwrite the others. Local.
 
     Args:
-        ties: From `tied_names`.
+        tied: From `tied_names`.
         saved: What is to be loaded, by name.
 
     Raises:
         StateError: Two names of one parameter have other values.
     """
-    for names in ties:
+    for names in tied:
         present = [name for name in names if isinstance(saved.get(name), Tensor)]
         for name in present[1:]:
             if not torch.equal(local(saved[present[0]]), local(saved[name])):
                 raise StateError(
                     f"{present[0]} and {name} are one parameter in this model, and have other values there: they were "
-                    "not tied. Build the module without the tie, or leave one of the two out of the checkpoint"
+                    "not tied. Build the module with two parameters, or leave one of the two out of the checkpoint"
                 )
 
 
-def check_saved_ties(module: nn.Module, state: Mapping[str, Any], opened: Checkpoint) -> None:
-    """As `check_ties`, for a directory and before the module's tensors are overwritten. Collective.
+def check_saved_tied_parameters(module: nn.Module, state: Mapping[str, Any], opened: Checkpoint) -> None:
+    """Check a directory as `check_tied_parameters`, before the module's tensors are overwritten. Collective.
 
     Args:
         module: The module.
         state: The part of its state dict that is to be loaded.
         opened: What is to be loaded.
     """
-    ties = tied_names(module)
-    if any(Ranks().all_gather(len(ties) > 0)):
-        names = [name for tie in ties for name in tie if name in state and f"{MODEL}{name}" in opened.tensors]
+    tied = tied_names(module)
+    if any(Ranks().all_gather(len(tied) > 0)):
+        names = [name for each in tied for name in each if name in state and f"{MODEL}{name}" in opened.tensors]
         saved = {name: torch.empty_like(state[name]) for name in names}
         opened.load({f"{MODEL}{name}": value for name, value in saved.items()}, strict=False)
-        Ranks().together(f"checkpoint {str(opened.path)!r} cannot be loaded", lambda: check_ties(ties, saved))
+        Ranks().together(
+            f"checkpoint {str(opened.path)!r} cannot be loaded", lambda: check_tied_parameters(tied, saved)
+        )

@@ -1,7 +1,7 @@
-"""Which part of a tensor is which part of another.
+"""Boxes of tensors, and which box of a tensor is which box of another.
 
-Everything is a box: what a rank holds of a parameter, an expert's gate in a stack of experts, a part of the vocabulary
-in the matrix of all of it. To read or to write is to intersect boxes.
+Everything is a box: what a rank holds of a parameter, an expert's gate in a stack of experts, a part of the
+vocabulary. To read or to write is to intersect boxes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Box = tuple[range, ...]
 """The indices of each dim, in steps of one."""
 
 Index = tuple[int | slice, ...]
-"""What picks a box out of a tensor."""
+"""The index that picks a box out of a tensor."""
 
 
 class Readable(Protocol):
@@ -28,16 +28,16 @@ class Readable(Protocol):
 
     @property
     def shape(self) -> Sequence[int]:
-        """Of the whole."""
+        """The shape of the whole."""
         ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the slices."""
+        """The dtype of the slices."""
         ...
 
     def __getitem__(self, index: Any, /) -> Tensor:
-        """What `index`, an `Index`, picks."""
+        """Read what `index`, an `Index`, picks."""
         ...
 
 
@@ -51,7 +51,7 @@ class Copied(Protocol):
 
 
 class LocalShard(NamedTuple):
-    """What this rank holds of a tensor: `values` shares its memory or reads its file, `box` says where they belong."""
+    """The shard of a tensor on this rank: `values` shares its memory or reads its file, `box` is their place."""
 
     values: Any
     """A `Tensor`; to write from, any `Readable`."""
@@ -59,7 +59,7 @@ class LocalShard(NamedTuple):
 
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> LocalShard:
-        """Of a DTensor this rank's part, of another all.
+        """Take the shard that this rank holds of a DTensor, or all of a plain tensor.
 
         Raises:
             StateError: The tensor, of this name, is on the meta device.
@@ -77,7 +77,7 @@ def memory_of(tensor: Tensor) -> object:
 
 
 def whole_box(shape: Iterable[int]) -> Box:
-    """All of a tensor."""
+    """Return the box that is all of a tensor."""
     return tuple(map(range, shape))
 
 
@@ -86,24 +86,24 @@ def size(box: Box) -> int:
     return math.prod(map(len, box))
 
 
-class Part(NamedTuple):
+class MappedBox(NamedTuple):
     """A box of a tensor that has the values of a box of another one, its source, perhaps with dims in another order.
 
     Where one of the two has a dim that the other lacks, as stacks do, its box has length one there.
     """
 
     place: Box
-    """In the tensor."""
+    """The box in the tensor."""
     source: str
     box: Box
-    """In the source."""
+    """The box in the source."""
     dims: tuple[int | None, ...]
     """For each dim of the tensor that of the source; None where the source has none."""
     casts: tuple[torch.dtype, ...] = ()
     """To what the values are cast on their way from the source, one after the other: each may round."""
 
-    def within(self, held: Box) -> Part | None:
-        """What of the part lies in `held`, a box of the tensor, with the place in `held`; None if nothing does."""
+    def within(self, held: Box) -> MappedBox | None:
+        """The part in `held`, a box of the tensor, gets its place in `held`; None if nothing is in it."""
         place, box = [], list(self.box)
         for there, ours, dim in zip(self.place, held, self.dims, strict=True):
             start, stop = max(there.start, ours.start), min(there.stop, ours.stop)
@@ -115,7 +115,7 @@ class Part(NamedTuple):
                 box[dim] = range(start + shift, stop + shift)
         return self._replace(place=tuple(place), box=tuple(box))
 
-    def flipped(self, tensor: str) -> Part:
+    def flipped(self, tensor: str) -> MappedBox:
         """The same from the side of the source, for the name of the tensor. The casts stay as they are."""
         place_of = {dim: place for place, dim in enumerate(self.dims)}
         dims = tuple(place_of.get(dim) for dim in range(len(self.box)))
@@ -140,7 +140,7 @@ class Part(NamedTuple):
         return values
 
     def take(self, source: Readable) -> Tensor:
-        """The values out of the source, as `place_index` picks them out of the tensor."""
+        """Read the values out of the source, as `place_index` picks them out of the tensor."""
         return self.cast(source[self.flipped("").place_index()]).permute(self.order())
 
     def copy(self, source: Readable, target: Tensor) -> None:
