@@ -169,26 +169,26 @@ def describe_gradients(mesh: MeshDomains, gradients: GradientSync, trainer: Any,
     return describe_run(mesh, gradients.parameters, tied, *sizes)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TrainingParts:
-    """What a fit is built from, besides its module."""
+    """What a fit is built from, besides its module and optimizers."""
 
     patches: Patches
     ranks: JobRanks
     rank_model: RankModel | None
+    evaluation: EvalStep | None
+    """A D9DModule's."""
     parallel: ParallelConfig
     grad_sync: GradSyncConfig
     precision: Precision
-    optimizers: Sequence[Optimizer]
-    evaluation: EvalStep | None
-    """A D9DModule's."""
     skips_nonfinite: bool
 
-    def training(self, module: L.LightningModule) -> Training:
+    def training(self, module: L.LightningModule, optimizers: Sequence[Optimizer]) -> Training:
         """Build what trains a module. Local.
 
         Args:
             module: A D9DModule or a plain one, attached to a Trainer.
+            optimizers: The module's.
 
         Raises:
             ConfigError: An optimizer cannot be stepped so.
@@ -198,7 +198,7 @@ class TrainingParts:
                 f"skip_nonfinite=True: {type(module).__name__} steps its optimizers itself (automatic_optimization is "
                 "False); check the gradients there"
             )
-        for optimizer in self.optimizers:
+        for optimizer in optimizers:
             if self.skips_nonfinite or isinstance(module, D9DModule):
                 check_steps_once(optimizer)
             check_layouts(optimizer)

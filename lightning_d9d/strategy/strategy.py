@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import lightning as L
 import torch
@@ -70,10 +70,7 @@ from lightning_d9d.strategy.eval_step import EvalStep
 from lightning_d9d.strategy.loading import load_pretrained
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.offload import move
-from lightning_d9d.strategy.optimizer_step import (
-    OptimizerStep,
-    may_defer_scaling,
-)
+from lightning_d9d.strategy.optimizer_step import OptimizerStep, may_defer_scaling
 from lightning_d9d.strategy.pipeline import Pipeline
 from lightning_d9d.strategy.precision import check_precision, clip_by, step_context
 from lightning_d9d.strategy.rank_hooks import RankHooks
@@ -87,8 +84,6 @@ from lightning_d9d.strategy.staging import Staging, open_groups, with_dtypes
 from lightning_d9d.strategy.training import BatchPlace, Training
 from lightning_d9d.sync.buckets import GradSyncConfig
 from lightning_d9d.sync.norm import clip_gradients_by_value
-
-T = TypeVar("T")
 
 
 class D9DStrategy(RankHooks):
@@ -342,18 +337,9 @@ class D9DStrategy(RankHooks):
         self.setup_precision_plugin()
         if self._is_fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
-            parts = TrainingParts(
-                patches=self.patches,
-                ranks=self.ranks,
-                rank_model=self._rank_model,
-                parallel=self.parallel,
-                grad_sync=self.grad_sync,
-                precision=self.precision_plugin,
-                optimizers=self.optimizers,
-                evaluation=self._evaluation,
-                skips_nonfinite=self.skip_nonfinite,
-            )
-            training = self._training = parts.training(module)
+            run = self.patches, self.ranks, self._rank_model, self._evaluation
+            parts = TrainingParts(*run, self.parallel, self.grad_sync, self.precision_plugin, self.skip_nonfinite)
+            training = self._training = parts.training(module, self.optimizers)
             self._steps = training.optimizer_step
             self._update_gradients()
             self._checkpoints.saves.open(self.patches, trainer, lambda: training.window_is_open)
