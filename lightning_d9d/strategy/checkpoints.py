@@ -74,7 +74,7 @@ class Checkpoints:
         path: str | Path,
         weights_only: bool | None,
         io: CheckpointIO,
-        module: L.LightningModule,
+        module: L.LightningModule | None,
         prepare: Callable[[Mapping[str, Any], Collection[str]], None],
         *,
         fits: bool,
@@ -85,7 +85,7 @@ class Checkpoints:
             path: A checkpoint of either kind.
             weights_only: For files: False lets them run code. Directories never do.
             io: Reads a file.
-            module: Gets a directory's weights.
+            module: Gets a directory's weights; None: a file is read for its own sake.
             prepare: Called with the checkpoint and the names of its weights, before these are read.
             fits: Whether a fit goes on from it.
 

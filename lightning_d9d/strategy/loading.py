@@ -85,7 +85,7 @@ class Loads:
             return {*checkpoint.get("state_dict", {})}
         return {name.removeprefix(MODEL) for name in self._directory.tensors if name.startswith(MODEL)}
 
-    def weights(self, module: L.LightningModule, *, with_optimizers: bool) -> dict[str, Any] | None:
+    def weights(self, module: L.LightningModule | None, *, with_optimizers: bool) -> dict[str, Any] | None:
         """Read a directory's weights to their places; None for a file. Collective.
 
         Args:
@@ -98,6 +98,8 @@ class Loads:
         opened = self._directory
         if opened is None:
             return None
+        if module is None:
+            raise StateError(f"checkpoint {str(self._path)!r} is a directory, which is read into a module only")
         state = module.state_dict()
         check_saved_tied_parameters(module, state, opened)
         tensors = {f"{MODEL}{name}": value for name, value in state.items() if isinstance(value, Tensor)}

@@ -539,12 +539,14 @@ class D9DStrategy(RankHooks):
         """
         if self._shutdown is not None and self._shutdown.watch.failure is not None:
             raise RankError(str(self._shutdown.watch.failure))  # that rank will not come to a collective
-        module, io, fits = self._attached, self.checkpoint_io, self._is_fitting
+        module, io, fits = self.lightning_module, self.checkpoint_io, self._is_fitting
         return self._checkpoints.load(checkpoint_path, weights_only, io, module, self._prepare_to_load, fits=fits)
 
     def _prepare_to_load(self, checkpoint: Mapping[str, Any], names: Collection[str]) -> None:
         """Build the stages that `Auto` had chosen then, and load pretrained weights that are not in it. Collective."""
-        module = self._attached
+        module = self.lightning_module
+        if module is None:  # a file is read for its own sake
+            return
         if isinstance(module, D9DModule) and self.staging.resume(checkpoint) is not None:
             self._tell_module()
             module.stages = nn.ModuleList()
