@@ -26,7 +26,7 @@ from lightning.pytorch.utilities.model_summary.model_summary import _format_summ
 from torch import Tensor, nn
 
 from lightning_d9d.loop.patches import Patches
-from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.mesh import Axis, MeshDomains
 from lightning_d9d.mesh.agreement import first_of
 from lightning_d9d.mesh.collectives import all_gather_object
 from lightning_d9d.mesh.sharding import local
@@ -186,7 +186,7 @@ class _Summary(ModelSummary):
             return super()._summary(trainer, pl_module)
         own = pl_module.state_dict(keep_vars=True)
         frozen = {name for name, value in own.items() if isinstance(value, Tensor) and not value.requires_grad}
-        frozen = set().union(*all_gather_object(frozen, strategy.mesh.group("pp")))
+        frozen = set().union(*all_gather_object(frozen, strategy.mesh.group(Axis.PP)))
         whole = cast(Any, pl_module).whole_on_meta()  # only D9DModules have stages
         for name, value in whole.state_dict(keep_vars=True).items():
             if name in frozen and isinstance(value, Tensor):

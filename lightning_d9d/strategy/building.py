@@ -18,7 +18,7 @@ from lightning_d9d.loop.display import describe_run
 from lightning_d9d.loop.patches import Patches
 from lightning_d9d.loop.progress import LateProgress
 from lightning_d9d.loop.uneven import Alignment, check_lengths
-from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.mesh import Axis, MeshDomains
 from lightning_d9d.parallel import ParallelConfig
 from lightning_d9d.parallel.fsdp import fully_sharded
 from lightning_d9d.schedule import Auto, Choice
@@ -130,7 +130,7 @@ def alignment(
         None if splitter is None or not needs_equal_batches or splitter.count.is_one else splitter.num_microbatches
     )
     return Alignment(
-        group=None if ranks.dp_size == 1 or splitter is None else ranks.mesh.group("dp", backend="gloo"),
+        group=None if ranks.dp_size == 1 or splitter is None else ranks.mesh.group(Axis.DP, backend="gloo"),
         in_evaluation=needs_equal_batches,
         num_microbatches=counter,
         run_dummy=run_dummy,
@@ -214,7 +214,7 @@ class TrainingParts:
         stages, splitter = module.indexed_stages, self.evaluation.splitter
         keeps = self.parallel.reshard_after_forward is False
         if self.parallel.reshard_after_forward == "auto":
-            keeps = self.ranks.size("pp") > 1 or not splitter.count.is_one
+            keeps = self.ranks.size(Axis.PP) > 1 or not splitter.count.is_one
         train_step = TrainStep(
             module,
             module.pipeline.executor(module, stages, self.precision.forward_context),

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.mesh import Axis, MeshDomains
 from lightning_d9d.mesh.collectives import device_of_messages
 from lightning_d9d.mesh.sharding import local
 from lightning_d9d.parallel.data import FullySharded
@@ -84,10 +84,10 @@ class DataParallelStages:
             if stages:
                 return group_of(layout, mesh, Summed.IN_BUCKETS)
             if layout is ShardingKind.EXPERTS:
-                return mesh.group("ep_replicate")  # also of one rank: a plain module's sums are divided behind it
+                return mesh.group(Axis.EP_REPLICATE)  # also of one rank: a plain module's sums are divided behind it
             if mesh.dp_size in (1, mesh.config.world_size):
                 return None if mesh.dp_size == 1 else dist.group.WORLD
-            return mesh.group("dp")
+            return mesh.group(Axis.DP)
 
         dtype = None if grad_sync.dtype == "auto" else getattr(torch, grad_sync.dtype)
         widens = accumulates and any(p.dtype != bucket_dtype(p, dtype, at_least) for p in in_buckets)
@@ -106,7 +106,7 @@ class DataParallelStages:
             if (group := group_of(sharding_kind(parameter, units), mesh, Summed.AFTERWARDS)) is not None:
                 afterwards.setdefault(group, []).append(parameter)
         whole = None
-        if mesh is not None and stages and mesh.sizes["tp"] > 1:
+        if mesh is not None and stages and mesh.sizes[Axis.TP] > 1:
             names = {p: name for stage in stages.values() for name, p in stage.named_parameters()}
             whole = WholeGradients(
                 {p: n for p, n in names.items() if sharding_kind(p, units) in NOT_TENSOR_SHARDED}, mesh

@@ -24,6 +24,8 @@ from lightning_d9d.data import (
 )
 from lightning_d9d.errors import StateError
 from lightning_d9d.loop.uneven import TrainingLoader
+from lightning_d9d.mesh import Axis
+from lightning_d9d.mesh.axes import plain
 from lightning_d9d.mesh.collectives import gather_object
 from lightning_d9d.mesh.seeds import random_state, seed_for, set_random_state
 from lightning_d9d.strategy.ranks import JobRanks
@@ -213,7 +215,7 @@ class EpochPlace:
     @property
     def _sizes(self) -> dict[str, int]:
         """The axes that say which rank is where: equal sizes give a rank of the same number the same place."""
-        return {axis: self._ranks.size(axis) for axis in ("pp", "dp", "cp", "tp")}
+        return plain({axis: self._ranks.size(axis) for axis in (Axis.PP, Axis.DP, Axis.CP, Axis.TP)})
 
     def _of_this_rank(self, ranks: list[dict[str, Any]]) -> dict[str, Any]:
         """What this rank goes on with; without random numbers on another mesh, where copies must draw equal ones.
@@ -227,7 +229,7 @@ class EpochPlace:
         if dp_size != saved:  # of an order that is dealt out anew, all take the first rank's
             pairs = zip(loaders, ranks[0]["loaders"], strict=True)
             loaders = [first if is_place_of_sampler(first) and first["order"] else each for each, first in pairs]
-        mesh = ranks[0].get("mesh", {"pp": 1, "dp": saved, "cp": 1, "tp": 1})
+        mesh = ranks[0].get("mesh", {Axis.PP: 1, Axis.DP: saved, Axis.CP: 1, Axis.TP: 1})
         is_same_mesh = len(ranks) == self._ranks.world_size and mesh == self._sizes
         random = ranks[self._ranks.rank]["random"] if is_same_mesh else None
         return {**own, "loaders": loaders, "random": random, "num_data_ranks": saved, "is_other_job": dp_size != saved}

@@ -12,7 +12,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 
 from lightning_d9d.loop.launch import check_launcher_is_noticed
-from lightning_d9d.mesh import MeshConfig, MeshDomains
+from lightning_d9d.mesh import Axis, MeshConfig, MeshDomains
 from lightning_d9d.strategy.ranks import JobRanks, TimeoutConfig
 
 T = TypeVar("T")
@@ -64,7 +64,7 @@ class RankHooks(ParallelStrategy):
     @property
     def is_pipelined(self) -> bool:
         """Whether ranks hold different stages."""
-        return self.ranks.size("pp") > 1
+        return self.ranks.size(Axis.PP) > 1
 
     @property
     def stage_group(self) -> dist.ProcessGroup | None:

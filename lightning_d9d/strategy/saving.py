@@ -23,6 +23,7 @@ from lightning_d9d.errors import ConfigError, StateError
 from lightning_d9d.loop.deferred_saves import DeferredSaves
 from lightning_d9d.loop.interrupt import Saved
 from lightning_d9d.loop.patches import Patches
+from lightning_d9d.mesh import Axis
 from lightning_d9d.mesh.agreement import Ranks
 from lightning_d9d.strategy.configuration import check_saving_callbacks
 from lightning_d9d.strategy.ranks import JobRanks
@@ -96,7 +97,9 @@ class Saves:
             check_saving_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
             several = self._ranks.mesh_of_several
             group = (
-                None if several is None else several.group("pp", "dp", "cp", "tp", lane="checkpoint", backend="gloo")
+                None
+                if several is None
+                else several.group(Axis.PP, Axis.DP, Axis.CP, Axis.TP, lane="checkpoint", backend="gloo")
             )
             self._background = BackgroundSaver(group)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.mesh import Axis
 from lightning_d9d.mesh.agreement import Ranks
 from lightning_d9d.mesh.collectives import first_difference
 from lightning_d9d.pipeline.executor import SplitBatch
@@ -57,7 +58,7 @@ class StepChecks:
         named = self._module.named_parameters()
         lines = [f"{name} {'trained' if p.requires_grad else 'frozen'}" for name, p in named]
         is_cut = pipeline.tokens.num_slices > 1
-        group = pipeline.mesh.group("dp", "cp", "tp") if is_cut else pipeline.token_group
+        group = pipeline.mesh.group(Axis.DP, Axis.CP, Axis.TP) if is_cut else pipeline.token_group
         if difference := first_difference(lines, group):
             raise ConfigError(
                 f"ranks with the same stages train different parameters: {difference}. Set requires_grad alike on all "

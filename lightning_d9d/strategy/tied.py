@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.mesh import Axis, MeshDomains
 from lightning_d9d.mesh.collectives import all_gather_object, broadcast_tensors
 from lightning_d9d.mesh.sharding import local
 from lightning_d9d.sync.norm import gradient_norm
@@ -71,9 +71,9 @@ class TiedParameters(Mapping[nn.Parameter, TiedParameter]):
             axes_of: The axes along which the gradient of a parameter is still to be summed when stages are done.
             mesh: The mesh of the run; None for one process.
         """
-        if mesh is None or mesh.sizes["pp"] == 1:
+        if mesh is None or mesh.sizes[Axis.PP] == 1:
             return cls()
-        pipeline, rank = mesh.group("pp"), mesh.coordinates["pp"]
+        pipeline, rank = mesh.group(Axis.PP), mesh.coordinates[Axis.PP]
         of_ranks = all_gather_object({name: tuple(axes_of(p)) for p, name in names.items()}, pipeline)
         every_name = {name: axes for theirs in of_ranks for name, axes in theirs.items()}
         holders = {name: tuple(r for r, theirs in enumerate(of_ranks) if name in theirs) for name in every_name}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.mesh import Axis, MeshDomains
 from lightning_d9d.mesh.agreement import first_of
 from lightning_d9d.mesh.collectives import all_gather_object
 
@@ -45,9 +45,9 @@ class WholeGradients:
             ConfigError: Some gradient is the same on all ranks of the axis, and not 0.
         """
         ours = {name: self._noted[name].tolist() for name in self._names.values() if name in self._noted}
-        of_ranks = all_gather_object(ours, self._mesh.group("tp"))
+        of_ranks = all_gather_object(ours, self._mesh.group(Axis.TP))
         whole = [n for n, numbers in ours.items() if numbers[0] > 0 and all(r.get(n) == numbers for r in of_ranks)]
-        num_ranks = self._mesh.sizes["tp"]
+        num_ranks = self._mesh.sizes[Axis.TP]
         if whole:
             raise ConfigError(
                 f"each of the {num_ranks} ranks of tensor parallelism has the whole gradient of {first_of(whole)}; "
