@@ -115,7 +115,7 @@ class RankWatch:
         self.wait_seconds = wait_seconds
         self.requeue_signal: int | None = None
         """One more signal on which ranks stop together; they then have all the time that a checkpoint takes."""
-        self.goes_on: Callable[[], bool] = lambda: False
+        self.is_inside_of_window: Callable[[], bool] = lambda: False
         """Whether that signal is not to stop ranks yet; asked before a batch, where all ranks must say the same."""
         self._store = store
         self._world_size = world_size
@@ -200,7 +200,7 @@ class RankWatch:
 
     def _stops_before(self, position: tuple[int, int]) -> bool:
         is_behind = self._last_position is not None and position > self._last_position
-        return is_behind and not (self._stop == self.requeue_signal and self.goes_on())
+        return is_behind and not (self._stop == self.requeue_signal and self.is_inside_of_window())
 
     def _raise_stop(self) -> None:
         assert self._stop is not None

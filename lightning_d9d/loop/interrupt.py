@@ -93,7 +93,7 @@ class Saved(NamedTuple):
     """The number of optimizer steps in it; None if it was loaded by this run."""
 
 
-def how_to_go_on(step: int, saved: Saved | None) -> str:
+def resume_advice(step: int, saved: Saved | None) -> str:
     """What a user who stopped a run wants to know.
 
     Args:

@@ -198,7 +198,7 @@ class Shutdown:
         environment = self._trainer._accelerator_connector.cluster_environment
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
             self.watch.requeue_signal = environment.requeue_signal or signal.SIGUSR1
-            self.watch.goes_on = lambda: self._saves.is_inside_of_window
+            self.watch.is_inside_of_window = lambda: self._saves.is_inside_of_window
             self._patches.replace(connector, "_slurm_sigusr_handler_fn", _do_nothing)  # the watch reads that, too
         type(connector).register_signal_handlers(connector)  # for SIGTERM
         if threading.current_thread() is threading.main_thread():

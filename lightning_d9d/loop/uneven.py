@@ -338,7 +338,7 @@ class EvaluationLoader(_AlignedLoader):
         if self._next is None:
             raise StopIteration
         item = self._next
-        self._handed_out.append(self._told(item))
+        self._handed_out.append(self._message(item))
         self._next = self._read()
         return item
 
@@ -368,9 +368,9 @@ class EvaluationLoader(_AlignedLoader):
 
     def _agree(self) -> None:
         assert self._agreement is not None
-        self._agreement.tell(*(self._handed_out[0] if self._handed_out else self._told(self._next)))
+        self._agreement.tell(*(self._handed_out[0] if self._handed_out else self._message(self._next)))
 
-    def _told(self, item: Any) -> tuple[int, int]:
+    def _message(self, item: Any) -> tuple[int, int]:
         place = END if item is None else item[2] if self.by_loader else 0
         return place, self._size(item)
 

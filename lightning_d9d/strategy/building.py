@@ -30,11 +30,11 @@ from lightning_d9d.strategy.eval_step import EvalStep
 from lightning_d9d.strategy.gradient_sync import GradientSync
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.offload import move
-from lightning_d9d.strategy.optimizer_step import OptimizerStep, check_layouts, check_steps_once
+from lightning_d9d.strategy.optimizer_step import OptimizerStep, check_parameter_groups, check_steps_once
 from lightning_d9d.strategy.precision import check_precision
 from lightning_d9d.strategy.rank_model import RankModel
 from lightning_d9d.strategy.ranks import JobRanks
-from lightning_d9d.strategy.sharding import check_layout, is_sharded, prepare_blocks, shard_blocks
+from lightning_d9d.strategy.sharding import check_sharding, is_sharded, prepare_blocks, shard_blocks
 from lightning_d9d.strategy.staged_training import StagedTraining
 from lightning_d9d.strategy.train_step import TrainStep
 from lightning_d9d.strategy.training import PlainTraining, Training
@@ -104,7 +104,7 @@ def place_model(
     else:
         shard_blocks(model, mesh, parallel, ranks.device)
     if mesh is not None:
-        check_layout(model, mesh, ranks.stage_group)
+        check_sharding(model, mesh, ranks.stage_group)
     shares_batches = ranks.dp_size < ranks.world_size
     return RankModel(model, names, mesh, ranks.stage_group, ranks.data_group if shares_batches else None)
 
@@ -201,7 +201,7 @@ class TrainingParts:
         for optimizer in self.optimizers:
             if self.skips_nonfinite or isinstance(module, D9DModule):
                 check_steps_once(optimizer)
-            check_layouts(optimizer)
+            check_parameter_groups(optimizer)
         steps = OptimizerStep(self.ranks.device)
         if isinstance(module, D9DModule):
             return self._staged(module, steps)

@@ -36,7 +36,7 @@ from lightning_d9d.strategy.checkpoint_files import load_weights, never_runs_cod
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.ranks import JobRanks
 from lightning_d9d.strategy.run_state import RunState
-from lightning_d9d.strategy.weights import laid_out_like, report, sharded_state
+from lightning_d9d.strategy.weights import report, sharded_state, sharded_weights
 
 
 class Loads:
@@ -119,7 +119,7 @@ class Loads:
         Raises:
             StateError: They are another model's, with what differs.
         """
-        laid_out = laid_out_like(module.state_dict(), weights)
+        laid_out = sharded_weights(module.state_dict(), weights)
         if self._directory is None and state.pipeline is not None:  # a file has all stages
             own = module.state_dict().keys()
             of_others = Ranks().merge(dict.fromkeys(own)).keys() - own
@@ -150,7 +150,7 @@ class Loads:
             if opened is not None:
                 load_optimizer_state(optimizer, state.names, OPTIMIZER.format(index), opened)
             else:
-                saved = self._part_of(states[index], optimizer, state) if by_name else states[index]
+                saved = self._own_state(states[index], optimizer, state) if by_name else states[index]
                 with Ranks().agreed(self._optimizer_failure):
                     give_state(optimizer, saved)
             _optimizer_to_device(optimizer, self._ranks.device)
@@ -168,9 +168,9 @@ class Loads:
         what = f"checkpoint {str(self._path)!r} has {num_saved} optimizers and the module {num_here}"
         if self._directory is not None or state.is_spread or refuses:
             raise StateError(f"{what}; let configure_optimizers return as many")
-        rank_zero_warn(f"{what}: of these the first {min(num_saved, num_here)} go on, others begin anew")
+        rank_zero_warn(f"{what}: of these the first {min(num_saved, num_here)} go on, others begin again")
 
-    def _part_of(self, saved: Mapping[str, Any], optimizer: Optimizer, state: RunState) -> dict[str, Any]:
+    def _own_state(self, saved: Mapping[str, Any], optimizer: Optimizer, state: RunState) -> dict[str, Any]:
         """What a file has of the parameters that this rank's optimizer has. Collective."""
         records, part = list[dict[str, Any]](), dict[str, Any]()
         with Ranks().agreed(self._optimizer_failure):

@@ -99,7 +99,7 @@ def leaves_gradients_alone(module: L.LightningModule) -> bool:
     )
 
 
-def check_layouts(optimizer: Optimizer) -> None:
+def check_parameter_groups(optimizer: Optimizer) -> None:
     """Raise `ConfigError` for a group of parameters that torch cannot step together."""
     for group in optimizer.param_groups:
         parameters = group["params"]

@@ -41,7 +41,7 @@ class Pipeline:
         schedule: Places stages and makes programs.
         mesh: Of several ranks; links are made here then, so this is collective over all of them. None for one process.
         device: Where messages go.
-        layers: For each stage the layers it is to have; None lets modules cut themselves.
+        layers: For each stage the layers it is to have; None lets modules split themselves.
 
     Raises:
         ScheduleError: The schedule gives a rank no stage, or places one on a rank that is not there.

@@ -65,7 +65,7 @@ def differing(
     return [f"{name}{a!r}" for name, a, _ in pairs], [f"{name}{b!r}" for name, _, b in pairs]
 
 
-def check_layout(module: nn.Module, mesh: MeshDomains, group: dist.ProcessGroup | None) -> None:
+def check_sharding(module: nn.Module, mesh: MeshDomains, group: dist.ProcessGroup | None) -> None:
     """Check that what differs between ranks is a DTensor, and that degrees above 1 are made use of. Collective.
 
     A plain tensor means a copy: ranks that read the same samples must hold the same values, or a checkpoint would
@@ -92,7 +92,7 @@ def check_layout(module: nn.Module, mesh: MeshDomains, group: dist.ProcessGroup 
         ranks = set(dist.get_process_group_ranks(mesh.group(axis)))
         if axis == Axis.EP_SHARD:  # its ranks are those of other axes, too
             lies_on_it = any(axis in (each.mesh_dim_names or ()) for each in meshes)
-        else:  # the ranks of experts are tensor ranks, too, without being cut over them
+        else:  # the ranks of experts are tensor ranks, too, without being sharded over them
             lies_on_it = any(ranks <= _ranks(each) for each in meshes if axis != Axis.TP or not _is_of_experts(each))
         if mesh.sizes[Axis.PP] > 1:  # a stage may have no such parameter
             lies_on_it = any(all_gather_object(lies_on_it, mesh.group(Axis.PP)))

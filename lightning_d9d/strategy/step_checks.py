@@ -12,7 +12,7 @@ from lightning_d9d.pipeline.executor import SplitBatch
 from lightning_d9d.strategy.gradient_sync import GradientSync
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.same_batches import SameBatches
-from lightning_d9d.strategy.sequence_parts import SequenceCheck
+from lightning_d9d.strategy.sequence_check import SequenceCheck
 
 
 class StepChecks:
@@ -57,8 +57,8 @@ class StepChecks:
             return
         named = self._module.named_parameters()
         lines = [f"{name} {'trained' if p.requires_grad else 'frozen'}" for name, p in named]
-        is_cut = pipeline.tokens.num_slices > 1
-        group = pipeline.mesh.group(Axis.DP, Axis.CP, Axis.TP) if is_cut else pipeline.token_group
+        has_slices = pipeline.tokens.num_slices > 1
+        group = pipeline.mesh.group(Axis.DP, Axis.CP, Axis.TP) if has_slices else pipeline.token_group
         if difference := first_difference(lines, group):
             raise ConfigError(
                 f"ranks with the same stages train different parameters: {difference}. Set requires_grad alike on all "
@@ -76,7 +76,7 @@ class StepChecks:
         has_checked, self._has_checked_whole = self._has_checked_whole, True
         if not has_checked and pipeline.tokens.num_slices > 1:
             with Ranks(pipeline.readers).agreed(f"{type(self._module).__name__} cannot train on tensor ranks"):
-                if data_parallel is not None:  # a stage may have nothing that is not cut
+                if data_parallel is not None:  # a stage may have nothing that is not sharded
                     data_parallel.check_whole()
         if data_parallel is not None:
             data_parallel.forget_whole()

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from lightning_d9d.coordination.ahead import BatchPlan
 from lightning_d9d.errors import ConfigError, RankError
 from lightning_d9d.loop.display import adapt_display, resume_bar, say, silence, silence_hooks
-from lightning_d9d.loop.interrupt import Interruption, how_to_go_on
+from lightning_d9d.loop.interrupt import Interruption, resume_advice
 from lightning_d9d.loop.launch import check_number_of_ranks
 from lightning_d9d.loop.patches import Patches
 from lightning_d9d.loop.shutdown import Shutdown, end_children_at_exit
@@ -81,7 +81,7 @@ from lightning_d9d.strategy.rank_model import RankModel
 from lightning_d9d.strategy.ranks import JobRanks, TimeoutConfig
 from lightning_d9d.strategy.run_state import RunState
 from lightning_d9d.strategy.saving import CheckpointConfig
-from lightning_d9d.strategy.sequence_parts import SequenceCheck
+from lightning_d9d.strategy.sequence_check import SequenceCheck
 from lightning_d9d.strategy.sharding import is_sharded
 from lightning_d9d.strategy.staging import Staging, open_groups, with_dtypes
 from lightning_d9d.strategy.training import BatchPlace, Training
@@ -586,7 +586,7 @@ class D9DStrategy(RankHooks):
         else:
             end_children_at_exit(self.launcher, self.global_rank, self.timeouts.shutdown_seconds)
         if isinstance(exception, KeyboardInterrupt | SIGTERMException) and self._is_fitting:
-            rank_zero_info(how_to_go_on(self._attached.trainer.global_step, self._checkpoints.saves.last))
+            rank_zero_info(resume_advice(self._attached.trainer.global_step, self._checkpoints.saves.last))
 
     def teardown(self) -> None:
         """Drop buckets and hooks, so that a notebook can fit again. Collective unless a rank failed.

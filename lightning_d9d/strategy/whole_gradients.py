@@ -1,4 +1,4 @@
-"""Finds parameters that are not cut and of which each rank of tensor parallelism has the whole gradient.
+"""Finds parameters that are not sharded and of which each rank of tensor parallelism has the whole gradient.
 
 Such gradients are summed over these ranks, as each has met its own slice of the tokens (`WHO_SUMS` in
 `lightning_d9d.parallel.plan`). A rank that has computed with all of them has the whole sum already, and what comes out
@@ -22,7 +22,7 @@ class WholeGradients:
     """Notes gradients before they are summed over ranks.
 
     Args:
-        names: Of parameters that are not cut over the tensor axis.
+        names: Of parameters that are not sharded over the tensor axis.
         mesh: Of all ranks.
     """
 
@@ -52,6 +52,6 @@ class WholeGradients:
             raise ConfigError(
                 f"each of the {num_ranks} ranks of tensor parallelism has the whole gradient of {first_of(whole)}; "
                 f"summed over them it would be {num_ranks} times as large. Let these parameters see each rank's slice "
-                "of the tokens (lightning_d9d.parallel.shard_tensors, TokenShard.own_slice), cut them over the axis "
+                "of the tokens (lightning_d9d.parallel.shard_tensors, TokenShard.own_slice), shard them over the axis "
                 "'tp', freeze them, or set MeshConfig.tensor_parallel to 1"
             )
