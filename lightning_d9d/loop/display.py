@@ -1,4 +1,4 @@
-"""What a run shows in the terminal: Lightning's progress bar and model summary, made right for a `D9DStrategy`.
+"""Shows a run in the terminal: Lightning's progress bar and model summary, made right for a `D9DStrategy`.
 
 The Trainer has made them before its strategy sees it. So the objects stay, and get a class whose methods are right;
 those of a user's own class stay as they are.
@@ -32,7 +32,7 @@ from lightning_d9d.mesh.collectives import all_gather_object
 from lightning_d9d.mesh.sharding import local
 
 _DEPRECATIONS = (r"`isinstance\(treespec, LeafSpec\)` is deprecated",)
-"""What torch says to Lightning."""
+"""Warnings of torch that are meant for Lightning."""
 _NO_LOADER = "You defined a `validation_step` but have no `val_dataloader`"
 
 
@@ -170,7 +170,7 @@ class _RichBar(_Bar, RichProgressBar):
         self._update(self.train_progress_bar_id, num_batches)  # the speed is counted from the first update on
 
     def _get_train_description(self, current_epoch: int) -> str:
-        """Without the number of epochs where there is no limit, which Lightning would call -2."""
+        """Leave the number of epochs out where none limits the run, which Lightning would call -2."""
         text = super()._get_train_description(current_epoch)
         return text.removesuffix("/-2").ljust(len(self.validation_description))
 
@@ -180,7 +180,7 @@ class _RichBar(_Bar, RichProgressBar):
 
 class _Summary(ModelSummary):
     def _summary(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Any:
-        """Of the whole model, also where this rank has some of its stages. Collective over a pipeline."""
+        """Summarize the whole model, also where this rank has some of its stages. Collective over a pipeline."""
         strategy = cast(Any, trainer.strategy)
         if not strategy.is_pipelined:
             return super()._summary(trainer, pl_module)

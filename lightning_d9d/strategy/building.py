@@ -1,4 +1,4 @@
-"""What `D9DStrategy.setup` builds for a run: the model on its ranks, what aligns loaders, what trains."""
+"""Builds a run for `D9DStrategy.setup`: the model on its ranks, what aligns loaders, what trains."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def check_run(
         plugin: The precision plugin.
 
     Raises:
-        ConfigError: It is refused, with the remedy.
+        ConfigError: The configuration cannot work, or a part of it would do nothing.
     """
     module, trainer = beside.module, beside.module.trainer
     check_degrees_of(module, beside.mesh)
@@ -74,8 +74,8 @@ def check_loader(loader: object, module: L.LightningModule, ranks: JobRanks, *, 
         is_staged: Whether the module is a D9DModule.
 
     Raises:
-        ConfigError: A D9DModule is to train on a loader that has no batch on some rank, or an evaluation of several
-            ranks has one on some of them only; on every rank.
+        ConfigError: The loader has no batch on some rank, which a D9DModule is to train on, or which others evaluate
+            on. Raised on every rank.
     """
     trainer = module.trainer
     trains, is_alone = bool(trainer.training), ranks.world_size == 1
@@ -171,7 +171,7 @@ def describe_gradients(mesh: MeshDomains, gradients: GradientSync, trainer: Any,
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingParts:
-    """What a fit is built from, besides its module."""
+    """The parts that a fit is built from, besides its module."""
 
     patches: Patches
     ranks: JobRanks

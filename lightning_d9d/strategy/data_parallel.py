@@ -27,8 +27,9 @@ class DataParallelStages:
         buckets: Of this rank's replicated parameters; None where nothing is reduced or accumulated in any.
         groups_of_stage: For each stage the indices of the bucket groups that have its parameters.
         sharded: Stages with fully sharded parameters.
-        afterwards: Fully sharded parameters, by the ranks over which their reduced gradients are still to be summed: of
-            tensor parallelism, and those of the pipeline that have them, too. All of these have the same in this order.
+        afterwards: Fully sharded parameters, by the ranks over which their reduced gradients are still to be summed.
+            Those are ranks of tensor parallelism, and those of the pipeline that have the parameters, too. All of these
+            have the same in this order.
         whole: Looks at the first gradients that are summed; None where ranks share no tokens.
     """
 
@@ -115,7 +116,7 @@ class DataParallelStages:
 
     @property
     def has_work(self) -> bool:
-        """Whether anything is gathered, reduced or accumulated."""
+        """True if anything is gathered, reduced or accumulated."""
         return self.buckets is not None or len(self.sharded) > 0
 
     def begin(self, *, is_first: bool, reduces: bool, splits: bool) -> None:
@@ -149,7 +150,7 @@ class DataParallelStages:
             self.sharded[stage].last_backward()
 
     def reduce(self, stage: int) -> None:
-        """What is left leaves."""
+        """Send the rest."""
         if self.buckets is not None and self._reduces:
             for group in self.groups_of_stage[stage]:
                 self.buckets.complete(group)

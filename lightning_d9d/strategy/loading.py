@@ -67,7 +67,7 @@ class Loads:
             The checkpoint; without a directory's weights, which `weights` reads.
 
         Raises:
-            StateError: It is damaged, incomplete or foreign; on every rank.
+            StateError: The checkpoint is damaged, incomplete or foreign; on every rank.
         """
         self._path, self._directory = path, None
         if self._ranks.broadcast(is_directory(path)):
@@ -117,7 +117,7 @@ class Loads:
             strict: Whether names must be the same.
 
         Raises:
-            StateError: They are another model's, with what differs.
+            StateError: The weights are another model's; the message says what differs.
         """
         laid_out = sharded_weights(module.state_dict(), weights)
         if self._directory is None and state.pipeline is not None:  # a file has all stages
@@ -135,8 +135,8 @@ class Loads:
             checkpoint: What was opened.
             state: The module and its optimizers.
             schedulers: The learning rate schedulers, which Lightning loads behind this.
-            refuses_other_number: Raise where a file of a whole model has another number of optimizers; else the first
-                ones go on, as under Lightning's own strategies, with a warning.
+            refuses_other_number: Raise where a file of a whole model has another number of optimizers. Else the first
+                ones resume with a warning, as under Lightning's own strategies.
 
         Raises:
             StateError: Their kind or parameters differ from what was saved; on every rank. For directories, and ranks
@@ -171,7 +171,7 @@ class Loads:
         rank_zero_warn(f"{what}: of these the first {min(num_saved, num_here)} go on, others begin again")
 
     def _own_state(self, saved: Mapping[str, Any], optimizer: Optimizer, state: RunState) -> dict[str, Any]:
-        """What a file has of the parameters that this rank's optimizer has. Collective."""
+        """Return a file's state for the parameters that this rank's optimizer has. Collective."""
         records, part = list[dict[str, Any]](), dict[str, Any]()
         with Ranks().agreed(self._optimizer_failure):
             records = group_records(optimizer, state.names)

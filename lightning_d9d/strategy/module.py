@@ -409,7 +409,7 @@ class D9DModule(L.LightningModule):
         return loss
 
     def _watch_optimizer(self) -> None:
-        """Under a stock strategy; with each batch anew, as each fit has its own optimizer."""
+        """Under a stock strategy; again with each batch, as each fit has its own optimizer."""
         if self._step_hook is not None:
             self._step_hook.remove()
         for optimizer in self.trainer.optimizers:  # one, or none

@@ -76,7 +76,7 @@ class JobRanks:
         self._seed: int | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> JobRanks:
-        """A copy shares the process groups, of which there are no second ones."""
+        """A copy shares the process groups, which cannot be copied."""
         return copy.copy(self)
 
     def place(self, rank: int, world_size: int) -> None:
@@ -160,7 +160,7 @@ class JobRanks:
         return 0 if self.world_size == 1 else self.mesh.dp_rank
 
     def size(self, axis: str) -> int:
-        """The size of an axis of the mesh; 1 for one process."""
+        """Return the size of an axis of the mesh; 1 for one process."""
         return 1 if self.world_size == 1 else self.mesh.sizes[axis]
 
     @property
@@ -175,13 +175,13 @@ class JobRanks:
 
     @property
     def needs_equal_batches(self) -> bool:
-        """Whether forwards and backwards of a D9DModule may be collective over data ranks. Equal on all ranks."""
+        """True if forwards and backwards of a D9DModule may be collective over data ranks. Equal on all ranks."""
         return any(self.size(axis) > 1 for axis in (Axis.DP_CP_SHARD, Axis.EP_SHARD))
 
     # Timeouts
 
     def set_step_timeout(self) -> bool:
-        """From the end of the first optimizer step on, ranks wait for `step_seconds`. Local.
+        """Let ranks wait for `step_seconds`, from the end of the first optimizer step on. Local.
 
         Returns:
             Whether it changed.

@@ -124,7 +124,7 @@ class Staging:
 
     @property
     def saved(self) -> dict[str, Any]:
-        """What a checkpoint has of it."""
+        """The entries of a checkpoint for it."""
         return {} if self.choice is None else {CHOICE: self.choice.to_dict()}
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What is checked while a `D9DModule` trains: mistakes that would show as hangs or as wrong numbers."""
+"""Checks while a `D9DModule` trains: mistakes that would show as hangs or as wrong numbers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class StepChecks:
         """Check, as an epoch begins, that the ranks of a stage sum the gradients of the same parameters. Collective.
 
         Raises:
-            ConfigError: They do not; on every rank.
+            ConfigError: Parameters that one rank trains are frozen on another; on every rank.
         """
         pipeline = self._module.pipeline
         if pipeline.mesh is None:
@@ -70,7 +70,7 @@ class StepChecks:
         """Check, in the first window that is reduced, that tensor ranks had summands of gradients. Collective.
 
         Raises:
-            ConfigError: They had whole ones, which the sum counts several times; on every rank.
+            ConfigError: Tensor ranks had whole gradients, which the sum counts several times; on every rank.
         """
         pipeline, data_parallel = self._module.pipeline, self._gradients.data_parallel
         has_checked, self._has_checked_whole = self._has_checked_whole, True

@@ -17,16 +17,18 @@ from lightning_d9d.sync.norm import gradient_norm
 
 
 class TiedParameter(NamedTuple):
-    """What the ranks that hold a tied parameter have in common."""
+    """A parameter that several pipeline ranks hold, as all of them know it."""
 
     name: str
     ranks: tuple[int, ...]
     """The pipeline ranks that hold it."""
     counts_here: bool
-    """Whether this rank counts it in its norm."""
+    """True if this rank counts it in its norm."""
     group: dist.ProcessGroup
-    """All ranks over which its gradient is still to be summed when the stages are done: of the holders, and of those
-    that have other tokens. (Not those over which FSDP2 sums.)"""
+    """The ranks over which its gradient is still to be summed when the stages are done.
+
+    These are the holders, and those that have other tokens. (Not those over which FSDP2 sums.)
+    """
 
 
 class TiedParameters(Mapping[nn.Parameter, TiedParameter]):
@@ -95,7 +97,7 @@ class TiedParameters(Mapping[nn.Parameter, TiedParameter]):
             broadcast_tensors(map(local, parameters), group, dist.get_process_group_ranks(group)[0])
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """The norm of all gradients of the model, each tied parameter counted once. Collective over all ranks."""
+        """Return the norm of all gradients of the model; each tied parameter counts once. Collective over all ranks."""
         counted = [parameter for parameter in parameters if parameter not in self or self[parameter].counts_here]
         return gradient_norm(counted, pipeline_group=self._pipeline)
 
