@@ -1,8 +1,8 @@
 """`EarlyStop`: ranks end a fit together although `Trainer.should_stop` may be set on any of them, at any time.
 
 Lightning asks for it at points that all ranks pass in the same order. A rank that finds it set at one of them writes
-the key "early_stop/N" and waits. A watchdog that finds this key publishes how many points its rank has passed. From then
-on its main thread waits at its next point. All end at the point behind the last that some rank has passed. Where
+the key "early_stop/N" and waits. A watchdog that finds this key publishes how many points its rank has passed. Then
+its main thread waits at its next point. All end at the point behind the last that some rank has passed. Where
 all ranks ask at the same point it is this one, as under Lightning.
 """
 

@@ -88,7 +88,7 @@ def check_steps_once(optimizer: Optimizer) -> None:
 
 
 def leaves_gradients_alone(module: L.LightningModule) -> bool:
-    """Return whether nobody looks at gradients between backward and step or clips values: module, Trainer, callbacks."""
+    """Return whether no module, Trainer or callback looks at gradients between backward and step, or clips values."""
     trainer: Any = module.trainer
     watchers = [(module, L.LightningModule), *((callback, L.Callback) for callback in trainer.callbacks)]
     return trainer.gradient_clip_algorithm != "value" and not any(
