@@ -116,7 +116,7 @@ class RankWatch:
         self.requeue_signal: int | None = None
         """One more signal on which ranks stop together; they then have all the time that a checkpoint takes."""
         self.is_inside_of_window: Callable[[], bool] = lambda: False
-        """Whether that signal is not to stop ranks yet; asked before a batch, where all ranks must say the same."""
+        """Returns whether that signal must not stop ranks yet. Asked before a batch; all ranks must say the same."""
         self._store = store
         self._world_size = world_size
         self._shutdown_seconds = shutdown_seconds

@@ -6,7 +6,7 @@ lengths are known and equal nothing is done. Elsewhere ranks look one batch ahea
 - In training a rank whose data have ended trains on dummy batches, copies of its last one, until all have ended. They
   pass through Lightning's loop, as there is an optimizer step to take.
 - In evaluation and prediction Lightning's loop sees a rank's own batches only. At the end, before ranks meet, those
-  that have had less than others run the rest: forwards of their last batch, without hooks, loss or result.
+  that have had less than others run the rest. These are forwards of their last batch, without hooks, loss or result.
 """
 
 from __future__ import annotations

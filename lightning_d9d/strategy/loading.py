@@ -119,12 +119,12 @@ class Loads:
         Raises:
             StateError: The weights are another model's; the message says what differs.
         """
-        laid_out = sharded_weights(module.state_dict(), weights)
+        sharded = sharded_weights(module.state_dict(), weights)
         if self._directory is None and state.pipeline is not None:  # a file has all stages
             own = module.state_dict().keys()
             of_others = Ranks().merge(dict.fromkeys(own)).keys() - own
-            laid_out = {name: value for name, value in laid_out.items() if name not in of_others}
-        load_weights(module, laid_out, strict, self._path)
+            sharded = {name: value for name, value in sharded.items() if name not in of_others}
+        load_weights(module, sharded, strict, self._path)
 
     def give_optimizers(
         self, checkpoint: Mapping[str, Any], state: RunState, schedulers: Sequence[Any], *, refuses_other_number: bool
@@ -168,7 +168,7 @@ class Loads:
         what = f"checkpoint {str(self._path)!r} has {num_saved} optimizers and the module {num_here}"
         if self._directory is not None or state.is_spread or refuses:
             raise StateError(f"{what}; let configure_optimizers return as many")
-        rank_zero_warn(f"{what}: of these the first {min(num_saved, num_here)} go on, others begin again")
+        rank_zero_warn(f"{what}: of these the first {min(num_saved, num_here)} go on, others begin without a state")
 
     def _own_state(self, saved: Mapping[str, Any], optimizer: Optimizer, state: RunState) -> dict[str, Any]:
         """Return a file's state for the parameters that this rank's optimizer has. Collective."""

@@ -81,7 +81,7 @@ def test_without_a_checkpoint(tmp_path: Path) -> None:
         (Saved("here.ckpt", None), "the last checkpoint is here.ckpt, from which this run went on ("),
     ],
 )
-def test_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: Saved, text: str) -> None:
+def test_resume_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: Saved, text: str) -> None:
     monkeypatch.chdir(tmp_path)
     Path("here.ckpt").touch()
     assert text in resume_advice(3, saved)
