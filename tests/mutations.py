@@ -103,7 +103,7 @@ MUTATIONS = [
         "lightning_d9d/pipeline/executor.py",
         "return microbatch < self.num_counted",
         "return True",
-        f"{EXECUTOR} -k fillers",
+        f"{EXECUTOR} -k dummies",
     ),
     Mutation(
         "the gradient of the loss is 1",
@@ -274,14 +274,14 @@ MUTATIONS = [
         "tests/modules/test_dispatch.py",
     ),
     Mutation(
-        "ties are not summed",
+        "tied parameters are not summed",
         "lightning_d9d/strategy/data_parallel.py",
-        "BucketGroup([], tie.group)",
+        "BucketGroup([], shared.group)",
         "BucketGroup([], None)",
         "tests/strategy/test_pipeline.py -k 'two_stages and gpipe'",
     ),
     Mutation(
-        "ties count on every stage in the norm",
+        "tied parameters count on every stage in the norm",
         "lightning_d9d/strategy/tied.py",
         "if parameter not in self or self[parameter].counts_here]",
         "]",

@@ -7,7 +7,7 @@ from pathlib import Path
 import lightning as L
 
 from lightning_d9d.checkpoint import Differences
-from lightning_d9d.strategy.weights import load_part, report
+from lightning_d9d.strategy.weights import overwrite_weights, report
 
 
 class InitialWeights(L.Callback):
@@ -33,5 +33,5 @@ class InitialWeights(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Loads; on all ranks."""
         if trainer.ckpt_path is None:
-            self.differences = load_part(pl_module, self.path, prefix=self.prefix, strict=self.strict)
+            self.differences = overwrite_weights(pl_module, self.path, prefix=self.prefix, strict=self.strict)
             report(self.differences, self.path)

@@ -1,4 +1,4 @@
-"""What data ranks tell each other of their next batch while they compute the one before."""
+"""Lets data ranks tell each other of their next batch while they compute the one before."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOTHING = END + 1
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """What data ranks agreed to run for one batch. Without arguments they agreed on nothing."""
+    """The agreement of data ranks on what they run for one batch. Without arguments they agreed on nothing."""
 
     is_dummy: bool = False
     """This rank has no data for it. It runs a copy of another batch, which counts nothing."""
@@ -44,7 +44,7 @@ class Agreed:
 
     @property
     def has_ended(self) -> bool:
-        """Whether no rank has data."""
+        """True if no rank has data."""
         return self.place >= END
 
 
@@ -95,5 +95,5 @@ class Agreement:
         return self._heard
 
     def rank_of(self, index: int) -> int:
-        """The global rank of one of the group."""
+        """Return the global rank of one of the group."""
         return dist.get_process_group_ranks(self.group)[index]

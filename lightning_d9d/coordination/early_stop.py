@@ -1,8 +1,8 @@
 """`EarlyStop`: ranks end a fit together although `Trainer.should_stop` may be set on any of them, at any time.
 
 Lightning asks for it at points that all ranks pass in the same order. A rank that finds it set at one of them writes
-the key "early_stop/N" and waits. A watchdog that finds this key publishes how many points its rank has passed, and from
-then on its main thread waits at its next point. All end at the point behind the last that some rank has passed. Where
+the key "early_stop/N" and waits. A watchdog that finds this key publishes how many points its rank has passed. Then
+its main thread waits at its next point. All end at the point behind the last that some rank has passed. Where
 all ranks ask at the same point it is this one, as under Lightning.
 """
 
@@ -48,7 +48,7 @@ class EarlyStop:
         self._stops_at: int | None = None
 
     def is_here(self, wants: bool) -> bool:
-        """Whether all ranks end training at this point. Collective, but waits only where some rank wants it.
+        """Return whether all ranks end training at this point. Collective, but waits only where some rank wants it.
 
         Args:
             wants: Whether this rank asks for it. Once all have stopped, they stay so until this is False.
@@ -70,7 +70,7 @@ class EarlyStop:
 
     @property
     def is_open(self) -> bool:
-        """Whether some rank asks and it is not known yet where all end."""
+        """True if some rank asks and it is not known yet where all end."""
         return self._waits and self._stops_at is None
 
     def agree(self) -> None:

@@ -37,13 +37,13 @@ class Failure:
 
     @staticmethod
     def of(rank: int, error: BaseException) -> Failure:
-        """What `error` is for the other ranks."""
+        """Make of `error` what the other ranks see."""
         summary = "".join(traceback.format_exception_only(error)).strip()
         trace = "".join(traceback.format_exception(error))
         return Failure(rank, summary[:_MAX_SUMMARY], trace[-_MAX_TRACEBACK:])
 
     def to_store(self) -> str:
-        """As `from_store` takes it."""
+        """Return the content that `from_store` reads."""
         return json.dumps(asdict(self))
 
     @staticmethod
@@ -51,7 +51,7 @@ class Failure:
         """The failure that a rank has left under a key.
 
         Raises:
-            ForeignValueError: It is something else.
+            ForeignValueError: The content is something else.
         """
         return Failure(**value_of(key, content, _is_failure))
 
@@ -68,7 +68,7 @@ def value_of(key: str, content: bytes, is_valid: Callable[[Any], bool]) -> Any:
         is_valid: Whether it is what ranks write under the key.
 
     Raises:
-        ForeignValueError: It is something else.
+        ForeignValueError: The content is something else.
     """
     try:
         value = json.loads(content.decode()) if len(content) <= _MAX_VALUE_BYTES else None
@@ -84,12 +84,12 @@ def value_of(key: str, content: bytes, is_valid: Callable[[Any], bool]) -> Any:
 
 
 def is_count(value: Any) -> bool:
-    """Whether it is a number of batches or ranks."""
+    """Return whether it is a number of batches or ranks."""
     return type(value) is int and value >= 0
 
 
 def is_signal(value: Any) -> bool:
-    """Whether it is the number of a signal."""
+    """Return whether it is the number of a signal."""
     return type(value) is int and value in {int(each) for each in signal.Signals}
 
 

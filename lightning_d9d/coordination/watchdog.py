@@ -95,7 +95,7 @@ class RankWatch:
         rank: Global rank.
         world_size: Number of ranks.
         shutdown_seconds: How long the main thread may go on after a failure or a stop request.
-        wait_seconds: How long to wait for other ranks at the end of epochs, evaluations and the run; may be set anew.
+        wait_seconds: How long to wait for other ranks at the end of epochs, evaluations and the run; may be set again.
         children: Ranks that this process started, with their processes.
         stop_exception: Makes what `begin_*_batch` raises from the signal's number.
     """
@@ -115,8 +115,8 @@ class RankWatch:
         self.wait_seconds = wait_seconds
         self.requeue_signal: int | None = None
         """One more signal on which ranks stop together; they then have all the time that a checkpoint takes."""
-        self.goes_on: Callable[[], bool] = lambda: False
-        """Whether that signal is not to stop ranks yet; asked before a batch, where all ranks must say the same."""
+        self.is_inside_of_window: Callable[[], bool] = lambda: False
+        """Returns whether that signal must not stop ranks yet. Asked before a batch; all ranks must say the same."""
         self._store = store
         self._world_size = world_size
         self._shutdown_seconds = shutdown_seconds
@@ -172,7 +172,7 @@ class RankWatch:
         self._begin((self._position[0] + 1, 0))
 
     def begin_evaluation_batch(self) -> None:
-        """As `begin_train_batch`, for a batch of validation, test or prediction."""
+        """Do what `begin_train_batch` does, for a batch of validation, test or prediction."""
         self._begin((self._position[0], self._position[1] + 1))
 
     def end_evaluation(self) -> None:
@@ -200,7 +200,7 @@ class RankWatch:
 
     def _stops_before(self, position: tuple[int, int]) -> bool:
         is_behind = self._last_position is not None and position > self._last_position
-        return is_behind and not (self._stop == self.requeue_signal and self.goes_on())
+        return is_behind and not (self._stop == self.requeue_signal and self.is_inside_of_window())
 
     def _raise_stop(self) -> None:
         assert self._stop is not None
@@ -208,7 +208,7 @@ class RankWatch:
         raise self._stop_exception(self._stop)
 
     def stops_early(self, wants: bool) -> bool:
-        """As `EarlyStop.is_here`.
+        """Call `EarlyStop.is_here`.
 
         Raises:
             RankError: Another rank has failed.
@@ -227,7 +227,7 @@ class RankWatch:
         """After the batch's collectives. `is_last`: the data are known to end here; then as `end_epoch`.
 
         Raises:
-            RankError: There were no data: the other ranks are in a gradient sum that this one left out.
+            RankError: This rank had no data: the other ranks are in a gradient sum that this one left out.
         """
         if not self._has_begun:  # a run that goes on with the validation after a batch, or after that validation
             return
@@ -270,7 +270,7 @@ class RankWatch:
             raise RankError(str(self.failure))
 
     def report(self, error: BaseException) -> None:
-        """Tell the other ranks of an exception that ends this one, or add to it what another told before. Once."""
+        """Tell the other ranks of an exception that ends this one, or add to it what another said before. Once."""
         if self._reported:
             return
         self._reported = True
@@ -347,7 +347,7 @@ class RankWatch:
 
     @property
     def ended_normally(self) -> bool:
-        """Whether, after `close`, no rank had failed or was asked to stop."""
+        """True if, after `close`, no rank had failed or was asked to stop."""
         return self.failure is None and not self._stop_raised
 
     # The thread
@@ -541,7 +541,7 @@ class RankWatch:
         self._deadline = min(self._deadline, time.monotonic() + self._shutdown_seconds)
 
     def _get(self, key: str, is_valid: Callable[[Any], bool]) -> Any:
-        """A value of the store, or a `ForeignValueError`."""
+        """Return a value of the store, or raise `ForeignValueError`."""
         return value_of(key, self._store.get(key), is_valid)
 
     def _end_process(self) -> None:
@@ -590,5 +590,5 @@ def end_processes(processes: Sequence[Popen], patience_seconds: float) -> None:
 
 
 def _is_connection_error(error: BaseException) -> bool:
-    """Whether a collective failed because a peer went away. Gloo raises plain RuntimeErrors."""
+    """Return whether a collective failed because a peer went away. Gloo raises plain RuntimeErrors."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))

@@ -15,7 +15,7 @@ from lightning_d9d.loop.patches import Patches
 
 
 class _Waiting(NamedTuple):
-    """What is to be done, and whether a checkpoint is under the path when it is."""
+    """An action that waits, and whether a checkpoint is under the path when it is done."""
 
     action: Callable[[], object]
     path: str
@@ -54,13 +54,13 @@ class DeferredSaves(L.Callback):
         self._waiting.append(_Waiting(action, os.path.abspath(path), exists))
 
     def will_exist(self, path: str | Path) -> bool | None:
-        """Whether a checkpoint is under a path when all is done; None if nothing is to be done there."""
+        """Return whether a checkpoint is under a path when all is done; None if nothing is to be done there."""
         of_path = [each.exists for each in self._waiting if each.path == os.path.abspath(path)]
         return of_path[-1] if of_path else None
 
     @property
     def are_waiting(self) -> bool:
-        """Whether there is something to be done."""
+        """True if there is something to be done."""
         return len(self._waiting) > 0
 
     def run(self) -> None:

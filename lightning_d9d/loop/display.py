@@ -1,4 +1,4 @@
-"""What a run shows in the terminal: Lightning's progress bar and model summary, made right for a `D9DStrategy`.
+"""Shows a run in the terminal: Lightning's progress bar and model summary, made right for a `D9DStrategy`.
 
 The Trainer has made them before its strategy sees it. So the objects stay, and get a class whose methods are right;
 those of a user's own class stay as they are.
@@ -26,13 +26,13 @@ from lightning.pytorch.utilities.model_summary.model_summary import _format_summ
 from torch import Tensor, nn
 
 from lightning_d9d.loop.patches import Patches
-from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.mesh import Axis, MeshDomains
 from lightning_d9d.mesh.agreement import first_of
 from lightning_d9d.mesh.collectives import all_gather_object
 from lightning_d9d.mesh.sharding import local
 
 _DEPRECATIONS = (r"`isinstance\(treespec, LeafSpec\)` is deprecated",)
-"""What torch says to Lightning."""
+"""Warnings of torch that are meant for Lightning."""
 _NO_LOADER = "You defined a `validation_step` but have no `val_dataloader`"
 
 
@@ -170,7 +170,7 @@ class _RichBar(_Bar, RichProgressBar):
         self._update(self.train_progress_bar_id, num_batches)  # the speed is counted from the first update on
 
     def _get_train_description(self, current_epoch: int) -> str:
-        """Without the number of epochs where there is no limit, which Lightning would call -2."""
+        """Leave the number of epochs out where none limits the run, which Lightning would call -2."""
         text = super()._get_train_description(current_epoch)
         return text.removesuffix("/-2").ljust(len(self.validation_description))
 
@@ -180,13 +180,13 @@ class _RichBar(_Bar, RichProgressBar):
 
 class _Summary(ModelSummary):
     def _summary(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Any:
-        """Of the whole model, also where this rank has some of its stages. Collective over a pipeline."""
+        """Summarize the whole model, also where this rank has some of its stages. Collective over a pipeline."""
         strategy = cast(Any, trainer.strategy)
         if not strategy.is_pipelined:
             return super()._summary(trainer, pl_module)
         own = pl_module.state_dict(keep_vars=True)
         frozen = {name for name, value in own.items() if isinstance(value, Tensor) and not value.requires_grad}
-        frozen = set().union(*all_gather_object(frozen, strategy.mesh.group("pp")))
+        frozen = set().union(*all_gather_object(frozen, strategy.mesh.group(Axis.PP)))
         whole = cast(Any, pl_module).whole_on_meta()  # only D9DModules have stages
         for name, value in whole.state_dict(keep_vars=True).items():
             if name in frozen and isinstance(value, Tensor):

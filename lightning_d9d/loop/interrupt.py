@@ -60,7 +60,7 @@ class Interruption:
             signal.signal(signal.SIGINT, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:  # a dataloader's worker goes on until it is told
+        if os.getpid() != self._process:  # a dataloader's worker goes on until it is asked to stop
             return
         if self._asked:
             refuse_saves(self._patches, self._trainer)
@@ -76,7 +76,7 @@ class Interruption:
 
 
 def refuse_saves(patches: Patches, trainer: L.Trainer) -> None:
-    """Let the Trainer's callbacks save nothing because of an exception: it is no place to go on from. Local."""
+    """Let the Trainer's callbacks save nothing because of an exception: a run could not resume from there. Local."""
     for callback in trainer.checkpoint_callbacks:
         patches.replace(callback, "on_exception", _save_nothing)
 
@@ -86,15 +86,15 @@ def _save_nothing(*_: Any) -> None:
 
 
 class Saved(NamedTuple):
-    """A checkpoint from which a run can go on."""
+    """A checkpoint from which a run can resume."""
 
     path: str
     step: int | None
     """The number of optimizer steps in it; None if it was loaded by this run."""
 
 
-def how_to_go_on(step: int, saved: Saved | None) -> str:
-    """What a user who stopped a run wants to know.
+def resume_advice(step: int, saved: Saved | None) -> str:
+    """Return what a user who stopped a run wants to know: where it stopped, and how to resume.
 
     Args:
         step: Optimizer steps that were done.

@@ -79,7 +79,7 @@ def check_number_of_ranks(environment: ClusterEnvironment, num_devices: int, num
 
 
 def has_ipv4_address(interface: str) -> bool:
-    """Whether a network interface of this machine has an IPv4 address. Linux only."""
+    """Return whether a network interface of this machine has an IPv4 address. Linux only."""
     import fcntl
 
     get_address = 0x8915  # SIOCGIFADDR
@@ -121,7 +121,7 @@ def choose_network_interface(
 
 
 def local_store(environment: ClusterEnvironment, num_nodes: int, timeout: timedelta) -> dist.TCPStore | None:
-    """The store of ranks that meet at an address of this machine, on that address alone. Collective.
+    """Return the store of ranks that meet at an address of this machine, on that address alone. Collective.
 
     torch by itself listens on all addresses, and whoever reaches the port controls the job.
 

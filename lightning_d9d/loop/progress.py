@@ -14,7 +14,7 @@ from lightning_d9d.pipeline.host_copy import HostCopy
 
 
 def is_watched(trainer: L.Trainer | None) -> bool:
-    """Whether to show bars: there is a Trainer that has one (`enable_progress_bar`), and stderr is a terminal."""
+    """Return whether to show bars: the Trainer has one (`enable_progress_bar`), and stderr is a terminal."""
     return trainer is not None and trainer.progress_bar_callback is not None and sys.stderr.isatty()
 
 

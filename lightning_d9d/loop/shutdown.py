@@ -41,14 +41,14 @@ _children: list[tuple[int, Popen]] = []  # ranks that this process launched; the
 
 
 class SavesOfRun(Protocol):
-    """What a shutdown needs to know of the checkpoints of a run."""
+    """The saves of a run, as far as a shutdown must know of them."""
 
     are_urgent: bool
     """The job may end as soon as a checkpoint is saved."""
 
     @property
     def is_inside_of_window(self) -> bool:
-        """Whether gradients have been accumulated with which no step was taken."""
+        """True if gradients have been accumulated with which no step was taken."""
         ...
 
 
@@ -59,7 +59,7 @@ class Shutdown:
       broadcast and a host sync. Both are replaced, on this Trainer's objects, by the watch's pipe and
       `RankWatch.begin_train_batch`.
     - Ctrl-C asks all ranks to stop; a second one raises KeyboardInterrupt at once. Where it is ignored it stays so.
-    - After the training data are set up, ranks compare how many batches they have; one with more would wait for the
+    - After the training data are set up, ranks compare how many batches they have. One with more would wait for the
       others in its next gradient sum. Where a loader cannot tell beforehand, `RankWatch.end_epoch` finds out.
     - At the end of each evaluation dataloader, before metrics are reduced, ranks meet and compare what they logged.
       Where forwards are collective, a rank with less data first runs what the others do, see `uneven.py`.
@@ -176,13 +176,13 @@ class Shutdown:
             self.watch.begin_train_batch()
 
     def begin_evaluation_batch(self) -> None:
-        """As `RankWatch.begin_evaluation_batch`."""
+        """Call `RankWatch.begin_evaluation_batch`."""
         with self._saving_for_requeue():
             self.watch.begin_evaluation_batch()
 
     @contextmanager
     def _saving_for_requeue(self) -> Iterator[None]:
-        """What Lightning does inside of the signal's handler, where ranks are in the middle of other collectives."""
+        """Save for a requeue, which Lightning does inside the signal's handler, in the middle of other collectives."""
         try:
             yield
         except SIGTERMException as stop:
@@ -198,7 +198,7 @@ class Shutdown:
         environment = self._trainer._accelerator_connector.cluster_environment
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
             self.watch.requeue_signal = environment.requeue_signal or signal.SIGUSR1
-            self.watch.goes_on = lambda: self._saves.is_inside_of_window
+            self.watch.is_inside_of_window = lambda: self._saves.is_inside_of_window
             self._patches.replace(connector, "_slurm_sigusr_handler_fn", _do_nothing)  # the watch reads that, too
         type(connector).register_signal_handlers(connector)  # for SIGTERM
         if threading.current_thread() is threading.main_thread():
@@ -283,13 +283,13 @@ def _adopt_children(launcher: _Launcher | None, rank: int) -> None:
 
 
 def _forget_signals() -> None:
-    """In a process forked from this one (a dataloader's worker, say) signals are no requests to the ranks."""
+    """Reset signals in a forked process (a dataloader's worker, say), where they ask nothing of the ranks."""
     global _with_signals
     if _with_signals is not None:
         _with_signals = None
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; a worker goes on until it is told
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; a worker goes on until it is asked to stop
 
 
 os.register_at_fork(after_in_child=_forget_signals)

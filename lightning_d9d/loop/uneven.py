@@ -6,7 +6,7 @@ lengths are known and equal nothing is done. Elsewhere ranks look one batch ahea
 - In training a rank whose data have ended trains on dummy batches, copies of its last one, until all have ended. They
   pass through Lightning's loop, as there is an optimizer step to take.
 - In evaluation and prediction Lightning's loop sees a rank's own batches only. At the end, before ranks meet, those
-  that have had less than others run what is missing: forwards of their last batch, without hooks, loss or result.
+  that have had less than others run the rest. These are forwards of their last batch, without hooks, loss or result.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Alignment:
     in_evaluation: bool
     """Also where no gradients are summed: forwards alone are collective."""
     num_microbatches: Callable[[Any], int] | None
-    """Of a batch, if it must be equal on all ranks and follows from the batch."""
+    """Returns the number for a batch, if it must be equal on all ranks and follows from the batch."""
     run_dummy: Callable[[Any, BatchPlan], None]
     """Run the forwards of a batch that counts nothing."""
 
     resumes: Callable[[], bool]
-    """Whether loaders are still to take their place in a checkpoint, and begin then."""
+    """Returns whether loaders are still to take their place in a checkpoint, and begin then."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Alignment:
         """Nothing in it changes, and process groups cannot be copied."""
@@ -112,12 +112,12 @@ def check_lengths(loader: object, what: str, trains: bool, alone: bool) -> None:
 
 
 class _Described(NamedTuple):
-    """What a rank knows of its loaders before it reads from them."""
+    """The knowledge that a rank has of its loaders before it reads from them."""
 
     length: int | None
     """Batches that it has, or takes at most; None if that is not known."""
     known: Any
-    """What, if it is equal on all ranks, makes numbers of batches and microbatches equal; None if nothing does."""
+    """A value that, if ranks have equal ones, makes numbers of batches and microbatches equal; None if nothing does."""
 
 
 class _AlignedLoader(CombinedLoader):
@@ -149,7 +149,7 @@ class _AlignedLoader(CombinedLoader):
         return theirs
 
     def _known(self) -> Any:
-        """As in `_Described`. Lengths that an IterableDataset tells are not to be relied on."""
+        """Return `_Described.known`. Lengths that an IterableDataset gives are not to be relied on."""
         if any(has_iterable_dataset(loader) for loader in self.flattened):
             return None
         lengths = [sized_len(loader) for loader in self.flattened]
@@ -186,14 +186,14 @@ class _AlignedLoader(CombinedLoader):
 class _HandedOut:
     plan: BatchPlan
     states: list[Any]
-    """Of loaders with a state of their own, from which the batch after this one comes; None for others."""
+    """The states from which the batch after this one comes; None for loaders without one of their own."""
 
 
 class TrainingLoader(_AlignedLoader):
     """Gives all data ranks the same number of training batches, the last of them dummy batches where data are short.
 
-    It keeps the states that loaders had before they were read ahead, also with one data rank: Lightning reads ahead
-    itself where there is no length.
+    It keeps the states that loaders had before they were read ahead. So it does with one data rank, too: Lightning
+    reads ahead itself where a loader has no length.
 
     Args:
         loader: As for `_AlignedLoader`.
@@ -231,7 +231,7 @@ class TrainingLoader(_AlignedLoader):
         return self
 
     def __len__(self) -> int:
-        """The most batches of a data rank, if each of them knows its own."""
+        """Return the most batches of a data rank, if each of them knows its own."""
         if self._iterator is not None and self._waits:
             return super().__len__()
         if self._iterator is None:  # Lightning asks at the end, where an error of a loader must not be hidden
@@ -264,7 +264,7 @@ class TrainingLoader(_AlignedLoader):
         return self._next or self._dummy, BatchPlan(self._next is None, agreed.num_microbatches, agreed.num_ranks)
 
     def plan(self) -> BatchPlan:
-        """Of the batch that is trained on."""
+        """Return that of the batch that is trained on."""
         return BatchPlan() if self.is_even else self._history[-1 - self._num_ahead()].plan
 
     def num_own(self, num_batches: int) -> int:
@@ -292,7 +292,7 @@ class TrainingLoader(_AlignedLoader):
     # States of loaders
 
     def _state_dicts(self) -> list[dict[str, Any]]:
-        """Of what was trained on, though more has been read."""
+        """Return the states after what was trained on, though more has been read."""
         states = super()._state_dicts()
         progress = self._loop.epoch_loop.batch_progress
         is_at_end = self._next is None and self._agreement is not None
@@ -338,7 +338,7 @@ class EvaluationLoader(_AlignedLoader):
         if self._next is None:
             raise StopIteration
         item = self._next
-        self._handed_out.append(self._told(item))
+        self._handed_out.append(self._message(item))
         self._next = self._read()
         return item
 
@@ -368,9 +368,9 @@ class EvaluationLoader(_AlignedLoader):
 
     def _agree(self) -> None:
         assert self._agreement is not None
-        self._agreement.tell(*(self._handed_out[0] if self._handed_out else self._told(self._next)))
+        self._agreement.tell(*(self._handed_out[0] if self._handed_out else self._message(self._next)))
 
-    def _told(self, item: Any) -> tuple[int, int]:
+    def _message(self, item: Any) -> tuple[int, int]:
         place = END if item is None else item[2] if self.by_loader else 0
         return place, self._size(item)
 
@@ -380,7 +380,7 @@ class EvaluationLoader(_AlignedLoader):
 
 
 def plan_of(fit_loop: Any) -> BatchPlan:
-    """Of the training batch that is trained on."""
+    """Return the plan of the training batch that is trained on."""
     loader = fit_loop._combined_loader
     return loader.plan() if isinstance(loader, TrainingLoader) else BatchPlan()
 
@@ -398,12 +398,12 @@ def catch_up(loop: Any) -> None:
 
 
 def _is_stream(loader: object) -> bool:
-    """Whether what it reads may be gone. Workers that stay are left: each beginning sets them another seed."""
+    """Return whether what it reads may be gone. Workers that stay are left: each beginning sets them another seed."""
     return sized_len(loader) is None and not getattr(loader, "persistent_workers", False)
 
 
 def _rows(loader: object) -> tuple[int, int] | None:
-    """All rows, and those of a batch, where they tell the rows of each batch."""
+    """Return the number of all rows, and that of a batch, where these give the rows of each batch."""
     if not isinstance(loader, DataLoader) or loader.collate_fn is not default_collate:
         return None
     batches: Any = without_resuming(loader.batch_sampler)

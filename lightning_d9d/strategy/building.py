@@ -1,4 +1,4 @@
-"""What `D9DStrategy.setup` builds for a run: the model on its ranks, what aligns loaders, what trains."""
+"""Builds a run for `D9DStrategy.setup`: the model on its ranks, what aligns loaders, what trains."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_d9d.loop.display import describe_run
 from lightning_d9d.loop.patches import Patches
 from lightning_d9d.loop.progress import LateProgress
 from lightning_d9d.loop.uneven import Alignment, check_lengths
-from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.mesh import Axis, MeshDomains
 from lightning_d9d.parallel import ParallelConfig
 from lightning_d9d.parallel.fsdp import fully_sharded
 from lightning_d9d.schedule import Auto, Choice
@@ -30,11 +30,11 @@ from lightning_d9d.strategy.eval_step import EvalStep
 from lightning_d9d.strategy.gradient_sync import GradientSync
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.offload import move
-from lightning_d9d.strategy.optimizer_step import OptimizerStep, check_layouts, check_steps_once
+from lightning_d9d.strategy.optimizer_step import OptimizerStep, check_parameter_groups, check_steps_once
 from lightning_d9d.strategy.precision import check_precision
 from lightning_d9d.strategy.rank_model import RankModel
 from lightning_d9d.strategy.ranks import JobRanks
-from lightning_d9d.strategy.sharding import check_layout, is_sharded, prepare_blocks, shard_blocks
+from lightning_d9d.strategy.sharding import check_sharding, is_sharded, prepare_blocks, shard_blocks
 from lightning_d9d.strategy.staged_training import StagedTraining
 from lightning_d9d.strategy.train_step import TrainStep
 from lightning_d9d.strategy.training import PlainTraining, Training
@@ -53,7 +53,7 @@ def check_run(
         plugin: The precision plugin.
 
     Raises:
-        ConfigError: It is refused, with the remedy.
+        ConfigError: The configuration cannot work, or a part of it would do nothing.
     """
     module, trainer = beside.module, beside.module.trainer
     check_degrees_of(module, beside.mesh)
@@ -74,8 +74,8 @@ def check_loader(loader: object, module: L.LightningModule, ranks: JobRanks, *, 
         is_staged: Whether the module is a D9DModule.
 
     Raises:
-        ConfigError: A D9DModule is to train on a loader that has no batch on some rank, or an evaluation of several
-            ranks has one on some of them only; on every rank.
+        ConfigError: The loader has no batch on some rank, which a D9DModule is to train on, or which others evaluate
+            on. Raised on every rank.
     """
     trainer = module.trainer
     trains, is_alone = bool(trainer.training), ranks.world_size == 1
@@ -104,7 +104,7 @@ def place_model(
     else:
         shard_blocks(model, mesh, parallel, ranks.device)
     if mesh is not None:
-        check_layout(model, mesh, ranks.stage_group)
+        check_sharding(model, mesh, ranks.stage_group)
     shares_batches = ranks.dp_size < ranks.world_size
     return RankModel(model, names, mesh, ranks.stage_group, ranks.data_group if shares_batches else None)
 
@@ -130,7 +130,7 @@ def alignment(
         None if splitter is None or not needs_equal_batches or splitter.count.is_one else splitter.num_microbatches
     )
     return Alignment(
-        group=None if ranks.dp_size == 1 or splitter is None else ranks.mesh.group("dp", backend="gloo"),
+        group=None if ranks.dp_size == 1 or splitter is None else ranks.mesh.group(Axis.DP, backend="gloo"),
         in_evaluation=needs_equal_batches,
         num_microbatches=counter,
         run_dummy=run_dummy,
@@ -171,7 +171,11 @@ def describe_gradients(mesh: MeshDomains, gradients: GradientSync, trainer: Any,
 
 @dataclass(frozen=True)
 class TrainingParts:
+<<<<<<< HEAD
     """What a fit is built from, besides its module and optimizers."""
+=======
+    """The parts that a fit is built from, besides its module."""
+>>>>>>> s-axis
 
     patches: Patches
     ranks: JobRanks
@@ -201,7 +205,7 @@ class TrainingParts:
         for optimizer in optimizers:
             if self.skips_nonfinite or isinstance(module, D9DModule):
                 check_steps_once(optimizer)
-            check_layouts(optimizer)
+            check_parameter_groups(optimizer)
         steps = OptimizerStep(self.ranks.device)
         if isinstance(module, D9DModule):
             return self._staged(module, steps)
@@ -214,7 +218,7 @@ class TrainingParts:
         stages, splitter = module.indexed_stages, self.evaluation.splitter
         keeps = self.parallel.reshard_after_forward is False
         if self.parallel.reshard_after_forward == "auto":
-            keeps = self.ranks.size("pp") > 1 or not splitter.count.is_one
+            keeps = self.ranks.size(Axis.PP) > 1 or not splitter.count.is_one
         train_step = TrainStep(
             module,
             module.pipeline.executor(module, stages, self.precision.forward_context),

@@ -202,7 +202,7 @@ def load_weights(module: L.LightningModule, state: Mapping[str, Any], strict: bo
     """Load a checkpoint's weights. Collective.
 
     Raises:
-        StateError: They are another model's: names, shapes or ties differ.
+        StateError: The weights are another model's: names, shapes or tied parameters differ.
     """
     Ranks().together(
         f"checkpoint {str(path)!r} cannot be loaded", lambda: check_tied_parameters(tied_names(module), state)

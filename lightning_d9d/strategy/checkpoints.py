@@ -55,7 +55,7 @@ class Checkpoints:
             trainer: The Trainer of a fit; None for others, from whose checkpoints no fit goes on.
 
         Raises:
-            StateError: It could not be written; on every rank.
+            StateError: The checkpoint could not be written; on every rank.
         """
         weights_only = "optimizer_states" not in checkpoint
         if self.saves.is_inside_of_window:
@@ -93,7 +93,7 @@ class Checkpoints:
             What Lightning gets.
 
         Raises:
-            StateError: It is damaged, incomplete or foreign; on every rank.
+            StateError: The checkpoint is damaged, incomplete or foreign; on every rank.
         """
         self.saves.wait()
         self.saves.last = Saved(str(path), None)

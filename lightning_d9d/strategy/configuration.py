@@ -97,7 +97,7 @@ def check_module(module: L.LightningModule, pipeline: Pipeline | None, count: Mi
         count: How many microbatches a batch makes.
 
     Raises:
-        ConfigError: It cannot.
+        ConfigError: The module cannot run as it is configured.
     """
     if isinstance(module, D9DModule):
         module.check_overrides()

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.mesh import Axis, MeshDomains
 from lightning_d9d.mesh.collectives import device_of_messages
 from lightning_d9d.mesh.sharding import local
 from lightning_d9d.parallel.data import FullySharded
@@ -25,23 +25,24 @@ class DataParallelStages:
 
     Args:
         buckets: Of this rank's replicated parameters; None where nothing is reduced or accumulated in any.
-        parts: For each stage the parts of the buckets that its parameters are in.
+        groups_of_stage: For each stage the indices of the bucket groups that have its parameters.
         sharded: Stages with fully sharded parameters.
-        afterwards: Fully sharded parameters, by the ranks over which their reduced gradients are still to be summed: of
-            tensor parallelism, and those of the pipeline that have them, too. All of these have the same in this order.
+        afterwards: Fully sharded parameters, by the ranks over which their reduced gradients are still to be summed.
+            Those are ranks of tensor parallelism, and those of the pipeline that have the parameters, too. All of these
+            have the same in this order.
         whole: Looks at the first gradients that are summed; None where ranks share no tokens.
     """
 
     def __init__(
         self,
         buckets: GradientBuckets | None,
-        parts: Mapping[int, Sequence[int]],
+        groups_of_stage: Mapping[int, Sequence[int]],
         sharded: Mapping[int, FullySharded],
         afterwards: Mapping[dist.ProcessGroup, Sequence[nn.Parameter]],
         whole: WholeGradients | None = None,
     ) -> None:
         self.buckets = buckets
-        self.parts = parts
+        self.groups_of_stage = groups_of_stage
         self.sharded = sharded
         self.afterwards = afterwards
         self._whole = whole
@@ -80,22 +81,22 @@ class DataParallelStages:
         def bucket_group(parameter: nn.Parameter) -> dist.ProcessGroup | None:
             if mesh is None:
                 return None
-            layout = sharding_kind(parameter, units)
+            kind = sharding_kind(parameter, units)
             if stages:
-                return group_of(layout, mesh, Summed.IN_BUCKETS)
-            if layout is ShardingKind.EXPERTS:
-                return mesh.group("ep_replicate")  # also of one rank: a plain module's sums are divided behind it
+                return group_of(kind, mesh, Summed.IN_BUCKETS)
+            if kind is ShardingKind.EXPERTS:
+                return mesh.group(Axis.EP_REPLICATE)  # also of one rank: a plain module's sums are divided behind it
             if mesh.dp_size in (1, mesh.config.world_size):
                 return None if mesh.dp_size == 1 else dist.group.WORLD
-            return mesh.group("dp")
+            return mesh.group(Axis.DP)
 
         dtype = None if grad_sync.dtype == "auto" else getattr(torch, grad_sync.dtype)
         widens = accumulates and any(p.dtype != bucket_dtype(p, dtype, at_least) for p in in_buckets)
-        parts, parts_of_stage = parts_of(in_buckets, stages, tied, bucket_group)
-        parts = [part if part.group is not None or widens else BucketGroup([], None) for part in parts]
+        bucket_groups, groups_of_stage = bucket_groups_of(in_buckets, stages, tied, bucket_group)
+        bucket_groups = [each if each.group is not None or widens else BucketGroup([], None) for each in bucket_groups]
         buckets = None
-        if any(part.parameters for part in parts):
-            buckets = GradientBuckets(parts, dtype=dtype, at_least=at_least, bucket_mb=grad_sync.bucket_mb)
+        if any(each.parameters for each in bucket_groups):
+            buckets = GradientBuckets(bucket_groups, dtype=dtype, at_least=at_least, bucket_mb=grad_sync.bucket_mb)
         afterwards: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
         for parameter in sorted(
             units & tied.keys(), key=lambda parameter: (tied[parameter].ranks, tied[parameter].name)
@@ -106,16 +107,16 @@ class DataParallelStages:
             if (group := group_of(sharding_kind(parameter, units), mesh, Summed.AFTERWARDS)) is not None:
                 afterwards.setdefault(group, []).append(parameter)
         whole = None
-        if mesh is not None and stages and mesh.sizes["tp"] > 1:
+        if mesh is not None and stages and mesh.sizes[Axis.TP] > 1:
             names = {p: name for stage in stages.values() for name, p in stage.named_parameters()}
             whole = WholeGradients(
                 {p: n for p, n in names.items() if sharding_kind(p, units) in NOT_TENSOR_SHARDED}, mesh
             )
-        return cls(buckets, parts_of_stage, sharded, afterwards, whole)
+        return cls(buckets, groups_of_stage, sharded, afterwards, whole)
 
     @property
     def has_work(self) -> bool:
-        """Whether anything is gathered, reduced or accumulated."""
+        """True if anything is gathered, reduced or accumulated."""
         return self.buckets is not None or len(self.sharded) > 0
 
     def begin(self, *, is_first: bool, reduces: bool, splits: bool) -> None:
@@ -143,16 +144,16 @@ class DataParallelStages:
     def last_backward(self, stage: int) -> None:
         """Buckets and units may leave while it runs."""
         if self.buckets is not None and self._reduces:
-            for part in self.parts[stage]:
-                self.buckets.start(part)
+            for group in self.groups_of_stage[stage]:
+                self.buckets.start(group)
         if stage in self.sharded:
             self.sharded[stage].last_backward()
 
     def reduce(self, stage: int) -> None:
-        """What is left leaves."""
+        """Send the rest."""
         if self.buckets is not None and self._reduces:
-            for part in self.parts[stage]:
-                self.buckets.complete(part)
+            for group in self.groups_of_stage[stage]:
+                self.buckets.complete(group)
         if stage in self.sharded:
             self.sharded[stage].reduce()
 
@@ -202,13 +203,13 @@ def _sum_together(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None
         torch._foreach_copy_(alike, [part.view_as(gradient) for part, gradient in zip(sums, alike, strict=True)])
 
 
-def parts_of(
+def bucket_groups_of(
     trained: Iterable[nn.Parameter],
     stages: Mapping[int, nn.Module],
     tied: Mapping[nn.Parameter, TiedParameter],
     group_of: Callable[[nn.Parameter], dist.ProcessGroup | None],
 ) -> tuple[list[BucketGroup], dict[int, list[int]]]:
-    """Parameters in parts for `GradientBuckets`, and for each stage the indices of its parts.
+    """Return the bucket groups for `GradientBuckets`, and for each stage the indices of its groups.
 
     Tied parameters come first, so that they leave last: their sum waits for the rank that is done last. They are in the
     order of their names, as their holders' modules may have them in others. Then those of no stage or of several; what
@@ -228,16 +229,16 @@ def parts_of(
     rest: dict[dist.ProcessGroup | None, BucketGroup] = {}
     own: dict[int, dict[dist.ProcessGroup | None, BucketGroup]] = {index: {} for index in stages}
     for parameter in sorted((p for p in trained if p in tied), key=lambda p: tied[p].name):
-        tie = tied[parameter]
-        by_holders.setdefault(tie.ranks, BucketGroup([], tie.group)).parameters.append(parameter)
+        shared = tied[parameter]
+        by_holders.setdefault(shared.ranks, BucketGroup([], shared.group)).parameters.append(parameter)
     for parameter in trained:
         if parameter not in tied:
             holders, group = stages_of[parameter], group_of(parameter)
             by_group = own[holders[0]] if len(holders) == 1 else rest
             by_group.setdefault(group, BucketGroup([], group)).parameters.append(parameter)
-    parts = [*(by_holders[ranks] for ranks in sorted(by_holders)), *rest.values()]
+    groups = [*(by_holders[ranks] for ranks in sorted(by_holders)), *rest.values()]
     of_stages = {}
     for index, by_group in own.items():
-        of_stages[index] = list(range(len(parts), len(parts) + len(by_group)))
-        parts += by_group.values()
-    return parts, of_stages
+        of_stages[index] = list(range(len(groups), len(groups) + len(by_group)))
+        groups += by_group.values()
+    return groups, of_stages

@@ -67,11 +67,11 @@ def _use_of_blocks(beside: Beside) -> str | None:
     )
 
 
-def _cut_sequences(beside: Beside) -> str | None:
+def _sharded_sequences(beside: Beside) -> str | None:
     if beside.is_d9d:
         return None
     return (
-        f"{type(beside.module).__name__} is a plain LightningModule, whose sequences nobody cuts; make it a D9DModule"
+        f"{type(beside.module).__name__} is a plain LightningModule, whose sequences nobody shards; make it a D9DModule"
     )
 
 
@@ -91,7 +91,7 @@ NEEDS: dict[str, Callable[[Beside], str | None]] = {
     "ParallelConfig.reshard_after_forward": _sharded_weights,
     "ParallelConfig.expert_dispatch": _expert_ranks,
     "ParallelConfig.context": _context_ranks,
-    "ParallelConfig.pad_sequences": _cut_sequences,
+    "ParallelConfig.pad_sequences": _sharded_sequences,
     "ParallelConfig.gather_dtype": _sharded_weights,
     "ParallelConfig.reduce_dtype": _sharded_weights,
     "ParallelConfig.offload": _sharded_weights,

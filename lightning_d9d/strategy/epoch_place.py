@@ -24,6 +24,8 @@ from lightning_d9d.data import (
 )
 from lightning_d9d.errors import StateError
 from lightning_d9d.loop.uneven import TrainingLoader
+from lightning_d9d.mesh import Axis
+from lightning_d9d.mesh.axes import plain
 from lightning_d9d.mesh.collectives import gather_object
 from lightning_d9d.mesh.seeds import random_state, seed_for, set_random_state
 from lightning_d9d.strategy.ranks import JobRanks
@@ -127,15 +129,15 @@ class EpochPlace:
             checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)  # each rank has its own
 
     def is_to_be_resumed(self) -> bool:
-        """Whether a place was loaded to which `resume` has not gone yet."""
+        """Return whether a place was loaded to which `resume` has not gone yet."""
         return self._resumed is not None
 
     def resume(self, fit_loop: Any, *, is_staged: bool, global_step: int, say: Callable[[str], None]) -> None:
         """Go on with the random numbers and in the place in the epoch of a checkpoint that was loaded.
 
-        Lightning gives loaders their state before the first epoch, but samplers their epoch only afterwards, when
-        worker processes have read the first batches; and none at all where a module reads
-        `estimated_stepping_batches` (its issue 20550). So loaders begin once more here.
+        Lightning gives loaders their state before the first epoch, but samplers their epoch only afterwards. By then
+        worker processes have read the first batches. Where a module reads `estimated_stepping_batches`, loaders get no
+        state at all (Lightning's issue 20550). So loaders begin once more here.
 
         Without a checkpoint a D9DModule's ranks begin with numbers of their own, for dropout; copies of one activation
         with equal ones. Plain modules keep what `seed_everything` gave them, as under DDP.
@@ -184,11 +186,11 @@ class EpochPlace:
         states, path = resumed["loaders"], self._path
         num_read, saved = _num_read(fit_loop), resumed["num_data_ranks"]
         if num_read and resumed["is_other_job"]:
-            say(f"{saved} data ranks saved {path!r}: the rest of the epoch is dealt out anew to the present")
+            say(f"{saved} data ranks saved {path!r}: the rest of the epoch is dealt out again to the present")
             if not all(map(is_place_of_sampler, states)):
                 raise StateError(
-                    f"checkpoint {path!r} was saved in the middle of an epoch by {saved} data-parallel ranks, and a "
-                    "dataloader has a state of its own, which only as many can take up; go on with as many, or save at "
+                    f"checkpoint {path!r} was saved in the middle of an epoch by {saved} data-parallel ranks. A "
+                    "dataloader has a state of its own, which only as many can take up. Go on with as many, or save at "
                     "the end of an epoch"
                 )
         try:
@@ -203,7 +205,7 @@ class EpochPlace:
         if len(places) > 1:
             raise StateError(
                 f"checkpoint {path!r}: dataloaders of a run with other data ranks or batches would be at batches "
-                f"{sorted(places)} of the epoch at a time; go on with as many as before, or save at the end of an epoch"
+                f"{sorted(places)} of the epoch at a time. Go on with as many as before, or save at the end of an epoch"
             )
         for place in places:
             progress: Any = fit_loop.epoch_loop.batch_progress.current
@@ -213,10 +215,10 @@ class EpochPlace:
     @property
     def _sizes(self) -> dict[str, int]:
         """The axes that say which rank is where: equal sizes give a rank of the same number the same place."""
-        return {axis: self._ranks.size(axis) for axis in ("pp", "dp", "cp", "tp")}
+        return plain({axis: self._ranks.size(axis) for axis in (Axis.PP, Axis.DP, Axis.CP, Axis.TP)})
 
     def _of_this_rank(self, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-        """What this rank goes on with; without random numbers on another mesh, where copies must draw equal ones.
+        """Return this rank's state; without random numbers on another mesh, where copies must draw equal ones.
 
         Checkpoints of older versions do not say their mesh: data ranks alone are known to be none else.
         """
@@ -224,10 +226,10 @@ class EpochPlace:
         saved = 1 + max(each["dp_rank"] for each in ranks)
         own = next((each for each in ranks if each["dp_rank"] == dp_rank), ranks[0])
         loaders = own["loaders"]
-        if dp_size != saved:  # of an order that is dealt out anew, all take the first rank's
+        if dp_size != saved:  # of an order that is dealt out again, all take the first rank's
             pairs = zip(loaders, ranks[0]["loaders"], strict=True)
             loaders = [first if is_place_of_sampler(first) and first["order"] else each for each, first in pairs]
-        mesh = ranks[0].get("mesh", {"pp": 1, "dp": saved, "cp": 1, "tp": 1})
+        mesh = ranks[0].get("mesh", {Axis.PP: 1, Axis.DP: saved, Axis.CP: 1, Axis.TP: 1})
         is_same_mesh = len(ranks) == self._ranks.world_size and mesh == self._sizes
         random = ranks[self._ranks.rank]["random"] if is_same_mesh else None
         return {**own, "loaders": loaders, "random": random, "num_data_ranks": saved, "is_other_job": dp_size != saved}

@@ -17,7 +17,7 @@ from lightning_d9d.strategy.batches import BatchSplitter
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.reports import Reports
 from lightning_d9d.strategy.same_batches import SameBatches
-from lightning_d9d.strategy.sequence_parts import SequenceCheck
+from lightning_d9d.strategy.sequence_check import SequenceCheck
 
 
 class EvalStep:

@@ -104,7 +104,7 @@ class GradientSync:
         self.data_parallel = data_parallel if data_parallel.has_work else None
 
     def norm(self) -> Tensor:
-        """The norm of all gradients of the model, each tied parameter counted once. Collective over all ranks."""
+        """Return the norm of all gradients of the model; each tied parameter counts once. Collective over all ranks."""
         return self.tied.norm(self.parameters)
 
     def close(self) -> None:

@@ -36,7 +36,7 @@ from lightning_d9d.strategy.checkpoint_files import load_weights, never_runs_cod
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.ranks import JobRanks
 from lightning_d9d.strategy.run_state import RunState
-from lightning_d9d.strategy.weights import laid_out_like, report, sharded_state
+from lightning_d9d.strategy.weights import report, sharded_state, sharded_weights
 
 
 class Loads:
@@ -67,7 +67,7 @@ class Loads:
             The checkpoint; without a directory's weights, which `weights` reads.
 
         Raises:
-            StateError: It is damaged, incomplete or foreign; on every rank.
+            StateError: The checkpoint is damaged, incomplete or foreign; on every rank.
         """
         self._path, self._directory = path, None
         if self._ranks.broadcast(is_directory(path)):
@@ -119,14 +119,14 @@ class Loads:
             strict: Whether names must be the same.
 
         Raises:
-            StateError: They are another model's, with what differs.
+            StateError: The weights are another model's; the message says what differs.
         """
-        laid_out = laid_out_like(module.state_dict(), weights)
+        sharded = sharded_weights(module.state_dict(), weights)
         if self._directory is None and state.pipeline is not None:  # a file has all stages
             own = module.state_dict().keys()
             of_others = Ranks().merge(dict.fromkeys(own)).keys() - own
-            laid_out = {name: value for name, value in laid_out.items() if name not in of_others}
-        load_weights(module, laid_out, strict, self._path)
+            sharded = {name: value for name, value in sharded.items() if name not in of_others}
+        load_weights(module, sharded, strict, self._path)
 
     def give_optimizers(
         self, checkpoint: Mapping[str, Any], state: RunState, schedulers: Sequence[Any], *, refuses_other_number: bool
@@ -137,8 +137,8 @@ class Loads:
             checkpoint: What was opened.
             state: The module and its optimizers.
             schedulers: The learning rate schedulers, which Lightning loads behind this.
-            refuses_other_number: Raise where a file of a whole model has another number of optimizers; else the first
-                ones go on, as under Lightning's own strategies, with a warning.
+            refuses_other_number: Raise where a file of a whole model has another number of optimizers. Else the first
+                ones resume with a warning, as under Lightning's own strategies.
 
         Raises:
             StateError: Their kind or parameters differ from what was saved; on every rank. For directories, and ranks
@@ -152,7 +152,7 @@ class Loads:
             if opened is not None:
                 load_optimizer_state(optimizer, state.names, OPTIMIZER.format(index), opened)
             else:
-                saved = self._part_of(states[index], optimizer, state) if by_name else states[index]
+                saved = self._own_state(states[index], optimizer, state) if by_name else states[index]
                 with Ranks().agreed(self._optimizer_failure):
                     give_state(optimizer, saved)
             _optimizer_to_device(optimizer, self._ranks.device)
@@ -170,10 +170,10 @@ class Loads:
         what = f"checkpoint {str(self._path)!r} has {num_saved} optimizers and the module {num_here}"
         if self._directory is not None or state.is_spread or refuses:
             raise StateError(f"{what}; let configure_optimizers return as many")
-        rank_zero_warn(f"{what}: of these the first {min(num_saved, num_here)} go on, others begin anew")
+        rank_zero_warn(f"{what}: of these the first {min(num_saved, num_here)} go on, others begin without a state")
 
-    def _part_of(self, saved: Mapping[str, Any], optimizer: Optimizer, state: RunState) -> dict[str, Any]:
-        """What a file has of the parameters that this rank's optimizer has. Collective."""
+    def _own_state(self, saved: Mapping[str, Any], optimizer: Optimizer, state: RunState) -> dict[str, Any]:
+        """Return a file's state for the parameters that this rank's optimizer has. Collective."""
         records, part = list[dict[str, Any]](), dict[str, Any]()
         with Ranks().agreed(self._optimizer_failure):
             records = group_records(optimizer, state.names)

@@ -1,7 +1,7 @@
-"""What losses are multiplied by before backward, so that gradients need no pass of their own.
+"""Scales losses before backward, so that gradients need no pass of their own.
 
-Where the total weight of a window is known before its first backward (the window is one batch, and the module has
-`microbatch_weight`), losses that are sums are divided by it. Losses that are means count each batch equally.
+The total weight of a window may be known before its first backward: the window is one batch, and the module has
+`microbatch_weight`. Then losses that are sums are divided by it. Losses that are means count each batch equally.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LossScaling:
         """Ranks that share the tokens of a sequence."""
 
     def known_weight(self, split: SplitBatch) -> Tensor | None:
-        """The total weight of the batch over all ranks, if the module knows it before the forward. Collective."""
+        """Return the weight of the batch over all ranks, if the module knows it before the forward. Collective."""
         weights = []
         for microbatch in split.microbatches:
             with naming_batch(self._module.microbatch_weight, microbatch):
@@ -48,7 +48,7 @@ class LossScaling:
     def scale(
         self, split: SplitBatch, accumulated_batches: int, plan: BatchPlan, total_weight: Tensor | None
     ) -> LossScale:
-        """The scale for either kind of loss. `TrainStep.restore` divides means by the number of all ranks. Local.
+        """Return the scale for both kinds of loss. `TrainStep.restore` divides means by the number of ranks. Local.
 
         Args:
             split: The batch.

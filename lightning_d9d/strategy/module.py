@@ -17,7 +17,7 @@ from torchmetrics import Metric
 from lightning_d9d.checkpoint import MODEL, is_directory, open_directory
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.log import logger
-from lightning_d9d.mesh import MeshConfig, MeshDomains
+from lightning_d9d.mesh import Axis, MeshConfig, MeshDomains
 from lightning_d9d.mesh.agreement import first_of
 from lightning_d9d.mesh.sharding import local
 from lightning_d9d.parallel import ParallelConfig, parallelize
@@ -254,7 +254,7 @@ class D9DModule(L.LightningModule):
 
     def _warn_of_lost(self, names: list[str]) -> None:
         mesh = self.pipeline.mesh
-        if names and (mesh is None or not any(place for axis, place in mesh.coordinates.items() if axis != "pp")):
+        if names and (mesh is None or not any(place for axis, place in mesh.coordinates.items() if axis != Axis.PP)):
             logger.warning(
                 "%s.parallelize_stage has exchanged %s, so what configure_stage gave them is lost; give it in "
                 "reset_parameters() of their submodules, or in on_stages_built()",
@@ -409,7 +409,7 @@ class D9DModule(L.LightningModule):
         return loss
 
     def _watch_optimizer(self) -> None:
-        """Under a stock strategy; with each batch anew, as each fit has its own optimizer."""
+        """Under a stock strategy; again with each batch, as each fit has its own optimizer."""
         if self._step_hook is not None:
             self._step_hook.remove()
         for optimizer in self.trainer.optimizers:  # one, or none

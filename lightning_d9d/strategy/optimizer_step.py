@@ -88,7 +88,7 @@ def check_steps_once(optimizer: Optimizer) -> None:
 
 
 def leaves_gradients_alone(module: L.LightningModule) -> bool:
-    """Whether neither module nor Trainer nor callbacks look at gradients between backward and step, or clip values."""
+    """Return whether no module, Trainer or callback looks at gradients between backward and step, or clips values."""
     trainer: Any = module.trainer
     watchers = [(module, L.LightningModule), *((callback, L.Callback) for callback in trainer.callbacks)]
     return trainer.gradient_clip_algorithm != "value" and not any(
@@ -99,7 +99,7 @@ def leaves_gradients_alone(module: L.LightningModule) -> bool:
     )
 
 
-def check_layouts(optimizer: Optimizer) -> None:
+def check_parameter_groups(optimizer: Optimizer) -> None:
     """Raise `ConfigError` for a group of parameters that torch cannot step together."""
     for group in optimizer.param_groups:
         parameters = group["params"]
@@ -116,7 +116,7 @@ def check_layouts(optimizer: Optimizer) -> None:
 
 
 def takes_scalars(optimizer: Optimizer) -> bool:
-    """Whether its `step` reads a divisor of the gradients and whether to skip from `grad_scale` and `found_inf`."""
+    """Return whether its `step` reads a divisor of gradients, and whether to skip, from `grad_scale`, `found_inf`."""
     supports = getattr(optimizer, "_step_supports_amp_scaling", False)
     return supports and all(group.get("fused", True) for group in optimizer.param_groups)  # a loaded group may not be
 
@@ -127,7 +127,7 @@ def may_defer_scaling(
     parameters: Iterable[nn.Parameter],
     plugin: Precision,
 ) -> bool:
-    """Whether optimizers can take division and clipping as a factor, without anybody noticing. Local.
+    """Return whether optimizers can take division and clipping as a factor, without anybody noticing. Local.
 
     Args:
         module: Attached to a Trainer, whose callbacks are asked too.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_d9d.errors import ConfigError, ScheduleError
-from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.mesh import Axis, MeshDomains
 from lightning_d9d.mesh.agreement import first_of
 from lightning_d9d.mesh.collectives import all_gather_object
 from lightning_d9d.parallel.tokens import TokenShard
@@ -41,7 +41,7 @@ class Pipeline:
         schedule: Places stages and makes programs.
         mesh: Of several ranks; links are made here then, so this is collective over all of them. None for one process.
         device: Where messages go.
-        layers: For each stage the layers it is to have; None lets modules cut themselves.
+        layers: For each stage the layers it is to have; None lets modules split themselves.
 
     Raises:
         ScheduleError: The schedule gives a rank no stage, or places one on a rank that is not there.
@@ -58,8 +58,8 @@ class Pipeline:
         self.layers = layers
         self.mesh = mesh
         self.device = device
-        self.num_ranks = 1 if mesh is None else mesh.sizes["pp"]
-        self.rank = 0 if mesh is None else mesh.coordinates["pp"]
+        self.num_ranks = 1 if mesh is None else mesh.sizes[Axis.PP]
+        self.rank = 0 if mesh is None else mesh.coordinates[Axis.PP]
         self.placement = _placement(schedule, self.num_ranks)
         self.group: dist.ProcessGroup | None = None
         """The ranks of this pipeline; None where it is one."""
@@ -74,12 +74,12 @@ class Pipeline:
         self.messages: Messages | None = None
         if mesh is not None:
             sizes = mesh.sizes
-            is_whole = sizes["dp"] * sizes["cp"] == mesh.config.world_size
-            self.token_group = dist.group.WORLD if is_whole else mesh.group("dp", "cp")
-            self.batch_group = mesh.group("pp", "cp") if sizes["pp"] * sizes["cp"] > 1 else None
-            self.readers = mesh.group("pp", "cp", "tp") if sizes["dp"] < mesh.config.world_size else None
+            is_whole = sizes[Axis.DP] * sizes[Axis.CP] == mesh.config.world_size
+            self.token_group = dist.group.WORLD if is_whole else mesh.group(Axis.DP, Axis.CP)
+            self.batch_group = mesh.group(Axis.PP, Axis.CP) if sizes[Axis.PP] * sizes[Axis.CP] > 1 else None
+            self.readers = mesh.group(Axis.PP, Axis.CP, Axis.TP) if sizes[Axis.DP] < mesh.config.world_size else None
         if mesh is not None and self.num_ranks > 1:
-            self.group = mesh.group("pp")
+            self.group = mesh.group(Axis.PP)
             links = self._links(mesh, self.group)
             self.messages = Messages(self.placement, links, device, lambda: mesh.timeout_seconds)
         self.program = functools.cache(self._program)

@@ -1,4 +1,4 @@
-"""What Lightning asks a strategy about ranks, answered by `JobRanks`."""
+"""Answers what Lightning asks a strategy about ranks, by `JobRanks`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 
 from lightning_d9d.loop.launch import check_launcher_is_noticed
-from lightning_d9d.mesh import MeshConfig, MeshDomains
+from lightning_d9d.mesh import Axis, MeshConfig, MeshDomains
 from lightning_d9d.strategy.ranks import JobRanks, TimeoutConfig
 
 T = TypeVar("T")
@@ -31,13 +31,13 @@ class RankHooks(ParallelStrategy):
         self.num_nodes = 1
 
     shared_by_copies = ("_launcher",)
-    """Attributes that a copy shares: processes and hooks of a run, of which there are no second ones."""
+    """Attributes that a copy shares: processes and hooks of a run, which cannot be copied."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy a strategy, or share what is of the run. A Trainer may be copied at any time, also in a run."""
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        state = cast(dict[str, Any], self.__getstate__())  # without what Lightning makes anew
+        state = cast(dict[str, Any], self.__getstate__())  # without what Lightning makes again
         shared = {name: state.pop(name) for name in self.shared_by_copies}
         copied.__setstate__({**copy.deepcopy(state, memo), **shared})
         return copied
@@ -63,8 +63,8 @@ class RankHooks(ParallelStrategy):
 
     @property
     def is_pipelined(self) -> bool:
-        """Whether ranks hold different stages."""
-        return self.ranks.size("pp") > 1
+        """True if ranks hold different stages."""
+        return self.ranks.size(Axis.PP) > 1
 
     @property
     def stage_group(self) -> dist.ProcessGroup | None:
@@ -84,7 +84,7 @@ class RankHooks(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there are several ranks; Lightning reduces logged values, and injects samplers, then."""
+        """True if there are several ranks; Lightning reduces logged values, and injects samplers, then."""
         return self.num_nodes * self.num_processes > 1
 
     @property

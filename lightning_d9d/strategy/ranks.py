@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.log import name_rank
 from lightning_d9d.loop.launch import choose_network_interface, local_store
-from lightning_d9d.mesh import MeshConfig, MeshDomains
+from lightning_d9d.mesh import Axis, MeshConfig, MeshDomains
 from lightning_d9d.mesh.native_threads import guard_native_threads
 
 T = TypeVar("T")
@@ -76,7 +76,7 @@ class JobRanks:
         self._seed: int | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> JobRanks:
-        """A copy shares the process groups, of which there are no second ones."""
+        """A copy shares the process groups, which cannot be copied."""
         return copy.copy(self)
 
     def place(self, rank: int, world_size: int) -> None:
@@ -111,7 +111,7 @@ class JobRanks:
     def spread(self) -> None:
         """Build the mesh and agree on a seed. Collective; nothing for one process."""
         if self.world_size > 1:
-            self.data_group = dist.group.WORLD if self.mesh.dp_size == self.world_size else self.mesh.group("dp")
+            self.data_group = dist.group.WORLD if self.mesh.dp_size == self.world_size else self.mesh.group(Axis.DP)
             name_rank(self.mesh.rank_name)
             self._seed = self.broadcast(torch.initial_seed())
 
@@ -160,28 +160,28 @@ class JobRanks:
         return 0 if self.world_size == 1 else self.mesh.dp_rank
 
     def size(self, axis: str) -> int:
-        """The size of an axis of the mesh; 1 for one process."""
+        """Return the size of an axis of the mesh; 1 for one process."""
         return 1 if self.world_size == 1 else self.mesh.sizes[axis]
 
     @property
     def pipeline_group(self) -> dist.ProcessGroup | None:
         """The ranks that hold the other stages; None where this rank has all of them."""
-        return self.mesh.group("pp") if self.size("pp") > 1 else None
+        return self.mesh.group(Axis.PP) if self.size(Axis.PP) > 1 else None
 
     @property
     def stage_group(self) -> dist.ProcessGroup | None:
         """The ranks that hold the same pipeline stages; None for all ranks."""
-        return self.mesh.group("dp", "cp", "tp") if self.size("pp") > 1 else None
+        return self.mesh.group(Axis.DP, Axis.CP, Axis.TP) if self.size(Axis.PP) > 1 else None
 
     @property
     def needs_equal_batches(self) -> bool:
-        """Whether forwards and backwards of a D9DModule may be collective over data ranks. Equal on all ranks."""
-        return any(self.size(axis) > 1 for axis in ("dp_cp_shard", "ep_shard"))
+        """True if forwards and backwards of a D9DModule may be collective over data ranks. Equal on all ranks."""
+        return any(self.size(axis) > 1 for axis in (Axis.DP_CP_SHARD, Axis.EP_SHARD))
 
     # Timeouts
 
     def set_step_timeout(self) -> bool:
-        """From the end of the first optimizer step on, ranks wait for `step_seconds`. Local.
+        """Let ranks wait for `step_seconds`, from the end of the first optimizer step on. Local.
 
         Returns:
             Whether it changed.

@@ -1,4 +1,4 @@
-"""What checkpoints have of a module and its optimizers, by the names that one process gives them."""
+"""The state of a module and its optimizers in checkpoints, by the names that one process gives them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class RunState:
     pipeline: dist.ProcessGroup | None
     """The ranks that hold the other stages; None where this rank has all of them."""
     is_spread: bool
-    """Whether ranks hold parts of the model."""
+    """True if ranks hold parts of the model."""
     is_directory: bool
-    """Whether a checkpoint is a directory."""
+    """True if a checkpoint is a directory."""
     optimizers: Sequence[Optimizer] = ()
     scheduled: Sequence[int | None] = ()
     """For each scheduler, the index of its optimizer."""

@@ -23,6 +23,7 @@ from lightning_d9d.errors import ConfigError, StateError
 from lightning_d9d.loop.deferred_saves import DeferredSaves
 from lightning_d9d.loop.interrupt import Saved
 from lightning_d9d.loop.patches import Patches
+from lightning_d9d.mesh import Axis
 from lightning_d9d.mesh.agreement import Ranks
 from lightning_d9d.strategy.configuration import check_saving_callbacks
 from lightning_d9d.strategy.ranks import JobRanks
@@ -38,18 +39,24 @@ Mode = Literal["auto", "sharded", "consolidated"]
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """What a checkpoint is. Both kinds load on any mesh, whichever is configured."""
+    """The kind of checkpoint that is saved. Both kinds load on any mesh, whichever is configured."""
 
     mode: Mode = "auto"
-    """"sharded": a directory, to which each rank writes what it holds. "consolidated": Lightning's own file, written by
-    rank 0, to whose host all stages and shards are gathered, tensor by tensor. "auto": the file for a plain
-    LightningModule without sharded tensors, else the directory."""
+    """The form of a checkpoint.
+
+    - `"sharded"`: a directory, to which each rank writes what it holds.
+    - `"consolidated"`: Lightning's own file, written by rank 0. All stages and shards are gathered to its host, tensor
+      by tensor.
+    - `"auto"`: the file for a plain LightningModule without sharded tensors, else the directory.
+    """
 
     asynchronous: bool = False
-    """In `fit`, training goes on as soon as what is saved has been copied to the host's memory: on each rank as much as
-    it holds of model and optimizer. Files are written in the background, and a checkpoint appears, and the one that it
-    replaces is removed, when it is complete. What goes wrong is raised by the next save, or at the end of `fit`, which
-    waits."""
+    """Training goes on, in `fit`, as soon as what is saved has been copied to the host's memory.
+
+    Each rank copies as much as it holds of model and optimizer. Files are written in the background. A checkpoint
+    appears, and the one that it replaces is removed, when it is complete. What goes wrong is raised by the next save,
+    or at the end of `fit`, which waits.
+    """
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
@@ -96,7 +103,9 @@ class Saves:
             check_saving_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
             several = self._ranks.mesh_of_several
             group = (
-                None if several is None else several.group("pp", "dp", "cp", "tp", lane="checkpoint", backend="gloo")
+                None
+                if several is None
+                else several.group(Axis.PP, Axis.DP, Axis.CP, Axis.TP, lane="checkpoint", backend="gloo")
             )
             self._background = BackgroundSaver(group)
 
@@ -140,7 +149,7 @@ class Saves:
             rank_zero_warn(str(error))
 
     def will_exist(self, path: str | Path) -> bool | None:
-        """Whether a checkpoint is under a path when all saves are done; None if none is waiting for it. Collective."""
+        """Return whether a checkpoint is there when all saves are done; None if none is waiting for it. Collective."""
         found = None if self._deferred is None else self._deferred.will_exist(path)
         if found is None and self._background is not None:
             found = self._ranks.broadcast(self._background.will_exist(path))  # ranks have not finished at the same time
@@ -148,7 +157,7 @@ class Saves:
 
     @property
     def is_inside_of_window(self) -> bool:
-        """Whether gradients have been accumulated with which no step was taken; the same on all ranks."""
+        """True if gradients have been accumulated with which no step was taken; the same on all ranks."""
         return self._deferred is not None and self._deferred.is_open()
 
     def defer(self, again: Callable[[], object], path: str | Path, *, weights_only: bool, must_save: bool) -> bool:
@@ -191,7 +200,7 @@ class Saves:
             io: Writes a file.
 
         Raises:
-            StateError: It could not be written; on every rank.
+            StateError: The checkpoint could not be written; on every rank.
             ConfigError: A directory takes no storage options.
         """
         if not state.is_directory:
@@ -227,7 +236,7 @@ class Saves:
         background.submit(lambda: ranks.together(failure, functools.partial(write, copies[0])), path, exists=True)
 
     def _gathered(self, checkpoint: dict[str, Any], path: str | Path, state: RunState) -> dict[str, Any]:
-        """The checkpoint of one process, on rank 0. Collective."""
+        """Return the checkpoint of one process, on rank 0. Collective."""
         tensors, named_values = state.take_out(checkpoint)
         values = {**checkpoint, **Ranks().merge(named_values)}
         tensors = gathered_on_first(tensors, state.pipeline)
@@ -241,8 +250,8 @@ class Saves:
         """Remove a file or a directory, a directory so that no part of it is left under its name.
 
         Where saves wait or go on in the background, after those: what takes its place must be there. If it cannot be
-        removed, that is a warning, as nothing is lost and this rank alone knows of it: the others wait for it in the
-        next save.
+        removed, that is a warning: nothing is lost, and this rank alone knows of it. The others wait for it in the next
+        save.
 
         Args:
             path: Where it is.

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.mesh import MeshConfig, MeshDomains
+from lightning_d9d.mesh import Axis, MeshConfig, MeshDomains
 from lightning_d9d.mesh.collectives import (
     all_gather_object,
     broadcast_tensors,
@@ -34,13 +34,13 @@ from lightning_d9d.parallel.data import as_unit, class_name, is_of_experts, sepa
 from lightning_d9d.parallel.fsdp import reduce_unused
 from lightning_d9d.strategy.offload import move
 
-_FIELDS = {"dp_shard": "data_parallel_shard", "tp": "tensor_parallel", "ep_shard": "expert_parallel"}
+_FIELDS = {Axis.DP_SHARD: "data_parallel_shard", Axis.TP: "tensor_parallel", Axis.EP_SHARD: "expert_parallel"}
 """Axes over which a module's parameters must lie, and the degrees that they come from."""
 _REMEDIES = {
-    "dp_shard": 'fully_shard(block, mesh=self.trainer.strategy.mesh.for_axes("dp_cp_shard"))',
-    "tp": 'parallelize_module(block, self.trainer.strategy.mesh.for_axes("tp"), plan), or in parallelize_stage of a '
+    Axis.DP_SHARD: 'fully_shard(block, mesh=self.trainer.strategy.mesh.for_axes("dp_cp_shard"))',
+    Axis.TP: 'parallelize_module(block, self.trainer.strategy.mesh.for_axes("tp"), plan), or in parallelize_stage of a '
     "D9DModule by lightning_d9d.parallel.shard_tensors(stage, mesh)",
-    "ep_shard": "lightning_d9d.parallel.shard_experts(module, self.trainer.strategy.mesh, ParallelConfig())",
+    Axis.EP_SHARD: "lightning_d9d.parallel.shard_experts(module, self.trainer.strategy.mesh, ParallelConfig())",
 }
 
 _SHARDED_WITH = "_sharded_with"
@@ -65,7 +65,7 @@ def differing(
     return [f"{name}{a!r}" for name, a, _ in pairs], [f"{name}{b!r}" for name, _, b in pairs]
 
 
-def check_layout(module: nn.Module, mesh: MeshDomains, group: dist.ProcessGroup | None) -> None:
+def check_sharding(module: nn.Module, mesh: MeshDomains, group: dist.ProcessGroup | None) -> None:
     """Check that what differs between ranks is a DTensor, and that degrees above 1 are made use of. Collective.
 
     A plain tensor means a copy: ranks that read the same samples must hold the same values, or a checkpoint would
@@ -82,7 +82,7 @@ def check_layout(module: nn.Module, mesh: MeshDomains, group: dist.ProcessGroup 
     """
     tensors = dict([*module.named_parameters(), *module.named_buffers()])
     check_equal_tensors(tensors, group)
-    if mesh.sizes["cp"] * mesh.sizes["tp"] > 1:
+    if mesh.sizes[Axis.CP] * mesh.sizes[Axis.TP] > 1:
         plain = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
         _check_copies(plain, mesh)
     meshes = [parameter.device_mesh for parameter in module.parameters() if isinstance(parameter, DTensor)]
@@ -90,12 +90,12 @@ def check_layout(module: nn.Module, mesh: MeshDomains, group: dist.ProcessGroup 
         if mesh.sizes[axis] == 1:
             continue
         ranks = set(dist.get_process_group_ranks(mesh.group(axis)))
-        if axis == "ep_shard":  # its ranks are those of other axes, too
+        if axis == Axis.EP_SHARD:  # its ranks are those of other axes, too
             lies_on_it = any(axis in (each.mesh_dim_names or ()) for each in meshes)
-        else:  # the ranks of experts are tensor ranks, too, without being cut over them
-            lies_on_it = any(ranks <= _ranks(each) for each in meshes if axis != "tp" or not _is_of_experts(each))
-        if mesh.sizes["pp"] > 1:  # a stage may have no such parameter
-            lies_on_it = any(all_gather_object(lies_on_it, mesh.group("pp")))
+        else:  # the ranks of experts are tensor ranks, too, without being sharded over them
+            lies_on_it = any(ranks <= _ranks(each) for each in meshes if axis != Axis.TP or not _is_of_experts(each))
+        if mesh.sizes[Axis.PP] > 1:  # a stage may have no such parameter
+            lies_on_it = any(all_gather_object(lies_on_it, mesh.group(Axis.PP)))
         if not lies_on_it:
             raise ConfigError(
                 f"MeshConfig.{field}={len(ranks)}, but no parameter of {type(module).__name__} is a DTensor over the "
@@ -111,7 +111,7 @@ def _is_of_experts(mesh: DeviceMesh) -> bool:
 def _check_copies(tensors: Mapping[str, Tensor], mesh: MeshDomains) -> None:
     """Of the ranks that read the same samples: hashes of values."""
     lines = [f"{name} with hash {digest([tensor])[:16]}" for name, tensor in tensors.items()]
-    if difference := first_difference(lines, mesh.group("cp", "tp")):
+    if difference := first_difference(lines, mesh.group(Axis.CP, Axis.TP)):
         raise ConfigError(
             f"ranks that read the same samples hold different values of a plain tensor: {difference} (ranks of the "
             f"group of {mesh.rank_name}). What is sharded must be a DTensor; for copies seed all ranks alike "
@@ -246,7 +246,9 @@ def not_yet_summed(
             )
         if not isinstance(parameter, DTensor) or is_of_experts(parameter):
             left.append(parameter)
-        elif not (data_ranks := set(dist.get_process_group_ranks(mesh.group("dp")))) <= _ranks(parameter.device_mesh):
+        elif not (data_ranks := set(dist.get_process_group_ranks(mesh.group(Axis.DP)))) <= _ranks(
+            parameter.device_mesh
+        ):
             raise ConfigError(
                 f"a parameter of shape {tuple(parameter.shape)} is a DTensor on {parameter.device_mesh}, which leaves "
                 f"out some of the data-parallel ranks {sorted(data_ranks)}: nothing would sum its gradient over them. "

@@ -1,4 +1,4 @@
-"""What a fit does with one batch after another, for a `D9DModule`. The arithmetic is in `train_step.py`."""
+"""Runs one batch of a fit after another, for a `D9DModule`. The arithmetic is in `train_step.py`."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.mesh import Axis, MeshDomains
 from lightning_d9d.parallel import ParallelConfig
 from lightning_d9d.parallel.expert import are_units
 from lightning_d9d.pipeline.microbatch import MicrobatchCount
@@ -29,11 +29,11 @@ def open_groups(ranks: JobRanks, parallel: ParallelConfig) -> None:
         parallel: The configuration in effect.
     """
     size, mesh = ranks.size, ranks.mesh_of_several
-    if mesh is not None and size("cp") * size("tp") > 1:
-        mesh.group("dp", "cp", "tp")
-        mesh.group("dp_replicate", "cp_replicate")
-    if mesh is not None and size("ep_shard") > 1:
-        mesh.group("ep_shard", lane="moe")
+    if mesh is not None and size(Axis.CP) * size(Axis.TP) > 1:
+        mesh.group(Axis.DP, Axis.CP, Axis.TP)
+        mesh.group(Axis.DP_REPLICATE, Axis.CP_REPLICATE)
+    if mesh is not None and size(Axis.EP_SHARD) > 1:
+        mesh.group(Axis.EP_SHARD, lane="moe")
         if are_units(mesh, parallel):
             _ = mesh.expert_weights
 
@@ -103,7 +103,7 @@ class Staging:
         if not isinstance(self.schedule, Auto):
             self.pipeline = Pipeline(self.schedule, mesh, device)
             return self.pipeline
-        num_ranks = 1 if mesh is None else mesh.sizes["pp"]
+        num_ranks = 1 if mesh is None else mesh.sizes[Axis.PP]
         choice = earlier if earlier is not None and keeps else choose(self.schedule, num_ranks)
         return self._take(self.schedule, choice, mesh, device)
 
@@ -124,7 +124,7 @@ class Staging:
 
     @property
     def saved(self) -> dict[str, Any]:
-        """What a checkpoint has of it."""
+        """The entries of a checkpoint for it."""
         return {} if self.choice is None else {CHOICE: self.choice.to_dict()}
 
     def close(self) -> None:

@@ -1,17 +1,18 @@
-"""What is checked while a `D9DModule` trains: mistakes that would show as hangs or as wrong numbers."""
+"""Checks while a `D9DModule` trains: mistakes that would show as hangs or as wrong numbers."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.mesh import Axis
 from lightning_d9d.mesh.agreement import Ranks
 from lightning_d9d.mesh.collectives import first_difference
 from lightning_d9d.pipeline.executor import SplitBatch
 from lightning_d9d.strategy.gradient_sync import GradientSync
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.same_batches import SameBatches
-from lightning_d9d.strategy.sequence_parts import SequenceCheck
+from lightning_d9d.strategy.sequence_check import SequenceCheck
 
 
 class StepChecks:
@@ -49,15 +50,15 @@ class StepChecks:
         """Check, as an epoch begins, that the ranks of a stage sum the gradients of the same parameters. Collective.
 
         Raises:
-            ConfigError: They do not; on every rank.
+            ConfigError: Parameters that one rank trains are frozen on another; on every rank.
         """
         pipeline = self._module.pipeline
         if pipeline.mesh is None:
             return
         named = self._module.named_parameters()
         lines = [f"{name} {'trained' if p.requires_grad else 'frozen'}" for name, p in named]
-        is_cut = pipeline.tokens.num_slices > 1
-        group = pipeline.mesh.group("dp", "cp", "tp") if is_cut else pipeline.token_group
+        has_slices = pipeline.tokens.num_slices > 1
+        group = pipeline.mesh.group(Axis.DP, Axis.CP, Axis.TP) if has_slices else pipeline.token_group
         if difference := first_difference(lines, group):
             raise ConfigError(
                 f"ranks with the same stages train different parameters: {difference}. Set requires_grad alike on all "
@@ -69,13 +70,13 @@ class StepChecks:
         """Check, in the first window that is reduced, that tensor ranks had summands of gradients. Collective.
 
         Raises:
-            ConfigError: They had whole ones, which the sum counts several times; on every rank.
+            ConfigError: Tensor ranks had whole gradients, which the sum counts several times; on every rank.
         """
         pipeline, data_parallel = self._module.pipeline, self._gradients.data_parallel
         has_checked, self._has_checked_whole = self._has_checked_whole, True
         if not has_checked and pipeline.tokens.num_slices > 1:
             with Ranks(pipeline.readers).agreed(f"{type(self._module).__name__} cannot train on tensor ranks"):
-                if data_parallel is not None:  # a stage may have nothing that is not cut
+                if data_parallel is not None:  # a stage may have nothing that is not sharded
                     data_parallel.check_whole()
         if data_parallel is not None:
             data_parallel.forget_whole()

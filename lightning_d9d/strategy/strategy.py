@@ -1,8 +1,8 @@
 """`D9DStrategy`: the hooks Lightning calls, each short. The step itself is in `train_step.py`.
 
-What a hook needs is in parts with one owner each: `ranks` (who the ranks are), `staging` (where the stages are),
-`_checkpoints` (saving, loading, the place in the data), `_rank_model` (copies, tied parameters, sharded
-units), `_training` and `_evaluation` (batches).
+A hook calls parts with one owner each. `ranks` says who the ranks are, `staging` where the stages are. `_checkpoints`
+saves, loads and knows the place in the data. `_rank_model` has copies, tied parameters and sharded units. `_training`
+and `_evaluation` run batches.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from lightning_d9d.coordination.ahead import BatchPlan
 from lightning_d9d.errors import ConfigError, RankError
 from lightning_d9d.loop.display import adapt_display, resume_bar, say, silence, silence_hooks
-from lightning_d9d.loop.interrupt import Interruption, how_to_go_on
+from lightning_d9d.loop.interrupt import Interruption, resume_advice
 from lightning_d9d.loop.launch import check_number_of_ranks
 from lightning_d9d.loop.patches import Patches
 from lightning_d9d.loop.shutdown import Shutdown, end_children_at_exit
@@ -78,7 +78,7 @@ from lightning_d9d.strategy.rank_model import RankModel
 from lightning_d9d.strategy.ranks import JobRanks, TimeoutConfig
 from lightning_d9d.strategy.run_state import RunState
 from lightning_d9d.strategy.saving import CheckpointConfig
-from lightning_d9d.strategy.sequence_parts import SequenceCheck
+from lightning_d9d.strategy.sequence_check import SequenceCheck
 from lightning_d9d.strategy.sharding import is_sharded
 from lightning_d9d.strategy.staging import Staging, open_groups, with_dtypes
 from lightning_d9d.strategy.training import BatchPlace, Training
@@ -156,7 +156,7 @@ class D9DStrategy(RankHooks):
         self._is_described = False
 
     def settings(self) -> dict[str, object]:
-        """What ranks must agree on, by the names of arguments."""
+        """Return the values that ranks must agree on, by the names of arguments."""
         return {
             "mesh": self.mesh_config,
             "schedule": (type(self.schedule).__name__, vars(self.schedule)),
@@ -188,12 +188,12 @@ class D9DStrategy(RankHooks):
 
     @property
     def splitter(self) -> BatchSplitter | None:
-        """What splits batches of a D9DModule, in a run."""
+        """Splits batches of a D9DModule, in a run."""
         return None if self._evaluation is None else self._evaluation.splitter
 
     @property
     def executor(self) -> Executor | None:
-        """What runs the training programs of a D9DModule on this rank, during a fit; else None."""
+        """Runs the training programs of a D9DModule on this rank, during a fit; else None."""
         return None if self._training is None else self._training.executor
 
     @property
@@ -208,7 +208,7 @@ class D9DStrategy(RankHooks):
 
     @property
     def is_dummy_batch(self) -> bool:
-        """Whether this rank has no data for the current training batch, which is a copy that counts nothing.
+        """True if this rank has no data for the current training batch, which is a copy that counts nothing.
 
         For hooks from `on_train_batch_start` to `on_train_batch_end` that count samples themselves.
         """
@@ -235,14 +235,14 @@ class D9DStrategy(RankHooks):
 
     @property
     def _fit(self) -> Training:
-        """What the fit does with batches."""
+        """Runs the batches of the fit."""
         if self._training is None:
             raise ConfigError("D9DStrategy trains in trainer.fit only")
         return self._training
 
     @property
     def _is_fitting(self) -> bool:
-        """Whether the Trainer fits, or has fitted last. A module that is saved or loaded by itself has no Trainer."""
+        """True if the Trainer fits, or has fitted last. A module that is saved or loaded by itself has no Trainer."""
         module = self.lightning_module
         return module is not None and module._trainer is not None and module.trainer.state.fn == TrainerFn.FITTING
 
@@ -453,11 +453,11 @@ class D9DStrategy(RankHooks):
         return self._evaluate("val", super().validation_step, *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As `validation_step`."""
+        """Run a batch of a test, as `validation_step` does one of validation."""
         return self._evaluate("test", super().test_step, *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As `validation_step`."""
+        """Run a batch of a prediction, as `validation_step` does one of validation."""
         return self._evaluate("predict", super().predict_step, *args, **kwargs)
 
     def _evaluate(self, kind: str, own: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -496,7 +496,7 @@ class D9DStrategy(RankHooks):
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """What writes and reads files: the Trainer's plugin, or Lightning's own made safe against torn files."""
+        """Writes and reads files: the Trainer's plugin, or Lightning's own made safe against torn files."""
         if self._checkpoint_io is None:
             self._checkpoint_io = AtomicFileIO()
         return with_atomic_files(super().checkpoint_io)
@@ -524,7 +524,7 @@ class D9DStrategy(RankHooks):
         self._checkpoints.saves.remove(filepath, self.checkpoint_io)
 
     def checkpoint_will_exist(self, path: str) -> bool | None:
-        """Whether a checkpoint is there when all saves are done; see `Saves.will_exist`. Collective."""
+        """Return whether a checkpoint is there when all saves are done; see `Saves.will_exist`. Collective."""
         return self._checkpoints.saves.will_exist(path)
 
     def finish_saves(self) -> None:
@@ -574,12 +574,12 @@ class D9DStrategy(RankHooks):
         else:
             end_children_at_exit(self.launcher, self.global_rank, self.timeouts.shutdown_seconds)
         if isinstance(exception, KeyboardInterrupt | SIGTERMException) and self._is_fitting:
-            rank_zero_info(how_to_go_on(self._attached.trainer.global_step, self._checkpoints.saves.last))
+            rank_zero_info(resume_advice(self._attached.trainer.global_step, self._checkpoints.saves.last))
 
     def teardown(self) -> None:
         """Drop buckets and hooks, so that a notebook can fit again. Collective unless a rank failed.
 
-        The process group stays for the next run: ranks that join anew could meet what is left of the old group.
+        The process group stays for the next run: ranks that join again could meet what is left of the old group.
         """
         try:
             module = self.lightning_module

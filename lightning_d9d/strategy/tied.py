@@ -10,23 +10,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.mesh import Axis, MeshDomains
 from lightning_d9d.mesh.collectives import all_gather_object, broadcast_tensors
 from lightning_d9d.mesh.sharding import local
 from lightning_d9d.sync.norm import gradient_norm
 
 
 class TiedParameter(NamedTuple):
-    """What the ranks that hold a tied parameter have in common."""
+    """A parameter that several pipeline ranks hold, as all of them know it."""
 
     name: str
     ranks: tuple[int, ...]
     """The pipeline ranks that hold it."""
     counts_here: bool
-    """Whether this rank counts it in its norm."""
+    """True if this rank counts it in its norm."""
     group: dist.ProcessGroup
-    """All ranks over which its gradient is still to be summed when the stages are done: of the holders, and of those
-    that have other tokens. (Not those over which FSDP2 sums.)"""
+    """The ranks over which its gradient is still to be summed when the stages are done.
+
+    These are the holders, and those that have other tokens. (Not those over which FSDP2 sums.)
+    """
 
 
 class TiedParameters(Mapping[nn.Parameter, TiedParameter]):
@@ -71,9 +73,9 @@ class TiedParameters(Mapping[nn.Parameter, TiedParameter]):
             axes_of: The axes along which the gradient of a parameter is still to be summed when stages are done.
             mesh: The mesh of the run; None for one process.
         """
-        if mesh is None or mesh.sizes["pp"] == 1:
+        if mesh is None or mesh.sizes[Axis.PP] == 1:
             return cls()
-        pipeline, rank = mesh.group("pp"), mesh.coordinates["pp"]
+        pipeline, rank = mesh.group(Axis.PP), mesh.coordinates[Axis.PP]
         of_ranks = all_gather_object({name: tuple(axes_of(p)) for p, name in names.items()}, pipeline)
         every_name = {name: axes for theirs in of_ranks for name, axes in theirs.items()}
         holders = {name: tuple(r for r, theirs in enumerate(of_ranks) if name in theirs) for name in every_name}
@@ -95,7 +97,7 @@ class TiedParameters(Mapping[nn.Parameter, TiedParameter]):
             broadcast_tensors(map(local, parameters), group, dist.get_process_group_ranks(group)[0])
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """The norm of all gradients of the model, each tied parameter counted once. Collective over all ranks."""
+        """Return the norm of all gradients of the model; each tied parameter counts once. Collective over all ranks."""
         counted = [parameter for parameter in parameters if parameter not in self or self[parameter].counts_here]
         return gradient_norm(counted, pipeline_group=self._pipeline)
 

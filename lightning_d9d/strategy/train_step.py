@@ -43,7 +43,7 @@ from lightning_d9d.strategy.loss_scale import LossScaling
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.optimizer_step import OptimizerStep
 from lightning_d9d.strategy.reports import Reports
-from lightning_d9d.strategy.sequence_parts import SequenceCheck
+from lightning_d9d.strategy.sequence_check import SequenceCheck
 from lightning_d9d.strategy.step_checks import StepChecks
 from lightning_d9d.strategy.window import Window, cast_gradients, inverse, scale_gradients
 from lightning_d9d.sync.norm import clip_factor, clip_gradients_by_norm

@@ -1,4 +1,4 @@
-"""What a fit does with one batch after another, for a plain module; `staged_training.py` has the other kind.
+"""Runs one batch of a fit after another, for a plain module; `staged_training.py` has the other kind.
 
 Lightning's hooks come in this order: `run`, `backward`, clipping, and `step` with a closure that has run the others.
 """
@@ -25,16 +25,16 @@ from lightning_d9d.sync.norm import clip_gradients_by_norm
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlace:
-    """What the Trainer says of a training batch."""
+    """The Trainer's settings for a training batch."""
 
     accumulated_batches: int = 1
     """The batches of a full window."""
     clips_values: bool = False
-    """Whether gradients are clipped one by one, which hides infinite ones from the norm."""
+    """True if gradients are clipped one by one, which hides infinite ones from the norm."""
     logs_norm: bool = False
-    """Whether the norm of the gradients is logged although nothing clips by it."""
+    """True if the norm of the gradients is logged although nothing clips by it."""
     plan: BatchPlan = ALONE
-    """What data ranks agreed on for it."""
+    """The agreement of data ranks on it."""
 
     @classmethod
     def of(cls, trainer: Any, plan: BatchPlan) -> BatchPlace:

@@ -31,7 +31,7 @@ from lightning_d9d.mesh.collectives import all_gather_object, device_of_messages
 from lightning_d9d.strategy.checkpoint_files import mapped, read_checkpoint
 
 
-def load_part(module: nn.Module, path: str | Path, *, prefix: str = "", strict: bool = True) -> Differences:
+def overwrite_weights(module: nn.Module, path: str | Path, *, prefix: str = "", strict: bool = True) -> Differences:
     """Overwrite a module's parameters and buffers in place by those of a checkpoint, and nothing else. Collective.
 
     Args:
@@ -70,7 +70,7 @@ def load_part(module: nn.Module, path: str | Path, *, prefix: str = "", strict: 
     )
     with torch.no_grad():
         for name in own.keys() & saved.keys():
-            own[name].copy_(cut(saved[name], own[name]))
+            own[name].copy_(shard_like(saved[name], own[name]))
     return differences
 
 
@@ -125,30 +125,30 @@ def _whole(tensor: Tensor, keep: bool) -> Tensor | None:
     return whole.detach().cpu() if keep else None
 
 
-def laid_out_like(present: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
-    """A whole model's tensors, cut as the model's are. Local: each rank has all of it."""
+def sharded_weights(present: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a whole model's tensors, sharded as the model's are. Local: each rank has all of it."""
     return {
-        name: cut(value, present[name]) if isinstance(present.get(name), DTensor) else value
+        name: shard_like(value, present[name]) if isinstance(present.get(name), DTensor) else value
         for name, value in whole.items()
     }
 
 
 def sharded_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's whole state, cut as its parameters are."""
+    """Return an optimizer's whole state, sharded as its parameters are."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not any(isinstance(parameter, DTensor) for parameter in parameters):
         return state
     of_parameters = {
-        index: {key: cut(value, parameters[index]) for key, value in entries.items()}
+        index: {key: shard_like(value, parameters[index]) for key, value in entries.items()}
         for index, entries in state["state"].items()
     }
     return {**state, "state": of_parameters}
 
 
-def cut(value: Any, like: Tensor) -> Any:
-    """A whole tensor, cut as another of its shape is; other values and shapes as they are. Local."""
+def shard_like(value: Any, like: Tensor) -> Any:
+    """Shard a whole tensor as another of its shape is; other values and shapes stay as they are. Local."""
     if not isinstance(like, DTensor) or isinstance(value, DTensor) or not isinstance(value, Tensor):
         return value
-    if value.shape != like.shape:  # what differs is told later, or it is a step count
+    if value.shape != like.shape:  # what differs is refused later, or it is a step count
         return value
     return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)

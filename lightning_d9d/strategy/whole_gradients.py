@@ -1,4 +1,4 @@
-"""Finds parameters that are not cut and of which each rank of tensor parallelism has the whole gradient.
+"""Finds parameters that are not sharded and of which each rank of tensor parallelism has the whole gradient.
 
 Such gradients are summed over these ranks, as each has met its own slice of the tokens (`WHO_SUMS` in
 `lightning_d9d.parallel.plan`). A rank that has computed with all of them has the whole sum already, and what comes out
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.mesh import Axis, MeshDomains
 from lightning_d9d.mesh.agreement import first_of
 from lightning_d9d.mesh.collectives import all_gather_object
 
@@ -22,7 +22,7 @@ class WholeGradients:
     """Notes gradients before they are summed over ranks.
 
     Args:
-        names: Of parameters that are not cut over the tensor axis.
+        names: Of parameters that are not sharded over the tensor axis.
         mesh: Of all ranks.
     """
 
@@ -45,13 +45,13 @@ class WholeGradients:
             ConfigError: Some gradient is the same on all ranks of the axis, and not 0.
         """
         ours = {name: self._noted[name].tolist() for name in self._names.values() if name in self._noted}
-        of_ranks = all_gather_object(ours, self._mesh.group("tp"))
+        of_ranks = all_gather_object(ours, self._mesh.group(Axis.TP))
         whole = [n for n, numbers in ours.items() if numbers[0] > 0 and all(r.get(n) == numbers for r in of_ranks)]
-        num_ranks = self._mesh.sizes["tp"]
+        num_ranks = self._mesh.sizes[Axis.TP]
         if whole:
             raise ConfigError(
                 f"each of the {num_ranks} ranks of tensor parallelism has the whole gradient of {first_of(whole)}; "
                 f"summed over them it would be {num_ranks} times as large. Let these parameters see each rank's slice "
-                "of the tokens (lightning_d9d.parallel.shard_tensors, TokenShard.own_slice), cut them over the axis "
+                "of the tokens (lightning_d9d.parallel.shard_tensors, TokenShard.own_slice), shard them over the axis "
                 "'tp', freeze them, or set MeshConfig.tensor_parallel to 1"
             )

@@ -114,7 +114,7 @@ def fit_until_requeued(*callbacks: L.Callback) -> tuple[L.Trainer, Model]:
 
 CASES = {
     "requeued": lambda: fit_until_requeued(Signalled()),
-    "goes_on": lambda: fit_until_requeued(),
+    "resumes": lambda: fit_until_requeued(),
     "two_nodes": lambda: fit(num_nodes=2),
     "two_nodes_cli": lambda: fit_by_cli(num_nodes=2),
     "two_devices": lambda: fit(devices=2),
@@ -132,11 +132,11 @@ def answers(host: str, port: int) -> bool:
 
 
 def main(directory: str, *names: str) -> None:
-    told: dict[str, Any] = {}
+    said: dict[str, Any] = {}
     for name in names:
         trainer, model = CASES[name]()
         environment = trainer.strategy.cluster_environment
-        told[name] = {
+        said[name] = {
             "environment": type(environment).__name__,
             "address": environment.main_address,
             "port": environment.main_port,
@@ -145,7 +145,7 @@ def main(directory: str, *names: str) -> None:
             "losses": model.losses,
             "weights": [*model.layer.weight[0].tolist(), model.layer.bias.item()],
         }
-        (Path(directory) / f"{trainer.global_rank}.json").write_text(json.dumps(told))
+        (Path(directory) / f"{trainer.global_rank}.json").write_text(json.dumps(said))
 
 
 def forked_rank(directory: str, number: int, environment: Mapping[str, str], hostname: str, names: list[str]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_d9d.checkpoint import open_directory
-from lightning_d9d.loop.interrupt import Saved, how_to_go_on
+from lightning_d9d.loop.interrupt import Saved, resume_advice
 from tests.harness.terminal import run_in_terminal
 from tests.loop.display_job import Job, fit, read
 
@@ -81,7 +81,7 @@ def test_without_a_checkpoint(tmp_path: Path) -> None:
         (Saved("here.ckpt", None), "the last checkpoint is here.ckpt, from which this run went on ("),
     ],
 )
-def test_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: Saved, text: str) -> None:
+def test_resume_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: Saved, text: str) -> None:
     monkeypatch.chdir(tmp_path)
     Path("here.ckpt").touch()
-    assert text in how_to_go_on(3, saved)
+    assert text in resume_advice(3, saved)

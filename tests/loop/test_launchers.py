@@ -45,15 +45,15 @@ def expected_weights() -> torch.Tensor:
 
 
 def read(directory: Path, cases: Sequence[str]) -> list[dict[str, Any]]:
-    """What both ranks told of each case, all of rank 0 first. Checks that they trained, together."""
-    told = [json.loads((directory / f"{rank}.json").read_text()) for rank in range(2)]
-    records = [told[rank][case] for rank in range(2) for case in cases]
+    """What both ranks said of each case, all of rank 0 first. Checks that they trained, together."""
+    said = [json.loads((directory / f"{rank}.json").read_text()) for rank in range(2)]
+    records = [said[rank][case] for rank in range(2) for case in cases]
     expected = expected_weights()
     for record in records:
         assert record["weights"] == records[0]["weights"]
         assert len(record["losses"]) == NUM_STEPS
         assert_close_named("weights", torch.tensor(record["weights"], dtype=torch.float64), expected)
-    assert told[0][cases[0]]["losses"] != told[1][cases[0]]["losses"]
+    assert said[0][cases[0]]["losses"] != said[1][cases[0]]["losses"]
     return records
 
 
@@ -84,7 +84,7 @@ def start_ranks(
 def run_ranks(
     directory: Path, environments: Sequence[dict[str, str]], cases: list[str], hostnames: Sequence[str] = ("a", "b")
 ) -> list[dict[str, Any]]:
-    """`start_ranks`; what the ranks told."""
+    """`start_ranks`; what the ranks said."""
     assert start_ranks(directory, environments, cases, hostnames) == [0, 0]
     return read(directory, cases)
 
@@ -171,8 +171,8 @@ def test_slurm_puts_a_job_back_into_the_queue(tmp_path, monkeypatch):
     assert 2 * 4 < saved < 2000
     assert checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["processed"] == saved
     environments = [slurm(rank, port + 1, num_nodes=1, **variables) for rank in range(2)]
-    assert start_ranks(tmp_path, environments, ["goes_on"]) == [0, 0]
-    records = [json.loads((tmp_path / f"{rank}.json").read_text())["goes_on"] for rank in range(2)]
+    assert start_ranks(tmp_path, environments, ["resumes"]) == [0, 0]
+    records = [json.loads((tmp_path / f"{rank}.json").read_text())["resumes"] for rank in range(2)]
     assert [len(record["losses"]) for record in records] == [2000 - saved] * 2
 
 

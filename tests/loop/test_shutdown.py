@@ -1,4 +1,4 @@
-"""Real processes that fail or are told to stop: all of them end, soon, and say why."""
+"""Real processes that fail or are asked to stop: all of them end, soon, and say why."""
 
 import json
 import multiprocessing
@@ -391,7 +391,7 @@ def test_a_job_that_is_requeued_first_ends_its_window(number, end):
 
     def body(watch: RankWatch, rank: int) -> None:
         watch.requeue_signal = signal.SIGUSR1
-        watch.goes_on = lambda: begun[rank] % 4 != 0
+        watch.is_inside_of_window = lambda: begun[rank] % 4 != 0
         while True:
             watch.begin_train_batch()
             begun[rank] += 1

@@ -57,7 +57,7 @@ class Collective(Recorded):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.steps_left = -1
-        self.fillers: list[bool] = []
+        self.dummies: list[bool] = []
         self.num_evaluated = 0
         self.callback_at: list[str] = []
 
@@ -68,7 +68,7 @@ class Collective(Recorded):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(outputs, batch, batch_idx)
-        self.fillers.append(cast(D9DStrategy, self.trainer.strategy).is_dummy_batch)
+        self.dummies.append(cast(D9DStrategy, self.trainer.strategy).is_dummy_batch)
 
     def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.num_evaluated += len(batch["y"])
@@ -166,7 +166,7 @@ def check_fit(
         assert_close_named("loss", loss * accumulate, expected.to(loss), kind=Kind.LOSS)
     assert_tensors_close(module.state_dict(), alone.state_dict())
     num_own = len(counts[rank.rank])
-    assert module.fillers == [False] * num_own + [True] * (len(steps) - num_own)
+    assert module.dummies == [False] * num_own + [True] * (len(steps) - num_own)
     return module, run
 
 
@@ -190,13 +190,13 @@ def test_last_batches_of_different_sizes(rank: RankContext, kind: str) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_window_of_fillers_alone(rank: RankContext) -> None:
+def test_a_window_of_dummies_alone(rank: RankContext) -> None:
     _, run = check_fit(rank, [[ROWS] * 6, [ROWS]], Stream, accumulate=2)
     assert run.global_step == 3
 
 
 @pytest.mark.ranks(2)
-def test_replicas_train_on_fillers_too(rank: RankContext) -> None:
+def test_replicas_train_on_dummies_too(rank: RankContext) -> None:
     """Nothing in a batch is collective, but the sum of gradients is."""
     batches = batches_of([[ROWS] * 2, [ROWS] * 3])
     L.seed_everything(7, verbose=False)
@@ -213,14 +213,14 @@ def test_replicas_train_on_fillers_too(rank: RankContext) -> None:
 @pytest.mark.ranks(2)
 def test_equal_lengths_send_nothing(rank: RankContext) -> None:
     batches = batches_of([[ROWS] * 3, [ROWS] * 3])
-    with mock.patch.object(Agreement, "tell", autospec=True) as told:
+    with mock.patch.object(Agreement, "tell", autospec=True) as tell:
         for cut in (None, 1):
             module, _ = modules()
             run = run_trainer(rank, Equal(microbatch_size=cut), max_epochs=2)
             data = loader(batches[rank.rank])
             run.fit(module, data, data)
             run.predict(module, data)
-    assert not told.called
+    assert not tell.called
 
 
 @pytest.mark.ranks(2)
@@ -269,7 +269,7 @@ class Writer(BasePredictionWriter):
 
 
 @pytest.mark.ranks(2)
-def test_a_prediction_writer_sees_no_fillers(rank: RankContext) -> None:
+def test_a_prediction_writer_sees_no_dummies(rank: RankContext) -> None:
     batches = batches_of([[ROWS] * 3, [ROWS] * 5])
     module, _ = modules()
     writer = Writer()
@@ -338,7 +338,7 @@ RESUMABLE: dict[str, Any] = {
 
 
 class Seen(Collective):
-    """Keeps the first number of each batch, None for a filler."""
+    """Keeps the first number of each batch, None for a dummy batch."""
 
     def __init__(self) -> None:
         super().__init__(optimizer="adamw")
@@ -455,7 +455,7 @@ def test_a_stream_that_is_empty_in_later_epochs(rank: RankContext) -> None:
     run = run_trainer(rank, Equal(), max_epochs=3)
     run.fit(module, loader(batches[rank.rank], Once))
     assert run.global_step == 6
-    assert module.fillers == [False] * 2 + [rank.rank == 0] * 4
+    assert module.dummies == [False] * 2 + [rank.rank == 0] * 4
 
 
 @pytest.mark.ranks(2)
@@ -473,7 +473,7 @@ def test_loaders_that_are_combined(rank: RankContext) -> None:
     module = Both()
     run = run_trainer(rank, Equal())
     run.fit(module, CombinedLoader({"a": loader(a), "b": loader(b)}, "max_size_cycle"))
-    assert module.fillers == [False] * max(lengths) + [True] * (5 - max(lengths))
+    assert module.dummies == [False] * max(lengths) + [True] * (5 - max(lengths))
     assert len({str(loss) for loss in rank.all_gather_object(module.losses)}) == 1
 
 

@@ -279,7 +279,7 @@ def test_pipelines_equal_one_process(rank: RankContext, schedule: str, dense: tu
 
 
 @pytest.mark.ranks(2)
-def test_fillers_do_not_count(rank: RankContext) -> None:
+def test_dummies_do_not_count(rank: RankContext) -> None:
     """The second batch has one row, and this schedule takes no less than four microbatches."""
     data = rows(5)
     module = Balanced()

@@ -338,7 +338,7 @@ def test_the_global_batch_loss_has_the_load_of_all_ranks(rank: RankContext, reco
 
 
 @pytest.mark.ranks(2)
-def test_fillers_are_no_part_of_the_global_batch(rank: RankContext) -> None:
+def test_dummies_are_no_part_of_the_global_batch(rank: RankContext) -> None:
     moe = make_moe(BalanceConfig(global_batch_loss=1.0)).to(rank.device)
     moe.gate.balance.group = dist.group.WORLD
     moe.gate.balance.counts_tokens = rank.rank == 0

@@ -19,7 +19,7 @@ from lightning_d9d.pipeline.executor import Executor, LossScale, SplitBatch
 from lightning_d9d.pipeline.totals import BatchTotals
 from lightning_d9d.pipeline.types import StageInfo, StageInputs, WeightedLoss
 from lightning_d9d.schedule import Schedule
-from lightning_d9d.strategy.data_parallel import DataParallelStages, parts_of
+from lightning_d9d.strategy.data_parallel import DataParallelStages, bucket_groups_of
 from lightning_d9d.strategy.module import share_equal_names
 from lightning_d9d.strategy.pipeline import Pipeline
 from lightning_d9d.strategy.tied import TiedParameters
@@ -187,10 +187,10 @@ class Rig:
         self.names = {p: name for stage in self.stages.values() for name, p in stage.named_parameters()}
         self.tied = TiedParameters.find(self.names, lambda parameter: ["dp"], mesh)
         trained = [parameter for parameter in self.names if parameter.requires_grad]
-        parts, parts_of_stage = parts_of(trained, self.stages, self.tied, lambda _: None)
+        bucket_groups, groups_of_stage = bucket_groups_of(trained, self.stages, self.tied, lambda _: None)
         dtype = None if device.type == "cpu" else torch.float32
-        self.buckets = GradientBuckets(parts, dtype=dtype, bucket_mb=1e-4)
-        self.data_parallel = DataParallelStages(self.buckets, parts_of_stage, {}, {})
+        self.buckets = GradientBuckets(bucket_groups, dtype=dtype, bucket_mb=1e-4)
+        self.data_parallel = DataParallelStages(self.buckets, groups_of_stage, {}, {})
         num_stages = len(self.pipeline.placement)
         self.executor = Executor(self.stages, num_stages, Tokens(), nullcontext, self.pipeline.messages)
         self.outputs: list[weakref.ref[Tensor]] = []

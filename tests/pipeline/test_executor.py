@@ -133,7 +133,7 @@ def drawn(examples: st.SearchStrategy[Program], number: int) -> list[Program]:
 
 
 @pytest.mark.ranks(2)
-def test_fillers_count_nothing(rank: RankContext) -> None:
+def test_dummies_count_nothing(rank: RankContext) -> None:
     """Not in the loss, the gradients or the metrics."""
     expected = of_one_process("tied", 3, rank.device)
     with pipeline_mesh(rank) as mesh:
@@ -144,7 +144,7 @@ def test_fillers_count_nothing(rank: RankContext) -> None:
             rig.close()
 
 
-def test_fillers_have_no_metrics() -> None:
+def test_dummies_have_no_metrics() -> None:
     """The hook may count what it sees."""
     device = torch.device("cpu")
     rig = Rig(SCHEDULES["1f1b"](), None, device, KINDS["tied"])

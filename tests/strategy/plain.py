@@ -124,7 +124,7 @@ class FrozenInsideWindow(Plain):
 
 
 class AssignedBuffer(Plain):
-    """A running mean that each step assigns anew, as `self.mean = ...`."""
+    """A running mean that each step assigns again, as `self.mean = ...`."""
 
     def __init__(self) -> None:
         super().__init__(batch_norm=False)

@@ -21,7 +21,7 @@ from lightning_d9d import D9DStrategy, StateError, convert
 from lightning_d9d.callbacks import InitialWeights
 from lightning_d9d.checkpoint import MODEL, is_directory, save_directory
 from lightning_d9d.strategy.checkpoint_files import AtomicFileIO, mapped, read_checkpoint, read_value
-from lightning_d9d.strategy.weights import load_part
+from lightning_d9d.strategy.weights import overwrite_weights
 from tests.checkpoint.test_killed import loaded
 from tests.harness.forked import killed_at
 from tests.strategy.plain import Plain, loader, trainer
@@ -154,12 +154,12 @@ def test_a_part_is_refused_from_a_file_as_from_a_directory(tmp_path: Path, save:
     save({"state_dict": {**state, "num_batches_tracked": torch.tensor(2.5)}}, tmp_path / "float.ckpt")
     module = nn.BatchNorm1d(2)
     with pytest.raises(StateError, match=r"num_batches_tracked is torch.float32 in the checkpoint, torch.int64 in the"):
-        load_part(module, tmp_path / "float.ckpt")
+        overwrite_weights(module, tmp_path / "float.ckpt")
     assert module.num_batches_tracked == 0
-    load_part(module, tmp_path / "float.ckpt", prefix="weight")
+    overwrite_weights(module, tmp_path / "float.ckpt", prefix="weight")
     save({"state_dict": state}, tmp_path / "right.ckpt")
     with pytest.raises(StateError, match="is on the meta device; allocate it first"):
-        load_part(module.to("meta"), tmp_path / "right.ckpt")
+        overwrite_weights(module.to("meta"), tmp_path / "right.ckpt")
 
 
 def as_in_a_directory(content: dict[str, Any]) -> dict[str, torch.Tensor]:

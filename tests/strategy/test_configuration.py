@@ -114,11 +114,11 @@ def fit_pipelined(rank: RankContext, module: Any, rows: Any, **options: Any) -> 
 
 @pytest.mark.ranks(2)
 def test_mesh_of_a_run(rank: RankContext) -> None:
-    """Data are split by it, the rank is named by it, and it is told before the first step."""
+    """Data are split by it, the rank is named by it, and it is said before the first step."""
     seen: list[Any] = []
-    told: list[str] = []
+    said: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
 
     class Watch(Callback):
         def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
@@ -140,8 +140,8 @@ def test_mesh_of_a_run(rank: RankContext) -> None:
         info.removeHandler(handler)
         info.setLevel(level)
     assert seen == [(rank.rank, 2, rank.rank, dist.group.WORLD)] * 2
-    assert told.count(f"[dp{rank.rank}] hello") == 2
-    tables = [text for text in told if "tokens per step" in text]
+    assert said.count(f"[dp{rank.rank}] hello") == 2
+    tables = [text for text in said if "tokens per step" in text]
     assert len(tables) == (2 if rank.rank == 0 else 0)
     for table in tables:
         assert table.startswith(f"2 ranks on {rank.device.type}, seen from rank 0")

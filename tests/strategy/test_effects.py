@@ -94,7 +94,7 @@ def check_refused(name: str, devices: int, device: str) -> None:
 
 
 OF_PLAIN: dict[str, tuple[dict[str, Any], str]] = {
-    "ParallelConfig.pad_sequences": ({"pad_sequences": True}, "plain LightningModule, whose sequences nobody cuts"),
+    "ParallelConfig.pad_sequences": ({"pad_sequences": True}, "plain LightningModule, whose sequences nobody shards"),
     **{
         name: (REFUSED[name][0], "plain LightningModule, whose weights .* only where ParallelConfig.shard_blocks names")
         for name, (_, message) in REFUSED.items()

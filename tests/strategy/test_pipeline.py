@@ -126,7 +126,7 @@ def test_four_ranks_of_stages_equal_plain_torch(rank: RankContext, schedule: str
 def test_replicas_of_pipelines_equal_plain_torch(
     rank: RankContext, schedule: Any, make: type[Pipelined], options: dict[str, Any], accumulate: int
 ) -> None:
-    """The last batch of an epoch is short: too short for one schedule, which runs fillers then."""
+    """The last batch of an epoch is short: too short for one schedule, which runs dummies then."""
     mesh = MeshConfig(pipeline_parallel=2, data_parallel_replicate=2)
     rows = token_rows(16 if make is Mean else 20)  # a mean counts short batches as full ones
     check_fit(rank, mesh, rows, 4, accumulate, module=make(**options), schedule=schedule)

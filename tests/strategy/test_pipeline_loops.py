@@ -244,7 +244,7 @@ def test_tuning_the_batch_size_is_refused(rank: RankContext) -> None:
 
 
 def test_a_module_goes_on_with_other_stages_in_one_process() -> None:
-    """As in a notebook: its weights are cut anew, and those that were frozen stay so."""
+    """As in a notebook: its weights are cut again, and those that were frozen stay so."""
     rows = token_rows(8)
     module, losses = Evaluated(tied=True, frozen=("layers.0",)), []
     strategies: list[Any] = [D9DStrategy(schedule=s, microbatch_size=1) for s in ("1f1b", "zero_bubble_v", "gpipe")]

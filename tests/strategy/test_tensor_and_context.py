@@ -130,7 +130,7 @@ def test_all_loops_give_what_one_process_does(
     ],
 )
 def test_a_module_is_fitted_again(rank: RankContext, mesh: dict[str, int], config: Qwen3MoeConfig) -> None:
-    """With the weights that it has, on a mesh that is made anew."""
+    """With the weights that it has, on a mesh that is made again."""
     L.seed_everything(SEED, verbose=False)
     module = Watched(config, 1, data=Data(8))
     for _ in range(2):

@@ -448,7 +448,7 @@ def test_what_sees_each_token_for_itself_trains(rank: RankContext, mesh: dict[st
     calls = [buffer for name, buffer in module.named_buffers() if name.endswith("num_calls")]
     assert [int(count) for count in calls] == [2, 2]
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr("lightning_d9d.strategy.sequence_parts.SequenceCheck.check", lambda *_, **__: None)
+        monkeypatch.setattr("lightning_d9d.strategy.sequence_check.SequenceCheck.check", lambda *_, **__: None)
         without = fit(rank, Alone, **mesh).lightning_module
     for (name, ours), theirs in zip(module.named_parameters(), without.parameters(), strict=True):
         assert_bitwise_equal(name, ours, theirs)
