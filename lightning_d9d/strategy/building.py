@@ -171,11 +171,7 @@ def describe_gradients(mesh: MeshDomains, gradients: GradientSync, trainer: Any,
 
 @dataclass(frozen=True)
 class TrainingParts:
-<<<<<<< HEAD
     """What a fit is built from, besides its module and optimizers."""
-=======
-    """The parts that a fit is built from, besides its module."""
->>>>>>> s-axis
 
     patches: Patches
     ranks: JobRanks
