@@ -171,7 +171,7 @@ def describe_gradients(mesh: MeshDomains, gradients: GradientSync, trainer: Any,
 
 @dataclass(frozen=True)
 class TrainingParts:
-    """What a fit is built from, besides its module and optimizers."""
+    """The parts that a fit is built from, besides its module and optimizers."""
 
     patches: Patches
     ranks: JobRanks
