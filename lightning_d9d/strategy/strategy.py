@@ -130,13 +130,9 @@ class D9DStrategy(RankHooks):
         process_group_backend: str | None = None,
     ) -> None:
         mesh = MeshConfig(data_parallel_replicate=-1) if mesh is None else mesh
-        check_classes(
-            mesh=(mesh, MeshConfig),
-            parallel=(parallel, ParallelConfig),
-            grad_sync=(grad_sync, GradSyncConfig),
-            checkpoint=(checkpoint, CheckpointConfig),
-            timeouts=(timeouts, TimeoutConfig),
-        )
+        check_classes(mesh=(mesh, MeshConfig), parallel=(parallel, ParallelConfig))
+        check_classes(grad_sync=(grad_sync, GradSyncConfig), checkpoint=(checkpoint, CheckpointConfig))
+        check_classes(timeouts=(timeouts, TimeoutConfig))
         super().__init__(JobRanks(mesh, timeouts, process_group_backend))
         silence()
         self.parallel = parallel
@@ -215,12 +211,6 @@ class D9DStrategy(RankHooks):
         return self.lightning_module is not None and plan_of(self.lightning_module.trainer.fit_loop).is_dummy
 
     @property
-    def patches(self) -> Patches:
-        """The place for what this run replaces on its Trainer's objects; from `setup_environment` to `teardown`."""
-        assert self._patches is not None
-        return self._patches
-
-    @property
     def parallel_in_effect(self) -> ParallelConfig:
         """The configuration with the dtypes that follow from precision and `grad_sync`."""
         autocasts = isinstance(self.precision_plugin, MixedPrecision) and isinstance(self.lightning_module, D9DModule)
@@ -265,12 +255,12 @@ class D9DStrategy(RankHooks):
             reset_seed()
         if self._patches is not None:
             self._patches.undo()  # this run began inside of another, in a callback say
-        self._patches = Patches(trainer)
-        self._join(trainer)
-        clip_by(self.patches, self.precision_plugin, self._clip_grad_by_norm, self._clip_grad_by_value)
-        adapt_display(self.patches, trainer)
+        patches = self._patches = Patches(trainer)
+        self._join(trainer, patches)
+        clip_by(patches, self.precision_plugin, self._clip_grad_by_norm, self._clip_grad_by_value)
+        adapt_display(patches, trainer)
         if self.is_distributed and self.ranks.dp_size == 1:
-            leave_samplers(self.patches, trainer)
+            leave_samplers(patches, trainer)
         self._kernels.enter_context(using_kernels(self.parallel.kernels))
         self._kernels.enter_context(using_grouped_gemm(self.parallel.grouped_gemm))
         beside = Beside(module, self.mesh_config, self.mesh_config.resolve(self.world_size), self.parallel)
@@ -281,7 +271,7 @@ class D9DStrategy(RankHooks):
         self.staging.begin(self.ranks.mesh_of_several, self.root_device, select, keeps=has_stages)
         self._tell_module()
 
-    def _join(self, trainer: Any) -> None:
+    def _join(self, trainer: Any, patches: Patches) -> None:
         """Meet the other ranks, watch over them, and see that all want the same. Collective."""
         assert self.cluster_environment is not None
         self.ranks.device = self.root_device
@@ -289,7 +279,7 @@ class D9DStrategy(RankHooks):
         self.ranks.join(self.cluster_environment, self.num_nodes)
         if self.is_distributed:
             seconds = self.timeouts.shutdown_seconds, self.timeouts.init_seconds
-            self._shutdown = Shutdown(self.patches, trainer, self._checkpoints.saves, *seconds)
+            self._shutdown = Shutdown(patches, trainer, self._checkpoints.saves, *seconds)
             self.ranks.spread()
             check_equal_configuration(self.settings(), trainer)
 
@@ -313,9 +303,10 @@ class D9DStrategy(RankHooks):
 
     def setup(self, trainer: L.Trainer) -> None:
         """Move the module to the device, make replicas equal, and build optimizers and gradient buckets. Collective."""
-        module = self._attached
+        module, patches = self._attached, self._patches
         assert self.accelerator is not None
         assert self.model is not None
+        assert patches is not None
         self.accelerator.setup(trainer)
         check_module(module, self.pipeline, self.microbatch_count)
         load_pretrained(module, self._run_state())
@@ -325,26 +316,26 @@ class D9DStrategy(RankHooks):
         self._rank_model = place_model(self.model, self.parallel, self.ranks, lambda: self._run_state().names)
         if is_sharded(self.model):
             for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-                self.patches.replace(loop, "inference_mode", False)  # DTensors know no inference tensors
+                patches.replace(loop, "inference_mode", False)  # DTensors know no inference tensors
         if isinstance(module, D9DModule) and self.pipeline is not None:
             pads = self.parallel.pad_sequences
             splitter = BatchSplitter(module, self.pipeline, self.microbatch_count, pads_sequences=pads)
             self._evaluation = module.evaluation = EvalStep(module, splitter, SequenceCheck(module))
         aligned = alignment(self.ranks, self.splitter, self._run_dummy, self._checkpoints.place.is_to_be_resumed)
-        align_loaders(self.patches, trainer, aligned)
+        align_loaders(patches, trainer, aligned)
         if self._is_fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if self._is_fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
-            run = self.patches, self.ranks, self._rank_model, self._evaluation
+            run = patches, self.ranks, self._rank_model, self._evaluation
             parts = TrainingParts(*run, self.parallel, self.grad_sync, self.precision_plugin, self.skip_nonfinite)
             training = self._training = parts.training(module, self.optimizers)
             self._steps = training.optimizer_step
             self._update_gradients()
-            self._checkpoints.saves.open(self.patches, trainer, lambda: training.window_is_open)
+            self._checkpoints.saves.open(patches, trainer, lambda: training.window_is_open)
             if not self.is_distributed:
-                self._interruption = Interruption(self.patches, trainer, lambda: training.window_is_open)
+                self._interruption = Interruption(patches, trainer, lambda: training.window_is_open)
 
     def model_to_device(self) -> None:
         """Move the module to this process's device, but for weights that stay in the host's memory."""
