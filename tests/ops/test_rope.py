@@ -12,7 +12,7 @@ from lightning_d9d.ops.norm_rope import norm_rope_reference
 from lightning_d9d.ops.rope import rope_reference
 from tests.harness.compare import assert_bitwise_equal, assert_close_named
 from tests.harness.tolerances import Kind
-from tests.ops.grid import DEVICES, LAYOUTS, check_op, dtypes
+from tests.ops.grid import DEVICES, LAYOUTS, check_op, shapes_and_dtypes
 
 SHAPES = [
     (1, 1, 1, 32, 16, 1),
@@ -80,7 +80,7 @@ def check(has_norm, is_paired, tensors, dtype, device, *, gradients_of=None, wid
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_every_shape_and_dtype(device, has_norm, is_paired, interleaved):
     centering = {"zero_centered": interleaved} if has_norm else {}
-    for shape, dtype in product(SHAPES, dtypes(device)):
+    for shape, dtype in shapes_and_dtypes(SHAPES, device, interleaved):
         check(has_norm, is_paired, inputs(*shape), dtype, device, interleaved=interleaved, **centering)
 
 
