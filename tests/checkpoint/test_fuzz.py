@@ -1,6 +1,6 @@
 """Files changed at random are read or refused: with the package's own errors, soon, and with little memory.
 
-Some seconds for each; `python -m tests.fuzz --minutes 60` takes longer.
+Two seconds for each; `python -m tests.fuzz --minutes 60` takes longer.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import pytest
 
 from tests.fuzz import TARGETS, attack, outcome, run
 
-SECONDS = 8
-"""For each target: about a minute in all."""
+SECONDS = 2
+"""For each target, and a round of files at least."""
 
 
 @pytest.mark.parametrize("name", TARGETS)
