@@ -1,6 +1,5 @@
 """`rms_norm` on its kernels (Triton's interpreter without a GPU) and on torch's."""
 
-
 import pytest
 import torch
 
