@@ -20,7 +20,9 @@ def quicken_interpreter() -> None:
     import triton.language as tl
     from triton.runtime import interpreter
 
-    replace = interpreter._patch_lang
+    replace = getattr(interpreter, "_patch_lang", None)
+    if replace is None:  # another version, which works, but slowly
+        return
 
     def replace_once(function: Any) -> Any:
         languages = [each for each in function.__globals__.values() if inspect.ismodule(each) and each in (tl, tl.core)]

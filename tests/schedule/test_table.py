@@ -12,8 +12,8 @@ of the model, so in the papers' units of a rank's part a bubble is k times short
 | DualPipeV | 2 (p - 1) | (p - 1) (F&B + B - 3W), F&B = 3 |
 
 With fewer microbatches than given the pipeline is never full, and the step is the way of single microbatches: the
-formulas below, which are ours. The microbatch counts of `counts` are run for most p; all 1024 pairs by `python -m tests.schedule.test_table`, in some
-minutes.
+formulas below, which are ours. The microbatch counts of `counts` are run for most p; all 1024 pairs by `python -m
+tests.schedule.test_table`, in some minutes.
 """
 
 from __future__ import annotations
