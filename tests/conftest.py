@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.interpreter import quicken_interpreter
+
 STARTS_WITHOUT_TORCH = Path(__file__).with_name("schedule")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -25,3 +27,4 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
 
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
+        quicken_interpreter()

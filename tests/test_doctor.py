@@ -41,7 +41,7 @@ def check_healthy(output: str) -> None:
 def test_command_on_this_machine():
     start = time.monotonic()
     command = [sys.executable, "-m", "lightning_d9d.cli", "doctor"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     print(f"{time.monotonic() - start:.1f} s\n{result.stdout}")
     assert result.returncode == 0, result.stderr
     check_healthy(result.stdout)

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from importlib import import_module
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,7 +30,6 @@ from lightning_d9d.ops import (
     round_stochastic_,
     swiglu,
 )
-from lightning_d9d.ops.backend import Kernels
 from lightning_d9d.ops.moe_permute import moe_unpermute_reference, sort_by_expert, sort_reference
 from lightning_d9d.ops.moe_route import moe_route_reference
 from lightning_d9d.ops.norm_rope import norm_rope_reference
@@ -41,146 +38,15 @@ from lightning_d9d.ops.rope import rope_reference
 from lightning_d9d.ops.stochastic import round_stochastic_reference
 from lightning_d9d.ops.stochastic_adamw import AdamWTensors, MultiTensorAdamW, Place, Scalars
 from lightning_d9d.ops.swiglu import swiglu_reference
+from tests.benchmarks.op_case import Inputs, OpCase, Sizes, Work, compiled, forward_backward, liger_function, peers
 
 EPS = 1e-6
-ON_CUDA = ("compile", "Liger", "cuDNN", "flex")
-"""Peers that are left out on a CPU."""
 MOST_OF_PRODUCTS = 1.1
 """Time of `linear_cross_entropy`, of that of its three products."""
 MOST_LOGITS = 2**30
 """Bytes that it may take beside inputs and gradients."""
 LEAST_ATTENTION = {"forward": 610e12, "backward": 427e12}
 """Operations a second of cuDNN's on an H200 at 4 x 32 x 4096 x 128 with 4 heads of keys."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """What inputs are made of."""
-
-    batch: int = 4
-    seq: int = 4096
-    documents: int = 4
-    """In a row, equally long."""
-    hidden: int = 2048
-    heads: int = 32
-    kv_heads: int = 4
-    head_dim: int = 128
-    experts: int = 128
-    top_k: int = 8
-    width: int = 768
-    """Of an expert."""
-    vocab: int = 151_936
-    layers: int = 8
-    """Whose weights AdamW updates: 5.0 B."""
-    rounded: int = 2**26
-    """Elements of `round_stochastic_`."""
-    dtype: torch.dtype = torch.bfloat16
-
-    def scaled(self, factor: float) -> Sizes:
-        """With as many times the tokens, layers and elements."""
-        counts = {name: max(1, int(factor * getattr(self, name))) for name in ("batch", "layers", "rounded")}
-        return dataclasses.replace(self, **counts)
-
-    @property
-    def tokens(self) -> int:
-        """Of all rows."""
-        return self.batch * self.seq
-
-    def bytes(self, *shape: int) -> int:
-        """Of a tensor."""
-        return math.prod(shape) * self.dtype.itemsize
-
-
-QUICK = Sizes(
-    batch=1,
-    seq=16,
-    documents=2,
-    hidden=32,
-    heads=4,
-    kv_heads=2,
-    head_dim=8,
-    experts=4,
-    top_k=2,
-    width=16,
-    vocab=64,
-    layers=1,
-    rounded=100,
-    dtype=torch.float32,
-)
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a pass cannot do without, and what it is held against."""
-
-    bytes: int = 0
-    flops: int = 0
-    least_rate: float | None = None
-    """Operations a second."""
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """Makes the inputs of a call: normal values if nothing else is said."""
-
-    device: torch.device
-    dtype: torch.dtype
-    generator: torch.Generator
-
-    def trained(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """One that gets a gradient."""
-        return self.fixed(*shape, dtype=dtype).requires_grad_()
-
-    def fixed(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """One without."""
-        return torch.randn(shape, generator=self.generator, device=self.device, dtype=dtype or self.dtype)
-
-    def below(self, bound: int, *shape: int) -> Tensor:
-        """Integers."""
-        return torch.randint(bound, shape, generator=self.generator, device=self.device)
-
-    def experts(self, sizes: Sizes) -> Tensor:
-        """The experts of each token, all different, `[tokens, top_k]`."""
-        return self.ranks(sizes)[:, : sizes.top_k].contiguous()
-
-    def ranks(self, sizes: Sizes) -> Tensor:
-        """An order of the experts for each token."""
-        return self.fixed(sizes.tokens, sizes.experts, dtype=torch.float32).argsort(1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class OpCase:
-    """An op at a size."""
-
-    name: str
-    op: str = ""
-    """By which it is chosen; the name, but for what follows a comma."""
-    scale: float = 1.0
-    """Of the shape."""
-    dtype: torch.dtype = torch.bfloat16
-    """Of inputs that have no other."""
-    inputs: Callable[[Inputs], dict[str, Any]]
-    """Arguments of a call."""
-    ours: Callable[..., Any]
-    kernels: Kernels = "triton"
-    """With which ours runs; all others run with torch's."""
-    peers: Mapping[str, Callable[..., Any]]
-    work: Mapping[str, Work]
-    """Of each pass that is measured: "forward", "backward" and "both", one after the other."""
-    limits: Mapping[str, float] = field(default_factory=dict)
-    """Peer -> the largest ratio of our time to its, where it is no peer but a ceiling."""
-    most_extra: int | None = None
-    """Bytes that ours may take beside inputs and results."""
-    shares_inputs: bool = False
-    """All contenders work on the same: they are large."""
-    graphed: bool = True
-    """Whether launches are recorded, so that the host's time does not count."""
-    note: str = ""
-    num_processes: int = 1
-    repeats: int = 20
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "op", self.name.partition(",")[0])
 
 
 def op_cases(sizes: Sizes) -> list[OpCase]:
@@ -212,27 +78,6 @@ def op_cases(sizes: Sizes) -> list[OpCase]:
     return [dataclasses.replace(case, dtype=sizes.dtype) for case in cases]
 
 
-def forward_backward(forward: Work, backward: Work) -> dict[str, Work]:
-    """Both passes, and one after the other."""
-    both = Work(forward.bytes + backward.bytes, forward.flops + backward.flops)
-    return {"forward": forward, "backward": backward, "both": both}
-
-
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """For the sizes of its first call, as the other contenders know them, too."""
-    return torch.compile(function, dynamic=False)
-
-
-def _peers(op: Callable[..., Any], plain: Callable[..., Any], **others: Callable[..., Any]) -> dict[str, Any]:
-    """The op on torch's kernels, and what is compiled from plain torch."""
-    return {"torch": op, "compile": compiled(plain), **others}
-
-
-def _liger(module: str, name: str) -> Callable[..., Any]:
-    """A function of Liger-Kernel's, which need not be installed."""
-    return getattr(import_module(f"liger_kernel.ops.{module}"), name).apply
-
-
 def _rms_norm(name: str, sizes: Sizes, *shape: int) -> OpCase:
     def op(x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight, EPS)
@@ -241,14 +86,14 @@ def _rms_norm(name: str, sizes: Sizes, *shape: int) -> OpCase:
         return rms_norm_reference(x, weight, EPS)
 
     def liger(x: Tensor, weight: Tensor) -> Tensor:
-        return _liger("rms_norm", "LigerRMSNormFunction")(x, weight, EPS, 0.0, "llama", False)
+        return liger_function("rms_norm", "LigerRMSNormFunction")(x, weight, EPS, 0.0, "llama", False)
 
     x = sizes.bytes(*shape)
     return OpCase(
         name=name,
         inputs=lambda make: {"x": make.trained(*shape), "weight": make.trained(shape[-1])},
         ours=op,
-        peers=_peers(op, plain, Liger=liger),
+        peers=peers(op, plain, Liger=liger),
         work=forward_backward(Work(2 * x), Work(3 * x)),
     )
 
@@ -261,7 +106,7 @@ def _rms_norm_residual(sizes: Sizes) -> OpCase:
         return rms_norm_reference(x, weight, EPS, residual=residual)
 
     def liger(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
-        return _liger("fused_add_rms_norm", "LigerFusedAddRMSNormFunction")(
+        return liger_function("fused_add_rms_norm", "LigerFusedAddRMSNormFunction")(
             x, residual, weight, EPS, 0.0, "llama", False
         )
 
@@ -275,7 +120,7 @@ def _rms_norm_residual(sizes: Sizes) -> OpCase:
             "weight": make.trained(sizes.hidden),
         },
         ours=op,
-        peers=_peers(op, plain, Liger=liger),
+        peers=peers(op, plain, Liger=liger),
         work=forward_backward(Work(4 * x), Work(4 * x)),
         note="x and residual have one gradient",
     )
@@ -298,7 +143,7 @@ def _rope(sizes: Sizes) -> OpCase:
 
     def liger(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         tables = cos.squeeze(2), sin.squeeze(2), None, 1, sizes.head_dim
-        q, k = _liger("rope", "LigerRopeFunction")(q.transpose(1, 2), k.transpose(1, 2), *tables)
+        q, k = liger_function("rope", "LigerRopeFunction")(q.transpose(1, 2), k.transpose(1, 2), *tables)
         return q.transpose(1, 2), k.transpose(1, 2)
 
     work = Work(2 * sizes.bytes(sizes.tokens, sizes.heads + sizes.kv_heads, sizes.head_dim))
@@ -306,7 +151,7 @@ def _rope(sizes: Sizes) -> OpCase:
         name="rope",
         inputs=lambda make: _heads(sizes, make),
         ours=op,
-        peers=_peers(op, plain, Liger=liger),
+        peers=peers(op, plain, Liger=liger),
         work=forward_backward(work, work),
         note="queries and keys; Liger's overwrites them",
     )
@@ -321,11 +166,11 @@ def _norm_rope(sizes: Sizes) -> OpCase:
 
     def liger(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, of_q: Tensor, of_k: Tensor) -> tuple[Tensor, ...]:
         q, k = (
-            _liger("rms_norm", "LigerRMSNormFunction")(x, weight, EPS, 0.0, "llama", False)
+            liger_function("rms_norm", "LigerRMSNormFunction")(x, weight, EPS, 0.0, "llama", False)
             for x, weight in ((q, of_q), (k, of_k))
         )
         tables = cos.squeeze(2), sin.squeeze(2), None, 1, sizes.head_dim
-        q, k = _liger("rope", "LigerRopeFunction")(q.transpose(1, 2), k.transpose(1, 2), *tables)
+        q, k = liger_function("rope", "LigerRopeFunction")(q.transpose(1, 2), k.transpose(1, 2), *tables)
         return q.transpose(1, 2), k.transpose(1, 2)
 
     x = sizes.bytes(sizes.tokens, sizes.heads + sizes.kv_heads, sizes.head_dim)
@@ -337,7 +182,7 @@ def _norm_rope(sizes: Sizes) -> OpCase:
             "of_k": make.trained(sizes.head_dim),
         },
         ours=op,
-        peers=_peers(op, plain, Liger=liger),
+        peers=peers(op, plain, Liger=liger),
         work=forward_backward(Work(2 * x), Work(3 * x)),
         note="queries and keys; Liger's norm, then its rope",
     )
@@ -351,7 +196,7 @@ def _swiglu(sizes: Sizes, weighted: bool) -> OpCase:
         return swiglu_reference(gate_up, weights)
 
     def liger(gate_up: Tensor, weights: None) -> Tensor:
-        return _liger("swiglu", "LigerFusedGateUpSiLUMulFunction")(gate_up)
+        return liger_function("swiglu", "LigerFusedGateUpSiLUMulFunction")(gate_up)
 
     rows = sizes.tokens * sizes.top_k
     x = sizes.bytes(rows, sizes.width)
@@ -362,7 +207,7 @@ def _swiglu(sizes: Sizes, weighted: bool) -> OpCase:
             "weights": make.trained(rows, dtype=torch.float32) if weighted else None,
         },
         ours=op,
-        peers=_peers(op, plain) if weighted else _peers(op, plain, Liger=liger),
+        peers=peers(op, plain) if weighted else peers(op, plain, Liger=liger),
         work=forward_backward(Work(3 * x + 4 * rows * weighted), Work(5 * x + 8 * rows * weighted)),
     )
 
@@ -383,7 +228,7 @@ def _moe_route(sizes: Sizes) -> OpCase:
         name="moe_route",
         inputs=inputs,
         ours=op,
-        peers=_peers(op, plain),
+        peers=peers(op, plain),
         work=forward_backward(Work(logits + 12 * chosen), Work(logits + 16 * chosen)),
     )
 
@@ -399,7 +244,7 @@ def _moe_sort(sizes: Sizes) -> OpCase:
         name="moe_permute, its sort",
         inputs=lambda make: {"indices": make.experts(sizes)},
         ours=op,
-        peers=_peers(op, plain),
+        peers=peers(op, plain),
         work={"forward": Work(12 * sizes.tokens * sizes.top_k)},
     )
 
@@ -423,7 +268,7 @@ def _moe_permute(sizes: Sizes) -> OpCase:
             "indices": make.experts(sizes),
         },
         ours=op,
-        peers=_peers(op, plain),
+        peers=peers(op, plain),
         work=forward_backward(work, work),
         note="with the sort",
     )
@@ -447,7 +292,7 @@ def _moe_unpermute(sizes: Sizes, weighted: bool) -> OpCase:
             "weights": make.trained(sizes.tokens, sizes.top_k, dtype=torch.float32) if weighted else None,
         },
         ours=op,
-        peers=_peers(op, plain),
+        peers=peers(op, plain),
         work=forward_backward(
             Work(all_rows + x + 4 * copies), Work(x + all_rows + weighted * (all_rows + 4 * copies) + 4 * copies)
         ),
@@ -553,7 +398,7 @@ def _linear_cross_entropy(sizes: Sizes) -> OpCase:
 
     def liger(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         options = None, None, -100, 0.0, 0.0, "sum"  # bias, weights of classes, ignored label, z-loss, smoothing
-        return _liger("fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction")(
+        return liger_function("fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction")(
             x, weight, labels, *options
         )[0]
 
@@ -568,7 +413,7 @@ def _linear_cross_entropy(sizes: Sizes) -> OpCase:
             "labels": make.below(sizes.vocab, sizes.tokens),
         },
         ours=op,
-        peers=_peers(op, plain, Liger=liger) | {"products": products},
+        peers=peers(op, plain, Liger=liger) | {"products": products},
         work={"both": Work(flops=6 * sizes.tokens * sizes.hidden * sizes.vocab)},
         limits={"products": MOST_OF_PRODUCTS},
         most_extra=MOST_LOGITS,
@@ -591,7 +436,7 @@ def _round_stochastic(sizes: Sizes) -> OpCase:
             "source": make.fixed(sizes.rounded, dtype=torch.float32),
         },
         ours=op,
-        peers=_peers(op, plain),
+        peers=peers(op, plain),
         work={"forward": Work(6 * sizes.rounded)},
         graphed=False,
     )

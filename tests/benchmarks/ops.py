@@ -24,7 +24,8 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_d9d.ops.backend import Kernels, using_kernels
 from tests.benchmarks.frame import ratio_of_pairs, spread
-from tests.benchmarks.op_cases import ON_CUDA, QUICK, Inputs, OpCase, Sizes, Work, op_cases
+from tests.benchmarks.op_case import ON_CUDA, QUICK, Inputs, OpCase, Sizes, Work
+from tests.benchmarks.op_cases import op_cases
 
 OURS = "ours"
 LEAST_SHARE = 0.85

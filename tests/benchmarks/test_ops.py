@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.benchmarks.op_cases import QUICK, Sizes, Work, op_cases
+from tests.benchmarks.op_case import QUICK, Sizes, Work
+from tests.benchmarks.op_cases import op_cases
 from tests.benchmarks.ops import OURS, _judged, cases, run_case, table, verdicts
 
 CEILINGS = {"bytes_per_second": 4e12, "flops_per_second": 8e14}

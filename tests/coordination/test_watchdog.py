@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning_d9d.coordination.messages import Failure
 from tests.coordination import watched
 
-SECONDS = watched.SHUTDOWN_SECONDS + 12
+SECONDS = watched.SHUTDOWN_SECONDS + 60
 """Until a process has ended, with what it waits for its messages, on a busy machine."""
 
 

@@ -17,6 +17,7 @@ from nbclient import NotebookClient
 
 from lightning_d9d.cli import main
 from lightning_d9d.state import read_tensors
+from tests.harness.compare import assert_close_named
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "qwen3_moe"
 FIT = ("lightning_d9d.cli", "fit", "--config", str(EXAMPLES / "tiny.yaml"))
@@ -33,9 +34,10 @@ SHORT = (
         "32",
     ),
 )
-TIMEOUT_SECONDS = 200
+TIMEOUT_SECONDS = 600
+"""For a command: longer than a busy machine needs."""
 
-pytestmark = pytest.mark.jobs
+pytestmark = [pytest.mark.jobs, pytest.mark.timeout(2 * TIMEOUT_SECONDS)]
 
 
 def run(*command: str | Path, output: Path) -> subprocess.CompletedProcess[str]:
@@ -93,12 +95,16 @@ def test_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert (tmp_path / "yaml" / "export" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("launcher", ["lightning", "torchrun", "pipeline"])
-def test_yaml_on_two_processes(launcher: str, tmp_path: Path):
-    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    command = ("-m", *(torchrun if launcher == "torchrun" else ()), *(("-m", *FIT) if launcher == "torchrun" else FIT))
-    more = ("--config", str(EXAMPLES / "pipeline.yaml")) if launcher == "pipeline" else ()
-    result = run(*command, *more, *SHORT, output=tmp_path)
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", *FIT),
+        (*FIT, "--config", str(EXAMPLES / "pipeline.yaml")),
+    ],
+    ids=["data, torchrun", "pipeline, lightning"],
+)
+def test_yaml_on_two_processes(command: tuple[str, ...], tmp_path: Path):
+    result = run("-m", *command, *SHORT, output=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "All distributed processes registered. Starting with 2 processes" in result.stderr
     assert "max_steps=4` reached" in result.stderr
@@ -132,20 +138,28 @@ def test_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert "perplexity " in printed
 
 
-def test_predict_writes_files_unless_it_is_left_out(tmp_path: Path):
-    predict = ("-m", "lightning_d9d.cli", "predict", *FIT[2:], *SHORT, "--trainer.limit_predict_batches", "2")
-    result = run(*predict, output=tmp_path)
+def test_predict_writes_files_unless_it_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Two processes, then this one alone, which takes less time."""
+    predict = ("predict", *FIT[2:], *SHORT, "--trainer.limit_predict_batches")
+    result = run("-m", FIT[0], *predict, "2", output=tmp_path)
     assert result.returncode == 0, result.stderr
     folder = tmp_path / "yaml" / "predictions"
     assert f"wrote 8 rows of predictions to {folder}" in result.stderr
     rows = torch.cat([tensor for _, tensor in read_tensors(folder)])
     assert rows.shape == (8, 32, 256)
-    again = run(*predict, output=tmp_path)
-    assert again.returncode == 2
-    assert "it exists and is not an empty directory; choose another or set overwrite=True" in again.stderr
-    other = run(*predict, "--predictions.directory", tmp_path / "other", output=tmp_path)
-    assert other.returncode == 0, other.stderr
-    assert torch.equal(torch.cat([tensor for _, tensor in read_tensors(tmp_path / "other")]), rows)
-    none = run(*predict, "--predictions.write", "false", output=tmp_path / "none")
-    assert none.returncode == 0, none.stderr
+
+    def predict_here(*options: str | Path, output: Path) -> None:
+        alone = ("4", "--trainer.devices", "1")
+        monkeypatch.setattr(sys, "argv", ["lightning-d9d", *map(str, (*predict, *alone, *options))])
+        monkeypatch.setenv("QUICKSTART_OUTPUT", str(output))
+        main()
+
+    with pytest.raises(SystemExit, match="2"):
+        predict_here(output=tmp_path)
+    assert "it exists and is not an empty directory; choose another or set overwrite=True" in capsys.readouterr().err
+    predict_here("--predictions.directory", tmp_path / "other", output=tmp_path)
+    assert_close_named("rows", torch.cat([tensor for _, tensor in read_tensors(tmp_path / "other")]), rows)
+    predict_here("--predictions.write", "false", output=tmp_path / "none")
     assert not [*(tmp_path / "none").rglob("*.safetensors")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lightning_d9d import D9DStrategy, StateError
+from lightning_d9d.cli import main
 from lightning_d9d.datamodules import ByteTextDataModule
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.generation import ByteTokenizer, generate, load_model, load_tokenizer
@@ -69,21 +71,26 @@ def test_the_model_is_the_trained_one(trained: tuple[Path, float], source: str, 
     assert capsys.readouterr().out == f"def {expected}\n"
 
 
-def test_the_shell_command(trained: tuple[Path, float]) -> None:
-    """A prompt from standard input; equal seeds draw equal text."""
+def test_the_shell_command(
+    trained: tuple[Path, float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """A prompt from standard input; equal seeds draw equal text, in another process as in this one."""
     folder, _ = trained
-    command = [sys.executable, "-m", "lightning_d9d.cli", "generate", str(folder / "export"), "--prompt", "-"]
-    command += ["--temperature", "0.8", "--top-k", "20", "--max-new-tokens", "10", "--device", "cpu"]
-    one, other = (
-        subprocess.run(command, input="def run", capture_output=True, text=True, timeout=100) for _ in range(2)
-    )
+    generate = ["generate", str(folder / "export"), "--prompt", "-"]
+    generate += ["--temperature", "0.8", "--top-k", "20", "--max-new-tokens", "10", "--device", "cpu"]
+    command = [sys.executable, "-m", "lightning_d9d.cli", *generate]
+    one = subprocess.run(command, input="def run", capture_output=True, text=True, timeout=240)
     assert one.returncode == 0, one.stderr
     assert one.stdout.startswith("def run")
-    assert one.stdout == other.stdout
-    missing = [*command[:3], "evaluate", str(folder / "export"), str(folder / "nothing.txt"), "--device", "cpu"]
-    failed = subprocess.run(missing, capture_output=True, text=True, timeout=100)
-    assert failed.returncode == 2
-    assert "nothing.txt cannot be read as UTF-8 text" in failed.stderr
+    monkeypatch.setattr(sys, "stdin", io.StringIO("def run"))
+    monkeypatch.setattr(sys, "argv", ["lightning-d9d", *generate])
+    main()
+    assert capsys.readouterr().out == one.stdout
+    missing = ["evaluate", str(folder / "export"), str(folder / "nothing.txt"), "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", ["lightning-d9d", *missing])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert "nothing.txt cannot be read as UTF-8 text" in capsys.readouterr().err
 
 
 def test_a_tokenizer_beside_the_model_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

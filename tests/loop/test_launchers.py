@@ -28,7 +28,7 @@ from tests.loop.launcher_job import LAUNCHER_VARIABLES, NUM_STEPS, Model, forked
 from tests.strategy.plain import Plain, loader, trainer
 
 ROOT = Path(__file__).parents[2]
-JOB_SECONDS = 60.0
+JOB_SECONDS = 120.0
 
 
 def expected_weights() -> torch.Tensor:

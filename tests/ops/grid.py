@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import pytest
@@ -32,6 +33,13 @@ MOST_ERROR = 2.0
 def dtypes(device: str) -> list[torch.dtype]:
     """The interpreter has no bfloat16."""
     return DTYPES if device == "cuda" else DTYPES[:2]
+
+
+def shapes_and_dtypes(shapes: Sequence[Any], device: str, is_other: bool) -> list[tuple[Any, torch.dtype]]:
+    """Every shape with every dtype; in the interpreter with one of its two, and with the other one if `is_other`."""
+    if device == "cuda":
+        return [*product(shapes, dtypes(device))]
+    return [(shape, dtypes(device)[(index + is_other) % 2]) for index, shape in enumerate(shapes)]
 
 
 def laid_out(tensor: Tensor, layout: str) -> Tensor:

@@ -11,7 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tests.benchmarks.op_cases import Inputs, OpCase, Sizes, op_cases
+from tests.benchmarks.op_case import Inputs, OpCase, Sizes
+from tests.benchmarks.op_cases import op_cases
 from tests.benchmarks.ops import OURS, Contender
 
 ODD = Sizes(

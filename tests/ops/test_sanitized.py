@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.benchmarks.op_cases import QUICK, op_cases
+from tests.benchmarks.op_case import QUICK
+from tests.benchmarks.op_cases import op_cases
 from tests.ops.sanitized import SIZES, run, sanitized_cases
 
 

@@ -12,8 +12,8 @@ of the model, so in the papers' units of a rank's part a bubble is k times short
 | DualPipeV | 2 (p - 1) | (p - 1) (F&B + B - 3W), F&B = 3 |
 
 With fewer microbatches than given the pipeline is never full, and the step is the way of single microbatches: the
-formulas below, which are ours. The microbatch counts of `counts` are run for every p; all 1024 pairs by
-`python -m tests.schedule.test_table`, in some minutes.
+formulas below, which are ours. The microbatch counts of `counts` are run for most p; all 1024 pairs by `python -m
+tests.schedule.test_table`, in some minutes.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def makers(send: Action) -> tuple[Action, ...]:
 
 
 @pytest.mark.parametrize("name", [*TABLE, *MORE])
-@pytest.mark.parametrize("ranks", [range(1, 5), range(5, 9), range(9, 13), range(13, 17)], ids=str)
+@pytest.mark.parametrize("ranks", [range(1, 5), range(5, 9), (9, 12), (13, 16)], ids=str)
 def test_complete_and_as_fast_and_small_as_told(name: str, ranks: Iterable[int]) -> None:
     row = {**TABLE, **MORE}[name]
     for p in ranks:

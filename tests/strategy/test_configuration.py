@@ -71,7 +71,7 @@ REFUSED_PIPELINES: dict[str, tuple[dict[str, Any], str]] = {
         "DualPipeV on 2 pipeline ranks takes no 2 microbatches; nearest it takes: 4",
     ),
 }
-REFUSING_SECONDS = 5.0
+REFUSING_SECONDS = 30.0
 
 
 @pytest.mark.ranks(2)

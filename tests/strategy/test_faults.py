@@ -22,7 +22,7 @@ import torch
 from lightning_d9d import StateError, TimeoutConfig
 from lightning_d9d.cli import main
 from tests.harness.ranks import RankContext
-from tests.loop.test_shutdown import FORKED_SECONDS
+from tests.loop.test_shutdown import ENDING_SECONDS
 from tests.strategy import fault_job as job
 from tests.strategy.fault_job import INIT_SECONDS, NUM_STEPS, SAVE_EVERY, SHUTDOWN_SECONDS, STEP_SECONDS, Fault, saved
 from tests.strategy.fault_table import BODY_SECONDS, ROOT, ByTest, Job, LeftOut, Table
@@ -48,7 +48,7 @@ CELLS: dict[tuple[str, str], Job | ByTest | LeftOut] = {
     ("kill", "setup"): Job(1, job.kill, -signal.SIGKILL, SILENT, ()),
     ("kill", "forward"): ByTest(
         "tests/loop/test_shutdown.py::test_rank_that_ends_without_a_word[kill--9]",
-        FORKED_SECONDS,
+        ENDING_SECONDS,
         f"rank 0 ends: `{SILENT}`",
     ),
     ("kill", "backward"): Job(1, job.kill, -signal.SIGKILL, SILENT, (2,)),
@@ -71,7 +71,7 @@ CELLS: dict[tuple[str, str], Job | ByTest | LeftOut] = {
     },
     ("disk full", "setup"): LeftOut(NOTHING_WRITTEN),
     ("disk full", "forward"): ByTest(
-        f"{ANY_FAILURE}[raise_in_train]", FORKED_SECONDS, "the package writes nothing here; user code that raises"
+        f"{ANY_FAILURE}[raise_in_train]", ENDING_SECONDS, "the package writes nothing here; user code that raises"
     ),
     ("disk full", "backward"): LeftOut(NOTHING_WRITTEN),
     ("disk full", "save"): Job(0, job.fill_disk, 1, NO_DISK, (2,)),
@@ -104,7 +104,7 @@ CELLS: dict[tuple[str, str], Job | ByTest | LeftOut] = {
     ("NaN", "teardown"): LeftOut("nothing is computed"),
     ("corrupt file", "setup"): LeftOut("checkpoints are read in load, which comes first"),
     ("corrupt file", "forward"): ByTest(
-        f"{ANY_FAILURE}[raise_in_dataloader]", FORKED_SECONDS, "only data are read here: a DataLoader that raises"
+        f"{ANY_FAILURE}[raise_in_dataloader]", ENDING_SECONDS, "only data are read here: a DataLoader that raises"
     ),
     ("corrupt file", "backward"): LeftOut("nothing is read"),
     ("corrupt file", "save"): ByTest(
