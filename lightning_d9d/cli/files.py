@@ -11,16 +11,13 @@ from typing import Any
 
 import yaml
 
-from lightning_d9d.errors import ConfigError, did_you_mean
+from lightning_d9d.cli.wording import MistakeError
+from lightning_d9d.errors import did_you_mean
 
 CHECKPOINT_WORDS = ("last", "best", "hpc", "auto")
 """What Lightning takes for `ckpt_path` beside paths and the names of its registry."""
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-
-class MistakeError(ConfigError):
-    """A mistake in the arguments or in a configuration file, with its place."""
 
 
 def options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:

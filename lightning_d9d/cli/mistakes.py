@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_d9d.cli import SUBCOMMANDS
 from lightning_d9d.cli.files import Written
+from lightning_d9d.cli.wording import either, must_be
 from lightning_d9d.errors import did_you_mean
 
 _OPTION = re.compile(r"(?:Option|does not accept option) '([^']+)'|unrecognized arguments: (.+)")
@@ -31,7 +32,6 @@ _SUBTYPES = re.compile(r"Subtypes: \[(.*)\]$")
 _CALL = re.compile(r"([\w.]+)\((.*)\)$")
 _ARGUMENT = re.compile(r"NestedArg\(key='(?:init_args\.)?(.+?)', val=.*\)$")
 _NOISE = ("Does not validate", "- Does not validate", "Subtypes:", "Errors:", "- Expected a", "Given value")
-_WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "NoneType": "null"}
 
 _MAX_NAMES = 12
 """Names in a list of classes."""
@@ -186,7 +186,7 @@ def describe_class(name: str, subject: str, key: str, bases: Iterable[type], wor
     if name in known:
         return f"{subject} takes a class as --{key}.class_path {name}, or as class_path: {name} in a file"
     legal = [*_beginning(words or known), "the full name of a class such as my_package.MyClass"]
-    return f"{subject} knows no {name!r}{did_you_mean(name, [*words, *known])}\nit may be {_or(legal)}"
+    return f"{subject} knows no {name!r}{did_you_mean(name, [*words, *known])}\nit may be {either(legal)}"
 
 
 def _closeness(kind: type) -> tuple[bool, bool, str]:
@@ -233,12 +233,9 @@ def _wrong_value(_: str, line: _Line, written: Written, parser: ArgumentParser) 
     literals = ", ".join(re.findall(r"Literal\[(.*?)\]", expected))
     choices = list(dict.fromkeys(re.findall(r"[^\s',]+", literals)))
     kinds = re.findall(r"<class '(?:\w+\.)*(\w+)'>", expected)
-    legal = [*map(repr, choices), *(_WORDS.get(kind, kind) for kind in kinds)] or [re.sub(r"(\w+\.)+", "", expected)]
-    return f"{locate(written, line.path, value)} must be {_or(legal)}, not {value!r}{did_you_mean(value, choices)}"
-
-
-def _or(words: Sequence[str]) -> str:
-    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+    if not choices and not kinds:
+        kinds = [re.sub(r"(\w+\.)+", "", expected)]
+    return must_be(locate(written, line.path, value), value, choices, kinds)
 
 
 def _required(name: str, line: _Line, written: Written, parser: ArgumentParser) -> str:

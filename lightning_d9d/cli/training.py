@@ -8,7 +8,7 @@ import reprlib
 import sys
 import warnings
 from argparse import ArgumentError
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -30,8 +30,9 @@ import lightning_d9d.datamodules
 import lightning_d9d.models.qwen3_moe  # noqa: F401
 from lightning_d9d.callbacks import PredictionWriter
 from lightning_d9d.cli import refuse
-from lightning_d9d.cli.files import MistakeError, Written, check_checkpoint, check_files
+from lightning_d9d.cli.files import Written, check_checkpoint, check_files
 from lightning_d9d.cli.mistakes import describe_class, essence, explain, explain_interpolation, locate
+from lightning_d9d.cli.wording import MistakeError
 from lightning_d9d.errors import ConfigError, printable, reason
 from lightning_d9d.strategy.checkpoint_files import UNREADABLE, check_file, mapped, unreadable
 from lightning_d9d.strategy.interrupt import last_checkpoint
@@ -275,7 +276,7 @@ def _words(args: ArgsType) -> list[str]:
     return sys.argv[1:] if args is None else args if isinstance(args, list) else []
 
 
-def run(_: Sequence[str] = ()) -> None:
+def run(_: object = None) -> None:
     """Runs the subcommand of `sys.argv`, which is one of Lightning's.
 
     Raises:

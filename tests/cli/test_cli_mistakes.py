@@ -62,6 +62,48 @@ BEFORE_TORCH = {
         "give the path of a checkpoint, or one of last, best, hpc, auto\n"
     ),
 }
+TAKES = "it takes --help, --tokenizer, --dtype, --device, "
+BEFORE_TORCH |= {
+    ("convert",): (
+        "lightning-d9d convert needs source and target\n"
+        "source: Hugging Face directory (or URL), checkpoint directory or .ckpt file\n"
+        "target: directory (or URL) for Hugging Face's form, or a name that ends with .ckpt\n"
+    ),
+    ("convert", "a", "b", "--dtype", "float8"): (
+        "--dtype must be 'bfloat16', 'float16', 'float32' or 'float64', not 'float8'; did you mean 'float64'?\n"
+    ),
+    ("convert", "a", "b", "--overwrit"): (
+        "lightning-d9d convert has no option '--overwrit'; did you mean '--overwrite'?\n"
+        "it takes --help, --dtype, --max-shard-size, --fused-experts, --tokenizer, --weights-only, --overwrite, "
+        "--no-verify\n"
+    ),
+    ("convert", "a", "b", "c"): ("lightning-d9d convert has no use for 'c'\nit takes source and target, and options\n"),
+    ("convert", "a", "b", "--overwrite=yes"): "--overwrite takes no value, and was given 'yes'\n",
+    ("doctor", "--gpu=1"): "lightning-d9d doctor has no option '--gpu'\nit takes --help\n",
+    ("doctor", "now"): "lightning-d9d doctor has no use for 'now'\nit takes no arguments\n",
+    ("generate", "model", "--promt", "x"): (
+        "lightning-d9d generate has no option '--promt'; did you mean '--prompt'?\n"
+        f"{TAKES}--prompt, --max-new-tokens, --temperature, --top-k, --top-p, --seed, --no-stop\n"
+    ),
+    ("generate", "model"): (
+        "lightning-d9d generate needs --prompt\n--prompt: what the text begins with; - reads it from standard input\n"
+    ),
+    ("generate", "model", "--prompt", "x", "--max-new-tokens", "ten"): (
+        "--max-new-tokens must be a whole number, not 'ten'\n"
+    ),
+    ("generate", "model", "--prompt", "x", "--temperature", "1,5"): "--temperature must be a number, not '1,5'\n",
+    ("generate", "model", "--prompt", "--seed", "1"): (
+        "--prompt needs a value; one that begins with - is --prompt=VALUE\n"
+    ),
+    ("evaluate", "model", "text.txt", "--dtype"): (
+        "--dtype needs a value: 'bfloat16', 'float16', 'float32' or 'float64'\n"
+    ),
+    ("evaluate", "model"): "lightning-d9d evaluate needs text\ntext: UTF-8 files; each is a text of its own\n",
+    ("evaluate", "model", "text.txt", "--batchsize", "2"): (
+        "lightning-d9d evaluate has no option '--batchsize'; did you mean '--batch-size'?\n"
+        f"{TAKES}--context-length, --batch-size\n"
+    ),
+}
 ON_THE_COMMAND_LINE = {
     ("--trainer.max_stepz", "2"): (
         "--trainer.max_stepz: trainer has no option 'max_stepz'; did you mean 'max_steps'?\n"
