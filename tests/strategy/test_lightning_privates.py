@@ -147,6 +147,10 @@ USED: dict[str, Callable[[], bool]] = {
         == ["cluster_environment", "num_processes", "num_nodes"]
     ),
     # cli/training.py
+    "_prepare_subcommand_parser": lambda: (
+        parameters_of(LightningCLI._prepare_subcommand_parser) == ["klass", "subcommand", "kwargs"]
+        and calls(LightningCLI._add_subcommands, "self._prepare_subcommand_parser(trainer_class, subcommand, **")
+    ),
     "_prepare_subcommand_kwargs": lambda: calls(
         LightningCLI._run_subcommand, "self._prepare_subcommand_kwargs(subcommand)"
     ),
