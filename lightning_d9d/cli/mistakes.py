@@ -25,6 +25,7 @@ _OPTION = re.compile(r"(?:Option|does not accept option) '([^']+)'|unrecognized 
 _CLASS = re.compile(r"Expected a dot import path string: (.+)")
 _IMPORT = re.compile(r"(No module named '.+'|module '.+' has no attribute '.+'|cannot import name .+)")
 _TYPE = re.compile(r"Expected an? (.+)\. Got value: (.*)|Given value: (.*)")
+_NO_VALUE = re.compile(r"argument (?:\S+/)?(--\S+): expected .*argument")
 _REQUIRED = re.compile(r"arguments are required: (?:\w+\.)?(\w+)")
 _KEY = re.compile(r'Parser key "([^"]+)"|Group \'([^\']+)\'')
 _OWNER = re.compile(r"Problem with given class_path '([^']+)'")
@@ -211,7 +212,8 @@ def _not_importable(reason: str, line: _Line, written: Written, parser: Argument
 def _classes(subtypes: str) -> Iterator[type]:
     for name in re.findall(r"(?:\w+\.)+\w+", subtypes):
         with suppress(ImportError, AttributeError):
-            if isinstance(kind := resolve_name(name), type):
+            kind = resolve_name(name)
+            if isinstance(kind, type) and kind.__module__ != "collections.abc":  # of which half of all classes are
                 yield kind
 
 
@@ -242,11 +244,16 @@ def _required(name: str, line: _Line, written: Written, parser: ArgumentParser) 
     return f"{_program(parser)} needs {name}; give --{name} VALUE, or {name}: in a file and --config FILE"
 
 
+def _no_value(option: str, line: _Line, written: Written, parser: ArgumentParser) -> str:
+    return f"{option} needs a value"
+
+
 _KINDS = (
     (_OPTION, _unknown_option),
     (_CLASS, _unknown_class),
     (_IMPORT, _not_importable),
     (_REQUIRED, _required),
+    (_NO_VALUE, _no_value),
     (_TYPE, _wrong_value),
 )
 """What can be wrong, most telling first."""

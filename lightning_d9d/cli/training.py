@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 import reprlib
 import sys
 import warnings
 from argparse import ArgumentError
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -36,6 +36,9 @@ from lightning_d9d.cli.wording import MistakeError
 from lightning_d9d.errors import ConfigError, printable, reason
 from lightning_d9d.strategy.checkpoint_files import UNREADABLE, check_file, mapped, unreadable
 from lightning_d9d.strategy.interrupt import last_checkpoint
+
+_NO_PARAMETERS = "optimizer got an empty parameter list"
+"""Torch's message, where Lightning makes an optimizer of a model that is built when the run starts."""
 
 
 class _Parser(LightningArgumentParser):
@@ -254,14 +257,31 @@ class D9DCLI(LightningCLI):
             ConfigError: What a constructor refused, with the place of the value that the message names.
         """
         self._check_strategy()
-        try:
+        with self._placed(ValueError, TypeError):
             super().instantiate_classes()
-        except ValueError as error:
-            message, written = essence(str(error)), Written(self._arguments)
-            places = (written.find_anywhere(*pair) for pair in re.findall(r"\b(\w+)='?([^\s';,()]+)", message))
-            if place := next(filter(None, places), None):
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Lightning's, with the place of a value that the run refuses."""
+        with self._placed(ConfigError):
+            super()._run_subcommand(subcommand)
+
+    @contextmanager
+    def _placed(self, *kinds: type[Exception]) -> Iterator[None]:
+        """Puts the place of what an error names as `name=value` or in backticks before its message."""
+        try:
+            yield
+        except MistakeError:
+            raise
+        except (*kinds, MisconfigurationException) as error:
+            message = str(error) if isinstance(error, ConfigError) else essence(str(error))
+            if message == _NO_PARAMETERS:
+                message = (
+                    f"{type(self.model).__name__} has no parameters before the run, which `optimizer` needs; let its "
+                    "configure_optimizers make the optimizer"
+                )
+            if place := Written(self._arguments).find_named(message):
                 raise MistakeError(f"{place}: {message}") from error
-            raise ConfigError(message) from error
+            raise error if isinstance(error, ConfigError) else ConfigError(message) from error
 
     def _check_strategy(self) -> None:
         """Refuses a word that Lightning does not know; it would name some of those that it does."""
@@ -291,7 +311,4 @@ def run(_: object = None) -> None:
         ConfigError: What the user asked for cannot be.
         StateError: A checkpoint cannot be read.
     """
-    try:
-        D9DCLI(parser_kwargs={"prog": "lightning-d9d"})
-    except MisconfigurationException as error:
-        raise ConfigError(str(error)) from error
+    D9DCLI(parser_kwargs={"prog": "lightning-d9d"})
