@@ -1,8 +1,8 @@
 """The command line: `lightning-d9d fit --config run.yaml --trainer.max_steps 100`.
 
-`main` looks at the subcommand, at the files of `--config` (`files.py`) and at the arguments of subcommands that are not
-Lightning's (`commands.py`) before torch is imported. Lightning's are `training.py`'s; what jsonargparse refuses is put
-in a user's words by `mistakes.py`.
+`main` checks the subcommand, the files of `--config` (`files.py`) and the arguments of subcommands that are not Lightning's
+(`commands.py`) before torch is imported. Lightning's subcommands are `training.py`'s. `mistakes.py` puts what
+jsonargparse refuses in a user's words.
 """
 
 from __future__ import annotations

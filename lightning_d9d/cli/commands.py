@@ -31,7 +31,7 @@ class _Parser(argparse.ArgumentParser):
         """Reads them. Unknown options come first: argparse would miss the required one that was misspelt.
 
         Raises:
-            MistakeError: They cannot be used.
+            MistakeError: An argument is unknown, missing or illegal.
         """
         actions = {name: action for action in self._actions for name in action.option_strings}
         options = [name for name in actions if name.startswith("--")]
@@ -144,6 +144,6 @@ def parse(name: str, arguments: Sequence[str]) -> argparse.Namespace:
         arguments: What stands behind it.
 
     Raises:
-        MistakeError: They cannot be used.
+        MistakeError: An argument is unknown, missing or illegal.
     """
     return PARSERS[name]().parse_args(arguments)

@@ -126,13 +126,13 @@ class Written:
         return None
 
     def find_named(self, message: str) -> str | None:
-        """The place of the first setting that a message names as `name=value`, or else as a name in backticks."""
+        """Finds the first setting that a message names as `name=value`, or else as a name in backticks."""
         pairs: list[tuple[str, str | None]] = re.findall(r"\b(\w+)='?([^\s';,()]+)", message)
         pairs += [(name, None) for name in re.findall(r"`(\w+)`", message)]
         return next(filter(None, (self._find_anywhere(*pair) for pair in pairs)), None)
 
     def _find_anywhere(self, name: str, value: str | None) -> str | None:
-        """The place of a setting by its last name, and its value unless that is None."""
+        """Finds a setting by its last name, and its value unless that is None."""
         for option, given in reversed(self._options):
             if _names(option)[-1:] == [name] and _are_equal(given, value):
                 return f"--{option}"
@@ -144,7 +144,7 @@ class Written:
 
 
 def _are_equal(written: str, value: str | None) -> bool:
-    """Whether a value is what was written; None is anything, and 1.0 is 1."""
+    """Tells if a value is what was written; None is anything, and 1.0 is 1."""
     if value is None or written == value:
         return True
     try:

@@ -174,8 +174,8 @@ ON_THE_COMMAND_LINE = {
         "choose microbatch_size from [1, 2, 4, 8] or change the DataLoader's batch_size\n"
     ),
     ("--trainer.strategy.mesh.pipeline_parallel", "2", "--trainer.devices", "3"): (
-        "--trainer.strategy.mesh.pipeline_parallel: MeshConfig.pipeline_parallel=2 does not divide 3 ranks: the nearest "
-        "that fit are 1 and 3\n"
+        "--trainer.strategy.mesh.pipeline_parallel: MeshConfig.pipeline_parallel=2 does not divide 3 ranks: the "
+        "nearest that fit are 1 and 3\n"
     ),
 }
 IN_THE_FILE = {
