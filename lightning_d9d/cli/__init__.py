@@ -1,8 +1,8 @@
 """The command line: `lightning-d9d fit --config run.yaml --trainer.max_steps 100`.
 
-`main` checks the subcommand, the files of `--config` (`files.py`) and the arguments of subcommands that are not Lightning's
-(`commands.py`) before torch is imported. Lightning's subcommands are `training.py`'s. `mistakes.py` puts what
-jsonargparse refuses in a user's words.
+Before torch is imported, `main` checks the subcommand, the files of `--config` (`files.py`) and the arguments of
+subcommands that are not Lightning's (`commands.py`). Lightning's subcommands are `training.py`'s. `mistakes.py` puts
+what jsonargparse refuses in a user's words.
 """
 
 from __future__ import annotations
