@@ -33,7 +33,7 @@ from lightning_d9d.models.qwen3_moe.huggingface import (
     repeated_head,
 )
 from lightning_d9d.models.qwen3_moe.module import ARGUMENTS_KEY
-from lightning_d9d.state import DTYPE_NAMES, SafetensorsReader, Sequential, Spec, save_tensors
+from lightning_d9d.state import SafetensorsReader, Sequential, Spec, save_tensors
 from lightning_d9d.state.boxes import Index, Readable
 from lightning_d9d.state.format import reading
 from lightning_d9d.state.places import (
@@ -45,18 +45,20 @@ from lightning_d9d.state.places import (
 )
 from lightning_d9d.strategy.checkpoint_files import AtomicFileIO, is_checkpoint, mapped, read_checkpoint
 
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(chosen: argparse.Namespace) -> None:
     """Runs the command.
+
+    Args:
+        chosen: What `lightning_d9d.cli.commands.convert_parser` reads.
 
     Raises:
         StateError: What is read is missing, damaged or of another kind, or the target cannot be written.
         ConfigError: What is asked for cannot be.
     """
-    chosen = make_parser().parse_args(arguments)
+    dtype = getattr(torch, chosen.dtype) if chosen.dtype else None
     with reading(chosen.source):
         source = place_of(chosen.source)
     with reading(chosen.target):
@@ -69,10 +71,10 @@ def main(arguments: Sequence[str]) -> None:
     if isinstance(file, UrlPath):
         raise ConfigError(f"{file} is a URL; a .ckpt file needs a path on a file system")
     if file:
-        _write_file(str(source), file, _DTYPES.get(chosen.dtype), chosen.weights_only)
+        _write_file(str(source), file, dtype, chosen.weights_only)
         return
     options: dict[str, Any] = {
-        "dtype": _DTYPES.get(chosen.dtype),
+        "dtype": dtype,
         "max_shard_bytes": _num_bytes(chosen.max_shard_size),
         "overwrite": chosen.overwrite,
         "verify": not chosen.no_verify,
@@ -83,21 +85,6 @@ def main(arguments: Sequence[str]) -> None:
     else:
         _from_huggingface(str(source), chosen.target, chosen.fused_experts, chosen.tokenizer, options)
     _say_directory(chosen.target)
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """Of the command's arguments."""
-    parser = argparse.ArgumentParser(prog="lightning-d9d convert", description=__doc__)
-    parser.add_argument("source", help="Hugging Face directory (or URL), checkpoint directory or .ckpt file")
-    parser.add_argument("target", help="directory (or URL) for Hugging Face's form, or a name that ends with .ckpt")
-    parser.add_argument("--dtype", choices=sorted(_DTYPES), help="of the weights; by default as they are")
-    parser.add_argument("--max-shard-size", default="5GB", help="at which a new file begins, e.g. 500MB or 2GiB")
-    parser.add_argument("--fused-experts", action="store_true", help="all experts of a layer in one tensor")
-    parser.add_argument("--tokenizer", help="directory whose tokenizer and generation config are copied")
-    parser.add_argument("--weights-only", action="store_true", help="into a .ckpt file, no optimizers and schedulers")
-    parser.add_argument("--overwrite", action="store_true", help="replace the target, with everything in it")
-    parser.add_argument("--no-verify", action="store_true", help="do not compare checksums first")
-    return parser
 
 
 def _from_huggingface(

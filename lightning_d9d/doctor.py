@@ -6,7 +6,6 @@ launcher it joins the job's ranks instead, and rank 0 prints.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import platform
@@ -413,14 +412,12 @@ def table(findings: Sequence[Finding]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str] = ()) -> int:
+def main(_: object = None) -> int:
     """Prints the table. On the ranks of a job collective: rank 0 prints, and each that could not meet the others.
 
     Returns:
         The exit code: 1 if something that training needs is broken, on every rank of a job alike, otherwise 0.
     """
-    parser = argparse.ArgumentParser("lightning-d9d doctor", description=__doc__)
-    parser.parse_args(arguments)
     launcher = find_launcher()
     prints = launcher is None or launcher.global_rank() == 0
     try:

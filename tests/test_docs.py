@@ -20,9 +20,8 @@ import pytest
 import torch.distributed.run
 import yaml
 
-from lightning_d9d import convert
 from lightning_d9d.cli import D9DCLI
-from lightning_d9d.generation.commands import evaluate_parser, generate_parser
+from lightning_d9d.cli.commands import PARSERS, parse
 from tests.harness.ranks import RankContext
 
 ROOT = Path(__file__).parents[1]
@@ -33,7 +32,6 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 FENCE = re.compile(r'^```(?P<language>\w*)(?: title="(?P<title>[^"\n]+)")?\n(?P<code>.*?)^```$', re.M | re.S)
-PARSERS = {"convert": convert.make_parser, "generate": generate_parser, "evaluate": evaluate_parser}
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
 
@@ -84,10 +82,8 @@ class Built(D9DCLI):
 def check_command(words: list[str]) -> None:
     match words:
         case ["lightning-d9d" | "lightning_d9d.cli", *arguments] | ["python", "-m", "lightning_d9d.cli", *arguments]:
-            if arguments == ["doctor"]:
-                return
             if arguments[0] in PARSERS:
-                PARSERS[arguments[0]]().parse_args(arguments[1:])
+                parse(arguments[0], arguments[1:])
                 return
             asks_for_help = any(argument.endswith("help") for argument in words[:-1])
             try:

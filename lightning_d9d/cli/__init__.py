@@ -1,7 +1,8 @@
 """The command line: `lightning-d9d fit --config run.yaml --trainer.max_steps 100`.
 
-`main` looks at the subcommand and at the files of `--config` before torch is imported (`files.py`). Lightning's
-subcommands are `training.py`'s; what jsonargparse refuses is put in a user's words by `mistakes.py`.
+Before torch is imported, `main` checks the subcommand, the files of `--config` (`files.py`) and the arguments of
+subcommands that are not Lightning's (`commands.py`). Lightning's subcommands are `training.py`'s. `mistakes.py` puts
+what jsonargparse refuses in a user's words.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ import errno
 import gc
 import os
 import sys
+from argparse import Namespace
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from lightning_d9d.cli.files import MistakeError, check_files
+from lightning_d9d.cli.commands import PARSERS, parse
+from lightning_d9d.cli.files import check_files
+from lightning_d9d.cli.wording import MistakeError
 from lightning_d9d.errors import ConfigError, StateError, did_you_mean, reason
 
 if TYPE_CHECKING:
@@ -35,7 +39,7 @@ SUBCOMMANDS: dict[str, tuple[str, tuple[str, str]]] = {
     "generate": ("shows what a model writes", ("lightning_d9d.generation.commands", "main_generate")),
     "evaluate": ("tells how well a model predicts a text", ("lightning_d9d.generation.commands", "main_evaluate")),
 }
-"""For each subcommand what it does, and the module and the function that run it on the arguments behind it."""
+"""For each subcommand what it does, and the module and the function that run it on its arguments."""
 
 
 def __getattr__(name: str) -> Any:
@@ -55,8 +59,8 @@ def main() -> None:
         sys.stdout.write(_overview())
         return
     try:
-        module, function = _find_subcommand(arguments)
-        if code := getattr(_import(module), function)(arguments[1:]):
+        module, function, chosen = _parse(arguments)
+        if code := getattr(_import(module), function)(chosen):
             sys.exit(code)
     except (ConfigError, StateError) as error:
         if "JSONARGPARSE_DEBUG" in os.environ:
@@ -78,20 +82,21 @@ def refuse(message: str) -> NoReturn:
     sys.exit(2)
 
 
-def _find_subcommand(arguments: list[str]) -> tuple[str, str]:
-    """The module and the function that run it, once its files are known to be readable."""
+def _parse(arguments: list[str]) -> tuple[str, str, Namespace | None]:
+    """The module and the function that run the subcommand, and its arguments where Lightning does not read them.
+
+    Raises:
+        MistakeError: The subcommand or its arguments cannot be used, or a file of `--config` cannot be read.
+    """
     name = arguments[0]
-    if name.startswith("-"):  # options for all subcommands, before one of Lightning's
-        check_files(arguments)
-        return _TRAINING
-    if name not in SUBCOMMANDS:
+    if name in PARSERS:
+        return *SUBCOMMANDS[name][1], parse(name, arguments[1:])
+    if not name.startswith("-") and name not in SUBCOMMANDS:  # else options, before one of Lightning's subcommands
         raise MistakeError(
             f"subcommand {name!r} is unknown{did_you_mean(name, SUBCOMMANDS)}\nchoose one of {', '.join(SUBCOMMANDS)}"
         )
-    runs = SUBCOMMANDS[name][1]
-    if runs == _TRAINING:
-        check_files(arguments[1:])
-    return runs
+    check_files(arguments)
+    return *_TRAINING, None
 
 
 def _import(module: str) -> ModuleType:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -11,16 +12,13 @@ from typing import Any
 
 import yaml
 
-from lightning_d9d.errors import ConfigError, did_you_mean
+from lightning_d9d.cli.wording import MistakeError
+from lightning_d9d.errors import did_you_mean
 
 CHECKPOINT_WORDS = ("last", "best", "hpc", "auto")
 """What Lightning takes for `ckpt_path` beside paths and the names of its registry."""
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-
-class MistakeError(ConfigError):
-    """A mistake in the arguments or in a configuration file, with its place."""
 
 
 def options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -127,16 +125,32 @@ class Written:
                         return f"{file}, line {each.start_mark.line + 1}"
         return None
 
-    def find_anywhere(self, name: str, value: str) -> str | None:
-        """The place of a setting by its last name and its value alone, as the message of a constructor has them."""
+    def find_named(self, message: str) -> str | None:
+        """Finds the first setting that a message names as `name=value`, or else as a name in backticks."""
+        pairs: list[tuple[str, str | None]] = re.findall(r"\b(\w+)='?([^\s';,()]+)", message)
+        pairs += [(name, None) for name in re.findall(r"`(\w+)`", message)]
+        return next(filter(None, (self._find_anywhere(*pair) for pair in pairs)), None)
+
+    def _find_anywhere(self, name: str, value: str | None) -> str | None:
+        """Finds a setting by its last name, and its value unless that is None."""
         for option, given in reversed(self._options):
-            if _names(option)[-1:] == [name] and given == value:
+            if _names(option)[-1:] == [name] and _are_equal(given, value):
                 return f"--{option}"
         for file, root in reversed(self._files):
             for key, node in _settings(root):
-                if key.value == name and isinstance(node, yaml.ScalarNode) and node.value == value:
+                if key.value == name and isinstance(node, yaml.ScalarNode) and _are_equal(node.value, value):
                     return f"{file}, line {key.start_mark.line + 1}"
         return None
+
+
+def _are_equal(written: str, value: str | None) -> bool:
+    """Tells if a value is what was written; None is anything, and 1.0 is 1."""
+    if value is None or written == value:
+        return True
+    try:
+        return float(written) == float(value)
+    except ValueError:
+        return False
 
 
 def _names(option: str) -> list[str]:

@@ -18,12 +18,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_d9d.cli import SUBCOMMANDS
 from lightning_d9d.cli.files import Written
+from lightning_d9d.cli.wording import either, must_be
 from lightning_d9d.errors import did_you_mean
 
 _OPTION = re.compile(r"(?:Option|does not accept option) '([^']+)'|unrecognized arguments: (.+)")
 _CLASS = re.compile(r"Expected a dot import path string: (.+)")
 _IMPORT = re.compile(r"(No module named '.+'|module '.+' has no attribute '.+'|cannot import name .+)")
 _TYPE = re.compile(r"Expected an? (.+)\. Got value: (.*)|Given value: (.*)")
+_NO_VALUE = re.compile(r"argument (?:\S+/)?(--\S+): expected .*argument")
 _REQUIRED = re.compile(r"arguments are required: (?:\w+\.)?(\w+)")
 _KEY = re.compile(r'Parser key "([^"]+)"|Group \'([^\']+)\'')
 _OWNER = re.compile(r"Problem with given class_path '([^']+)'")
@@ -31,7 +33,6 @@ _SUBTYPES = re.compile(r"Subtypes: \[(.*)\]$")
 _CALL = re.compile(r"([\w.]+)\((.*)\)$")
 _ARGUMENT = re.compile(r"NestedArg\(key='(?:init_args\.)?(.+?)', val=.*\)$")
 _NOISE = ("Does not validate", "- Does not validate", "Subtypes:", "Errors:", "- Expected a", "Given value")
-_WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "NoneType": "null"}
 
 _MAX_NAMES = 12
 """Names in a list of classes."""
@@ -186,7 +187,7 @@ def describe_class(name: str, subject: str, key: str, bases: Iterable[type], wor
     if name in known:
         return f"{subject} takes a class as --{key}.class_path {name}, or as class_path: {name} in a file"
     legal = [*_beginning(words or known), "the full name of a class such as my_package.MyClass"]
-    return f"{subject} knows no {name!r}{did_you_mean(name, [*words, *known])}\nit may be {_or(legal)}"
+    return f"{subject} knows no {name!r}{did_you_mean(name, [*words, *known])}\nit may be {either(legal)}"
 
 
 def _closeness(kind: type) -> tuple[bool, bool, str]:
@@ -211,7 +212,8 @@ def _not_importable(reason: str, line: _Line, written: Written, parser: Argument
 def _classes(subtypes: str) -> Iterator[type]:
     for name in re.findall(r"(?:\w+\.)+\w+", subtypes):
         with suppress(ImportError, AttributeError):
-            if isinstance(kind := resolve_name(name), type):
+            kind = resolve_name(name)
+            if isinstance(kind, type) and kind.__module__ != "collections.abc":  # of which half of all classes are
                 yield kind
 
 
@@ -233,16 +235,17 @@ def _wrong_value(_: str, line: _Line, written: Written, parser: ArgumentParser) 
     literals = ", ".join(re.findall(r"Literal\[(.*?)\]", expected))
     choices = list(dict.fromkeys(re.findall(r"[^\s',]+", literals)))
     kinds = re.findall(r"<class '(?:\w+\.)*(\w+)'>", expected)
-    legal = [*map(repr, choices), *(_WORDS.get(kind, kind) for kind in kinds)] or [re.sub(r"(\w+\.)+", "", expected)]
-    return f"{locate(written, line.path, value)} must be {_or(legal)}, not {value!r}{did_you_mean(value, choices)}"
-
-
-def _or(words: Sequence[str]) -> str:
-    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+    if not choices and not kinds:
+        kinds = [re.sub(r"(\w+\.)+", "", expected)]
+    return must_be(locate(written, line.path, value), value, choices, kinds)
 
 
 def _required(name: str, line: _Line, written: Written, parser: ArgumentParser) -> str:
     return f"{_program(parser)} needs {name}; give --{name} VALUE, or {name}: in a file and --config FILE"
+
+
+def _no_value(option: str, line: _Line, written: Written, parser: ArgumentParser) -> str:
+    return f"{option} needs a value"
 
 
 _KINDS = (
@@ -250,6 +253,7 @@ _KINDS = (
     (_CLASS, _unknown_class),
     (_IMPORT, _not_importable),
     (_REQUIRED, _required),
+    (_NO_VALUE, _no_value),
     (_TYPE, _wrong_value),
 )
 """What can be wrong, most telling first."""

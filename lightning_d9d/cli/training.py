@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 import reprlib
 import sys
 import warnings
 from argparse import ArgumentError
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -30,11 +30,15 @@ import lightning_d9d.datamodules
 import lightning_d9d.models.qwen3_moe  # noqa: F401
 from lightning_d9d.callbacks import PredictionWriter
 from lightning_d9d.cli import refuse
-from lightning_d9d.cli.files import MistakeError, Written, check_checkpoint, check_files
+from lightning_d9d.cli.files import Written, check_checkpoint, check_files
 from lightning_d9d.cli.mistakes import describe_class, essence, explain, explain_interpolation, locate
+from lightning_d9d.cli.wording import MistakeError
 from lightning_d9d.errors import ConfigError, printable, reason
 from lightning_d9d.loop.interrupt import last_checkpoint
 from lightning_d9d.strategy.checkpoint_files import UNREADABLE, check_file, mapped, unreadable
+
+_NO_PARAMETERS = "optimizer got an empty parameter list"
+"""Torch's message, where Lightning makes an optimizer of a model that is built when the run starts."""
 
 
 class _Parser(LightningArgumentParser):
@@ -132,7 +136,9 @@ class D9DCLI(LightningCLI):
         **kwargs: Any,
     ) -> None:
         warnings.filterwarnings("ignore", r"\s*skip_none parameter was deprecated")  # Lightning's way to save
+        warnings.filterwarnings("ignore", "No seed found")  # the seed that was set is shown
         arguments = _words(kwargs.get("args"))
+        self._first = arguments[0] if arguments else None
         jsonargparse.set_parsing_settings(
             # Else `${trainer.max_steps}` in the file of a subcommand would have to be `${fit.trainer.max_steps}`.
             omegaconf_absolute_to_relative_paths=True,
@@ -147,6 +153,12 @@ class D9DCLI(LightningCLI):
             parser_class=parser_class,
             **kwargs,
         )
+
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        """Lightning's; subcommands that the arguments do not name get no options, which would take half of the time."""
+        if self._first != subcommand and self._first in self.subcommands():
+            return self.init_parser(**kwargs)
+        return super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Adds `predictions`, which predict alone uses: all subcommands read the same files."""
@@ -212,7 +224,7 @@ class D9DCLI(LightningCLI):
         saved = content.get(LightningModule.CHECKPOINT_HYPER_PARAMS_KEY) if isinstance(content, dict) else None
         if not isinstance(saved, Mapping):
             return
-        model = chosen.get("model", {})
+        model = chosen.get("model", Namespace())
         own = f"{self._model_class.__module__}.{self._model_class.__qualname__}"
         configured = model.get("class_path", own)
         if (kind := saved.get("_class_path", configured)) != configured:
@@ -220,7 +232,7 @@ class D9DCLI(LightningCLI):
                 f"{path} is a checkpoint of {reprlib.repr(kind)}, and model is {configured}; give a checkpoint of that "
                 "class, or make model.class_path the checkpoint's class if you trust it"
             )
-        given = jsonargparse.namespace_to_dict(model.get("init_args", model))
+        given = model.get("init_args", model).as_dict()
         if differing := sorted(name for name in saved.keys() & given.keys() if not _is_same(saved[name], given[name])):
             pairs = ", ".join(
                 f"{name}={reprlib.repr(given[name])} (not {reprlib.repr(saved[name])})" for name in differing
@@ -245,14 +257,31 @@ class D9DCLI(LightningCLI):
             ConfigError: What a constructor refused, with the place of the value that the message names.
         """
         self._check_strategy()
-        try:
+        with self._placed(ValueError, TypeError):
             super().instantiate_classes()
-        except ValueError as error:
-            message, written = essence(str(error)), Written(self._arguments)
-            places = (written.find_anywhere(*pair) for pair in re.findall(r"\b(\w+)='?([^\s';,()]+)", message))
-            if place := next(filter(None, places), None):
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Lightning's, with the place of a value that the run refuses."""
+        with self._placed(ConfigError):
+            super()._run_subcommand(subcommand)
+
+    @contextmanager
+    def _placed(self, *kinds: type[Exception]) -> Iterator[None]:
+        """Puts the place of what an error names as `name=value` or in backticks before its message."""
+        try:
+            yield
+        except MistakeError:
+            raise
+        except (*kinds, MisconfigurationException) as error:
+            message = str(error) if isinstance(error, ConfigError) else essence(str(error))
+            if message == _NO_PARAMETERS:
+                message = (
+                    f"{type(self.model).__name__} has no parameters before the run, which `optimizer` needs; let its "
+                    "configure_optimizers make the optimizer"
+                )
+            if place := Written(self._arguments).find_named(message):
                 raise MistakeError(f"{place}: {message}") from error
-            raise ConfigError(message) from error
+            raise error if isinstance(error, ConfigError) else ConfigError(message) from error
 
     def _check_strategy(self) -> None:
         """Refuses a word that Lightning does not know; it would name some of those that it does."""
@@ -275,14 +304,11 @@ def _words(args: ArgsType) -> list[str]:
     return sys.argv[1:] if args is None else args if isinstance(args, list) else []
 
 
-def run(_: Sequence[str] = ()) -> None:
+def run(_: object = None) -> None:
     """Runs the subcommand of `sys.argv`, which is one of Lightning's.
 
     Raises:
         ConfigError: What the user asked for cannot be.
         StateError: A checkpoint cannot be read.
     """
-    try:
-        D9DCLI(parser_kwargs={"prog": "lightning-d9d"})
-    except MisconfigurationException as error:
-        raise ConfigError(str(error)) from error
+    D9DCLI(parser_kwargs={"prog": "lightning-d9d"})

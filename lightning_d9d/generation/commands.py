@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -15,19 +15,18 @@ from lightning_d9d.generation.perplexity import score
 from lightning_d9d.generation.sampling import Sampling, generate
 from lightning_d9d.generation.sources import Tokenizer, load_model, load_tokenizer
 from lightning_d9d.models.qwen3_moe.model import Qwen3MoeForCausalLM
-from lightning_d9d.state import DTYPE_NAMES
-
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
 
 
-def main_generate(arguments: Sequence[str]) -> None:
+def main_generate(chosen: argparse.Namespace) -> None:
     """Runs `generate`.
+
+    Args:
+        chosen: What `lightning_d9d.cli.commands.generate_parser` reads.
 
     Raises:
         StateError: What is read is missing, damaged or of another kind.
         ConfigError: What is asked for cannot be.
     """
-    chosen = generate_parser().parse_args(arguments)
     sampling = Sampling(chosen.temperature, chosen.top_k, chosen.top_p)
     model, tokenizer = _load(chosen)
     prompt = sys.stdin.read() if chosen.prompt == "-" else chosen.prompt
@@ -42,9 +41,8 @@ def main_generate(arguments: Sequence[str]) -> None:
     sys.stdout.write("\n")
 
 
-def main_evaluate(arguments: Sequence[str]) -> None:
-    """Runs `evaluate`. Raises as `main_generate`."""
-    chosen = evaluate_parser().parse_args(arguments)
+def main_evaluate(chosen: argparse.Namespace) -> None:
+    """Runs `evaluate`. Arguments and errors are those of `main_generate`."""
     texts = [_read(path) for path in chosen.text]
     model, tokenizer = _load(chosen)
     context_length = chosen.context_length or min(2048, model.config.max_position_embeddings)
@@ -63,46 +61,10 @@ def main_evaluate(arguments: Sequence[str]) -> None:
     )
 
 
-def generate_parser() -> argparse.ArgumentParser:
-    """Of the arguments of `generate`."""
-    parser = _make_parser("generate", "Writes what a model makes of a prompt: greedily, or drawn with a temperature.")
-    parser.add_argument("--prompt", required=True, help="what the text begins with; - reads it from standard input")
-    parser.add_argument("--max-new-tokens", type=int, default=200, help="after how many tokens to end (200)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (0)")
-    parser.add_argument("--top-k", type=int, help="draw from the k likeliest tokens")
-    parser.add_argument(
-        "--top-p", type=float, help="draw from the likeliest tokens that have this probability together"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn (0)")
-    parser.add_argument("--no-stop", action="store_true", help="go on behind the token that ends a text")
-    return parser
-
-
-def evaluate_parser() -> argparse.ArgumentParser:
-    """Of the arguments of `evaluate`."""
-    parser = _make_parser("evaluate", "Tells how well a model predicts text files: loss, perplexity and bits per byte.")
-    parser.add_argument("text", nargs="+", help="UTF-8 files; each is a text of its own")
-    parser.add_argument(
-        "--context-length", type=int, help="tokens that a window has; by default 2048, or all positions"
-    )
-    parser.add_argument("--batch-size", type=int, default=1, help="windows that run at the same time (1)")
-    return parser
-
-
-def _make_parser(command: str, description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"lightning-d9d {command}", description=description)
-    parser.add_argument("source", help="Hugging Face directory, checkpoint directory or .ckpt file of a Qwen3-MoE")
-    parser.add_argument(
-        "--tokenizer", help="directory or name of one, or 'bytes'; by default what lies beside the model"
-    )
-    parser.add_argument("--dtype", choices=sorted(_DTYPES), help="of the weights; by default as they are stored")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=device, help="of the model; by default the first GPU, if there is one")
-    return parser
-
-
 def _load(chosen: argparse.Namespace) -> tuple[Qwen3MoeForCausalLM, Tokenizer]:
-    model = load_model(chosen.source, _DTYPES.get(chosen.dtype), chosen.device)
+    dtype = getattr(torch, chosen.dtype) if chosen.dtype else None
+    device = chosen.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_model(chosen.source, dtype, device)
     return model, load_tokenizer(chosen.tokenizer, chosen.source, model.config.vocab_size)
 
 

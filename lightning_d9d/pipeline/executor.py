@@ -439,12 +439,12 @@ def naming_batch(hook: Callable[..., Any], batch: Any) -> Generator[None]:
     Errors of other kinds, and those from inside of what the hook calls, are bugs of their own and pass unchanged.
 
     Raises:
-        ConfigError: The hook itself raised a KeyError, IndexError, TypeError or AttributeError, or a container of the
-            batch a KeyError.
+        ConfigError: The hook itself raised a KeyError, IndexError, TypeError, ValueError or AttributeError, or a
+            container of the batch a KeyError.
     """
     try:
         yield
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         trace = error.__traceback__
         while trace is not None and trace.tb_next is not None:
             trace = trace.tb_next

@@ -11,6 +11,7 @@ import pytest
 
 from lightning_d9d import cli
 from lightning_d9d.checkpoint import open_directory
+from lightning_d9d.cli.commands import parse
 from lightning_d9d.errors import ConfigError, StateError
 from lightning_d9d.generation.commands import main_evaluate
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig
@@ -132,7 +133,7 @@ def test_a_disk_that_is_full_at_the_start(folder: Path, monkeypatch: pytest.Monk
         lambda: Qwen3MoeConfig.from_json("nowhere.json"),
         lambda: WrittenProgram(path="nowhere.json"),
         lambda: MeasuredCosts.read("nowhere.json"),
-        lambda: main_evaluate(["model", "nowhere.json"]),
+        lambda: main_evaluate(parse("evaluate", ["model", "nowhere.json"])),
         lambda: dict(read_tensors("nowhere.json.safetensors")),
     ],
     ids=["config", "program", "costs", "text", "tensors"],

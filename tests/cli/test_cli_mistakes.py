@@ -36,6 +36,10 @@ trainer:
       context_length: ${data.init_args.sequence_length}
 """
 FIT = ("fit", "--config", "run.yaml")
+QUIET = (
+    *("--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false"),
+    *("--trainer.limit_val_batches", "0"),
+)
 MODEL_TAKES = (
     "Qwen3MoePretraining takes config, preset, learning_rate, weight_decay, betas, warmup_steps, "
     "final_learning_rate_fraction, pretrained, layers_per_stage, virtual_layers_before, virtual_layers_after, balance, "
@@ -60,6 +64,48 @@ BEFORE_TORCH = {
     (*FIT, "--ckpt_path", "las.ckpt"): (
         "--ckpt_path: las.ckpt does not exist; did you mean 'last.ckpt'?\n"
         "give the path of a checkpoint, or one of last, best, hpc, auto\n"
+    ),
+}
+TAKES = "it takes --help, --tokenizer, --dtype, --device, "
+BEFORE_TORCH |= {
+    ("convert",): (
+        "lightning-d9d convert needs source and target\n"
+        "source: Hugging Face directory (or URL), checkpoint directory or .ckpt file\n"
+        "target: directory (or URL) for Hugging Face's form, or a name that ends with .ckpt\n"
+    ),
+    ("convert", "a", "b", "--dtype", "float8"): (
+        "--dtype must be 'bfloat16', 'float16', 'float32' or 'float64', not 'float8'; did you mean 'float64'?\n"
+    ),
+    ("convert", "a", "b", "--overwrit"): (
+        "lightning-d9d convert has no option '--overwrit'; did you mean '--overwrite'?\n"
+        "it takes --help, --dtype, --max-shard-size, --fused-experts, --tokenizer, --weights-only, --overwrite, "
+        "--no-verify\n"
+    ),
+    ("convert", "a", "b", "c"): ("lightning-d9d convert has no use for 'c'\nit takes source and target, and options\n"),
+    ("convert", "a", "b", "--overwrite=yes"): "--overwrite takes no value, and was given 'yes'\n",
+    ("doctor", "--gpu=1"): "lightning-d9d doctor has no option '--gpu'\nit takes --help\n",
+    ("doctor", "now"): "lightning-d9d doctor has no use for 'now'\nit takes no arguments\n",
+    ("generate", "model", "--promt", "x"): (
+        "lightning-d9d generate has no option '--promt'; did you mean '--prompt'?\n"
+        f"{TAKES}--prompt, --max-new-tokens, --temperature, --top-k, --top-p, --seed, --no-stop\n"
+    ),
+    ("generate", "model"): (
+        "lightning-d9d generate needs --prompt\n--prompt: what the text begins with; - reads it from standard input\n"
+    ),
+    ("generate", "model", "--prompt", "x", "--max-new-tokens", "ten"): (
+        "--max-new-tokens must be a whole number, not 'ten'\n"
+    ),
+    ("generate", "model", "--prompt", "x", "--temperature", "1,5"): "--temperature must be a number, not '1,5'\n",
+    ("generate", "model", "--prompt", "--seed", "1"): (
+        "--prompt needs a value; one that begins with - is --prompt=VALUE\n"
+    ),
+    ("evaluate", "model", "text.txt", "--dtype"): (
+        "--dtype needs a value: 'bfloat16', 'float16', 'float32' or 'float64'\n"
+    ),
+    ("evaluate", "model"): "lightning-d9d evaluate needs text\ntext: UTF-8 files; each is a text of its own\n",
+    ("evaluate", "model", "text.txt", "--batchsize", "2"): (
+        "lightning-d9d evaluate has no option '--batchsize'; did you mean '--batch-size'?\n"
+        f"{TAKES}--context-length, --batch-size\n"
     ),
 }
 ON_THE_COMMAND_LINE = {
@@ -108,6 +154,28 @@ ON_THE_COMMAND_LINE = {
     ("--trainer.strategy.schedule", "Auto"): (
         "--trainer.strategy.schedule: schedule='Auto' needs to know the batch: class_path: Auto with init_args: "
         "batch_size and sequence_length in a file, or Auto(batch_size=..., sequence_length=...) in Python\n"
+    ),
+    ("--trainer.max_steps",): "--trainer.max_steps needs a value\n",
+    ("--trainer.max_steps", "-5"): (
+        "--trainer.max_steps: `max_steps` must be a non-negative integer or -1 (infinite steps). You passed in -5.\n"
+    ),
+    ("--trainer.devices", "two"): (
+        "--trainer.devices: `devices` selected with `CPUAccelerator` should be an int > 0.\n"
+    ),
+    ("--trainer.strategy.grad_sync.bucket_mb", "-1"): (
+        "--trainer.strategy.grad_sync.bucket_mb: GradSyncConfig.bucket_mb=-1.0 must be greater than 0\n"
+    ),
+    ("--optimizer", "AdamW"): (
+        "--optimizer: Qwen3MoePretraining has no parameters before the run, which `optimizer` needs; let its "
+        "configure_optimizers make the optimizer\n"
+    ),
+    ("--trainer.strategy.microbatch_size", "3", *QUIET): (
+        "--trainer.strategy.microbatch_size: the first batch has 8 rows, which microbatch_size=3 does not divide; "
+        "choose microbatch_size from [1, 2, 4, 8] or change the DataLoader's batch_size\n"
+    ),
+    ("--trainer.strategy.mesh.pipeline_parallel", "2", "--trainer.devices", "3"): (
+        "--trainer.strategy.mesh.pipeline_parallel: MeshConfig.pipeline_parallel=2 does not divide 3 ranks: the "
+        "nearest that fit are 1 and 3\n"
     ),
 }
 IN_THE_FILE = {
@@ -209,6 +277,17 @@ def test_classes_in_the_file(
     assert second.startswith("it may be ")
     assert right in second
     assert second.endswith(" or the full name of a class such as my_package.MyClass")
+
+
+def test_kinds_of_loggers_are_listed_and_no_other_iterables(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = refusal(monkeypatch, capsys, *FIT, "--trainer.logger", "WandbLoger").splitlines()
+    assert first == "error: --trainer.logger knows no 'WandbLoger'; did you mean 'WandbLogger'?"
+    names = second.removeprefix("it may be ").removesuffix(" or the full name of a class such as my_package.MyClass")
+    assert {"CSVLogger", "TensorBoardLogger", "WandbLogger"} <= {*names.split(", ")}
+    assert "Artist" not in names
+    assert "Loader" not in names
 
 
 def test_a_process_of_its_own_prints_nothing_else() -> None:

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lightning_d9d import D9DStrategy, StateError
 from lightning_d9d.cli import main
+from lightning_d9d.cli.commands import parse
 from lightning_d9d.datamodules import ByteTextDataModule
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.generation import ByteTokenizer, generate, load_model, load_tokenizer
@@ -50,6 +51,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
     return folder, float(losses.mean().exp())
 
 
+def run_command(command: str, *arguments: str | Path) -> None:
+    main = {"evaluate": main_evaluate, "generate": main_generate}[command]
+    main(parse(command, [*map(str, arguments), "--device", "cpu"]))
+
+
 def _arguments(module: Qwen3MoePretraining) -> dict[str, object]:
     checkpoint: dict[str, object] = {}
     module.on_save_checkpoint(checkpoint)
@@ -59,14 +65,14 @@ def _arguments(module: Qwen3MoePretraining) -> dict[str, object]:
 @pytest.mark.parametrize("source", ["directory.ckpt", "file.ckpt", "export"])
 def test_the_model_is_the_trained_one(trained: tuple[Path, float], source: str, capsys: pytest.CaptureFixture) -> None:
     folder, perplexity = trained
-    main_evaluate([str(folder / source), str(folder / "text.txt"), "--context-length", "512", "--device", "cpu"])
+    run_command("evaluate", folder / source, folder / "text.txt", "--context-length", "512")
     shown = capsys.readouterr().out
     found = re.fullmatch(r"perplexity ([\d.]+)  loss ([\d.]+)  bits per byte ([\d.]+)  tokens (\d+)\n", shown)
     assert found is not None
     assert float(found[1]) == pytest.approx(perplexity, rel=1e-4)
     assert int(found[4]) == len(TEXT) - 1
     model = load_model(folder / source)
-    main_generate([str(folder / source), "--prompt", "def ", "--max-new-tokens", "12", "--device", "cpu"])
+    run_command("generate", folder / source, "--prompt", "def ", "--max-new-tokens", "12")
     expected = ByteTokenizer().decode(list(generate(model, torch.tensor(list(b"def ")), 12)))
     assert capsys.readouterr().out == f"def {expected}\n"
 
@@ -103,7 +109,7 @@ def test_a_tokenizer_beside_the_model_is_taken(tmp_path: Path, capsys: pytest.Ca
         load_tokenizer(None, tmp_path / "model", 64)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "model")
     assert load_tokenizer(None, tmp_path / "model", 64).encode("the model") == [1, 2]
-    main_generate([str(tmp_path / "model"), "--prompt", "the model", "--max-new-tokens", "3", "--device", "cpu"])
+    run_command("generate", tmp_path / "model", "--prompt", "the model", "--max-new-tokens", "3")
     assert capsys.readouterr().out.startswith("the model")
     with pytest.raises(ConfigError, match="ids up to 3, but the model has vocab_size=2"):
         load_tokenizer(str(tmp_path / "model"), tmp_path, 2)
@@ -134,7 +140,7 @@ def test_a_checkpoint_of_another_model_is_named(tmp_path: Path) -> None:
 
 def test_a_refusal_writes_no_prompt(trained: tuple[Path, float], capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(ConfigError, match="ask for at most 2044"):
-        main_generate([str(trained[0] / "export"), "--prompt", "def ", "--max-new-tokens", "9999", "--device", "cpu"])
+        run_command("generate", trained[0] / "export", "--prompt", "def ", "--max-new-tokens", "9999")
     assert capsys.readouterr().out == ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import UserDict
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,18 @@ class Encoding(UserDict[str, Any]):
 def fit(batch: Any, strategy: Any = None, module: Staged | None = None) -> None:
     loader: Any = DataLoader([batch], batch_size=None, collate_fn=lambda each: each)  # type: ignore[arg-type]
     trainer(strategy or D9DStrategy(), max_epochs=1).fit(module or Staged(), loader)
+
+
+class Unpacking(Staged):
+    def microbatch_inputs(self, microbatch: Any) -> StageInputs:
+        x, _ = microbatch
+        return StageInputs(first={"input": x})
+
+
+def test_a_batch_that_cannot_be_unpacked() -> None:
+    reason = re.escape("(ValueError: not enough values to unpack (expected 2, got 1)). It is a list of 1 with tensor")
+    with pytest.raises(ConfigError, match=rf"Unpacking\.microbatch_inputs cannot use a batch {reason}"):
+        fit([X], module=Unpacking())
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from torch import nn
 from lightning_d9d import D9DStrategy, StateError, convert
 from lightning_d9d.callbacks import InitialWeights
 from lightning_d9d.checkpoint import MODEL, is_directory, save_directory
+from lightning_d9d.cli.commands import parse
 from lightning_d9d.strategy.checkpoint_files import AtomicFileIO, mapped, read_checkpoint, read_value
 from lightning_d9d.strategy.weights import overwrite_weights
 from tests.checkpoint.test_killed import loaded
@@ -116,7 +117,7 @@ def fit_from_its_weights(path: Any) -> None:
 
 
 def convert_it(path: Any) -> None:
-    convert.main([str(path), str(path.with_name("huggingface"))])
+    convert.main(parse("convert", [str(path), str(path.with_name("huggingface"))]))
 
 
 READERS: dict[str, tuple[Callable[[Any], Any], type[Exception]]] = {

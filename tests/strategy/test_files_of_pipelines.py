@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_d9d import CheckpointConfig, D9DStrategy, MeshConfig, convert
+from lightning_d9d.cli.commands import parse
 from lightning_d9d.optim import parameter_groups
 from tests.harness.compare import assert_bitwise_equal, assert_tensors_close
 from tests.harness.ranks import RankContext
@@ -117,8 +118,8 @@ def check(rank: RankContext, mesh: MeshConfig, schedule: str) -> None:
         for theirs in rank.all_gather_object(remember.states):
             loaded[mode] |= theirs
     if rank.rank == 0:
-        convert.main([str(folder / "sharded.ckpt"), str(folder / "converted.ckpt")])
-        convert.main([str(folder / "sharded.ckpt"), str(folder / "weights.ckpt"), "--weights-only"])
+        convert.main(parse("convert", [str(folder / "sharded.ckpt"), str(folder / "converted.ckpt")]))
+        convert.main(parse("convert", [str(folder / "sharded.ckpt"), str(folder / "weights.ckpt"), "--weights-only"]))
         weights = torch.load(folder / "weights.ckpt", weights_only=True)
         assert "optimizer_states" not in weights
         assert weights["state_dict"].keys() == Grouped.load_from_checkpoint(folder / "sharded.ckpt").state_dict().keys()

@@ -146,9 +146,14 @@ USED: dict[str, Callable[[], bool]] = {
         == ["cluster_environment", "num_processes", "num_nodes"]
     ),
     # cli/training.py
+    "_prepare_subcommand_parser": lambda: (
+        parameters_of(LightningCLI._prepare_subcommand_parser) == ["klass", "subcommand", "kwargs"]
+        and calls(LightningCLI._add_subcommands, "self._prepare_subcommand_parser(trainer_class, subcommand, **")
+    ),
     "_prepare_subcommand_kwargs": lambda: calls(
         LightningCLI._run_subcommand, "self._prepare_subcommand_kwargs(subcommand)"
     ),
+    "_run_subcommand": lambda: calls(LightningCLI.__init__, "self._run_subcommand(self.subcommand)"),
     "_parse_ckpt_path": lambda: calls(LightningCLI.__init__, "self._parse_ckpt_path()"),
     # torch's, in strategy/strategy.py
     "_optimizer_step_pre_hooks": lambda: not torch.optim.SGD([torch.zeros(1)])._optimizer_step_pre_hooks,

@@ -1,0 +1,149 @@
+"""The arguments of convert, doctor, generate and evaluate, which are read before torch is imported."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from lightning_d9d.cli.wording import MistakeError, either, must_be
+from lightning_d9d.errors import did_you_mean
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+"""Names of torch's types that weights may have in files."""
+
+_VALUE = re.compile(r"argument (\S+): invalid (?:choice|\w+ value): (['\"])(.*?)\2(?: \(choose .*)?", re.S)
+_REQUIRED = re.compile(r"the following arguments are required: (.*)")
+_TOO_MANY = re.compile(r"unrecognized arguments: (.*)")
+_NO_VALUE = re.compile(r"argument (\S+): expected .* argument")
+_NEEDLESS = re.compile(r"argument (\S+): ignored explicit argument (.*)")
+_NUMBER = re.compile(r"-\.?\d")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reads arguments; a mistake is an error of one to three lines instead of usage."""
+
+    def __init__(self, name: str, description: str) -> None:
+        super().__init__(f"lightning-d9d {name}", description=description, allow_abbrev=False)
+
+    def parse_args(self, arguments: Sequence[str]) -> argparse.Namespace:  # type: ignore[override]
+        """Reads them. Unknown options come first: argparse would miss the required one that was misspelt.
+
+        Raises:
+            MistakeError: An argument is unknown, missing or illegal.
+        """
+        actions = {name: action for action in self._actions for name in action.option_strings}
+        options = [name for name in actions if name.startswith("--")]
+        for argument in arguments[: arguments.index("--") if "--" in arguments else None]:
+            name = argument.partition("=")[0]
+            if name.startswith("-") and name not in ("-", *actions) and " " not in name and not _NUMBER.match(name):
+                raise MistakeError(
+                    f"{self.prog} has no option {name!r}{did_you_mean(name, options)}\nit takes {', '.join(options)}"
+                )
+        return super().parse_args(arguments)
+
+    def error(self, message: str) -> NoReturn:
+        """Says in a user's words what argparse found."""
+        if found := _VALUE.match(message):
+            action = self._find(found[1])
+            choices = list(action.choices or ())
+            kinds = [] if choices else [getattr(action.type, "__name__", "str")]
+            raise MistakeError(must_be(found[1], found[3], choices, kinds))
+        if found := _REQUIRED.match(message):
+            names = found[1].split(", ")
+            lines = [f"{name}: {self._find(name).help}" for name in names]
+            raise MistakeError("\n".join([f"{self.prog} needs {' and '.join(names)}", *lines]))
+        if found := _TOO_MANY.match(message):
+            takes = [action.dest for action in self._actions if not action.option_strings]
+            legal = f"it takes {' and '.join(takes)}, and options" if takes else "it takes no arguments"
+            raise MistakeError(f"{self.prog} has no use for {found[1]!r}\n{legal}")
+        if found := _NO_VALUE.match(message):
+            choices = self._find(found[1]).choices
+            legal = f": {either([*map(repr, choices)])}" if choices else f"; one that begins with - is {found[1]}=VALUE"
+            raise MistakeError(f"{found[1]} needs a value{legal}")
+        if found := _NEEDLESS.match(message):
+            raise MistakeError(f"{found[1]} takes no value, and was given {found[2]}")
+        raise MistakeError(message)
+
+    def _find(self, name: str) -> argparse.Action:
+        return next(each for each in self._actions if name in (each.dest, *each.option_strings))
+
+
+def convert_parser() -> argparse.ArgumentParser:
+    """Makes the parser of `convert`."""
+    parser = _Parser("convert", "Turns weights and checkpoints into other forms, without a GPU.")
+    parser.add_argument("source", help="Hugging Face directory (or URL), checkpoint directory or .ckpt file")
+    parser.add_argument("target", help="directory (or URL) for Hugging Face's form, or a name that ends with .ckpt")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights; by default as they are")
+    parser.add_argument("--max-shard-size", default="5GB", help="at which a new file begins, e.g. 500MB or 2GiB")
+    parser.add_argument("--fused-experts", action="store_true", help="all experts of a layer in one tensor")
+    parser.add_argument("--tokenizer", help="directory whose tokenizer and generation config are copied")
+    parser.add_argument("--weights-only", action="store_true", help="into a .ckpt file, no optimizers and schedulers")
+    parser.add_argument("--overwrite", action="store_true", help="replace the target, with everything in it")
+    parser.add_argument("--no-verify", action="store_true", help="do not compare checksums first")
+    return parser
+
+
+def doctor_parser() -> argparse.ArgumentParser:
+    """Makes the parser of `doctor`, which takes nothing."""
+    return _Parser("doctor", "Checks this machine, or the ranks of a job, and says what to mend.")
+
+
+def generate_parser() -> argparse.ArgumentParser:
+    """Makes the parser of `generate`."""
+    parser = _model_parser("generate", "Writes what a model makes of a prompt: greedily, or drawn with a temperature.")
+    parser.add_argument("--prompt", required=True, help="what the text begins with; - reads it from standard input")
+    parser.add_argument("--max-new-tokens", type=int, default=200, help="after how many tokens to end (200)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (0)")
+    parser.add_argument("--top-k", type=int, help="draw from the k likeliest tokens")
+    parser.add_argument(
+        "--top-p", type=float, help="draw from the likeliest tokens that have this probability together"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn (0)")
+    parser.add_argument("--no-stop", action="store_true", help="go on behind the token that ends a text")
+    return parser
+
+
+def evaluate_parser() -> argparse.ArgumentParser:
+    """Makes the parser of `evaluate`."""
+    parser = _model_parser("evaluate", "Tells how well a model predicts text files: loss, perplexity, bits per byte.")
+    parser.add_argument("text", nargs="+", help="UTF-8 files; each is a text of its own")
+    parser.add_argument(
+        "--context-length", type=int, help="tokens that a window has; by default 2048, or all positions"
+    )
+    parser.add_argument("--batch-size", type=int, default=1, help="windows that run at the same time (1)")
+    return parser
+
+
+def _model_parser(name: str, description: str) -> argparse.ArgumentParser:
+    parser = _Parser(name, description)
+    parser.add_argument("source", help="Hugging Face directory, checkpoint directory or .ckpt file of a Qwen3-MoE")
+    parser.add_argument(
+        "--tokenizer", help="directory or name of one, or 'bytes'; by default what lies beside the model"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights; by default as they are stored")
+    parser.add_argument("--device", help="of the model; by default the first GPU, if there is one")
+    return parser
+
+
+PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
+    "convert": convert_parser,
+    "doctor": doctor_parser,
+    "generate": generate_parser,
+    "evaluate": evaluate_parser,
+}
+"""Makes the parser, by subcommand."""
+
+
+def parse(name: str, arguments: Sequence[str]) -> argparse.Namespace:
+    """Reads the arguments of a subcommand.
+
+    Args:
+        name: The subcommand, a key of `PARSERS`.
+        arguments: What stands behind it.
+
+    Raises:
+        MistakeError: An argument is unknown, missing or illegal.
+    """
+    return PARSERS[name]().parse_args(arguments)
