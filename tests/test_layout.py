@@ -22,7 +22,7 @@ TOP_LEVEL = {
     *("pyproject.toml", "noxfile.py", "README.md", "CHANGELOG.md", "LICENSE", ".gitignore"),
     *("lightning_d9d", "tests", "examples", "docs", ".ci"),
 }
-MAX_LINES = 620
+MAX_LINES = 600
 MACHINE_PATH = re.compile(r"/(work|root|home|Users|mnt)/\w|[A-Z]:\\Users\\")
 AXES = ROOT / "lightning_d9d/mesh/axes.py"
 """The one file in which names of axes are literals."""
