@@ -255,7 +255,7 @@ REFUSED = {
         config=replace(SMALL, vocab_size=49),
     ),
     "parts of the vocabulary": Refusal(
-        r"vocab_splits: text, more\) is not cut .* tensor_parallel=2; leave one of the two out",
+        r"vocab_splits: text, more\) is not sharded .* tensor_parallel=2; leave one of the two out",
         config=replace(SMALL, vocab_splits={"text": 40, "more": 8}),
     ),
     "dense layers": Refusal(
