@@ -1,22 +1,12 @@
-"""Normal values that follow from a key and from where an element lies in a whole tensor, and from nothing else.
-
-[Note: values by place] Element `i` of a tensor in row-major order has word `i` of a Philox stream: 64 random bits, which
-kernels and NumPy's C code make alike. The value is a sum of integers, times one float32 number:
-
-    word % 2**16  +  word // 2**16 % 2**16  +  2**16 * (number of ones in the upper 32 bits)  -  mean of these
-
-The number of ones is binomial, and two uniform pieces fill the gaps between its steps. The sum is exact, in 22 bits, so
-one product rounds, and another when it is cast. Neither a logarithm nor a sum of floats can differ between devices.
-"""
+"""Normal values by place: from threads of the host, or from a kernel of the device."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,30 +15,12 @@ from torch import Tensor
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.ops.backend import runs_triton
+from lightning_d9d.ops.places import MEAN, Runs, runs_of, scale_of
 
-ROUNDS = 10
-"""Rounds of Philox4x64, as NumPy has them."""
-FACTORS = 0xD2E7470EE14C6C93, 0xCA5A826395121157
-STEPS = 0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B
-"""What is added to the key's words after each round."""
-MEAN = 16 * 2**16 + 2**16 - 1
-"""What the pieces of a word sum up to on average."""
-VARIANCE = 8 * 2**32 + (2**32 - 1) / 6
-"""32 coins weigh `2**16` each, and each of two pieces has `2**16` values."""
-_WORD = 2**64 - 1
 _CHUNK = 2**17
 """Values that a thread makes at a time: 1 MB of words, and few calls that need Python's lock."""
-_GAP = 512
-"""Words between two runs that are made in less time than it takes to skip them."""
-
-
-class Runs(NamedTuple):
-    """Places in a whole tensor: `count` runs of `length`, whose first places are `stride` apart."""
-
-    first: int
-    stride: int
-    length: int
-    count: int
+_GAP = 1024
+"""Words between two runs that are made in about the time that it takes to skip them."""
 
 
 def fill_normal_(target: Tensor, std: float, key: int, shape: Sequence[int], ranges: Sequence[range]) -> Tensor:
@@ -78,68 +50,27 @@ def fill_normal_(target: Tensor, std: float, key: int, shape: Sequence[int], ran
     assert tuple(target.shape) == tuple(map(len, ranges)), "a slice has the sizes of its ranges"
     if target.numel() == 0:
         return target
-    scale = _scale(std)
     on_device = runs_triton(target)
-    flat = target.detach().view(-1) if target.is_contiguous() and (on_device or target.device.type == "cpu") else None
-    filled = torch.empty(target.numel(), dtype=target.dtype, device=target.device if on_device else "cpu")
-    filled = filled if flat is None else flat
+    in_place = target.is_contiguous() and (on_device or target.device.type == "cpu")
+    device = target.device if on_device else torch.device("cpu")
+    whole = target.detach() if in_place else torch.empty(target.shape, dtype=target.dtype, device=device)
     start = 0
     for runs in runs_of(shape, ranges):
-        part = filled[start : start + runs.count * runs.length]
-        start += runs.count * runs.length
-        if on_device:
-            from lightning_d9d.ops.kernels import fill_normal as kernels
-
-            kernels.fill_normal(part, scale, key, runs)
-        else:
-            _fill_on_host(part, scale, key, runs)
-    if flat is None:
-        target.detach().copy_(filled.view(target.shape))
+        part = whole.view(-1)[start : start + runs.count * runs.length]
+        start += part.numel()
+        _fill(part, scale_of(std), key, runs, on_device)
+    if not in_place:
+        target.detach().copy_(whole)
     return target
 
 
-def fill_normal_reference(places: Sequence[int], std: float, key: int) -> Tensor:
-    """The float32 values at these places of a whole tensor, one after the other: what `fill_normal_` means."""
-    values = []
-    for place in places:
-        word = _word(place, key)
-        total = word % 2**16 + (word >> 16) % 2**16 + 2**16 * (word >> 32).bit_count() - MEAN
-        values.append(np.float32(total) * np.float32(_scale(std)))
-    return torch.tensor(values, dtype=torch.float32)
+def _fill(part: Tensor, scale: float, key: int, runs: Runs, on_device: bool) -> None:
+    if not on_device:
+        _fill_on_host(part, scale, key, runs)
+        return
+    from lightning_d9d.ops.kernels import fill_normal as kernels
 
-
-def _word(place: int, key: int) -> int:
-    """One of the four words of a call of Philox4x64 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3")."""
-    c0, c1, c2, c3 = place // 4 + 1, 0, 0, 0  # NumPy counts on before it makes words
-    k0, k1 = key & _WORD, key >> 64
-    for _ in range(ROUNDS):
-        p0, p2 = c0 * FACTORS[0], c2 * FACTORS[1]
-        c0, c1, c2, c3 = p2 >> 64 ^ c1 ^ k0, p2 & _WORD, p0 >> 64 ^ c3 ^ k1, p0 & _WORD
-        k0, k1 = k0 + STEPS[0] & _WORD, k1 + STEPS[1] & _WORD
-    return (c0, c1, c2, c3)[place % 4]
-
-
-def runs_of(shape: Sequence[int], ranges: Sequence[range]) -> Iterator[Runs]:
-    """The places of a slice that has elements, in its own row-major order; runs are as long as they can be."""
-    dims: list[tuple[int, int]] = []  # size and stride, the outermost first
-    first, stride = 0, 1
-    for size, held in zip(reversed(shape), reversed(ranges), strict=True):
-        first += held.start * stride
-        if dims and math.prod(dims[0]) == stride:
-            dims[0] = len(held) * dims[0][0], dims[0][1]
-        elif len(held) > 1:
-            dims.insert(0, (len(held), stride))
-        stride *= size
-    if not dims or dims[-1][1] != 1:
-        dims.append((1, 1))
-    *outer, (count, stride), (length, _) = [(1, 0), *dims]
-    for place in itertools.product(*(range(size) for size, _ in outer)):
-        yield Runs(first + sum(i * s for i, (_, s) in zip(place, outer, strict=True)), stride, length, count)
-
-
-def _scale(std: float) -> float:
-    """The float32 number that the integers are multiplied by."""
-    return float(np.float32(std / math.sqrt(VARIANCE)))
+    kernels.fill_normal(part, scale, key, runs)
 
 
 def _fill_on_host(target: Tensor, scale: float, key: int, runs: Runs) -> None:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_d9d.ops.fill_normal import FACTORS, MEAN, ROUNDS, STEPS, Runs
+from lightning_d9d.ops.places import FACTORS, MEAN, ROUNDS, STEPS, WORD, Runs
 from lightning_d9d.ops.rows import ceil_div
 
 _BLOCK = 512
@@ -29,12 +29,13 @@ def fill_normal(target: Tensor, scale: float, key: int, runs: Runs) -> None:
             target.view(torch.int16) if is_bfloat16 else target,
             *runs,
             calls,
-            key & 2**64 - 1,
+            key & WORD,
             key >> 64,
             scale,
             is_bfloat16,
             _BLOCK,
             num_warps=4,
+            enable_fp_fusion=False,  # nothing to fuse, and it stays so
         )
 
 
@@ -68,7 +69,7 @@ def _fill(
 
 @triton.jit
 def _philox(c0, k0, k1):
-    """Four words, as `lightning_d9d.ops.fill_normal` has them one by one."""
+    """Four words, as `lightning_d9d.ops.places` has them one by one."""
     c1, c2, c3 = tl.zeros_like(c0), tl.zeros_like(c0), tl.zeros_like(c0)
     for _ in tl.static_range(_ROUNDS):
         high0, high2 = tl.umulhi(c0, _FACTOR0), tl.umulhi(c2, _FACTOR1)
