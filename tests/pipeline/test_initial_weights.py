@@ -6,7 +6,9 @@ import copy
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,8 +21,6 @@ from lightning_d9d import ConfigError
 from lightning_d9d.mesh.sharding import local_ranges
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from lightning_d9d.modules import Constant, GroupedExperts, Linear, Normal
-from lightning_d9d.ops import fill_normal
-from lightning_d9d.ops.places import Runs
 from lightning_d9d.pipeline import initial_weights
 from lightning_d9d.pipeline.initial_weights import draw_local, materialize
 from tests.harness.ranks import RankContext
@@ -293,15 +293,14 @@ def test_slices_of_all_ranks_tile_the_whole(shape: tuple[int, ...], placed: str)
 def test_a_rank_draws_no_more_than_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of 64 ranks has one of 64 experts, some rows of the vocabulary, or some columns, which lie apart."""
     drawn = 0
-    words_of = fill_normal.words_of
 
-    def counted(key: int, runs: Runs) -> object:
-        nonlocal drawn
-        words = words_of(key, runs)
-        drawn += words.size if words.base is None else words.base.size  # what rows are taken from, gaps included
-        return words
+    class Counted(np.random.Philox):
+        def random_raw(self, size: int) -> Any:  # type: ignore[override]
+            nonlocal drawn
+            drawn += size
+            return super().random_raw(size)
 
-    monkeypatch.setattr(fill_normal, "words_of", counted)
+    monkeypatch.setattr(np.random, "Philox", Counted)
 
     def place(module: nn.Module, dim: int = 0) -> tuple[int, int]:
         nonlocal drawn
@@ -335,7 +334,7 @@ def test_experts_are_matrices_of_their_own() -> None:
     few, many = (initial(lambda n=n: GroupedExperts(n, 33, 40, initializer_range=1.0))["gate_up_proj"] for n in (3, 64))
     assert torch.equal(few, many[:3])
     assert not any(torch.equal(a, b) for a, b in itertools.combinations(many[:, 0, :8], 2))
-    assert len(many.flatten(0, 1)[:, :8].unique(dim=0)) == 64 * 66
+    assert len(many.flatten(0, 1)[:, :8].unique(dim=0)) == 64 * 80
 
 
 # What they depend on
@@ -578,6 +577,9 @@ class DrawnByGenerator:
     def draw(self, generator: object, shape: tuple[int, int]) -> Tensor:
         return torch.zeros(shape)
 
+    def fill_(self, tensor: Tensor) -> None:
+        nn.init.zeros_(tensor)
+
 
 def test_values_of_the_old_interface_are_refused() -> None:
     class Older(Linear):
@@ -598,6 +600,9 @@ class Ramp:
     def fill_slice_(self, target: Tensor, shape: tuple[int, ...], ranges: list[range], key: int) -> None:
         whole = torch.arange(math.prod(shape), dtype=target.dtype, device=target.device).view(shape)
         target.copy_(whole[tuple(slice(r.start, r.stop) for r in ranges)])
+
+    def fill_(self, tensor: Tensor) -> None:
+        nn.init.zeros_(tensor)
 
 
 def test_values_of_ones_own_fill_slices() -> None:
