@@ -56,7 +56,7 @@ def fill_normal_(target: Tensor, std: float, key: int, shape: Sequence[int], ran
     whole = target.detach() if in_place else torch.empty(target.shape, dtype=target.dtype, device=device)
     start = 0
     for runs in runs_of(shape, ranges):
-        part = whole.view(-1)[start : start + runs.count * runs.length]
+        part = whole.view(-1)[start : start + runs.num_runs * runs.length]
         start += part.numel()
         _fill(part, scale_of(std), key, runs, on_device)
     if not in_place:
@@ -76,7 +76,7 @@ def _fill(part: Tensor, scale: float, key: int, runs: Runs, on_device: bool) -> 
 def _fill_on_host(target: Tensor, scale: float, key: int, runs: Runs) -> None:
     """In threads, which share nothing; `target` is contiguous."""
     is_bfloat16 = target.dtype == torch.bfloat16
-    rows = (target.view(torch.int16) if is_bfloat16 else target).view(runs.count, runs.length).numpy()
+    rows = (target.view(torch.int16) if is_bfloat16 else target).view(runs.num_runs, runs.length).numpy()
     width = runs.stride if runs.stride - runs.length <= _GAP else runs.length
     height = max(1, _CHUNK // max(1, width))
 
@@ -86,7 +86,7 @@ def _fill_on_host(target: Tensor, scale: float, key: int, runs: Runs) -> None:
         values = _values(words_of(key, Runs(first, runs.stride, part.shape[1], part.shape[0])), scale)
         part[...] = _rounded_to_bfloat16(values) if is_bfloat16 else values
 
-    corners = itertools.product(range(0, runs.count, height), range(0, runs.length, _CHUNK))
+    corners = itertools.product(range(0, runs.num_runs, height), range(0, runs.length, _CHUNK))
     if target.numel() <= _CHUNK:
         for corner in corners:
             fill(corner)
@@ -104,13 +104,13 @@ def num_threads() -> int:
 
 
 def words_of(key: int, runs: Runs) -> NDArray[np.uint64]:
-    """The random words at these places, shape `[count, length]`. Python's lock is free meanwhile."""
+    """The random words at these places, shape `[num_runs, length]`. Python's lock is free meanwhile."""
     generator = np.random.Philox(key=key, counter=runs.first // 4)
-    if runs.count == 1 or runs.stride - runs.length <= _GAP:
+    if runs.num_runs == 1 or runs.stride - runs.length <= _GAP:
         skipped = runs.first % 4
-        words = generator.random_raw(skipped + (runs.count - 1) * runs.stride + runs.length)[skipped:]
-        return np.lib.stride_tricks.as_strided(words, (runs.count, runs.length), (8 * runs.stride, 8))
-    words = np.empty((runs.count, runs.length), np.uint64)
+        words = generator.random_raw(skipped + (runs.num_runs - 1) * runs.stride + runs.length)[skipped:]
+        return np.lib.stride_tricks.as_strided(words, (runs.num_runs, runs.length), (8 * runs.stride, 8))
+    words = np.empty((runs.num_runs, runs.length), np.uint64)
     at = runs.first // 4
     for row, place in zip(words, itertools.count(runs.first, runs.stride), strict=False):
         generator.advance(place // 4 - at)

@@ -34,12 +34,12 @@ WORD = 2**64 - 1
 
 
 class Runs(NamedTuple):
-    """Places in a whole tensor: `count` runs of `length`, whose first places are `stride` apart."""
+    """Places in a whole tensor: `num_runs` runs of `length`, whose first places are `stride` apart."""
 
     first: int
     stride: int
     length: int
-    count: int
+    num_runs: int
 
 
 def runs_of(shape: Sequence[int], ranges: Sequence[range]) -> Iterator[Runs]:

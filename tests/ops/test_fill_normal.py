@@ -89,7 +89,7 @@ def test_runs_are_the_places_of_a_slice(name: str) -> None:
     if not math.prod(map(len, ranges)):
         return
     runs = list(runs_of(shape, ranges))
-    found = [r.first + row * r.stride + column for r in runs for row in range(r.count) for column in range(r.length)]
+    found = [r.first + row * r.stride + column for r in runs for row in range(r.num_runs) for column in range(r.length)]
     assert found == places_of(shape, ranges)
 
 

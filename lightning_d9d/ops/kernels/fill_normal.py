@@ -1,5 +1,5 @@
 """A kernel that fills memory with normal values by place."""
-# pyright: reportCallIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportInvalidTypeForm=false
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def fill_normal(target: Tensor, scale: float, key: int, runs: Runs) -> None:
     calls = (runs.length + 6) // 4  # which the words of a run come from at most, wherever it begins
     is_bfloat16 = target.dtype == torch.bfloat16
     with torch.cuda.device_of(target):
-        _fill[(ceil_div(runs.count * calls, _BLOCK),)](
+        _fill[(ceil_div(runs.num_runs * calls, _BLOCK),)](
             target.view(torch.int16) if is_bfloat16 else target,
             *runs,
             calls,
@@ -39,13 +39,13 @@ def fill_normal(target: Tensor, scale: float, key: int, runs: Runs) -> None:
         )
 
 
-@triton.jit(do_not_specialize=["first", "stride", "length", "count", "calls", "key0", "key1"])
+@triton.jit(do_not_specialize=["first", "stride", "length", "num_runs", "calls", "key0", "key1"])
 def _fill(
     target_ptr,
     first: tl.int64,
     stride: tl.int64,
     length: tl.int64,
-    count: tl.int64,
+    num_runs: tl.int64,
     calls: tl.int64,
     key0: tl.uint64,
     key1: tl.uint64,
@@ -60,7 +60,7 @@ def _fill(
     column = call * 4 - start
     w0, w1, w2, w3 = _philox((call + 1).to(tl.uint64), key0.to(tl.uint64), key1.to(tl.uint64))
     row_ptr = target_ptr + row * length
-    end = tl.where(row < count, length, 0)
+    end = tl.where(row < num_runs, length, 0)
     _store(row_ptr, column, end, w0, scale, IS_BFLOAT16)
     _store(row_ptr, column + 1, end, w1, scale, IS_BFLOAT16)
     _store(row_ptr, column + 2, end, w2, scale, IS_BFLOAT16)
@@ -71,7 +71,7 @@ def _fill(
 def _philox(c0, k0, k1):
     """Four words, as `lightning_d9d.ops.places` has them one by one."""
     c1, c2, c3 = tl.zeros_like(c0), tl.zeros_like(c0), tl.zeros_like(c0)
-    for _ in tl.static_range(_ROUNDS):
+    for _ in tl.static_range(_ROUNDS):  # type: ignore[misc]
         high0, high2 = tl.umulhi(c0, _FACTOR0), tl.umulhi(c2, _FACTOR1)
         low0, low2 = c0 * _FACTOR0, c2 * _FACTOR1
         c0, c1, c2, c3 = high2 ^ c1 ^ k0, low2, high0 ^ c3 ^ k1, low0
