@@ -74,7 +74,7 @@ def _fill(part: Tensor, scale: float, key: int, runs: Runs, on_device: bool) -> 
 
 
 def _fill_on_host(target: Tensor, scale: float, key: int, runs: Runs) -> None:
-    """In threads, which share nothing; `target` is contiguous."""
+    """Fill a contiguous tensor of the host, in threads that share nothing."""
     is_bfloat16 = target.dtype == torch.bfloat16
     rows = (target.view(torch.int16) if is_bfloat16 else target).view(runs.num_runs, runs.length).numpy()
     width = runs.stride if runs.stride - runs.length <= _GAP else runs.length
@@ -104,7 +104,7 @@ def num_threads() -> int:
 
 
 def words_of(key: int, runs: Runs) -> NDArray[np.uint64]:
-    """The random words at these places, shape `[num_runs, length]`. Python's lock is free meanwhile."""
+    """Make the random words at these places, shape `[num_runs, length]`. Python's lock is free meanwhile."""
     generator = np.random.Philox(key=key, counter=runs.first // 4)
     if runs.num_runs == 1 or runs.stride - runs.length <= _GAP:
         skipped = runs.first % 4
@@ -121,7 +121,7 @@ def words_of(key: int, runs: Runs) -> NDArray[np.uint64]:
 
 
 def _values(words: NDArray[np.uint64], scale: float) -> NDArray[np.float32]:
-    """The float32 values of words, whose lower halves come first in memory."""
+    """Turn words, whose lower halves come first in memory, into float32 values."""
     pieces = words.view(np.uint16)
     total = np.bitwise_count(words.view(np.uint32)[:, 1::2]).astype(np.int32)
     total <<= 16
@@ -134,7 +134,7 @@ def _values(words: NDArray[np.uint64], scale: float) -> NDArray[np.float32]:
 
 
 def _rounded_to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.int16]:
-    """The bits of the nearest bfloat16, the even one of two, of finite values."""
+    """Round finite values to the nearest bfloat16, the even one of two, as bits. The values are overwritten."""
     bits = values.view(np.uint32)
     bits += 0x7FFF + (bits >> 16 & 1)
     return bits.view(np.int16)[:, 1::2]

@@ -1,7 +1,7 @@
 """Normal values that follow from a key and from where an element lies in a whole tensor: what they are, one by one.
 
-[Note: values by place] Element `i` of a tensor in row-major order has word `i` of a Philox stream: 64 random bits,
-which kernels and NumPy's C code make alike. The value is a sum of integers, times one float32 number:
+[Note: values by place] Element `i` of a tensor in row-major order has word `i` of a Philox stream. Kernels and NumPy's
+C code make the same 64 random bits. The value is a sum of integers, times one float32 number:
 
     word % 2**16  +  word // 2**16 % 2**16  +  2**16 * (number of ones in the upper 32 bits)  -  mean of these
 
@@ -24,9 +24,9 @@ ROUNDS = 10
 """Rounds of Philox4x64, as NumPy has them."""
 FACTORS = 0xD2E7470EE14C6C93, 0xCA5A826395121157
 STEPS = 0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B
-"""What is added to the key's words after each round."""
+"""Added to the key's words after each round."""
 MEAN = 16 * 2**16 + 2**16 - 1
-"""What the pieces of a word sum up to on average."""
+"""Sum of a word's pieces on average."""
 VARIANCE = 8 * 2**32 + (2**32 - 1) / 6
 """32 coins weigh `2**16` each, and each of two pieces has `2**16` values."""
 WORD = 2**64 - 1
@@ -43,7 +43,7 @@ class Runs(NamedTuple):
 
 
 def runs_of(shape: Sequence[int], ranges: Sequence[range]) -> Iterator[Runs]:
-    """The places of a slice that has elements, in its own row-major order; runs are as long as they can be."""
+    """List the places of a slice that has elements, in its own row-major order, in runs as long as they can be."""
     dims: list[tuple[int, int]] = []  # size and stride, the outermost first
     first, stride = 0, 1
     for size, held in zip(reversed(shape), reversed(ranges), strict=True):
@@ -61,12 +61,12 @@ def runs_of(shape: Sequence[int], ranges: Sequence[range]) -> Iterator[Runs]:
 
 
 def scale_of(std: float) -> float:
-    """The float32 number that the integers are multiplied by."""
+    """Return the float32 number that the integers are multiplied by."""
     return float(np.float32(std / math.sqrt(VARIANCE)))
 
 
 def normal_reference(places: Sequence[int], std: float, key: int) -> Tensor:
-    """The float32 values at these places of a whole tensor, one after the other: what `fill_normal_` means."""
+    """Compute the float32 values at these places of a whole tensor one by one: the definition of `fill_normal_`."""
     values = []
     for place in places:
         word = word_of(place, key)
@@ -76,7 +76,7 @@ def normal_reference(places: Sequence[int], std: float, key: int) -> Tensor:
 
 
 def word_of(place: int, key: int) -> int:
-    """One of the four words of a call of Philox4x64 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3")."""
+    """Compute a word of Philox4x64, which makes four (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3")."""
     c0, c1, c2, c3 = place // 4 + 1, 0, 0, 0  # NumPy counts on before it makes words
     k0, k1 = key & WORD, key >> 64
     for _ in range(ROUNDS):

@@ -13,7 +13,7 @@ from lightning_d9d.ops.rows import ceil_div
 
 _BLOCK = 512
 """Calls of Philox in a program: four for each thread of four warps, so that products of one wait for none of another.
-Some 400 instructions make four values, so memory is not what counts."""
+Some 350 instructions make four values, so these are what takes time, and not memory."""
 _ROUNDS = tl.constexpr(ROUNDS)
 _FACTOR0, _FACTOR1 = tl.constexpr(FACTORS[0]), tl.constexpr(FACTORS[1])
 _STEP0, _STEP1 = tl.constexpr(STEPS[0]), tl.constexpr(STEPS[1])
