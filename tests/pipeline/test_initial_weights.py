@@ -6,7 +6,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -21,6 +21,7 @@ from lightning_d9d import ConfigError
 from lightning_d9d.mesh.sharding import local_ranges
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from lightning_d9d.modules import Constant, GroupedExperts, Linear, Normal
+from lightning_d9d.ops.backend import Kernels, using_kernels
 from lightning_d9d.pipeline import initial_weights
 from lightning_d9d.pipeline.initial_weights import draw_local, materialize
 from tests.harness.ranks import RankContext
@@ -238,7 +239,12 @@ def ranges_of_all_ranks(
         with fake_world(rank, world_size):
             tensor = place(rank)
             assert tensor.shape == shape
-            found.append((local_ranges(tensor), draw_local(Normal(1.0), tensor, seed=0, name="w")))
+            slices = []
+            for kernels in get_args(Kernels):
+                with using_kernels(kernels):
+                    slices.append(draw_local(Normal(1.0), tensor, seed=0, name="w"))
+            assert all(torch.equal(each, slices[0]) for each in slices)
+            found.append((local_ranges(tensor), slices[0]))
     return found
 
 
