@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import threading
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_d9d import ConfigError
@@ -126,6 +128,21 @@ def test_pieces_and_threads_do_not_matter(name: str, gap: int, monkeypatch: pyte
     monkeypatch.setattr(fill_normal, "_GAP", gap)
     monkeypatch.setattr(fill_normal, "num_threads", lambda: 3)
     assert_bitwise_equal(name, filled(name, torch.float32), expected(name, torch.float32))
+
+
+def test_threads_work_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece waits until another thread is at one, too."""
+    both, words_of = threading.Barrier(2, timeout=60), fill_normal.words_of
+
+    def together(key: int, runs: Runs) -> NDArray[np.uint64]:
+        both.wait()
+        return words_of(key, runs)
+
+    monkeypatch.setattr(fill_normal, "_CHUNK", 8)
+    monkeypatch.setattr(fill_normal, "num_threads", lambda: 2)
+    monkeypatch.setattr(fill_normal, "words_of", together)
+    values = fill_normal_(torch.empty(32), 1.0, KEY, (32,), [range(32)])
+    assert_bitwise_equal("values", values, normal_reference(range(32), 1.0, KEY))
 
 
 @DEVICES
