@@ -17,6 +17,8 @@ from lightning_d9d.errors import ConfigError
 from lightning_d9d.ops.backend import runs_triton
 from lightning_d9d.ops.places import MEAN, Runs, runs_of, scale_of
 
+_ON_HOST = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+"""Dtypes that threads write; torch casts to others."""
 _CHUNK = 2**17
 """Values that a thread makes at a time: 1 MB of words, and few calls that need Python's lock."""
 _GAP = 1024
@@ -51,9 +53,10 @@ def fill_normal_(target: Tensor, std: float, key: int, shape: Sequence[int], ran
     if target.numel() == 0:
         return target
     on_device = runs_triton(target)
-    in_place = target.is_contiguous() and (on_device or target.device.type == "cpu")
+    in_place = target.is_contiguous() and (on_device or (target.device.type == "cpu" and target.dtype in _ON_HOST))
     device = target.device if on_device else torch.device("cpu")
-    whole = target.detach() if in_place else torch.empty(target.shape, dtype=target.dtype, device=device)
+    dtype = target.dtype if target.dtype in _ON_HOST else torch.float32
+    whole = target.detach() if in_place else torch.empty(target.shape, dtype=dtype, device=device)
     start = 0
     for runs in runs_of(shape, ranges):
         part = whole.view(-1)[start : start + runs.num_runs * runs.length]

@@ -96,9 +96,10 @@ def test_runs_are_the_places_of_a_slice(name: str) -> None:
 
 
 @EACH_SLICE
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64, torch.float8_e4m3fn])
 def test_the_host_has_the_bits_of_the_definition(name: str, dtype: torch.dtype) -> None:
-    assert_bitwise_equal(name, filled(name, dtype), expected(name, dtype))
+    bits = torch.uint8 if dtype == torch.float8_e4m3fn else dtype
+    assert_bitwise_equal(name, filled(name, dtype).view(bits), expected(name, dtype).view(bits))
 
 
 @DEVICES
