@@ -1,13 +1,13 @@
-"""How a module's parameters start, said so that any block of rows can be drawn alone."""
+"""How a module's parameters start, so that a rank can make any slice of them alone."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import torch
 from torch import Tensor, nn
+
+from lightning_d9d.ops import fill_normal_
 
 
 @dataclass(frozen=True)
@@ -17,9 +17,9 @@ class Normal:
     std: float
     """Standard deviation."""
 
-    def draw(self, generator: np.random.Generator, shape: tuple[int, int]) -> Tensor:
-        """A block of rows, float32 on the CPU."""
-        return torch.from_numpy(generator.standard_normal(shape, dtype=np.float32)).mul_(self.std)
+    def fill_slice_(self, target: Tensor, shape: Sequence[int], ranges: Sequence[range], key: int) -> None:
+        """A slice of a whole tensor, in place: the indices `ranges` of `shape`. `key` decides all values."""
+        fill_normal_(target, self.std, key, shape, ranges)
 
     def fill_(self, tensor: Tensor) -> None:
         """All of a tensor, in place, from torch's random state."""
@@ -32,9 +32,9 @@ class Constant:
 
     value: float
 
-    def draw(self, generator: np.random.Generator, shape: tuple[int, int]) -> Tensor:
-        """A block of rows, float32 on the CPU."""
-        return torch.full(shape, self.value, dtype=torch.float32)
+    def fill_slice_(self, target: Tensor, shape: Sequence[int], ranges: Sequence[range], key: int) -> None:
+        """A slice of a whole tensor, in place."""
+        target.fill_(self.value)
 
     def fill_(self, tensor: Tensor) -> None:
         """All of a tensor, in place."""
@@ -42,7 +42,7 @@ class Constant:
 
 
 class DrawnByRows(nn.Module):
-    """A module that says how its parameters start, so that a rank draws those rows alone that it holds.
+    """A module that defines how its parameters start, so that a rank makes only the values that it holds.
 
     Put it in front of another base class (`class Linear(DrawnByRows, nn.Linear)`) and write `initial_values`. A class
     that overrides `reset_parameters` further down has its way, and is drawn as a whole.

@@ -10,6 +10,7 @@ computations that ranks share.
 `vocab_parallel_embedding` looks up rows of a vocabulary that lies on several ranks.
 `attention` attends causally, within documents and a window if there are some, and chooses what runs it.
 `round_stochastic_` rounds float32 to bfloat16 without bias.
+`fill_normal_` makes normal values that follow from a key and from places in a whole tensor.
 `rms_norm` scales rows to a unit root mean square.
 `swiglu` is the gated activation of MLPs and experts.
 `rope` turns heads by their positions; `norm_rope` norms them before. `rope_qk` and `norm_rope_qk` take queries and keys
@@ -19,6 +20,7 @@ at once.
 from lightning_d9d.ops.all_to_all import all_to_all_rows
 from lightning_d9d.ops.attention import AttentionKernel, attention
 from lightning_d9d.ops.collectives import gather_dim, scatter_sum, sum_over
+from lightning_d9d.ops.fill_normal import fill_normal_
 from lightning_d9d.ops.grouped_gemm import grouped_gemm, using_grouped_gemm
 from lightning_d9d.ops.linear import linear, split_linears
 from lightning_d9d.ops.linear_cross_entropy import LossOptions, VocabShard, linear_cross_entropy
@@ -43,6 +45,7 @@ __all__ = [
     "all_to_all_rows",
     "attention",
     "defer",
+    "fill_normal_",
     "gather_dim",
     "grouped_gemm",
     "indices_from_multihot",

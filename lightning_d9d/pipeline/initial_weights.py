@@ -2,69 +2,53 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.log import logger
 from lightning_d9d.mesh.seeds import derived
 from lightning_d9d.mesh.sharding import local, local_ranges
 from lightning_d9d.pipeline.recorded_values import RecordedValue, Recording
 
-ROWS_PER_BLOCK = 16  # part of what a seed means: another number gives other weights
 _WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})  # of checkpoint_wrapper and torch.compile
+_LONG_S = 10.0
+"""Seconds after which initial weights are worth a message."""
 
 
 class InitialValue(Protocol):
-    """A distribution whose rows are independent, such as `lightning_d9d.modules.Normal`."""
+    """How a tensor starts, as `lightning_d9d.modules.Normal` and `Constant` define it."""
 
-    def draw(self, generator: np.random.Generator, shape: tuple[int, int]) -> Tensor:
-        """A block of rows, float32 on the CPU."""
+    def fill_slice_(self, target: Tensor, shape: Sequence[int], ranges: Sequence[range], key: int) -> None:
+        """Write what a rank holds of a tensor of this shape, the indices `ranges`; `key` decides all values."""
         ...
 
 
-def draw_local(value: InitialValue, tensor: Tensor, *, seed: int, name: str) -> Tensor:
-    """What this rank holds of a tensor's initial value, on the CPU in the tensor's dtype. Local.
+def draw_local(
+    value: InitialValue, tensor: Tensor, *, seed: int, name: str, device: torch.device | str = "cpu"
+) -> Tensor:
+    """What this rank holds of a tensor's initial value, on a device in the tensor's dtype. Local.
 
-    A tensor `[..., rows, columns]` is a stack of matrices (experts, say); a vector is one row. Each matrix is split
-    into blocks of `ROWS_PER_BLOCK` rows, and each block has a random stream of its own: Philox
-    (https://doi.org/10.1145/2063384.2063405) with the hash of seed and name as key, counting from (matrix, block).
-    Blocks that this rank has no row of are not drawn.
+    Each element follows from its place in the whole tensor, from the seed and from the name.
 
     Args:
         value: What it is drawn from.
         tensor: Says shape, dtype and placements; may be on the meta device.
         seed: Of the job.
         name: Of the tensor in the whole model.
+        device: Where it is made.
     """
     ranges = local_ranges(tensor)
-    local = torch.empty([len(r) for r in ranges], dtype=tensor.dtype, device="cpu")
-    if local.numel() == 0:
-        return local
-    num_rows, num_columns = (1, 1, *tensor.shape)[-2:]
-    *stack, rows, columns = (range(1), range(1), *ranges)[-max(2, len(ranges)) :]
-    key = derived(seed, name, bits=128)
-    matrices = local.view(-1, len(rows), len(columns))
-    for matrix, place in zip(matrices, itertools.product(*stack), strict=True):
-        index = 0
-        for step, size in zip(place, tensor.shape, strict=False):
-            index = index * size + step
-        for block in range(rows.start // ROWS_PER_BLOCK, math.ceil(rows.stop / ROWS_PER_BLOCK)):
-            first, last = block * ROWS_PER_BLOCK, min((block + 1) * ROWS_PER_BLOCK, num_rows)
-            generator = np.random.Generator(np.random.Philox(key=key, counter=[0, block, index, 0]))
-            drawn = value.draw(generator, (last - first, num_columns))
-            top, bottom = max(first, rows.start), min(last, rows.stop)
-            matrix[top - rows.start : bottom - rows.start] = drawn[
-                top - first : bottom - first, columns.start : columns.stop
-            ]
-    return local
+    part = torch.empty([len(r) for r in ranges], dtype=tensor.dtype, device=device)
+    value.fill_slice_(part, tensor.shape, ranges, derived(seed, name, bits=128))
+    return part
 
 
 def recorded_values(recording: Recording, stage: nn.Module) -> dict[str, RecordedValue]:
@@ -77,11 +61,11 @@ def materialize(
 ) -> list[str]:
     """Give every meta parameter and buffer of `stage` storage on `device` and its initial value, in place. Local.
 
-    Values follow from (seed, name) alone: equal bits wherever the stage lies, on any device, however its tensors are
-    sharded; of a DTensor each rank gets its own slice. Random numbers are drawn on the CPU in float32, then cast.
+    Values follow from (seed, name, place) alone: equal bits wherever the stage lies, on any device, however its tensors
+    are sharded; of a DTensor each rank gets its own slice. Random numbers are made in float32, then cast.
 
     - What a tensor was given while it was built has precedence. [Note: recorded values] in `recorded_values`.
-    - A submodule with `initial_values()` is drawn in blocks of rows, and only the blocks that this rank has rows of.
+    - A submodule with `initial_values()` gets them on the device, and only those that this rank holds.
     - Any other has a `reset_parameters()`, which runs on the CPU on whole tensors with torch's random state seeded by
       (seed, submodule name); the slices are taken afterwards. The rest of the model takes no memory meanwhile.
 
@@ -100,8 +84,9 @@ def materialize(
 
     Raises:
         ConfigError: A submodule owns meta tensors for which it has neither, or which neither gives a value. Or a
-            recorded value cannot be made.
+            recorded value cannot be made, or `initial_values()` gives something that cannot fill slices.
     """
+    start: float | None = time.monotonic()
     recorded = recorded or {}
     lost = {name for name, value in recorded.items() if not value.is_default}
     given: list[tuple[str, Tensor, int]] = []
@@ -113,7 +98,7 @@ def materialize(
         metas = {key: tensor for key, tensor in _owned(module).items() if tensor.is_meta}
         values = {key: recorded[each] for key in metas if (each := _joined(name, key)) in recorded}
         values = {key: value for key, value in values.items() if _takes(module, metas[key], value)}
-        for key, part in _initial_slices(module, name, metas, values, seed):
+        for key, part in _initial_slices(module, name, metas, values, seed, device):
             meta = metas[key]
             if id(meta) not in made:
                 made[id(meta)] = (meta, _stored_like(meta, part, device))
@@ -121,6 +106,9 @@ def materialize(
                     stored = made[id(meta)][1]
                     given.append((_joined(name, key), stored, stored._version))
             _assign(module, key, made[id(meta)][1])
+        if start is not None and time.monotonic() - start > _LONG_S:
+            _say_how_far(stage, made, start)
+            start = None
     lost -= {name for name, _, _, tensor in _named(stage) if name in lost and tensor.shape == recorded[name].shape}
     for name, tensor, version in given:
         if tensor._version != version:  # the reset of a parent has written to it
@@ -128,6 +116,19 @@ def materialize(
                 local(tensor).copy_(_slice(_made(recorded[name], name, seed), tensor))
     stage.to(device)  # what was not on the meta device; and `fully_shard` takes notice of its new parameters
     return sorted(lost)
+
+
+def _say_how_far(stage: nn.Module, made: Mapping[int, tuple[Tensor, Tensor]], start: float) -> None:
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return
+    done = sum(local(stored).numel() for _, stored in made.values())
+    rest = sum(local(meta).numel() for meta in {tensor for _, _, _, tensor in _named(stage) if tensor.is_meta})
+    logger.warning(
+        "initial weights: %.2f B of %.2f B values of this rank after %.0f s; the rest follows",
+        done / 1e9,
+        (done + rest) / 1e9,
+        time.monotonic() - start,
+    )
 
 
 def share_equal_names(stages: Iterable[nn.Module]) -> None:
@@ -211,7 +212,7 @@ def _children_first(module: nn.Module, seen: set[nn.Module], name: str = "") -> 
 
 def _takes(module: nn.Module, meta: Tensor, value: RecordedValue) -> bool:
     """Whether a meta tensor starts as it was given: its module cannot do better, or somebody meant another start."""
-    return value.shape == meta.shape and not (value.is_default and (_is_drawn_by_rows(module) or _reset_of(module)))
+    return value.shape == meta.shape and not (value.is_default and (_has_initial_values(module) or _reset_of(module)))
 
 
 def _made(value: RecordedValue, name: str, seed: int) -> Tensor:
@@ -227,15 +228,20 @@ def _made(value: RecordedValue, name: str, seed: int) -> Tensor:
 
 
 def _initial_slices(
-    module: nn.Module, name: str, metas: Mapping[str, Tensor], recorded: Mapping[str, RecordedValue], seed: int
+    module: nn.Module,
+    name: str,
+    metas: Mapping[str, Tensor],
+    recorded: Mapping[str, RecordedValue],
+    seed: int,
+    device: torch.device,
 ) -> Iterator[tuple[str, Tensor]]:
-    """What this rank holds of each meta tensor of the module, on the CPU."""
+    """What this rank holds of each meta tensor of the module, on the device where it is made there, else on the CPU."""
     for key, value in recorded.items():
         yield key, _slice(_made(value, _joined(name, key), seed), metas[key]).to(metas[key].dtype)
     metas = {key: meta for key, meta in metas.items() if key not in recorded}
     if not metas:
         return
-    if _is_drawn_by_rows(module):
+    if _has_initial_values(module):
         values: Mapping[str, InitialValue] = module.initial_values()  # type: ignore[operator]
         for key, meta in metas.items():
             if key not in values:
@@ -243,13 +249,21 @@ def _initial_slices(
                     f"initial_values() of submodule {name!r} ({type(module).__name__}) says nothing of {key!r}, which "
                     "was built on the meta device; add it"
                 )
-            yield key, draw_local(values[key], meta, seed=seed, name=_joined(name, key))
+            if not hasattr(values[key], "fill_slice_"):
+                raise ConfigError(
+                    f"initial_values() of submodule {name!r} ({type(module).__name__}) gives {key!r} a "
+                    f"{type(values[key]).__name__}, which cannot fill slices; return {{{key!r}: Normal(std=0.02)}} or "
+                    f"{{{key!r}: Constant(0.0)}} of lightning_d9d.modules, or any object whose method "
+                    "fill_slice_(target, shape, ranges, key) replaces draw(generator, shape), or write "
+                    "reset_parameters() in place of initial_values()"
+                )
+            yield key, draw_local(values[key], meta, seed=seed, name=_joined(name, key), device=device)
     else:
         for key, whole in _reset_on_cpu(module, name, metas, seed).items():
             yield key, _slice(whole, metas[key]).to(metas[key].dtype)
 
 
-def _is_drawn_by_rows(module: nn.Module) -> bool:
+def _has_initial_values(module: nn.Module) -> bool:
     for ancestor in type(module).__mro__:
         if "initial_values" in vars(ancestor):
             return True

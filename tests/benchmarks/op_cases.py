@@ -19,6 +19,7 @@ from lightning_d9d.modules.rope import rope_tables
 from lightning_d9d.ops import (
     Permutation,
     attention,
+    fill_normal_,
     grouped_gemm,
     linear_cross_entropy,
     moe_permute,
@@ -45,6 +46,10 @@ MOST_OF_PRODUCTS = 1.1
 """Time of `linear_cross_entropy`, of that of its three products."""
 MOST_LOGITS = 2**30
 """Bytes that it may take beside inputs and gradients."""
+LEAST_NORMAL = 20e9
+"""Initial weights a second."""
+MOST_OF_NORMAL = 10.0
+"""Time of `fill_normal_`, of that of torch's `normal_`, whose values differ between devices and meshes."""
 LEAST_ATTENTION = {"forward": 610e12, "backward": 427e12}
 """Operations a second of cuDNN's on an H200 at 4 x 32 x 4096 x 128 with 4 heads of keys."""
 
@@ -71,6 +76,7 @@ def op_cases(sizes: Sizes) -> list[OpCase]:
         _attention_of_documents(sizes),
         _linear_cross_entropy(sizes),
         _round_stochastic(sizes),
+        _fill_normal(sizes),
         _adamw("stochastic_adamw", sizes, sizes.layers, sizes.dtype, sizes.dtype),
         _adamw("stochastic_adamw, float32 states", sizes, sizes.layers // 2, sizes.dtype, torch.float32),
         _adamw("stochastic_adamw, float32", sizes, sizes.layers // 2, torch.float32, torch.float32),
@@ -439,6 +445,23 @@ def _round_stochastic(sizes: Sizes) -> OpCase:
         peers=peers(op, plain),
         work={"forward": Work(6 * sizes.rounded)},
         graphed=False,
+    )
+
+
+def _fill_normal(sizes: Sizes) -> OpCase:
+    shape = (sizes.experts, 2 * sizes.width, sizes.hidden)
+
+    def op(target: Tensor) -> Tensor:
+        return fill_normal_(target, 0.02, key=2**127 + 1, shape=shape, ranges=[range(size) for size in shape])
+
+    return OpCase(
+        name="fill_normal",
+        inputs=lambda make: {"target": make.fixed(*shape)},
+        ours=op,
+        peers={"normal_": lambda target: target.normal_(std=0.02)},
+        work={"forward": Work(flops=math.prod(shape), least_rate=LEAST_NORMAL)},
+        limits={"normal_": MOST_OF_NORMAL},
+        note="an operation is a value; normal_ draws others",
     )
 
 
