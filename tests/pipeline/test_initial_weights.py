@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
-import math
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -20,7 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from lightning_d9d import ConfigError
 from lightning_d9d.mesh.sharding import local_ranges
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
-from lightning_d9d.modules import Constant, GroupedExperts, Linear, Normal
+from lightning_d9d.modules import GroupedExperts, Linear, Normal
 from lightning_d9d.ops.backend import Kernels, using_kernels
 from lightning_d9d.pipeline import initial_weights
 from lightning_d9d.pipeline.initial_weights import draw_local, materialize
@@ -577,54 +575,6 @@ def test_values_that_nobody_gives_are_refused() -> None:
             initial(lambda build=build: nn.ModuleDict({"part": build()}))
 
 
-class DrawnByGenerator:
-    """As values were before they followed from places."""
-
-    def draw(self, generator: object, shape: tuple[int, int]) -> Tensor:
-        return torch.zeros(shape)
-
-    def fill_(self, tensor: Tensor) -> None:
-        nn.init.zeros_(tensor)
-
-
-def test_values_of_the_old_interface_are_refused() -> None:
-    class Older(Linear):
-        def initial_values(self):
-            return {"weight": DrawnByGenerator()}
-
-    message = (
-        r"initial_values\(\) of submodule 'part' \(Older\) gives 'weight' a DrawnByGenerator, .* return "
-        r"\{'weight': Normal\(std=0.02\)\} .* fill_slice_\(target, shape, ranges, key\) replaces draw"
-    )
-    with pytest.raises(ConfigError, match=message):
-        initial(lambda: nn.ModuleDict({"part": Older(3, 4, initializer_range=1.0)}))
-
-
-class Ramp:
-    """A value of one's own: each element is its place."""
-
-    def fill_slice_(self, target: Tensor, shape: tuple[int, ...], ranges: list[range], key: int) -> None:
-        whole = torch.arange(math.prod(shape), dtype=target.dtype, device=target.device).view(shape)
-        target.copy_(whole[tuple(slice(r.start, r.stop) for r in ranges)])
-
-    def fill_(self, tensor: Tensor) -> None:
-        nn.init.zeros_(tensor)
-
-
-def test_values_of_ones_own_fill_slices() -> None:
-    class Ramped(Linear):
-        def initial_values(self):
-            return {"weight": Ramp(), "bias": Constant(0.1)}
-
-    module = on_meta(lambda: Ramped(5, 7, bias=True, initializer_range=1.0), torch.float64)
-    with fake_world(1, 4):
-        shard_parameters(module, init_device_mesh("cpu", (4,)), lambda *_: [Shard(0)])
-        materialize(module, CPU, 0)
-        weight, bias = (p.to_local() for p in module.parameters() if isinstance(p, DTensor))
-    assert weight.tolist() == torch.arange(10.0, 20.0).view(2, 5).tolist()
-    assert bias.tolist() == [0.1, 0.1]  # in float64, too
-
-
 def test_a_long_start_says_once_how_far_it_is(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -636,15 +586,3 @@ def test_a_long_start_says_once_how_far_it_is(
 
 
 MESSAGE = "initial weights: 0.00 B of 0.00 B values of this rank after 0 s; the rest follows"
-
-
-def test_reset_by_hand_follows_torchs_random_state() -> None:
-    layer = Linear(3, 4, bias=True, initializer_range=1.0)
-    torch.manual_seed(3)
-    layer.reset_parameters()
-    first = copy.deepcopy(layer)
-    layer.reset_parameters()
-    assert not torch.equal(layer.weight, first.weight)
-    torch.manual_seed(3)
-    layer.reset_parameters()
-    assert torch.equal(layer.weight, first.weight)
