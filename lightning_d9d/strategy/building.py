@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import lightning as L
@@ -36,6 +36,7 @@ from lightning_d9d.strategy.rank_model import RankModel
 from lightning_d9d.strategy.ranks import JobRanks
 from lightning_d9d.strategy.sharding import check_sharding, is_sharded, prepare_blocks, shard_blocks
 from lightning_d9d.strategy.staged_training import StagedTraining
+from lightning_d9d.strategy.tied import TiedParameters
 from lightning_d9d.strategy.train_step import TrainStep
 from lightning_d9d.strategy.training import PlainTraining, Training
 from lightning_d9d.sync.buckets import GradSyncConfig
@@ -167,6 +168,12 @@ def describe_gradients(mesh: MeshDomains, gradients: GradientSync, trainer: Any,
     tied = [each.name for each in gradients.tied.values()]
     sizes = trainer.accumulate_grad_batches, num_tokens, gradients.num_bucket_bytes
     return describe_run(mesh, gradients.parameters, tied, *sizes)
+
+
+def training_by_hand(grad_sync: GradSyncConfig, device: torch.device) -> Training:
+    """Return what leaves a plain module's steps to Lightning, where somebody calls them outside of a fit. Local."""
+    gradients = GradientSync([], {}, TiedParameters(), None, replace(grad_sync, dtype="auto"))
+    return PlainTraining(gradients, OptimizerStep(device), 1, skips_nonfinite=False)
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,7 @@ from lightning_d9d.strategy.building import (
     choose_for,
     describe_gradients,
     place_model,
+    training_by_hand,
 )
 from lightning_d9d.strategy.checkpoint_files import AtomicFileIO, with_atomic_files
 from lightning_d9d.strategy.checkpoints import Checkpoints
@@ -225,10 +226,8 @@ class D9DStrategy(RankHooks):
 
     @property
     def _fit(self) -> Training:
-        """Runs the batches of the fit."""
-        if self._training is None:
-            raise ConfigError("D9DStrategy trains in trainer.fit only")
-        return self._training
+        """Runs the batches of the fit. Steps by hand, outside of a fit, are Lightning's own."""
+        return self._training or training_by_hand(self.grad_sync, self.root_device)
 
     @property
     def _is_fitting(self) -> bool:

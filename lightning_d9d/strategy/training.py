@@ -41,10 +41,11 @@ class BatchPlace:
         """Read it from a Trainer that is about to run the batch."""
         clips_values = trainer.gradient_clip_algorithm == "value"
         clips_by_norm = bool(trainer.gradient_clip_val) and not clips_values
+        every = trainer.log_every_n_steps  # 0: never
         return cls(
             accumulated_batches=trainer.accumulate_grad_batches,
             clips_values=clips_values,
-            logs_norm=not clips_by_norm and (trainer.global_step + 1) % trainer.log_every_n_steps == 0,
+            logs_norm=not clips_by_norm and every > 0 and (trainer.global_step + 1) % every == 0,
             plan=plan,
         )
 

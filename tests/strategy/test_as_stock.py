@@ -15,6 +15,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -266,3 +267,35 @@ def test_a_tuner_that_fails_says_why(strategy: Any) -> None:
     module.learning_rate = 0.1
     with pytest.raises(Exception, match="optimizer"):
         L.pytorch.tuner.Tuner(run).lr_find(module, loader(400))
+
+
+def barebones(strategy: Any, module: L.LightningModule, data: Any) -> L.Trainer:
+    """A Trainer that logs nothing, at no step."""
+    run = L.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_steps=2, barebones=True)
+    run.fit(module, data)
+    return run
+
+
+@both
+def test_a_barebones_trainer_fits(strategy: Any) -> None:
+    torch.manual_seed(0)
+    module = Plain(batch_norm=False)
+    before = weights(copy.deepcopy(module))
+    assert barebones(strategy(), module, loader(8)).global_step == 2
+    assert any(not torch.equal(before[name], value) for name, value in weights(module).items())
+
+
+def test_a_barebones_trainer_fits_stages() -> None:
+    assert barebones(D9DStrategy(), Staged(), DataLoader(staged_rows(8), batch_size=2)).global_step == 2
+
+
+@both
+def test_a_step_by_hand_after_a_fit_is_lightnings(strategy: Any) -> None:
+    module = Plain(batch_norm=False)
+    run = trainer(strategy(), max_epochs=1)
+    run.fit(module, loader(8))
+    before = weights(copy.deepcopy(module))
+    run.state.stage = RunningStage.TRAINING
+    inputs = {"batch": next(iter(loader(8))), "batch_idx": 0}
+    assert run.fit_loop.epoch_loop.automatic_optimization.run(run.optimizers[0], 0, inputs)["loss"] > 0
+    assert any(not torch.equal(before[name], value) for name, value in weights(module).items())
