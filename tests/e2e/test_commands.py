@@ -84,7 +84,11 @@ def test_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     commands = [shlex.split(line.split(":  ")[1]) for line in result.stdout.split("What next:")[1].strip().splitlines()]
     printed = []
     for python, flag, module, *arguments in commands:  # in this process: they take less time
-        assert [python, flag, module] == [sys.executable, "-m", "lightning_d9d.cli"]
+        assert [str(Path(python).absolute()), flag, module] == [
+            sys.executable,
+            "-m",
+            "lightning_d9d.cli",
+        ]  # short below here
         monkeypatch.setattr(sys, "argv", ["lightning-d9d", *arguments])
         monkeypatch.setenv("QUICKSTART_OUTPUT", str(tmp_path))
         main()
