@@ -11,6 +11,8 @@ import pytest
 
 import lightning_d9d
 from lightning_d9d.cli import D9DCLI, SUBCOMMANDS, main
+from lightning_d9d.cli.commands import DTYPES
+from lightning_d9d.state import DTYPE_NAMES
 
 RUN = """\
 model:
@@ -324,6 +326,11 @@ def test_fields_of_nested_settings_have_help(capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit, match="0"):
         D9DCLI(args=["fit", "--trainer.strategy.help", "D9DStrategy", "--trainer.strategy.mesh.help"])
     assert "Stages, or groups of stages, one after another." in " ".join(capsys.readouterr().out.split())
+
+
+def test_dtypes_of_commands_are_those_of_weights_in_files() -> None:
+    """The command line names them by itself, as it must not import torch."""
+    assert sorted(DTYPES) == sorted(str(dtype).removeprefix("torch.") for dtype in DTYPE_NAMES)
 
 
 @pytest.mark.parametrize("first", ["lightning", "lightning_d9d"])
