@@ -315,7 +315,7 @@ def test_other_number_of_ranks_on_the_command_line(set_launcher, monkeypatch, ca
     monkeypatch.setattr(sys, "argv", ["lightning-d9d", "fit", "--config", config, *options])
     with pytest.raises(SystemExit, match="2"):
         main()
-    assert "error: SLURM started 2 ranks, but devices=3 and num_nodes=1" in capsys.readouterr().err
+    assert "error: --trainer.devices: SLURM started 2 ranks, but devices=3 and num_nodes=1" in capsys.readouterr().err
 
 
 def test_own_launcher_of_several_nodes_is_noticed(set_launcher):
