@@ -16,7 +16,7 @@ from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshConfig
 from lightning_d9d.mesh.collectives import first_difference
 from lightning_d9d.pipeline.microbatch import MicrobatchCount
-from lightning_d9d.strategy.module import D9DModule
+from lightning_d9d.strategy.module import D9DModule, parameter_names
 from lightning_d9d.strategy.pipeline import Pipeline
 
 _OF_D9D_MODULES = ("pipeline_parallel", "context_parallel_shard", "context_parallel_replicate")
@@ -106,7 +106,7 @@ def check_module(module: L.LightningModule, pipeline: Pipeline | None, count: Mi
                 f"{type(module).__name__} has no stages: its configure_model must call super().configure_model()"
             )
         assert pipeline is not None
-        pipeline.check_stages(module.indexed_stages)
+        pipeline.check_stages(module.names_of_stages, lambda: parameter_names(module.whole_on_meta().stages[0]))
     elif not count.is_one:
         raise ConfigError(
             f"microbatch_size={count.microbatch_size}, num_microbatches={count.num_microbatches}: "

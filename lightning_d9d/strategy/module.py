@@ -72,6 +72,8 @@ class D9DModule(L.LightningModule):
         self._spread = (MeshConfig(), ParallelConfig())
         self._rows = BatchRows()
         self._parameter_order: list[str] | None = None
+        self.names_of_stages: list[list[str]] = []
+        """The names of the parameters of this rank's stages as `configure_stage` built them."""
         self.run_context: RunContext | None = None
         """The strategy's; None outside of a run and under Lightning's own strategies."""
         self.evaluation: Evaluation | None = None
@@ -245,6 +247,7 @@ class D9DModule(L.LightningModule):
             with torch.device("meta"), Recording() as recording:
                 stages.append(self.configure_stage(info))
             values.append(recorded_values(recording, stages[-1]))
+        self.names_of_stages = [parameter_names(stage) for stage in stages]
         self._split_mesh(stages)
         for stage in stages:
             self.parallelize_stage(stage, self.pipeline.mesh, self.context.parallel)
@@ -554,6 +557,11 @@ def _add_stage_prefix(module: D9DModule, state: dict[str, Any], prefix: str, *_:
                 taken.add(prefix + name)
     for name in taken:
         del state[name]
+
+
+def parameter_names(stage: nn.Module) -> list[str]:
+    """Return all names of a stage's parameters, also those of one parameter that has several."""
+    return [name for name, _ in stage.named_parameters(remove_duplicate=False)]
 
 
 def _is_same(one: Any, other: Any) -> bool:

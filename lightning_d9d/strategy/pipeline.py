@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -137,28 +137,43 @@ class Pipeline:
         counts = range(num_microbatches, num_microbatches + 4 * self.num_ranks)
         return next((n for n in counts if self.schedule.takes(self.num_ranks, n)), num_microbatches)
 
-    def check_stages(self, stages: Mapping[int, nn.Module]) -> None:
-        """See that not every stage is the whole model. Collective over the pipeline.
+    def check_stages(self, names: Sequence[Sequence[str]], whole: Callable[[], Collection[str]]) -> None:
+        """See that the stages together are the model of one process. Collective over the pipeline.
 
         Args:
-            stages: This rank's, by index in the whole model.
+            names: Of the parameters of each of this rank's stages, as `configure_stage` built them.
+            whole: Returns the names of the parameters of a model of one stage.
 
         Raises:
-            ConfigError: All stages have the same parameters.
+            ConfigError: Every stage is the whole model, or together they lack parameters or have others.
         """
         if len(self.placement) == 1:
             return
-        ours = [sorted(name for name, _ in stage.named_parameters()) for stage in stages.values()]
-        of_ranks = [ours] if self.group is None else all_gather_object(ours, self.group)
-        of_stages = [names for theirs in of_ranks for names in theirs]
-        if of_stages[0] and all(names == of_stages[0] for names in of_stages):
+        of_ranks = [[*names]] if self.group is None else all_gather_object([*names], self.group)
+        of_stages = [sorted(stage) for stages in of_ranks for stage in stages]
+        remedy = (
+            "Let configure_stage(stage) build a part of the layers, those of stage.index out of stage.num_stages, "
+            "named by their index in the whole model, as lightning_d9d.pipeline.BlockSequence(blocks, stage) does"
+        )
+        if of_stages[0] and all(stage == of_stages[0] for stage in of_stages):
             raise ConfigError(
                 f"each of the {len(of_stages)} stages has the whole model, on the pipeline ranks 0 to "
                 f"{self.num_ranks - 1}: all have the parameters {first_of(of_stages[0])}, which would be trained as "
-                "one. Let configure_stage(stage) build a part of the layers, those of stage.index out of "
-                "stage.num_stages, named by their index in the whole model, as "
-                "lightning_d9d.pipeline.BlockSequence(blocks, stage) does; or set MeshConfig.pipeline_parallel to 1"
+                f"one. {remedy}; or set MeshConfig.pipeline_parallel to 1"
             )
+        have, wanted = {name for stage in of_stages for name in stage}, set(whole())
+        if have == wanted:
+            return
+        differences = {
+            "No stage has": wanted - have,
+            "It does not have": have - wanted,
+            "Several stages have": {name for name in have if sum(name in stage for stage in of_stages) > 1},
+        }
+        found = [f"{what} {first_of(sorted(names))}." for what, names in differences.items() if names]
+        raise ConfigError(
+            f"the {len(of_stages)} stages together are not the model that configure_stage builds as one stage. "
+            f"{' '.join(found)} {remedy}"
+        )
 
     def begin_epoch(self) -> None:
         """Expect other messages: callbacks may have frozen or unfrozen layers between epochs. Local."""

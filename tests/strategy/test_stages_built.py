@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from typing import Any, cast
 
 import pytest
@@ -115,6 +116,52 @@ def test_the_whole_model_on_every_rank_of_a_pipeline_is_refused(rank: RankContex
 def test_the_whole_model_in_every_stage_of_one_rank_is_refused() -> None:
     with pytest.raises(ConfigError, match=WHOLE.format(2, 0)):
         start_of(Whole(), D9DStrategy(schedule=Interleaved1F1B(stages_per_rank=2), microbatch_size=2))
+
+
+class Local(Initialized):
+    """Numbers the layers of each stage from 0."""
+
+    def configure_stage(self, stage: StageInfo) -> nn.Module:
+        num_layers = 5 // stage.num_stages + (stage.is_last and stage.num_stages > 1)
+        return nn.Sequential(*(nn.Linear(4, 4) for _ in range(num_layers)))
+
+
+class Lacking(Initialized):
+    """Forgets its third layer where there are two stages."""
+
+    def configure_stage(self, stage: StageInfo) -> nn.Module:
+        layers = {str(i): nn.Linear(4, 4) for i in range(5) if stage.num_stages == 1 or (i < 2, i > 2)[stage.index]}
+        return nn.Sequential(OrderedDict(layers))
+
+
+class Added(Lacking):
+    """Has a layer of its own in the last of several stages."""
+
+    def configure_stage(self, stage: StageInfo) -> nn.Module:
+        layers = {str(i): nn.Linear(4, 4) for i in range(5) if stage.num_stages == 1 or (i < 2, i >= 2)[stage.index]}
+        if stage.num_stages > 1 and stage.is_last:
+            layers["head"] = nn.Linear(4, 4)
+        return nn.Sequential(OrderedDict(layers))
+
+
+OTHER_STAGES = {
+    "local": (
+        Local,
+        r"No stage has 3.bias; 3.weight; 4.bias; and 1 more. Several stages have 0.bias; .* Let configure",
+    ),
+    "lacking": (Lacking, r"No stage has 2.bias; 2.weight. Let configure"),
+    "added": (Added, r"It does not have head.bias; head.weight. Let configure"),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", OTHER_STAGES)
+def test_stages_that_together_are_another_model_are_refused(rank: RankContext, name: str) -> None:
+    module, message = OTHER_STAGES[name]
+    run = trainer(D9DStrategy(mesh=MeshConfig(pipeline_parallel=2)), 2, rank.device.type, max_steps=1)
+    with pytest.raises(ConfigError, match=f"the 2 stages together are not the model .* as one stage. {message}"):
+        run.fit(module(), DataLoader(ROWS, batch_size=4))
+    assert run.global_step == 0
 
 
 class Tail(nn.Module):
