@@ -234,13 +234,20 @@ def shard_context(stage: nn.Module, group: dist.ProcessGroup, kind: str) -> None
         kind: "gather", "ring" or "heads": see `GatherAttention`, `RingAttention` and `HeadsAttention`.
 
     Raises:
-        ConfigError: There is no such kind, or it cannot take these heads, a window or sinks.
+        ConfigError: There is no such kind, it cannot take these heads, a window or sinks, or a module attends in a way
+            of its own.
     """
     if kind not in KINDS:
         raise ConfigError(f"context={kind!r} must be one of {', '.join(map(repr, KINDS))}")
     attend = KINDS[kind](group)
-    for module in stage.modules():
+    for name, module in stage.named_modules():
         if isinstance(module, GroupedQueryAttention):
+            if module.attend is not attention and not isinstance(module.attend, ContextAttention):
+                raise ConfigError(
+                    f"{name}.attend was replaced by {module.attend!r}, which sees the tokens of its own rank alone, "
+                    f"and context={kind!r} would replace it; set attend behind shard_context, to a ContextAttention, "
+                    "or leave MeshConfig.context_parallel_shard at 1"
+                )
             attend.check_scores(module.window, module.sinks)
             if isinstance(attend, HeadsAttention):
                 attend.check_heads(*(len(local(p.weight)) // module.head_dim for p in (module.q_proj, module.k_proj)))
@@ -250,7 +257,7 @@ def shard_context(stage: nn.Module, group: dist.ProcessGroup, kind: str) -> None
 def check_context(stage: nn.Module) -> None:
     """Raise `ConfigError` for attention of a spread stage that sees this rank's part of sequences alone. Local."""
     for name, module in stage.named_modules():
-        if isinstance(module, GroupedQueryAttention) and module.attend is attention:
+        if isinstance(module, GroupedQueryAttention) and not isinstance(module.attend, ContextAttention):
             raise ConfigError(
                 f"ranks of context parallelism have parts of sequences, but {name} attends to those of its own rank "
                 "alone; in parallelize_stage call lightning_d9d.parallel.shard_context, and take positions from "

@@ -13,15 +13,18 @@ microbatch of it:
 4. With the same numbers on all ranks, forwards and with the tokens reversed. A module whose output is not reversed with
    its input goes by the places of tokens. If its output is the same on all ranks, it counts places on each from 0.
    `microbatch_inputs` is looked at in the same way.
-5. The last stage and `microbatch_loss`, with every second token exchanged for that of the reversed order, with the
-   others exchanged, and with all. A loss that adds up what each token has with its label changes by as much in the
-   third run as in the first two together. One whose labels are shifted there does not, nor that of a mean over tokens.
+5. The last stage, `microbatch_loss` and `microbatch_metrics`, with every second token exchanged for that of the
+   reversed order, with the others exchanged, and with all. A loss that adds up what each token has with its label
+   changes by as much in the third run as in the first two together. One whose labels are shifted there does not, nor
+   that of a mean over tokens. A number that is the same in all runs, such as the share of rows in which every token is
+   right, shows nothing.
 
 What ranks compute together (`gather_dim` and the like, `TokenShard`, torch's functional collectives), or are going to
 (`TokenShard.summand`), has no NaN and other numbers on each rank, so what is made of it is not noticed.
 
-Modules that ask other ranks in other ways have an attribute `takes_sharded_sequences = True`. They are believed if NaN
-in the first token of the first rank, where it makes other tokens of that rank NaN, makes some NaN on another rank, too.
+Modules that ask other ranks in other ways have an attribute `takes_sharded_sequences = True`. They are believed if they
+make no other tokens of the first rank NaN where its middle one is, or if some token of another rank becomes NaN where
+all of the first rank are. So are subclasses of ours that have a forward of their own.
 """
 
 from __future__ import annotations
@@ -40,15 +43,14 @@ from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import Axis, MeshDomains
 from lightning_d9d.mesh.collectives import all_gather_object, broadcast_tensors
 from lightning_d9d.modules import GroupedQueryAttention, SparseMoE
-from lightning_d9d.ops import attention
 from lightning_d9d.parallel import tensor
+from lightning_d9d.parallel.context import ContextAttention
 from lightning_d9d.parallel.data import class_name
 from lightning_d9d.parallel.token_axis import (
     SEED,
     TokenAxis,
     is_any,
     is_even,
-    is_first,
     is_middle,
     is_none,
     is_odd,
@@ -85,13 +87,11 @@ class _Seen(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """How the loss is made of what the last stage gives."""
+    """How loss and metrics are made of what the last stage gives."""
 
-    make: Callable[[Any, Any], Sequence[Tensor]]
-    """Takes output and microbatch, and gives numbers, of which each is to be a sum over tokens."""
+    make: Callable[[Any, Any], Mapping[str, Sequence[Tensor]]]
+    """Takes output and microbatch, and gives numbers, of which each is to be a sum over tokens, by what they are."""
     microbatch: Any
-    name: str
-    """Of what makes it."""
 
 
 def probe(
@@ -161,12 +161,22 @@ def _named(stage: nn.Module, mesh: MeshDomains) -> Generator[None]:
 def _is_made_for_shards(module: nn.Module) -> bool:
     forward = vars(module).get("forward")
     is_sharded = isinstance(forward, partial) and forward.func.__module__ == tensor.__name__
-    attends_to_all = isinstance(module, GroupedQueryAttention) and module.attend is not attention
-    return is_sharded or attends_to_all or isinstance(module, SparseMoE) or _is_declared(module)
+    return is_sharded or _is_ours(module) or _says_so(module)
 
 
-def _is_declared(module: nn.Module) -> bool:
+def _is_ours(module: nn.Module) -> bool:
+    attends_to_all = isinstance(module, GroupedQueryAttention) and isinstance(module.attend, ContextAttention)
+    return attends_to_all or isinstance(module, SparseMoE)
+
+
+def _says_so(module: nn.Module) -> bool:
     return bool(getattr(module, "takes_sharded_sequences", False))
+
+
+def _must_show(module: nn.Module) -> bool:
+    """Whether its class says that it asks other ranks, or is one of ours with a forward of a user's own."""
+    has_own_forward = type(module).forward not in (GroupedQueryAttention.forward, SparseMoE.forward)
+    return _says_so(module) or (_is_ours(module) and has_own_forward)
 
 
 def _outermost(stage: nn.Module, is_one: Callable[[nn.Module], bool]) -> list[nn.Module]:
@@ -239,16 +249,20 @@ class _Declared:
         self.axis, self.mesh = axis, mesh
 
     def check(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Run it once more, with NaN on the first rank. Collective over ranks that share sequences."""
+        """Run it twice more, with NaN on the first rank. Collective over ranks that share sequences."""
         on_first = self.mesh.coordinates[Axis.CP] == self.mesh.coordinates[Axis.TP] == 0
-        if on_first:
-            args, kwargs = mapped(lambda x: self.axis.with_nan(x, is_first), (list(args), dict(kwargs)))
-        output = tensors_of(forward(*args, **kwargs))
-        mixes = on_first and any(self.axis.has_nan(x, lambda places: ~is_first(places)) for x in output)
-        hears = not on_first and any(self.axis.has_nan(x, is_any) for x in output)
-        of_ranks = _over_sharing(self.mesh, (mixes, hears))
-        if any(mixes for mixes, _ in of_ranks) and not any(hears for _, hears in of_ranks):
-            raise _FoundError(module, "has takes_sharded_sequences = True and mixes the tokens of its own rank alone")
+
+        def outputs(place: Callable[[Tensor], Tensor]) -> list[Tensor]:
+            changed = mapped(lambda x: self.axis.with_nan(x, place), (list(args), dict(kwargs)))
+            changed_args, changed_kwargs = changed if on_first else (args, kwargs)
+            return tensors_of(forward(*changed_args, **changed_kwargs))
+
+        mixes = any(map(self.axis.is_mixed, outputs(is_middle)))
+        hears = any(self.axis.has_nan(x, is_any) for x in outputs(is_any))
+        of_ranks = _over_sharing(self.mesh, (on_first, mixes, hears))
+        if any(mixes for _, mixes, _ in of_ranks) and not any(hears for first, _, hears in of_ranks if not first):
+            claim = "takes_sharded_sequences = True" if _says_so(module) else "a forward of its own"
+            raise _FoundError(module, f"has {claim} and {_MIXES}")
 
 
 class _Results:
@@ -268,7 +282,7 @@ class _Results:
             def run(*args: Any, **kwargs: Any) -> Any:
                 result = forward(*args, **kwargs)
                 self._results[module].append(mapped(_without_numbers, result))
-                if _is_declared(module):
+                if _must_show(module):
                     declared.check(module, forward, args, kwargs)
                 return result
 
@@ -410,28 +424,35 @@ def _check_loss(
 ) -> None:
     """See that it adds up what each token has with its label, at whichever place."""
     microbatch = _of_first_rank(loss.microbatch, mesh)
-    runs, rounding = [], _MOST_ROUNDING
+    runs, names, rounding = [], list[str](), _MOST_ROUNDING
     for place in (is_none, is_even, is_odd, is_any):
         change = partial(axis.exchanged, place=place)
         _seed_rank(mesh)
         with results.in_place_of_modules(change), _Changed(lambda x: x, _random_like):
             output = stage(*mapped(change, args), **mapped(change, kwargs))
-            numbers = loss.make(output, mapped(change, microbatch))
+            made = loss.make(output, mapped(change, microbatch))
+        names = [name for name, of_name in made.items() for _ in of_name]
+        numbers = [number for of_name in made.values() for number in of_name]
         rounding = max(rounding, *(8 * torch.finfo(x.dtype).eps for x in numbers if x.is_floating_point()), 0)
         runs.append(torch.stack([x.detach().double().reshape(()).cpu() for x in numbers]))
     forwards, even, odd, backwards = runs
     most = torch.stack(runs).abs().amax(0)  # where it is not finite, no comparison is true
     mixes = ((even + odd) - (forwards + backwards)).abs() > 2 * rounding * most
-    of_ranks = _over_sharing(mesh, (bool(mixes.any()), forwards, (forwards - backwards).abs() > rounding * most))
-    if any(each for each, _, _ in of_ranks):
-        raise _loss_error(loss.name, "is not a sum of what each token has with its label", mesh)
-    if all(bool((changes & ((numbers - forwards).abs() <= _SAME * most)).any()) for _, numbers, changes in of_ranks):
-        raise _loss_error(loss.name, "goes by the places of tokens, counted from the first one of its own rank", mesh)
+    of_ranks = _over_sharing(mesh, (mixes, forwards, (forwards - backwards).abs() > rounding * most))
+    mixing = torch.stack([each for each, _, _ in of_ranks]).any(0)
+    places = torch.stack([
+        changes & ((numbers - forwards).abs() <= _SAME * most) for _, numbers, changes in of_ranks
+    ]).all(0)  # fmt: skip
+    for name, mixes_tokens, goes_by_places in zip(names, mixing.tolist(), places.tolist(), strict=True):
+        if mixes_tokens:
+            raise _loss_error(name, "is not a sum of what each token has with its label", mesh)
+        if goes_by_places:
+            raise _loss_error(name, "goes by the places of tokens, counted from the first one of its own rank", mesh)
 
 
 def _loss_error(name: str, what: str, mesh: MeshDomains) -> ConfigError:
     return ConfigError(
-        f"the loss that {name} makes {what}, but each rank has a part of each sequence "
+        f"{name} {what}, but each rank has a part of each sequence "
         f"(context_parallel={mesh.sizes[Axis.CP]}, tensor_parallel={mesh.sizes[Axis.TP]}). Shift labels in "
         "prepare_batch, where sequences are whole, or in the data; make means over tokens in the stage, with "
         "TokenShard.of(mesh); and return WeightedLoss(sum over tokens, number of those that count), not their mean"

@@ -116,11 +116,6 @@ def is_any(places: Tensor) -> Tensor:
     return places >= 0
 
 
-def is_first(places: Tensor) -> Tensor:
-    """Whether it is the first of its row."""
-    return places == 0
-
-
 def is_none(places: Tensor) -> Tensor:
     """Whether it is no place: no."""
     return places < 0

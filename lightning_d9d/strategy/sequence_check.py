@@ -53,7 +53,7 @@ class SequenceCheck:
         assert mesh is not None
         name = type(module).__name__
         make_loss = self._loss_in(forward_context)
-        loss = Loss(make_loss, microbatch, f"{name}.microbatch_loss or the last stage") if module.makes_loss else None
+        loss = Loss(make_loss, microbatch) if module.makes_loss else None
         last = module.indexed_stages.get(len(self.pipeline.placement) - 1)
 
         def look(stage: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -82,12 +82,20 @@ class SequenceCheck:
         inputs = self.module.microbatch_inputs(microbatch)
         return {**inputs.first, **inputs.shared}
 
-    def _loss_in(self, forward_context: Callable[[], AbstractContextManager]) -> Callable[[Any, Any], list[Tensor]]:
-        def make_loss(output: Any, microbatch: Any) -> list[Tensor]:
+    def _loss_in(
+        self, forward_context: Callable[[], AbstractContextManager]
+    ) -> Callable[[Any, Any], dict[str, list[Tensor]]]:
+        name = type(self.module).__name__
+
+        def make_loss(output: Any, microbatch: Any) -> dict[str, list[Tensor]]:
             with forward_context():
                 loss = self.module.microbatch_loss(output, microbatch)
-            numbers = (loss.value_sum, loss.weight) if isinstance(loss, WeightedLoss) else (loss,)
-            return [torch.as_tensor(number) for number in numbers]
+                metrics = self.module.microbatch_metrics(output, microbatch)
+            made = {f"the loss that {name}.microbatch_loss or the last stage makes": _numbers_of(loss)}
+            return made | {
+                f"the metric {key!r} that {name}.microbatch_metrics makes": _numbers_of(metrics[key])
+                for key in sorted(metrics)
+            }
 
         return make_loss
 
@@ -100,3 +108,8 @@ class SequenceCheck:
             if isinstance(tensor := microbatch.get(name), Tensor):
                 return TokenAxis.of(tokens, tensor.numel() // tensor.shape[dim], tensor.shape[dim])
         return None
+
+
+def _numbers_of(value: Tensor | WeightedLoss) -> list[Tensor]:
+    numbers = (value.value_sum, value.weight) if isinstance(value, WeightedLoss) else (value,)
+    return [torch.as_tensor(number) for number in numbers]

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import lightning as L
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
@@ -17,7 +16,6 @@ from torch.utils.data import DataLoader
 
 from lightning_d9d import ConfigError, D9DModule, D9DStrategy, MeshConfig, StageInfo, StageInputs, WeightedLoss
 from lightning_d9d.modules import LMHead, TokenEmbedding
-from lightning_d9d.ops import gather_dim
 from lightning_d9d.parallel import TokenShard, parallelize, shard_tensors
 from lightning_d9d.pipeline import BlockSequence
 from tests.harness.compare import assert_bitwise_equal
@@ -276,6 +274,49 @@ class WithLoss(Model):
         return self.loss(output, microbatch)
 
 
+METRICS: dict[str, Callable[[Tensor, Any], Tensor | WeightedLoss]] = {
+    "squares of rows": lambda x, b: (x.argmax(-1) == b["labels"]).float().mean(1).square().mean(),
+    "largest": lambda x, b: x.max(),
+    "next": lambda x, b: WeightedLoss((x.argmax(-1)[:, :-1] == b["ids"][:, 1:]).sum(), torch.tensor(2.0)),
+}
+
+
+class Measured(WithLoss):
+    def __init__(self, metric: Any) -> None:
+        super().__init__()
+        self.metric = metric
+
+    def configure_stage(self, stage: StageInfo) -> nn.Module:
+        built = super().configure_stage(stage)
+        assert isinstance(built, Logits)
+        if built.head is not None:
+            nn.init.normal_(built.head.weight)  # tokens differ in what is likely next
+        return built
+
+    def microbatch_metrics(self, output: Tensor, microbatch: Any) -> dict[str, Any]:
+        return {"tokens": WeightedLoss(torch.tensor(0.0), torch.tensor(1.0)), "a": self.metric(output, microbatch)}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", METRICS)
+def test_a_metric_that_sees_several_tokens_is_refused(rank: RankContext, name: str) -> None:
+    text = r"the metric 'a' that Measured.microbatch_metrics makes (is not a sum|goes by the places).*WeightedLoss"
+    with pytest.raises(ConfigError, match=text):
+        fit_module(rank, Measured(METRICS[name]), context_parallel_shard=2)
+
+
+def right(output: Tensor, microbatch: Any) -> WeightedLoss:
+    hits = output.argmax(-1) == microbatch["labels"]
+    return WeightedLoss(hits.sum(), torch.tensor(hits.numel()))
+
+
+@pytest.mark.ranks(2)
+def test_a_metric_that_adds_up_tokens_is_that_of_one_process(rank: RankContext) -> None:
+    run = fit_module(rank, Measured(right), context_parallel_shard=2)
+    assert run.global_step == 2
+    assert 0 <= float(run.callback_metrics["train_a"]) <= 1
+
+
 class ShiftsInStage(WithLoss):
     """As models of transformers do, whose forward makes the loss."""
 
@@ -453,70 +494,6 @@ def test_what_sees_each_token_for_itself_trains(rank: RankContext, mesh: dict[st
     for (name, ours), theirs in zip(module.named_parameters(), without.parameters(), strict=True):
         assert_bitwise_equal(name, ours, theirs)
     assert torch.equal(torch.cat(module.drawn), torch.cat(without.drawn))  # type: ignore[arg-type]
-
-
-class Asking(Sdpa):
-    """Attends to the tokens of all ranks, in an order that is not theirs."""
-
-    takes_sharded_sequences = True
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        world = dist.group.WORLD
-        assert world is not None
-        k, v = (gather_dim(x, 2, world.group_name) for x in (k, v))
-        return F.scaled_dot_product_attention(q, k, v)
-
-
-class Claiming(Sdpa):
-    """Says that it asks other ranks, and does not."""
-
-    takes_sharded_sequences = True
-
-
-@pytest.mark.ranks(2)
-def test_a_module_that_asks_other_ranks_itself_is_believed_if_it_does(rank: RankContext) -> None:
-    assert fit(rank, Asking, context_parallel_shard=2).global_step == 2
-    text = r"layers\.1 \(Claiming\) has takes_sharded_sequences = True and mixes the tokens of its own rank alone"
-    with pytest.raises(ConfigError, match=text):
-        fit(rank, Claiming, context_parallel_shard=2)
-
-
-class Together(nn.Module):
-    """Adds the mean over the tokens of all ranks, in steps that have as many numbers as a rank has tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = TokenShard()
-        self.sums, self.last = Sums(), nn.Linear(HIDDEN, HIDDEN)
-
-    def forward(self, x: Tensor) -> Tensor:
-        total = self.tokens.sum(self.sums(x))
-        return x + self.last(total / TOKENS).unsqueeze(1)
-
-
-class Sums(nn.Module):
-    """Over the tokens of the rank, shape `[batch, hidden]`."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return TokenShard.summand(x.sum(1))
-
-
-class TogetherModel(Model):
-    def parallelize_stage(self, stage: nn.Module, mesh: Any, parallel: Any) -> None:
-        for module in stage.modules():
-            if isinstance(module, Together):
-                module.tokens = TokenShard.of(mesh)
-        super().parallelize_stage(stage, mesh, parallel)
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("mesh", [{"context_parallel_shard": 2}, {"tensor_parallel": 2}], ids=["cp2", "tp2"])
-@pytest.mark.parametrize("num_tokens", [TOKENS, 2 * HIDDEN])
-def test_what_ranks_make_together_is_believed(rank: RankContext, num_tokens: int, mesh: dict[str, int]) -> None:
-    """Also where a sum has as many numbers as a rank has tokens, 8."""
-    run = trainer(D9DStrategy(mesh=MeshConfig(**mesh)), 2, rank.device.type, max_epochs=1)
-    run.fit(TogetherModel(Together), data(num_tokens))
-    assert run.global_step == 2
 
 
 class Refusing(nn.Module):
