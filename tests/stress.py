@@ -20,7 +20,7 @@ TESTS = (
     *(
         f"tests/loop/test_shutdown.py::test_{name}"
         for name in (
-            "a_process_waits_for_threads_of_gloo_at_its_exit",
+            "ranks_ignore_ctrl_c_and_a_process_waits_for_threads_of_gloo_at_its_exit",
             "ranks_stop_before_the_same_batch",
             "rank_that_ends_without_a_word",
             "error_of_all_ranks_may_be_caught",

@@ -16,6 +16,8 @@ import pytest
 
 import lightning_d9d
 from lightning_d9d.mesh import Axis
+from tests.harness.quick import SPINE
+from tests.stress import TESTS
 
 ROOT = Path(__file__).parents[1]
 TOP_LEVEL = {
@@ -99,3 +101,14 @@ def axes_in(path: Path) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Constant) and node.value in {*Axis}:
             yield node.lineno, node.value
+
+
+def test_tests_that_are_named_elsewhere_are_there() -> None:
+    """Of the stress loop and the quick tests."""
+    missing = []
+    for node in (*TESTS, *SPINE):
+        path, _, name = node.partition("::")
+        functions = {each.name for each in ast.walk(ast.parse((ROOT / path).read_text())) if hasattr(each, "name")}
+        if name and name.split("[")[0].split("::")[-1] not in functions:
+            missing.append(node)
+    assert not missing

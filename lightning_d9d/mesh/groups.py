@@ -32,6 +32,7 @@ import torch.distributed as dist
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh.collectives import all_gather_object
+from lightning_d9d.mesh.native_threads import guard_native_threads
 
 _MESSAGE_BLOCKS = 16
 """Thread blocks of nccl's kernel for a message, which computes nothing while it waits for its peer. On an H200 a large
@@ -88,6 +89,7 @@ class GroupPool:
     _living: ClassVar[GroupPool | None] = None
 
     def __init__(self, device_type: str) -> None:
+        guard_native_threads()
         self._owns_world = not dist.is_initialized()
         if self._owns_world:
             backend = dist.get_default_backend_for_device(device_type)

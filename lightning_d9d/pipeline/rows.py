@@ -39,6 +39,8 @@ class BatchRows:
 
     def __init__(self) -> None:
         self._known: dict[Path, Form] = {}
+        self._taken_for: dict[Path, Form] = {}
+        """Of lists that could be several things in all batches so far."""
 
     def count(self, batch: Any, strict: bool = True) -> int:
         """The number of rows.
@@ -48,7 +50,8 @@ class BatchRows:
             strict: Otherwise lists that could be rows or columns are taken for columns.
 
         Raises:
-            ConfigError: The batch has no rows, tensors that disagree or, if `strict`, lists that could be both.
+            ConfigError: The batch has no rows, tensors that disagree or, if `strict`, lists that could be both. Or a
+                list that was taken for columns in an earlier batch has one entry for each row.
         """
         return self._read(batch, strict).num_rows
 
@@ -74,10 +77,15 @@ class BatchRows:
             )
         as_before = [each for each in readings if all(self._known.get(p) == f for p, f in each.forms.items())]
         readings = as_before if len(as_before) == 1 else readings
-        if strict and (len(readings) > 1 or readings[0].unclear):
+        is_clear = len(readings) == 1 and not readings[0].unclear
+        if strict and not is_clear:
             self._refuse(batch, readings)
         reading = min(readings, key=lambda each: list(each.forms.values()).count("rows"))
-        if strict and reading.num_rows > 1:
+        if not is_clear:
+            self._taken_for |= reading.forms
+        elif reading.num_rows > 1:
+            if any(self._taken_for.get(path, form) != form for path, form in reading.forms.items()):
+                self._refuse(batch, readings)
             self._known = {**reading.forms, **self._known}
         return reading
 
@@ -121,8 +129,9 @@ class BatchRows:
         where = "batch" + "".join(f"[{place!r}]" for place in min(paths, key=len))
         numbers = " or ".join(str(number) for number in sorted({each.num_rows for each in readings}))
         raise ConfigError(
-            f"a batch is to be split into microbatches, but {where} is a list that could have one entry for each row, "
-            f"or tensors that have all rows each: there are {numbers} rows, and the batch is {described(batch)}. "
+            f"the rows of a batch are to be counted or split, but {where} is a list that could have one entry for each "
+            f"row, or, here or in an earlier batch, tensors that have all rows each: there are {numbers} rows, and the "
+            f"batch is {described(batch)}. "
             "Make one tensor of its rows, or give columns by name, as a dictionary, in the DataLoader's collate_fn; or "
             f"{_REMEDY}"
         )

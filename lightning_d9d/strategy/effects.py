@@ -68,11 +68,14 @@ def _use_of_blocks(beside: Beside) -> str | None:
 
 
 def _sharded_sequences(beside: Beside) -> str | None:
-    if beside.is_d9d:
+    if not beside.is_d9d:
+        return (
+            f"{type(beside.module).__name__} is a plain LightningModule, whose sequences nobody shards; make it a "
+            "D9DModule"
+        )
+    if beside.degrees.tensor_parallel > 1:
         return None
-    return (
-        f"{type(beside.module).__name__} is a plain LightningModule, whose sequences nobody shards; make it a D9DModule"
-    )
+    return _context_ranks(beside)
 
 
 def _context_ranks(beside: Beside) -> str | None:
@@ -82,6 +85,11 @@ def _context_ranks(beside: Beside) -> str | None:
 
 
 def _expert_ranks(beside: Beside) -> str | None:
+    if not beside.is_d9d:
+        return (
+            f"{type(beside.module).__name__} is a plain LightningModule, whose experts nobody shards; make it a "
+            "D9DModule"
+        )
     if beside.degrees.expert_parallel > 1:
         return None
     return "each rank has all experts; set MeshConfig.expert_parallel above 1"

@@ -12,11 +12,11 @@ from lightning_d9d.pipeline.host_copy import HostCopy
 MAX_IN_A_ROW = 10
 """Windows in which nothing counts, after which a run ends."""
 
-_CAUSE = "microbatch_loss gave the weight 0 for all of it; where labels are the weight, all of them are ignored (-100)"
+CAUSE = "microbatch_loss gave the weight 0 for all of it; where labels are the weight, all of them are ignored (-100)"
 _WARNINGS = (
-    f"a training batch has nothing that counts: {_CAUSE}. Its train_loss is shown as 0",
-    f"an optimizer step is left out, as nothing counted in any of its batches: {_CAUSE}",
-    f"an epoch had nothing that counts, and trained nothing: {_CAUSE}. Look at the data",
+    f"a training batch has nothing that counts: {CAUSE}. Its train_loss is shown as 0",
+    f"an optimizer step is left out, as nothing counted in any of its batches: {CAUSE}",
+    f"an epoch had nothing that counts, and trained nothing: {CAUSE}. Look at the data",
 )
 
 
@@ -85,6 +85,6 @@ class EmptyBatches:
         self._num_said = numbers
         if in_a_row >= MAX_IN_A_ROW:
             raise ConfigError(
-                f"{MAX_IN_A_ROW} optimizer steps in a row had nothing that counts: {_CAUSE}. Look at what the data and "
+                f"{MAX_IN_A_ROW} optimizer steps in a row had nothing that counts: {CAUSE}. Look at what the data and "
                 "its collate_fn make of labels: a mask of the whole text, or a prompt that fills every row"
             )

@@ -10,10 +10,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from lightning_d9d.coordination.ahead import ALONE, BatchPlan
+from lightning_d9d.log import logger
 from lightning_d9d.parallel.tokens import sequence_length
 from lightning_d9d.pipeline.executor import SplitBatch
+from lightning_d9d.pipeline.host_copy import HostCopy
 from lightning_d9d.pipeline.totals import weighted_mean
 from lightning_d9d.strategy.batches import BatchSplitter
+from lightning_d9d.strategy.empty import CAUSE
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.reports import Reports
 from lightning_d9d.strategy.same_batches import SameBatches
@@ -37,6 +40,9 @@ class EvalStep:
         self.executor = self.pipeline.executor(module, module.indexed_stages, nullcontext)
         self._reports: dict[str, Reports] = {}
         self._same_batches = SameBatches(self.pipeline.readers)
+        self._empty = torch.zeros((), dtype=torch.bool, device=self.pipeline.device)
+        self._empty_copy = HostCopy()
+        self._has_said_empty = False
 
     def evaluate(self, batch: Any, prefix: str, plan: BatchPlan = ALONE) -> dict[str, Tensor]:
         """Run a batch and log `<prefix>_loss` and the metrics. Collective over the ranks that share it.
@@ -56,6 +62,7 @@ class EvalStep:
         reports = self._reports.setdefault(prefix, Reports(prefix, self.pipeline))
         schema, sums = reports.of(totals)
         values, weights = self.pipeline.sum_of_batch(sums).unbind(1)
+        self._look_at_weight(prefix, weights[0])
         means = weighted_mean(values, weights).to(schema.dtype)
         return self.module.log_eval_step(prefix, ("loss", *schema.metrics), means, weights)
 
@@ -82,6 +89,19 @@ class EvalStep:
         """Run forwards of a batch that other ranks need. Collective over the pipeline and the data ranks."""
         with self.module.without_loss():
             self._outputs(batch, plan)
+
+    def _look_at_weight(self, prefix: str, weight: Tensor) -> None:
+        """Say once that a batch had nothing that counts; on an accelerator some batches late. Local."""
+        if self._has_said_empty or self.pipeline.rank > 0:
+            return
+        self._empty |= weight == 0
+        was_empty = self._empty_copy.exchange(self._empty)
+        if was_empty is not None and was_empty:
+            self._has_said_empty = True
+            logger.warning(
+                "a batch of %s has nothing that counts: %s. Where all batches of an evaluation are so, %s_loss is nan",
+                *(prefix, CAUSE, prefix),
+            )
 
     def _split(self, batch: Any, plan: BatchPlan) -> SplitBatch:
         split = self.splitter.split(batch, plan)

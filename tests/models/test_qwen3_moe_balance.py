@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_d9d import CheckpointConfig, D9DStrategy, MeshConfig
+from lightning_d9d import CheckpointConfig, ConfigError, D9DStrategy, MeshConfig
 from lightning_d9d.cli import D9DCLI
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoePretraining
 from lightning_d9d.modules import BalanceConfig, ExpertBalance
@@ -494,3 +494,9 @@ def test_balance_from_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     arguments = ["fit", "--config", tiny, "--config", str(config), "--model.balance.z_loss", "0.01"]
     cli = Built(args=[*arguments, "--trainer.accelerator", "cpu"])
     assert cli.model.balance == BalanceConfig(bias_rate=0.001, sequence_loss=1e-4, z_loss=0.01)
+
+
+def test_balance_of_dense_layers_alone_is_refused() -> None:
+    config = dataclasses.replace(CONFIG, num_experts=0, mlp_only_layers=())
+    with pytest.raises(ConfigError, match=r"balance=.* has no effect: no layer .*\(num_experts=0\); leave balance out"):
+        Qwen3MoePretraining(config, balance=BalanceConfig())

@@ -85,6 +85,15 @@ def test_a_long_document_is_refused_in_any_batch() -> None:
         trainer(D9DStrategy(), max_epochs=1).fit(Qwen3MoePretraining(CONFIG), data)
 
 
+def test_positions_behind_the_window_are_refused_in_a_short_batch() -> None:
+    check = BatchCheck("training", vocab_size=10, window=8, shift_labels=False)
+    ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    batch = {"input_ids": ids, "labels": ids + 1, "position_ids": torch.tensor([[5, 6, 7], [0, 1, 2]])}
+    check(batch, 0)
+    with pytest.raises(ConfigError, match=r"batch 1 of training has a document of 9 tokens.*max_position_embeddings=8"):
+        check({**batch, "position_ids": batch["position_ids"] + 1}, 1)
+
+
 def test_the_first_wrong_value_is_named() -> None:
     check = BatchCheck("training", vocab_size=10, window=8, shift_labels=False)
     ids = torch.tensor([[1, 2, 11], [13, 2, 3]])

@@ -161,9 +161,18 @@ def shifted(ids: Tensor) -> Tensor:
 def test_labels_that_are_not_shifted_are_refused(strategy: Any, method: str) -> None:
     module = Qwen3MoePretraining(CONFIG)
     for labels in (lambda ids: ids, lambda ids: torch.where(torch.arange(8) < 3, -100, ids)):  # of a prompt, none
-        with pytest.raises(ConfigError, match=r"labels of the first batch are its input_ids.*shift_labels=True"):
+        with pytest.raises(ConfigError, match=r"labels of a batch are its input_ids.*shift_labels=True"):
             getattr(trainer(strategy(), max_epochs=1), method)(module, token_batch(labels))
     getattr(trainer(strategy(), max_epochs=1), method)(module, token_batch(shifted))
+
+
+def test_a_later_batch_tells_what_the_first_one_does_not() -> None:
+    """All labels of the first are a prompt's."""
+    ids = torch.randint(CONFIG.vocab_size, (2, 8), generator=torch.Generator().manual_seed(0))
+    batches: Any = [{"input_ids": ids, "labels": torch.full_like(ids, -100)}, {"input_ids": ids, "labels": ids}]
+    run = trainer(D9DStrategy(), max_epochs=1)
+    with pytest.raises(ConfigError, match=r"labels of a batch are its input_ids.*shift_labels=True"):
+        run.fit(Qwen3MoePretraining(CONFIG), DataLoader(batches, batch_size=None))
 
 
 def test_labels_that_are_shifted_are_not_shifted_again() -> None:

@@ -233,6 +233,18 @@ def test_a_list_of_rows_is_trained_on_as_a_tensor(mean: bool) -> None:
         assert_close_named(name, modules[1].state_dict()[name], weight)
 
 
+def test_a_list_that_was_taken_for_columns_and_has_rows_is_refused() -> None:
+    """A mean over the batch weighs by rows, which are counted where nothing is split, too."""
+    rows = BatchRows()
+    assert rows.count(ragged(5, 5, 5), strict=False) == 5
+    assert rows.count(ragged(4, 4, 4), strict=False) == 4
+    with pytest.raises(ConfigError, match=r"one entry for each row, or, here or in an earlier batch, tensors.*3 rows"):
+        rows.count(ragged(5, 7, 3), strict=False)
+    rows = BatchRows()
+    assert rows.count(ragged(5, 7, 3), strict=False) == 3
+    assert rows.count(ragged(5, 5, 5), strict=False) == 3  # as before
+
+
 def test_lists_are_refused_in_the_first_batch() -> None:
     pairs: Any = DataLoader(torch.utils.data.TensorDataset(torch.zeros(8, 8), torch.zeros(8, 8)), 4)
     module = Recorded()

@@ -68,6 +68,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "set MeshConfig.expert_parallel above 1, or leave {} out",
     ),
     "ParallelConfig.context": ({"context": "ring"}, "set MeshConfig.context_parallel_shard above 1, or leave {} out"),
+    "ParallelConfig.pad_sequences": (
+        {"pad_sequences": True},
+        "each rank has whole sequences; set MeshConfig.context_parallel_shard above 1, or leave {} out",
+    ),
     "ParallelConfig.gather_dtype": ({"gather_dtype": "float32"}, SHARDED),
     "ParallelConfig.reduce_dtype": ({"reduce_dtype": "float32"}, SHARDED),
     "ParallelConfig.offload": ({"offload": True}, SHARDED),
@@ -95,6 +99,10 @@ def check_refused(name: str, devices: int, device: str) -> None:
 
 OF_PLAIN: dict[str, tuple[dict[str, Any], str]] = {
     "ParallelConfig.pad_sequences": ({"pad_sequences": True}, "plain LightningModule, whose sequences nobody shards"),
+    "ParallelConfig.expert_dispatch": (
+        REFUSED["ParallelConfig.expert_dispatch"][0],
+        "plain LightningModule, whose experts nobody shards; make it a D9DModule",
+    ),
     **{
         name: (REFUSED[name][0], "plain LightningModule, whose weights .* only where ParallelConfig.shard_blocks names")
         for name, (_, message) in REFUSED.items()
@@ -116,7 +124,7 @@ def test_a_setting_without_an_effect_on_what_shards_itself_is_refused(rank: Rank
 
 
 def test_every_need_is_tested() -> None:
-    assert REFUSED.keys() | {"D9DStrategy.schedule", "ParallelConfig.pad_sequences"} == NEEDS.keys()
+    assert REFUSED.keys() | {"D9DStrategy.schedule"} == NEEDS.keys()
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -170,7 +178,10 @@ def test_a_schedule_of_a_plain_module_is_refused() -> None:
     trainer(D9DStrategy(schedule="1f1b"), max_steps=1).fit(Plain(), loader(8))
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED.keys() - {"ParallelConfig.context", "ParallelConfig.expert_dispatch"}))
+@pytest.mark.parametrize(
+    "name",
+    sorted(REFUSED.keys() - {f"ParallelConfig.{name}" for name in ("context", "expert_dispatch", "pad_sequences")}),
+)
 def test_one_process_takes_what_is_written_for_any_number_of_ranks(name: str) -> None:
     """A degree of -1 shards over the ranks that there are, be it one."""
     strategy = strategy_with(name, REFUSED[name][0], MeshConfig(data_parallel_shard=-1))

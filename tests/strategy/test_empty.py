@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -74,6 +75,24 @@ def test_nine_windows_in_a_row_do_not() -> None:
 def test_a_mean_counts_always() -> None:
     run, said = fit([False] * 12, module=Recorded(mean=True))
     assert (said, run.strategy.num_empty_batches) == ([], 0)
+
+
+@pytest.mark.parametrize("method", ["validate", "test"])
+def test_a_batch_of_evaluation_in_which_nothing_counts_is_said_once(
+    method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def evaluate(counting: Sequence[bool]) -> list[str]:
+        caplog.clear()
+        data: Any = DataLoader(rows(counting), 2)  # type: ignore[arg-type]
+        with caplog.at_level(logging.WARNING, logger="lightning_d9d"):
+            getattr(trainer(D9DStrategy()), method)(Recorded(), data)
+        return [record.getMessage() for record in caplog.records if record.name == "lightning_d9d"]
+
+    assert evaluate([True] * 3) == []
+    (said,) = evaluate([True, False, False])
+    name = "val" if method == "validate" else "test"
+    assert said.startswith(f"a batch of {name} has nothing that counts: microbatch_loss gave the weight 0")
+    assert said.endswith(f"{name}_loss is nan")
 
 
 def test_labels_of_qwen3_moe() -> None:

@@ -160,6 +160,8 @@ class BatchCheck:
         self._note: Tensor | None = None
         """Of the first thing that was wrong: which of `_KEYS` has it, plus 1, its value, the batch. Else zeros."""
         self._copy = HostCopy()
+        self._num_untold = 0
+        """Batches so far that did not tell whether their labels are shifted, or the most once one did."""
 
     def __call__(self, batch: Mapping[str, Any], index: int) -> Mapping[str, Any]:
         """The batch, on an accelerator without ids that are outside of the vocabulary.
@@ -169,8 +171,8 @@ class BatchCheck:
             index: Of the batch in its epoch.
 
         Raises:
-            ConfigError: An id or a label is outside of the vocabulary, a document is too long, or the first batch's
-                labels are not as `shift_labels` says.
+            ConfigError: An id or a label is outside of the vocabulary, a document is too long, or the labels of the
+                first batch that tells are not as `shift_labels` says.
         """
         is_first = self._note is None
         if self._note is None:
@@ -183,14 +185,14 @@ class BatchCheck:
                 is_outside = is_outside & (values != IGNORED) if name == "labels" else is_outside
                 self._add(name, values, is_outside, index)
                 replaced[name] = values.masked_fill(is_outside, replacement)
-        if batch["input_ids"].shape[1] > self.window:
+        if batch["input_ids"].shape[1] > self.window or batch.get("position_ids") is not None:
             longest = longest_document(batch).long().view(1)
             self._add("document", longest, longest > self.window, index)
         note = self._note if is_first else self._copy.exchange(self._note)
         if note is not None:
             self._refuse(note)
-        if is_first:
-            check_shifted(batch, self.shift_labels)
+        if self._num_untold < _MOST_UNTOLD:
+            self._num_untold = _MOST_UNTOLD if check_shifted(batch, self.shift_labels) else self._num_untold + 1
         return batch if self._note.device.type == "cpu" else with_children(batch, {**batch, **replaced})
 
     def finish(self) -> None:
@@ -233,6 +235,8 @@ class BatchCheck:
 
 
 _KEYS = ("input_ids", "labels", "document")
+_MOST_UNTOLD = 100
+"""Batches of which labels are looked at until one tells. Each look makes the host wait."""
 
 
 def longest_document(batch: Mapping[str, Any]) -> Tensor:
@@ -248,11 +252,13 @@ def longest_document(batch: Mapping[str, Any]) -> Tensor:
     return torch.full((), input_ids.shape[1], device=input_ids.device)
 
 
-def check_shifted(batch: Mapping[str, Any], shift_labels: bool) -> None:
+def check_shifted(batch: Mapping[str, Any], shift_labels: bool) -> bool:
     """See that labels are as `shift_labels` says they are. Reads the device.
 
-    Labels that are the tokens themselves would be learned at once, as each token sees itself. Where a batch does not
-    tell (all its tokens are the same, say) it passes.
+    Labels that are the tokens themselves would be learned at once, as each token sees itself.
+
+    Returns:
+        Whether the batch tells: it has labels that count, and tokens that differ.
 
     Raises:
         ConfigError: All labels that count are their own tokens and must not be shifted, or the tokens that follow and
@@ -260,18 +266,19 @@ def check_shifted(batch: Mapping[str, Any], shift_labels: bool) -> None:
     """
     input_ids, labels = batch["input_ids"], batch.get("labels")
     if labels is None:
-        return
+        return True
     counts = labels != IGNORED
     are_own = bool(((labels == input_ids) | ~counts).all())
     are_next = bool(((labels[:, :-1] == input_ids[:, 1:]) | ~counts[:, :-1]).all())
     if are_own and not are_next and not shift_labels:
         raise ConfigError(
-            "the labels of the first batch are its input_ids: each token would be predicted from itself. Set "
+            "the labels of a batch are its input_ids: each token would be predicted from itself. Set "
             "Qwen3MoePretraining(shift_labels=True), which moves labels to the token before, for batches as Hugging "
             "Face's collators make them; or let labels[:, i] be input_ids[:, i + 1]"
         )
     if are_next and not are_own and shift_labels:
         raise ConfigError(
-            "the labels of the first batch are the tokens that follow, already shifted, but shift_labels=True shifts "
+            "the labels of a batch are the tokens that follow, already shifted, but shift_labels=True shifts "
             "them once more; leave shift_labels out"
         )
+    return not (are_own and are_next)

@@ -143,6 +143,11 @@ class Qwen3MoePretraining(D9DModule):
         if warmup_steps < 0:
             raise ConfigError(f"Qwen3MoePretraining got warmup_steps={warmup_steps}; it must be at least 0")
         self.config = _resolve_config(config, preset)
+        if balance is not None and self.config.num_sparse_layers == 0:
+            raise ConfigError(
+                f"balance={balance} has no effect: no layer of the config is a mixture of experts "
+                f"(num_experts={self.config.num_experts}); leave balance out, or set num_experts"
+            )
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
         self.betas = betas
