@@ -333,3 +333,11 @@ def test_the_pool_ends_with_its_default_group() -> None:
         old.close()
         assert num_groups() > 1
         assert dist.get_process_group_ranks(pool().groups[0].group) == [0, 2]
+
+
+def test_whoever_makes_groups_waits_for_their_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    guarded = []
+    monkeypatch.setattr("lightning_d9d.mesh.groups.guard_native_threads", lambda: guarded.append(True))
+    pool = GroupPool.acquire("cpu")
+    pool.release()
+    assert guarded
