@@ -149,7 +149,8 @@ class Executor:
             actions: This rank's of a program with messages.
             batch: The same on all ranks of the pipeline.
             scale: The factor on losses before their backward.
-            data_parallel: Gathers parameters and sums gradients over ranks; None where that is not for this batch.
+            data_parallel: Gathers parameters and sums gradients over ranks, where the caller began this batch with it
+                as one that reduces; None where there is nothing to gather or sum.
 
         Returns:
             The totals, on the rank of the last stage; empty on others.
@@ -276,8 +277,8 @@ class _Run:
         with self._observed(Forward(stage, microbatch)), executor.forward_context(), counting:
             with executor.stage_context():
                 output = running.forward(microbatch, trained, received, arguments, self.splits)
-            is_last = stage == executor.num_stages - 1
-            outputs = self._finish(microbatch, output) if is_last else self._pass_on(stage, microbatch, output)
+            is_last_stage = stage == executor.num_stages - 1
+            outputs = self._finish(microbatch, output) if is_last_stage else self._pass_on(stage, microbatch, output)
             if torch.is_grad_enabled():
                 running.keep(microbatch, outputs)
 
@@ -324,9 +325,9 @@ class _Run:
         running = self.executor.stages[stage]
         if not isinstance(action, BackwardInput):
             self.backwards_left[stage] -= 1
-            is_last = self.backwards_left[stage] == 0
+            is_last_backward = self.backwards_left[stage] == 0
             at_once = isinstance(action, Backward) and not self.splits  # else a weight may get its gradient in two goes
-            if is_last and at_once and self.data_parallel is not None:
+            if is_last_backward and at_once and self.data_parallel is not None:
                 self.data_parallel.last_backward(stage)
         if isinstance(action, BackwardWeight):
             with self._observed(action):

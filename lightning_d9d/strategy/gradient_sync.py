@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -103,9 +103,12 @@ class GradientSync:
         )
         self.data_parallel = data_parallel if data_parallel.has_work else None
 
-    def norm(self) -> Tensor:
-        """Return the norm of all gradients of the model; each tied parameter counts once. Collective over all ranks."""
-        return self.tied.norm(self.parameters)
+    def norm(self, parameters: Iterable[nn.Parameter] | None = None) -> Tensor:
+        """Return the norm of the gradients of these parameters, or of all. Collective over all ranks.
+
+        Each tied parameter counts once.
+        """
+        return self.tied.norm(self.parameters if parameters is None else parameters)
 
     def close(self) -> None:
         """Drop buckets and hooks. Local."""

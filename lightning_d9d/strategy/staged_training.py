@@ -24,16 +24,16 @@ class StagedTraining(Training):
     """
 
     def __init__(self, train_step: TrainStep, progress: LateProgress | None, *, skips_nonfinite: bool) -> None:
-        super().__init__(train_step.gradients, train_step.optimizer_step, skips_nonfinite=skips_nonfinite)
+        super().__init__(train_step.gradient_sync, train_step.optimizer_step, skips_nonfinite=skips_nonfinite)
         self.executor = train_step.executor
-        self._step = train_step
+        self._train_step = train_step
         self._module = train_step.module
         self._progress = progress
 
     def begin(self, may_defer: Callable[[], bool]) -> None:
         """Decide on what a checkpoint may have changed, too: options of the optimizer, callbacks."""
         defers = may_defer()
-        self._step.defers = defers if self._step.pipeline.mesh is None else all(all_gather_object(defers))
+        self._train_step.defers = defers if self._train_step.pipeline.mesh is None else all(all_gather_object(defers))
 
     def finish(self) -> None:
         """Say what counted nothing in the last batches."""
@@ -43,7 +43,9 @@ class StagedTraining(Training):
         """Run the schedule of a batch. Its gradients wait for `backward`."""
         self.place = place
         batch, batch_index = inputs
-        loss, metrics = self._step.run(batch, batch_index, place.accumulated_batches, self.is_last_batch, place.plan)
+        loss, metrics = self._train_step.run(
+            batch, batch_index, place.accumulated_batches, self.is_last_batch, place.plan
+        )
         self._module.log_train_step(loss, metrics, prog_bar=self._progress is None)
         shown = loss.item() if self._progress is None else self._progress.show("train_loss", loss)
         if shown is not None and not self.skips_nonfinite:
@@ -51,22 +53,22 @@ class StagedTraining(Training):
         return loss
 
     def _backward(self, own: Callable[[], None]) -> None:
-        self._step.restore(is_last=self.is_last_batch)
+        self._train_step.restore(is_last=self.is_last_batch)
         if self.place.logs_norm and self.is_last_batch:
-            self._module.log("grad_norm", self._step.norm(self.gradients.parameters), batch_size=1)
+            self._module.log("grad_norm", self._train_step.norm(self.gradients.parameters), batch_size=1)
 
     def clip(self, parameters: Iterable[Any], max_norm: float) -> None:
         """Clip gradients by their norm over all ranks, which is logged."""
-        self._norm = self._step.clip(parameters, max_norm)
+        self._norm = self._train_step.clip(parameters, max_norm)
         self._module.log("grad_norm", self._norm, batch_size=1)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], own: Callable[[], Any], **kwargs: Any) -> Any:
         """Run the closure first: the schedule runs once. Then step, or skip."""
         result = closure()
-        self._step.step(optimizer, self._norm_for_skipping(), **kwargs)
+        self._train_step.step(optimizer, self._norm_for_skipping(), **kwargs)
         return result
 
     def close(self) -> None:
         """Drop hooks, and what the executor holds. Local."""
         super().close()
-        self._step.executor.close()
+        self._train_step.executor.close()

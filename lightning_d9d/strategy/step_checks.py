@@ -29,7 +29,7 @@ class StepChecks:
         self._gradients = gradients
         self._sequences = sequences
         self._same_batches = SameBatches(module.pipeline.readers)
-        self._is_first_batch = True
+        self.is_first_batch = True
         self._has_checked_whole = False
 
     def batch(self, batch: Any, batch_index: int) -> bool:
@@ -39,12 +39,12 @@ class StepChecks:
             Whether it must divide exactly into microbatches. Resumed, the first may be the short last one of an epoch.
         """
         self._same_batches.check("train", batch)
-        return self._is_first_batch and batch_index == 0
+        return self.is_first_batch and batch_index == 0
 
     def split(self, split: SplitBatch, forward_context: Any) -> None:
         """Check, with the first batch, that stages take parts of sequences."""
         self._sequences.check(split.microbatches[0], forward_context)
-        self._is_first_batch = False
+        self.is_first_batch = False
 
     def frozen_alike(self) -> None:
         """Check, as an epoch begins, that the ranks of a stage sum the gradients of the same parameters. Collective.

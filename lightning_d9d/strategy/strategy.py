@@ -342,7 +342,7 @@ class D9DStrategy(RankHooks):
         move(self.model, self.root_device, offloads=self.parallel.offload)
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Refuse a loader without a batch on some rank; let others go on in the middle of an epoch. Collective."""
+        """Refuse a loader without a batch on some rank; let one without a state resume. Collective."""
         module, trainer = self._attached, self._attached.trainer
         is_staged = isinstance(module, D9DModule)
         check_loader(dataloader, module, self.ranks, is_staged=is_staged)
@@ -354,7 +354,7 @@ class D9DStrategy(RankHooks):
     # Training
 
     def on_train_start(self) -> None:
-        """Go on where a checkpoint was saved, and decide on what it may have changed. Collective."""
+        """Resume where a checkpoint was saved; decide if the step may scale gradients. Collective."""
         super().on_train_start()
         module, trainer, plugin = self._attached, self._attached.trainer, self.precision_plugin
         is_staged, step = isinstance(module, D9DModule), trainer.global_step

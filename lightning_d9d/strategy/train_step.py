@@ -1,6 +1,8 @@
 """One optimizer step of a `D9DModule`, from top to bottom.
 
-Lightning drives a batch in this order (`accumulate_grad_batches` batches make a window, the last one steps):
+Lightning drives a batch in this order (`accumulate_grad_batches` batches make a window, the last one steps). On the
+window's last batch all but the last line run inside of the closure that `optimizer_step` gets; on others there is
+neither clipping nor a step.
 
     strategy.training_step -> TrainStep.run        forward and backward of all microbatches; gradients set aside
     on_before_zero_grad, optimizer_zero_grad       (first batch of a window; finds nothing to clear)
@@ -14,7 +16,8 @@ stock Lightning does: it is scaled by rows / (rows of the batch) / (accumulated 
 the number of ranks. A weight that is known beforehand scales the losses instead, see `loss_scale.py`.
 
 [Note: pipelines] All ranks of a pipeline read the same batch and run their part of one program. Loss and metrics are
-made where the last stage is and are 0 elsewhere, so that one sum over all ranks makes them equal everywhere.
+made where the last stage is and are 0 elsewhere: a sum over the pipeline, then over the ranks that have other tokens,
+makes them equal everywhere.
 
 [Note: dummy batches] A rank without data for a batch that others have runs dummy microbatches: it adds neither loss nor
 weight, and zeros to the gradients. In a loss that is a mean, the means of the ranks that have data count.
@@ -56,7 +59,7 @@ class TrainStep:
         module: The module with its stages built and on their device.
         executor: Runs programs over these stages.
         splitter: Splits batches.
-        gradients: Gathers parameters and sums gradients over ranks.
+        gradient_sync: Gathers parameters and sums gradients over ranks.
         optimizer_step: Steps or skips, and counts skips.
         sequences: Checks in the first batch that stages take parts of sequences.
     """
@@ -66,18 +69,18 @@ class TrainStep:
         module: D9DModule,
         executor: Executor,
         splitter: BatchSplitter,
-        gradients: GradientSync,
+        gradient_sync: GradientSync,
         optimizer_step: OptimizerStep,
         sequences: SequenceCheck,
     ) -> None:
         self.module = module
         self.executor = executor
         self.splitter = splitter
-        self.gradients = gradients
+        self.gradient_sync = gradient_sync
         self.optimizer_step = optimizer_step
-        self.checks = StepChecks(module, gradients, sequences)
+        self.checks = StepChecks(module, gradient_sync, sequences)
         self.pipeline = module.pipeline
-        self.parameters = gradients.parameters
+        self.parameters = gradient_sync.parameters
         self.group = self.pipeline.token_group
         """Ranks over which tokens are split; None for one process."""
         self.scaling = LossScaling(module, self.group)
@@ -104,10 +107,10 @@ class TrainStep:
             The batch's loss and metrics over all ranks, detached and equal on every rank.
         """
         is_first = self.window.begin_batch(batch_index, accumulated_batches)
-        if batch_index == 0:
+        if batch_index == 0 or self.checks.is_first_batch:
             self._begin_epoch()
-        divides = self.checks.batch(batch, batch_index)
-        split = self.splitter.split(batch, plan, check=divides, trains=True)
+        must_split_evenly = self.checks.batch(batch, batch_index)
+        split = self.splitter.split(batch, plan, check=must_split_evenly, trains=True)
         self.checks.split(split, self.executor.forward_context)
         total_weight = self.scaling.known_weight(split) if is_first and is_last else None
         self.window.is_scaled = total_weight is not None
@@ -137,11 +140,11 @@ class TrainStep:
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """The norm of the gradients as the optimizer will see them, but for clipping. Collective."""
-        norm = self.gradients.tied.norm(parameters)
+        norm = self.gradient_sync.norm(parameters)
         return norm if self.factor is None else norm * self.factor
 
     def clip(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-        """Clip by the norm over all ranks, which it returns. Collective."""
+        """Clip by the norm over all ranks, or add that to `factor`. Returns the norm. Collective."""
         parameters = list(parameters)
         norm = self.norm(parameters)
         if not self.defers:
@@ -158,8 +161,8 @@ class TrainStep:
             norm: Skip also where this norm of the gradients is not finite.
             kwargs: For `optimizer.step`.
         """
-        if self.gradients.data_parallel is not None:
-            cast_gradients(self.parameters, optimizer)
+        if self.gradient_sync.data_parallel is not None:
+            cast_gradients(self.parameters, optimizer)  # buckets and sharded units keep wide ones
         weight = self.window.weight
         skip = None if weight is None else weight == 0  # None: a mean of at least one row
         if norm is not None:
@@ -176,7 +179,7 @@ class TrainStep:
     def _run_schedule(self, split: SplitBatch, scale: LossScale, is_first: bool, is_last: bool) -> BatchTotals:
         """Run this rank's part of the program, with the sums of gradients that it has. Collective."""
         num_microbatches = len(split.microbatches)
-        data_parallel = self.gradients.data_parallel
+        data_parallel = self.gradient_sync.data_parallel
         if data_parallel is not None:
             data_parallel.begin(is_first=is_first, reduces=is_last, splits=self.pipeline.splits(num_microbatches))
         with self.module.schedule_running():

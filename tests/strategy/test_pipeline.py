@@ -160,6 +160,28 @@ def test_tied_parameters_are_frozen_on_all_stages_or_none(rank: RankContext) -> 
 
 
 @pytest.mark.ranks(2)
+def test_so_they_are_where_a_run_resumes_in_an_epoch(rank: RankContext) -> None:
+    class FrozenHere(Pipelined):
+        def on_train_start(self) -> None:
+            super().on_train_start()
+            if self.global_step == 1 and rank.rank == 0:
+                self.stages[0].get_submodule("embedding").requires_grad_(False)
+
+    def runs_until(step: int) -> L.Trainer:
+        return trainer(D9DStrategy(mesh=TWO_STAGES), 2, rank.device.type, max_steps=step, use_distributed_sampler=False)
+
+    path = str(rank.tmp_dir / "in an epoch")
+    data = DataLoader(token_rows(8), batch_size=4)  # type: ignore[arg-type]
+    first = runs_until(1)
+    first.fit(FrozenHere(tied=True), data)
+    first.save_checkpoint(path)
+    resumed = runs_until(2)
+    with pytest.raises(ConfigError, match=r"'embedding.weight' is on several stages and frozen on some of them only"):
+        resumed.fit(FrozenHere(tied=True), data, ckpt_path=path)
+    assert resumed.global_step == 1
+
+
+@pytest.mark.ranks(2)
 def test_ranks_of_a_pipeline_read_the_same_data(rank: RankContext) -> None:
     text = rf"rank {rank.rank}: ranks \[0, 1\] read different first train batches"
     with pytest.raises(ConfigError, match=text):
