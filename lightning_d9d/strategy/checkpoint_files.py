@@ -136,8 +136,12 @@ def read_checkpoint(
         checkpoint = read()
     except UNREADABLE as error:
         raise unreadable(path, error) from error
-    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-        raise StateError(f"checkpoint {str(path)!r} has no 'state_dict': Lightning did not write it; give another one")
+    state = checkpoint.get("state_dict") if isinstance(checkpoint, dict) else None
+    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
+        raise StateError(
+            f"checkpoint {str(path)!r} has no 'state_dict' of names and tensors: Lightning did not write it; give "
+            "another one"
+        )
     return checkpoint
 
 
