@@ -340,7 +340,7 @@ def test_weights_without_a_tensor(tmp_path: Path, monkeypatch: Any, capsys: pyte
     (tmp_path / "hf" / MANIFEST_FILE).unlink()
     save_file({}, tmp_path / "hf" / "model.safetensors")
     message = refused(monkeypatch, capsys, tmp_path / "hf", tmp_path / "new")
-    assert "model.embed_tokens.weight, which the mapper takes is not there" in message
+    assert re.search("model.embed_tokens.weight.* is not there", message)
 
 
 def test_the_dtype_of_most_of_many_tensors() -> None:
