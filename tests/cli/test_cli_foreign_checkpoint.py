@@ -138,13 +138,3 @@ def test_the_saved_configuration_is_not_written_through_a_link(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "other").read_text() == "other"
     assert "max_steps: 1" in (tmp_path / "out" / "config.yaml").read_text()
-
-
-def test_a_directory_that_is_no_checkpoint_is_named_once(tmp_path: Path):
-    write_module(tmp_path, "ours")
-    (tmp_path / "wrong").mkdir()
-    done = fit(tmp_path, "--ckpt_path", "wrong", "--trainer.strategy", "d9d")
-    assert done.returncode == 2
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    text = "checkpoint 'wrong' is a directory without values.pt: it is none, or incomplete"
-    assert errors == [f"error: ckpt_path cannot be loaded: {text}"]

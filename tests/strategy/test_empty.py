@@ -9,17 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from lightning_d9d import ConfigError, D9DStrategy, MeshConfig
+from lightning_d9d.errors import RankError
 from lightning_d9d.models.qwen3_moe import Qwen3MoePretraining
 from lightning_d9d.strategy.empty import EmptyBatches
 from tests.harness.compare import assert_bitwise_equal
 from tests.harness.ranks import RankContext
 from tests.models.test_qwen3_moe_module import CONFIG
 from tests.strategy.plain import Plain, trainer
-from tests.strategy.staged import IGNORED, Recorded, staged_rows
+from tests.strategy.staged import IGNORED, Recorded, Staged, staged_rows
 
 BATCH, WINDOW, EPOCH = "a training batch has nothing", "an optimizer step is left out", "an epoch had nothing"
 
@@ -141,7 +143,7 @@ def nothing(parts: list[Any]) -> None:
 
 def fit_nones(data: Any, collate_fn: Any, module: Any = None, path: Path | None = None, **options: Any) -> Any:
     run = trainer(D9DStrategy(), **options)
-    run.fit(module or Recorded(), DataLoader(data, 2, collate_fn=collate_fn), ckpt_path=path)
+    run.fit(module or Staged(), DataLoader(data, 2, collate_fn=collate_fn), ckpt_path=path)
     return run
 
 
@@ -164,8 +166,8 @@ def test_nones_without_an_end_are_refused() -> None:
 def test_some_nones_are_left_out(tmp_path: Path) -> None:
     """Also where a run goes on before the rest of an epoch, which has nothing else."""
     assert fit_nones(staged_rows(8), SomeNone(4, 1), max_epochs=3).global_step == 3
-    run = fit_nones(staged_rows(8), SomeNone(4, 0), max_steps=1, max_epochs=1)
-    run.save_checkpoint(tmp_path / "step.ckpt")
+    saver = ModelCheckpoint(tmp_path, "step", every_n_train_steps=1)
+    fit_nones(staged_rows(8), SomeNone(4, 0), max_epochs=1, callbacks=[saver], enable_checkpointing=True)
     again = fit_nones(staged_rows(8), nothing, path=tmp_path / "step.ckpt", max_epochs=1)
     assert (again.global_step, again.current_epoch) == (1, 1)
     assert again.fit_loop.epoch_loop.batch_progress.total.ready == 4
@@ -173,3 +175,10 @@ def test_some_nones_are_left_out(tmp_path: Path) -> None:
 
 def test_nones_of_a_plain_module_are_lightnings_affair() -> None:
     assert fit_nones(staged_rows(8), nothing, Plain(), max_epochs=2).current_epoch == 2
+
+
+@pytest.mark.ranks(2)
+def test_several_ranks_need_data_for_every_batch(rank: RankContext) -> None:
+    run = trainer(D9DStrategy(), 2, str(rank.device), max_steps=2, max_epochs=-1)
+    with pytest.raises(RankError, match=r"gave None for training batch 1 .* have collate_fn keep at least one row"):
+        run.fit(Staged(), DataLoader(staged_rows(8), 2, collate_fn=nothing))  # type: ignore[arg-type]
