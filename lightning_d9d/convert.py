@@ -34,7 +34,7 @@ from lightning_d9d.models.qwen3_moe.huggingface import (
     repeated_head,
 )
 from lightning_d9d.models.qwen3_moe.module import ARGUMENTS_KEY, saved_arguments
-from lightning_d9d.state import SafetensorsReader, Sequential, Spec, save_tensors
+from lightning_d9d.state import DTYPE_NAMES, SafetensorsReader, Sequential, Spec, save_tensors
 from lightning_d9d.state.boxes import Index, Readable
 from lightning_d9d.state.format import reading
 from lightning_d9d.state.places import (
@@ -124,6 +124,13 @@ def _from_checkpoint(
     parameters = parameter_specs(config)
     if missing := [name for name in parameters if name not in weights]:
         raise StateError(f"{source} lacks {missing[0]}, which its own configuration asks for; give another checkpoint")
+    for name, spec in parameters.items():
+        shape, stored_dtype = tuple(weights[name].shape), weights[name].dtype
+        if shape != spec.shape or stored_dtype not in DTYPE_NAMES:
+            raise StateError(
+                f"{source}: {name} is {stored_dtype} of shape {shape}, and its own configuration asks for a weight of "
+                f"shape {spec.shape}; give another checkpoint"
+            )
     used = {name: weights[name] for name in parameters}  # without what Hugging Face's Qwen3-MoE does not know
     specs = {name: Spec(tuple(weight.shape), weight.dtype) for name, weight in used.items()}
     files = {

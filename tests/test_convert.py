@@ -286,7 +286,7 @@ def test_what_is_refused(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "junk.ckpt", "new", "other.ckpt", "stages"]
 
 
-ARGUMENTS = "qwen3_moe_arguments"
+ARGUMENTS, EMBEDDING = "qwen3_moe_arguments", "model.embed_tokens.weight"
 
 
 @pytest.mark.parametrize(
@@ -335,12 +335,22 @@ def test_damaged_checkpoints_to_a_file(
     assert not (tmp_path / "whole.ckpt").exists()
 
 
+@pytest.mark.parametrize("weight", [torch.ones(3), torch.ones(32, 16, dtype=torch.int64)])
+def test_weights_that_are_not_those_of_the_configuration(
+    tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str], trained: Path, weight: torch.Tensor
+) -> None:
+    content = torch.load(trained.with_name("direct.ckpt"), weights_only=True)
+    torch.save({**content, "state_dict": {**content["state_dict"], EMBEDDING: weight}}, tmp_path / "odd.ckpt")
+    message = refused(monkeypatch, capsys, tmp_path / "odd.ckpt", tmp_path / "new")
+    assert f"odd.ckpt: {EMBEDDING} is {weight.dtype} of shape {tuple(weight.shape)}, and its own config" in message
+
+
 def test_weights_without_a_tensor(tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
     save_huggingface(make_model(), tmp_path / "hf")
     (tmp_path / "hf" / MANIFEST_FILE).unlink()
     save_file({}, tmp_path / "hf" / "model.safetensors")
     message = refused(monkeypatch, capsys, tmp_path / "hf", tmp_path / "new")
-    assert re.search("model.embed_tokens.weight.* is not there", message)
+    assert re.search(f"{EMBEDDING}.* is not there", message)
 
 
 def test_the_dtype_of_most_of_many_tensors() -> None:

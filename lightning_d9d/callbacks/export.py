@@ -26,7 +26,7 @@ class HuggingFaceExport(L.Callback):
 
     Args:
         directory: Where `config.json` and the safetensors files go; also a URL that fsspec knows.
-        overwrite: Whether to replace an existing directory with everything in it.
+        overwrite: Whether to replace an existing directory with everything in it, but for one that the training reads.
         dtype: Of the files, "bfloat16" say; None keeps each parameter's own.
         fused_experts: All experts of a layer in one tensor, not each in its own.
         tokenizer: A directory (or URL) whose small files are copied: tokenizer, chat template and

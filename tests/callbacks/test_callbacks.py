@@ -199,9 +199,9 @@ def test_export_refuses_to_replace_what_the_training_begins_with(folder: Path, t
     text = (
         rf"HuggingFaceExport\(directory='{directory}'\): the target {directory} {relation} {begin}, which is read; give"
     )
-    for options, export in (({"pretrained": str(begin)}, {}), ({}, {"tokenizer": begin})):
+    for tokenizer, pretrained in ((None, str(begin)), (begin, None)):
         with pytest.raises(ConfigError, match=text):
-            fit(folder, HuggingFaceExport(directory, overwrite=True, **export), **options)
+            fit(folder, HuggingFaceExport(directory, overwrite=True, tokenizer=tokenizer), pretrained=pretrained)
     load_huggingface(Qwen3MoeForCausalLM(CONFIG), begin)
 
 

@@ -113,6 +113,8 @@ def test_a_tokenizer_beside_the_model_is_taken(tmp_path: Path, capsys: pytest.Ca
     assert capsys.readouterr().out.startswith("the model")
     with pytest.raises(ConfigError, match="ids up to 3, but the model has vocab_size=2"):
         load_tokenizer(str(tmp_path / "model"), tmp_path, 2)
+    with pytest.raises(ConfigError, match="vocab_size=64 has no token for each byte"):
+        load_tokenizer("bytes", tmp_path, 64)
     with pytest.raises(ConfigError, match="cannot be read"):
         load_tokenizer(str(tmp_path / "nothing"), tmp_path, 64)
 

@@ -126,7 +126,7 @@ class Endless(IterableDataset):
             yield from staged_rows(8)
 
 
-class SomeNone:
+class MostlyNone:
     """A `collate_fn` that gives None for all batches but some, whatever the epoch."""
 
     def __init__(self, num_batches: int, *others: int) -> None:
@@ -157,17 +157,17 @@ def test_an_epoch_of_nones_is_refused(options: dict[str, Any]) -> None:
 
 
 def test_nones_without_an_end_are_refused() -> None:
-    text = r"1,000 training batches in a row were None; let collate_fn \(<.*SomeNone object.*\) return a batch"
+    text = r"1,000 training batches in a row were None; let collate_fn \(<.*MostlyNone object.*\) return a batch"
     with pytest.raises(ConfigError, match=text):
-        fit_nones(Endless(), SomeNone(10**9, 0, 3), max_steps=3, max_epochs=-1)
-    assert fit_nones(Endless(), SomeNone(900, 1), max_steps=2, max_epochs=-1).global_step == 2
+        fit_nones(Endless(), MostlyNone(10**9, 0, 3), max_steps=3, max_epochs=-1)
+    assert fit_nones(Endless(), MostlyNone(900, 1), max_steps=2, max_epochs=-1).global_step == 2
 
 
 def test_some_nones_are_left_out(tmp_path: Path) -> None:
     """Also where a run goes on before the rest of an epoch, which has nothing else."""
-    assert fit_nones(staged_rows(8), SomeNone(4, 1), max_epochs=3).global_step == 3
+    assert fit_nones(staged_rows(8), MostlyNone(4, 1), max_epochs=3).global_step == 3
     saver = ModelCheckpoint(tmp_path, "step", every_n_train_steps=1)
-    fit_nones(staged_rows(8), SomeNone(4, 0), max_epochs=1, callbacks=[saver], enable_checkpointing=True)
+    fit_nones(staged_rows(8), MostlyNone(4, 0), max_epochs=1, callbacks=[saver], enable_checkpointing=True)
     again = fit_nones(staged_rows(8), nothing, path=tmp_path / "step.ckpt", max_epochs=1)
     assert (again.global_step, again.current_epoch) == (1, 1)
     assert again.fit_loop.epoch_loop.batch_progress.total.ready == 4
