@@ -12,6 +12,7 @@ import json
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_d9d.checkpoint import MODEL, Checkpoint, StoredTensor, is_directory, open_directory, whole_checkpoint
-from lightning_d9d.errors import ConfigError, StateError
+from lightning_d9d.errors import ConfigError, StateError, printable
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig
 from lightning_d9d.models.qwen3_moe.config import read_description
 from lightning_d9d.models.qwen3_moe.huggingface import (
@@ -32,8 +33,8 @@ from lightning_d9d.models.qwen3_moe.huggingface import (
     parameter_specs,
     repeated_head,
 )
-from lightning_d9d.models.qwen3_moe.module import ARGUMENTS_KEY
-from lightning_d9d.state import SafetensorsReader, Sequential, Spec, save_tensors
+from lightning_d9d.models.qwen3_moe.module import ARGUMENTS_KEY, saved_arguments
+from lightning_d9d.state import DTYPE_NAMES, SafetensorsReader, Sequential, Spec, save_tensors
 from lightning_d9d.state.boxes import Index, Readable
 from lightning_d9d.state.format import reading
 from lightning_d9d.state.places import (
@@ -66,6 +67,9 @@ def main(chosen: argparse.Namespace) -> None:
         file = target if chosen.target.endswith(".ckpt") else None
         is_there = os.path.lexists(str(file)) if file else is_occupied(target)
     refuse_overlap(source, target)
+    if chosen.tokenizer is not None:
+        with reading(chosen.tokenizer):
+            refuse_overlap(place_of(chosen.tokenizer), target)
     if is_there and not chosen.overwrite:
         raise StateError(f"{chosen.target} exists; choose another or add --overwrite")
     if isinstance(file, UrlPath):
@@ -114,10 +118,19 @@ def _from_checkpoint(
             f"{source} is no checkpoint of Qwen3MoePretraining, so it has no form of Hugging Face's; give a target "
             "that ends with .ckpt, or save its weights with lightning_d9d.state.save_tensors"
         )
-    config = Qwen3MoeConfig.from_dict(values[ARGUMENTS_KEY]["config"], source=source)
+    config = saved_arguments(values[ARGUMENTS_KEY], source).get("config")
+    if config is None:
+        raise StateError(f"{source}: {ARGUMENTS_KEY} has no config; give another checkpoint")
     parameters = parameter_specs(config)
     if missing := [name for name in parameters if name not in weights]:
         raise StateError(f"{source} lacks {missing[0]}, which its own configuration asks for; give another checkpoint")
+    for name, spec in parameters.items():
+        shape, stored_dtype = tuple(weights[name].shape), weights[name].dtype
+        if shape != spec.shape or stored_dtype not in DTYPE_NAMES:
+            raise StateError(
+                f"{source}: {name} is {stored_dtype} of shape {shape}, and its own configuration asks for a weight of "
+                f"shape {spec.shape}; give another checkpoint"
+            )
     used = {name: weights[name] for name in parameters}  # without what Hugging Face's Qwen3-MoE does not know
     specs = {name: Spec(tuple(weight.shape), weight.dtype) for name, weight in used.items()}
     files = {
@@ -130,8 +143,9 @@ def _from_checkpoint(
 
 def _described(config: Mapping[str, Any], specs: Mapping[str, Spec], dtype: torch.dtype | None) -> bytes:
     """`config.json` for weights of a dtype; by default that of most of them."""
-    stored = [spec.dtype for spec in specs.values()]
-    name = str(dtype or max(stored, key=stored.count)).removeprefix("torch.")
+    counts = Counter(spec.dtype for spec in specs.values())
+    most = max(counts, key=counts.__getitem__, default=torch.float32)  # without any, saving says what is missing
+    name = str(dtype or most).removeprefix("torch.")
     key = "dtype" if "dtype" in config else "torch_dtype"
     return (json.dumps({**config, key: name}, indent=2) + "\n").encode()
 
@@ -211,15 +225,15 @@ def _say_directory(target: str) -> None:
     num_files = len({*map(str, reader.file_of.values())})
     sys.stdout.write(
         f"{target}: {_in_words([each.dtype for each in stored])}, {sum(each.num_bytes for each in stored):,} bytes in "
-        f"{num_files} file{'s' * (num_files > 1)}; beside them {', '.join(others)}\n"
+        f"{num_files} file{'s' * (num_files > 1)}; beside them {printable(', '.join(others))}\n"
         f"Start a training from it with Qwen3MoePretraining(preset={target!r}, pretrained={target!r})\n"
     )
 
 
 def _in_words(dtypes: Sequence[torch.dtype]) -> str:
     """How many tensors have each dtype."""
-    names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
-    return " and ".join(f"{names.count(name)} tensors in {name}" for name in dict.fromkeys(names))
+    counts = Counter(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return " and ".join(f"{number} tensors in {name}" for name, number in counts.items())
 
 
 def _num_bytes(text: str) -> int:

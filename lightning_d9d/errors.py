@@ -28,6 +28,11 @@ def _escaped(character: str) -> str:
     return character if character in "\n\t" else character.encode("unicode_escape").decode()
 
 
+def printable_arguments(args: Iterable[object]) -> tuple[object, ...]:
+    """An exception's arguments, with texts made `printable`."""
+    return tuple(printable(each) if isinstance(each, str) else each for each in args)
+
+
 def reason(error: BaseException) -> str:
     """Why a file cannot be read or written, for a message that names it: the system's text would name it again."""
     if isinstance(error, FileNotFoundError):
@@ -39,7 +44,7 @@ class _PrintableError(Exception):
     """The messages quote names of files, which a terminal must not obey."""
 
     def __init__(self, *args: object) -> None:
-        super().__init__(*(printable(each) if isinstance(each, str) else each for each in args))
+        super().__init__(*printable_arguments(args))
 
 
 class ConfigError(_PrintableError, ValueError):

@@ -16,9 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_d9d import CheckpointConfig, D9DStrategy
+from lightning_d9d import CheckpointConfig, ConfigError, D9DStrategy, StateError
 from lightning_d9d.checkpoint import is_directory, save_directory
 from lightning_d9d.cli import main
+from lightning_d9d.convert import _described
 from lightning_d9d.models.qwen3_moe import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
@@ -26,8 +27,10 @@ from lightning_d9d.models.qwen3_moe import (
     load_huggingface,
     save_huggingface,
 )
+from lightning_d9d.state import Spec
 from lightning_d9d.state.format import MANIFEST_FILE
 from tests.harness.compare import assert_bitwise_equal
+from tests.state.test_files import within
 
 SMALL = Qwen3MoeConfig(
     vocab_size=32, hidden_size=16, intermediate_size=24, moe_intermediate_size=8, num_hidden_layers=2,
@@ -283,6 +286,89 @@ def test_what_is_refused(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "junk.ckpt", "new", "other.ckpt", "stages"]
 
 
+ARGUMENTS, EMBEDDING = "qwen3_moe_arguments", "model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"state_dict": [1]}, "has no 'state_dict' of names and tensors"),
+        ({"state_dict": {1: torch.ones(1)}}, "has no 'state_dict' of names and tensors"),
+        ({"state_dict": {}, ARGUMENTS: {}}, f"{ARGUMENTS} has no config"),
+        ({"state_dict": {}, ARGUMENTS: 5}, f"{ARGUMENTS}=5 must be a table"),
+        ({"state_dict": {}, ARGUMENTS: {"config": [1]}}, "[1] must be a table of names and values"),
+        ({"state_dict": {}, ARGUMENTS: {"balance": {"zz": 1}}}, "balance={'zz': 1}, which is no BalanceConfig"),
+        ({"state_dict": {}, ARGUMENTS: {"balance": 7}}, "balance=7, which is no BalanceConfig"),
+    ],
+)
+def test_damaged_checkpoints_to_a_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], content: Any, message: str
+) -> None:
+    torch.save(content, tmp_path / "damaged.ckpt")
+    found = refused(monkeypatch, capsys, tmp_path / "damaged.ckpt", tmp_path / "hf")
+    assert f"{tmp_path}/damaged.ckpt" in found
+    assert message in found
+    if content.get(ARGUMENTS):
+        with pytest.raises((StateError, ConfigError), match=re.escape(message)):
+            Qwen3MoePretraining.load_from_checkpoint(tmp_path / "damaged.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"optimizer_states": "x"}, "TypeError"),
+        ({"optimizer_states": 1}, "'optimizer_0'"),
+        ({"optimizer_states": 1, "optimizer_0": 3}, "TypeError"),
+        ({"optimizer_states": 1, "optimizer_0": {}, "optimizer_0.a": 3}, "TypeError"),
+        ({"optimizer_states": 0, "lightning_d9d_one_process": []}, "AttributeError"),
+        ({"optimizer_states": 0, "lr_schedulers": [1], "lightning_d9d_one_process": {"scheduled": [4]}}, "IndexError"),
+        ({3: 4}, "TypeError"),
+    ],
+)
+def test_damaged_checkpoints_to_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], values: Any, message: str
+) -> None:
+    save_directory(tmp_path / "damaged", {}, values)
+    found = refused(monkeypatch, capsys, tmp_path / "damaged", tmp_path / "whole.ckpt")
+    assert f"{tmp_path}/damaged: its optimizers have no form that stock strategies load: " in found
+    assert message in found
+    assert not (tmp_path / "whole.ckpt").exists()
+
+
+@pytest.mark.parametrize("weight", [torch.ones(3), torch.ones(32, 16, dtype=torch.int64)])
+def test_weights_that_are_not_those_of_the_configuration(
+    tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str], trained: Path, weight: torch.Tensor
+) -> None:
+    content = torch.load(trained.with_name("direct.ckpt"), weights_only=True)
+    torch.save({**content, "state_dict": {**content["state_dict"], EMBEDDING: weight}}, tmp_path / "odd.ckpt")
+    message = refused(monkeypatch, capsys, tmp_path / "odd.ckpt", tmp_path / "new")
+    assert f"odd.ckpt: {EMBEDDING} is {weight.dtype} of shape {tuple(weight.shape)}, and its own config" in message
+
+
+def test_weights_without_a_tensor(tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    save_huggingface(make_model(), tmp_path / "hf")
+    (tmp_path / "hf" / MANIFEST_FILE).unlink()
+    save_file({}, tmp_path / "hf" / "model.safetensors")
+    message = refused(monkeypatch, capsys, tmp_path / "hf", tmp_path / "new")
+    assert re.search(f"{EMBEDDING}.* is not there", message)
+
+
+def test_the_dtype_of_most_of_many_tensors() -> None:
+    specs = {str(i): Spec((1,), torch.bfloat16 if i % 3 else torch.float32) for i in range(60_000)}
+    with within(2):
+        assert json.loads(_described({"dtype": "float16"}, specs, None)) == {"dtype": "bfloat16"}
+
+
+def test_names_of_files_do_not_steer_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_huggingface(make_model(), tmp_path / "hf")
+    (tmp_path / "hf" / "a\x1b[31mb.json").write_text("{}")
+    convert(monkeypatch, tmp_path / "hf", tmp_path / "new")
+    assert "a\\x1b[31mb.json" in capsys.readouterr().out
+    assert (tmp_path / "new" / "a\x1b[31mb.json").exists()
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
@@ -326,6 +412,22 @@ def test_a_target_that_meets_the_source_is_refused(
     load_huggingface(make_model(1), "memory://test_meets/models/hf")
     convert(monkeypatch, "memory://test_meets/models/hf", "memory://test_meets/models/hf2", "--overwrite")
     convert(monkeypatch, f"file://{home}/job.ckpt", home / "job2.ckpt", "--weights-only")
+
+
+@pytest.mark.parametrize("place", ["out/tok", "out", "out/../out/tok/", "memory://test_tokenizer/out"])
+def test_a_target_that_meets_the_tokenizer_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], trained: Path, place: str
+) -> None:
+    is_url = "://" in place
+    tokenizer, target = (place, "memory://test_tokenizer") if is_url else (tmp_path / place, tmp_path / "out")
+    save_huggingface(make_model(), tokenizer, overwrite=True)
+    for source in (trained, with_files_beside(tmp_path)):
+        before = contents(tmp_path)
+        message = refused(monkeypatch, capsys, source, target, "--tokenizer", tokenizer, "--overwrite")
+        assert re.search(r"the target .* (is|contains) .*, which is read; give another target", message)
+        assert contents(tmp_path) == before
+        shutil.rmtree(tmp_path / "source", ignore_errors=True)
+    load_huggingface(make_model(1), tokenizer)
 
 
 def with_files_beside(tmp_path: Path) -> Path:

@@ -11,13 +11,14 @@ import lightning as L
 import torch
 from torch import nn
 
-from lightning_d9d.errors import ConfigError
+from lightning_d9d.errors import ConfigError, StateError
 from lightning_d9d.generation.sources import TOKENIZER_FILES
 from lightning_d9d.loop.progress import is_watched
 from lightning_d9d.models.qwen3_moe import Qwen3MoeForCausalLM, save_huggingface
 from lightning_d9d.models.qwen3_moe.huggingface import files_beside_weights
 from lightning_d9d.state import DTYPE_NAMES
-from lightning_d9d.state.places import is_occupied, place_of
+from lightning_d9d.state.directory import make_directory
+from lightning_d9d.state.places import is_occupied, place_of, refuse_overlap
 
 
 class HuggingFaceExport(L.Callback):
@@ -25,7 +26,7 @@ class HuggingFaceExport(L.Callback):
 
     Args:
         directory: Where `config.json` and the safetensors files go; also a URL that fsspec knows.
-        overwrite: Whether to replace an existing directory with everything in it.
+        overwrite: Whether to replace an existing directory with everything in it, but for one that the training reads.
         dtype: Of the files, "bfloat16" say; None keeps each parameter's own.
         fused_experts: All experts of a layer in one tensor, not each in its own.
         tokenizer: A directory (or URL) whose small files are copied: tokenizer, chat template and
@@ -67,10 +68,21 @@ class HuggingFaceExport(L.Callback):
                 f"{self._text}: the directory is not empty; choose another one, or set overwrite=True to replace it "
                 "with everything in it."
             )
+        self._refuse_overlap(pl_module)
         if isinstance(self.directory, Path):
             make_folder(trainer, self.directory.parent, self._text)
         if trainer.is_global_zero:
             self._read_files(pl_module)
+
+    def _refuse_overlap(self, module: L.LightningModule) -> None:
+        """Refuse to replace what the training begins with."""
+        for source in filter(None, (self.tokenizer, getattr(module, "pretrained", None))):
+            with _usable(self._text):
+                read = place_of(source)
+            try:
+                refuse_overlap(read, self.directory)
+            except StateError as error:
+                raise ConfigError(f"{self._text}: {error}") from None
 
     def _read_files(self, module: L.LightningModule) -> None:
         source = self.tokenizer or getattr(module, "pretrained", None)
@@ -99,7 +111,7 @@ def make_folder(trainer: L.Trainer, folder: Path, callback: str) -> None:
     if not trainer.is_global_zero:
         return
     with _usable(callback):
-        folder.mkdir(parents=True, exist_ok=True)
+        make_directory(folder)
     if not os.access(folder, os.W_OK):
         raise ConfigError(f"{callback} cannot be written: no right to write to {folder}; give another place")
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_d9d.callbacks.export import qwen3_moe_stages
+from lightning_d9d.errors import printable
 from lightning_d9d.generation import Sampling
 from lightning_d9d.models.qwen3_moe import Qwen3MoeForCausalLM
 from lightning_d9d.strategy.module import D9DModule
@@ -48,7 +49,7 @@ class TextSample(L.Callback):
         Not when `fit` ends: then stages can no longer reach one another.
         """
         with trainer.precision_plugin.forward_context():
-            text = self.generate(pl_module)
+            text = printable(self.generate(pl_module))
         if trainer.is_global_zero:
             trainer.print(f"--- {self.num_characters} generated characters ---\n{self.prompt}{text}\n---")
 

@@ -26,6 +26,7 @@ from lightning_d9d.checkpoint.optimizers import (
     names_by_position,
 )
 from lightning_d9d.errors import StateError
+from lightning_d9d.mesh.agreement import Ranks
 
 MODEL = "model."
 """What names of the model begin with in a directory."""
@@ -145,8 +146,13 @@ def whole_checkpoint(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -
         tensors: Those of model and optimizers, whole.
 
     Raises:
-        StateError: The order is unknown in which one process has an optimizer's parameters.
+        StateError: The order is unknown in which one process has an optimizer's parameters, or the values are damaged.
     """
+    with Ranks(alone=True).agreed("its optimizers have no form that stock strategies load"):
+        return _whole_checkpoint(values, tensors)
+
+
+def _whole_checkpoint(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     of_lightning = {name: value for name, value in values.items() if not _OF_DIRECTORIES.match(name)}
     checkpoint = {**of_lightning, "state_dict": {**_below(MODEL, values), **_below(MODEL, tensors)}}
     if "optimizer_states" in values:
@@ -170,7 +176,7 @@ def _by_position(index: int, values: Mapping[str, Any], tensors: Mapping[str, Te
         records = [values[key] for key in keys] or [_records_before(prefix, values)]
         groups = whole_groups(records, values.get(ONE_PROCESS, {}).get("parameters", []))
     except StateError as error:
-        raise StateError(f"the state of {prefix} has no form that stock strategies load: {error}") from error
+        raise StateError(f"{prefix}: {error}") from error
     states: dict[Any, Any] = {}
     param_groups: list[dict[str, Any]] = []
     positions = count()

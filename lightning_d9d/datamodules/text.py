@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_d9d.errors import ConfigError
+from lightning_d9d.errors import ConfigError, printable, reason
 from lightning_d9d.log import logger
 
 END_OF_FILE = b"\0"  # closes every file; a NUL byte never occurs in text
@@ -183,7 +183,7 @@ def read_text(files: Iterable[Path]) -> Tensor:
             content = path.read_bytes()
             content.decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            logger.warning("left out %s: %s", path, error)
+            logger.warning("left out %s: %s", printable(str(path)), reason(error))
             continue
         text += content + END_OF_FILE
     return torch.frombuffer(text, dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)

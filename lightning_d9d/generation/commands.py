@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_d9d.errors import ConfigError, reason
+from lightning_d9d.errors import ConfigError, printable, reason
 from lightning_d9d.generation.perplexity import score
 from lightning_d9d.generation.sampling import Sampling, generate
 from lightning_d9d.generation.sources import Tokenizer, load_model, load_tokenizer
@@ -35,8 +35,9 @@ def main_generate(chosen: argparse.Namespace) -> None:
     tokens = torch.tensor(tokenizer.encode(prompt), dtype=torch.long)
     written = generate(model, tokens, chosen.max_new_tokens, sampling, stop=stop, seed=chosen.seed)
     sys.stdout.write(prompt)
+    to_terminal = sys.stdout.isatty()
     for text in _texts(tokenizer, written):
-        sys.stdout.write(text)
+        sys.stdout.write(printable(text) if to_terminal else text)
         sys.stdout.flush()
     sys.stdout.write("\n")
 

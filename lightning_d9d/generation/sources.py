@@ -113,6 +113,8 @@ def load_tokenizer(name: str | None, source: str | Path, vocab_size: int) -> Tok
                 "directory or a name on Hugging Face's hub, or 'bytes' for a model that was trained on bytes"
             )
     if name == BYTES:
+        if vocab_size < _NUM_BYTES:
+            raise ConfigError(f"a model of vocab_size={vocab_size} has no token for each byte; give its own tokenizer")
         return ByteTokenizer()
     try:
         from transformers import AutoTokenizer  # pyright: ignore[reportMissingImports]: an extra

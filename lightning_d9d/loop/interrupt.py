@@ -1,4 +1,4 @@
-"""Ctrl-C in one process, and how a run that was stopped goes on. Several processes stop together, see `shutdown.py`."""
+"""Stops of one process, and how a run that was stopped goes on. Several processes stop together, see `shutdown.py`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.loop.patches import Patches
@@ -73,6 +74,12 @@ class Interruption:
             self.check()
         loop = self._trainer.fit_loop.epoch_loop
         type(loop).advance(loop, data_fetcher)
+
+
+def set_exit_code(error: BaseException) -> None:
+    """Give a stop by SIGTERM its exit code: Lightning's has none, so that the process would exit with 0. Local."""
+    if isinstance(error, SIGTERMException) and error.code is None:
+        error.code = 128 + signal.SIGTERM
 
 
 def refuse_saves(patches: Patches, trainer: L.Trainer) -> None:

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lightning_d9d.errors import StateError, reason
+from lightning_d9d.errors import StateError, printable, reason
 from lightning_d9d.state.boxes import Index
 from lightning_d9d.state.places import Place, UrlPath, flush, read_small
 from lightning_d9d.state.regular import open_regular
@@ -217,7 +217,7 @@ def _check_by_package(header: bytes, size: int) -> None:
             with safe_open(f"/dev/fd/{file.fileno()}", framework="numpy"):
                 pass
         except SafetensorError as error:
-            raise ValueError(str(error)) from error
+            raise ValueError(printable(str(error))) from None  # a traceback shows causes as they are
 
 
 def _scratch_file() -> IO[bytes]:
@@ -231,9 +231,10 @@ def _entry(name: str, values: Mapping[str, Any], start: int) -> _Entry:
     """The package has checked it, but for what torch does not take."""
     shape, (begin, end), dtype = tuple(values["shape"]), values["data_offsets"], values["dtype"]
     if dtype not in _DTYPES:
-        raise ValueError(f"{name} is {dtype}, not one of {', '.join(_DTYPES)}")
+        raise ValueError(printable(f"{name} is {dtype}, not one of {', '.join(_DTYPES)}"))
     if len(shape) > _MAX_DIMS or math.prod(max(length, 1) for length in shape) >= 2**63:
-        raise ValueError(f"{name} has {len(shape)} dims, {list(shape[:4])} first; at most {_MAX_DIMS} are read")
+        text = f"{name} has {len(shape)} dims, {list(shape[:4])} first; at most {_MAX_DIMS} are read"
+        raise ValueError(printable(text))
     return _Entry(shape, _DTYPES[dtype], start + begin, start + end)
 
 
@@ -241,7 +242,7 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
         counts = Counter(name for name, _ in pairs)
-        raise ValueError(f"it has {next(name for name, count in counts.items() if count > 1)} twice")
+        raise ValueError(printable(f"it has {next(name for name, count in counts.items() if count > 1)} twice"))
     return values
 
 

@@ -19,7 +19,7 @@ from lightning_d9d.state.format import (
     reading,
     write_json,
 )
-from lightning_d9d.state.places import Place
+from lightning_d9d.state.places import Place, check_link
 from lightning_d9d.state.progress import Progress
 from lightning_d9d.state.threads import in_threads
 
@@ -55,11 +55,12 @@ def read_manifest(directory: Place) -> dict[str, Any] | None:
     with reading(path):
         if not path.exists():
             return None
+    check_link(directory, MANIFEST_FILE, path)
     try:
         values = read_json(path)
         if values["format"] != _FORMAT:
             raise ValueError("it is of another kind")
-        return dict(values["tensors"])
+        return {**values["tensors"]}  # a list of pairs is none
     except (ValueError, KeyError, TypeError) as error:
         raise StateError(f"{path}: is no manifest ({error!r}); {_REMEDY}.") from error
 

@@ -164,6 +164,7 @@ class SafetensorsReader(Mapping[str, StoredTensor]):
                 f"{self.path} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; give the directory of a model saved as "
                 "safetensors."
             )
+        check_link(self.path, index.name, index)
         try:
             names = {name: str(file) for name, file in read_json(index)["weight_map"].items()}
         except (ValueError, KeyError, AttributeError, TypeError) as error:

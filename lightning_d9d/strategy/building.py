@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_d9d.coordination.ahead import BatchPlan
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.loop.display import describe_run
+from lightning_d9d.loop.none_batches import RefuseNoneBatches
 from lightning_d9d.loop.patches import Patches
 from lightning_d9d.loop.progress import LateProgress
 from lightning_d9d.loop.uneven import Alignment, check_lengths
@@ -218,6 +219,8 @@ class TrainingParts:
 
     def _staged(self, module: D9DModule, steps: OptimizerStep) -> StagedTraining:
         assert self.evaluation is not None
+        if self.ranks.world_size == 1:
+            self.patches.insert_callback(RefuseNoneBatches())
         stages, splitter = module.indexed_stages, self.evaluation.splitter
         keeps = self.parallel.reshard_after_forward is False
         if self.parallel.reshard_after_forward == "auto":

@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_d9d.checkpoint import check_tied_parameters, is_directory, open_directory, tied_names
 from lightning_d9d.checkpoint.directory import refuse_others
 from lightning_d9d.checkpoint.torch_files import check_archive, is_archive, read_saved
-from lightning_d9d.errors import StateError, StateNotFoundError, reason
+from lightning_d9d.errors import StateError, StateNotFoundError, printable_arguments, reason
 from lightning_d9d.mesh.agreement import MAX_NAMED, Ranks, first_of
 from lightning_d9d.state.directory import make_directory, publish
 from lightning_d9d.state.owner import owned
@@ -94,7 +94,8 @@ def never_runs_code(path: object, weights_only: bool | None) -> bool | None:
 
 
 def unreadable(path: str | Path, error: BaseException) -> StateError:
-    """The error of a checkpoint file that cannot be read."""
+    """The error of a checkpoint file that cannot be read. Its cause, which a traceback shows too, is made printable."""
+    error.args = printable_arguments(error.args)
     if "://" not in str(path) and not os.path.lexists(path):
         return StateNotFoundError(f"Checkpoint file not found: {path}; give another ckpt_path")
     if (Path(path) / "config.json").is_file():
@@ -136,8 +137,12 @@ def read_checkpoint(
         checkpoint = read()
     except UNREADABLE as error:
         raise unreadable(path, error) from error
-    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-        raise StateError(f"checkpoint {str(path)!r} has no 'state_dict': Lightning did not write it; give another one")
+    state = checkpoint.get("state_dict") if isinstance(checkpoint, dict) else None
+    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
+        raise StateError(
+            f"checkpoint {str(path)!r} has no 'state_dict' of names and tensors: Lightning did not write it; give "
+            "another one"
+        )
     return checkpoint
 
 

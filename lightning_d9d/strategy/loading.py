@@ -76,7 +76,7 @@ class Loads:
         weights_only = never_runs_code(path, weights_only)
         torch.cuda.empty_cache()  # as Lightning does
         read = functools.partial(io.load_checkpoint, path, weights_only=weights_only)
-        with Ranks().agreed(f"checkpoint {str(path)!r} cannot be read"):
+        with Ranks().agreed("ckpt_path cannot be loaded"):  # the error names it
             return read_checkpoint(read, path, weights_only)
 
     def names_in(self, checkpoint: Mapping[str, Any]) -> set[str]:

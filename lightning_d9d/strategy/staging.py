@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 
-from lightning_d9d.errors import ConfigError
+from lightning_d9d.errors import ConfigError, printable
 from lightning_d9d.mesh import Axis, MeshDomains
 from lightning_d9d.parallel import ParallelConfig
 from lightning_d9d.parallel.expert import are_units
@@ -119,7 +119,7 @@ class Staging:
         saved = saved_choice(checkpoint, pipeline.num_ranks)
         if saved is None or saved == self.choice:
             return None
-        rank_zero_info(f"resuming with the schedule of the checkpoint:\n{saved}")
+        rank_zero_info(printable(f"resuming with the schedule of the checkpoint:\n{saved}"))
         return self._take(self.schedule, saved, pipeline.mesh, pipeline.device)
 
     @property

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from lightning_d9d.coordination.ahead import BatchPlan
 from lightning_d9d.errors import ConfigError, RankError
 from lightning_d9d.loop.display import adapt_display, resume_bar, say, silence, silence_hooks
-from lightning_d9d.loop.interrupt import Interruption, resume_advice
+from lightning_d9d.loop.interrupt import Interruption, resume_advice, set_exit_code
 from lightning_d9d.loop.launch import check_number_of_ranks
 from lightning_d9d.loop.patches import Patches
 from lightning_d9d.loop.shutdown import Shutdown, end_children_at_exit
@@ -559,6 +559,7 @@ class D9DStrategy(RankHooks):
     def on_exception(self, exception: BaseException) -> None:
         """See to it that other ranks hear of it, that ranks launched here end too, and say how a fit goes on."""
         super().on_exception(exception)
+        set_exit_code(exception)
         if self._shutdown is not None:
             self._shutdown.watch.report(exception)  # where a tuner had put the Trainer's callbacks away
         else:

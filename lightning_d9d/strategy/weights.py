@@ -25,7 +25,7 @@ from lightning_d9d.checkpoint import (
     open_directory,
     tied_names,
 )
-from lightning_d9d.errors import StateError
+from lightning_d9d.errors import StateError, printable
 from lightning_d9d.mesh.agreement import Ranks, first_of
 from lightning_d9d.mesh.collectives import all_gather_object, device_of_messages
 from lightning_d9d.strategy.checkpoint_files import mapped, read_checkpoint
@@ -60,7 +60,7 @@ def overwrite_weights(module: nn.Module, path: str | Path, *, prefix: str = "", 
         found = opened.load(named, strict=strict, prefix=MODEL + prefix)
         return Differences(*([name.removeprefix(MODEL) for name in names] for names in found))
     failure = f"checkpoint {str(path)!r} cannot be loaded"
-    with Ranks().agreed(failure):
+    with Ranks().agreed("weights cannot be loaded"):  # the error names the checkpoint
         state = read_checkpoint(functools.partial(mapped, path), path)["state_dict"]
     saved = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     stored = {name: StoredTensor(value.shape, value.dtype) for name, value in saved.items()}
@@ -79,7 +79,8 @@ def report(differences: Differences, path: str | Path) -> None:
     for names, where in zip(differences, ("not in it, and stay as they are", "not in the model"), strict=True):
         if names:
             rank_zero_warn(
-                f"of checkpoint {str(path)!r} not all was loaded: {len(names)} are {where}: {first_of(names)}"
+                f"of checkpoint {str(path)!r} not all was loaded: {len(names)} are {where}: "
+                f"{printable(first_of(names))}"
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_d9d import D9DStrategy
 from lightning_d9d.callbacks import HuggingFaceExport, LossCurve, TextSample
 from lightning_d9d.datamodules import ByteTextDataModule
-from lightning_d9d.errors import ConfigError, StateError
+from lightning_d9d.errors import ConfigError, StateError, printable
 from lightning_d9d.models.qwen3_moe import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
@@ -100,7 +101,7 @@ def test_text_sample_is_printed_and_repeatable(folder: Path, capsys: pytest.Capt
     module = fit(folder, TextSample(prompt="a =", num_characters=20, context_length=8))
     printed = capsys.readouterr().out
     sample = TextSample(prompt="a =", num_characters=20, context_length=8)
-    assert f"a ={sample.generate(module.model)}" in printed
+    assert f"a ={printable(sample.generate(module.model))}" in printed
     assert module.model.training
     # With a certain model every byte is its likeliest: the same as a greedy walk over its logits.
     tokens = list(b"a =")
@@ -108,6 +109,15 @@ def test_text_sample_is_printed_and_repeatable(folder: Path, capsys: pytest.Capt
         tokens.append(int(module.model(torch.tensor([tokens[-8:]])).logits[0, -1].argmax()))
     sample.temperature = 1e-6
     assert sample.generate(module.model).encode() == bytes(tokens[3:])
+
+
+def test_a_text_sample_does_not_steer_a_terminal(folder: Path, capsys: pytest.CaptureFixture[str]):
+    class Escape(TextSample):
+        def generate(self, module: Any) -> str:
+            return "\x1b[2J\n"
+
+    fit(folder, Escape(prompt="a ="))
+    assert "\na =\\x1b[2J\n\n---" in capsys.readouterr().out
 
 
 def test_export_is_the_trained_model(folder: Path, tmp_path: Path):
@@ -178,6 +188,30 @@ def test_export_refuses_a_directory_with_files(folder: Path):
     with pytest.raises(ConfigError, match="not empty; choose another one, or set overwrite=True"):
         fit(folder, HuggingFaceExport(folder))
     assert (folder / "a.py").exists()
+
+
+@pytest.mark.parametrize("relation", ["is", "contains", "lies in"])
+def test_export_refuses_to_replace_what_the_training_begins_with(folder: Path, tmp_path: Path, relation: str):
+    begin = tmp_path / "out" / "begin"
+    save_huggingface(Qwen3MoeForCausalLM(CONFIG), begin)
+    (begin / "tokenizer.json").write_text("{}")
+    directory = {"is": begin, "contains": begin.parent, "lies in": begin / "new"}[relation]
+    text = (
+        rf"HuggingFaceExport\(directory='{directory}'\): the target {directory} {relation} {begin}, which is read; give"
+    )
+    for tokenizer, pretrained in ((None, str(begin)), (begin, None)):
+        with pytest.raises(ConfigError, match=text):
+            fit(folder, HuggingFaceExport(directory, overwrite=True, tokenizer=tokenizer), pretrained=pretrained)
+    load_huggingface(Qwen3MoeForCausalLM(CONFIG), begin)
+
+
+def test_parents_of_an_export_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    module = Qwen3MoePretraining(CONFIG)
+    module.configure_model()
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    HuggingFaceExport(tmp_path / "a" / "b" / "export").on_fit_start(L.Trainer(logger=False), module)
+    assert {str(tmp_path), str(tmp_path / "a")} <= {*synced}
 
 
 def test_an_export_to_a_url(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from lightning_d9d import CheckpointConfig, D9DStrategy, MeshConfig, StateError
 from lightning_d9d.callbacks import InitialWeights
+from lightning_d9d.checkpoint import Differences
+from lightning_d9d.strategy.weights import report
 from tests.harness.compare import assert_bitwise_equal
 from tests.harness.ranks import RankContext
 from tests.strategy.plain import trainer
@@ -80,3 +82,8 @@ def test_whole_and_in_part_onto_a_mesh(rank: RankContext, mode: str) -> None:
         fit(Sharded(), prefix="nets.", strict=False)
     with pytest.raises(StateError, match=r"of another model: (model\.)?head\.\w+ is not in the"):
         fit(Headed())
+
+
+def test_names_of_a_checkpoint_do_not_steer_a_terminal() -> None:
+    with pytest.warns(UserWarning, match=r"not all was loaded: 1 are not in the model: \\x1b\[2J$"):
+        report(Differences([], ["\x1b[2J"]), "step.ckpt")

@@ -144,3 +144,11 @@ def test_a_missing_file_is_named_once(folder: Path, read: object) -> None:
     assert str(caught.value).count("nowhere.json") == 1
     assert "it does not exist" in str(caught.value)
     assert "Errno" not in str(caught.value)
+
+
+def test_a_directory_that_is_no_checkpoint_is_named_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "fit", "--config", "run.yaml", "--ckpt_path", "texts") == 2
+    text = "checkpoint 'texts' is a directory without values.pt: it is none, or incomplete"
+    assert f"error: ckpt_path cannot be loaded: {text}\n" in capsys.readouterr().err

@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_d9d.coordination.messages import Failure
+from lightning_d9d.coordination.watchdog import RankWatch
 from tests.coordination import watched
 
 SECONDS = watched.SHUTDOWN_SECONDS + 60
@@ -66,3 +67,11 @@ def test_a_failure_is_the_same_behind_the_store() -> None:
     failure = Failure.of(3, ValueError("\U0001f600" * 200_000))
     assert len(failure.summary) == 10_000
     assert Failure.from_store("failure", failure.to_store().encode()) == failure
+
+
+def test_a_note_about_another_rank_does_not_steer_a_terminal() -> None:
+    watch = RankWatch(dist.HashStore(), 0, 2, 600, 2, [], lambda _: SystemExit())
+    watch.failure = Failure(1, "ValueError: \x1b[2J")
+    error = ValueError("own")
+    watch.report(error)
+    assert error.__notes__ == ["before that, rank 1 failed: ValueError: \\x1b[2J"]

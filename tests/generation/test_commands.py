@@ -113,6 +113,8 @@ def test_a_tokenizer_beside_the_model_is_taken(tmp_path: Path, capsys: pytest.Ca
     assert capsys.readouterr().out.startswith("the model")
     with pytest.raises(ConfigError, match="ids up to 3, but the model has vocab_size=2"):
         load_tokenizer(str(tmp_path / "model"), tmp_path, 2)
+    with pytest.raises(ConfigError, match="vocab_size=64 has no token for each byte"):
+        load_tokenizer("bytes", tmp_path, 64)
     with pytest.raises(ConfigError, match="cannot be read"):
         load_tokenizer(str(tmp_path / "nothing"), tmp_path, 64)
 
@@ -149,3 +151,17 @@ def test_dtypes(tmp_path: Path) -> None:
     save_huggingface(Qwen3MoeForCausalLM(Qwen3MoeConfig.preset("tiny")), tmp_path / "half", dtype=torch.bfloat16)
     assert next(load_model(tmp_path / "half").parameters()).dtype == torch.bfloat16
     assert next(load_model(tmp_path / "half", torch.float32).parameters()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_model_does_not_steer_a_terminal(
+    trained: tuple[Path, float],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+    is_terminal: bool,
+) -> None:
+    """A file gets the text as it is."""
+    monkeypatch.setattr("lightning_d9d.generation.commands.generate", lambda *_, **__: iter(b"\x1b[2J\n"))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    run_command("generate", trained[0] / "export", "--prompt", "def ")
+    assert capsys.readouterr().out == ("def \\x1b[2J\n\n" if is_terminal else "def \x1b[2J\n\n")

@@ -64,7 +64,8 @@ class Job:
     frozen: str | None = None
     """The name of a parameter that is not trained."""
     interrupts: tuple[int, int, int] | None = None
-    """Rank, batch and number of SIGINTs; with 0 the rank fails."""
+    """Rank, batch and number of signals; with 0 the rank fails."""
+    stop_signal: int = signal.SIGINT
 
 
 class Rows(torch.utils.data.Dataset):
@@ -99,7 +100,7 @@ class Module(Qwen3MoePretraining):
                 for process in multiprocessing.active_children():  # as a terminal would do
                     os.kill(process.pid or 0, signal.SIGINT)
                 for _ in range(number):
-                    os.kill(os.getpid(), signal.SIGINT)
+                    os.kill(os.getpid(), self.job.stop_signal)
         return super().microbatch_weight(microbatch)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,6 +66,13 @@ def test_a_rank_that_fails_saves_nothing(tmp_path: Path) -> None:
     assert "ValueError: bad row on rank 1" in lines
     assert not [line for line in lines if line.startswith(("Stopped", "An ")) or "not ended" in line]
     assert open_directory(tmp_path / LAST, alone=True).values["global_step"] == 2
+
+
+def test_sigterm_ends_one_process_as_several(tmp_path: Path) -> None:
+    """A scheduler that looks at the exit code must not take the run for a complete one."""
+    job = Job(saving=SAVING, interrupts=(0, 2, 1), stop_signal=signal.SIGTERM)
+    lines = lines_of(tmp_path, job, codes=[128 + signal.SIGTERM])
+    assert any(line.startswith(f"Stopped after step 3, saved in {LAST}. To go on: ") for line in lines)
 
 
 def test_without_a_checkpoint(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import resource
 import shutil
 import signal
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -271,6 +272,21 @@ def test_headers_that_are_none(saved: Path, text: str) -> None:
     refuses(saved, str(path), "cannot be read")
 
 
+@pytest.mark.parametrize(
+    "change", [{"dtype": "F4", "shape": [4, 48]}, {"shape": [1] * 100 + [4, 6]}, {"shape": "a"}, None]
+)
+def test_a_traceback_does_not_steer_a_terminal(saved: Path, change: dict[str, Any] | None) -> None:
+    path, name = file_of(saved, "a"), "\x1b[2J"
+    if change is None:
+        entry = '"\\u001b[2J": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}'
+        write_header(path, f"{{{entry}, {entry}}}".encode())
+    else:
+        edit_header(path, lambda header: header.update({name: {**header.pop("a"), **change}}))
+    with pytest.raises(StateError) as caught:
+        SafetensorsFile(path)
+    assert "\x1b" not in "".join(traceback.format_exception(caught.value))
+
+
 @contextlib.contextmanager
 def within(seconds: float) -> Iterator[None]:
     """Of this process's own time, whatever else the machine does."""
@@ -388,6 +404,13 @@ def test_links_that_leave_the_directory(saved: Path, target: str) -> None:
     refuses(saved, "'loop'")
 
 
+@pytest.mark.parametrize("name", [INDEX, MANIFEST])
+def test_tables_that_are_links_out_of_the_directory(saved: Path, name: str) -> None:
+    (saved / name).rename(saved.parent / "elsewhere.json")
+    (saved / name).symlink_to("../elsewhere.json")
+    refuses(saved, f"the file {name!r} is a link that leads outside of the directory")
+
+
 def test_links_within_the_directory_and_in_the_cache_of_the_hub(saved: Path) -> None:
     revision, blobs = saved.parent / "repo" / "snapshots" / "abc", saved.parent / "repo" / "blobs"
     shutil.copytree(saved, revision)
@@ -411,7 +434,12 @@ def test_bad_index(saved: Path, text: str) -> None:
     refuses(saved, str(saved / INDEX), "is no index")
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"format": "lightning_d9d manifest 1"}', '{"format": 1}', "\xff"])
+PAIRS = '{"format": "lightning_d9d manifest 1", "tensors": [[1, {}], ["q", {}]]}'
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "{}", '{"format": "lightning_d9d manifest 1"}', '{"format": 1}', PAIRS, "\xff"]
+)
 def test_bad_manifest(saved: Path, text: str) -> None:
     (saved / MANIFEST).write_bytes(text.encode("latin1"))
     refuses(saved, str(saved / MANIFEST), "is no manifest")

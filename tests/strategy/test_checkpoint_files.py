@@ -8,6 +8,7 @@ import os
 import pickle
 import shutil
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from lightning_d9d.checkpoint import MODEL, is_directory, save_directory
 from lightning_d9d.cli.commands import parse
 from lightning_d9d.strategy.checkpoint_files import AtomicFileIO, mapped, read_checkpoint, read_value
 from lightning_d9d.strategy.weights import overwrite_weights
+from tests.checkpoint.hostile import packed_again, saved
 from tests.checkpoint.test_killed import loaded
 from tests.harness.forked import killed_at
 from tests.strategy.plain import Plain, loader, trainer
@@ -182,3 +184,23 @@ def test_a_file_that_holds_no_mapping_has_no_value(tmp_path: Path) -> None:
     assert read_value(tmp_path / "tensor.ckpt", "epoch") is None
     torch.save({"epoch": 3}, tmp_path / "old.ckpt", _use_new_zipfile_serialization=False)
     assert read_value(tmp_path / "old.ckpt", "epoch") == 3
+
+
+def test_a_traceback_does_not_steer_a_terminal(tmp_path: Path) -> None:
+    """Torch's error, which is the cause, names what the file asks for."""
+    path, asks = tmp_path / "no.ckpt", b"\x80\x02}X\x0a\x00\x00\x00state_dictcevil\x1b[2J\nx\ns."
+    path.write_bytes(packed_again(saved({"state_dict": {}}), lambda _: asks))
+    with pytest.raises(StateError, match=r"holds an object of evil\\x1b\[2J.x") as caught:
+        read_checkpoint(functools.partial(mapped, path), path)
+    assert isinstance(caught.value.__cause__, pickle.UnpicklingError)
+    assert "\x1b" not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize("read", [fit, lambda path: overwrite_weights(Plain(), path)])
+def test_what_is_no_checkpoint_is_named_once(tmp_path: Path, read: Callable[[Any], Any]) -> None:
+    (tmp_path / "wrong").mkdir()
+    (tmp_path / "junk.ckpt").write_text("junk")
+    for path in (tmp_path / "wrong", tmp_path / "junk.ckpt", tmp_path / "gone.ckpt"):
+        with pytest.raises(StateError) as caught:
+            read(path)
+        assert str(caught.value).count(str(path)) == 1

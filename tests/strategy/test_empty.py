@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from lightning_d9d import ConfigError, D9DStrategy, MeshConfig
+from lightning_d9d.errors import RankError
 from lightning_d9d.models.qwen3_moe import Qwen3MoePretraining
 from lightning_d9d.strategy.empty import EmptyBatches
 from tests.harness.compare import assert_bitwise_equal
 from tests.harness.ranks import RankContext
 from tests.models.test_qwen3_moe_module import CONFIG
-from tests.strategy.plain import trainer
-from tests.strategy.staged import IGNORED, Recorded, staged_rows
+from tests.strategy.plain import Plain, trainer
+from tests.strategy.staged import IGNORED, Recorded, Staged, staged_rows
 
 BATCH, WINDOW, EPOCH = "a training batch has nothing", "an optimizer step is left out", "an epoch had nothing"
 
@@ -134,3 +137,67 @@ def test_cuda_tells_late_and_never_waits() -> None:
     empty.add_window(weight)
     with pytest.raises(ConfigError, match="10 optimizer steps in a row"):
         empty.finish()
+
+
+class Endless(IterableDataset):
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        while True:
+            yield from staged_rows(8)
+
+
+class MostlyNone:
+    """A `collate_fn` that gives None for all batches but some, whatever the epoch."""
+
+    def __init__(self, num_batches: int, *others: int) -> None:
+        self.num_batches, self.others, self.called = num_batches, others, 0
+
+    def __call__(self, parts: list[Any]) -> Any:
+        place, self.called = self.called % self.num_batches, self.called + 1
+        return default_collate(parts) if place in self.others else None
+
+
+def nothing(parts: list[Any]) -> None:
+    """A `collate_fn` without a `return`."""
+
+
+def fit_nones(data: Any, collate_fn: Any, module: Any = None, path: Path | None = None, **options: Any) -> Any:
+    run = trainer(D9DStrategy(), **options)
+    run.fit(module or Staged(), DataLoader(data, 2, collate_fn=collate_fn), ckpt_path=path)
+    return run
+
+
+@pytest.mark.parametrize("options", [{}, {"limit_train_batches": 3, "accumulate_grad_batches": 2}])
+def test_an_epoch_of_nones_is_refused(options: dict[str, Any]) -> None:
+    """Lightning leaves them out, and would look for a step for ever."""
+    number = options.get("limit_train_batches", 4)
+    text = rf"all training batches of epoch 0 were None \({number} in a row\); let collate_fn \(.*test_empty.nothing\)"
+    with pytest.raises(ConfigError, match=text):
+        fit_nones(staged_rows(8), nothing, max_steps=2, max_epochs=-1, **options)
+
+
+def test_nones_without_an_end_are_refused() -> None:
+    text = r"1,000 training batches in a row were None; let collate_fn \(<.*MostlyNone object.*\) return a batch"
+    with pytest.raises(ConfigError, match=text):
+        fit_nones(Endless(), MostlyNone(10**9, 0, 3), max_steps=3, max_epochs=-1)
+    assert fit_nones(Endless(), MostlyNone(900, 1), max_steps=2, max_epochs=-1).global_step == 2
+
+
+def test_some_nones_are_left_out(tmp_path: Path) -> None:
+    """Also where a run goes on before the rest of an epoch, which has nothing else."""
+    assert fit_nones(staged_rows(8), MostlyNone(4, 1), max_epochs=3).global_step == 3
+    saver = ModelCheckpoint(tmp_path, "step", every_n_train_steps=1)
+    fit_nones(staged_rows(8), MostlyNone(4, 0), max_epochs=1, callbacks=[saver], enable_checkpointing=True)
+    again = fit_nones(staged_rows(8), nothing, path=tmp_path / "step.ckpt", max_epochs=1)
+    assert (again.global_step, again.current_epoch) == (1, 1)
+    assert again.fit_loop.epoch_loop.batch_progress.total.ready == 4
+
+
+def test_nones_of_a_plain_module_are_lightnings_affair() -> None:
+    assert fit_nones(staged_rows(8), nothing, Plain(), max_epochs=2).current_epoch == 2
+
+
+@pytest.mark.ranks(2)
+def test_several_ranks_need_data_for_every_batch(rank: RankContext) -> None:
+    run = trainer(D9DStrategy(), 2, str(rank.device), max_steps=2, max_epochs=-1)
+    with pytest.raises(RankError, match=r"gave None for training batch 1 .* have collate_fn keep at least one row"):
+        run.fit(Staged(), DataLoader(staged_rows(8), 2, collate_fn=nothing))  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import math
 import re
+import reprlib
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import Metric
 
-from lightning_d9d.errors import ConfigError
+from lightning_d9d.errors import ConfigError, StateError
 from lightning_d9d.loop.progress import is_watched
 from lightning_d9d.mesh import MeshDomains
 from lightning_d9d.models.qwen3_moe.batch import BatchCheck, check_form, place_in_data, prepared
@@ -52,6 +53,33 @@ _NAMES_OF_STAGES: dict[str | None, str] = {
 
 ARGUMENTS_KEY = "qwen3_moe_arguments"
 """Under which name a checkpoint has the arguments of the module."""
+
+
+def saved_arguments(saved: Any, source: object) -> dict[str, Any]:
+    """The arguments of `Qwen3MoePretraining` that a checkpoint has, with a config and a balance made of its tables.
+
+    Args:
+        saved: What the checkpoint has under `ARGUMENTS_KEY`.
+        source: The checkpoint, for people.
+
+    Raises:
+        StateError: They are damaged, or those of another version.
+        ConfigError: Their `config` is none that a model can be built from.
+    """
+    if not isinstance(saved, Mapping):
+        raise StateError(f"{source}: {ARGUMENTS_KEY}={reprlib.repr(saved)} must be a table; give another checkpoint")
+    arguments = dict(saved)
+    if "config" in arguments:
+        arguments["config"] = Qwen3MoeConfig.from_dict(arguments["config"], source=str(source))
+    if arguments.get("balance") is not None:
+        try:
+            arguments["balance"] = BalanceConfig(**arguments["balance"])
+        except (TypeError, ConfigError) as error:
+            raise StateError(
+                f"{source}: {ARGUMENTS_KEY} has balance={reprlib.repr(arguments['balance'])}, which is no "
+                f"BalanceConfig ({error}); give another checkpoint"
+            ) from error
+    return arguments
 
 
 class Perplexity(Metric):
@@ -220,11 +248,8 @@ class Qwen3MoePretraining(D9DModule):
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Self:
         """As `D9DModule.load_from_checkpoint`; arguments that are not given are the saved ones."""
-        saved = read_value(checkpoint_path, ARGUMENTS_KEY) or {}
-        if "config" in saved:
-            saved["config"] = Qwen3MoeConfig.from_dict(saved["config"], source=str(checkpoint_path))
-        if saved.get("balance") is not None:
-            saved["balance"] = BalanceConfig(**saved["balance"])
+        found = read_value(checkpoint_path, ARGUMENTS_KEY)
+        saved = {} if found is None else saved_arguments(found, checkpoint_path)
         if "preset" in kwargs:
             saved.pop("config", None)  # not every file has one
         known = inspect.signature(cls.__init__).parameters
