@@ -46,6 +46,7 @@ from lightning_d9d.state.places import (
 )
 from lightning_d9d.strategy.checkpoint_files import AtomicFileIO, is_checkpoint, mapped, read_checkpoint
 
+_SHARD_SIZE = "5GB"
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -66,6 +67,7 @@ def main(chosen: argparse.Namespace) -> None:
         target = place_of(chosen.target)
         file = target if chosen.target.endswith(".ckpt") else None
         is_there = os.path.lexists(str(file)) if file else is_occupied(target)
+    _refuse_without_effect(chosen, is_file=file is not None)
     refuse_overlap(source, target)
     if chosen.tokenizer is not None:
         with reading(chosen.tokenizer):
@@ -79,7 +81,7 @@ def main(chosen: argparse.Namespace) -> None:
         return
     options: dict[str, Any] = {
         "dtype": dtype,
-        "max_shard_bytes": _num_bytes(chosen.max_shard_size),
+        "max_shard_bytes": _num_bytes(chosen.max_shard_size or _SHARD_SIZE),
         "overwrite": chosen.overwrite,
         "verify": not chosen.no_verify,
         "progress": sys.stderr.isatty(),
@@ -89,6 +91,13 @@ def main(chosen: argparse.Namespace) -> None:
     else:
         _from_huggingface(str(source), chosen.target, chosen.fused_experts, chosen.tokenizer, options)
     _say_directory(chosen.target)
+
+
+def _refuse_without_effect(chosen: argparse.Namespace, *, is_file: bool) -> None:
+    names = ("max_shard_size", "fused_experts", "tokenizer", "no_verify") if is_file else ("weights_only",)
+    if given := [f"--{name.replace('_', '-')}" for name in names if getattr(chosen, name)]:
+        form = "one .ckpt file" if is_file else "Hugging Face's form, which has nothing but weights"
+        raise ConfigError(f"{given[0]} has no effect: {chosen.target} is {form}; leave {given[0]} out")
 
 
 def _from_huggingface(

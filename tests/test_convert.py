@@ -250,6 +250,11 @@ def test_what_is_refused(
     new = tmp_path / "new"
     assert "neither model.safetensors nor" in refused(monkeypatch, capsys, trained.parent, new)
     assert "is no size" in refused(monkeypatch, capsys, tmp_path / "hf", new, "--max-shard-size", "5 apples")
+    no_effect = refused(monkeypatch, capsys, tmp_path / "hf", new, "--weights-only")
+    assert f"--weights-only has no effect: {new} is Hugging Face's form, which has nothing but weights" in no_effect
+    for options in (["--tokenizer", tmp_path], ["--fused-experts"], ["--max-shard-size", "1MB"], ["--no-verify"]):
+        no_effect = refused(monkeypatch, capsys, trained, tmp_path / "new.ckpt", *options)
+        assert f"{options[0]} has no effect: {tmp_path / 'new.ckpt'} is one .ckpt file; leave" in no_effect
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     assert "add --overwrite" in refused(monkeypatch, capsys, tmp_path / "hf", tmp_path / "full")

@@ -18,7 +18,7 @@ from lightning_d9d.models.qwen3_moe import Qwen3MoeForCausalLM, save_huggingface
 from lightning_d9d.models.qwen3_moe.huggingface import files_beside_weights
 from lightning_d9d.state import DTYPE_NAMES
 from lightning_d9d.state.directory import make_directory
-from lightning_d9d.state.places import is_occupied, place_of, refuse_overlap
+from lightning_d9d.state.places import is_occupied, lies_in, place_of, refuse_overlap
 
 
 class HuggingFaceExport(L.Callback):
@@ -68,14 +68,21 @@ class HuggingFaceExport(L.Callback):
                 f"{self._text}: the directory is not empty; choose another one, or set overwrite=True to replace it "
                 "with everything in it."
             )
-        self._refuse_overlap(pl_module)
+        self._refuse_overlap(pl_module, trainer)
         if isinstance(self.directory, Path):
             make_folder(trainer, self.directory.parent, self._text)
         if trainer.is_global_zero:
             self._read_files(pl_module)
 
-    def _refuse_overlap(self, module: L.LightningModule) -> None:
-        """Refuse to replace what the training begins with."""
+    def _refuse_overlap(self, module: L.LightningModule, trainer: L.Trainer) -> None:
+        """Refuse to replace what the training begins with, or saves on its way."""
+        for callback in trainer.checkpoint_callbacks:
+            folder = getattr(callback, "dirpath", None)
+            if folder is not None and lies_in(place_of(folder), self.directory):
+                raise ConfigError(
+                    f"{self._text}: checkpoints are saved in {str(folder)!r}, which the export would meet or replace; "
+                    f"choose another directory, or another dirpath of {type(callback).__name__}"
+                )
         for source in filter(None, (self.tokenizer, getattr(module, "pretrained", None))):
             with _usable(self._text):
                 read = place_of(source)

@@ -76,7 +76,7 @@ def convert_parser() -> argparse.ArgumentParser:
     parser.add_argument("source", help="Hugging Face directory (or URL), checkpoint directory or .ckpt file")
     parser.add_argument("target", help="directory (or URL) for Hugging Face's form, or a name that ends with .ckpt")
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights; by default as they are")
-    parser.add_argument("--max-shard-size", default="5GB", help="at which a new file begins, e.g. 500MB or 2GiB")
+    parser.add_argument("--max-shard-size", help="at which a new file begins, e.g. 500MB or 2GiB (5GB)")
     parser.add_argument("--fused-experts", action="store_true", help="all experts of a layer in one tensor")
     parser.add_argument("--tokenizer", help="directory whose tokenizer and generation config are copied")
     parser.add_argument("--weights-only", action="store_true", help="into a .ckpt file, no optimizers and schedulers")

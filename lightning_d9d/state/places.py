@@ -186,6 +186,12 @@ def refuse_overlap(source: Place, target: Place) -> None:
     raise StateError(f"the target {target} {relation} {source}, which is read; give another target")
 
 
+def lies_in(place: Place, folder: Place) -> bool:
+    """Tell if a place is a folder or lies in it. Local; places are compared as by `refuse_overlap`."""
+    (store, inner), (other_store, outer) = _normal(place), _normal(folder)
+    return store == other_store and inner.is_relative_to(outer)
+
+
 def _normal(place: Place) -> tuple[object, PurePath]:
     """The store, and the path in it in a form that others of the same place have, too."""
     if isinstance(place, UrlPath):

@@ -205,6 +205,17 @@ def test_export_refuses_to_replace_what_the_training_begins_with(folder: Path, t
     load_huggingface(Qwen3MoeForCausalLM(CONFIG), begin)
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_export_refuses_a_directory_in_which_checkpoints_are_saved(folder: Path, tmp_path: Path, overwrite: bool):
+    export = HuggingFaceExport(tmp_path / "out", overwrite=overwrite)
+    for place in (tmp_path / "out", tmp_path / "out" / "checkpoints"):
+        with pytest.raises(ConfigError, match=r"checkpoints are saved in .*out.*or another dirpath of ModelCheckpoint"):
+            fit(folder, export, ModelCheckpoint(place, save_last=True))
+    saved = ModelCheckpoint(tmp_path / "saved", save_last=True, save_on_train_epoch_end=False)
+    fit(folder, HuggingFaceExport(tmp_path / "saved" / "export", overwrite=overwrite), saved)
+    assert (tmp_path / "saved" / "last.ckpt").exists()
+
+
 def test_parents_of_an_export_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     module = Qwen3MoePretraining(CONFIG)
     module.configure_model()
