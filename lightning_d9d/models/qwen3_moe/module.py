@@ -41,6 +41,7 @@ from lightning_d9d.pipeline.types import StageInfo, StageInputs, WeightedLoss
 from lightning_d9d.schedule import ModelCosts
 from lightning_d9d.strategy.checkpoint_files import read_value
 from lightning_d9d.strategy.module import D9DModule
+from lightning_d9d.strategy.saved_arguments import argument
 
 _NAMES_OF_STAGES: dict[str | None, str] = {
     "train": "training",
@@ -215,11 +216,12 @@ class Qwen3MoePretraining(D9DModule):
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Self:
         """As `D9DModule.load_from_checkpoint`; arguments that are not given are the saved ones."""
-        saved = read_value(checkpoint_path, ARGUMENTS_KEY) or {}
+        saved = read_value(checkpoint_path, ARGUMENTS_KEY)
+        saved = saved if isinstance(saved, dict) else {}
         if "config" in saved:
             saved["config"] = Qwen3MoeConfig.from_dict(saved["config"], source=str(checkpoint_path))
-        if saved.get("balance") is not None:
-            saved["balance"] = BalanceConfig(**saved["balance"])
+        if "balance" in saved:
+            saved["balance"] = argument("balance", BalanceConfig | None, saved["balance"])
         if "preset" in kwargs:
             saved.pop("config", None)  # not every file has one
         known = inspect.signature(cls.__init__).parameters
