@@ -69,7 +69,7 @@ def _as_annotated(annotation: Any, value: Any) -> Any:
     for kind in kinds:
         if value is None or kind is Any or (isinstance(kind, type) and isinstance(value, kind)):
             return value
-        if isinstance(value, Mapping) and dataclasses.is_dataclass(kind):
+        if isinstance(value, Mapping) and isinstance(kind, type) and dataclasses.is_dataclass(kind):
             hints = _hints(kind)
             return kind(**{name: _as_annotated(hints.get(name, Any), inner) for name, inner in value.items()})
         if isinstance(value, list) and kind is tuple:
