@@ -375,7 +375,7 @@ def _read_values(path: Path) -> dict[str, Any]:
         raise StateError(f"{str(file)!r} is damaged; give another checkpoint")
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise StateError(f"{str(file)!r} is none of this version of the package; give another checkpoint")
-    if not _DATA_NAME.fullmatch(str(content.get("data"))):
+    if not (isinstance(content.get("data"), str) and _DATA_NAME.fullmatch(content["data"])):
         raise StateError(f"{str(file)!r} names no folder of tensors; give another checkpoint")
     if not (isinstance(content.get("values"), dict) and _are_checksums(content.get("checksums"))):
         raise StateError(f"{str(file)!r} lacks values or checksums; give another checkpoint")

@@ -106,8 +106,18 @@ def _read(content: bytes) -> Metadata:
         StateError: Something is not as torch writes it for tensors.
     """
     fields = _fields(read_pickle(content, _check_name)[0], "metadata.Metadata")
-    tensors = fields["state_dict_metadata"].items()
-    entries: dict[str, Any] = {name: _entry(_text(name), entry) for name, entry in tensors}
+    num_places, num_chunks = len(fields["storage_data"]), 0
+    entries: dict[str, Any] = {}
+    known: dict[Made, TensorStorageMetadata] = {}  # names may share an entry
+    for name, made in fields["state_dict_metadata"].items():
+        num_chunks += len(_fields(made, "metadata.TensorStorageMetadata")["chunks"])
+        if num_chunks > num_places:  # entries may share a list, so that there are more than the file is long
+            break
+        if made not in known:
+            known[made] = _entry(_text(name), made)
+        entries[_text(name)] = known[made]
+    if num_chunks != num_places:
+        raise StateError(f"has {num_places} places for {num_chunks} pieces or more: {_FOREIGN}")
     places: dict[MetadataIndex, _StorageInfo] = {}
     for made, stored in fields["storage_data"].items():
         index, place = _fields(made, "metadata.MetadataIndex"), _fields(stored, "filesystem._StorageInfo")
@@ -119,9 +129,8 @@ def _read(content: bytes) -> Metadata:
         if not _FILE_NAME.fullmatch(_text(info.relative_path)):
             raise StateError(f"names the file {info.relative_path[:80]!r}: {_FOREIGN}")
         places[MetadataIndex(name, _size(index["offset"], name))] = info
-    num_chunks = sum(len(entry.chunks) for entry in entries.values())
-    if not num_chunks == len(places) == len(fields["storage_data"]):
-        raise StateError(f"has {len(fields['storage_data'])} places for {num_chunks} pieces: {_FOREIGN}")
+    if len(places) != num_places:
+        raise StateError(f"has one place for several pieces: {_FOREIGN}")
     return Metadata(entries, storage_data=places)
 
 
@@ -165,8 +174,8 @@ def _size(made: Any, name: str) -> torch.Size:
     _require(type(made) is Made and made.by == "torch.Size" and made.state is None, name)
     dims: tuple[int, ...] = made.args[0]
     _require(type(dims) is tuple and len(dims) <= _MAX_DIMS, name)
-    _require(all(type(dim) is int and dim >= 0 for dim in dims), name)
-    _require(math.prod(max(dim, 1) for dim in dims) <= _MAX_SIZE, name)
+    _require({*map(type, dims)} <= {int} and min(dims, default=0) >= 0, name)
+    _require(math.prod(filter(None, dims)) <= _MAX_SIZE, name)
     return torch.Size(dims)
 
 
@@ -176,15 +185,18 @@ def _fill(size: torch.Size, boxes: list[tuple[torch.Size, torch.Size]]) -> bool:
         return False
     if 0 in size:
         return all(math.prod(sizes) == 0 and all(map(_ends_within, offsets, sizes, size)) for offsets, sizes in boxes)
+    cut = {dim for _, sizes in boxes for dim, extent in enumerate(sizes) if extent != size[dim]}
+    if any(begin and dim not in cut for offsets, _ in boxes for dim, begin in enumerate(offsets)):
+        return False
     num_cells = 1
-    for dim, length in enumerate(size):
+    for dim in cut:
         extents = sorted({(offsets[dim], sizes[dim]) for offsets, sizes in boxes})
         ends = [0, *(begin + extent for begin, extent in extents)]
         if any(begin != end or extent == 0 for (begin, extent), end in zip(extents, ends, strict=False)):
             return False
-        if ends[-1] != length:
-            return False
         num_cells *= len(extents)
+        if ends[-1] != size[dim] or num_cells > len(boxes):
+            return False
     return num_cells == len(boxes) == len({offsets for offsets, _ in boxes})
 
 

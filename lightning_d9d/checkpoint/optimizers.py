@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -113,21 +114,39 @@ def fit_scheduler_state(state: dict[str, Any], groups: Sequence[Mapping[str, Any
     all.
 
     Raises:
-        StateError: Something else that it keeps for each group differs between them.
+        StateError: Something else that it keeps for each group differs between them, or it is no scheduler's.
     """
-    for each in state.get("_schedulers", []):
-        fit_scheduler_state(each, groups)
+    left, known = [state], set[int]()  # schedulers, and lists of them, may be held several times
+    while left:
+        each = left.pop()
+        if id(each) not in known:
+            _fit_per_group(each, groups)
+            nested = _list_of(each, "_schedulers")
+            left += nested if id(nested) not in known else []
+            known |= {id(each), id(nested)}
+
+
+def _fit_per_group(state: dict[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+    if not isinstance(state, dict):
+        raise StateError(f"it has {reprlib.repr(state)} where the state of a learning rate scheduler belongs")
     for key in sorted(_PER_GROUP & state.keys()):
-        values = state[key]
+        values = _list_of(state, key)
         if key in _FROM_GROUPS and all(_FROM_GROUPS[key] in group for group in groups):
             state[key] = [group[_FROM_GROUPS[key]] for group in groups]
         elif len(values) != len(groups):
             if any(value != values[0] for value in values):
                 raise StateError(
-                    f"a learning rate scheduler was saved with {key}={values}, one for each of the optimizer's groups, "
-                    f"of which there are {len(groups)} now; group the parameters as they were"
+                    f"a learning rate scheduler was saved with {key}={reprlib.repr(values)}, one for each of the "
+                    f"optimizer's groups, of which there are {len(groups)} now; group the parameters as they were"
                 )
             state[key] = values[:1] * len(groups)
+
+
+def _list_of(state: dict[str, Any], key: str) -> list[Any] | tuple[Any, ...]:
+    values = state.get(key, ())
+    if not isinstance(values, list | tuple):
+        raise StateError(f"a learning rate scheduler was saved with {key}={reprlib.repr(values)}, which is no list")
+    return values
 
 
 def _prepare(
@@ -200,7 +219,8 @@ def _saved_hyperparameters(group: Mapping[str, Any], names: list[str], values: M
             if key not in first or key not in other or not _equal(first[key], other[key]):
                 raise StateError(
                     f"{first_name} and {name} are in one group of the optimizer, but were saved with {key}="
-                    f"{first.get(key)!r} and {other.get(key)!r}; group the parameters as they were"
+                    f"{reprlib.repr(first.get(key))} and {reprlib.repr(other.get(key))}; group the parameters as they "
+                    "were"
                 )
     return {key: _beside(value, own.get(key)) for key, value in first.items()}
 
@@ -208,11 +228,6 @@ def _saved_hyperparameters(group: Mapping[str, Any], names: list[str], values: M
 def _beside(value: Any, present: Any) -> Any:
     """On the device of the value that it replaces, if that is a tensor."""
     return value.to(present.device) if isinstance(value, Tensor) and isinstance(present, Tensor) else value
-
-
-def are_equal(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
-    """Whether hyperparameters are, which may be tensors of one element."""
-    return first.keys() == second.keys() and all(_equal(first[key], second[key]) for key in first)
 
 
 def _equal(first: Any, second: Any) -> bool:

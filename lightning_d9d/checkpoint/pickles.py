@@ -15,6 +15,8 @@ from typing import Any
 from lightning_d9d.errors import StateError
 
 _MAX_DEPTH = 200
+_MAX_REPEATED = 100  # values of a job share lists and texts, but not so much
+_MAX_EXTENT = 10**6
 _MAX_KEY_ITEMS = 64
 _MAX_KEY = 2**64
 _STOP = ord(".")
@@ -71,13 +73,18 @@ def read_pickle(
         ) from error
 
 
-def check_depth(value: Any) -> None:
-    """Refuse containers that lie deeper in each other than code that walks through them can go.
+def check_containers(value: Any, length: int) -> None:
+    """Refuse containers that take code that walks through them too deep, or for longer than their file lets expect.
+
+    Args:
+        value: Holds them.
+        length: The file's, in bytes.
 
     Raises:
-        StateError: They do, or one holds itself.
+        StateError: They lie too deep in each other, one holds itself, or they are held again and again.
     """
     depths: dict[int, int] = {}
+    extents: dict[int, int] = {}
     path = [(value, iter(_members_of(value)))]
     open_ids = {id(value)}
     while path:
@@ -92,12 +99,21 @@ def check_depth(value: Any) -> None:
             path.append((part, iter(inner)))
             break
         else:
-            depth = 1 + max((depths.get(id(part), 0) for part in _members_of(container)), default=0)
+            members = _members_of(container)
+            depth = 1 + max((depths.get(id(part), 0) for part in members), default=0)
             if depth > _MAX_DEPTH:
                 raise StateError(f"holds containers in each other more than {_MAX_DEPTH} deep")
-            depths[id(container)] = depth
+            extent = 1 + sum(extents.get(id(part)) or _extent(part) for part in members)
+            extent += sum(map(_extent, container)) if type(container) is dict else 0
+            if extent > _MAX_EXTENT + _MAX_REPEATED * length:
+                raise StateError(f"holds the same values again and again, in all more than {_MAX_REPEATED} times")
+            depths[id(container)], extents[id(container)] = depth, extent
             open_ids.remove(id(container))
             path.pop()
+
+
+def _extent(part: Any) -> int:
+    return 1 + len(part) if type(part) in (str, bytes) else 1
 
 
 def _members_of(value: Any) -> Any:

@@ -10,12 +10,12 @@ import math
 import re
 import struct
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 import torch
 
-from lightning_d9d.checkpoint.pickles import Made, Name, Persistent, check_depth, check_key, read_pickle
+from lightning_d9d.checkpoint.pickles import Made, Name, Persistent, check_containers, check_key, read_pickle
 from lightning_d9d.errors import StateError
 
 _BEGIN, _END, _END_64, _LOCATOR_64 = (b"PK" + code for code in (b"\3\4", b"\5\6", b"\6\6", b"\6\7"))
@@ -43,6 +43,7 @@ _DTYPES = {
 }
 _PLAIN = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
 _LATIN = ("latin1", "latin-1")
+_COPIES_TEXT = ("builtins.bytearray", "_codecs.encode")
 _TAKES_MEMORY = re.compile(r"torch\.(\w+\.)*\w*(Tensor|Storage)")
 _MAKES_TENSORS = re.compile(r"torch\.(_utils|_tensor|nn\.parameter)\.\w+")
 _FOREIGN = "torch.save does not write that"
@@ -156,11 +157,17 @@ def _read(content: bytes, has: Callable[[str, int], bool], start: int = 0) -> tu
         has: Whether so many bytes are there under that key.
         start: Where the pickle begins.
     """
+    num_given = 0
 
     def check(asked: Name | Made | Persistent) -> None:
+        nonlocal num_given
         if isinstance(asked, Persistent):
             _check_storage(asked, has)
         elif isinstance(asked, Made):
+            for num in _given(asked):
+                num_given += num
+                if num_given > len(content):
+                    raise StateError(f"gives the same values to several calls, {asked.by} among them: {_FOREIGN}")
             _check_call(asked.by, asked.args)
             if asked.state is not None and _MAKES_TENSORS.fullmatch(asked.by):
                 raise StateError(f"changes what {asked.by} has made: {_FOREIGN}")
@@ -168,8 +175,25 @@ def _read(content: bytes, has: Callable[[str, int], bool], start: int = 0) -> tu
             raise StateError(f"names {asked}, which could join a process group when loaded; save plain tensors")
 
     value, end = read_pickle(content, check, start)
-    check_depth(value)
+    check_containers(value, len(content))
     return value, end
+
+
+def _given(made: Made) -> Iterator[int]:
+    """How many values a call is given, or its result afterwards, little by little: it may copy them.
+
+    In a pickle without values that are given twice each takes a byte at least.
+    """
+    yield from _lengths(made.args if made.state is None else (made.state,), made.by in _COPIES_TEXT, 3)
+
+
+def _lengths(values: tuple[Any, ...], counts_text: bool, depth: int) -> Iterator[int]:
+    yield len(values)
+    for value in values:
+        if type(value) is tuple and depth > 0:
+            yield from _lengths(value, counts_text, depth - 1)
+        elif type(value) in (tuple, list, dict) or (counts_text and type(value) in (str, bytes)):
+            yield len(value)
 
 
 def _check_storage(found: Persistent, has: Callable[[str, int], bool]) -> None:
@@ -213,7 +237,7 @@ def _is_quantized(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) ->
 
 
 def _is_of_type(by: Any, _: Any, args: Any, state: Any) -> bool:
-    if type(by) is not Name:
+    if type(by) is not Name or not _MAKES_TENSORS.fullmatch(by):
         return False
     _check_call(by, args)
     return True

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import chain, count, takewhile
 from typing import Any, NamedTuple
 
@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_d9d.checkpoint.optimizers import (
-    are_equal,
     fit_scheduler_state,
     groups_with,
     hyperparameters_of,
@@ -63,14 +62,13 @@ def group_records(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> li
     """
     rest = iter(names_by_position(optimizer, names))
     records: list[dict[str, Any]] = []
-    meshes: list[set[str]] = []
+    num_alike: Counter[Hashable] = Counter()
     for group in optimizer.param_groups:
-        record = {"hyperparameters": hyperparameters_of(group), "names": [next(rest) for _ in group["params"]]}
-        its_meshes = {repr(each.device_mesh) if isinstance(each, DTensor) else "" for each in group["params"]}
-        before = zip(records, meshes, strict=True)
-        alike = [each for each, theirs in before if theirs == its_meshes and _have_same_values(each, record)]
-        records.append({**record, "repetition": len(alike)})
-        meshes.append(its_meshes)
+        hyperparameters, names_of_group = hyperparameters_of(group), [next(rest) for _ in group["params"]]
+        meshes = {repr(each.device_mesh) if isinstance(each, DTensor) else "" for each in group["params"]}
+        kind = (_hashable(hyperparameters), frozenset(meshes))
+        records.append({"hyperparameters": hyperparameters, "names": names_of_group, "repetition": num_alike[kind]})
+        num_alike[kind] += 1
     return records
 
 
@@ -84,51 +82,50 @@ def whole_groups(ranks: Sequence[Sequence[Mapping[str, Any]]], order: Sequence[s
     Raises:
         StateError: Nobody knows which they are.
     """
+    places = {name: place for place, name in enumerate(order)}
     of_ranks = [_regardless_of_sharding(records) for records in ranks]
-    whole = [(record, list[Sequence[str]]()) for record, _ in max(of_ranks, key=len)]
+    whole = {kind: list[Mapping[str, Any]]() for kind in max(of_ranks, key=len)}
     for groups in of_ranks:
-        rest = iter(whole)
-        for record, sequences in groups:
-            same = next((found for first, found in rest if _is_same_group(first, record)), None)
+        rest = iter(whole.items())
+        for kind, records in groups.items():
+            same = next((found for first, found in rest if first == kind), None)
             if same is None:
                 raise StateError(
                     "ranks of the pipeline had other parameter groups, so theirs in one process are unknown"
                 )
-            same += sequences
-    return [WholeGroup(record["hyperparameters"], _in_order(sequences, order)) for record, sequences in whole]
+            same += records
+    return [
+        WholeGroup(records[0]["hyperparameters"], _in_order([record["names"] for record in records], places))
+        for records in whole.values()
+    ]
 
 
-def _regardless_of_sharding(
-    records: Sequence[Mapping[str, Any]],
-) -> list[tuple[Mapping[str, Any], list[Sequence[str]]]]:
-    groups: list[tuple[Mapping[str, Any], list[Sequence[str]]]] = []
+def _regardless_of_sharding(records: Sequence[Mapping[str, Any]]) -> dict[Hashable, list[Mapping[str, Any]]]:
+    groups: dict[Hashable, list[Mapping[str, Any]]] = {}
     for record in records:
-        same = next((sequences for first, sequences in groups if _is_same_group(first, record)), None)
-        if same is None:
-            groups.append((record, [record["names"]]))
-        else:
-            same.append(record["names"])
+        groups.setdefault((record["repetition"], _hashable(record["hyperparameters"])), []).append(record)
     return groups
 
 
-def _is_same_group(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return one["repetition"] == other["repetition"] and _have_same_values(one, other)
+def _hashable(value: Any) -> Hashable:
+    """Equal for values that are equal: a file may have more groups than can be compared in pairs."""
+    if isinstance(value, Tensor):
+        return _hashable(value.tolist())
+    if isinstance(value, list | tuple):
+        return type(value), *map(_hashable, value)
+    if isinstance(value, Mapping):
+        return frozenset((key, _hashable(inner)) for key, inner in value.items())
+    return value if isinstance(value, Hashable) else repr(value)
 
 
-def _have_same_values(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return are_equal(one["hyperparameters"], other["hyperparameters"])
-
-
-def _in_order(sequences: Sequence[Sequence[str]], order: Sequence[str]) -> Sequence[str]:
+def _in_order(sequences: Sequence[Sequence[str]], places: Mapping[str, int]) -> Sequence[str]:
     num_holders = Counter(chain.from_iterable(sequences))
-    merged = [name for name in order if name in num_holders]
     for names in sequences:
         own = [name for name in names if num_holders[name] == 1]  # tied ones come behind other parameters elsewhere
-        own_names = {*own}
-        if [name for name in merged if name in own_names] != own:
+        if not places.keys() >= {*own} or own != sorted(own, key=places.__getitem__):
             break
     else:
-        return merged
+        return sorted(num_holders.keys() & places.keys(), key=places.__getitem__)
     for names in sequences:
         if len(names) == len(num_holders):  # in whatever order the user gave them
             return names
@@ -201,7 +198,7 @@ def _records_before(prefix: str, values: Mapping[str, Any]) -> list[dict[str, An
             last = saved["group"]
             records.append({"hyperparameters": last, "names": [], "repetition": 0})
         records[-1]["names"].append(name)
-    if any(_have_same_values(one, other) for one in records for other in records if one is not other):
+    if len({_hashable(record["hyperparameters"]) for record in records}) < len(records):
         raise StateError(
             "it was saved by several stages, or has groups that do not differ, and by a version that noted no order"
         )

@@ -13,6 +13,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch.distributed as dist
+
 from lightning_d9d.errors import printable
 
 SAY_SECONDS = 1.0
@@ -81,6 +83,16 @@ def value_of(key: str, content: bytes, is_valid: Callable[[Any], bool]) -> Any:
             "uses the job's MASTER_ADDR and MASTER_PORT: start the job with a port of its own"
         )
     return value
+
+
+def count(store: dist.Store, key: str, more: int = 0) -> int:
+    """Add to a number in the store, and return it. A server hangs up on who adds to anything else.
+
+    Raises:
+        ForeignValueError: There is no number.
+    """
+    number = value_of(key, store.compare_set(key, "0", "0"), is_count)  # which also reads what is missing
+    return store.add(key, more) if more else number
 
 
 def is_count(value: Any) -> bool:

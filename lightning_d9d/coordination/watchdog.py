@@ -67,7 +67,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_d9d.coordination.early_stop import EarlyStop
-from lightning_d9d.coordination.messages import Failure, is_count, is_signal, say, value_of
+from lightning_d9d.coordination.messages import Failure, count, is_count, is_signal, say, value_of
 from lightning_d9d.errors import RankError, printable
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -369,8 +369,8 @@ class RankWatch:
         """At exit: a thread inside the store when the interpreter goes would abort the process."""
         is_free = self._talking.acquire(timeout=self._patience)  # it is not where the store does not answer
         if is_free and self._counted and not (self._closed or self._left):
-            with suppress(RuntimeError):  # the store has gone
-                self._store.add("num_left", 1)
+            with suppress(RuntimeError, ValueError):  # the store has gone, or no rank wrote what is there
+                count(self._store, "num_left", 1)
         self._left = True
         if is_free:
             self._talking.release()
@@ -428,11 +428,11 @@ class RankWatch:
     def _count_who_heard(self) -> None:
         if not self._has_heard:
             self._store.set(f"heard/{self.rank}", "")
-            self._store.add("num_heard", 1)
+            count(self._store, "num_heard", 1)
             self._has_heard = True
         if self._silent_ranks is None and self.failure is not None and self.failure.rank == self.rank:
             silent = None
-            if self._store.add("num_heard", 0) == self._world_size:
+            if count(self._store, "num_heard") == self._world_size:
                 silent = []
             elif self._asks_who_heard:
                 silent = [rank for rank in range(self._world_size) if not self._store.check([f"heard/{rank}"])]
@@ -504,9 +504,9 @@ class RankWatch:
     def _agree_on_meeting(self, point: str) -> None:
         key = f"meeting/{point}/{self._num_met[point]}"
         is_new, self._counted_at = self._counted_at != key, key
-        num_here = self._store.add(key, int(is_new))
+        num_here = count(self._store, key, int(is_new))
         if point == "evaluation":  # a rank without data leaves a prediction out
-            num_here += self._store.add("num_arrived", 0)
+            num_here += count(self._store, "num_arrived")
         if num_here >= self._world_size:
             with self._changed:
                 self._num_met[point] += 1
@@ -515,11 +515,11 @@ class RankWatch:
 
     def _agree_on_end(self) -> None:
         if not self._counted:
-            self._store.add("num_arrived", 1)
+            count(self._store, "num_arrived", 1)
             with self._changed:
                 self._counted = True
                 self._changed.notify_all()
-        if self.rank == 0 and self._store.add("num_arrived", 0) == self._world_size:
+        if self.rank == 0 and count(self._store, "num_arrived") == self._world_size:
             stop = self._get("stop", _is_stop)[1] if self._store.check(["stop"]) else None
             self._store.set("closed", json.dumps(stop))
         if self._store.check(["closed"]):
@@ -528,13 +528,13 @@ class RankWatch:
                 self._stop, self._closed, self._closed_at = stop, True, time.monotonic()
                 self._deadline = float("inf")
                 self._changed.notify_all()
-            self._store.add("num_left", 1)
+            count(self._store, "num_left", 1)
 
     def _leave(self) -> None:
         self._left = (
             self.rank != 0
-            or self._store.add("num_left", 0) == self._world_size
             or time.monotonic() > self._closed_at + self._patience
+            or count(self._store, "num_left") == self._world_size
         )
 
     def _end_within_shutdown_seconds(self) -> None:

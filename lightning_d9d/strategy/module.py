@@ -33,6 +33,7 @@ from lightning_d9d.schedule import ModelCosts
 from lightning_d9d.strategy.checkpoint_files import check_file, never_runs_code, unreadable
 from lightning_d9d.strategy.context import Evaluation, RunContext
 from lightning_d9d.strategy.pipeline import Pipeline
+from lightning_d9d.strategy.saved_arguments import NEVER_IMPORTS
 from lightning_d9d.strategy.sharding import differing, is_sharded
 
 
@@ -312,19 +313,26 @@ class D9DModule(L.LightningModule):
     ) -> Self:
         """As Lightning's, from a file or a directory; a directory is read whole, to the CPU. Not collective.
 
+        The object is of this class, whatever the checkpoint says. Nothing that it names is imported: dataclasses, enums
+        and tuples that the command line saved are made as `__init__` is annotated, other objects are to be given.
+
         Args:
             checkpoint_path: A file or a checkpoint directory.
             map_location: For files.
             hparams_file: For files.
             strict: All names must be the same in the module and the checkpoint; by default as the module has it.
-            weights_only: For files: False lets them run code. A directory never does.
+            weights_only: For files: False lets them run code and name classes. A directory never does.
             kwargs: Arguments of `__init__`, in place of the saved ones.
+
+        Raises:
+            StateError: A saved argument does not fit, or is an object that is to be given.
         """
         if not isinstance(checkpoint_path, str | Path) or not is_directory(checkpoint_path):
             if isinstance(checkpoint_path, str | Path) and Path(checkpoint_path).is_dir():
                 raise unreadable(checkpoint_path, IsADirectoryError())
             weights_only = never_runs_code(checkpoint_path, weights_only)
             check_file(checkpoint_path, weights_only)
+            kwargs |= {} if weights_only is False else NEVER_IMPORTS
             return super().load_from_checkpoint(
                 checkpoint_path, map_location, hparams_file, strict, weights_only, **kwargs
             )
@@ -332,7 +340,7 @@ class D9DModule(L.LightningModule):
         weights = checkpoint.read(MODEL)
         values = {**checkpoint.values, "state_dict": {n.removeprefix(MODEL): w for n, w in weights.items()}}
         values[cls.CHECKPOINT_HYPER_PARAMS_KEY] = {**values.get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {}), **kwargs}
-        return cast(Self, _load_state(cls, values, strict=strict, **kwargs))
+        return cast(Self, _load_state(cls, values, strict=strict, **kwargs, **NEVER_IMPORTS))
 
     def on_stages_built(self) -> None:
         """Called once after the stages have their initial weights: before those of a checkpoint, if there is one."""

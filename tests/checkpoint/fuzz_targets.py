@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import pickletools
+import random
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -34,8 +35,25 @@ _FRAGMENTS = [
     *(b"ctorch._tensor\n_rebuild_from_type_v2\n", b"ctorch.distributed.device_mesh\nDeviceMesh\n"),
     *(b")" + b"\x85" * 20_000, b"]" * 5_000 + b"a" * 4_999, b"(" * 5_000, b")" + b"2\x86" * 60),
 ]
+_LATIN = text("latin1")
+_SHARED = [
+    b"(]q\0" + b"](h\0h\0eq\0" * 60 + b"t",
+    b"(}q\0" + b"}(K\0h\0K\1h\0uq\0" * 60 + b"t",
+    b"(" + text("a" * 5_000) + b"q\0" + (b"](" + b"h\0" * 50 + b"eq\0") * 5 + b"t",
+    *(
+        b"](" + given + b"q\0" + call * 2_000 + b"e"
+        for given, call in (
+            (text("a" * 50_000), b"c_codecs\nencode\nh\0" + _LATIN + b"\x86R"),
+            (text("a" * 50_000), b"c__builtin__\nbytearray\nh\0" + _LATIN + b"\x86R"),
+            (b"](" + b"K\1" * 20_000 + b"e", b"c__builtin__\nset\nh\0\x85R"),
+            (b"(" + b"K\1" * 20_000 + b"t", b"ctorch\nSize\nh\0\x85R"),
+            (b"}(" + b"".join(b"M%cN" % i + bytes(0) for i in ()) + b"K\1Nu", b"ccollections\nCounter\nh\0\x85R"),
+        )
+    ),
+]
+"""Values that name another one very often, which is in the pickle once."""
 _MAX_REPEATED = 50_000
-_EDITS = ("delete", "copy", "swap", "insert", "replace", "repeat", "flip")
+_EDITS = ("delete", "copy", "swap", "insert", "replace", "repeat", "flip", "share", "share", "fill")
 
 
 class Target(NamedTuple):
@@ -49,35 +67,87 @@ class Target(NamedTuple):
     """Reads the checkpoint with another content."""
 
 
+class Parts(NamedTuple):
+    """A pickle in pieces."""
+
+    operations: list[bytes]
+    values: list[int]
+    """Which operations put a number or a text on the stack."""
+    members: list[tuple[int, bytes, bool]]
+    """Of what is put into a list or a dict and can be named again: behind which operation, its name, whether a dict."""
+
+
+def parts_of(valid: bytes) -> Parts:
+    """Follows pickle's machine, whose stack has here how to name each value again."""
+    found = [*pickletools.genops(valid)]
+    ends = [*(place for _, _, place in found[1:]), len(valid)]
+    stack: list[bytes | None] = []
+    marks: list[int] = []
+    num_known = 0
+    parts = Parts([valid[place:end] for (_, _, place), end in zip(found, ends, strict=True)], [], [])
+    for number, (operation, argument, _) in enumerate(found):
+        name, before, after = operation.name, operation.stack_before, operation.stack_after
+        if name == "MARK":
+            marks.append(len(stack))
+            continue
+        if name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):
+            stack[-1] = b"j" + num_known.to_bytes(4, "little")
+            num_known += 1
+            continue
+        num_kept = marks.pop() if pickletools.markobject in before else len(stack) - len(before)
+        fills = name in ("APPEND", "APPENDS", "SETITEM", "SETITEMS")
+        if pickletools.markobject in before and before[0] is not pickletools.markobject:
+            num_kept -= 1
+        taken = stack[num_kept:]
+        del stack[num_kept:]
+        if fills and taken[-1] is not None:
+            parts.members.append((number, taken[-1], name.startswith("SET")))
+        if not before and name.startswith(("BININT", "BINUNICODE")):
+            parts.values.append(number)
+        is_get = name in ("BINGET", "LONG_BINGET")
+        first = b"j" + argument.to_bytes(4, "little") if is_get else taken[0] if fills or name == "BUILD" else None
+        stack += [first] * len(after)
+    return parts
+
+
 def pickles(valid: bytes) -> st.SearchStrategy[bytes]:
-    """A pickle of which some operations are gone, doubled, exchanged or others."""
-    starts = [place for _, _, place in pickletools.genops(valid)]
-    parts = [valid[a:b] for a, b in zip(starts, [*starts[1:], len(valid)], strict=True)]
-    place = st.integers(0, len(parts) - 1)
+    """A pickle of which some operations are gone, doubled, exchanged or others, and values in several places."""
+    parts = parts_of(valid)
+    place = st.integers(0, len(parts.operations) - 1)
     edit = st.tuples(st.sampled_from(_EDITS), place, place, st.sampled_from(_FRAGMENTS))
-    return st.lists(edit, min_size=1, max_size=5).map(functools.partial(_edited, parts))
+    return st.lists(edit, min_size=1, max_size=5).map(lambda edits: _edited(parts, edits))
 
 
-def _edited(parts: list[bytes], edits: list[tuple[str, int, int, bytes]]) -> bytes:
-    parts = list(parts)
+def _edited(parts: Parts, edits: list[tuple[str, int, int, bytes]]) -> bytes:
+    operations = list(parts.operations)
     for kind, first, second, fragment in edits:
         if kind == "delete":
-            parts[first] = b""
+            operations[first] = b""
         elif kind == "copy":
-            parts[second] += parts[first]
+            operations[second] += operations[first]
         elif kind == "swap":
-            parts[first], parts[second] = parts[second], parts[first]
+            operations[first], operations[second] = operations[second], operations[first]
         elif kind == "insert":
-            parts[first] += fragment
+            operations[first] += fragment
         elif kind == "replace":
-            parts[first] = fragment
+            operations[first] = fragment
         elif kind == "repeat":
-            parts[first] *= min(1 + 100 * second, max(1, _MAX_REPEATED // max(1, len(parts[first]))))
-        elif parts[first]:
-            changed = bytearray(parts[first])
+            operations[first] *= min(1 + 100 * second, max(1, _MAX_REPEATED // max(1, len(operations[first]))))
+        elif kind == "share":
+            chosen = random.Random(len(operations) * first + second).sample(parts.members, min(3, len(parts.members)))
+            for place, name, of_dict in chosen:
+                operations[place] += b"".join(_again(name, i, of_dict) for i in range(min(100 * second, 1_000)))
+        elif kind == "fill":
+            operations[parts.values[first % len(parts.values)]] = _SHARED[second % len(_SHARED)]
+        elif operations[first]:
+            changed = bytearray(operations[first])
             changed[second % len(changed)] ^= 1 << second % 8
-            parts[first] = bytes(changed)
-    return b"".join(parts)
+            operations[first] = bytes(changed)
+    return b"".join(operations)
+
+
+def _again(name: bytes, number: int, of_dict: bool) -> bytes:
+    return text(str(number)) + name + b"s" if of_dict else name + b"a"
 
 
 def archives(valid: bytes) -> st.SearchStrategy[bytes]:
@@ -101,9 +171,10 @@ def archives(valid: bytes) -> st.SearchStrategy[bytes]:
 
 
 def _checkpoint(path: Path) -> None:
-    """With all kinds of values."""
+    """With all kinds of values, and a tensor that any number of pieces fills."""
     values: dict[str, Any] = {"texts": ["a", b"b"], "set": {1, 2}, "number": 1.5, "tensor": torch.ones(2, 2)}
-    hostile.save(path, {**values, "parameter": torch.nn.Parameter(torch.ones(1)), "u": torch.ones(2).to(torch.uint16)})
+    values |= {"parameter": torch.nn.Parameter(torch.ones(1)), "u": torch.ones(2).to(torch.uint16)}
+    hostile.save(path, values, empty=torch.empty(0))
 
 
 def _valid_metadata(path: Path) -> bytes:

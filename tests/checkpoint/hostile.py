@@ -20,9 +20,9 @@ from lightning_d9d.errors import StateError
 NAME = "torch.distributed.checkpoint.metadata"
 
 
-def save(path: Path, values: dict[str, Any] | None = None) -> Path:
-    """Two tensors in one file, and values."""
-    save_directory(path, {"a": torch.arange(12.0).view(3, 4), "b": torch.arange(5)}, values or {"number": 1})
+def save(path: Path, values: dict[str, Any] | None = None, **more: torch.Tensor) -> Path:
+    """Two tensors or more in one file, and values."""
+    save_directory(path, {"a": torch.arange(12.0).view(3, 4), "b": torch.arange(5), **more}, values or {"number": 1})
     return path
 
 

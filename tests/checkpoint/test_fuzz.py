@@ -1,6 +1,6 @@
 """Files changed at random are read or refused: with the package's own errors, soon, and with little memory.
 
-Two seconds for each; `python -m tests.fuzz --minutes 60` takes longer.
+Eight seconds for each; `python -m tests.fuzz --minutes 60` takes longer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 
 from tests.fuzz import MAX_SECONDS, TARGETS, attack, outcome, run
 
-SECONDS = 2
+SECONDS = 8
 """For each target, and a round of files at least."""
 
 

@@ -16,7 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, ChunkStorageMetadata, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_d9d.checkpoint import open_directory
@@ -26,6 +32,7 @@ from lightning_d9d.errors import StateError
 from lightning_d9d.strategy.checkpoint_files import check_file, mapped, read_checkpoint
 from tests.checkpoint import hostile
 from tests.checkpoint.hostile import NAME, save, text
+from tests.fuzz import outcome
 
 BOMB = 200 * 2**20
 
@@ -139,6 +146,36 @@ def test_metadata_built_to_take_long(tmp_path: Path, case: str) -> None:
     hostile.forge_metadata(path, b"\x80\2" + PICKLES[case])
     with pytest.raises(StateError, match=r"\.metadata'"):
         open_directory(path, alone=True)
+
+
+def sharing_chunks(metadata: Any) -> None:
+    """As many names as chunks, all of one entry: their number is the square of what the file has room for."""
+    empty, num = torch.Size((0,)), 3000
+    chunks = [ChunkStorageMetadata(empty, empty)] * num
+    entry = TensorStorageMetadata(TensorProperties(), empty, chunks)
+    metadata.state_dict_metadata = dict.fromkeys(map(str, range(num)), entry)
+    metadata.storage_data = {}
+
+
+def sharing_an_entry(metadata: Any) -> None:
+    """Each name has a place, but all one entry of many dims."""
+    empty = torch.Size((0,) * 64)
+    entry = TensorStorageMetadata(TensorProperties(), empty, [ChunkStorageMetadata(empty, empty)])
+    (place, *_) = metadata.storage_data.values()
+    place.length = 0
+    names = [*map(str, range(8000))]
+    metadata.state_dict_metadata = dict.fromkeys(names, entry)
+    metadata.storage_data = {MetadataIndex(name, empty): place for name in names}
+
+
+def test_metadata_that_share_much_take_no_longer(tmp_path: Path) -> None:
+    path = save(tmp_path / "a")
+    hostile.change_metadata(path, sharing_chunks)
+    assert outcome(lambda: read(path)) == "StateError"
+    assert "has 0 places for 3000 pieces or more" in hostile.problem(lambda: read(path))
+    path = save(tmp_path / "b")
+    hostile.change_metadata(path, sharing_an_entry)
+    assert outcome(lambda: open_directory(path, alone=True)) == "read"
 
 
 def test_grids_are_found_among_chunks() -> None:
@@ -255,7 +292,14 @@ def deep(archive: bytes) -> bytes:
     )
 
 
+def several(given: bytes, call: bytes, num: int = 1000) -> Callable[[bytes], bytes]:
+    """A list of something and what calls make of it, which is in the pickle once."""
+    return replaced(text("HERE"), b"](" + given + b"q\0" + call * num + b"e")
+
+
+LATIN = text("latin1")
 NUMBERS = torch.tensor([1.25, 2.5, 3.75])
+GIVEN = "gives the same values to several calls"
 VALUES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "mesh": (with_mesh, r"names torch\.distributed\.device_mesh\.\w+, which could join a process group"),
     "compressed": (compressed, "has a compressed part"),
@@ -275,6 +319,34 @@ VALUES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
         replaced(text("HERE"), b"c__builtin__\nset\n])" + b"\x85" * 300_000 + b"a\x85R"),
         "has a key of kind tuple",
     ),
+    "a text given to calls": (several(text("x" * 1000), b"c_codecs\nencode\nh\0" + LATIN + b"\x86R"), GIVEN),
+    "a text given to byte arrays": (
+        several(text("x" * 1000), b"c__builtin__\nbytearray\nh\0" + LATIN + b"\x86R"),
+        GIVEN,
+    ),
+    "a list given to sets": (several(b"](" + b"K\1" * 3000 + b"e", b"c__builtin__\nset\nh\0\x85R"), GIVEN),
+    "a dict given to counters": (
+        several(b"}(" + b"".join(b"K%cN" % i for i in range(256)) + b"u", b"ccollections\nCounter\nh\0\x85R"),
+        GIVEN,
+    ),
+    "a tuple given to sizes": (several(b"(" + b"K\1" * 3000 + b"t", b"ctorch\nSize\nh\0\x85R"), GIVEN),
+    "a tuple of tuples": (
+        several(b"(" + b"K\1" * 3000 + b"tq\0(" + b"h\0" * 3000 + b"t", b"ctorch\nSize\nh\0\x85R"),
+        GIVEN,
+    ),
+    "a state given to objects": (
+        several(b"}(" + b"".join(text(str(i)) + b"N" for i in range(256)) + b"u", b"ccollections\nOrderedDict\n)Rh\0b"),
+        GIVEN,
+    ),
+    "a call in place of a tensor": (
+        replaced(text("HERE"), b"ctorch._tensor\n_rebuild_from_type_v2\n(c__builtin__\nset\nc__builtin__\nset\n)NtR"),
+        "_rebuild_from_type_v2 in another way",
+    ),
+    "lists of lists": (replaced(text("HERE"), b"(]q\0" + b"](h\0h\0eq\0" * 60 + b"t"), "values again and again"),
+    "texts of texts": (
+        replaced(text("HERE"), b"(" + text("x" * 1000) + b"q\0" + (b"](" + b"h\0" * 20 + b"eq\0") * 5 + b"t"),
+        "values again and again",
+    ),
 }
 
 
@@ -290,6 +362,7 @@ def test_values_made_to_do_harm(tmp_path: Path, case: str) -> None:
     file.write_bytes(change(file.read_bytes()))
     with pytest.raises(StateError, match=reason):
         open_directory(path, alone=True)
+    assert outcome(lambda: open_directory(path, alone=True)) == "StateError"
     assert not dist.is_initialized()
 
 
@@ -359,6 +432,7 @@ def plain_values() -> dict[str, Any]:
         "tagged": tagged,
         "known": Known(3),
         "nested": nested,
+        "shared": [[1, "a"] * 100] * 50,
         "random": torch.get_rng_state(),
     }
 

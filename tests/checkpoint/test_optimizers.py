@@ -351,6 +351,31 @@ def test_a_scheduler_that_tells_other_groups_apart_is_refused() -> None:
         fit_scheduler_state(state, optimizer.param_groups)
 
 
+def test_what_is_no_scheduler_is_refused() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
+    nested: Any = [1]
+    for _ in range(60):
+        nested = [nested, nested]
+    for state, reason in (
+        ({"_schedulers": nested}, r"where the state of a learning rate scheduler belongs"),
+        ({"_schedulers": 5}, r"_schedulers=5, which is no list"),
+        ({"min_lrs": 0.5}, r"min_lrs=0.5, which is no list"),
+        ({"min_lrs": [nested, 0.5]}, r"min_lrs=\[\[.*\], one for each"),
+        ([], r"it has \[\] where"),
+    ):
+        with pytest.raises(StateError, match=reason):
+            fit_scheduler_state(state, optimizer.param_groups)
+
+
+def test_schedulers_that_are_held_several_times() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
+    state = innermost = {"base_lrs": [0.5, 0.5]}
+    for _ in range(60):
+        state = {"_schedulers": [state, state]}
+    fit_scheduler_state(state, optimizer.param_groups)
+    assert innermost["base_lrs"] == [0.5]
+
+
 def one_or_two(build: Callable[[Optimizer], Any], num_groups: int) -> tuple[Optimizer, Any]:
     parameters = [nn.Parameter(torch.zeros(1)) for _ in range(num_groups)]
     optimizer = torch.optim.SGD([{"params": [each]} for each in parameters], lr=0.1, momentum=0.9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 from torch import nn
 
 from lightning_d9d.checkpoint import group_records, optimizer_state, part_of_whole, whole_checkpoint, whole_groups
-from lightning_d9d.checkpoint.whole import WholeGroup
+from lightning_d9d.checkpoint.whole import WholeGroup, _records_before
 from lightning_d9d.errors import StateError
+from tests.fuzz import MAX_SECONDS
 from tests.harness.compare import assert_bitwise_equal
 
 ORDER = ["embed", "head", "a", "b", "c", "d"]
@@ -48,6 +50,20 @@ def test_what_is_unknown_is_refused() -> None:
         whole_groups([[record("a", 0.1)], [record("b", 0.2)]], ORDER)
     with pytest.raises(StateError, match="another order than the module"):
         whole_groups([[record("a embed")], [record("b")]], ORDER)
+
+
+def test_as_many_groups_as_a_file_has_room_for() -> None:
+    names = [*map(str, range(5000))]
+    different = [record(name, decay=place) for place, name in enumerate(names)]
+    equal = [record(name) for name in names]
+    grouped = {f"optimizer_0.{each['names'][0]}": {"group": each["hyperparameters"]} for each in different}
+    expected: list[list[list[str]]] = [[[name] for name in names], [names], [[name] for name in names]]
+    begin, found = time.process_time(), [whole_groups([records], names) for records in (different, equal)]
+    found.append(
+        [WholeGroup(each["hyperparameters"], each["names"]) for each in _records_before("optimizer_0", grouped)]
+    )
+    assert time.process_time() - begin < MAX_SECONDS
+    assert [[[*group.names] for group in groups] for groups in found] == expected
 
 
 def trained(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:

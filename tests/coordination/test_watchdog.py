@@ -63,6 +63,18 @@ def test_values_that_no_rank_wrote(tmp_path: Path) -> None:
             assert text.startswith("rank 0 failed: ")
 
 
+def test_numbers_that_no_rank_counted(tmp_path: Path) -> None:
+    process = start(watched.count_garbage, tmp_path / "heard.json")
+    assert end(process, 60) == 0
+    heard = json.loads((tmp_path / "heard.json").read_text())
+    assert heard.pop("num_left") == "None"  # read when all have arrived
+    assert heard.pop("num_heard") == "rank 0 failed: torch.distributed.DistNetworkError: a connection broke"
+    assert heard.keys() == {"num_arrived", "meeting/epoch/0", "meeting/evaluation/0"}
+    for key, text in heard.items():
+        assert text.startswith("rank 0 failed: ")
+        assert f"the store has b'x' under {key!r}, which no rank of this job wrote" in text
+
+
 def test_a_failure_is_the_same_behind_the_store() -> None:
     failure = Failure.of(3, ValueError("\U0001f600" * 200_000))
     assert len(failure.summary) == 10_000

@@ -7,6 +7,8 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch.distributed as dist
@@ -32,6 +34,14 @@ BEFORE: dict[str, dict[str, str]] = {
     "closed": {},
 }
 """What else is in the store when a key is read."""
+COUNTERS: dict[str, Callable[[RankWatch], None]] = {
+    "num_arrived": RankWatch.close,
+    "meeting/epoch/0": RankWatch.end_epoch,
+    "meeting/evaluation/0": RankWatch.end_evaluation,
+    "num_left": RankWatch.close,
+    "num_heard": lambda watch: watch.report(dist.DistNetworkError("a connection broke")),
+}
+"""What reads a number of ranks."""
 
 
 def wait_with_streams(streams: str, port: int) -> None:
@@ -85,6 +95,25 @@ def read_garbage(file: Path) -> None:
                 heard[key][garbage] = "nothing"
             except (RankError, SystemExit) as error:
                 heard[key][garbage] = str(error)
+    file.write_text(json.dumps(heard))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def count_garbage(file: Path) -> None:
+    """Writes by key what is heard of garbage in place of a number; the server hangs up on who adds to that."""
+    heard: dict[str, str] = {}
+    for key, reads in COUNTERS.items():
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = dist.TCPStore("127.0.0.1", server.port)
+        store.set("num_arrived", "1")  # the other rank
+        store.set(key, "x")
+        watch = RankWatch(store, 0, 2, 600, 2, [], lambda _: SystemExit("stopped"))
+        watch._patience = 0.2
+        watch.start()
+        with suppress(RankError, SystemExit):
+            reads(watch)
+        heard[key] = str(watch.failure)
     file.write_text(json.dumps(heard))
     sys.stdout.flush()
     os._exit(0)

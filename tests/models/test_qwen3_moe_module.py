@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.cli import LightningCLI
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_d9d import ConfigError, D9DStrategy, StageInfo
+from lightning_d9d import ConfigError, D9DStrategy, StageInfo, StateError
+from lightning_d9d.checkpoint import MODEL, save_directory
+from lightning_d9d.generation.sources import load_model
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3MoePretraining, save_huggingface
-from tests.harness.compare import assert_bitwise_equal
+from lightning_d9d.models.qwen3_moe.module import ARGUMENTS_KEY
+from lightning_d9d.modules import BalanceConfig
+from tests.harness.compare import assert_bitwise_equal, assert_tensors_close
 from tests.strategy.plain import trainer
 
 CONFIG = Qwen3MoeConfig(
@@ -244,3 +250,86 @@ def test_a_checkpoint_has_what_load_from_checkpoint_needs(tmp_path, mode):
         assert stock.config == module.config
     logits = run.predict(module, batches)  # labels in the batch do no harm
     assert logits[0].shape == (2, 16, module.config.vocab_size)
+
+
+class WithArguments(Qwen3MoePretraining):
+    """Saves its arguments in Lightning's way, too."""
+
+    def __init__(self, config: Qwen3MoeConfig, width: int = 1, **more: Any) -> None:
+        super().__init__(config, **more)
+        self.save_hyperparameters()
+        self.width = width
+
+
+FORMATS: dict[str, Callable[[dict[str, Any], Path], None]] = {
+    "file": torch.save,
+    "directory": lambda content, path: save_directory(
+        path,
+        {f"{MODEL}{name}": weight for name, weight in content["state_dict"].items()},
+        {name: value for name, value in content.items() if name != "state_dict"},
+    ),
+}
+
+
+@pytest.mark.parametrize("save", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("keep_arguments", [True, False])
+def test_a_checkpoint_of_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Callable[[dict[str, Any], Path], None], keep_arguments: bool
+) -> None:
+    """It says how Lightning makes the object, and has dataclasses as dicts."""
+    monkeypatch.setattr(sys, "argv", ["lightning-d9d"])
+    sizes = dataclasses.asdict(CONFIG)
+    arguments = {"config": sizes, "balance": {"bias_rate": 0.5}, "width": 3, "betas": [0.5, 0.75]}
+    chosen = {"class_path": f"{__name__}.WithArguments", "init_args": arguments}
+    module = LightningCLI(
+        Qwen3MoePretraining,
+        subclass_mode_model=True,
+        run=False,
+        save_config_callback=None,
+        seed_everything_default=False,
+        args={"model": chosen},
+        trainer_defaults={"logger": False, "accelerator": "cpu"},
+    ).model
+    module.configure_model()
+    content: dict[str, Any] = {"state_dict": module.state_dict(), "hyper_parameters": dict(module.hparams)}
+    if keep_arguments:
+        module.on_save_checkpoint(content)
+    names = {name: content["hyper_parameters"][name] for name in ("_instantiator", "_class_path")}
+    assert [*names.values()] == ["lightning.pytorch.cli.instantiate_module", chosen["class_path"]]
+    save({**content, "pytorch-lightning_version": L.__version__}, tmp_path / "a.ckpt")
+    loaded = WithArguments.load_from_checkpoint(tmp_path / "a.ckpt", learning_rate=0.25)
+    assert (loaded.config, loaded.balance) == (CONFIG, BalanceConfig(bias_rate=0.5))
+    assert (loaded.width, loaded.betas, loaded.learning_rate) == (3, (0.5, 0.75), 0.25)
+    assert_tensors_close(loaded.state_dict(), module.state_dict())
+
+
+FOREIGN: dict[str, dict[str, Any]] = {
+    "argument": {"balance": {"class_path": "foreign.Balance", "init_args": {}}},
+    "name of an argument": {"balance": "foreign.Balance"},
+    "class": {"_class_path": "foreign.Module"},
+    "instantiator": {"_instantiator": "foreign.build"},
+}
+
+
+@pytest.mark.parametrize("save", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("case", FOREIGN)
+def test_a_checkpoint_imports_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Callable[[dict[str, Any], Path], None], case: str
+) -> None:
+    (tmp_path / "foreign.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    module = Qwen3MoePretraining(CONFIG)
+    module.configure_model()
+    content: dict[str, Any] = {"state_dict": module.state_dict(), "pytorch-lightning_version": L.__version__}
+    module.on_save_checkpoint(content)
+    del content[ARGUMENTS_KEY]["balance"]
+    instantiator = "lightning.pytorch.cli.instantiate_module"
+    save({**content, "hyper_parameters": {"_instantiator": instantiator, **FOREIGN[case]}}, tmp_path / "a.ckpt")
+    if "balance" in FOREIGN[case]:
+        with pytest.raises(
+            StateError, match=r"the checkpoint has balance=.*foreign\.Balance.* pass balance to load_fr"
+        ):
+            load_model(tmp_path / "a.ckpt")
+    else:
+        assert_tensors_close(load_model(tmp_path / "a.ckpt").state_dict(), module.state_dict())
+    assert "foreign" not in sys.modules

@@ -1,0 +1,90 @@
+"""Arguments of a module as a checkpoint has them: plain values, for which nothing is imported.
+
+The command line saves a dataclass as a dict, an enum's member as its name, a tuple as a list, and any other object as
+the name of its class with arguments. Lightning hands all of that to jsonargparse, which imports what the file names.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import dataclasses
+import reprlib
+import types
+import typing
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any, Union
+
+from lightning.pytorch.core import saving
+
+from lightning_d9d.errors import StateError
+
+_BY_NAME = {collections.abc.Callable, type}
+"""What the command line saves as the place from where it is imported."""
+
+
+def build(kind: type, arguments: Mapping[str, Any]) -> Any:
+    """An object of a class that the caller chose, from arguments of a checkpoint. Local.
+
+    Args:
+        kind: The class. Its annotations and those of its bases say which form an argument has.
+        arguments: By name. What the file says of the class is ignored.
+
+    Raises:
+        StateError: An argument does not fit its annotation, or is an object that only an import would make.
+    """
+    hints: dict[str, Any] = {}
+    for base in reversed(kind.__mro__):
+        hints |= _hints(base.__init__)
+    built = {name: argument(name, hints.get(name, Any), value) for name, value in arguments.items()}
+    built.pop("_class_path", None)
+    return kind(**built)
+
+
+NEVER_IMPORTS = {"_instantiator": f"{build.__module__}.{build.__qualname__}", "_class_path": None}
+"""Arguments for Lightning's loading, in place of the file's: `build` makes the object, whatever the file says."""
+
+getattr(saving, "_ALLOWED_INSTANTIATORS", set()).add(NEVER_IMPORTS["_instantiator"])  # before Lightning 2.6.6: any
+
+
+def argument(name: str, annotation: Any, value: Any) -> Any:
+    """A plain value in the form of its annotation.
+
+    Raises:
+        StateError: It does not fit, or names what would have to be imported.
+    """
+    try:
+        return _as_annotated(annotation, value)
+    except (StateError, TypeError, ValueError, LookupError) as error:
+        raise StateError(
+            f"the checkpoint has {name[:80]}={reprlib.repr(value)}, which cannot be used ({error}); pass {name[:80]} "
+            "to load_from_checkpoint, or weights_only=False if you trust a file"
+        ) from error
+
+
+def _as_annotated(annotation: Any, value: Any) -> Any:
+    is_union = typing.get_origin(annotation) in (Union, types.UnionType)
+    options = typing.get_args(annotation) if is_union else (annotation,)
+    kinds = [typing.get_origin(option) or option for option in options]
+    for kind in kinds:
+        if value is None or kind is Any or (isinstance(kind, type) and isinstance(value, kind)):
+            return value
+        if isinstance(value, Mapping) and isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            hints = _hints(kind)
+            return kind(**{name: _as_annotated(hints.get(name, Any), inner) for name, inner in value.items()})
+        if isinstance(value, list) and kind is tuple:
+            return tuple(value)
+        if isinstance(value, str) and isinstance(kind, type) and issubclass(kind, Enum):
+            return kind[value]
+    if (isinstance(value, Mapping) and "class_path" in value) or (isinstance(value, str) and {*kinds} & _BY_NAME):
+        raise StateError("nothing is imported for a checkpoint")
+    if any(map(dataclasses.is_dataclass, kinds)):
+        raise StateError(f"it is no {annotation}")
+    return value
+
+
+def _hints(annotated: Any) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(annotated)
+    except NameError:  # of a name that only a type checker imports
+        return {}
