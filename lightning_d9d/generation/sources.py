@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from lightning_d9d.errors import ConfigError
+from lightning_d9d.errors import ConfigError, StateError
 from lightning_d9d.models.qwen3_moe.config import Qwen3MoeConfig
 from lightning_d9d.models.qwen3_moe.huggingface import load_huggingface
 from lightning_d9d.models.qwen3_moe.model import Qwen3MoeForCausalLM
@@ -73,6 +73,13 @@ def load_model(source: str | Path, dtype: torch.dtype | None = None, device: str
             raise ConfigError(
                 f"{source} is a checkpoint, but not of a Qwen3MoePretraining: it names no Qwen3MoeConfig; load it by "
                 "load_from_checkpoint of its own class, and call that module with a batch"
+            ) from error
+        except StateError:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise StateError(
+                f"checkpoint {str(source)!r} is damaged ({type(error).__name__}: {str(error).splitlines()[0]}); give "
+                "another one"
             ) from error
         return model.to(device=device, dtype=dtype).eval()
     config = Qwen3MoeConfig.from_json(source)

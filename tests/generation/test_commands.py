@@ -140,6 +140,24 @@ def test_a_checkpoint_of_another_model_is_named(tmp_path: Path) -> None:
         load_model(tmp_path / "other.ckpt")
 
 
+DAMAGED = {
+    "no version": lambda saved: saved.pop("pytorch-lightning_version"),
+    "arguments": lambda saved: saved.update(qwen3_moe_arguments={**saved["qwen3_moe_arguments"], "warmup_steps": "x"}),
+    "a list of hyperparameters": lambda saved: saved.update(hyper_parameters=[1]),
+    "a shape": lambda saved: saved["state_dict"].update({"model.norm.weight": torch.zeros(3)}),
+    "no weights": lambda saved: saved.update(state_dict={}),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_checkpoint_is_named(trained: tuple[Path, float], tmp_path: Path, name: str) -> None:
+    saved = torch.load(trained[0] / "file.ckpt", weights_only=True)
+    DAMAGED[name](saved)
+    torch.save(saved, tmp_path / "damaged.ckpt")
+    with pytest.raises((StateError, ConfigError), match=r"damaged\.ckpt"):
+        load_model(tmp_path / "damaged.ckpt")
+
+
 def test_a_refusal_writes_no_prompt(trained: tuple[Path, float], capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(ConfigError, match="ask for at most 2044"):
         run_command("generate", trained[0] / "export", "--prompt", "def ", "--max-new-tokens", "9999")
