@@ -1,8 +1,8 @@
 """One optimizer step of a `D9DModule`, from top to bottom.
 
-Lightning drives a batch in this order (`accumulate_grad_batches` batches make a window, the last one steps). On the
-window's last batch all but the last line run inside of the closure that `optimizer_step` gets; on others there is
-neither clipping nor a step.
+Lightning drives a batch in this order (`accumulate_grad_batches` batches make a window, the last one steps). In the
+last batch all but the last line run inside of the closure that `optimizer_step` gets. Others have no clipping and no
+step.
 
     strategy.training_step -> TrainStep.run        forward and backward of all microbatches; gradients set aside
     on_before_zero_grad, optimizer_zero_grad       (first batch of a window; finds nothing to clear)
@@ -16,8 +16,8 @@ stock Lightning does: it is scaled by rows / (rows of the batch) / (accumulated 
 the number of ranks. A weight that is known beforehand scales the losses instead, see `loss_scale.py`.
 
 [Note: pipelines] All ranks of a pipeline read the same batch and run their part of one program. Loss and metrics are
-made where the last stage is and are 0 elsewhere: a sum over the pipeline, then over the ranks that have other tokens,
-makes them equal everywhere.
+made where the last stage is and are 0 elsewhere. A sum over the pipeline, then over ranks with other tokens, makes
+them equal everywhere.
 
 [Note: dummy batches] A rank without data for a batch that others have runs dummy microbatches: it adds neither loss nor
 weight, and zeros to the gradients. In a loss that is a mean, the means of the ranks that have data count.

@@ -19,9 +19,10 @@ from tests.harness.messages import Assignment
 from tests.harness.pool import PoolKey, RankPool
 from tests.harness.state import restored_state
 
-DEFAULT_TIMEOUT_SECONDS = 60.0
+SECONDS_PER_RANK = 30.0
+"""Of a test's limit, by default: ranks share two cores, on which eight need a minute of them for one mesh."""
 _RANKS = (
-    "ranks(n, timeout_seconds=60, record=True): the body runs on each of n rank processes (gloo; nccl with "
+    "ranks(n, timeout_seconds=30 * n, record=True): the body runs on each of n rank processes (gloo; nccl with "
     "--device cuda or the marker gpu), its collectives are recorded and compared over the ranks"
 )
 
@@ -110,7 +111,7 @@ class RanksOptions:
     """The arguments of the marker `ranks`."""
 
     num_ranks: int
-    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+    timeout_seconds: float | None = None
     record: bool = True
 
 
@@ -155,7 +156,8 @@ class RankTests:
         if self._pool is None or not self._pool.alive or self._pool.key != key:
             self.close()
             self._pool = RankPool(key, show_output=self._show_output)
-        verdict = self._pool.run(assignment, options.timeout_seconds)
+        timeout = SECONDS_PER_RANK * options.num_ranks if options.timeout_seconds is None else options.timeout_seconds
+        verdict = self._pool.run(assignment, timeout)
         for rank, output in verdict.outputs.items():
             pyfuncitem.add_report_section("call", f"rank {rank} output", output)
         if verdict.failure:
