@@ -451,8 +451,8 @@ MUTATIONS = [
     Mutation(
         "parameters of stages come in the order of ranks",
         "lightning_d9d/checkpoint/whole.py",
-        "merged = [name for name in order if name in num_holders]",
-        "merged = [*num_holders]",
+        "return sorted(num_holders.keys() & places.keys(), key=places.__getitem__)",
+        "return [name for name in num_holders if name in places]",
         "tests/checkpoint/test_whole.py",
     ),
     Mutation(

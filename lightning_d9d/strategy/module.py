@@ -313,8 +313,9 @@ class D9DModule(L.LightningModule):
     ) -> Self:
         """As Lightning's, from a file or a directory; a directory is read whole, to the CPU. Not collective.
 
-        The object is of this class, whatever the checkpoint says. Nothing that it names is imported: dataclasses, enums
-        and tuples that the command line saved are made as `__init__` is annotated, other objects are to be given.
+        The object is of this class, whatever the checkpoint says. Nothing that it names is imported.
+        Dataclasses, enums and tuples that the command line saved are made as `__init__` is annotated. Other objects are
+        to be given.
 
         Args:
             checkpoint_path: A file or a checkpoint directory.

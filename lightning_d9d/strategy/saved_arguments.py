@@ -1,7 +1,7 @@
 """Arguments of a module as a checkpoint has them: plain values, for which nothing is imported.
 
-The command line saves a dataclass as a dict, an enum's member as its name, a tuple as a list, and any other object as
-the name of its class with arguments. Lightning hands all of that to jsonargparse, which imports what the file names.
+The command line saves a dataclass as a dict, an enum's member as its name and a tuple as a list. Any other object
+becomes the name of its class with arguments. Lightning hands all of that to jsonargparse, which imports what the file names.
 """
 
 from __future__ import annotations
