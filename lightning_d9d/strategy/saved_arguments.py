@@ -1,7 +1,8 @@
 """Arguments of a module as a checkpoint has them: plain values, for which nothing is imported.
 
 The command line saves a dataclass as a dict, an enum's member as its name and a tuple as a list. Any other object
-becomes the name of its class with arguments. Lightning hands all of that to jsonargparse, which imports what the file names.
+becomes the name of its class with arguments. Lightning hands all of that to jsonargparse, which imports what the file
+names.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def argument(name: str, annotation: Any, value: Any) -> Any:
     """A plain value in the form of its annotation.
 
     Raises:
-        StateError: It does not fit, or names what would have to be imported.
+        StateError: The value does not fit, or names what would have to be imported.
     """
     try:
         return _as_annotated(annotation, value)
