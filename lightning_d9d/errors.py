@@ -29,7 +29,7 @@ def _escaped(character: str) -> str:
 
 
 def printable_arguments(args: Iterable[object]) -> tuple[object, ...]:
-    """An exception's arguments, with texts made `printable`."""
+    """Return an exception's arguments, with texts made `printable`."""
     return tuple(printable(each) if isinstance(each, str) else each for each in args)
 
 

@@ -302,8 +302,8 @@ ARGUMENTS, EMBEDDING = "qwen3_moe_arguments", "model.embed_tokens.weight"
         ({"state_dict": {}, ARGUMENTS: {}}, f"{ARGUMENTS} has no config"),
         ({"state_dict": {}, ARGUMENTS: 5}, f"{ARGUMENTS}=5 must be a table"),
         ({"state_dict": {}, ARGUMENTS: {"config": [1]}}, "[1] must be a table of names and values"),
-        ({"state_dict": {}, ARGUMENTS: {"balance": {"zz": 1}}}, "balance={'zz': 1}, which is no BalanceConfig"),
-        ({"state_dict": {}, ARGUMENTS: {"balance": 7}}, "balance=7, which is no BalanceConfig"),
+        ({"state_dict": {}, ARGUMENTS: {"balance": {"zz": 1}}}, "balance={'zz': 1}, which is not a BalanceConfig"),
+        ({"state_dict": {}, ARGUMENTS: {"balance": 7}}, "balance=7, which is not a BalanceConfig"),
     ],
 )
 def test_damaged_checkpoints_to_a_directory(

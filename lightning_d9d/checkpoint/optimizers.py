@@ -114,7 +114,8 @@ def fit_scheduler_state(state: dict[str, Any], groups: Sequence[Mapping[str, Any
     all.
 
     Raises:
-        StateError: Something else that it keeps for each group differs between them, or it is no scheduler's.
+        StateError: Something else that it keeps for each group differs between them, or a scheduler does not keep
+            such values.
     """
     left, known = [state], set[int]()  # schedulers, and lists of them, may be held several times
     while left:
@@ -145,7 +146,7 @@ def _fit_per_group(state: dict[str, Any], groups: Sequence[Mapping[str, Any]]) -
 def _list_of(state: dict[str, Any], key: str) -> list[Any] | tuple[Any, ...]:
     values = state.get(key, ())
     if not isinstance(values, list | tuple):
-        raise StateError(f"a learning rate scheduler was saved with {key}={reprlib.repr(values)}, which is no list")
+        raise StateError(f"a learning rate scheduler was saved with {key}={reprlib.repr(values)}, which must be a list")
     return values
 
 

@@ -89,7 +89,7 @@ def count(store: dist.Store, key: str, more: int = 0) -> int:
     """Add to a number in the store, and return it. A server hangs up on who adds to anything else.
 
     Raises:
-        ForeignValueError: There is no number.
+        ForeignValueError: The store has something else there.
     """
     number = value_of(key, store.compare_set(key, "0", "0"), is_count)  # which also reads what is missing
     return store.add(key, more) if more else number

@@ -21,11 +21,11 @@ from lightning.pytorch.core import saving
 from lightning_d9d.errors import StateError
 
 _BY_NAME = {collections.abc.Callable, type}
-"""What the command line saves as the place from where it is imported."""
+"""Annotations of values that the command line saves as the place from where they are imported."""
 
 
 def build(kind: type, arguments: Mapping[str, Any]) -> Any:
-    """An object of a class that the caller chose, from arguments of a checkpoint. Local.
+    """Make an object of a class that the caller chose, from arguments of a checkpoint. Local.
 
     Args:
         kind: The class. Its annotations and those of its bases say which form an argument has.
@@ -49,7 +49,7 @@ getattr(saving, "_ALLOWED_INSTANTIATORS", set()).add(NEVER_IMPORTS["_instantiato
 
 
 def argument(name: str, annotation: Any, value: Any) -> Any:
-    """A plain value in the form of its annotation.
+    """Return a plain value in the form of its annotation.
 
     Raises:
         StateError: The value does not fit, or names what would have to be imported.
@@ -80,7 +80,7 @@ def _as_annotated(annotation: Any, value: Any) -> Any:
     if (isinstance(value, Mapping) and "class_path" in value) or (isinstance(value, str) and {*kinds} & _BY_NAME):
         raise StateError("nothing is imported for a checkpoint")
     if any(map(dataclasses.is_dataclass, kinds)):
-        raise StateError(f"it is no {annotation}")
+        raise StateError(f"{annotation} is wanted")
     return value
 
 

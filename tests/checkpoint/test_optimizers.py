@@ -358,8 +358,8 @@ def test_what_is_no_scheduler_is_refused() -> None:
         nested = [nested, nested]
     for state, reason in (
         ({"_schedulers": nested}, r"where the state of a learning rate scheduler belongs"),
-        ({"_schedulers": 5}, r"_schedulers=5, which is no list"),
-        ({"min_lrs": 0.5}, r"min_lrs=0.5, which is no list"),
+        ({"_schedulers": 5}, r"_schedulers=5, which must be a list"),
+        ({"min_lrs": 0.5}, r"min_lrs=0.5, which must be a list"),
         ({"min_lrs": [nested, 0.5]}, r"min_lrs=\[\[.*\], one for each"),
         ([], r"it has \[\] where"),
     ):

@@ -171,8 +171,8 @@ class BatchCheck:
             index: Of the batch in its epoch.
 
         Raises:
-            ConfigError: An id or a label is outside of the vocabulary, a document is too long, or the labels of the
-                first batch that tells are not as `shift_labels` says.
+            ConfigError: An id or a label is outside of the vocabulary, or a document is too long. Or labels are not as
+                `shift_labels` says, in the first batch that tells.
         """
         is_first = self._note is None
         if self._note is None:

@@ -63,7 +63,7 @@ def saved_arguments(saved: Any, source: object) -> dict[str, Any]:
         source: The checkpoint, for people.
 
     Raises:
-        StateError: They are damaged, or those of another version.
+        StateError: The arguments are damaged, or those of another version.
         ConfigError: Their `config` is none that a model can be built from.
     """
     if not isinstance(saved, Mapping):
@@ -76,7 +76,7 @@ def saved_arguments(saved: Any, source: object) -> dict[str, Any]:
             arguments["balance"] = BalanceConfig(**arguments["balance"])
         except (TypeError, ConfigError) as error:
             raise StateError(
-                f"{source}: {ARGUMENTS_KEY} has balance={reprlib.repr(arguments['balance'])}, which is no "
+                f"{source}: {ARGUMENTS_KEY} has balance={reprlib.repr(arguments['balance'])}, which is not a "
                 f"BalanceConfig ({error}); give another checkpoint"
             ) from error
     return arguments
