@@ -244,9 +244,9 @@ def shard_context(stage: nn.Module, group: dist.ProcessGroup, kind: str) -> None
         if isinstance(module, GroupedQueryAttention):
             if module.attend is not attention and not isinstance(module.attend, ContextAttention):
                 raise ConfigError(
-                    f"{name}.attend was replaced by {module.attend!r}, and context={kind!r} would replace that. It sees "
-                    "the tokens of its own rank alone; set attend behind shard_context, to a ContextAttention, or leave "
-                    "MeshConfig.context_parallel_shard at 1"
+                    f"{name}.attend was replaced by {module.attend!r}, and context={kind!r} would replace that. It "
+                    "sees the tokens of its own rank alone; set attend behind shard_context, to a ContextAttention, or "
+                    "leave MeshConfig.context_parallel_shard at 1"
                 )
             attend.check_scores(module.window, module.sinks)
             if isinstance(attend, HeadsAttention):
