@@ -253,9 +253,9 @@ class _Declared:
         on_first = self.mesh.coordinates[Axis.CP] == self.mesh.coordinates[Axis.TP] == 0
 
         def outputs(place: Callable[[Tensor], Tensor]) -> list[Tensor]:
-            changed = mapped(lambda x: self.axis.with_nan(x, place), (list(args), dict(kwargs)))
-            changed_args, changed_kwargs = changed if on_first else (args, kwargs)
-            return tensors_of(forward(*changed_args, **changed_kwargs))
+            given = list(args), dict(kwargs)
+            on_rank = mapped(lambda x: self.axis.with_nan(x, place), given) if on_first else given
+            return tensors_of(forward(*on_rank[0], **on_rank[1]))
 
         mixes = any(map(self.axis.is_mixed, outputs(is_middle)))
         hears = any(self.axis.has_nan(x, is_any) for x in outputs(is_any))
@@ -440,9 +440,8 @@ def _check_loss(
     mixes = ((even + odd) - (forwards + backwards)).abs() > 2 * rounding * most
     of_ranks = _over_sharing(mesh, (mixes, forwards, (forwards - backwards).abs() > rounding * most))
     mixing = torch.stack([each for each, _, _ in of_ranks]).any(0)
-    places = torch.stack([
-        changes & ((numbers - forwards).abs() <= _SAME * most) for _, numbers, changes in of_ranks
-    ]).all(0)  # fmt: skip
+    alike = [changes & ((numbers - forwards).abs() <= _SAME * most) for _, numbers, changes in of_ranks]
+    places = torch.stack(alike).all(0)
     for name, mixes_tokens, goes_by_places in zip(names, mixing.tolist(), places.tolist(), strict=True):
         if mixes_tokens:
             raise _loss_error(name, "is not a sum of what each token has with its label", mesh)
