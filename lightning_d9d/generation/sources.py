@@ -86,7 +86,7 @@ def load_model(source: str | Path, dtype: torch.dtype | None = None, device: str
     with torch.device("meta"):
         model = Qwen3MoeForCausalLM(config).to(dtype or _stored_dtype(source))
     model.to_empty(device=device)
-    load_huggingface(model, source)
+    load_huggingface(model, source, check_first=False)
     return model.eval()
 
 

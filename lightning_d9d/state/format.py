@@ -10,7 +10,7 @@ import tempfile
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import IO, Any, NamedTuple
 
@@ -72,35 +72,52 @@ class StoredTensor:
         """A slice, in memory of its own. The bytes from its first number to its last are read."""
         return self._read(self._picked(index))
 
-    def copy_to(self, index: Index, target: Tensor, casts: Sequence[torch.dtype] = ()) -> None:
+    def copy_to(
+        self,
+        index: Index,
+        target: Tensor,
+        casts: Sequence[torch.dtype] = (),
+        see: Callable[[Tensor], None] | None = None,
+    ) -> None:
         """Copies a slice, cast to some dtypes one after the other, into a tensor of its shape.
 
         Bytes that need no change go straight there. Others are read in pieces, under a URL all at once as a request
         takes long: new memory would take several times as long, because the system must clear it first.
+
+        Args:
+            index: The slice.
+            target: Gets it.
+            casts: Dtypes.
+            see: Gets the numbers as they are in the file, flat, piece by piece; of a slice also those between.
         """
         picked, is_url = self._picked(index), isinstance(self._file.path, UrlPath)
         is_same = target.is_cpu and {target.dtype, *casts} == {self.dtype}
-        if is_same and not is_url and target.is_contiguous() and picked.is_contiguous():
-            self._read(picked, target.detach().view(-1).view(torch.uint8))
-            return
+        is_straight = is_same and not is_url and target.is_contiguous() and picked.is_contiguous()
         if not picked.dim():
             picked, target = picked[None], target[None]
         row_bytes = max(1, int(picked.stride(0)) * self.dtype.itemsize)
         num_rows = max(1, len(picked) if is_url else _PIECE_BYTES // row_bytes)
-        room = None if is_url else torch.empty(_span(picked[:num_rows]), dtype=torch.uint8, device="cpu")
+        no_room = is_url or is_straight
+        room = None if no_room else torch.empty(_span(picked[:num_rows]), dtype=torch.uint8, device="cpu")
         for begin in range(0, len(picked), num_rows):
-            values = self._read(picked[begin : begin + num_rows], room)
+            rows, part = picked[begin : begin + num_rows], target[begin : begin + num_rows]
+            if is_straight:
+                self._read(rows, part.detach().view(-1).view(torch.uint8), see)
+                continue
+            values = self._read(rows, room, see)
             for dtype in casts:
                 values = values.to(dtype)
-            target[begin : begin + num_rows].copy_(values)
+            part.copy_(values)
 
     def _picked(self, index: Index) -> Tensor:
         """The slice without its values."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")[index]
 
-    def _read(self, picked: Tensor, room: Tensor | None = None) -> Tensor:
+    def _read(self, picked: Tensor, room: Tensor | None = None, see: Callable[[Tensor], None] | None = None) -> Tensor:
         begin = self._entry.begin + int(picked.storage_offset()) * self.dtype.itemsize
         values = self._file.values(begin, begin + _span(picked), self.dtype, room)
+        if see is not None:
+            see(values)
         return values.as_strided(picked.shape, picked.stride())
 
     @property

@@ -20,8 +20,6 @@ from lightning_d9d.state.format import (
     write_json,
 )
 from lightning_d9d.state.places import Place, check_link
-from lightning_d9d.state.progress import Progress
-from lightning_d9d.state.threads import in_threads
 
 _FORMAT = "lightning_d9d manifest 1"
 _CHUNK_ELEMENTS = 2**20
@@ -65,44 +63,43 @@ def read_manifest(directory: Place) -> dict[str, Any] | None:
         raise StateError(f"{path}: is no manifest ({error!r}); {_REMEDY}.") from error
 
 
-def verify(
-    tensors: Mapping[str, StoredTensor],
-    num_bytes: Mapping[str, int],
-    where: Mapping[str, Place],
-    manifest: Mapping[str, Any] | None,
-    check_finite: bool,
-    progress: Progress,
-) -> None:
-    """Check stored tensors against a manifest, and that their numbers are finite. Local; several threads.
+class Check:
+    """One stored tensor against what the manifest says of it. Local.
+
+    `see` gets all of its numbers in order, and `finish` says what is wrong with them.
 
     Args:
-        tensors: Opens the file of a tensor when it is asked for one.
-        num_bytes: Of each tensor to look at, file by file.
-        where: The file of each.
-        manifest: None: what they are is not checked.
-        check_finite: Neither infinite nor NaN.
-        progress: Gets the number of bytes.
+        where: File and tensor, for errors.
+        name: In the manifest.
+        stored: The tensor.
+        manifest: None: what it is is not checked.
+        check_finite: Whether its numbers are neither infinite nor NaN.
 
     Raises:
-        StateError: With the file and the tensor.
+        StateError: The manifest says something else of its shape or dtype.
     """
 
-    def check(name: str) -> None:
-        stored, text = tensors[name], f"{where[name]}: {name}"
-        expected = None if manifest is None else _expected_sum(text, stored, manifest.get(name))
-        checksum, finite = 0, True
-        for chunk in stored.chunks():
-            if expected is not None:
-                checksum = zlib.crc32(chunk.view(torch.uint8).numpy().data, checksum)
-            finite = finite and (not check_finite or _is_finite(chunk))
-        if expected not in (None, f"{checksum:08x}"):
-            raise StateError(
-                f"{text} is damaged, or replaced meanwhile: its checksum is not that of the manifest; {_REMEDY}."
-            )
-        if not finite:
-            raise StateError(f"{text} has numbers that are not finite; use another checkpoint.")
+    def __init__(
+        self, where: str, name: str, stored: StoredTensor, manifest: Mapping[str, Any] | None, check_finite: bool
+    ) -> None:
+        self._where, self._check_finite = where, check_finite
+        self._expected = None if manifest is None else _expected_sum(where, stored, manifest.get(name))
+        self._checksum, self._finite = 0, True
 
-    in_threads(check, num_bytes, progress)
+    def see(self, values: Tensor) -> None:
+        """Go on with these numbers, flat and contiguous, on the CPU."""
+        if self._expected is not None:
+            self._checksum = zlib.crc32(values.view(torch.uint8).numpy().data, self._checksum)
+        self._finite = self._finite and (not self._check_finite or _is_finite(values))
+
+    def finish(self) -> None:
+        """Raises a `StateError` if the numbers are not those of the manifest, or not finite."""
+        if self._expected not in (None, f"{self._checksum:08x}"):
+            raise StateError(
+                f"{self._where} is damaged, or replaced meanwhile: its checksum is not that of the manifest; {_REMEDY}."
+            )
+        if not self._finite:
+            raise StateError(f"{self._where} has numbers that are not finite; use another checkpoint.")
 
 
 def _is_finite(chunk: Tensor) -> bool:

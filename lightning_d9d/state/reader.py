@@ -1,16 +1,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property, lru_cache
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from threading import Semaphore
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from lightning_d9d.errors import StateError
-from lightning_d9d.state.boxes import MappedBox
+from lightning_d9d.state.boxes import Index, MappedBox, whole_box
 from lightning_d9d.state.format import (
     ALL_DTYPE_NAMES,
     DTYPE_NAMES,
@@ -22,7 +24,7 @@ from lightning_d9d.state.format import (
     read_json,
     reading,
 )
-from lightning_d9d.state.manifest import read_manifest, verify
+from lightning_d9d.state.manifest import Check, read_manifest
 from lightning_d9d.state.places import Place, UrlPath, check_link, place_of
 from lightning_d9d.state.progress import Progress
 from lightning_d9d.state.threads import in_threads
@@ -34,6 +36,35 @@ _MAX_FILES = 10_000
 _LARGE_BYTES = 2**24
 """Of tensors of which only two are in memory."""
 _SUFFIX = ".safetensors"
+Targets = Mapping[str, Sequence[tuple[MappedBox, Tensor]]]
+"""For each tensor of the files, which parts of it go where."""
+
+
+class Checks(NamedTuple):
+    """What is looked at in tensors of files."""
+
+    checksums: bool = True
+    """Where the files have a manifest."""
+    finite: bool = False
+    """Whether numbers are neither infinite nor NaN."""
+    first: bool = True
+    """Before the first tensor changes, which reads all tensors once more. False: while they are read."""
+
+
+NO_CHECKS = Checks(checksums=False)
+
+
+class _Seen:
+    """A stored tensor that shows what is read of it to a check."""
+
+    def __init__(self, stored: StoredTensor, check: Check) -> None:
+        self._stored, self._check = stored, check
+
+    def __getitem__(self, index: Index) -> Tensor:
+        return self._stored[index]
+
+    def copy_to(self, index: Index, target: Tensor, casts: Sequence[torch.dtype] = ()) -> None:
+        self._stored.copy_to(index, target, casts, self._check.see)
 
 
 class SafetensorsReader(Mapping[str, StoredTensor]):
@@ -99,31 +130,38 @@ class SafetensorsReader(Mapping[str, StoredTensor]):
                     f"{where} is {ALL_DTYPE_NAMES[stored.dtype]}, not one of {legal}; use an unquantized checkpoint."
                 )
 
-    def verify(
-        self, names: Iterable[str], *, checksums: bool = True, check_finite: bool = False, progress: bool = False
-    ) -> None:
+    def verify(self, names: Iterable[str], checks: Checks, progress: bool = False) -> None:
         """Compares tensors with the manifest, if there is one, or looks for numbers that are not finite.
 
         Args:
             names: Of the tensors. Each is read whole.
-            checksums: Look at the manifest.
-            check_finite: Look at the numbers.
+            checks: What is looked at.
             progress: Show a bar.
         """
-        manifest = read_manifest(self.path) if checksums and not self._is_file else None
-        if manifest is None and not check_finite:
+        if (new_check := self._checking(checks)) is None:
             return
-        if lost := (manifest or {}).keys() - self.file_of.keys() - self._left_out:
-            raise StateError(f"{self.path}: lacks {min(lost)}, which the manifest has; fetch or export it again.")
         num_bytes = {name: self[name].num_bytes for name in self._in_order(names)}
-        with Progress(progress, f"checking {self.path}", sum(num_bytes.values())) as bar:
-            verify(self, num_bytes, self.file_of, manifest, check_finite, bar)
 
-    def fill(self, targets: Mapping[str, Sequence[tuple[MappedBox, Tensor]]], progress: bool = False) -> None:
+        def check(name: str) -> None:
+            stored, ours = self[name], new_check(name)
+            for chunk in stored.chunks():
+                ours.see(chunk)
+            ours.finish()
+
+        with Progress(progress, f"checking {self.path}", sum(num_bytes.values())) as bar:
+            in_threads(check, num_bytes, bar)
+
+    def fill(self, targets: Targets, progress: bool = False, checks: Checks = NO_CHECKS) -> None:
         """Copies parts of tensors into others, cast to their dtype, in several threads.
 
         What is fetched, or changed on its way, takes memory besides them: of two tensors, and of some small ones.
+
+        Args:
+            targets: By name what is copied where.
+            progress: Show a bar.
+            checks: Of the tensors that are read whole, `names_of_whole`, while they are read.
         """
+        new_check = self._checking(checks)
         num_bytes = {
             name: sum(target.numel() for _, target in targets[name]) * self[name].dtype.itemsize
             for name in self._in_order(targets)
@@ -132,12 +170,36 @@ class SafetensorsReader(Mapping[str, StoredTensor]):
 
         def copy(name: str) -> None:
             stored = self[name]
+            whole = self._whole(name, targets[name]) if new_check is not None else None
             with two_at_a_time if num_bytes[name] > _LARGE_BYTES else nullcontext():
-                for mapped, target in targets[name]:
-                    mapped.copy(stored, target)
+                for place, (mapped, target) in enumerate(targets[name]):
+                    if new_check is None or place != whole:
+                        mapped.copy(stored, target)
+                        continue
+                    ours = new_check(name)
+                    mapped.copy(_Seen(stored, ours), target)
+                    ours.finish()
 
         with Progress(progress, f"reading {self.path}", sum(num_bytes.values())) as bar:
             in_threads(copy, num_bytes, bar)
+
+    def names_of_whole(self, targets: Targets) -> list[str]:
+        """The tensors that `fill` reads whole, and not in parts alone."""
+        return [name for name in self._in_order(targets) if self._whole(name, targets[name]) is not None]
+
+    def _whole(self, name: str, parts: Sequence[tuple[MappedBox, Tensor]]) -> int | None:
+        """Which of the parts is the whole tensor."""
+        box = whole_box(self[name].shape)
+        return next((place for place, (mapped, _) in enumerate(parts) if mapped.box == box), None)
+
+    def _checking(self, checks: Checks) -> Callable[[str], Check] | None:
+        """What makes the check of a tensor; None if nothing is looked at."""
+        manifest = read_manifest(self.path) if checks.checksums and not self._is_file else None
+        if manifest is None and not checks.finite:
+            return None
+        if lost := (manifest or {}).keys() - self.file_of.keys() - self._left_out:
+            raise StateError(f"{self.path}: lacks {min(lost)}, which the manifest has; fetch or export it again.")
+        return lambda name: Check(f"{self.file_of[name]}: {name}", name, self[name], manifest, checks.finite)
 
     def _in_order(self, names: Iterable[str]) -> list[str]:
         """File by file."""

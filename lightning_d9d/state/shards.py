@@ -14,17 +14,8 @@ from lightning_d9d.errors import StateError
 from lightning_d9d.mesh.agreement import Ranks, first_of
 from lightning_d9d.mesh.collectives import device_of_messages
 from lightning_d9d.state.boxes import Box, LocalShard, MappedBox, size
-from lightning_d9d.state.reader import SafetensorsReader
+from lightning_d9d.state.reader import NO_CHECKS, Checks, SafetensorsReader
 from lightning_d9d.state.views import View
-
-
-class Checks(NamedTuple):
-    """What is looked at before the first tensor changes. It costs reading all tensors once more."""
-
-    checksums: bool = True
-    """Where the files have a manifest."""
-    finite: bool = False
-    """Whether numbers are neither infinite nor NaN."""
 
 
 class _Copies(NamedTuple):
@@ -71,24 +62,30 @@ def fill_shards(
         reader: Of the same files on all ranks.
         views: All tensors, as views of those in the files.
         local: What this rank holds of which of them; a name may come more than once.
-        checks: Divided over the ranks.
+        checks: Divided over the ranks. While reading, a rank checks what it reads whole; the rest is read once more.
         failure: How an error of a rank begins.
         progress: Show bars, of what the first rank reads.
 
     Raises:
-        StateError: On every rank; a check failed, and nothing has changed.
+        StateError: On every rank: a check failed. Nothing has changed where checks come first.
     """
     ranks = Ranks()
     shown = progress and ranks.is_first
-    if checks.checksums or checks.finite:
-        own = {mapped.source for name, _ in local for mapped in views[name].boxes}
-        share = sorted(ranks.merge(dict.fromkeys(own)))[ranks.share]
-        with ranks.agreed(failure):
-            reader.verify(share, checksums=checks.checksums, check_finite=checks.finite, progress=shown)
+    checking = checks.checksums or checks.finite
+    own = {mapped.source for name, _ in local for mapped in views[name].boxes} if checking else set()
+    sources = ranks.merge(dict.fromkeys(own)) if checking else {}
     copies = _find_copies(local, ranks)
     received = {(each.name, each.box, each.dtype) for each in copies if each.line[0] != ranks.rank}
+    targets = _targets(views, [(n, s) for n, s in local if (n, s.box, s.values.dtype) not in received])
+    if checking and checks.first:
+        with ranks.agreed(failure):
+            reader.verify(sorted(sources)[ranks.share], checks, shown)
     with ranks.agreed(failure):
-        reader.fill(_targets(views, [(n, s) for n, s in local if (n, s.box, s.values.dtype) not in received]), shown)
+        reader.fill(targets, shown, NO_CHECKS if checks.first else checks)
+    if checking and not checks.first:
+        seen = ranks.merge(dict.fromkeys(reader.names_of_whole(targets)))
+        with ranks.agreed(failure):
+            reader.verify(sorted(sources.keys() - seen.keys())[ranks.share], checks, shown)
     values_of: dict[tuple[str, Box, torch.dtype], list[Tensor]] = defaultdict(list)
     for name, shard in local:
         values_of[name, shard.box, shard.values.dtype].append(shard.values)

@@ -45,7 +45,7 @@ def read_tensors(
     reader = SafetensorsReader(path)
     mapper = mapper or Identity(reader)
     views = mapper.plan(reader.specs)
-    reader.verify(mapper.group_of, checksums=verify, check_finite=check_finite)
+    reader.verify(mapper.group_of, Checks(verify, check_finite))
     yield from materialized(views, reader)
 
 
@@ -58,6 +58,7 @@ def load_tensors(
     strict: bool = True,
     verify: bool = True,
     check_finite: bool = False,
+    check_first: bool = True,
     progress: bool = False,
 ) -> None:
     """Fills tensors in place with those of a directory or file. Collective over the default group where there is one.
@@ -65,7 +66,7 @@ def load_tensors(
     A rank reads what it holds: of DTensors its own slices, whatever their meshes and placements. What several ranks
     hold alike one of them reads, and passes on. What has several names, such as a weight in two modules, or in the
     state dict of those, is filled under the first that is there. Floats are cast, but not float8, which needs a scale.
-    All is checked on all ranks before the first tensor changes on any.
+    Names, shapes and dtypes are checked on all ranks before the first tensor changes on any.
 
     Args:
         target: A module, whose state dict is filled, or tensors by name. Ranks may have different names.
@@ -73,8 +74,10 @@ def load_tensors(
         mapper: From names in the files to names in the target. None: they are the same.
         strict: All of the target must be filled, and all that is in the files must be used on some rank. Otherwise what
             both have: tensors of which all is in the files that the mapper makes them of.
-        verify: Compare with the manifest first, if the directory has one.
-        check_finite: Look first for numbers that are infinite or NaN.
+        verify: Compare with the manifest, if the directory has one.
+        check_finite: Look for numbers that are infinite or NaN.
+        check_first: Do so before the first tensor changes, which reads the files once more, divided over the ranks.
+            False: while they are read. After an error the tensors have some of the new values.
         progress: Show bars on the first rank.
 
     Raises:
@@ -101,7 +104,7 @@ def load_tensors(
             if name in views:
                 _check_fit(name, views[name], tensor)
                 local.setdefault(memory_of(tensor), (name, LocalShard.of(name, tensor)))
-    fill_shards(reader, views, [*local.values()], Checks(verify, check_finite), failure, progress)
+    fill_shards(reader, views, [*local.values()], Checks(verify, check_finite, check_first), failure, progress)
 
 
 @torch.no_grad()
@@ -151,7 +154,7 @@ def save_tensors(
         if isinstance(source, SafetensorsReader):
             for place in {source.path, *source.file_of.values()}:
                 refuse_overlap(place, place_of(directory))
-            source.verify(sorted(source)[ranks.share], checksums=verify, progress=progress and ranks.is_first)
+            source.verify(sorted(source)[ranks.share], Checks(verify), progress and ranks.is_first)
     specs = ranks.merge({name: Spec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()})
     with ranks.agreed(failure):
         mapper = mapper or Identity(sorted(specs, key=_number_aware))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -36,6 +37,7 @@ from lightning_d9d.state import (
     Rename,
     SafetensorsReader,
     Sequential,
+    Split,
     fill_shards,
     load_tensors,
     read_tensors,
@@ -46,6 +48,7 @@ from lightning_d9d.state import (
     writer,
 )
 from lightning_d9d.state.boxes import Readable
+from lightning_d9d.state.format import SafetensorsFile
 from lightning_d9d.state.places import UrlPath
 from tests.harness.compare import assert_bitwise_equal
 from tests.harness.ranks import RankContext
@@ -280,7 +283,7 @@ def test_checks_fetch_each_byte_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(UrlPath, "read_bytes", read_bytes)
     monkeypatch.setattr(files, "_CHUNK_BYTES", 160)
-    reader.verify(["w"], check_finite=True)
+    reader.verify(["w"], Checks(finite=True))
     assert [*map(len, fetched)] == [160, 160, 80]
     assert len({byte for each in fetched for byte in each}) == stored.num_bytes
 
@@ -338,7 +341,75 @@ def test_manifest(saved: Path) -> None:
     assert len({each["crc32"] for each in manifest["tensors"].values()}) == len(manifest["tensors"])
 
 
+def counted_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of what is read of tensors from now on."""
+    read, original = list[int](), SafetensorsFile.values
+
+    def values(self: SafetensorsFile, begin: int, end: int, *rest: Any) -> Tensor:
+        read.append(end - begin)
+        return original(self, begin, end, *rest)
+
+    monkeypatch.setattr(SafetensorsFile, "values", values)
+    return read
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("check_first", [True, False])
+def test_checks_while_reading_read_once(
+    saved: Path, check_first: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_PIECE_BYTES", 16)  # a checksum goes on from piece to piece
+    read, num_bytes = counted_bytes(monkeypatch), sum(tensor.nbytes for tensor in make_tensors().values())
+    found = {name: torch.zeros_like(tensor, dtype=dtype) for name, tensor in make_tensors(1).items()}
+    load_tensors(found, saved, check_finite=True, check_first=check_first)
+    assert_same(found, {name: tensor.to(dtype) for name, tensor in make_tensors().items()})
+    assert sum(read) == num_bytes * (2 if check_first else 1)
+
+
+def flip_a_bit(saved: Path, name: str) -> None:
+    """Of the last number of a tensor."""
+    path = next(path for path in sorted(saved.glob("*.safetensors")) if name in SafetensorsFile(path).entries)
+    content = bytearray(path.read_bytes())
+    content[SafetensorsFile(path).entries[name].end - 1] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("check_first", [True, False])
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_flipped_bit_is_found_before_or_while_reading(saved: Path, check_first: bool, is_cut: bool) -> None:
+    """Also in what is not loaded of a tensor of which a part is."""
+    flip_a_bit(saved, "0.q")
+    whole = make_tensors()["0.q"]
+    mapper = Split("0.q", {"first": 4, "last": len(whole) - 4}) if is_cut else Identity(["0.q"])
+    found = {"first" if is_cut else "0.q": torch.zeros_like(whole[:4] if is_cut else whole)}
+    with pytest.raises(StateError, match=r"0\.q is damaged"):
+        load_tensors(found, saved, mapper, strict=False, check_first=check_first)
+    assert any(bool(tensor.any()) for tensor in found.values()) is not check_first
+
+
+def test_numbers_that_are_not_finite_are_found_while_reading(tmp_path: Path) -> None:
+    save_tensors({"w": torch.tensor([1.0, math.nan])}, tmp_path / "saved")
+    with pytest.raises(StateError, match="w has numbers that are not finite"):
+        load_tensors({"w": torch.zeros(2)}, tmp_path / "saved", check_finite=True, check_first=False)
+
+
 # Ranks
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("check_first", [True, False])
+def test_a_flipped_bit_in_slices_of_ranks(rank: RankContext, check_first: bool, dim: int, tmp_path: Path) -> None:
+    """No rank reads the tensor whole, and all ranks hear of it."""
+    save_tensors({"w": torch.ones(4, 6), "v": torch.ones(8)}, tmp_path / "saved")
+    if rank.rank == 0:
+        flip_a_bit(tmp_path / "saved", "w")
+    rank.barrier()
+    mesh = init_device_mesh(rank.device.type, (2,))
+    target = distribute_tensor(torch.zeros(4, 6, device=rank.device), mesh, [Shard(dim)], src_data_rank=None)
+    with pytest.raises(StateError, match="w is damaged"):
+        load_tensors({"w": target}, tmp_path / "saved", strict=False, check_first=check_first)
+    assert bool(target.to_local().any()) is not check_first
 
 
 def cut(tensors: dict[str, Tensor], rank: RankContext) -> dict[str, Tensor]:

@@ -51,6 +51,7 @@ def load_huggingface(
     *,
     verify: bool = True,
     check_finite: bool = False,
+    check_first: bool = True,
     progress: bool = False,
 ) -> None:
     """Fills a model with the weights of a Hugging Face directory, in place.
@@ -61,16 +62,18 @@ def load_huggingface(
     and passes on. Next to no memory is needed besides the model.
 
     Collective over the default process group where there is one, also for models that are whole on every rank: all
-    names, shapes, dtypes and checksums are checked before the first parameter changes on any rank, and what fails on
+    names, shapes and dtypes are checked before the first parameter changes on any rank, and what fails on
     one raises on all. It does not matter which rank holds what.
 
     Args:
         model: A `Qwen3MoeForCausalLM`, whole or a stage; or any module with some of its parameters, under the names
             that they have in the whole model, and the whole model's `config`; or all stages of this rank.
         directory: On every rank; also a URL that fsspec knows.
-        verify: If the directory has a manifest, as those of `save_huggingface` have, compare checksums first. That
-            reads the files once more, divided over the ranks.
-        check_finite: Look first for numbers that are infinite or NaN, likewise.
+        verify: If the directory has a manifest, as those of `save_huggingface` have, compare checksums.
+        check_finite: Look for numbers that are infinite or NaN.
+        check_first: Do so before the first parameter changes, which reads the files once more, divided over the ranks.
+            False: while they are read. After an error the model has some of the new weights. Faster where there is
+            nothing to lose, as at the start of a run.
         progress: Show bars on the first rank.
 
     Raises:
@@ -101,7 +104,7 @@ def load_huggingface(
         reader.check(checked, f"build the model with Qwen3MoeConfig.from_json({str(directory)!r})")
         if repeated:
             check_tied(reader, parts)
-    fill_shards(reader, views, local, Checks(verify, check_finite), failure, progress)
+    fill_shards(reader, views, local, Checks(verify, check_finite, check_first), failure, progress)
 
 
 @torch.no_grad()

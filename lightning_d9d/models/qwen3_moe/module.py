@@ -259,7 +259,8 @@ class Qwen3MoePretraining(D9DModule):
     def load_pretrained(self) -> None:
         """Read the directory `pretrained`."""
         if self.pretrained is not None:
-            load_huggingface(list(self.stages), self.pretrained, progress=is_watched(self._trainer))
+            shown = is_watched(self._trainer)
+            load_huggingface(list(self.stages), self.pretrained, check_first=False, progress=shown)
 
     def configure_model(self) -> None:
         """As `D9DModule.configure_model`; the batches of this run are new."""
