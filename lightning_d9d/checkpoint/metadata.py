@@ -109,12 +109,13 @@ def _read(content: bytes) -> Metadata:
     num_places, num_chunks = len(fields["storage_data"]), 0
     entries: dict[str, Any] = {}
     known: dict[Made, TensorStorageMetadata] = {}  # names may share an entry
+    sizes = _Sizes()
     for name, made in fields["state_dict_metadata"].items():
         num_chunks += len(_fields(made, "metadata.TensorStorageMetadata")["chunks"])
         if num_chunks > num_places:  # entries may share a list, so that there are more than the file is long
             break
         if made not in known:
-            known[made] = _entry(_text(name), made)
+            known[made] = _entry(_text(name), made, sizes)
         entries[_text(name)] = known[made]
     if num_chunks != num_places:
         raise StateError(f"has {num_places} places for {num_chunks} pieces or more: {_FOREIGN}")
@@ -128,7 +129,7 @@ def _read(content: bytes) -> Metadata:
         _require(0 <= info.offset < 2**63 and 0 <= info.length < 2**63, name)
         if not _FILE_NAME.fullmatch(_text(info.relative_path)):
             raise StateError(f"names the file {info.relative_path[:80]!r}: {_FOREIGN}")
-        places[MetadataIndex(name, _size(index["offset"], name))] = info
+        places[MetadataIndex(name, sizes(index["offset"], name))] = info
     if len(places) != num_places:
         raise StateError(f"has one place for several pieces: {_FOREIGN}")
     return Metadata(entries, storage_data=places)
@@ -158,20 +159,33 @@ def _text(value: Any) -> str:
     return value
 
 
-def _entry(name: str, made: Any) -> TensorStorageMetadata:
+def _entry(name: str, made: Any, sizes: _Sizes) -> TensorStorageMetadata:
     fields = _fields(made, "metadata.TensorStorageMetadata")
     dtype = _DTYPES[_text(_state(fields["properties"], "metadata.TensorProperties")[0])]
-    size = _size(fields["size"], name)
+    size = sizes(fields["size"], name)
     chunks = [_fields(chunk, "metadata.ChunkStorageMetadata") for chunk in fields["chunks"]]
-    boxes = [(_size(chunk["offsets"], name), _size(chunk["sizes"], name)) for chunk in chunks]
+    boxes = [(sizes(chunk["offsets"], name), sizes(chunk["sizes"], name)) for chunk in chunks]
     _require(_fill(size, boxes), name)
     return TensorStorageMetadata(
         TensorProperties(dtype=dtype), size, [ChunkStorageMetadata(offsets, sizes) for offsets, sizes in boxes]
     )
 
 
-def _size(made: Any, name: str) -> torch.Size:
-    _require(type(made) is Made and made.by == "torch.Size" and made.state is None, name)
+class _Sizes:
+    """The sizes of a pickle, each of which is checked once: entries share them."""
+
+    def __init__(self) -> None:
+        self._known: dict[Made, torch.Size] = {}
+
+    def __call__(self, made: Any, name: str) -> torch.Size:
+        _require(type(made) is Made, name)
+        if made not in self._known:
+            self._known[made] = _size(made, name)
+        return self._known[made]
+
+
+def _size(made: Made, name: str) -> torch.Size:
+    _require(made.by == "torch.Size" and made.state is None, name)
     dims: tuple[int, ...] = made.args[0]
     _require(type(dims) is tuple and len(dims) <= _MAX_DIMS, name)
     _require({*map(type, dims)} <= {int} and min(dims, default=0) >= 0, name)

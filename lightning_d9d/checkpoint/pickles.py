@@ -171,6 +171,11 @@ class _Reader:
         self.at += form.size
         return number
 
+    def small_number(self) -> None:
+        """Most of what long pickles have, so it is the short way to `number`."""
+        self.stack.append(self.content[self.at])
+        self.at += 1
+
     def line(self) -> str:
         end = self.content.index(b"\n", self.at)
         line, self.at = self.content[self.at : end], end + 1
@@ -263,7 +268,7 @@ _STEPS: dict[int, Callable[[_Reader], object]] = {
         "N": lambda r: r.stack.append(None),
         "\x88": lambda r: r.stack.append(True),
         "\x89": lambda r: r.stack.append(False),
-        "K": lambda r: r.stack.append(r.number(_BYTE)),
+        "K": _Reader.small_number,
         "M": lambda r: r.stack.append(r.number(_SHORT)),
         "J": lambda r: r.stack.append(r.number(_INT)),
         "\x8a": lambda r: r.stack.append(decode_long(r.take(r.number(_BYTE)))),
