@@ -3,7 +3,7 @@
 `loss_curve.py` draws the losses of a fit, `text_sample.py` prints what a byte-level model writes, `export.py` leaves a
 trained model as a Hugging Face directory; these act at the end of `fit`. `initial_weights.py` begins one with weights
 of a checkpoint. `predictions.py` writes what `predict` predicts. `pipeline_timeline.py` measures one step of a
-pipeline.
+pipeline, `start_times.py` the start of a fit.
 """
 
 from lightning_d9d.callbacks.export import HuggingFaceExport
@@ -11,6 +11,7 @@ from lightning_d9d.callbacks.initial_weights import InitialWeights
 from lightning_d9d.callbacks.loss_curve import LossCurve
 from lightning_d9d.callbacks.pipeline_timeline import MeasuredStep, PipelineTimeline
 from lightning_d9d.callbacks.predictions import PredictionWriter
+from lightning_d9d.callbacks.start_times import StartTimes
 from lightning_d9d.callbacks.text_sample import TextSample
 
 __all__ = [
@@ -20,5 +21,6 @@ __all__ = [
     "MeasuredStep",
     "PipelineTimeline",
     "PredictionWriter",
+    "StartTimes",
     "TextSample",
 ]

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_d9d import startup
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh.axes import Axis, submesh
 from lightning_d9d.mesh.config import MeshConfig
@@ -72,7 +73,8 @@ class MeshDomains:
         if dist.is_initialized():
             domains = cls(config.resolve(dist.get_world_size()), device_type, timeout_seconds)
             if domains._needs_groups():
-                domains._open()
+                with startup.part("mesh"):
+                    domains._open()
             return domains
         try:
             return cls(config.resolve(1), device_type, timeout_seconds)

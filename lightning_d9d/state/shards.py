@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_d9d import startup
 from lightning_d9d.errors import StateError
 from lightning_d9d.mesh.agreement import Ranks, first_of
 from lightning_d9d.mesh.collectives import device_of_messages
@@ -44,6 +45,7 @@ def check_names(missing: Collection[str], unexpected: Collection[str], remedy: s
         raise StateError(f"{'. '.join(texts)}; {remedy}")
 
 
+@startup.part("weights from files")
 @torch.no_grad()
 def fill_shards(
     reader: SafetensorsReader,
