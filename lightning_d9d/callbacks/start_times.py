@@ -22,8 +22,8 @@ class StartTimes(L.Callback):
     `before setup` is all since the process began: imports, the Trainer, the default process group. A later fit of the
     process does not have it. The parts that the package measures (`mesh`, `initial weights`, `weights from files`,
     `kernels`) are on lines of their own. `model and strategy`, `first batch` and `first step` are what is left of these
-    stretches, so all lines make up the total. On a GPU the first step ends when the device is done. Of kernels that
-    threads compile while the model is built only the time is counted that somebody waits for.
+    stretches, so all lines make up the total. On a GPU the first step ends when the device is done. `kernels` is what
+    Triton takes to compile or read kernels; what it builds to launch them is in the first step.
 
     Attributes:
         seconds: The table, by part; empty before. On every rank, each its own.

@@ -1,12 +1,8 @@
-"""Kernels that are compiled once a machine: the list, the locks and, on a GPU, what is compiled ahead."""
+"""Kernels that are compiled once a machine: the locks, and the hooks that take them."""
 
 from __future__ import annotations
 
-import json
 import multiprocessing
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,59 +10,24 @@ from typing import Any
 
 import pytest
 
+from lightning_d9d import startup
 from lightning_d9d.ops.kernels import compiling
-from lightning_d9d.ops.kernels.compiling import MAX_RECIPES, Recipe, _Lock, read_recipes, remember
+from lightning_d9d.ops.kernels.compiling import Lock, lock_file
 
 MODULE = "lightning_d9d.ops.kernels.rms_norm"
 
 
-def recipe(name: str, module: str = MODULE) -> Recipe:
-    return Recipe(module, name, "{}")
-
-
-def test_the_list_keeps_what_was_compiled_last(tmp_path: Path) -> None:
-    file = tmp_path / "new" / "kernels.jsonl"
-    for i in [*range(MAX_RECIPES + 5), MAX_RECIPES]:
-        remember(recipe(str(i)), file)
-    assert [each.name for each in read_recipes(file)] == [str(i) for i in range(5, MAX_RECIPES + 5)]
-    assert sorted(path.name for path in file.parent.iterdir()) == ["kernels.jsonl", "kernels.lock"]
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"\xff\xfe", b"[1, 2, 3]\n{}\nnull\n[[", json.dumps(["os", "system", "ls"]).encode()]
-)
-def test_other_content_of_the_list_is_left_out(tmp_path: Path, content: bytes) -> None:
-    file = tmp_path / "kernels.jsonl"
-    file.write_bytes(content)
-    assert read_recipes(file) == []
-    remember(recipe("a"), file)
-    assert read_recipes(file) == [recipe("a")]
-
-
-def test_a_cache_that_cannot_be_written_is_not_needed(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    remember(recipe("a"), tmp_path / "file" / "kernels.jsonl")
-
-
-def _remember_some(file: Path, first: int) -> None:
-    for i in range(first, first + 20):
-        remember(recipe(str(i)), file)
-
-
-def test_processes_write_one_list(tmp_path: Path) -> None:
-    spawn = multiprocessing.get_context("spawn")
-    processes = [spawn.Process(target=_remember_some, args=(tmp_path / "k.jsonl", 20 * i)) for i in range(3)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert {each.name for each in read_recipes(tmp_path / "k.jsonl")} == {str(i) for i in range(60)}
+def is_free(path: Path) -> bool:
+    lock = Lock(path, wait_s=0.0)
+    lock.release()
+    return lock.is_held
 
 
 def _hold(path: Path, held: Any, go: Any) -> None:
-    with _Lock(path):
-        held.set()
-        go.wait(60)
+    lock = Lock(path)
+    held.set()
+    go.wait(60)
+    lock.release()
 
 
 def test_a_lock_is_of_one_process_or_thread(tmp_path: Path) -> None:
@@ -75,108 +36,100 @@ def test_a_lock_is_of_one_process_or_thread(tmp_path: Path) -> None:
     process = spawn.Process(target=_hold, args=(tmp_path / "lock", held, go))
     process.start()
     assert held.wait(60)
-    with _Lock(tmp_path / "lock", wait_s=0.0) as lock:
-        assert not lock.is_held
-    with _Lock(tmp_path / "lock", wait_s=0.05) as lock:
-        assert not lock.is_held, "a process that hangs keeps nobody"
+    assert not is_free(tmp_path / "lock")
+    assert not Lock(tmp_path / "lock", wait_s=0.05).is_held, "a process that hangs keeps nobody"
     go.set()
-    with _Lock(tmp_path / "lock") as lock:
-        assert lock.is_held
-        with _Lock(tmp_path / "lock", wait_s=0.0) as other:
-            assert not other.is_held
+    lock = Lock(tmp_path / "lock", wait_s=60)
+    assert lock.is_held
+    assert not is_free(tmp_path / "lock"), "nor does another thread get it"
+    lock.release()
+    assert is_free(tmp_path / "lock")
     process.join()
 
 
+def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    held, never = spawn.Event(), spawn.Event()
+    process = spawn.Process(target=_hold, args=(tmp_path / "lock", held, never))
+    process.start()
+    assert held.wait(60)
+    process.kill()
+    process.join()
+    assert is_free(tmp_path / "lock")
+
+
 class Options:
-    """What Triton's hooks get."""
+    """What Triton gives to its hooks, as far as it is looked at."""
 
     def __init__(self, name: str, module: str = MODULE) -> None:
         self.fn = type("Function", (), {"module": module, "name": name})
         self.compile = {"specialization_data": "{}"}
 
 
+Hook = Callable[[Options], Any]
+
+
 @pytest.fixture
-def hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Options], Any]:
-    runtime = compiling.triton.knobs.runtime
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(compiling.triton.knobs.cache, "dir", str(tmp_path / "triton"))
-    for name in ("jit_cache_hook", "jit_post_compile_hook"):
-        monkeypatch.setattr(runtime, name, None)
-    compiling._add_hooks(set())
-    return lambda name, options: getattr(runtime, name)(**vars(options))
+def hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Hook, Hook, list[str]]:
+    """Ours, around those of a user; and what the user's have seen."""
+    runtime, seen = compiling.triton.knobs.runtime, list[str]()
+    monkeypatch.setattr(compiling.triton.knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setattr(startup, "_seconds", startup.Counter())
+    monkeypatch.setattr(runtime, "jit_cache_hook", lambda **options: seen.append(f"before {options['fn'].name}"))
+    monkeypatch.setattr(runtime, "jit_post_compile_hook", lambda **options: seen.append(f"after {options['fn'].name}"))
+    compiling.add_hooks()
+    begin, end = runtime.jit_cache_hook, runtime.jit_post_compile_hook
+    return lambda options: begin(**vars(options)), lambda options: end(**vars(options)), seen
 
 
-def test_a_kernel_is_locked_while_it_is_compiled_and_then_in_the_list(
-    hooks: Callable[[str, Options], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compiling, "_WAIT_S", 60.0)
-    lock = tmp_path / "triton" / f"lightning_d9d.{recipe('a').digest}.lock"
-    hooks("jit_cache_hook", Options("a"))
-    assert not _Lock(lock, wait_s=0.0).is_held
-    assert read_recipes(compiling.list_file()) == []
+def test_a_kernel_is_locked_while_it_is_compiled(hooks: tuple[Hook, Hook, list[str]]) -> None:
+    begin, end, seen = hooks
+    begin(Options("a"))
+    assert not is_free(lock_file(MODULE, "a", "{}"))
+    assert is_free(lock_file(MODULE, "b", "{}"))
     order: list[str] = []
 
     def wait() -> None:
-        hooks("jit_cache_hook", Options("a"))
+        begin(Options("a"))
         order.append("second")
-        hooks("jit_post_compile_hook", Options("a"))
+        end(Options("a"))
 
     other = threading.Thread(target=wait)
     other.start()
     order.append("first")
-    hooks("jit_post_compile_hook", Options("a"))
+    end(Options("a"))
     other.join(60)
     assert order == ["first", "second"]
-    assert read_recipes(compiling.list_file()) == [recipe("a")]
-    assert _Lock(lock, wait_s=0.0).is_held
+    assert is_free(lock_file(MODULE, "a", "{}"))
+    assert sorted(seen) == ["after a"] * 2 + ["before a"] * 2
+    assert startup.seconds_of_parts()["kernels"] > 0
 
 
+@pytest.mark.parametrize("then", ["fails", "a"])
 def test_what_fails_to_compile_keeps_no_lock_when_the_next_begins(
-    hooks: Callable[[str, Options], Any], tmp_path: Path
+    hooks: tuple[Hook, Hook, list[str]], then: str
 ) -> None:
-    hooks("jit_cache_hook", Options("fails"))
-    hooks("jit_cache_hook", Options("a"))
-    hooks("jit_post_compile_hook", Options("a"))
-    assert _Lock(tmp_path / "triton" / f"lightning_d9d.{recipe('fails').digest}.lock", wait_s=0.0).is_held
-    assert read_recipes(compiling.list_file()) == [recipe("a")]
+    """Also when it is the same again."""
+    begin, end, _ = hooks
+    begin(Options("fails"))
+    begin(Options(then))
+    end(Options(then))
+    assert is_free(lock_file(MODULE, "fails", "{}"))
 
 
-def test_kernels_of_others_are_theirs(hooks: Callable[[str, Options], Any], tmp_path: Path) -> None:
-    hooks("jit_cache_hook", Options("a", "user.kernels"))
-    hooks("jit_post_compile_hook", Options("a", "user.kernels"))
+def test_kernels_of_others_are_theirs(hooks: tuple[Hook, Hook, list[str]], tmp_path: Path) -> None:
+    begin, end, seen = hooks
+    begin(Options("a", "user.kernels"))
+    end(Options("a", "user.kernels"))
     assert [*tmp_path.iterdir()] == []
+    assert seen == ["before a", "after a"]
 
 
-RUN = """
-import sys, time
-import torch
-from lightning_d9d.ops import rms_norm
-if "ahead" in sys.argv:
-    from lightning_d9d.ops.kernels import compiling
-    import threading
-    [thread.join() for thread in threading.enumerate() if thread.name == "kernels"]
-    compiled = []
-    import triton
-    triton.knobs.compilation.listener = lambda **options: compiled.append(options["cache_hit"])
-x = torch.randn(8, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-rms_norm(x, torch.ones(64, device="cuda", dtype=torch.bfloat16), 1e-6).sum().backward()
-torch.cuda.synchronize()
-if "ahead" in sys.argv:
-    print(compiled)
-"""
-
-
-@pytest.mark.gpu
-def test_kernels_of_the_list_are_compiled_ahead(tmp_path: Path) -> None:
-    """In a process that finds the list, and no kernels."""
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "list")}
-
-    def run(cache: str, *arguments: str) -> str:
-        there = {**environment, "TRITON_CACHE_DIR": str(tmp_path / cache)}
-        return subprocess.run(
-            [sys.executable, "-c", RUN, *arguments], env=there, check=True, capture_output=True, text=True
-        ).stdout
-
-    run("first")
-    assert len(read_recipes(tmp_path / "list" / "lightning_d9d" / "kernels.jsonl")) == 2
-    assert run("second", "ahead").strip() == "[True, True]"
+def test_a_cache_that_cannot_be_written_is_not_locked(
+    hooks: tuple[Hook, Hook, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, end, _ = hooks
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(compiling.triton.knobs.cache, "dir", str(tmp_path / "file"))
+    begin(Options("a"))
+    end(Options("a"))
