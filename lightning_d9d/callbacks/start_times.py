@@ -69,7 +69,7 @@ class StartTimes(L.Callback):
         rank_zero_info(self.table())
 
     def table(self) -> str:
-        """The seconds as lines of text."""
+        """Return the seconds as lines of text."""
         rows = {**self.seconds, "total": sum(self.seconds.values())}
         return "\n".join(
             ["start                    s", *(f"{name:<20}{seconds:6.1f}" for name, seconds in rows.items())]

@@ -243,6 +243,10 @@ def _is_of_type(by: Any, _: Any, args: Any, state: Any) -> bool:
     return True
 
 
+def _is_parameter(tensor: Any, *_: Any) -> bool:
+    return type(tensor) is Made and _MAKES_TENSORS.fullmatch(tensor.by) is not None
+
+
 def _is_set(members: Any = ()) -> bool:
     for member in members:
         check_key(member)
@@ -255,6 +259,8 @@ _CALLS: dict[str, Callable[..., bool]] = {
     _PLAIN[1]: _lies_within,
     "torch._utils._rebuild_qtensor": _is_quantized,
     "torch._tensor._rebuild_from_type_v2": _is_of_type,
+    "torch._utils._rebuild_parameter": _is_parameter,
+    "torch._utils._rebuild_parameter_with_state": _is_parameter,
     "builtins.set": _is_set,
     "builtins.bytearray": lambda *args: (
         all(type(arg) is not int for arg in args) and (len(args) < 2 or args[1] in _LATIN)

@@ -32,21 +32,21 @@ from lightning_d9d.state.views import Spec
 
 _MAX_OPEN_FILES = 16
 _MAX_FILES = 10_000
-"""Of an index. Published models have some hundreds."""
+"""The most that an index may name. Published models have some hundreds."""
 _LARGE_BYTES = 2**24
-"""Of tensors of which only two are in memory."""
+"""Two tensors of this size are in memory at a time."""
 _SUFFIX = ".safetensors"
 Targets = Mapping[str, Sequence[tuple[MappedBox, Tensor]]]
 """For each tensor of the files, which parts of it go where."""
 
 
 class Checks(NamedTuple):
-    """What is looked at in tensors of files."""
+    """The checks of tensors in files."""
 
     checksums: bool = True
     """Where the files have a manifest."""
     finite: bool = False
-    """Whether numbers are neither infinite nor NaN."""
+    """Refuse numbers that are infinite or NaN."""
     first: bool = True
     """Before the first tensor changes, which reads all tensors once more. False: while they are read."""
 
@@ -58,7 +58,7 @@ class _Seen:
     """A stored tensor that shows what is read of it to a check."""
 
     def __init__(self, stored: StoredTensor, check: Check) -> None:
-        self._stored, self._check = stored, check
+        self.shape, self.dtype, self._stored, self._check = stored.shape, stored.dtype, stored, check
 
     def __getitem__(self, index: Index) -> Tensor:
         return self._stored[index]
@@ -109,7 +109,7 @@ class SafetensorsReader(Mapping[str, StoredTensor]):
 
     @cached_property
     def specs(self) -> dict[str, Spec]:
-        """Of all tensors. Opens all files."""
+        """Shapes and dtypes of all tensors. Opens all files."""
         found = {name: Spec(self[name].shape, self[name].dtype) for name in self._in_order(self.file_of)}
         return {name: found[name] for name in self.file_of}
 
@@ -193,7 +193,7 @@ class SafetensorsReader(Mapping[str, StoredTensor]):
         return next((place for place, (mapped, _) in enumerate(parts) if mapped.box == box), None)
 
     def _checking(self, checks: Checks) -> Callable[[str], Check] | None:
-        """What makes the check of a tensor; None if nothing is looked at."""
+        """Make the function that begins the check of a tensor; None if nothing is looked at."""
         manifest = read_manifest(self.path) if checks.checksums and not self._is_file else None
         if manifest is None and not checks.finite:
             return None

@@ -35,6 +35,8 @@ UNREADABLE = (
     ValueError,
     TypeError,
     AssertionError,
+    AttributeError,
+    ArithmeticError,
     struct.error,
     zipfile.BadZipFile,
 )

@@ -342,6 +342,10 @@ VALUES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
         replaced(text("HERE"), b"ctorch._tensor\n_rebuild_from_type_v2\n(c__builtin__\nset\nc__builtin__\nset\n)NtR"),
         "_rebuild_from_type_v2 in another way",
     ),
+    "a parameter of no tensor": (
+        replaced(text("HERE"), b"ctorch._utils\n_rebuild_parameter\n)\x88)\x87R"),
+        "_rebuild_parameter in another way",
+    ),
     "lists of lists": (replaced(text("HERE"), b"(]q\0" + b"](h\0h\0eq\0" * 60 + b"t"), "values again and again"),
     "texts of texts": (
         replaced(text("HERE"), b"(" + text("x" * 1000) + b"q\0" + (b"](" + b"h\0" * 20 + b"eq\0") * 5 + b"t"),

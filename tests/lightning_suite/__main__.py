@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -43,6 +44,7 @@ def main() -> int:
     tests = arguments.checkout.resolve() / "tests"
     if not (tests / "tests_pytorch" / "conftest.py").exists():
         parser.error(f"{arguments.checkout} has no tests/tests_pytorch; give a checkout of the Lightning repository")
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests send it; under `nohup` they would find it ignored
     print(f"Lightning {L.__version__}, torch {torch.__version__}")
     with tempfile.TemporaryDirectory() as folder:
         theirs = run(tests, Path(folder, "theirs.xml"), arguments.workers)

@@ -72,8 +72,8 @@ Hook = Callable[[Options], Any]
 @pytest.fixture
 def hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Hook, Hook, list[str]]:
     """Ours, around those of a user; and what the user's have seen."""
-    runtime, seen = compiling.triton.knobs.runtime, list[str]()
-    monkeypatch.setattr(compiling.triton.knobs.cache, "dir", str(tmp_path))
+    runtime, seen = compiling.knobs.runtime, list[str]()
+    monkeypatch.setattr(compiling.knobs.cache, "dir", str(tmp_path))
     monkeypatch.setattr(startup, "_seconds", startup.Counter())
     monkeypatch.setattr(runtime, "jit_cache_hook", lambda **options: seen.append(f"before {options['fn'].name}"))
     monkeypatch.setattr(runtime, "jit_post_compile_hook", lambda **options: seen.append(f"after {options['fn'].name}"))
@@ -130,6 +130,6 @@ def test_a_cache_that_cannot_be_written_is_not_locked(
 ) -> None:
     begin, end, _ = hooks
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(compiling.triton.knobs.cache, "dir", str(tmp_path / "file"))
+    monkeypatch.setattr(compiling.knobs.cache, "dir", str(tmp_path / "file"))
     begin(Options("a"))
     end(Options("a"))

@@ -375,13 +375,13 @@ def flip_a_bit(saved: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("check_first", [True, False])
-@pytest.mark.parametrize("is_cut", [False, True])
-def test_a_flipped_bit_is_found_before_or_while_reading(saved: Path, check_first: bool, is_cut: bool) -> None:
+@pytest.mark.parametrize("is_sliced", [False, True])
+def test_a_flipped_bit_is_found_before_or_while_reading(saved: Path, check_first: bool, is_sliced: bool) -> None:
     """Also in what is not loaded of a tensor of which a part is."""
     flip_a_bit(saved, "0.q")
     whole = make_tensors()["0.q"]
-    mapper = Split("0.q", {"first": 4, "last": len(whole) - 4}) if is_cut else Identity(["0.q"])
-    found = {"first" if is_cut else "0.q": torch.zeros_like(whole[:4] if is_cut else whole)}
+    mapper = Split("0.q", {"first": 4, "last": len(whole) - 4}) if is_sliced else Identity(["0.q"])
+    found = {"first" if is_sliced else "0.q": torch.zeros_like(whole[:4] if is_sliced else whole)}
     with pytest.raises(StateError, match=r"0\.q is damaged"):
         load_tensors(found, saved, mapper, strict=False, check_first=check_first)
     assert any(bool(tensor.any()) for tensor in found.values()) is not check_first

@@ -1,7 +1,7 @@
 """Kernels are compiled once a machine: no process does what another one is at.
 
-[Note: compiling] Triton keeps on disk what it has compiled, but all processes of a machine that need a kernel at the
-same time compile it. Here a lock file for each kernel lets one of them do so, while the others wait and then read the
+[Note: compiling] Triton keeps on disk what it has compiled. But processes of a machine that need a kernel at the same
+time all compile it. Here a lock file for each kernel lets one of them do so, while the others wait and then read the
 result. The hooks are those of Triton's own settings (`triton.knobs.runtime`); hooks of others still run.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
+from triton import knobs
 
 from lightning_d9d.startup import add
 
@@ -59,13 +59,13 @@ class Lock:
 
 def install() -> None:
     """Let processes wait for each other, where kernels are compiled at all: not for the interpreter. Local."""
-    if torch.cuda.is_available() and not triton.knobs.runtime.interpret:
+    if torch.cuda.is_available() and not knobs.runtime.interpret:
         add_hooks()
 
 
 def add_hooks() -> None:
     """Take a kernel's lock before it is compiled or read, release it afterwards, and count the time. Local."""
-    runtime = triton.knobs.runtime
+    runtime = knobs.runtime
     before, after = runtime.jit_cache_hook, runtime.jit_post_compile_hook
 
     def begin(**options: Any) -> bool | None:
@@ -79,14 +79,14 @@ def add_hooks() -> None:
     def end(**options: Any) -> bool | None:
         if _is_ours(options):
             _release()
-            add(PART, time.perf_counter() - _of_thread.begin, f"; they are kept in {triton.knobs.cache.dir}")
+            add(PART, time.perf_counter() - _of_thread.begin, f"; they are kept in {knobs.cache.dir}")
         return after(**options) if after is not None else None
 
     runtime.jit_cache_hook, runtime.jit_post_compile_hook = begin, end
 
 
 def _release() -> None:
-    """What this thread holds."""
+    """Let another one have the lock of this thread."""
     if lock := _of_thread.__dict__.pop("lock", None):
         lock.release()
 
@@ -94,7 +94,7 @@ def _release() -> None:
 def lock_file(module: str, name: str, specialization: str) -> Path:
     """Where the lock of a kernel is, for given types, sizes and settings: beside what Triton has compiled."""
     digest = hashlib.sha256("\n".join([module, name, specialization]).encode()).hexdigest()[:32]
-    return Path(triton.knobs.cache.dir) / f"lightning_d9d.{digest}.lock"
+    return Path(knobs.cache.dir) / f"lightning_d9d.{digest}.lock"
 
 
 def _is_ours(options: dict[str, Any]) -> bool:
