@@ -28,7 +28,7 @@ class BatchPlan:
     """The number of data ranks that have data for it; None for all."""
 
 
-ALONE = BatchPlan()
+NOTHING_AGREED = BatchPlan()
 """The plan of ranks that agree on nothing."""
 
 

@@ -149,8 +149,9 @@ class Executor:
             actions: This rank's of a program with messages.
             batch: The same on all ranks of the pipeline.
             scale: The factor on losses before their backward.
-            data_parallel: Gathers parameters and sums gradients over ranks. It sums nothing unless the caller began
-                this batch as one that reduces. None where there is nothing to gather or sum.
+            data_parallel: Gathers parameters and sums gradients over ranks. None where there is nothing to do. In a
+                batch that the caller did not begin as one that reduces, it sums nothing but the units of
+                `reduce="every_microbatch"`.
 
         Returns:
             The totals, on the rank of the last stage; empty on others.

@@ -95,7 +95,7 @@ def _woven(actions: tuple[Action, ...], messages: list[tuple[int, MessageAction]
 
 
 def add_data_parallel(program: Program) -> Program:
-    """Add when a rank gathers, frees and reduces its stages, for parameters that are sharded over data ranks.
+    """Mark when a rank gathers, frees and reduces its stages; where there is nothing to do, marks are ignored.
 
     A stage is gathered while the stage used before it runs for the first time (the first two at the start), freed after
     its last use, and its gradients are reduced as soon as the last microbatch's are there. Collectives of a rank are in

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_d9d.coordination.ahead import ALONE, BatchPlan
+from lightning_d9d.coordination.ahead import NOTHING_AGREED, BatchPlan
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.parallel.tokens import own_chunks
 from lightning_d9d.pipeline.executor import SplitBatch
@@ -29,7 +29,9 @@ class BatchSplitter:
         self.count = count
         self.padding = module.sequence_padding if pads_sequences else None
 
-    def split(self, batch: Any, plan: BatchPlan = ALONE, *, check: bool = False, trains: bool = False) -> SplitBatch:
+    def split(
+        self, batch: Any, plan: BatchPlan = NOTHING_AGREED, *, check: bool = False, trains: bool = False
+    ) -> SplitBatch:
         """Split a batch. Local.
 
         Dummies, copies of the last microbatch, fill it up to the number that the ranks agreed on.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from lightning_d9d.coordination.ahead import ALONE, BatchPlan
+from lightning_d9d.coordination.ahead import NOTHING_AGREED, BatchPlan
 from lightning_d9d.log import logger
 from lightning_d9d.parallel.tokens import sequence_length
 from lightning_d9d.pipeline.executor import SplitBatch
@@ -44,7 +44,7 @@ class EvalStep:
         self._empty_copy = HostCopy()
         self._has_said_empty = False
 
-    def evaluate(self, batch: Any, prefix: str, plan: BatchPlan = ALONE) -> dict[str, Tensor]:
+    def evaluate(self, batch: Any, prefix: str, plan: BatchPlan = NOTHING_AGREED) -> dict[str, Tensor]:
         """Run a batch and log `<prefix>_loss` and the metrics. Collective over the ranks that share it.
 
         Args:
@@ -66,7 +66,7 @@ class EvalStep:
         means = weighted_mean(values, weights).to(schema.dtype)
         return self.module.log_eval_step(prefix, ("loss", *schema.metrics), means, weights)
 
-    def predict(self, batch: Any, plan: BatchPlan = ALONE, *, share: bool | None = None) -> Any:
+    def predict(self, batch: Any, plan: BatchPlan = NOTHING_AGREED, *, share: bool | None = None) -> Any:
         """Run a batch and return the module's `predict_output`. Collective over the ranks that share the batch.
 
         Args:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from lightning_d9d.loop.progress import LateProgress, warn_of_nonfinite
 from lightning_d9d.mesh.collectives import all_gather_object
 from lightning_d9d.strategy.train_step import TrainStep
-from lightning_d9d.strategy.training import BatchPlace, Training
+from lightning_d9d.strategy.training import BatchSettings, Training
 
 
 class StagedTraining(Training):
@@ -39,12 +39,12 @@ class StagedTraining(Training):
         """Say what counted nothing in the last batches."""
         self.optimizer_step.empty.finish()
 
-    def run(self, own: Callable[[], Any], inputs: Sequence[Any], place: BatchPlace) -> Tensor:
+    def run(self, own: Callable[[], Any], inputs: Sequence[Any], settings: BatchSettings) -> Tensor:
         """Run the schedule of a batch. Its gradients wait for `backward`."""
-        self.place = place
+        self.settings = settings
         batch, batch_index = inputs
         loss, metrics = self._train_step.run(
-            batch, batch_index, place.accumulated_batches, self.is_last_batch, place.plan
+            batch, batch_index, settings.accumulated_batches, self.is_last_batch, settings.plan
         )
         self._module.log_train_step(loss, metrics, prog_bar=self._progress is None)
         shown = loss.item() if self._progress is None else self._progress.show("train_loss", loss)
@@ -54,7 +54,7 @@ class StagedTraining(Training):
 
     def _backward(self, own: Callable[[], None]) -> None:
         self._train_step.restore(is_last=self.is_last_batch)
-        if self.place.logs_norm and self.is_last_batch:
+        if self.settings.logs_norm and self.is_last_batch:
             self._module.log("grad_norm", self._train_step.norm(self.gradients.parameters), batch_size=1)
 
     def clip(self, parameters: Iterable[Any], max_norm: float) -> None:

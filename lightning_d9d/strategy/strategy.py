@@ -82,7 +82,7 @@ from lightning_d9d.strategy.saving import CheckpointConfig
 from lightning_d9d.strategy.sequence_check import SequenceCheck
 from lightning_d9d.strategy.sharding import is_sharded
 from lightning_d9d.strategy.staging import Staging, open_groups, with_dtypes
-from lightning_d9d.strategy.training import BatchPlace, Training
+from lightning_d9d.strategy.training import BatchSettings, Training
 from lightning_d9d.sync.buckets import GradSyncConfig
 from lightning_d9d.sync.norm import clip_gradients_by_value
 
@@ -388,7 +388,7 @@ class D9DStrategy(RankHooks):
         self._sync_buffers()
         self._update_gradients()
         own = functools.partial(super().training_step, *args, **kwargs)
-        return self._fit.run(own, args, BatchPlace.of(trainer, plan_of(trainer.fit_loop)))
+        return self._fit.run(own, args, BatchSettings.of(trainer, plan_of(trainer.fit_loop)))
 
     def _update_gradients(self) -> None:
         """Build the gradient buckets if there are none yet, or others are needed now. Collective."""
@@ -421,7 +421,7 @@ class D9DStrategy(RankHooks):
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None]:
-        """Open around batches after which the optimizer does not step: their gradients stay on the rank."""
+        """Open around batches after which the optimizer does not step: their gradients are not summed yet."""
         with self._fit.inside_of_window():
             yield
 

@@ -1,8 +1,8 @@
 """One optimizer step of a `D9DModule`, from top to bottom.
 
-Lightning drives a batch in this order (`accumulate_grad_batches` batches make a window, the last one steps). In the
-last batch all but the last line run inside of the closure that `optimizer_step` gets. Others have no clipping and no
-step.
+Lightning drives a batch in this order (`accumulate_grad_batches` batches make a window, the last one steps). In a
+window's last batch `strategy.optimizer_step` gets a closure that runs everything before the step. Earlier batches
+neither clip nor step.
 
     strategy.training_step -> TrainStep.run        forward and backward of all microbatches; gradients set aside
     on_before_zero_grad, optimizer_zero_grad       (first batch of a window; finds nothing to clear)
@@ -19,8 +19,8 @@ the number of ranks. A weight that is known beforehand scales the losses instead
 made where the last stage is and are 0 elsewhere. A sum over the pipeline, then over ranks with other tokens, makes
 them equal everywhere.
 
-[Note: dummy batches] A rank without data for a batch that others have runs dummy microbatches: it adds neither loss nor
-weight, and zeros to the gradients. In a loss that is a mean, the means of the ranks that have data count.
+[Note: dummy batches] A rank without data for a batch that others have runs dummy microbatches. They add nothing to
+loss, weight or gradients. A loss that is a mean is averaged over the ranks with data.
 
 [Note: one factor] Where the optimizer multiplies gradients by a factor as it reads them (torch's fused ones) and nobody
 looks at them between backward and step, division and clipping become that factor and cost no pass over the gradients.
@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_d9d.coordination.ahead import ALONE, BatchPlan
+from lightning_d9d.coordination.ahead import NOTHING_AGREED, BatchPlan
 from lightning_d9d.mesh.sharding import local
 from lightning_d9d.pipeline.executor import Executor, LossScale, SplitBatch
 from lightning_d9d.pipeline.totals import BatchTotals, weighted_mean
@@ -53,7 +53,7 @@ from lightning_d9d.sync.norm import clip_factor, clip_gradients_by_norm
 
 
 class TrainStep:
-    """The five phases named above.
+    """The phases of an optimizer step: `run`, `restore`, `clip` and `step`.
 
     Args:
         module: The module with its stages built and on their device.
@@ -92,9 +92,11 @@ class TrainStep:
         self._reports = Reports("train", self.pipeline, self.group)
 
     def run(
-        self, batch: Any, batch_index: int, accumulated_batches: int, is_last: bool, plan: BatchPlan = ALONE
+        self, batch: Any, batch_index: int, accumulated_batches: int, is_last: bool, plan: BatchPlan = NOTHING_AGREED
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Run forward and backward of one batch. Collective: every rank calls it with its own batch.
+        """Run forward and backward of one batch. Collective.
+
+        Data ranks have batches of their own. The ranks that share a model's stages, tensors or sequences have the same.
 
         Args:
             batch: This rank's rows.
@@ -144,7 +146,7 @@ class TrainStep:
         return norm if self.factor is None else norm * self.factor
 
     def clip(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-        """Clip by the norm over all ranks, or add that to `factor`. Returns the norm. Collective."""
+        """Clip by the norm over all ranks now, or multiply `factor` by it. Returns the norm. Collective."""
         parameters = list(parameters)
         norm = self.norm(parameters)
         if not self.defers:
@@ -164,7 +166,7 @@ class TrainStep:
         if self.gradient_sync.data_parallel is not None:
             cast_gradients(self.parameters, optimizer)  # buckets and sharded units keep wide ones
         weight = self.window.weight
-        skip = None if weight is None else weight == 0  # None: a mean of at least one row
+        skip = None if weight is None else weight == 0  # None: a loss that is a mean always has rows
         if norm is not None:
             skip = ~norm.isfinite() if skip is None else skip | ~norm.isfinite()
         factor, self.factor = self.factor, None
@@ -194,7 +196,7 @@ class TrainStep:
         return totals
 
     def _reduce(self, totals: BatchTotals) -> tuple[Tensor, dict[str, Tensor]]:
-        """Sum loss and metrics over ranks in one message and divide each by its weight. Collective."""
+        """Sum loss and metrics over the pipeline, then over the token group; divide each by its weight. Collective."""
         schema, values = self._reports.of(totals)
         if schema.loss_is_mean and totals.loss is not None:  # each rank's mean counts equally, as in DDP
             values[0] = torch.stack([values[0, 0] / values[0, 1], values.new_ones(())])

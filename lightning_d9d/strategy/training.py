@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_d9d.coordination.ahead import ALONE, BatchPlan
+from lightning_d9d.coordination.ahead import NOTHING_AGREED, BatchPlan
 from lightning_d9d.pipeline.executor import Executor
 from lightning_d9d.strategy.gradient_sync import GradientSync
 from lightning_d9d.strategy.optimizer_step import OptimizerStep
@@ -24,7 +24,7 @@ from lightning_d9d.sync.norm import clip_gradients_by_norm
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchPlace:
+class BatchSettings:
     """The Trainer's settings for a training batch."""
 
     accumulated_batches: int = 1
@@ -33,11 +33,11 @@ class BatchPlace:
     """True if gradients are clipped one by one, which hides infinite ones from the norm."""
     logs_norm: bool = False
     """True if the norm of the gradients is logged although nothing clips by it."""
-    plan: BatchPlan = ALONE
+    plan: BatchPlan = NOTHING_AGREED
     """The agreement of data ranks on it."""
 
     @classmethod
-    def of(cls, trainer: Any, plan: BatchPlan) -> BatchPlace:
+    def of(cls, trainer: Any, plan: BatchPlan) -> BatchSettings:
         """Read it from a Trainer that is about to run the batch."""
         clips_values = trainer.gradient_clip_algorithm == "value"
         clips_by_norm = bool(trainer.gradient_clip_val) and not clips_values
@@ -66,8 +66,8 @@ class Training(ABC):
         self.gradients = gradients
         self.optimizer_step = optimizer_step
         self.skips_nonfinite = skips_nonfinite
-        self.place = BatchPlace()
-        """The place of the batch that is trained on."""
+        self.settings = BatchSettings()
+        """The settings of the batch that is trained on."""
         self.is_last_batch = True
         """Whether the optimizer steps after this batch: gradients are summed over ranks then."""
         self.window_is_open = False
@@ -101,13 +101,13 @@ class Training(ABC):
         return
 
     @abstractmethod
-    def run(self, own: Callable[[], Any], inputs: Sequence[Any], place: BatchPlace) -> Any:
+    def run(self, own: Callable[[], Any], inputs: Sequence[Any], settings: BatchSettings) -> Any:
         """Run the training step of a batch, and return what Lightning gets.
 
         Args:
             own: Lightning's training step, for plain modules.
             inputs: The positional arguments of the step.
-            place: What the Trainer says of the batch.
+            settings: What the Trainer says of the batch.
         """
 
     def backward(self, own: Callable[[], None]) -> None:
@@ -117,7 +117,7 @@ class Training(ABC):
             own: Lightning's backward, for plain modules.
         """
         self._backward(own)
-        if self.skips_nonfinite and self.place.clips_values and self.is_last_batch:
+        if self.skips_nonfinite and self.settings.clips_values and self.is_last_batch:
             self._norm = self.gradients.norm()
         self.window_is_open = not self.is_last_batch
 
@@ -167,9 +167,9 @@ class PlainTraining(Training):
         super().__init__(gradients, optimizer_step, skips_nonfinite=skips_nonfinite)
         self._num_data_ranks = num_data_ranks
 
-    def run(self, own: Callable[[], Any], inputs: Sequence[Any], place: BatchPlace) -> Any:
+    def run(self, own: Callable[[], Any], inputs: Sequence[Any], settings: BatchSettings) -> Any:
         """Run the module's own `training_step`."""
-        self.place = place
+        self.settings = settings
         return own()
 
     def _backward(self, own: Callable[[], None]) -> None:

@@ -23,7 +23,7 @@ from lightning_d9d.strategy.run_state import RunState
 from lightning_d9d.strategy.saving import CheckpointConfig
 from lightning_d9d.strategy.staging import Staging
 from lightning_d9d.strategy.tied import TiedParameters
-from lightning_d9d.strategy.training import BatchPlace, PlainTraining
+from lightning_d9d.strategy.training import BatchSettings, PlainTraining
 from tests.harness.compare import assert_bitwise_equal, assert_close_named
 from tests.harness.ranks import RankContext
 from tests.strategy.plain import Plain
@@ -179,7 +179,7 @@ def test_a_plain_training_sums_gradients_at_the_end_of_a_window(rank: RankContex
     training.gradients.update(accumulates=True, window_is_open=False)
     with training.inside_of_window():
         loss = model(batch_of(rank.rank, rank.device)).square().sum()
-        assert training.run(lambda: loss, (), BatchPlace(accumulated_batches=2)) is loss
+        assert training.run(lambda: loss, (), BatchSettings(accumulated_batches=2)) is loss
         training.backward(loss.backward)
     assert training.window_is_open
     training.backward(model(batch_of(2 + rank.rank, rank.device)).square().sum().backward)
