@@ -115,7 +115,7 @@ MUTATIONS = [
     Mutation(
         "split backwards announce their last one",
         "lightning_d9d/pipeline/executor.py",
-        "isinstance(action, Backward) and not self.splits",
+        "isinstance(action, Backward) and not self.splits_backward",
         "isinstance(action, Backward)",
         f"{EXECUTOR} -k random",
     ),

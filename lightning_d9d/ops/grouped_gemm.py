@@ -35,7 +35,7 @@ def grouped_gemm(x: Tensor, weight: Tensor, offsets: Tensor, *, backend: Grouped
     `torch.ops.lightning_d9d.grouped_gemm_weight_gradient`; it keeps `x` only for the gradient of `weight` and `weight`
     only for that of `x`. Sums are in float32, in float64 for that; results are rounded once. A group without rows gives
     its matrix a zero gradient. Under autocast both factors are cast as `torch.nn.functional.linear` would. Inside
-    `defer`, and with a leaf as `weight`, the gradient of `weight` is put off; see
+    `defer`, and with a leaf as `weight`, the gradient of `weight` is deferred; see
     `lightning_d9d.ops.weight_gradients`.
 
     Rows after the last group are not read, neither here nor in the backward, and no group has any gradient of them.

@@ -23,7 +23,7 @@ def linear(
 ) -> Tensor:
     """`torch.nn.functional.linear`, whose weight gradient can wait.
 
-    Inside `defer` and with a leaf as `weight`, the gradients of `weight` and `bias` are put off, and equal bit by bit
+    Inside `defer` and with a leaf as `weight`, the gradients of `weight` and `bias` are deferred, and equal bit by bit
     those of `torch.nn.functional.linear`, also under autocast; see `lightning_d9d.ops.weight_gradients`.
 
     Args:
@@ -72,7 +72,7 @@ def _no_autocast(device_type: str) -> AbstractContextManager:
 
 
 def split_linears(module: nn.Module) -> Callable[[], None]:
-    """Makes every `torch.nn.Linear` in `module` call `linear`, so that its weight gradient can be put off.
+    """Makes every `torch.nn.Linear` in `module` call `linear`, so that its weight gradient can be deferred.
 
     Sets an attribute `forward` on each of them, except on those whose class or owner has replaced `forward`. Copies and
     pickles of `module` keep it; outside `defer` it changes nothing.

@@ -138,7 +138,7 @@ def linear_cross_entropy(
     Products are in the dtype of `x`, or that of autocast, logits and their gradients are rounded to it, and all between
     is in float32 (float64 for float64). When gradients are made, in how many products, and in what the weight's adds
     up: [Note: gradients of chunks]. Only those that are asked for are made. Inside `defer`, and with a leaf as
-    `weight`, the gradient of `weight` is put off. Cannot be differentiated twice. The host waits for nothing.
+    `weight`, the gradient of `weight` is deferred. Cannot be differentiated twice. The host waits for nothing.
 
     With `shard` the vocabulary lies on several ranks, each with some rows of the matrix: a collective, with one
     message a chunk in the forward, of two numbers a token (three with `label_smoothing`). All ranks get the same loss,

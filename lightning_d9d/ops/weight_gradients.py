@@ -79,7 +79,7 @@ class WeightGradients:
     def backward(
         self, outputs: Tensor | GradientEdge | Sequence[Tensor] | Sequence[GradientEdge], gradients: Any = None
     ) -> None:
-        """The input backward: `torch.autograd.backward(outputs, gradients)`, in which what is put off is only noted.
+        """The input backward: `torch.autograd.backward(outputs, gradients)`, in which what is deferred is only noted.
 
         May be called several times before `accumulate`, with outputs of one forward. It keeps the tensors in
         `gradients` until then: do not reuse their memory. An exception of the backward leaves nothing noted.
@@ -123,7 +123,7 @@ class WeightGradients:
         """
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "a stage differentiates twice through an op whose weight gradient is put off; choose a schedule "
+                "a stage differentiates twice through an op whose weight gradient is deferred; choose a schedule "
                 "without split backwards"
             )
         if not self._in_backward:
@@ -143,7 +143,7 @@ class WeightGradients:
         return [tensor for notes in self._notes.values() for note in notes for tensor in note.tensors]
 
     def accumulate(self) -> None:
-        """The weight backward: add what was put off into the `.grad` of the weights, and forget it.
+        """The weight backward: add what was deferred into the `.grad` of the weights, and forget it.
 
         As a backward does, it calls the hooks of each weight once, with the sum of its parts, and adds in place where
         there is a gradient. Noted tensors are freed one after the other. Runs on the current stream, which must be that

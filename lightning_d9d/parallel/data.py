@@ -236,24 +236,24 @@ class FullySharded:
         for group in self._groups:
             group.reduce_all(self._reduced, keeps_wide=True)
 
-    def begin(self, *, is_first: bool, reduces: bool, splits: bool) -> None:
+    def begin(self, *, is_first: bool, reduces: bool, splits_backward: bool) -> None:
         """A batch begins.
 
         Args:
             is_first: Of a window: gradients of an earlier one that met no step are forgotten.
             reduces: Whether gradients are reduced in this batch.
-            splits: Whether backwards come in two halves.
+            splits_backward: Whether backwards come in two halves.
 
         Raises:
             ConfigError: Gradients are to be reduced after each microbatch, but come in two halves.
         """
-        if splits and self.reduces_each:
+        if splits_backward and self.reduces_each:
             raise ConfigError(
                 "GradSyncConfig.reduce='every_microbatch' with a schedule that splits backwards, whose gradients come "
                 "in two halves; choose 'last_microbatch', or a schedule with whole backwards such as '1f1b'"
             )
         self._reduces = reduces
-        self._keeps_now = self.keeps or splits
+        self._keeps_now = self.keeps or splits_backward
         self._has_announced_last = False
         forget_forward(self.units)
         if is_first:

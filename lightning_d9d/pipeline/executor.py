@@ -62,7 +62,7 @@ class DataParallel(Protocol):
         ...
 
     def reshard(self, stage: int) -> None:
-        """Let go of what was gathered: all its actions have run."""
+        """Reshard what was gathered: all its actions have run."""
         ...
 
     def last_backward(self, stage: int) -> None:
@@ -188,7 +188,7 @@ class Executor:
             for part in compute_parts(each):
                 run.backwards_left[part.stage] += isinstance(part, Backward | BackwardWeight)
                 run.forwards_left[part.microbatch] += isinstance(part, Forward)
-                run.splits |= isinstance(part, BackwardInput)
+                run.splits_backward |= isinstance(part, BackwardInput)
         for stage in self.stages.values():
             stage.begin()
         try:
@@ -232,7 +232,7 @@ class _Run:
         self.taken: dict[int, Any] = {}
         self.backwards_left: Counter[int] = Counter()
         """By stage, how many actions are to come that complete a microbatch's gradients."""
-        self.splits = False
+        self.splits_backward = False
         """Whether backwards come in two halves."""
         self.forwards_left: Counter[int] = Counter()
         """By microbatch, how many forwards are to come that take its keyword arguments."""
@@ -277,7 +277,7 @@ class _Run:
         counting = _NOTHING if self.batch.counts(microbatch) else running.without_counting()
         with self._observed(Forward(stage, microbatch)), executor.forward_context(), counting:
             with executor.stage_context():
-                output = running.forward(microbatch, trained, received, arguments, self.splits)
+                output = running.forward(microbatch, trained, received, arguments, self.splits_backward)
             is_last_stage = stage == executor.num_stages - 1
             outputs = self._finish(microbatch, output) if is_last_stage else self._pass_on(stage, microbatch, output)
             if torch.is_grad_enabled():
@@ -327,7 +327,9 @@ class _Run:
         if not isinstance(action, BackwardInput):
             self.backwards_left[stage] -= 1
             is_last_backward = self.backwards_left[stage] == 0
-            at_once = isinstance(action, Backward) and not self.splits  # else a weight may get its gradient in two goes
+            at_once = (
+                isinstance(action, Backward) and not self.splits_backward
+            )  # split backwards may add to a weight twice
             if is_last_backward and at_once and self.data_parallel is not None:
                 self.data_parallel.last_backward(stage)
         if isinstance(action, BackwardWeight):

@@ -61,7 +61,12 @@ class Stage:
         self._without_gradient = None
 
     def forward(
-        self, microbatch: int, inputs: Sequence[Tensor], received: Any, arguments: Mapping[str, Any], splits: bool
+        self,
+        microbatch: int,
+        inputs: Sequence[Tensor],
+        received: Any,
+        arguments: Mapping[str, Any],
+        splits_backward: bool,
     ) -> Any:
         """The module's output.
 
@@ -70,13 +75,15 @@ class Stage:
             inputs: Tensors of `received` that get a gradient, in order.
             received: What the stage before put out; None on the first.
             arguments: Keyword arguments of this stage.
-            splits: Whether its backward comes in two halves, so that weight gradients are to be put off.
+            splits_backward: Whether its backward comes in two halves, so that weight gradients are to be deferred.
         """
         if not torch.is_grad_enabled():
             return self._call(received, arguments)
-        if splits and self._unsplit is None:
+        if splits_backward and self._unsplit is None:
             self._unsplit = split_linears(self.module)
-        live = self._live[microbatch] = _Microbatch(list(inputs), weights=WeightGradients() if splits else None)
+        live = self._live[microbatch] = _Microbatch(
+            list(inputs), weights=WeightGradients() if splits_backward else None
+        )
         if live.weights is None:
             return self._call(received, arguments)
         with defer(live.weights):
@@ -123,7 +130,7 @@ class Stage:
         return of_inputs
 
     def backward_input(self, microbatch: int, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """As `backward`, but without the weight gradients that can be put off."""
+        """As `backward`, but without the weight gradients that can be deferred."""
         live = self._live[microbatch]
         edges, inputs = live.edges, live.inputs
         live.edges, live.inputs = [], []
@@ -143,7 +150,7 @@ class Stage:
         return taken
 
     def backward_weight(self, microbatch: int) -> None:
-        """The weight gradients that were put off; forgets the microbatch."""
+        """The weight gradients that were deferred; forgets the microbatch."""
         weights = self._live.pop(microbatch).weights
         if weights is not None:
             weights.accumulate()

@@ -119,17 +119,17 @@ class DataParallelStages:
         """True if anything is gathered, reduced or accumulated."""
         return self.buckets is not None or len(self.sharded) > 0
 
-    def begin(self, *, is_first: bool, reduces: bool, splits: bool) -> None:
+    def begin(self, *, is_first: bool, reduces: bool, splits_backward: bool) -> None:
         """A batch begins.
 
         Args:
             is_first: Of a window: what an earlier one left is forgotten.
             reduces: Whether gradients are summed over ranks in it.
-            splits: Whether its backwards come in two halves.
+            splits_backward: Whether its backwards come in two halves.
         """
         self._reduces = reduces
         for stage in self.sharded.values():
-            stage.begin(is_first=is_first, reduces=reduces, splits=splits)
+            stage.begin(is_first=is_first, reduces=reduces, splits_backward=splits_backward)
 
     def unshard(self, stage: int) -> None:
         """Gather what is fully sharded."""

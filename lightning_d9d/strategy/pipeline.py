@@ -84,7 +84,7 @@ class Pipeline:
             self.messages = Messages(self.placement, links, device, lambda: mesh.timeout_seconds)
         self.program = functools.cache(self._program)
         self.forward_only = functools.cache(self._forward_only)
-        self.splits = functools.cache(self._splits)
+        self.splits_backward = functools.cache(self._splits_backward)
 
     @classmethod
     def alone(cls, device: torch.device) -> Pipeline:
@@ -215,7 +215,7 @@ class Pipeline:
         program = add_data_parallel(self.schedule.program(self.num_ranks, num_microbatches))
         return program.ranks[self.rank]
 
-    def _splits(self, num_microbatches: int) -> bool:
+    def _splits_backward(self, num_microbatches: int) -> bool:
         """Whether backwards come in two halves, on this rank."""
         actions = self.program(num_microbatches)
         return any(isinstance(part, BackwardInput) for action in actions for part in compute_parts(action))

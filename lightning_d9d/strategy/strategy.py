@@ -114,7 +114,7 @@ class D9DStrategy(RankHooks):
     """
 
     strategy_name = "d9d"
-    shared_by_copies = (*RankHooks.shared_by_copies, "_evaluation", "_steps", "_kernels")
+    shared_by_copies = (*RankHooks.shared_by_copies, "_evaluation", "_optimizer_step", "_kernels")
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class D9DStrategy(RankHooks):
         self._rank_model: RankModel | None = None
         self._training: Training | None = None
         self._evaluation: EvalStep | None = None
-        self._steps: OptimizerStep | None = None
+        self._optimizer_step: OptimizerStep | None = None
         self._shutdown: Shutdown | None = None
         self._interruption: Interruption | None = None
         self._patches: Patches | None = None
@@ -196,12 +196,12 @@ class D9DStrategy(RankHooks):
     @property
     def num_skipped_steps(self) -> int:
         """Optimizer steps left out in this fit, or the last: nothing counted, or `skip_nonfinite`. Reads the device."""
-        return 0 if self._steps is None else int(self._steps.skipped)
+        return 0 if self._optimizer_step is None else int(self._optimizer_step.skipped)
 
     @property
     def num_empty_batches(self) -> int:
         """Batches of this fit, or of the last, in which no rank had anything that counts. Reads the device."""
-        return 0 if self._steps is None else self._steps.empty.num_batches
+        return 0 if self._optimizer_step is None else self._optimizer_step.empty.num_batches
 
     @property
     def is_dummy_batch(self) -> bool:
@@ -330,7 +330,7 @@ class D9DStrategy(RankHooks):
             run = patches, self.ranks, self._rank_model, self._evaluation
             parts = TrainingParts(*run, self.parallel, self.grad_sync, self.precision_plugin, self.skip_nonfinite)
             training = self._training = parts.training(module, self.optimizers)
-            self._steps = training.optimizer_step
+            self._optimizer_step = training.optimizer_step
             self._update_gradients()
             self._checkpoints.saves.open(patches, trainer, lambda: training.window_is_open)
             if not self.is_distributed:

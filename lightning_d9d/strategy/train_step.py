@@ -183,7 +183,9 @@ class TrainStep:
         num_microbatches = len(split.microbatches)
         data_parallel = self.gradient_sync.data_parallel
         if data_parallel is not None:
-            data_parallel.begin(is_first=is_first, reduces=is_last, splits=self.pipeline.splits(num_microbatches))
+            data_parallel.begin(
+                is_first=is_first, reduces=is_last, splits_backward=self.pipeline.splits_backward(num_microbatches)
+            )
         with self.module.schedule_running():
             try:
                 totals = self.executor.train(self.pipeline.program(num_microbatches), split, scale, data_parallel)

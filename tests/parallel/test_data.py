@@ -126,7 +126,7 @@ def test_gradients_are_sums_over_microbatches_and_ranks(rank: RankContext, keeps
     for window in range(2):
         tower.zero_grad()
         whole.zero_grad()
-        stage.begin(is_first=True, reduces=True, splits=False)
+        stage.begin(is_first=True, reduces=True, splits_backward=False)
         stage.unshard()
         for microbatch in range(3):
             loss = tower(rows(rank.rank, 3 * window + microbatch).to(rank.device)).square().sum()
@@ -156,7 +156,7 @@ def test_a_kept_stage_is_gathered_and_reduced_once_a_batch(rank: RankContext) ->
         for name in ("foreach_all_gather", "foreach_reduce"):
             monkeypatch.setattr(_fsdp_param_group, name, counted(name))
         for _ in range(2):
-            stage.begin(is_first=True, reduces=True, splits=False)
+            stage.begin(is_first=True, reduces=True, splits_backward=False)
             stage.unshard()
             for microbatch in range(3):
                 loss = tower(rows(rank.rank, microbatch).to(rank.device)).sum()
@@ -204,7 +204,7 @@ def test_what_shares_a_parameter_is_gathered_together(
     assert units == ["", *blocks]
     assert [name for name, _ in module.named_parameters()] == names
     stage = FullySharded(module, keeps=False, reduces_each=False)
-    stage.begin(is_first=True, reduces=True, splits=False)
+    stage.begin(is_first=True, reduces=True, splits_backward=False)
     loss = module(rows(rank.rank, 0).to(rank.device)).square().sum()
     stage.last_backward()
     loss.backward()
@@ -222,7 +222,7 @@ def test_what_a_broken_window_left_is_not_added(rank: RankContext) -> None:
 
     def gradients() -> list[Tensor]:
         tower.zero_grad()
-        stage.begin(is_first=True, reduces=True, splits=False)
+        stage.begin(is_first=True, reduces=True, splits_backward=False)
         loss = tower(rows(rank.rank, 0).to(rank.device)).sum()
         stage.last_backward()
         loss.backward()
@@ -230,7 +230,7 @@ def test_what_a_broken_window_left_is_not_added(rank: RankContext) -> None:
         return [p.grad.full_tensor() for p in tower.parameters() if isinstance(p.grad, DTensor)]
 
     expected = gradients()
-    stage.begin(is_first=True, reduces=False, splits=False)
+    stage.begin(is_first=True, reduces=False, splits_backward=False)
     loss = tower(rows(rank.rank, 1).to(rank.device)).sum()
     stage.last_backward()
     loss.backward()
@@ -248,7 +248,7 @@ def test_units_without_one_around_them(rank: RankContext) -> None:
     for block in blocks_of(tower):
         fully_shard(as_unit(block), mesh=weight_mesh(domains))
     stage = FullySharded(tower, keeps=True, reduces_each=False)
-    stage.begin(is_first=True, reduces=True, splits=True)
+    stage.begin(is_first=True, reduces=True, splits_backward=True)
     stage.unshard()
     tower(rows(rank.rank, 0).to(rank.device)).sum().backward()
     stage.reshard()
@@ -268,7 +268,7 @@ def test_split_backwards_cannot_reduce_each_microbatch(rank: RankContext) -> Non
     tower, _ = towers(rank)
     stage = FullySharded(tower, keeps=True, reduces_each=True)
     with pytest.raises(ConfigError, match="reduce='every_microbatch' with a schedule that splits backwards"):
-        stage.begin(is_first=True, reduces=True, splits=True)
+        stage.begin(is_first=True, reduces=True, splits_backward=True)
 
 
 @pytest.mark.ranks(2)
@@ -285,7 +285,7 @@ def test_what_is_noted_of_forwards_is_forgotten(rank: RankContext) -> None:
     assert len(order) == 0
     with torch.no_grad():
         tower(rows(rank.rank, 0).to(rank.device))
-    stage.begin(is_first=True, reduces=True, splits=False)
+    stage.begin(is_first=True, reduces=True, splits_backward=False)
     assert len(order) == 0
 
 
@@ -297,7 +297,7 @@ def test_a_closed_stage_is_as_before(rank: RankContext) -> None:
         stage = FullySharded(tower, keeps=keeps, reduces_each=False)
         if keeps:
             before = [group.post_forward_mesh_info for group in groups]
-        stage.begin(is_first=True, reduces=False, splits=False)
+        stage.begin(is_first=True, reduces=False, splits_backward=False)
         stage.unshard()
         assert [group.post_forward_mesh_info is None for group in groups] == [keeps or b is None for b in before]
         tower(rows(rank.rank, 0).to(rank.device)).sum().backward()
@@ -362,7 +362,7 @@ def test_one_use_in_a_window_of_narrow_gradients(rank: RankContext, keeps: bool)
     shard_data(module, [], domains, ParallelConfig())
     stage = FullySharded(module, keeps=keeps, reduces_each=False)
     for index in range(2):
-        stage.begin(is_first=index == 0, reduces=index == 1, splits=False)
+        stage.begin(is_first=index == 0, reduces=index == 1, splits_backward=False)
         stage.unshard()
         loss = module(rows(rank.rank, index).to(rank.device, torch.bfloat16), index).float().sum()
         stage.last_backward()

@@ -361,7 +361,7 @@ def test_ranks_sum_as_the_table_says(
     data_parallel = DataParallelStages.build(
         parameters, {0: stage}, {}, mesh, GradSyncConfig(), at_least=torch.float32, accumulates=False, sharded=sharded
     )
-    data_parallel.begin(is_first=True, reduces=True, splits=False)
+    data_parallel.begin(is_first=True, reduces=True, splits_backward=False)
     data_parallel.unshard(0)
     loss = loss_of(stage, mesh.dp_rank, TokenShard.of(mesh).sequence)
     data_parallel.last_backward(0)

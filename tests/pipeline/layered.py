@@ -206,7 +206,7 @@ class Rig:
         self.outputs.clear()
         for parameter in self.names:
             parameter.grad = None
-        self.data_parallel.begin(is_first=True, reduces=True, splits=False)
+        self.data_parallel.begin(is_first=True, reduces=True, splits_backward=False)
         totals = self.executor.train(actions, cut, LossScale(of_sum=SCALE), self.data_parallel)
         self.data_parallel.finish()
         return totals

@@ -23,7 +23,7 @@ class Sums(nn.Module):
 
 def run(module: Sums) -> None:
     stage = Stage(module)
-    output = stage.forward(0, [], None, {"x": torch.ones(4, 3)}, splits=False)
+    output = stage.forward(0, [], None, {"x": torch.ones(4, 3)}, splits_backward=False)
     stage.keep(0, [output])
     stage.backward(0, [torch.ones(4, 3)])
 
