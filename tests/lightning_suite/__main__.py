@@ -49,9 +49,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         theirs = run(tests, Path(folder, "theirs.xml"), arguments.workers)
         ours = run(tests, Path(folder, "ours.xml"), arguments.workers, "--d9d")
+        said = messages(Path(folder, "ours.xml"))
     for name, outcomes in (("Lightning's choice", theirs), ("D9DStrategy()", ours)):
         print(f"{name}: {', '.join(f'{count} {what}' for what, count in sorted(Counter(outcomes.values()).items()))}")
-    return report(differing(theirs, ours), listed())
+    return report(differing(theirs, ours), listed(), said)
 
 
 def run(tests: Path, results: Path, workers: int, *options: str) -> dict[str, str]:
@@ -60,7 +61,7 @@ def run(tests: Path, results: Path, workers: int, *options: str) -> dict[str, st
         *(sys.executable, "-m", "pytest", "-p", "tests.lightning_suite.plugin", *options),
         *(f"tests_pytorch/{each}" for each in FOLDERS),
         *(f"--ignore=tests_pytorch/{each}" for each in LEFT_OUT),
-        *("-n", str(workers), "--timeout", str(SECONDS_A_TEST), "-q", "--tb=no", "-o", "addopts=--strict-markers"),
+        *("-n", str(workers), "--timeout", str(SECONDS_A_TEST), "-q", "--tb=short", "-o", "addopts=--strict-markers"),
         f"--junitxml={results}",
     ]
     path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -72,12 +73,23 @@ def outcomes(results: Path) -> dict[str, str]:
     """What a JUnit file says of each test: passed, failed or skipped."""
     found = {}
     for case in ElementTree.parse(results).iter("testcase"):
-        file = case.get("classname", "").split("tests_pytorch.", 1)[-1].replace(".", "/")
         kinds = {child.tag for child in case}
-        found[f"{file}::{case.get('name')}"] = (
-            "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
-        )
+        found[_name(case)] = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
     return found
+
+
+def messages(results: Path) -> dict[str, str]:
+    """The text of each failure in a JUnit file, by the name of the test."""
+    return {_name(case): text for case in ElementTree.parse(results).iter("testcase") if (text := _text(case))}
+
+
+def _text(case: ElementTree.Element) -> str:
+    return "\n".join(child.text or child.get("message", "") for child in case if child.tag in ("failure", "error"))
+
+
+def _name(case: ElementTree.Element) -> str:
+    file = case.get("classname", "").split("tests_pytorch.", 1)[-1].replace(".", "/")
+    return f"{file}::{case.get('name')}"
 
 
 def differing(theirs: Mapping[str, str], ours: Mapping[str, str]) -> dict[str, str]:
@@ -93,12 +105,12 @@ def listed() -> dict[str, str]:
     return {test: entry["reason"] for entry in entries for test in entry["tests"]}
 
 
-def report(found: Mapping[str, str], known: Iterable[str]) -> int:
-    """Print what changed; 0 if nothing did."""
+def report(found: Mapping[str, str], known: Iterable[str], said: Mapping[str, str]) -> int:
+    """Print what changed, with the text of new failures; 0 if nothing did."""
     known = set(known)
     new, gone = sorted(found.keys() - known), sorted(known - found.keys())
     for name in new:
-        print(f"new difference: {name}: {found[name]}")
+        print(f"new difference: {name}: {found[name]}\n{said.get(name, '')}".rstrip())
     for name in gone:
         print(f"no difference any more: {name}; take it off {DIFFERENCES.name}")
     print(f"{len(found)} differences, {len(known)} listed, {len(new)} new, {len(gone)} gone")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.lightning_suite.__main__ import FOLDERS, REPOSITORY, differing, listed, outcomes, report
+from tests.lightning_suite.__main__ import FOLDERS, REPOSITORY, differing, listed, messages, outcomes, report
 
 NUM_DIFFERENCES = 49
 """May become smaller and never larger."""
@@ -24,7 +24,7 @@ def test_the_page_has_the_number_of_the_list() -> None:
 
 RESULTS = """<testsuites><testsuite>
 <testcase classname="tests.tests_pytorch.core.test_a" name="test_good[1]"/>
-<testcase classname="tests_pytorch.core.test_a" name="test_bad"><failure message="no"/></testcase>
+<testcase classname="tests_pytorch.core.test_a" name="test_bad"><failure message="no">assert 1 == 2</failure></testcase>
 <testcase classname="tests_pytorch.core.test_a" name="test_at_the_end"><error message="no"/></testcase>
 <testcase classname="tests_pytorch.test_cli" name="test_left"><skipped/></testcase>
 </testsuite></testsuites>"""
@@ -46,9 +46,11 @@ def test_outcomes_are_read_and_compared(tmp_path: Path, capsys: pytest.CaptureFi
         "core/test_a::test_good[1]": "passed, with D9DStrategy failed",
         "test_cli::test_left": "skipped, with D9DStrategy missing",
     }
-    assert report(found, found) == 0
-    assert report(found, ["test_cli::test_left"]) == 1
-    assert report(found, [*found, "core/test_a::test_bad"]) == 1
+    said = messages(tmp_path / "a.xml")
+    assert said == {"core/test_a::test_bad": "assert 1 == 2", "core/test_a::test_at_the_end": "no"}
+    assert report(found, found, said) == 0
+    assert report(found, ["test_cli::test_left"], {"core/test_a::test_good[1]": "assert 3 == 4"}) == 1
+    assert report(found, [*found, "core/test_a::test_bad"], said) == 1
     printed = capsys.readouterr().out
-    assert "new difference: core/test_a::test_good[1]: passed, with D9DStrategy failed" in printed
+    assert "new difference: core/test_a::test_good[1]: passed, with D9DStrategy failed\nassert 3 == 4\n" in printed
     assert "no difference any more: core/test_a::test_bad; take it off differences.toml" in printed
