@@ -1,6 +1,6 @@
 """Where the time of a start goes: parts of it that take long are measured, and said while they run.
 
-`part` is put around such a part where its code is. `StartTimes` of `lightning_d9d.callbacks` makes a table of them.
+`start_part` is put around such a part where its code is. The callback `StartTimes` makes a table of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _of_thread = threading.local()
 
 
 @contextmanager
-def part(name: str, says: bool = True) -> Iterator[None]:
+def start_part(name: str, says: bool = True) -> Iterator[None]:
     """Measure what runs inside as a part of the start. Local.
 
     The time of a part inside of another one is the inner one's alone.

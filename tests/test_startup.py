@@ -14,7 +14,7 @@ def test_inner_parts_are_taken_off_outer_ones(monkeypatch: pytest.MonkeyPatch) -
     clock = iter([0.0, 1.0, 3.0, 7.0])
     monkeypatch.setattr(startup, "_seconds", startup.Counter())
     monkeypatch.setattr(startup.time, "perf_counter", lambda: next(clock))
-    with startup.part("outer"), startup.part("inner"):
+    with startup.start_part("outer"), startup.start_part("inner"):
         pass
     assert startup.seconds_of_parts() == {"outer": 5.0, "inner": 2.0}
 
@@ -23,9 +23,9 @@ def test_a_part_counts_when_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 1.0, 3.0, 4.0, 4.0, 4.5])
     monkeypatch.setattr(startup, "_seconds", startup.Counter())
     monkeypatch.setattr(startup.time, "perf_counter", lambda: next(clock))
-    with pytest.raises(KeyError), startup.part("outer"), startup.part("inner"):
+    with pytest.raises(KeyError), startup.start_part("outer"), startup.start_part("inner"):
         raise KeyError
-    with startup.part("outer"):
+    with startup.start_part("outer"):
         pass
     assert startup.seconds_of_parts() == {"outer": 2.5, "inner": 2.0}
 
@@ -38,7 +38,7 @@ def test_what_takes_long_is_said_while_it_runs(
     monkeypatch.setattr(startup, "_seconds", startup.Counter())
     say = startup._say
     monkeypatch.setattr(startup, "_say", lambda *args: (say(*args), said.set()))
-    with caplog.at_level(logging.WARNING, "lightning_d9d"), startup.part("weights from files"):
+    with caplog.at_level(logging.WARNING, "lightning_d9d"), startup.start_part("weights from files"):
         assert said.wait(timeout=60)
     assert caplog.messages == ["start: weights from files, 0 s so far"]
 

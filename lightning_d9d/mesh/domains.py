@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_d9d import startup
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh.axes import Axis, submesh
 from lightning_d9d.mesh.config import MeshConfig
 from lightning_d9d.mesh.groups import GroupPool, Lane, Partition, PooledGroup, partition, set_group_timeout
+from lightning_d9d.startup import start_part
 
 _MAX_LISTED = 8
 
@@ -73,7 +73,7 @@ class MeshDomains:
         if dist.is_initialized():
             domains = cls(config.resolve(dist.get_world_size()), device_type, timeout_seconds)
             if domains._needs_groups():
-                with startup.part("mesh"):
+                with start_part("mesh"):
                     domains._open()
             return domains
         try:

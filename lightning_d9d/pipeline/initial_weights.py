@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_d9d import startup
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.log import logger
 from lightning_d9d.mesh.seeds import derived
 from lightning_d9d.mesh.sharding import local, local_ranges
 from lightning_d9d.pipeline.recorded_values import RecordedValue, Recording
+from lightning_d9d.startup import LONG_S, start_part
 
 _WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})  # of checkpoint_wrapper and torch.compile
 
@@ -55,7 +55,7 @@ def recorded_values(recording: Recording, stage: nn.Module) -> dict[str, Recorde
     return recording.values_of((name, tensor) for name, _, _, tensor in _named(stage))
 
 
-@startup.part("initial weights", says=False)
+@start_part("initial weights", says=False)
 def materialize(
     stage: nn.Module, device: torch.device, seed: int, recorded: Mapping[str, RecordedValue] | None = None
 ) -> list[str]:
@@ -106,7 +106,7 @@ def materialize(
                     stored = made[id(meta)][1]
                     given.append((_joined(name, key), stored, stored._version))
             _assign(module, key, made[id(meta)][1])
-        if start is not None and time.monotonic() - start > startup.LONG_S:
+        if start is not None and time.monotonic() - start > LONG_S:
             _say_how_far(stage, made, start)
             start = None
     lost -= {name for name, _, _, tensor in _named(stage) if name in lost and tensor.shape == recorded[name].shape}

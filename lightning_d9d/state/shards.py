@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_d9d import startup
 from lightning_d9d.errors import StateError
 from lightning_d9d.mesh.agreement import Ranks, first_of
 from lightning_d9d.mesh.collectives import device_of_messages
+from lightning_d9d.startup import start_part
 from lightning_d9d.state.boxes import Box, LocalShard, MappedBox, size
 from lightning_d9d.state.reader import NO_CHECKS, Checks, SafetensorsReader
 from lightning_d9d.state.views import View
@@ -45,7 +45,7 @@ def check_names(missing: Collection[str], unexpected: Collection[str], remedy: s
         raise StateError(f"{'. '.join(texts)}; {remedy}")
 
 
-@startup.part("weights from files")
+@start_part("weights from files")
 @torch.no_grad()
 def fill_shards(
     reader: SafetensorsReader,

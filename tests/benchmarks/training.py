@@ -372,7 +372,7 @@ class Trained:
     def _begin(self, sums: bool) -> None:
         for parameter in self.parameters:
             parameter.grad = None
-        self.data_parallel.begin(is_first=True, reduces=sums, splits=False)
+        self.data_parallel.begin(is_first=True, reduces=sums, splits_backward=False)
 
 
 @functools.cache

@@ -15,11 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from lightning_d9d import ConfigError, startup
+from lightning_d9d import ConfigError
 from lightning_d9d.mesh.sharding import local_ranges
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from lightning_d9d.modules import GroupedExperts, Linear, Normal
 from lightning_d9d.ops.backend import Kernels, using_kernels
+from lightning_d9d.pipeline import initial_weights
 from lightning_d9d.pipeline.initial_weights import draw_local, materialize
 from tests.harness.ranks import RankContext
 from tests.mesh.fake_world import fake_world
@@ -579,7 +580,7 @@ def test_a_long_start_says_once_how_far_it_is(
 ) -> None:
     initial()
     assert not caplog.records
-    monkeypatch.setattr(startup, "LONG_S", -1.0)
+    monkeypatch.setattr(initial_weights, "LONG_S", -1.0)
     initial()
     assert [record.getMessage() for record in caplog.records] == [MESSAGE]
 
