@@ -30,12 +30,18 @@ def _hold(path: Path, held: Any, go: Any) -> None:
     lock.release()
 
 
-def test_a_lock_is_of_one_process_or_thread(tmp_path: Path) -> None:
+def held_by_a_process(path: Path) -> tuple[Any, Any]:
+    """Start a process that has the lock, and return it with the event that lets it go on."""
     spawn = multiprocessing.get_context("spawn")
     held, go = spawn.Event(), spawn.Event()
-    process = spawn.Process(target=_hold, args=(tmp_path / "lock", held, go))
+    process = spawn.Process(target=_hold, args=(path, held, go))
     process.start()
     assert held.wait(60)
+    return process, go
+
+
+def test_a_lock_is_of_one_process_or_thread(tmp_path: Path) -> None:
+    process, go = held_by_a_process(tmp_path / "lock")
     assert not is_free(tmp_path / "lock")
     assert not Lock(tmp_path / "lock", wait_s=0.05).is_held, "a process that hangs keeps nobody"
     go.set()
@@ -48,11 +54,7 @@ def test_a_lock_is_of_one_process_or_thread(tmp_path: Path) -> None:
 
 
 def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
-    spawn = multiprocessing.get_context("spawn")
-    held, never = spawn.Event(), spawn.Event()
-    process = spawn.Process(target=_hold, args=(tmp_path / "lock", held, never))
-    process.start()
-    assert held.wait(60)
+    process, _ = held_by_a_process(tmp_path / "lock")
     process.kill()
     process.join()
     assert is_free(tmp_path / "lock")
