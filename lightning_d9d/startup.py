@@ -42,7 +42,9 @@ def start_part(name: str, says: bool = True) -> Iterator[None]:
         yield
     finally:
         elapsed = time.perf_counter() - begin
-        timer.cancel()
+        if says:
+            timer.cancel()
+            timer.join()  # so that no thread is there when workers are forked next
         with _lock:
             _seconds[name] += elapsed - _of_thread.inner  # type: ignore[assignment]
         _of_thread.inner = outer + elapsed

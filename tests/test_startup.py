@@ -43,6 +43,14 @@ def test_what_takes_long_is_said_while_it_runs(
     assert caplog.messages == ["start: weights from files, 0 s so far"]
 
 
+def test_a_part_leaves_no_thread() -> None:
+    before = threading.enumerate()
+    for _ in range(10):
+        with startup.start_part("mesh"):
+            pass
+        assert threading.enumerate() == before
+
+
 def test_pieces_are_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(startup, "_seconds", startup.Counter())
     for _ in range(9):
