@@ -11,15 +11,18 @@ import torch
 from lightning_d9d.state.progress import Progress
 
 _MAX_THREADS = 8
-_BUNDLE_BYTES = 2**22
+_MIN_BUNDLE, _MAX_BUNDLE = 2**22, 2**26
+"""Bytes. A thread that reads much in a row is read ahead for."""
 
 
 def in_threads(work: Callable[[str], object], num_bytes: Mapping[str, int], progress: Progress) -> None:
     """Call `work` for each name, in several threads, without gradients. Local.
 
+    Neighbours are one piece of work, in their order.
+
     Args:
         work: What it raises first, in the order of names, is raised here, when what has begun has ended.
-        num_bytes: By name; many small ones are one piece of work.
+        num_bytes: By name.
         progress: Gets the number of bytes.
     """
     inference = torch.is_inference_mode_enabled()
@@ -30,16 +33,19 @@ def in_threads(work: Callable[[str], object], num_bytes: Mapping[str, int], prog
                 work(name)
         return sum(num_bytes[name] for name in names)
 
-    with ThreadPoolExecutor(max(2, min(_MAX_THREADS, os.cpu_count() or 1))) as pool:
-        for done in pool.map(work_on, _bundles(num_bytes)):
+    num_threads = max(2, min(_MAX_THREADS, os.cpu_count() or 1))
+    share = sum(num_bytes.values()) // (4 * num_threads)
+    with ThreadPoolExecutor(num_threads) as pool:
+        for done in pool.map(work_on, _bundles(num_bytes, min(max(share, _MIN_BUNDLE), _MAX_BUNDLE))):
             progress.add(done)
 
 
-def _bundles(num_bytes: Mapping[str, int]) -> list[list[str]]:
+def _bundles(num_bytes: Mapping[str, int], wanted: int) -> list[list[str]]:
+    """Names of neighbours, in pieces of about the wanted number of bytes."""
     bundles: list[list[str]] = []
-    filled = _BUNDLE_BYTES
+    filled = wanted
     for name, size in num_bytes.items():
-        if filled >= _BUNDLE_BYTES:
+        if filled >= wanted:
             bundles.append([])
             filled = 0
         bundles[-1].append(name)

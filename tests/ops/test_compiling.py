@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import multiprocessing
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_d9d import startup
+from lightning_d9d.ops import rms_norm
 from lightning_d9d.ops.kernels import compiling
 from lightning_d9d.ops.kernels.compiling import Lock, lock_file
 
@@ -135,3 +138,39 @@ def test_a_cache_that_cannot_be_written_is_not_locked(
     monkeypatch.setattr(compiling.knobs.cache, "dir", str(tmp_path / "file"))
     begin(Options("a"))
     end(Options("a"))
+
+
+def _compile(meeting: Any, compiled: Any) -> None:
+    num_new = 0
+
+    def count(**options: Any) -> None:
+        nonlocal num_new
+        num_new += not options["cache_hit"]
+
+    compiling.knobs.compilation.listener = count
+    x = torch.ones(64, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.ones(128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    meeting.wait(60)
+    rms_norm(x, weight, 1e-6).sum().backward()
+    torch.cuda.synchronize()
+    compiled.put(num_new)
+
+
+@pytest.mark.gpu
+def test_processes_that_begin_together_compile_each_kernel_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    spawn = multiprocessing.get_context("spawn")
+    totals = []
+    for num_processes in (3, 1):
+        meeting, compiled = spawn.Barrier(num_processes), spawn.Queue()
+        processes = [spawn.Process(target=_compile, args=(meeting, compiled)) for _ in range(num_processes)]
+        for process in processes:
+            process.start()
+        totals.append(sum(compiled.get(timeout=300) for _ in processes))
+        for process in processes:
+            process.join()
+        for path in tmp_path.iterdir():
+            shutil.rmtree(path, ignore_errors=True)
+    assert totals[0] == totals[1] > 1, "three processes compile as many kernels as one"

@@ -168,7 +168,7 @@ def test_large_tensors_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """Two at a time, of eight that are under way on a machine with as many processors."""
     monkeypatch.setattr(reader, "_LARGE_BYTES", 10)
     monkeypatch.setattr(threads.os, "cpu_count", lambda: 8)
-    monkeypatch.setattr(threads, "_BUNDLE_BYTES", 1)
+    monkeypatch.setattr(threads, "_MIN_BUNDLE", 1)
     save_tensors({str(i): torch.full((4,), float(i)) for i in range(8)}, tmp_path / "eight")
     pair, three = threading.Barrier(2, timeout=60), threading.Barrier(3, timeout=0.5)
 
