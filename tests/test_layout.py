@@ -24,7 +24,7 @@ TOP_LEVEL = {
     *("pyproject.toml", "noxfile.py", "README.md", "CHANGELOG.md", "LICENSE", ".gitignore"),
     *("lightning_d9d", "tests", "examples", "docs", ".ci"),
 }
-MAX_LINES = 600
+MAX_LINES, MAX_LINES_OF_FUNCTION = 600, 80
 MACHINE_PATH = re.compile(r"/(work|root|home|Users|mnt)/\w|[A-Z]:\\Users\\")
 AXES = ROOT / "lightning_d9d/mesh/axes.py"
 """The one file in which names of axes are literals."""
@@ -56,6 +56,18 @@ def test_no_file_is_too_long(folder: str) -> None:
     lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in (ROOT / folder).rglob("*.py")}
     assert lengths
     assert not {path: lines for path, lines in lengths.items() if lines > MAX_LINES}
+
+
+@pytest.mark.parametrize("folder", ["lightning_d9d", "tests", "examples"])
+def test_no_function_is_too_long(folder: str) -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.name} has {length} lines"
+        for path in (ROOT / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (length := node.end_lineno - node.lineno + 1) > MAX_LINES_OF_FUNCTION
+    ]
+    assert not found
 
 
 def test_no_path_of_a_machine() -> None:

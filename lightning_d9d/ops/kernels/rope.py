@@ -490,19 +490,10 @@ def _load(
 
 @triton.jit
 def _backward_tiles(
-    tiles,
-    tensor,
-    tables,
-    partial_ptr,
-    sizes,
-    ZERO_CENTERED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    WIDE: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
-):
+    tiles, tensor, tables, partial_ptr, sizes,
+    ZERO_CENTERED: tl.constexpr, INTERLEAVED: tl.constexpr, WIDE: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
     ROWS: tl.constexpr = TOKENS * HEADS
     first_tile, num_tiles, step = tiles
     x_ptr, gradient_ptr, weight_ptr, dx_ptr, heads, strides, gradient_strides = tensor

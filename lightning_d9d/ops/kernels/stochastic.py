@@ -173,22 +173,11 @@ def _round(target, source, count, seed, first_block, shift, TILE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["seed"])
 def _adamw(
-    blocks,
-    gradients,
-    chunks,
-    scalars,
-    found_inf,
-    seed,
-    beta2,
-    one_minus_beta1,
-    one_minus_beta2,
-    eps,
-    WIDE_PARAMETER: tl.constexpr,
-    WIDE_GRADIENT: tl.constexpr,
-    WIDE_STATE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    blocks, gradients, chunks, scalars, found_inf, seed,
+    beta2, one_minus_beta1, one_minus_beta2, eps,
+    WIDE_PARAMETER: tl.constexpr, WIDE_GRADIENT: tl.constexpr, WIDE_STATE: tl.constexpr,
+    CHUNK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     if found_inf is not None:  # noqa: SIM102  # this is decided when it is compiled
         if tl.load(found_inf) != 0:
             return
@@ -199,18 +188,10 @@ def _adamw(
     blocks += block * 8
     parameter, exp_avg, exp_avg_sq = tl.load(blocks), tl.load(blocks + 1), tl.load(blocks + 2)
     scalars += tl.load(blocks + 3) * 5
-    count, first, length, stride = (
-        tl.load(blocks + 4),
-        tl.load(blocks + 5),
-        tl.load(blocks + 6),
-        tl.load(blocks + 7),
-    )
-    step_size, inverse_root, decay, unscale = (
-        tl.load(scalars),
-        tl.load(scalars + 1),
-        tl.load(scalars + 2),
-        tl.load(scalars + 3),
-    )
+    count, first = tl.load(blocks + 4), tl.load(blocks + 5)
+    length, stride = tl.load(blocks + 6), tl.load(blocks + 7)
+    step_size, inverse_root = tl.load(scalars), tl.load(scalars + 1)
+    decay, unscale = tl.load(scalars + 2), tl.load(scalars + 3)
     key0, key1 = seed.to(tl.uint32), tl.load(scalars + 4).to(tl.uint32)
     is_sliced = length < count  # the rows are parts of longer ones
     has_quads = (first % 4 == 0) & ((not is_sliced) | ((length | stride) % 4 == 0))
