@@ -67,6 +67,22 @@ class RankError(_PrintableError, RuntimeError):
     """Another rank failed or stopped answering; the message names it."""
 
 
+_FIRST = "before that, "
+
+
+def note_first(error: BaseException, first: str) -> None:
+    """Add to an error what another rank said before it, and most likely is its cause."""
+    error.add_note(printable(f"{_FIRST}{first}"))
+
+
+def first_of_others(error: BaseException) -> str | None:
+    """Return the failure of another rank that came before this one's error, if there was one."""
+    if isinstance(error, RankError):
+        return str(error)
+    notes = [note for note in getattr(error, "__notes__", []) if note.startswith(_FIRST)]
+    return notes[0].removeprefix(_FIRST) if notes else None
+
+
 def did_you_mean(name: object, choices: Iterable[str]) -> str:
     """The end of a message about an unknown name.
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from lightning_d9d.cli.commands import PARSERS, parse
 from lightning_d9d.cli.files import check_files
 from lightning_d9d.cli.wording import MistakeError
-from lightning_d9d.errors import ConfigError, StateError, did_you_mean, reason
+from lightning_d9d.errors import ConfigError, StateError, did_you_mean, first_of_others, reason
 
 if TYPE_CHECKING:
     from lightning_d9d.cli.training import D9DCLI
@@ -52,7 +52,7 @@ def main() -> None:
     """Runs the subcommand of `sys.argv`: fit, validate, test, predict, convert, doctor, generate or evaluate.
 
     A configuration or a file that cannot work ends with exit code 2 and one message; `JSONARGPARSE_DEBUG=true` shows
-    the traceback.
+    the traceback. A failure of another rank ends with exit code 1 and what that rank said.
     """
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -65,12 +65,16 @@ def main() -> None:
     except (ConfigError, StateError) as error:
         if "JSONARGPARSE_DEBUG" in os.environ:
             raise
-        tip = "" if isinstance(error, MistakeError) else "\ntip: JSONARGPARSE_DEBUG=true shows the traceback"
-        refuse(f"{error}{tip}")
+        refuse(str(error))
     except OSError as error:
         if "JSONARGPARSE_DEBUG" in os.environ or error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         refuse(f"{error.filename or 'a file'} cannot be written: {reason(error)}; free space")
+    except Exception as error:
+        if "JSONARGPARSE_DEBUG" in os.environ or (first := first_of_others(error)) is None:
+            raise
+        sys.stderr.write(f"error: {first}\n")  # the rank that failed shows its traceback, this one has no part in it
+        sys.exit(1)
 
 
 def refuse(message: str) -> NoReturn:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
+from lightning_d9d.cli.files import missing
 from lightning_d9d.cli.wording import MistakeError, either, must_be
 from lightning_d9d.errors import did_you_mean
 
@@ -144,6 +146,22 @@ def parse(name: str, arguments: Sequence[str]) -> argparse.Namespace:
         arguments: What stands behind it.
 
     Raises:
-        MistakeError: An argument is unknown, missing or illegal.
+        MistakeError: An argument is unknown, missing or illegal, or a file that is to be read does not exist.
     """
-    return PARSERS[name]().parse_args(arguments)
+    parser = PARSERS[name]()
+    parsed = parser.parse_args(arguments)
+    kinds = {action.dest: action.help for action in parser._actions}
+    read = [(kind, path) for kind in ("source", "text") for path in _listed(getattr(parsed, kind, []))]
+    for kind, path in read:
+        if "://" not in path and not Path(path).exists():
+            raise MistakeError(f"{missing(path)}\n{kind}: {kinds[kind]}")
+    for option, value in (("--top-k", getattr(parsed, "top_k", None)), ("--top-p", getattr(parsed, "top_p", None))):
+        if value is not None and parsed.temperature == 0:
+            raise MistakeError(
+                f"{option} needs a --temperature above 0, such as --temperature 1.0: at 0 nothing is drawn"
+            )
+    return parsed
+
+
+def _listed(value: str | list[str]) -> list[str]:
+    return [value] if isinstance(value, str) else value

@@ -67,7 +67,7 @@ def check_checkpoint(path: str, subject: str) -> None:
         return
     if not Path(path).exists():
         raise MistakeError(
-            f"{subject}: {_missing(path)}\ngive the path of a checkpoint, or one of {', '.join(CHECKPOINT_WORDS)}"
+            f"{subject}: {missing(path)}\ngive the path of a checkpoint, or one of {', '.join(CHECKPOINT_WORDS)}"
         )
 
 
@@ -75,7 +75,7 @@ def _compose(path: str) -> yaml.Node | None:
     try:
         return yaml.compose(Path(path).read_text(encoding="utf-8"), _LOADER)
     except OSError as error:
-        raise MistakeError(_missing(path) if error.errno == errno.ENOENT else f"{path}: {error.strerror}") from error
+        raise MistakeError(missing(path) if error.errno == errno.ENOENT else f"{path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise MistakeError(f"{path} is no UTF-8 text ({error.reason} at byte {error.start})") from error
     except yaml.MarkedYAMLError as error:
@@ -87,7 +87,7 @@ def _compose(path: str) -> yaml.Node | None:
         raise MistakeError(f"{path}: not YAML: {str(error).splitlines()[0]}") from error
 
 
-def _missing(path: str) -> str:
+def missing(path: str) -> str:
     """Says that a path does not exist, with the nearest name in its folder."""
     folder, name = os.path.split(path)
     if not os.path.isdir(folder or "."):

@@ -47,12 +47,20 @@ class _Line:
 
     text: str
     path: tuple[str, ...]
-    owner: str | None
-    """Import path of the class whose arguments they are; None: those of the command line."""
-    owner_path: tuple[str, ...]
-    """Where that class is."""
+    owners: tuple[tuple[tuple[str, ...], str], ...]
+    """The classes around it, from the outermost: where each is, and its import path."""
     subtypes: str
     """The alternatives of the type that is expected there."""
+
+    @property
+    def owner(self) -> str | None:
+        """Import path of the class whose arguments they are; None: those of the command line."""
+        return self.owners[-1][1] if self.owners else None
+
+    @property
+    def owner_path(self) -> tuple[str, ...]:
+        """Where that class is."""
+        return self.owners[-1][0] if self.owners else ()
 
 
 def explain(message: str, arguments: Sequence[str], parser: ArgumentParser) -> str:
@@ -93,11 +101,11 @@ def _read(message: str) -> Iterator[_Line]:
         depth = len(text) - len(text.lstrip(" -"))
         while above and above[-1][0] > depth:
             above.pop()
-        line = above[-1][1] if above else _Line("", (), None, (), "")
+        line = above[-1][1] if above else _Line("", (), (), "")
         if key := _KEY.search(text):
             line = replace(line, path=(*line.path, *(key[1] or key[2]).split(".")))
         if owner := _OWNER.search(text):
-            line = replace(line, owner=owner[1], owner_path=line.path)
+            line = replace(line, owners=(*line.owners, (line.path, owner[1])))
         if subtypes := _SUBTYPES.search(text):
             line = replace(line, subtypes=subtypes[1])
         above.append((depth, line))
@@ -139,9 +147,20 @@ def _unknown_option(text: str, line: _Line, written: Written, parser: ArgumentPa
         within = line.owner.rpartition(".")[2]
     legal = f"{within} takes {', '.join(children)}"
     if len(legal) > _MAX_LEGAL:
-        legal = f"`{_program(parser)} --help` lists what {within} takes"
+        legal = f"`{_program(parser)} {_help_of(line)}` lists what {within} takes"
     place = _at(written, names[: length + 1])
     return f"{place}{within} has no option {names[length]!r}{did_you_mean(names[length], children)}\n{legal}"
+
+
+def _help_of(line: _Line) -> str:
+    """The options that show the arguments of the innermost class: each class is named on the way to it."""
+    asked = [f"--{'.'.join(path)}.help {_short(owner)}" for path, owner in line.owners]
+    return " ".join(asked) or "--help"
+
+
+def _short(owner: str) -> str:
+    """A class as it may be named: those of this package and of Lightning without their modules."""
+    return owner.rpartition(".")[2] if owner.startswith(("lightning_d9d.", "lightning.")) else owner
 
 
 def _program(parser: ArgumentParser) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import reprlib
 import sys
 import warnings
@@ -39,6 +40,7 @@ from lightning_d9d.strategy.checkpoint_files import UNREADABLE, check_file, mapp
 
 _NO_PARAMETERS = "optimizer got an empty parameter list"
 """Torch's message, where Lightning makes an optimizer of a model that is built when the run starts."""
+_NO_LOADER = re.compile(r"`(\w+_dataloader)` must be implemented to be used with the Lightning Trainer")
 
 
 class _Parser(LightningArgumentParser):
@@ -46,6 +48,11 @@ class _Parser(LightningArgumentParser):
 
     written: Mapping[str, Any] | None = None
     """The configuration before `${...}` was replaced; None where there is none."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # The beginning of an option is a mistake: it could mean another one when there are more options.
+        kwargs.setdefault("allow_abbrev", False)
+        super().__init__(*args, **kwargs)
 
     def dump(self, *args: Any, **kwargs: Any) -> str:
         """The configuration as text. OmegaConf replaces `${...}` in the first that has any."""
@@ -257,13 +264,25 @@ class D9DCLI(LightningCLI):
             ConfigError: What a constructor refused, with the place of the value that the message names.
         """
         self._check_strategy()
-        with self._placed(ValueError, TypeError):
+        with self._placed(ValueError, TypeError, MisconfigurationException):
             super().instantiate_classes()
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Lightning's, with the place of a value that the run refuses."""
         with self._placed(ConfigError):
-            super()._run_subcommand(subcommand)
+            try:
+                super()._run_subcommand(subcommand)
+            except MisconfigurationException as error:
+                if not (found := _NO_LOADER.search(str(error))):
+                    raise
+                raise MistakeError(self._without(found[1], subcommand)) from error
+
+    def _without(self, loader: str, subcommand: str) -> str:
+        """Says that the data lack a loader, with the place where they are given."""
+        if self.datamodule is None:
+            return f"{subcommand} needs data with a {loader}; give --data CLASS, or data: in a file"
+        place = locate(Written(self._arguments), ["data"])
+        return f"{place}: {type(self.datamodule).__name__} has no {loader}, which {subcommand} reads; add that method"
 
     @contextmanager
     def _placed(self, *kinds: type[Exception]) -> Iterator[None]:
@@ -279,7 +298,8 @@ class D9DCLI(LightningCLI):
                     f"{type(self.model).__name__} has no parameters before the run, which `optimizer` needs; let its "
                     "configure_optimizers make the optimizer"
                 )
-            if place := Written(self._arguments).find_named(message):
+            is_placed = isinstance(error, kinds)  # what Lightning refuses in a run may be in the user's code
+            if is_placed and (place := Written(self._arguments).find_named(message)):
                 raise MistakeError(f"{place}: {message}") from error
             raise error if isinstance(error, ConfigError) else ConfigError(message) from error
 

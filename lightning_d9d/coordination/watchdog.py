@@ -68,7 +68,7 @@ import torch.distributed as dist
 
 from lightning_d9d.coordination.early_stop import EarlyStop
 from lightning_d9d.coordination.messages import Failure, count, is_count, is_signal, say, value_of
-from lightning_d9d.errors import RankError, printable
+from lightning_d9d.errors import RankError, note_first
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 POLL_SECONDS = 0.25  # how often a watchdog looks at the store
@@ -291,7 +291,7 @@ class RankWatch:
         if isinstance(error, RankError) and not isinstance(error, _LateError):
             return
         if first.rank != self.rank and first.summary != own.summary:
-            error.add_note(printable(f"before that, {first}"))
+            note_first(error, str(first))
         elif _is_connection_error(error) or isinstance(error, _LateError):
             error.add_note(self._who_is_silent())
 

@@ -14,6 +14,7 @@ from lightning_d9d.errors import ConfigError, printable, reason
 from lightning_d9d.generation.perplexity import score
 from lightning_d9d.generation.sampling import Sampling, generate
 from lightning_d9d.generation.sources import Tokenizer, load_model, load_tokenizer
+from lightning_d9d.log import logger
 from lightning_d9d.models.qwen3_moe.model import Qwen3MoeForCausalLM
 
 
@@ -70,6 +71,8 @@ def _load(chosen: argparse.Namespace) -> tuple[Qwen3MoeForCausalLM, Tokenizer]:
 
 
 def _read(path: str) -> str:
+    if path.endswith((".jsonl", ".json")):
+        logger.warning("%s is read as plain text, names and braces too; give files with the texts alone", path)
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

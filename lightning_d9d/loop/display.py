@@ -33,6 +33,7 @@ from lightning_d9d.mesh.sharding import local
 
 _DEPRECATIONS = (r"`isinstance\(treespec, LeafSpec\)` is deprecated",)
 """Warnings of torch that are meant for Lightning."""
+_ORDER_OF_STEPS = r"Detected call of `lr_scheduler\.step\(\)` before"
 _NO_LOADER = "You defined a `validation_step` but have no `val_dataloader`"
 
 
@@ -103,8 +104,12 @@ def silence() -> None:
 
 
 def silence_hooks() -> None:
-    """Hide the warning that a module validates and has no data for it, which the user did not write. Local."""
-    warnings.filterwarnings("ignore", _NO_LOADER)
+    """Hide warnings of a `D9DModule` about hooks and an order of calls that the user did not write. Local.
+
+    A scheduler steps also where an optimizer step is left out, which is said by itself.
+    """
+    for message in (_NO_LOADER, _ORDER_OF_STEPS):
+        warnings.filterwarnings("ignore", message)
 
 
 # Progress bars

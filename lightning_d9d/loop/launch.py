@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import ctypes
 import ipaddress
 import os
+import signal
 import socket
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
-from lightning_d9d.errors import ConfigError
+from lightning_d9d.errors import ConfigError, RankError
 
+_LAUNCHED_BY = "LIGHTNING_D9D_LAUNCHED_BY"
+"""Variable of a launched rank, with the process ID of its launcher."""
+_launcher = os.environ.pop(_LAUNCHED_BY, None)  # not for processes that this one starts
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 # Variables with the number of processes of a launcher, and why Lightning may not have recognized it.
@@ -28,6 +36,39 @@ _UNNOTICED = {
     "WORLD_SIZE": "for Kubeflow's PyTorchJob give the Trainer plugins=KubeflowEnvironment() from "
     "lightning.pytorch.plugins.environments, and for a launcher of your own set LOCAL_RANK and NODE_RANK",
 }
+
+
+class Launcher(_SubprocessScriptLauncher):
+    """Lightning's, which starts the other ranks of a machine; they know by which process they were started."""
+
+    def _call_children_scripts(self) -> None:
+        os.environ[_LAUNCHED_BY] = str(os.getpid())
+        try:
+            super()._call_children_scripts()
+        finally:
+            del os.environ[_LAUNCHED_BY]
+
+
+@contextmanager
+def ending_with_launcher() -> Iterator[None]:
+    """Let a launched rank end when its launcher does, while ranks meet: nobody watches over them yet. Local.
+
+    Without it a rank would wait for `TimeoutConfig.init_seconds`. Linux only.
+
+    Raises:
+        RankError: The launcher has ended before.
+    """
+    if _launcher is None or sys.platform != "linux":
+        yield
+        return
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # torch waits where Python's own handlers do not run
+    try:
+        if os.getppid() != int(_launcher):
+            raise RankError(f"the process that launched this rank, {_launcher}, has ended before the ranks met")
+        yield
+    finally:
+        prctl(_PR_SET_PDEATHSIG, 0)
 
 
 def check_launcher_is_noticed(environment: ClusterEnvironment) -> None:

@@ -8,10 +8,9 @@ from typing import Any, Self, TypeVar, cast
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 
-from lightning_d9d.loop.launch import check_launcher_is_noticed
+from lightning_d9d.loop.launch import Launcher, check_launcher_is_noticed
 from lightning_d9d.mesh import Axis, MeshConfig, MeshDomains
 from lightning_d9d.strategy.ranks import JobRanks, TimeoutConfig
 
@@ -130,7 +129,7 @@ class RankHooks(ParallelStrategy):
         assert self.cluster_environment is not None
         check_launcher_is_noticed(self.cluster_environment)
         if self.is_distributed and not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks. Collective."""

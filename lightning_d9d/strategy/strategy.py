@@ -30,7 +30,7 @@ from lightning_d9d.coordination.ahead import BatchPlan
 from lightning_d9d.errors import ConfigError, RankError
 from lightning_d9d.loop.display import adapt_display, resume_bar, say, silence, silence_hooks
 from lightning_d9d.loop.interrupt import Interruption, resume_advice, set_exit_code
-from lightning_d9d.loop.launch import check_number_of_ranks
+from lightning_d9d.loop.launch import check_number_of_ranks, ending_with_launcher
 from lightning_d9d.loop.patches import Patches
 from lightning_d9d.loop.shutdown import Shutdown, end_children_at_exit
 from lightning_d9d.loop.uneven import (
@@ -275,7 +275,8 @@ class D9DStrategy(RankHooks):
         assert self.cluster_environment is not None
         self.ranks.device = self.root_device
         self.set_world_ranks()
-        self.ranks.join(self.cluster_environment, self.num_nodes)
+        with ending_with_launcher():
+            self.ranks.join(self.cluster_environment, self.num_nodes)
         if self.is_distributed:
             seconds = self.timeouts.shutdown_seconds, self.timeouts.init_seconds
             self._shutdown = Shutdown(patches, trainer, self._checkpoints.saves, *seconds)

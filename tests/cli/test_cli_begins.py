@@ -11,8 +11,9 @@ import pytest
 
 from lightning_d9d import cli
 from lightning_d9d.checkpoint import open_directory
+from lightning_d9d.cli import main, training
 from lightning_d9d.cli.commands import parse
-from lightning_d9d.errors import ConfigError, StateError
+from lightning_d9d.errors import ConfigError, RankError, StateError, note_first
 from lightning_d9d.generation.commands import main_evaluate
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig
 from lightning_d9d.schedule import MeasuredCosts, WrittenProgram
@@ -82,7 +83,7 @@ def test_last_and_auto(
     saved = folder / "runs" / "saved"
     fit = ("fit", "--config", "run.yaml")
     assert run(monkeypatch, *fit, "--ckpt_path", "last") == 2
-    assert capfd.readouterr().err.splitlines()[-2] == (
+    assert capfd.readouterr().err.splitlines()[-1] == (
         f"error: --ckpt_path last: no last*.ckpt is in {saved}; give the path of a checkpoint, or begin without one by "
         "--ckpt_path auto"
     )
@@ -94,7 +95,7 @@ def test_last_and_auto(
         assert f"Restored all states from the checkpoint at {saved / 'last'}" in caplog.text
         caplog.clear()
     assert run(monkeypatch, "validate", "--config", "run.yaml", "--ckpt_path", "auto", "--trainer.callbacks", "[]") == 2
-    assert capfd.readouterr().err.splitlines()[-2] == (
+    assert capfd.readouterr().err.splitlines()[-1] == (
         "error: --ckpt_path auto: no ModelCheckpoint has a dirpath to look in; let a ModelCheckpoint have save_last: "
         "true, or give the path of a checkpoint"
     )
@@ -133,7 +134,7 @@ def test_a_disk_that_is_full_at_the_start(folder: Path, monkeypatch: pytest.Monk
         lambda: Qwen3MoeConfig.from_json("nowhere.json"),
         lambda: WrittenProgram(path="nowhere.json"),
         lambda: MeasuredCosts.read("nowhere.json"),
-        lambda: main_evaluate(parse("evaluate", ["model", "nowhere.json"])),
+        lambda: main_evaluate(parse("evaluate", [".", "nowhere.json"])),
         lambda: dict(read_tensors("nowhere.json.safetensors")),
     ],
     ids=["config", "program", "costs", "text", "tensors"],
@@ -142,7 +143,7 @@ def test_a_missing_file_is_named_once(folder: Path, read: object) -> None:
     with pytest.raises((ConfigError, StateError)) as caught:
         read()  # type: ignore[operator]
     assert str(caught.value).count("nowhere.json") == 1
-    assert "it does not exist" in str(caught.value)
+    assert "does not exist" in str(caught.value)
     assert "Errno" not in str(caught.value)
 
 
@@ -152,3 +153,23 @@ def test_a_directory_that_is_no_checkpoint_is_named_once(
     assert run(monkeypatch, "fit", "--config", "run.yaml", "--ckpt_path", "texts") == 2
     text = "checkpoint 'texts' is a directory without values.pt: it is none, or incomplete"
     assert f"error: ckpt_path cannot be loaded: {text}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", [RankError, RuntimeError])
+def test_a_failure_of_another_rank_is_one_line(
+    kind: type[Exception], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: object) -> None:
+        error = kind("rank 1 failed: ValueError: bad row" if kind is RankError else "Connection closed by peer")
+        if kind is RuntimeError:
+            note_first(error, "rank 1 failed: ValueError: bad row")
+        raise error
+
+    monkeypatch.setattr(training, "run", fail)
+    monkeypatch.setattr(sys, "argv", ["lightning-d9d", "fit"])
+    with pytest.raises(SystemExit, match="1"):
+        main()
+    assert capsys.readouterr().err == "error: rank 1 failed: ValueError: bad row\n"
+    monkeypatch.setenv("JSONARGPARSE_DEBUG", "true")
+    with pytest.raises(kind):
+        main()

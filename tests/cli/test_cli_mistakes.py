@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import lightning as L
 import pytest
+from torch.utils.data import DataLoader
 
 import lightning_d9d
 from lightning_d9d.cli import D9DCLI, SUBCOMMANDS, main
@@ -104,6 +106,19 @@ BEFORE_TORCH |= {
     ("evaluate", "model", "text.txt", "--dtype"): (
         "--dtype needs a value: 'bfloat16', 'float16', 'float32' or 'float64'\n"
     ),
+    ("generate", "nothere", "--prompt", "x"): (
+        "nothere does not exist\nsource: Hugging Face directory, checkpoint directory or .ckpt file of a Qwen3-MoE\n"
+    ),
+    ("evaluate", ".", "rum.yaml"): (
+        "rum.yaml does not exist; did you mean 'run.yaml'?\ntext: UTF-8 files; each is a text of its own\n"
+    ),
+    ("convert", "las.ckpt", "out"): (
+        "las.ckpt does not exist; did you mean 'last.ckpt'?\n"
+        "source: Hugging Face directory (or URL), checkpoint directory or .ckpt file\n"
+    ),
+    ("generate", ".", "--prompt", "x", "--top-k", "5"): (
+        "--top-k needs a --temperature above 0, such as --temperature 1.0: at 0 nothing is drawn\n"
+    ),
     ("evaluate", "model"): "lightning-d9d evaluate needs text\ntext: UTF-8 files; each is a text of its own\n",
     ("evaluate", "model", "text.txt", "--batchsize", "2"): (
         "lightning-d9d evaluate has no option '--batchsize'; did you mean '--batch-size'?\n"
@@ -114,6 +129,15 @@ ON_THE_COMMAND_LINE = {
     ("--trainer.max_stepz", "2"): (
         "--trainer.max_stepz: trainer has no option 'max_stepz'; did you mean 'max_steps'?\n"
         "`lightning-d9d fit --help` lists what trainer takes\n"
+    ),
+    ("--trainer.max_step", "2"): (
+        "--trainer.max_step: trainer has no option 'max_step'; did you mean 'max_steps'?\n"
+        "`lightning-d9d fit --help` lists what trainer takes\n"
+    ),
+    ("--model.config.num_layers", "2"): (
+        "--model.config.num_layers: Qwen3MoeConfig has no option 'num_layers'; did you mean 'num_hidden_layers'?\n"
+        "`lightning-d9d fit --model.help Qwen3MoePretraining --model.config.help Qwen3MoeConfig` lists what "
+        "Qwen3MoeConfig takes\n"
     ),
     ("--model.learnin_rate", "2"): (
         "--model.learnin_rate: Qwen3MoePretraining has no option 'learnin_rate'; did you mean 'learning_rate'?\n"
@@ -290,6 +314,37 @@ def test_kinds_of_loggers_are_listed_and_no_other_iterables(
     assert {"CSVLogger", "TensorBoardLogger", "WandbLogger"} <= {*names.split(", ")}
     assert "Artist" not in names
     assert "Loader" not in names
+
+
+class OnlyTraining(L.LightningDataModule):
+    """Has no other loader."""
+
+    def train_dataloader(self) -> DataLoader[int]:
+        return DataLoader(range(4))
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        ((), "predict needs data with a predict_dataloader; give --data CLASS, or data: in a file"),
+        (
+            ("--data", f"{__name__}.OnlyTraining"),
+            "--data: OnlyTraining has no predict_dataloader, which predict reads; add that method",
+        ),
+    ],
+)
+def test_data_without_the_loader(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    data: tuple[str, ...],
+    expected: str,
+) -> None:
+    settings = ("--model", "Qwen3MoePretraining", "--model.preset", "tiny", "--trainer.accelerator", "cpu")
+    monkeypatch.setattr(sys, "argv", ["lightning-d9d", "predict", *settings, "--trainer.logger", "false", *data])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert f"error: {expected}\n" in capsys.readouterr().err
 
 
 def test_a_process_of_its_own_prints_nothing_else() -> None:

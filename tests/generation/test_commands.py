@@ -78,7 +78,7 @@ def test_the_model_is_the_trained_one(trained: tuple[Path, float], source: str, 
 
 
 def test_the_shell_command(
-    trained: tuple[Path, float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    trained: tuple[Path, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """A prompt from standard input; equal seeds draw equal text, in another process as in this one."""
     folder, _ = trained
@@ -92,11 +92,12 @@ def test_the_shell_command(
     monkeypatch.setattr(sys, "argv", ["lightning-d9d", *generate])
     main()
     assert capsys.readouterr().out == one.stdout
-    missing = ["evaluate", str(folder / "export"), str(folder / "nothing.txt"), "--device", "cpu"]
-    monkeypatch.setattr(sys, "argv", ["lightning-d9d", *missing])
+    (tmp_path / "binary.txt").write_bytes(b"\xff")
+    binary = ["evaluate", str(folder / "export"), str(tmp_path / "binary.txt"), "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", ["lightning-d9d", *binary])
     with pytest.raises(SystemExit, match="2"):
         main()
-    assert "nothing.txt cannot be read as UTF-8 text" in capsys.readouterr().err
+    assert "binary.txt cannot be read as UTF-8 text" in capsys.readouterr().err
 
 
 def test_a_tokenizer_beside_the_model_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import select
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -358,3 +360,17 @@ def test_nothing_is_guessed(interfaces):
 def test_addresses_of_real_interfaces():
     assert has_ipv4_address("lo")
     assert not has_ipv4_address("ib99")
+
+
+def test_launched_rank_whose_launcher_is_killed(tmp_path: Path) -> None:
+    """Before they meet: it ends, too, and does not wait for `TimeoutConfig.init_seconds`."""
+    command = [sys.executable, "-m", "tests.loop.orphan_job", str(tmp_path)]
+    launcher = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=JOB_SECONDS)
+    assert launcher.returncode == -signal.SIGKILL, launcher.stderr
+    with suppress(ProcessLookupError):
+        rank = os.pidfd_open(int((tmp_path / "rank 1").read_text()))
+        try:
+            assert select.select([rank], [], [], JOB_SECONDS / 2)[0], "rank 1 goes on"
+        finally:
+            signal.pidfd_send_signal(rank, signal.SIGKILL)
+            os.close(rank)

@@ -141,6 +141,10 @@ USED: dict[str, Callable[[], bool]] = {
         parameters_of(distributed._init_dist_connection)[:2] == ["cluster_environment", "torch_distributed_backend"]
     ),
     "_optimizers_to_device": lambda: parameters_of(optimizer._optimizers_to_device) == ["optimizers", "device"],
+    "_call_children_scripts": lambda: (
+        calls(subprocess_script._SubprocessScriptLauncher.launch, "self._call_children_scripts()")
+        and calls(subprocess_script._SubprocessScriptLauncher._call_children_scripts, "os.environ.copy()")
+    ),
     "_SubprocessScriptLauncher": lambda: (
         parameters_of(subprocess_script._SubprocessScriptLauncher.__init__)
         == ["cluster_environment", "num_processes", "num_nodes"]
