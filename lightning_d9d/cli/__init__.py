@@ -17,7 +17,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from lightning_d9d.cli.commands import PARSERS, parse
+from lightning_d9d.cli.commands import PARSERS, check_paths, parse
 from lightning_d9d.cli.files import check_files
 from lightning_d9d.cli.wording import MistakeError
 from lightning_d9d.errors import ConfigError, StateError, did_you_mean, first_of_others, reason
@@ -94,7 +94,9 @@ def _parse(arguments: list[str]) -> tuple[str, str, Namespace | None]:
     """
     name = arguments[0]
     if name in PARSERS:
-        return *SUBCOMMANDS[name][1], parse(name, arguments[1:])
+        chosen = parse(name, arguments[1:])
+        check_paths(name, chosen)
+        return *SUBCOMMANDS[name][1], chosen
     if not name.startswith("-") and name not in SUBCOMMANDS:  # else options, before one of Lightning's subcommands
         raise MistakeError(
             f"subcommand {name!r} is unknown{did_you_mean(name, SUBCOMMANDS)}\nchoose one of {', '.join(SUBCOMMANDS)}"

@@ -146,21 +146,32 @@ def parse(name: str, arguments: Sequence[str]) -> argparse.Namespace:
         arguments: What stands behind it.
 
     Raises:
-        MistakeError: An argument is unknown, missing or illegal, or a file that is to be read does not exist.
+        MistakeError: An argument is unknown, missing or illegal.
     """
-    parser = PARSERS[name]()
-    parsed = parser.parse_args(arguments)
-    kinds = {action.dest: action.help for action in parser._actions}
-    read = [(kind, path) for kind in ("source", "text") for path in _listed(getattr(parsed, kind, []))]
-    for kind, path in read:
-        if "://" not in path and not Path(path).exists():
-            raise MistakeError(f"{missing(path)}\n{kind}: {kinds[kind]}")
+    parsed = PARSERS[name]().parse_args(arguments)
     for option, value in (("--top-k", getattr(parsed, "top_k", None)), ("--top-p", getattr(parsed, "top_p", None))):
         if value is not None and parsed.temperature == 0:
             raise MistakeError(
                 f"{option} needs a --temperature above 0, such as --temperature 1.0: at 0 nothing is drawn"
             )
     return parsed
+
+
+def check_paths(name: str, parsed: argparse.Namespace) -> None:
+    """Looks for the model and the texts that a subcommand is to read.
+
+    Args:
+        name: The subcommand.
+        parsed: Its arguments.
+
+    Raises:
+        MistakeError: One does not exist.
+    """
+    kinds = {action.dest: action.help for action in PARSERS[name]()._actions}
+    read = [(kind, path) for kind in ("source", "text") for path in _listed(getattr(parsed, kind, []))]
+    for kind, path in read:
+        if "://" not in path and not Path(path).exists():
+            raise MistakeError(f"{missing(path)}\n{kind}: {kinds[kind]}")
 
 
 def _listed(value: str | list[str]) -> list[str]:

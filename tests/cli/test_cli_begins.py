@@ -134,7 +134,7 @@ def test_a_disk_that_is_full_at_the_start(folder: Path, monkeypatch: pytest.Monk
         lambda: Qwen3MoeConfig.from_json("nowhere.json"),
         lambda: WrittenProgram(path="nowhere.json"),
         lambda: MeasuredCosts.read("nowhere.json"),
-        lambda: main_evaluate(parse("evaluate", [".", "nowhere.json"])),
+        lambda: main_evaluate(parse("evaluate", ["model", "nowhere.json"])),
         lambda: dict(read_tensors("nowhere.json.safetensors")),
     ],
     ids=["config", "program", "costs", "text", "tensors"],
@@ -143,7 +143,7 @@ def test_a_missing_file_is_named_once(folder: Path, read: object) -> None:
     with pytest.raises((ConfigError, StateError)) as caught:
         read()  # type: ignore[operator]
     assert str(caught.value).count("nowhere.json") == 1
-    assert "does not exist" in str(caught.value)
+    assert "it does not exist" in str(caught.value)
     assert "Errno" not in str(caught.value)
 
 
