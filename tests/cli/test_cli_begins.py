@@ -173,3 +173,12 @@ def test_a_failure_of_another_rank_is_one_line(
     monkeypatch.setenv("JSONARGPARSE_DEBUG", "true")
     with pytest.raises(kind):
         main()
+
+
+def test_json_is_said_to_be_read_as_it_is(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (folder / "texts.jsonl").write_text('{"text": "a"}')
+    with caplog.at_level(logging.WARNING, "lightning_d9d"), pytest.raises(ConfigError, match="model"):
+        main_evaluate(parse("evaluate", ["model", "texts.jsonl"]))  # there is no model
+    assert caplog.messages == [
+        "texts.jsonl is read as plain text, names and braces too; give files with the texts alone"
+    ]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import lightning as L
 import pytest
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
 import lightning_d9d
@@ -323,9 +324,17 @@ class OnlyTraining(L.LightningDataModule):
         return DataLoader(range(4))
 
 
+class Refusing(OnlyTraining):
+    """Raises what Lightning would; the message has a value that stands on the command line for something else."""
+
+    def predict_dataloader(self) -> DataLoader[int]:
+        raise MisconfigurationException("more than one argument: logger=false")
+
+
 @pytest.mark.parametrize(
     ("data", "expected"),
     [
+        (("--data", f"{__name__}.Refusing"), "more than one argument: logger=false"),
         ((), "predict needs data with a predict_dataloader; give --data CLASS, or data: in a file"),
         (
             ("--data", f"{__name__}.OnlyTraining"),
