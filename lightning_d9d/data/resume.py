@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_d9d.data.workers import set_unrecorded
 from lightning_d9d.errors import StateError
 from lightning_d9d.mesh.seeds import random_state, set_random_state
 
@@ -169,12 +170,12 @@ def make_resumable(
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     original = getattr(loader, name)
     sampler = ResumableSampler(original, lambda: _place_in_pass(num_read(), len(loader)), data_rank)
-    object.__setattr__(loader, name, sampler)  # a DataLoader does not let its sampler be set
-    loader.state_dict, loader.load_state_dict = sampler.state_dict, sampler.load_state_dict  # type: ignore[attr-defined]
+    set_unrecorded(loader, state_dict=sampler.state_dict, load_state_dict=sampler.load_state_dict, **{name: sampler})
 
     def undo() -> None:
-        object.__setattr__(loader, name, original)
-        del loader.state_dict, loader.load_state_dict  # type: ignore[attr-defined]
+        set_unrecorded(loader, **{name: original})
+        for method in ("state_dict", "load_state_dict"):
+            object.__delattr__(loader, method)
 
     return undo
 
@@ -224,10 +225,10 @@ def make_replayed(loader: Any, num_read: Callable[[], int], data_rank: DataRank 
             skipped = state_dict
 
     Replayed.__name__, Replayed.__qualname__ = kind.__name__, kind.__qualname__
-    loader.__class__ = Replayed
+    set_unrecorded(loader, __class__=Replayed)
 
     def undo() -> None:
-        loader.__class__ = kind
+        set_unrecorded(loader, __class__=kind)
 
     return undo
 

@@ -52,14 +52,25 @@ def seed_workers(loader: DataLoader[Any], seed: int, coordinates: Mapping[str, i
     generator, worker_init_fn = loader.generator, loader.worker_init_fn
     if generator is None:
         own = seed_for(seed, purpose="dataloader", coordinates=coordinates)
-        loader.generator = torch.Generator().manual_seed(own)
+        set_unrecorded(loader, generator=torch.Generator().manual_seed(own))
     if worker_init_fn is None:
-        loader.worker_init_fn = _nothing  # Lightning's would add the global rank to the seed
+        # Lightning's would add the global rank to the seed
+        set_unrecorded(loader, worker_init_fn=_nothing)
 
     def undo() -> None:
-        loader.generator, loader.worker_init_fn = generator, worker_init_fn
+        set_unrecorded(loader, generator=generator, worker_init_fn=worker_init_fn)
 
     return undo
+
+
+def set_unrecorded(loader: object, **values: Any) -> None:
+    """Set attributes of a loader past its `__setattr__`, which may refuse or record them. Local.
+
+    A DataLoader does not let its sampler be set. Lightning records what is set, to make loaders again, while a hook
+    returns one. It goes on recording for the rest of the process when such a hook has raised.
+    """
+    for name, value in values.items():
+        object.__setattr__(loader, name, value)
 
 
 def _nothing(worker: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.fabric.utilities.data import _replace_dunder_methods
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import (
     BatchSampler,
@@ -30,6 +32,7 @@ from lightning_d9d.data import (
     make_replayed,
     make_resumable,
     resumes_at,
+    seed_workers,
 )
 
 ROWS, BATCH = 31, 4
@@ -204,6 +207,22 @@ def test_it_can_be_undone() -> None:
     undo()
     assert loader.batch_sampler is sampler
     assert can_resume_by_sampler(loader)
+
+
+@pytest.mark.parametrize("kind", ["resumable", "replayed", "workers"])
+def test_what_lightning_records_of_a_loader_is_not_what_was_put_there_for_a_run(kind: str) -> None:
+    """It records while a hook returns a loader, and goes on after a hook that raised."""
+    with _replace_dunder_methods(DataLoader, "dataset"):
+        loader = LOADERS["shuffled"](Numbers())
+        before = copy.copy(vars(loader))
+        undo = {
+            "resumable": lambda: make_resumable(loader, lambda: 0),
+            "replayed": lambda: make_replayed(loader, lambda: 0),
+            "workers": lambda: seed_workers(loader, 1, {"dp": 0}),
+        }[kind]()
+        undo()
+        assert vars(loader) == before
+        assert type(loader) is DataLoader
 
 
 def test_a_shorter_loader_that_begins_again() -> None:

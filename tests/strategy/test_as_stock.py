@@ -154,6 +154,23 @@ def test_a_trainer_is_pickled_after_a_fit(strategy: Any) -> None:
 
 
 @both
+def test_a_trainer_is_pickled_after_one_whose_hook_raised(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning then goes on recording what is set on loaders, and never stops."""
+    for name in ("__init__", "__setattr__", "__delattr__"):  # as they were, when this test is over
+        monkeypatch.setattr(DataLoader, name, getattr(DataLoader, name))
+
+    class Refusing(Plain):
+        def train_dataloader(self) -> Any:
+            raise OSError("no data")
+
+    with pytest.raises(OSError, match="no data"):
+        trainer(strategy()).fit(Refusing())
+    run = trainer(strategy(), max_epochs=1)
+    run.fit(Plain(), loader(8), loader(8))
+    assert pickle.loads(pickle.dumps(run)).global_step == 2
+
+
+@both
 def test_a_module_without_a_run_is_saved_and_loaded(strategy: Any, tmp_path: Path) -> None:
     run = trainer(strategy())
     module = Plain(batch_norm=False)
