@@ -4,8 +4,8 @@
 - `python -m tests changed` runs the tests that the changes of this branch can break; `--base` is where it began, "main"
   if nothing is said.
 
-Tests of ranks and jobs run beside those of one process. Ranks wait for each other often, and tests of faults for their
-time limits: side by side they fill the cores. What runs beside prints when all is over.
+Tests of ranks, of jobs and of one process run side by side. Ranks wait for each other often, and jobs for their time
+limits: together they fill the cores. What runs beside prints when all is over.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
+from contextlib import ExitStack
 
 import pytest
 
@@ -22,34 +24,42 @@ from tests.changed import changed_files, files_above
 from tests.harness.quick import SPINE
 
 WITHOUT_GPU = "not gpu and not meshes"
-WAITING = "(ranks or jobs)"
+RANKS, JOBS, ONE_PROCESS = "ranks", "jobs and not ranks", "not ranks and not jobs"
 QUICK_WALL_SECONDS = 120
 
 
-def run(arguments: list[str], waiting_only: list[str] | None = None) -> int:
-    """Run pytest twice, side by side. Return the exit status of what failed, or 0.
+def run(arguments: list[str], kinds: Mapping[str, list[str]] | None = None) -> int:
+    """Run pytest once for each kind of test, side by side. Return the exit status of what failed, or 0.
 
     Args:
-        arguments: Go to both.
-        waiting_only: More that go to the one with ranks and jobs.
+        arguments: Go to all.
+        kinds: The markers of each kind, with more arguments for it; None for all. The output of the last one is seen
+            while it runs.
     """
-    command = [sys.executable, "-m", "pytest", *arguments, "-m"]
-    with tempfile.TemporaryFile("w+") as output:
-        waiting = [*command, f"{WAITING} and {WITHOUT_GPU}", *(waiting_only or [])]
-        with subprocess.Popen(waiting, stdout=output, stderr=output) as ranks:
-            other = subprocess.run([*command, f"not {WAITING} and {WITHOUT_GPU}"], check=False)
-        output.seek(0)
-        print(output.read())
-    ended = {ranks.returncode, other.returncode}
-    return max(
-        ended - {pytest.ExitCode.NO_TESTS_COLLECTED} if len(ended) > 1 else ended
-    )  # what was asked for may be of one
+    *beside, (last, more) = (kinds or {RANKS: [], JOBS: [], ONE_PROCESS: []}).items()
+
+    def command(kind: str, more: list[str]) -> list[str]:
+        return [sys.executable, "-m", "pytest", *arguments, "-m", f"{kind} and {WITHOUT_GPU}", *more]
+
+    with ExitStack() as stack:
+        outputs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in beside]
+        started = [
+            stack.enter_context(subprocess.Popen(command(*each), stdout=output, stderr=output))
+            for each, output in zip(beside, outputs, strict=True)
+        ]
+        ended = {subprocess.run(command(last, more), check=False).returncode}
+        for process, output in zip(started, outputs, strict=True):
+            ended.add(process.wait())
+            output.seek(0)
+            print(output.read())
+    # What was asked for may be of one kind.
+    return max(ended - {pytest.ExitCode.NO_TESTS_COLLECTED} if len(ended) > 1 else ended)
 
 
 def quick(arguments: list[str]) -> int:
     """Run the quick tests, and say so if they were not. Return the exit status."""
     start = time.monotonic()
-    status = run(["--quick", *arguments], sorted({name.split("::")[0] for name in SPINE}))
+    status = run(["--quick", *arguments], {RANKS: sorted({name.split("::")[0] for name in SPINE}), ONE_PROCESS: []})
     took = time.monotonic() - start
     late = (
         f": more than {QUICK_WALL_SECONDS} s, on a busy machine or for slow tests" if took > QUICK_WALL_SECONDS else ""

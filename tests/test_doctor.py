@@ -38,6 +38,7 @@ def check_healthy(output: str) -> None:
     assert 0.01 < float(speed[1]) < 1000
 
 
+@pytest.mark.jobs
 def test_command_on_this_machine():
     start = time.monotonic()
     command = [sys.executable, "-m", "lightning_d9d.cli", "doctor"]
@@ -47,6 +48,7 @@ def test_command_on_this_machine():
     check_healthy(result.stdout)
 
 
+@pytest.mark.jobs
 def test_ranks_of_a_job(tmp_path):
     """Both ranks end with the same code, and rank 0 alone prints."""
     port = free_port(range(15000, 25000))

@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.chaos.kill import run
 
 
+@pytest.mark.jobs
 def test_a_job_that_is_killed_again_and_again(tmp_path: Path) -> None:
     report = run(tmp_path / "chaos", num_kills=6, seed=3)
     assert report.kills == 6

@@ -1,6 +1,6 @@
 """Files changed at random are read or refused: with the package's own errors, soon, and with little memory.
 
-Eight seconds for each; `python -m tests.fuzz --minutes 60` takes longer.
+Two seconds for each; `python -m tests.fuzz --minutes 60` takes longer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 
 from tests.fuzz import MAX_SECONDS, TARGETS, attack, outcome, run
 
-SECONDS = 8
+SECONDS = 2
 """For each target, and a round of files at least."""
 
 

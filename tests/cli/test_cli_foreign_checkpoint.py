@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import stat
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +18,9 @@ from lightning import LightningModule
 from lightning_d9d.cli import D9DCLI
 from tests.checkpoint import hostile
 from tests.fuzz import outcome
+from tests.harness.warm import run_command
+
+pytestmark = pytest.mark.jobs
 
 MODULE = """
 import pathlib
@@ -58,11 +59,7 @@ def fit(folder: Path, *arguments: str, **variables: str) -> subprocess.Completed
         "model: {class_path: ours.Small, init_args: {width: 3}}\n"
         f"trainer: {{max_steps: 1, accelerator: cpu, logger: false, default_root_dir: {folder}/out}}\n"
     )
-    root = str(Path(__file__).parents[2])
-    command = (sys.executable, "-m", "lightning_d9d.cli", "fit", "--config", "run.yaml", *arguments)
-    paths = os.pathsep.join((str(folder), root))
-    environment = {**os.environ, "PYTHONPATH": paths, "PYTHONWARNINGS": "default", **variables}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    return run_command("fit", "--config", "run.yaml", *arguments, folder=folder, variables=variables)
 
 
 def with_checkpoint(folder: Path, **hyperparameters: object) -> str:

@@ -260,6 +260,7 @@ def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(("arguments", "message"), BEFORE_TORCH.items(), ids=map(" ".join, BEFORE_TORCH))
 def test_found_before_torch_is_imported(arguments: tuple[str, ...], message: str) -> None:
     done = run(*arguments)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import signal
 import time
 from pathlib import Path
@@ -15,15 +14,14 @@ import torch.distributed as dist
 from lightning_d9d.coordination.messages import Failure
 from lightning_d9d.coordination.watchdog import RankWatch
 from tests.coordination import watched
+from tests.harness import warm
 
 SECONDS = watched.SHUTDOWN_SECONDS + 60
 """Until a process has ended, with what it waits for its messages, on a busy machine."""
 
 
 def start(target: Any, *arguments: Any) -> Any:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.coordination.watched"])
-    process = context.Process(target=target, args=arguments)
+    process = warm.context().Process(target=target, args=arguments)
     process.start()
     return process
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 import threading
@@ -11,6 +10,8 @@ from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+from tests.harness import warm
 
 TargetOfRank = Callable[..., None]
 _ports: set[int] = set()
@@ -21,16 +22,14 @@ def start_job(num_ranks: int, folder: Path, target: TargetOfRank, *arguments: An
     """Start `target(*arguments)` on ranks that a `Trainer(devices=num_ranks)` in it takes as they are.
 
     Args:
-        num_ranks: Processes, forked from one that has imported the target's module.
+        num_ranks: Processes.
         folder: Gets their output, in `0.txt` and so on.
         target: A function of a module.
-        arguments: Picklable; the modules of functions among them are imported beforehand, too.
+        arguments: Picklable.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([each.__module__ for each in (target, *arguments) if callable(each)])
     port = _free_port()
     ranks = [
-        context.Process(target=_run, args=(number, num_ranks, port, folder, target, arguments))
+        warm.context().Process(target=_run, args=(number, num_ranks, port, folder, target, arguments))
         for number in range(num_ranks)
     ]
     for rank in ranks:

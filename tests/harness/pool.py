@@ -1,11 +1,11 @@
 """The pool of living rank processes that the tests marked `ranks(n)` run on."""
 
 import contextlib
+import multiprocessing
 import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -16,7 +16,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from tests.harness import failures, records
+from tests.harness import failures, records, warm
 from tests.harness.messages import (
     Assignment,
     Died,
@@ -183,7 +183,6 @@ class _RankProcess:
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join([str(_ROOT), *sys.path]),
             "OMP_NUM_THREADS": "1",
-            "PYTHONUNBUFFERED": "1",
             "RANK": str(setup.rank),
             "LOCAL_RANK": str(setup.rank),
             "WORLD_SIZE": str(setup.world_size),
@@ -193,18 +192,19 @@ class _RankProcess:
             "MASTER_PORT": str(port),
             "TORCHELASTIC_RUN_ID": "rank-pool",
         }
-        with open(setup.output_path, "wb") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.harness.worker", str(theirs.fileno())],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=None if show_output else output,
-                stderr=None if show_output else subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+        setup.output_path.touch()
+        # A process with CUDA cannot be a fork of one that has asked for it.
+        processes = multiprocessing.get_context("spawn") if setup.device_type == "cuda" else warm.context()
+        output = None if show_output else setup.output_path
+        self._process = processes.Process(target=warm.run_rank, args=(theirs, environment, output))
+        self._process.start()
         theirs.close()
         self.send(setup)
+
+    @property
+    def _pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
 
     def send(self, message: Any) -> None:
         """Says `message`; that the rank is dead is `poll`'s to find."""
@@ -219,16 +219,13 @@ class _RankProcess:
                     return self.connection.recv()
             except (EOFError, OSError):
                 self.connection.close()
-        # WNOWAIT keeps the zombie, and with it the process id, until `kill` has used it.
-        ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if ended is None:
-            return None
-        exit_code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-        return Died(at_seconds=time.monotonic(), exit_code=exit_code)
+        exit_code = self._process.exitcode
+        return None if exit_code is None else Died(at_seconds=time.monotonic(), exit_code=exit_code)
 
     def stack(self) -> list[failures.Frame]:
         """Where the rank's main thread is, innermost first; also of a rank blocked in native code."""
-        os.kill(self._process.pid, signal.SIGUSR2)
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.kill(self._pid, signal.SIGUSR2)
         frames: list[failures.Frame] = []
         deadline = time.monotonic() + 10  # on a machine that has much else to do
         while time.monotonic() < deadline:
@@ -249,9 +246,10 @@ class _RankProcess:
             return file.read().decode(errors="replace")
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        with contextlib.suppress(ProcessLookupError):  # nothing of it is left, or it leads no session yet
+            os.killpg(self._pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.join()
         self.connection.close()
 
 

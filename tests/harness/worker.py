@@ -1,9 +1,5 @@
-"""One rank process of the pool: `python -m tests.harness.worker FD`, FD its end of the connection to the pool.
+"""One rank process of the pool: it joins the process group once, then runs one test body after another."""
 
-It imports torch and joins the process group once, then runs one test body after another until it is killed.
-"""
-
-import ctypes
 import dataclasses
 import faulthandler
 import gc
@@ -31,12 +27,14 @@ from tests.harness.ranks import RankContext
 from tests.harness.recorder import Recorder
 from tests.harness.state import restored_state
 
-_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
+def main(connection: Connection) -> None:
+    """Be a rank until the pool kills this process.
 
-def main() -> None:
-    _end_with_pytest()
-    connection = Connection(int(sys.argv[1]))
+    Args:
+        connection: To the pool, which first says who this is.
+    """
+    torch.set_num_threads(1)
     setup = connection.recv()
     assert isinstance(setup, Setup)
     faulthandler.enable()
@@ -142,12 +140,6 @@ def _raised(error: BaseException) -> Raised:
     )
 
 
-def _end_with_pytest() -> None:
-    """Has the kernel kill this process when pytest's ends, however both of them are blocked then (Linux only)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 class _AssertionRewriter:
     """Imports test modules as pytest does, so that a failed `assert` shows its values."""
 
@@ -173,7 +165,3 @@ class _AssertionRewriter:
             target = getattr(target, part)
             target = target() if isinstance(target, type) else target
         return target
-
-
-if __name__ == "__main__":
-    main()

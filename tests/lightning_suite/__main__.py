@@ -48,11 +48,20 @@ def main() -> int:
     print(f"Lightning {L.__version__}, torch {torch.__version__}")
     with tempfile.TemporaryDirectory() as folder:
         theirs = run(tests, Path(folder, "theirs.xml"), arguments.workers)
+        before = files(tests)
         ours = run(tests, Path(folder, "ours.xml"), arguments.workers, "--d9d")
         said = messages(Path(folder, "ours.xml"))
+        left = files(tests) - before
     for name, outcomes in (("Lightning's choice", theirs), ("D9DStrategy()", ours)):
         print(f"{name}: {', '.join(f'{count} {what}' for what, count in sorted(Counter(outcomes.values()).items()))}")
-    return report(differing(theirs, ours), listed(), said)
+    for path in sorted(left):
+        print(f"left behind with D9DStrategy() alone: {path}")
+    return report(differing(theirs, ours), listed(), said) or int(bool(left))
+
+
+def files(folder: Path) -> set[Path]:
+    """The files and folders below a folder, but for compiled modules."""
+    return {path for path in folder.rglob("*") if "__pycache__" not in path.parts}
 
 
 def run(tests: Path, results: Path, workers: int, *options: str) -> dict[str, str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.lightning_suite.__main__ import FOLDERS, REPOSITORY, differing, listed, messages, outcomes, report
+from tests.lightning_suite.plugin import LOOKS_FOR_FILES, pytest_fixture_setup
 
 NUM_DIFFERENCES = 49
 """May become smaller and never larger."""
@@ -20,6 +21,26 @@ def test_the_list_does_not_grow() -> None:
 def test_the_page_has_the_number_of_the_list() -> None:
     page = (REPOSITORY / "docs/explanation/lightning-compatibility.md").read_text(encoding="utf-8")
     assert f"| failed with `D9DStrategy()` alone | | {len(listed())} |" in page
+
+
+class FixtureDef:
+    """A fixture that pytest is about to set up, as far as the plugin looks at it."""
+
+    cached_result: object = "not set up"
+
+    def __init__(self, argname: str) -> None:
+        self.argname = argname
+
+    def cache_key(self, _: object) -> object:
+        return self.argname
+
+
+def test_only_the_fixture_that_looks_for_files_is_left_out() -> None:
+    looks, other = FixtureDef(LOOKS_FOR_FILES), FixtureDef("tmp_path")
+    assert pytest_fixture_setup(looks, None) is True  # type: ignore[arg-type]
+    assert looks.cached_result == (None, LOOKS_FOR_FILES, None)
+    assert pytest_fixture_setup(other, None) is None  # type: ignore[arg-type]
+    assert other.cached_result == "not set up"
 
 
 RESULTS = """<testsuites><testsuite>

@@ -33,6 +33,7 @@ def summary(screen: Screen) -> list[str]:
     return [line for line in screen.lines if re.search(r"ModuleList|params$|params size|Modules in", line)]
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("display", ["tqdm", "rich"])
 def test_bar_after_a_resume(tmp_path: Path, display: str) -> None:
     """Batches of the earlier run took no time in this one, and the total is where training ends."""
@@ -52,6 +53,7 @@ def test_bar_after_a_resume(tmp_path: Path, display: str) -> None:
     assert re.search(r"tokens_per_s[=:] ?\d{2,}", screen.lines[-1])
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(("display", "mesh"), [("tqdm", {"pipeline_parallel": 2}), ("rich", {})])
 def test_two_ranks(tmp_path: Path, display: str, mesh: dict[str, int]) -> None:
     """The table of ranks has lines of its own, and the summary is that of one process."""

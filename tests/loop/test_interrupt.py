@@ -23,6 +23,7 @@ def lines_of(folder: Path, *jobs: Job, codes: list[int]) -> list[str]:
     return screen.lines
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     ("job", "batches"),
     [
@@ -48,6 +49,7 @@ def test_goes_on_as_if_never_interrupted(tmp_path: Path, job: Job, batches: int 
     assert read(parts, "loss") == read(whole, "loss")
 
 
+@pytest.mark.jobs
 def test_twice_saves_nothing(tmp_path: Path) -> None:
     """What is half a step must not take the place of a good checkpoint."""
     job = Job(saving={**SAVING, "every_n_train_steps": 2}, interrupts=(0, 3, 2))
@@ -59,6 +61,7 @@ def test_twice_saves_nothing(tmp_path: Path) -> None:
     assert [batch for batch, _ in read(tmp_path, "loss")] == [0, 1, 2, 2]
 
 
+@pytest.mark.jobs
 def test_a_rank_that_fails_saves_nothing(tmp_path: Path) -> None:
     """The ranks are at different places, and one would wait for the other."""
     job = Job(saving={**SAVING, "every_n_train_steps": 2}, interrupts=(1, 3, 0), num_ranks=2)
@@ -68,6 +71,7 @@ def test_a_rank_that_fails_saves_nothing(tmp_path: Path) -> None:
     assert open_directory(tmp_path / LAST, alone=True).values["global_step"] == 2
 
 
+@pytest.mark.jobs
 def test_sigterm_ends_one_process_as_several(tmp_path: Path) -> None:
     """A scheduler that looks at the exit code must not take the run for a complete one."""
     job = Job(saving=SAVING, interrupts=(0, 2, 1), stop_signal=signal.SIGTERM)
@@ -75,6 +79,7 @@ def test_sigterm_ends_one_process_as_several(tmp_path: Path) -> None:
     assert any(line.startswith(f"Stopped after step 3, saved in {LAST}. To go on: ") for line in lines)
 
 
+@pytest.mark.jobs
 def test_without_a_checkpoint(tmp_path: Path) -> None:
     lines = lines_of(tmp_path, Job(saving=None, interrupts=(0, 1, 1)), codes=[1])
     advice = "to save where a run is stopped, give ModelCheckpoint save_on_exception: true"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import select
 import shutil
@@ -25,6 +24,7 @@ from torch.utils.data import DistributedSampler
 from lightning_d9d.cli import main
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.loop.launch import choose_network_interface, has_ipv4_address
+from tests.harness import warm
 from tests.harness.compare import assert_close_named
 from tests.loop.launcher_job import LAUNCHER_VARIABLES, NUM_STEPS, Model, forked_rank
 from tests.strategy.plain import Plain, loader, trainer
@@ -67,10 +67,8 @@ def start_ranks(
     Returns:
         Their exit codes.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.loop.launcher_job", "tests.loop.shutdown_job"])
     ranks = [
-        context.Process(target=forked_rank, args=(str(directory), number, environment, hostname, cases))
+        warm.context().Process(target=forked_rank, args=(str(directory), number, environment, hostname, cases))
         for number, (environment, hostname) in enumerate(zip(environments, hostnames, strict=True))
     ]
     for rank in ranks:
@@ -132,6 +130,7 @@ ON_TWO_NODES = [[0, 0, 0, 2], [1, 1, 0, 2]]  # global, node and local rank, worl
 ON_ONE_NODE = [[0, 0, 0, 2], [1, 0, 1, 2]]
 
 
+@pytest.mark.jobs
 def test_slurm_two_nodes_without_an_address(tmp_path):
     """As from `srun` in an sbatch script: the address is the first of the node list, the port from the job's number."""
     port = free_port(range(15000, 25000))
@@ -140,6 +139,7 @@ def test_slurm_two_nodes_without_an_address(tmp_path):
     check(records, "SLURMEnvironment", "127.0.0.1", port, ON_TWO_NODES)
 
 
+@pytest.mark.jobs
 def test_slurm_bare_srun_on_one_node(tmp_path):
     """Without a script the job has the command's name."""
     port = free_port(range(15000, 25000))
@@ -148,6 +148,7 @@ def test_slurm_bare_srun_on_one_node(tmp_path):
     check(records, "SLURMEnvironment", "127.0.0.1", port, ON_ONE_NODE)
 
 
+@pytest.mark.jobs
 def test_the_store_of_one_node_listens_on_its_address_alone(tmp_path):
     port = free_port(range(25000, 32000))
     shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "NODE_RANK": "0"}
@@ -157,6 +158,7 @@ def test_the_store_of_one_node_listens_on_its_address_alone(tmp_path):
     assert records[0]["answers"] == {"127.0.0.1": True, "127.0.0.2": False}  # the store is in rank 0's process
 
 
+@pytest.mark.jobs
 def test_slurm_puts_a_job_back_into_the_queue(tmp_path, monkeypatch):
     """One rank gets the signal in the middle of its collectives; all save at the end of the same window, and end."""
     (tmp_path / "scontrol").write_text(f"#!/bin/sh\necho $1 $2 > {tmp_path}/queue\n")
@@ -178,6 +180,7 @@ def test_slurm_puts_a_job_back_into_the_queue(tmp_path, monkeypatch):
     assert [len(record["losses"]) for record in records] == [2000 - saved] * 2
 
 
+@pytest.mark.jobs
 def test_slurm_with_address_and_port_of_the_script(tmp_path):
     port = free_port(range(25000, 32000))
     given = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "SLURM_NODELIST": "nowhere[1-2]"}
@@ -185,6 +188,7 @@ def test_slurm_with_address_and_port_of_the_script(tmp_path):
     check(run_ranks(tmp_path, environments, ["two_nodes"]), "SLURMEnvironment", "localhost", port, ON_TWO_NODES)
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("num_nodes", [1, 2])
 def test_lsf(tmp_path, num_nodes):
     """The rank file names the machine that launched first, then one a rank."""
@@ -211,6 +215,7 @@ def pytorch_job(rank: int, port: int) -> dict[str, str]:
     return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)}
 
 
+@pytest.mark.jobs
 def test_kubeflow(tmp_path):
     port = free_port(range(25000, 32000))
     environments = [pytorch_job(rank, port) for rank in range(2)]
@@ -218,6 +223,7 @@ def test_kubeflow(tmp_path):
     check(records, "KubeflowEnvironment", "127.0.0.1", port, ON_TWO_NODES)
 
 
+@pytest.mark.jobs
 @pytest.mark.mpi
 def test_mpi(tmp_path):
     mpiexec = shutil.which("mpiexec")
@@ -362,6 +368,7 @@ def test_addresses_of_real_interfaces():
     assert not has_ipv4_address("ib99")
 
 
+@pytest.mark.jobs
 def test_launched_rank_whose_launcher_is_killed(tmp_path: Path) -> None:
     """Before they meet: it ends, too, and does not wait for `TimeoutConfig.init_seconds`."""
     command = [sys.executable, "-m", "tests.loop.orphan_job", str(tmp_path)]

@@ -1,7 +1,6 @@
 """Real processes that fail or are asked to stop: all of them end, soon, and say why."""
 
 import json
-import multiprocessing
 import os
 import random
 import re
@@ -22,6 +21,9 @@ import torch.distributed as dist
 
 from lightning_d9d.coordination.watchdog import RankWatch, end_processes
 from lightning_d9d.errors import RankError
+from tests.harness import warm
+
+pytestmark = pytest.mark.jobs
 
 ROOT = Path(__file__).parents[2]
 SHUTDOWN_SECONDS = 2.0  # as in shutdown_job.py, which only the jobs import
@@ -129,9 +131,7 @@ def processes_with(marker: str) -> list[int]:
 
 def run_forked(directory: Path, *cases: str) -> Ended:
     """Two ranks forked from a process that has imported everything, with a group they joined before the Trainer."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.loop.shutdown_job"])
-    ranks = [context.Process(target=start_rank, args=(number, str(directory), cases)) for number in range(2)]
+    ranks = [warm.context().Process(target=start_rank, args=(number, str(directory), cases)) for number in range(2)]
     for rank in ranks:
         rank.start()
     deadline = time.monotonic() + JOB_SECONDS

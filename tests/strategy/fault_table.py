@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -11,6 +10,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from tests.harness import warm
 from tests.loop.test_launchers import free_port
 from tests.strategy import fault_job as job
 from tests.strategy.fault_job import SHUTDOWN_SECONDS, Fault
@@ -62,12 +62,10 @@ class Job:
 
     def run(self, directory: Path, phase: str) -> Ended:
         """Start the ranks and wait until all have ended that do; print what they said."""
-        context = multiprocessing.get_context("forkserver")  # has imported everything
-        context.set_forkserver_preload(["tests.strategy.fault_job", "tests.loop.shutdown_job"])
         port = free_port(range(25000, 32000))
         fault = Fault(phase.split()[0], self.rank, self.act, self.skip)
         ranks = [
-            context.Process(
+            warm.context().Process(
                 target=job.run_rank, args=(directory, number, self.num_ranks, port, self.kind, fault, self.loop)
             )
             for number in range(self.num_ranks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import socket
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_d9d import ConfigError, D9DStrategy, MeshConfig, RankError
 from lightning_d9d.checkpoint import open_directory
+from tests.harness import warm
 from tests.harness.compare import assert_bitwise_equal, assert_tensors_close
 from tests.harness.ranks import RankContext
 from tests.strategy.plain import Plain, loader, rows, trainer
@@ -151,11 +151,9 @@ def test_the_same_mesh_goes_on_bit_for_bit(rank: RankContext, mesh: str) -> None
 
 def train_two(folder: Path, path: Path | None) -> None:
     """In processes forked from one that has imported everything."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.strategy.sharded"])
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    ranks = [context.Process(target=train_on_two, args=(number, port, folder, path)) for number in range(2)]
+    ranks = [warm.context().Process(target=train_on_two, args=(number, port, folder, path)) for number in range(2)]
     for rank in ranks:
         rank.start()
     for rank in ranks:

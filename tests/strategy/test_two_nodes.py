@@ -20,6 +20,8 @@ import pytest
 from tests.loop.launcher_job import SHUTDOWN_SECONDS, STEP_SECONDS
 from tests.loop.test_launchers import free_port, read, run_ranks
 
+pytestmark = pytest.mark.jobs
+
 PREFIX = "lightning-d9d-test-"
 ROOT = Path(__file__).parents[2]
 JOB_SECONDS = 200.0

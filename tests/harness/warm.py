@@ -1,0 +1,108 @@
+"""Processes that begin with the long imports made: they are forked from one that has made them.
+
+To import torch, Lightning and this package takes several seconds. One process of a test run does so, when the first
+test needs it. Its forks begin at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Mapping
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+
+_PRELOADED = ("lightning_d9d.cli.training", "tests.harness.worker")
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+
+
+def context() -> ForkServerContext:
+    """Return what starts such processes: `context().Process(...)`, as in `multiprocessing`."""
+    forking = multiprocessing.get_context("forkserver")
+    forking.set_forkserver_preload(list(_PRELOADED))
+    return forking
+
+
+def run_rank(connection: Connection, environment: Mapping[str, str], output: Path | None) -> None:
+    """Be a rank of the pool until it is killed: the target of a process.
+
+    Args:
+        connection: To the pool.
+        environment: All its variables.
+        output: Gets what it prints; None where the other process's streams do.
+    """
+    os.setsid()
+    _end_with_pytest()
+    _take(environment)
+    if output is not None:
+        _redirect(output, output)
+    from tests.harness import worker
+
+    worker.main(connection)
+
+
+def run_command(
+    *arguments: str, folder: Path, variables: Mapping[str, str], seconds: float = 120
+) -> subprocess.CompletedProcess[str]:
+    """Run `python -m lightning_d9d.cli ARGUMENTS` in a process that does not begin with the imports.
+
+    Args:
+        arguments: Of the command.
+        folder: Where it runs, and looks for modules first.
+        variables: Of its environment, beside those of this process.
+        seconds: When it is killed.
+    """
+    outputs = folder / "stdout.txt", folder / "stderr.txt"
+    process = context().Process(target=_run_command, args=(arguments, folder, {**os.environ, **variables}, outputs))
+    process.start()
+    process.join(seconds)
+    process.kill()
+    process.join()
+    texts = [output.read_text() for output in outputs]
+    for output in outputs:
+        output.unlink()
+    assert process.exitcode is not None
+    return subprocess.CompletedProcess(arguments, process.exitcode, *texts)
+
+
+def _run_command(
+    arguments: tuple[str, ...], folder: Path, environment: Mapping[str, str], outputs: tuple[Path, Path]
+) -> None:
+    _take(environment)
+    _redirect(*outputs)
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    warnings.simplefilter("default")
+    sys.argv = ["lightning-d9d", *arguments]
+    runpy.run_module("lightning_d9d.cli", run_name="__main__", alter_sys=True)
+
+
+def _end_with_pytest() -> None:
+    """Let the kernel kill this process when its parent ends, and that one end with pytest, however all are blocked."""
+    server = forkserver._forkserver
+    if server._forkserver_alive_fd is not None:  # the server would live as long as its forks
+        os.close(server._forkserver_alive_fd)
+        server.__init__()  # for forks of this one
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _take(environment: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+def _redirect(stdout: Path, stderr: Path) -> None:
+    """Write to files from here on, at once."""
+    for stream, path in ((sys.stdout, stdout), (sys.stderr, stderr)):
+        with open(path, "ab") as file:
+            os.dup2(file.fileno(), stream.fileno())
+        stream.reconfigure(write_through=True)  # type: ignore[union-attr]
