@@ -60,7 +60,9 @@ class HuggingFaceExport(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Raises `ConfigError` before the training if the export could not be written after it."""
-        qwen3_moe_stages(pl_module, self)
+        stages = qwen3_moe_stages(pl_module, self)
+        if self.fused_experts:
+            stages[0].config.refuse_without_experts("HuggingFaceExport.fused_experts=True")
         with _usable(self._text):
             occupied = is_occupied(self.directory)
         if occupied and not self.overwrite:
