@@ -249,14 +249,14 @@ def test_weights_of_a_mixture_are_not_those_of_a_dense_model(tmp_path):
     with pytest.raises(
         StateError,
         match=r"3 missing in the files: model\.layers\.0\.mlp\.down_proj\.weight.*unexpected in the files: "
-        r"model\.layers\.0\.mlp\.experts\.0.*have experts where the model has none, set num_experts and "
+        r"model\.layers\.0\.mlp\.experts\.0.*have experts, the model none: set num_experts and "
         "model_type='qwen3_moe', or build",
     ):
         load_huggingface(dense, tmp_path / "mixture")
     with pytest.raises(
         StateError,
         match=r"missing in the files: model\.layers\.0\.mlp\.experts\.0.*3 unexpected in the files: "
-        r"model\.layers\.0\.mlp\.down_proj.*have no experts where the model has some, set num_experts=0 and "
+        r"model\.layers\.0\.mlp\.down_proj.*the model has experts, the files none: set num_experts=0 and "
         "model_type='qwen3', or build",
     ):
         load_huggingface(mixture, tmp_path / "dense")

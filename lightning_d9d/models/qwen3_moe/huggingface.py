@@ -322,19 +322,15 @@ def check_tensor_names(reader: SafetensorsReader, expected: Collection[str], rep
     """
     missing = [name for name in expected if name not in reader.file_of]
     unexpected = [name for name in reader if name not in expected and name not in repeated]
-    if _HEAD_TENSOR in missing:
-        remedy = f"the embeddings are tied, set tie_word_embeddings=True, or {remedy}"
-    found, expected_kinds = (
+    found, lacking = (
         {kind for kind in (_EXPERTS, _DENSE) if any(kind in name for name in names)} for names in (unexpected, missing)
     )
-    if _EXPERTS in found and _DENSE in expected_kinds:
-        remedy = (
-            f"the files have experts where the model has none, set num_experts and model_type='qwen3_moe', or {remedy}"
-        )
-    elif _DENSE in found and _EXPERTS in expected_kinds:
-        remedy = (
-            f"the files have no experts where the model has some, set num_experts=0 and model_type='qwen3', or {remedy}"
-        )
+    if _EXPERTS in found and _DENSE in lacking:
+        remedy = f"the files have experts, the model none: set num_experts and model_type='qwen3_moe', or {remedy}"
+    elif _DENSE in found and _EXPERTS in lacking:
+        remedy = f"the model has experts, the files none: set num_experts=0 and model_type='qwen3', or {remedy}"
+    elif _HEAD_TENSOR in missing:
+        remedy = f"the embeddings are tied, set tie_word_embeddings=True, or {remedy}"
     check_names(missing, unexpected, remedy)
 
 
