@@ -109,7 +109,7 @@ class Perplexity(Metric):
 
 
 class Qwen3MoePretraining(D9DModule):
-    """Next-token training of Qwen3-MoE.
+    """Next-token training of Qwen3-MoE, or of dense Qwen3 where the config has no experts.
 
     Batches are mappings with `input_ids` and `labels`, integers `[batch, seq]`; labels are already shifted (unless
     `shift_labels`), -100 does not count. `document_ids` `[batch, seq]` are optional: tokens attend only to tokens of
