@@ -86,13 +86,14 @@ def test_number_of_parameters(changes):
     assert sum(parameter.numel() for parameter in model.parameters()) == config.num_parameters
 
 
-@pytest.mark.parametrize("shared", [0, 40])
+@pytest.mark.parametrize(("shared", "num_experts"), [(0, 8), (40, 8), (0, 0)])
 @pytest.mark.parametrize("tied", [True, False])
-def test_flops_are_those_that_run(tied, shared):
+def test_flops_are_those_that_run(tied, shared, num_experts):
     config = dataclasses.replace(
         Qwen3MoeConfig.preset("tiny"),
         tie_word_embeddings=tied,
         mlp_only_layers=(1,),
+        num_experts=num_experts,
         num_experts_per_tok=8,
         shared_expert_intermediate_size=shared,
     )
