@@ -109,7 +109,7 @@ BEFORE_TORCH |= {
         "--dtype needs a value: 'bfloat16', 'float16', 'float32' or 'float64'\n"
     ),
     ("generate", "nothere", "--prompt", "x"): (
-        "nothere does not exist\nsource: Hugging Face directory, checkpoint directory or .ckpt file of a Qwen3-MoE\n"
+        "nothere does not exist\nsource: Hugging Face directory, checkpoint directory or .ckpt file of a Qwen3\n"
     ),
     ("evaluate", ".", "rum.yaml"): (
         "rum.yaml does not exist; did you mean 'run.yaml'?\ntext: UTF-8 files; each is a text of its own\n"
