@@ -26,6 +26,7 @@ from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig
 from lightning_d9d.models.qwen3_moe.config import read_description
 from lightning_d9d.models.qwen3_moe.huggingface import (
     GENERATION_CONFIG,
+    check_tensor_names,
     check_tied,
     files_beside_weights,
     generation_config,
@@ -107,8 +108,14 @@ def _from_huggingface(
     described = read_description(reader.path / "config.json")
     config = Qwen3MoeConfig.from_dict(described, source=source)
     are_fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in reader)
-    to_parameters = huggingface_mapper(config, are_fused).inverse(parameter_specs(config))
-    if repeated := repeated_head(reader, config):
+    _refuse_fused(config, fused_experts)
+    specs = parameter_specs(config)
+    stored = huggingface_mapper(config, are_fused)
+    repeated = repeated_head(reader, config)
+    remedy = f"replace {reader.path / 'config.json'} with that of these weights"
+    check_tensor_names(reader, stored.plan(specs), repeated, remedy)
+    to_parameters = stored.inverse(specs)
+    if repeated:
         views = to_parameters.plan(reader.specs).values()
         check_tied(reader, [box for view in views for box in view.boxes])
         reader.leave_out(repeated)
@@ -116,6 +123,11 @@ def _from_huggingface(
     files = files_beside_weights(reader.path) | ({} if tokenizer is None else files_beside_weights(tokenizer))
     files["config.json"] = _described(described, reader.specs, options["dtype"])
     save_tensors(reader, target, mapper, files=files, **options)
+
+
+def _refuse_fused(config: Qwen3MoeConfig, fused_experts: bool) -> None:
+    if fused_experts:
+        config.refuse_without_experts("--fused-experts")
 
 
 def _from_checkpoint(
@@ -130,6 +142,7 @@ def _from_checkpoint(
     config = saved_arguments(values[ARGUMENTS_KEY], source).get("config")
     if config is None:
         raise StateError(f"{source}: {ARGUMENTS_KEY} has no config; give another checkpoint")
+    _refuse_fused(config, fused_experts)
     parameters = parameter_specs(config)
     if missing := [name for name in parameters if name not in weights]:
         raise StateError(f"{source} lacks {missing[0]}, which its own configuration asks for; give another checkpoint")

@@ -355,7 +355,9 @@ def test_weights_without_a_tensor(tmp_path: Path, monkeypatch: Any, capsys: pyte
     (tmp_path / "hf" / MANIFEST_FILE).unlink()
     save_file({}, tmp_path / "hf" / "model.safetensors")
     message = refused(monkeypatch, capsys, tmp_path / "hf", tmp_path / "new")
-    assert re.search(f"{EMBEDDING}.* is not there", message)
+    assert re.search(
+        rf"39 missing in the files: .*{EMBEDDING}.*replace .*hf/config\.json with that of these weights", message
+    )
 
 
 def test_the_dtype_of_most_of_many_tensors() -> None:

@@ -22,13 +22,13 @@ from lightning_d9d.state.places import is_occupied, lies_in, place_of, refuse_ov
 
 
 class HuggingFaceExport(L.Callback):
-    """Writes a Qwen3-MoE in Hugging Face's layout when `fit` ends, with the tokenizer of the model that it began with.
+    """Writes a Qwen3-MoE or dense Qwen3 in Hugging Face's layout when `fit` ends, with the tokenizer it began with.
 
     Args:
         directory: Where `config.json` and the safetensors files go; also a URL that fsspec knows.
         overwrite: Whether to replace an existing directory with everything in it, but for one that the training reads.
         dtype: Of the files, "bfloat16" say; None keeps each parameter's own.
-        fused_experts: All experts of a layer in one tensor, not each in its own.
+        fused_experts: All experts of a layer in one tensor, not each in its own. Refused for a dense model.
         tokenizer: A directory (or URL) whose small files are copied: tokenizer, chat template and
             `generation_config.json`. By default the module's `pretrained`, if it has one. Where none of them has a
             generation config, one is written with the ids of the model's config.
@@ -60,7 +60,9 @@ class HuggingFaceExport(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Raises `ConfigError` before the training if the export could not be written after it."""
-        qwen3_moe_stages(pl_module, self)
+        stages = qwen3_moe_stages(pl_module, self)
+        if self.fused_experts:
+            stages[0].config.refuse_without_experts("HuggingFaceExport.fused_experts=True")
         with _usable(self._text):
             occupied = is_occupied(self.directory)
         if occupied and not self.overwrite:

@@ -120,7 +120,7 @@ def evaluate_parser() -> argparse.ArgumentParser:
 
 def _model_parser(name: str, description: str) -> argparse.ArgumentParser:
     parser = _Parser(name, description)
-    parser.add_argument("source", help="Hugging Face directory, checkpoint directory or .ckpt file of a Qwen3-MoE")
+    parser.add_argument("source", help="Hugging Face directory, checkpoint directory or .ckpt file of a Qwen3")
     parser.add_argument(
         "--tokenizer", help="directory or name of one, or 'bytes'; by default what lies beside the model"
     )

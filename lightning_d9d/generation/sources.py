@@ -46,7 +46,7 @@ class ByteTokenizer:
 
 
 def load_model(source: str | Path, dtype: torch.dtype | None = None, device: str = "cpu") -> Qwen3MoeForCausalLM:
-    """A whole Qwen3-MoE from a Hugging Face directory or a checkpoint of `Qwen3MoePretraining`. Local.
+    """A whole Qwen3-MoE or dense Qwen3 from a Hugging Face directory or a checkpoint of `Qwen3MoePretraining`. Local.
 
     Args:
         source: A directory with `config.json` and safetensors files; a checkpoint directory, or a `.ckpt` file.

@@ -36,7 +36,8 @@ class MeshConfig:
     """Parts of each matrix."""
     expert_parallel: int = 1
     """Ranks that share one copy of the experts. Consecutive ranks of a pipeline stage, whichever other axes they belong
-    to, tensor-parallel ones included: it divides the ranks of a stage."""
+    to, tensor-parallel ones included: it divides the ranks of a stage. A Qwen3 without experts
+    refuses more than 1."""
 
     def __post_init__(self) -> None:
         for name, degree in self._degrees():

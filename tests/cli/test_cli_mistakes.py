@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 import lightning_d9d
 from lightning_d9d.cli import D9DCLI, SUBCOMMANDS, main
 from lightning_d9d.cli.commands import DTYPES
+from lightning_d9d.models.qwen3_moe.presets import PRESETS
 from lightning_d9d.state import DTYPE_NAMES
 
 RUN = """\
@@ -108,7 +109,7 @@ BEFORE_TORCH |= {
         "--dtype needs a value: 'bfloat16', 'float16', 'float32' or 'float64'\n"
     ),
     ("generate", "nothere", "--prompt", "x"): (
-        "nothere does not exist\nsource: Hugging Face directory, checkpoint directory or .ckpt file of a Qwen3-MoE\n"
+        "nothere does not exist\nsource: Hugging Face directory, checkpoint directory or .ckpt file of a Qwen3\n"
     ),
     ("evaluate", ".", "rum.yaml"): (
         "rum.yaml does not exist; did you mean 'run.yaml'?\ntext: UTF-8 files; each is a text of its own\n"
@@ -220,8 +221,8 @@ IN_THE_FILE = {
     ),
     ("batch_size: 8", "batch_size: eight"): "run.yaml, line 9: data.batch_size must be a whole number, not 'eight'\n",
     ("preset: tiny", "preset: tinny"): (
-        "run.yaml, line 4: preset='tinny' is unknown; choose one of 'tiny', '30b-a3b', '235b-a22b', or the path of a "
-        "Hugging Face config.json; did you mean 'tiny'?\n"
+        f"run.yaml, line 4: preset='tinny' is unknown; choose one of {', '.join(map(repr, PRESETS))}, or the "
+        "path of a Hugging Face config.json; did you mean 'tiny'?\n"
     ),
     ("sequence_length}", "sequence_lenght}"): (
         "run.yaml, line 21: Interpolation key 'data.init_args.sequence_lenght' not found; did you mean "

@@ -39,6 +39,8 @@ class Case:
     heads: tuple[int, int] = (2, 1)
     """Of queries, and of keys and values."""
     data: Data = field(default_factory=Data)
+    dense: bool = False
+    """Whether no layer is a mixture of experts."""
 
     @property
     def config(self) -> MeshConfig:
@@ -71,6 +73,8 @@ class Case:
             num_attention_heads=heads,
             num_key_value_heads=key_value_heads,
         )
+        if self.dense:
+            return replace(config, num_experts=0, intermediate_size=24)
         if self.config.tensor_parallel > 1:  # what is cut besides attention and vocabulary, and what is not
             return replace(config, mlp_only_layers=(1,), intermediate_size=24, shared_expert_intermediate_size=8)
         return config
@@ -83,6 +87,7 @@ class Case:
         parts += ["tied"] if self.tied else []
         parts += [f"heads{self.heads[0]}x{self.heads[1]}"] if self.heads != (2, 1) else []
         parts += ["packed"] if self.data.packed else []
+        parts += ["dense"] if self.dense else []
         parts += [self.reduce] if self.reduce != "last_microbatch" else []
         defaults = ParallelConfig()
         for name, value in vars(self.parallel).items():
@@ -199,4 +204,17 @@ CASES = [
         for each in RECOMPUTED
     ),
     Case("pp2 shard2 ep2", schedule="dual_pipe_v", parallel=RECOMPUTED[0]),
+    # dense Qwen3
+    Case("rep2", tied=True, dense=True),
+    Case("shard2", tied=True, dense=True, fast=True),
+    Case("shard2", microbatch_size=2, parallel=RECOMPUTED[0], dense=True),
+    Case("tp2", tied=True, dense=True),
+    Case("tp2", dense=True, fast=True),
+    Case("cp2", tied=True, data=TOKENS_8, dense=True),
+    Case("cp2", data=PACKED, heads=(2, 2), parallel=RING, dense=True),
+    Case("pp2", microbatch_size=2, tied=True, dense=True, fast=True),
+    Case("pp2", schedule="zero_bubble_v", dense=True),
+    Case("rep2 shard2", dense=True),
+    Case("pp2 shard2 tp2", tied=True, dense=True),
+    Case("pp2 cp2 tp2", data=TOKENS_8, dense=True),
 ]

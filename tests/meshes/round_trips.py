@@ -28,6 +28,7 @@ MODEL = replace(
     intermediate_size=24,
     shared_expert_intermediate_size=8,
 )
+WITHOUT_EXPERTS: dict[str, Any] = {"num_experts": 0, "mlp_only_layers": (), "shared_expert_intermediate_size": 0}
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class RoundTrip:
     frozen: bool = False
     """Whether the first layer's attention is not trained."""
     asynchronous: bool = False
+    dense: bool = False
+    """Whether no layer is a mixture of experts."""
     fast: bool = False
     """Whether it is one of those that always run."""
 
@@ -51,7 +54,7 @@ class RoundTrip:
 
     def __str__(self) -> str:
         names = [mesh.replace(" ", "-") or "one" for mesh in (self.saved, self.loaded)]
-        flags = [name for name in ("tied", "frozen", "asynchronous") if getattr(self, name)]
+        flags = [name for name in ("tied", "frozen", "asynchronous", "dense") if getattr(self, name)]
         return ",".join(["->".join(names), *(name for name in self.schedules if name != "1f1b"), *flags])
 
 
@@ -72,6 +75,7 @@ ROUND_TRIPS = [
     RoundTrip("shard8 ep8", "pp2 cp2 tp2", frozen=True),
     RoundTrip("pp2 cp2 ep2", "rep4 shard2 ep4", schedules=("dual_pipe_v", "1f1b"), tied=True),
     RoundTrip("shard2 cp2 tp2 ep2", "", tied=True, frozen=True, asynchronous=True),
+    RoundTrip("pp2 shard2", "tp2", tied=True, dense=True),
 ]
 
 
@@ -129,7 +133,8 @@ def train(trip: RoundTrip, loads: bool, folder: Path) -> None:
     L.seed_everything(1 if not loads else 2, verbose=False)
     case = trip.cases[loads]
     strategy = D9DStrategy(**case.strategy_options, checkpoint=CheckpointConfig(asynchronous=trip.asynchronous))
-    module = Travelling(replace(MODEL, tie_word_embeddings=trip.tied), STEPS, data=TOKENS, frozen=trip.frozen)
+    model = replace(MODEL, **WITHOUT_EXPERTS) if trip.dense else MODEL
+    module = Travelling(replace(model, tie_word_embeddings=trip.tied), STEPS, data=TOKENS, frozen=trip.frozen)
     saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=SAVED_AFTER, save_top_k=-1)
     run = trainer(
         strategy,

@@ -63,7 +63,7 @@ def test_preset_has_the_published_size(name, billions, active_billions):
 
 
 def test_unknown_preset_names_the_known_ones():
-    with pytest.raises(ConfigError, match="'tiny', '30b-a3b', '235b-a22b'"):
+    with pytest.raises(ConfigError, match=r"'tiny', 'tiny-dense', '0\.6b', .*'30b-a3b', '235b-a22b'"):
         Qwen3MoeConfig.preset("7b")
 
 
@@ -86,13 +86,14 @@ def test_number_of_parameters(changes):
     assert sum(parameter.numel() for parameter in model.parameters()) == config.num_parameters
 
 
-@pytest.mark.parametrize("shared", [0, 40])
+@pytest.mark.parametrize(("shared", "num_experts"), [(0, 8), (40, 8), (0, 0)])
 @pytest.mark.parametrize("tied", [True, False])
-def test_flops_are_those_that_run(tied, shared):
+def test_flops_are_those_that_run(tied, shared, num_experts):
     config = dataclasses.replace(
         Qwen3MoeConfig.preset("tiny"),
         tie_word_embeddings=tied,
         mlp_only_layers=(1,),
+        num_experts=num_experts,
         num_experts_per_tok=8,
         shared_expert_intermediate_size=shared,
     )
@@ -154,7 +155,7 @@ def test_reads_the_names_of_both_major_versions(tmp_path, version):
 @pytest.mark.parametrize(
     "values",
     [
-        {"model_type": "qwen3"},
+        {"model_type": "qwen2"},
         {"model_type": None},
         {"hidden_act": "gelu"},
         {"use_sliding_window": True},
@@ -164,6 +165,9 @@ def test_reads_the_names_of_both_major_versions(tmp_path, version):
         {"rope_scaling": {"type": "yarn", "factor": 4.0}},
         {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}},
         {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+        {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}},
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        {"layer_types": "sliding_attention"},
     ],
     ids=str,
 )

@@ -20,6 +20,7 @@ from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig
 MAX_SECONDS = 2.0
 MAX_BYTES = 200_000_000
 GOOD = {**Qwen3MoeConfig.preset("tiny").to_dict(), "vocab_splits": {"text": 200, "image": 56}}
+DENSE = {**Qwen3MoeConfig.preset("tiny-dense").to_dict(), "layer_types": ["full_attention"] * 4}
 
 
 def read_config(path: Path) -> None:
@@ -61,14 +62,17 @@ _LEAVES = st.none() | st.booleans() | _NUMBERS | st.integers() | st.floats() | s
 _ANYTHING = st.recursive(
     _LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
 )
-_CHANGES = st.dictionaries(st.sampled_from([*GOOD, "rope_scaling", "num_local_experts"]), _ANYTHING, max_size=3)
+_CHANGES = st.dictionaries(
+    st.sampled_from([*GOOD, "rope_scaling", "num_local_experts", "layer_types"]), _ANYTHING, max_size=3
+)
 
 
 @st.composite
 def damaged(draw: st.DrawFn) -> bytes:
     """A good file of which values are others, names are gone, or bytes are changed."""
-    values: dict[str, Any] = {**GOOD, **draw(_CHANGES)}
-    for name in draw(st.sets(st.sampled_from(list(GOOD)), max_size=2)):
+    good = draw(st.sampled_from([GOOD, DENSE]))
+    values: dict[str, Any] = {**good, **draw(_CHANGES)}
+    for name in draw(st.sets(st.sampled_from(list(good)), max_size=2)):
         values.pop(name)
     content = bytearray(json.dumps(values).encode())
     for place in draw(st.lists(st.integers(0, len(content) - 1), max_size=2)):

@@ -10,6 +10,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
+from transformers import Qwen3MoeForCausalLM as Reference
 
 from lightning_d9d.errors import ConfigError, StateError
 from lightning_d9d.models.qwen3_moe import (
@@ -38,7 +40,12 @@ BASE = Qwen3MoeConfig(
     eos_token_id=[7, 9],
 )
 SHARED = {"shared_expert_intermediate_size": 12}
-VARIANTS = [{}, {"tie_word_embeddings": True}, {"vocab_splits": {"text": 90, "special": 6}}, {"attention_bias": True}]
+DENSE = {"num_experts": 0, "mlp_only_layers": ()}
+DENSE_TIED = {**DENSE, "tie_word_embeddings": True}
+VARIANTS = [
+    *({}, {"tie_word_embeddings": True}, {"vocab_splits": {"text": 90, "special": 6}}, {"attention_bias": True}),
+    *(DENSE, DENSE_TIED, {**DENSE, "attention_bias": True}),
+]
 IDS = torch.arange(40).view(2, 20)
 
 
@@ -71,12 +78,12 @@ def sharded(tmp_path):
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 20_000])
 def test_transformers_loads_what_we_save(tmp_path, changes, max_shard_bytes):
-    from transformers import Qwen3MoeForCausalLM as Reference
-
     model = make_model(**changes)
     directory = tmp_path / "new" / "saved"
     save_huggingface(model, directory, max_shard_bytes=max_shard_bytes)
-    reference, info = Reference.from_pretrained(directory, output_loading_info=True)
+    reference, info = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    assert type(reference) is (Qwen3ForCausalLM if model.config.num_experts == 0 else Reference)
+    assert reference.config.architectures == [type(reference).__name__]
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert reference.dtype == torch.float32
     assert reference.generation_config.eos_token_id == [7, 9]
@@ -89,13 +96,11 @@ def test_transformers_loads_what_we_save(tmp_path, changes, max_shard_bytes):
     assert_same_weights(other, model)
 
 
-@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, DENSE, DENSE_TIED], ids=str)
 @pytest.mark.parametrize("max_shard_size", ["5GB", "20KB"])
 def test_we_load_what_transformers_saves(tmp_path, changes, max_shard_size):
-    from transformers import Qwen3MoeForCausalLM as Reference
-
     save_huggingface(make_model(**changes), tmp_path / "ours")
-    reference = Reference.from_pretrained(tmp_path / "ours")
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter.normal_(std=0.3)
@@ -141,8 +146,6 @@ def test_loads_stacked_experts(tmp_path):
 
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 20_000])
 def test_transformers_loads_fused_experts(tmp_path, max_shard_bytes):
-    from transformers import Qwen3MoeForCausalLM as Reference
-
     model = make_model()
     save_huggingface(model, tmp_path / "fused", fused_experts=True, max_shard_bytes=max_shard_bytes)
     reference, info = Reference.from_pretrained(tmp_path / "fused", output_loading_info=True)
@@ -237,6 +240,34 @@ def test_wrong_tensors_are_named_and_nothing_is_loaded(saved, change, message):
     assert message in str(error.value)
     assert str(saved) in str(error.value)
     assert_same_weights(model, make_model(seed=1))
+
+
+def test_weights_of_a_mixture_are_not_those_of_a_dense_model(tmp_path):
+    dense, mixture = make_model(seed=1, **DENSE), make_model(seed=1)
+    save_huggingface(make_model(), tmp_path / "mixture")
+    save_huggingface(make_model(**DENSE), tmp_path / "dense")
+    with pytest.raises(
+        StateError,
+        match=r"3 missing in the files: model\.layers\.0\.mlp\.down_proj\.weight.*unexpected in the files: "
+        r"model\.layers\.0\.mlp\.experts\.0.*have experts, the model none: set num_experts and "
+        "model_type='qwen3_moe', or build",
+    ):
+        load_huggingface(dense, tmp_path / "mixture")
+    with pytest.raises(
+        StateError,
+        match=r"missing in the files: model\.layers\.0\.mlp\.experts\.0.*3 unexpected in the files: "
+        r"model\.layers\.0\.mlp\.down_proj.*the model has experts, the files none: set num_experts=0 and "
+        "model_type='qwen3', or build",
+    ):
+        load_huggingface(mixture, tmp_path / "dense")
+    assert_same_weights(dense, make_model(seed=1, **DENSE))
+    assert_same_weights(mixture, make_model(seed=1))
+
+
+def test_a_dense_model_has_no_fused_experts(tmp_path):
+    with pytest.raises(ConfigError, match=r"fused_experts=True has no effect: .*leave fused_experts out"):
+        save_huggingface(make_model(**DENSE), tmp_path / "saved", fused_experts=True)
+    assert not list(tmp_path.iterdir())
 
 
 def test_head_of_an_untied_checkpoint_is_not_dropped(saved):

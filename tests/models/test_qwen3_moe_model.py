@@ -1,4 +1,4 @@
-"""The model against transformers' Qwen3MoeForCausalLM with the same weights."""
+"""The model against transformers' with the same weights: Qwen3MoeForCausalLM, without experts Qwen3ForCausalLM."""
 
 import dataclasses
 
@@ -30,7 +30,11 @@ VARIANTS = {
     "tied": {"tie_word_embeddings": True},
     "dense layers by list": {"mlp_only_layers": (0, 2)},
     "dense layers by step": {"decoder_sparse_step": 2},
-    "all dense": {"num_experts": 0},
+    "all dense by list": {"mlp_only_layers": (0, 1, 2)},
+    "dense": {"num_experts": 0},
+    "dense, tied": {"num_experts": 0, "tie_word_embeddings": True},
+    "dense, attention bias": {"num_experts": 0, "attention_bias": True},
+    "dense, other head_dim and rope base": {"num_experts": 0, "head_dim": 24, "rope_theta": 1e6},
     "one kv head": {"num_key_value_heads": 1},
     "as many kv heads": {"num_key_value_heads": 4},
     "attention bias": {"attention_bias": True},
@@ -38,26 +42,39 @@ VARIANTS = {
     "widths that grouped_mm refuses": {"moe_intermediate_size": 45},
     "other rope base": {"rope_theta": 100.0},
 }
+OF_EXPERTS = (
+    *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
+    *("shared_expert_intermediate_size", "decoder_sparse_step", "mlp_only_layers"),
+)
+"""Fields that transformers' Qwen3Config does not have."""
+
+
+def make_reference(config):
+    """Of transformers, with random weights."""
+    import transformers
+
+    values = dataclasses.asdict(dataclasses.replace(config, vocab_splits=None))
+    del values["vocab_splits"]
+    rope = {"rope_type": "default", "rope_theta": values.pop("rope_theta")}
+    if config.num_experts == 0:
+        for name in OF_EXPERTS:
+            del values[name]
+        described = transformers.Qwen3Config(**values, rope_parameters=rope)
+        return transformers.Qwen3ForCausalLM._from_config(described, attn_implementation="sdpa")
+    values["mlp_only_layers"] = list(values["mlp_only_layers"])
+    described = transformers.Qwen3MoeConfig(**values, rope_parameters=rope, experts_implementation="eager")
+    return transformers.Qwen3MoeForCausalLM._from_config(described, attn_implementation="sdpa")
 
 
 def make_pair(config, dtype=torch.float32):
     """Our model and transformers' with equal random weights; norms and biases are not at their start values."""
-    from transformers import Qwen3MoeConfig as ReferenceConfig
-    from transformers import Qwen3MoeForCausalLM as Reference
-
     torch.manual_seed(0)
     model = Qwen3MoeForCausalLM(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
-    values = dataclasses.asdict(dataclasses.replace(config, vocab_splits=None))
-    del values["vocab_splits"]
-    rope = {"rope_type": "default", "rope_theta": values.pop("rope_theta")}
-    values["mlp_only_layers"] = list(values["mlp_only_layers"])
-    reference = Reference._from_config(
-        ReferenceConfig(**values, rope_parameters=rope, experts_implementation="eager"), attn_implementation="sdpa"
-    )
+    reference = make_reference(config)
     missing, unexpected = reference.load_state_dict(model.state_dict(), strict=False)
     assert not unexpected
     assert missing == (["lm_head.weight"] if config.tie_word_embeddings else [])
@@ -99,7 +116,7 @@ def test_logits_loss_and_gradients_equal_transformers(changes):
     assert_gradients_equal(model, reference)
 
 
-@pytest.mark.parametrize("changes", [{}, {"norm_topk_prob": False}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"norm_topk_prob": False}, {"num_experts": 0}], ids=str)
 def test_bfloat16_equals_transformers(changes):
     model, reference = make_pair(dataclasses.replace(BASE, **changes), torch.bfloat16)
     ids, mask, labels = make_batch()

@@ -5,12 +5,13 @@ import json
 import reprlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
 from lightning_d9d.checkpoint import is_directory
 from lightning_d9d.errors import ConfigError, StateError, did_you_mean
+from lightning_d9d.models.qwen3_moe.presets import PRESETS, PresetName
 from lightning_d9d.state.format import read_json
 from lightning_d9d.state.places import Place, check_link
 
@@ -29,62 +30,34 @@ _INTEGERS = {
 _MAX_EXPERTS = 2**20
 _MAX_PARAMETERS = 10**15
 
-_PRESETS: dict[str, dict[str, Any]] = {
-    "tiny": dict(
-        vocab_size=256,
-        hidden_size=128,
-        intermediate_size=384,
-        moe_intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_experts=8,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        rope_theta=10_000.0,
-        max_position_embeddings=2048,
-    ),
-    "30b-a3b": dict(
-        vocab_size=151_936,
-        hidden_size=2048,
-        intermediate_size=6144,
-        moe_intermediate_size=768,
-        num_hidden_layers=48,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        num_experts=128,
-        num_experts_per_tok=8,
-        norm_topk_prob=True,
-        rope_theta=1_000_000.0,
-        max_position_embeddings=40_960,
-        bos_token_id=151_643,
-        eos_token_id=151_645,
-    ),
-    "235b-a22b": dict(
-        vocab_size=151_936,
-        hidden_size=4096,
-        intermediate_size=12_288,
-        moe_intermediate_size=1536,
-        num_hidden_layers=94,
-        num_attention_heads=64,
-        num_key_value_heads=4,
-        head_dim=128,
-        num_experts=128,
-        num_experts_per_tok=8,
-        norm_topk_prob=True,
-        rope_theta=1_000_000.0,
-        max_position_embeddings=40_960,
-        bos_token_id=151_643,
-        eos_token_id=151_645,
-    ),
+_DENSE_DEFAULTS = {
+    "hidden_size": 4096,
+    "intermediate_size": 22_016,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "num_experts": 0,
 }
+"""Defaults of Hugging Face's dense Qwen3 that differ from those of its Qwen3-MoE."""
+_OF_EXPERTS = (
+    "num_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "norm_topk_prob",
+    "shared_expert_intermediate_size",
+    "decoder_sparse_step",
+    "mlp_only_layers",
+    "router_aux_loss_coef",
+    "output_router_logits",
+)
+"""Names that only the `config.json` of a mixture of experts has."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen3MoeConfig:
     """Size and shape of a Qwen3-MoE model, in the field names (and with the defaults) of Hugging Face's `config.json`.
+
+    A config without experts, `num_experts=0`, is dense Qwen3 (`model_type: qwen3`): fields of experts then say nothing.
 
     Raises:
         ConfigError: a value that no model can be built from, with the field, the value and what is legal.
@@ -115,7 +88,7 @@ class Qwen3MoeConfig:
     """Width of one attention head, even; independent of hidden_size."""
 
     num_experts: int = 128
-    """Number of experts in a mixture layer; 0 makes every layer dense."""
+    """Number of experts in a mixture layer; 0 makes every layer dense, which is Qwen3 without MoE."""
 
     num_experts_per_tok: int = 8
     """Number of experts that each token visits."""
@@ -179,6 +152,11 @@ class Qwen3MoeConfig:
             "num_experts_per_tok",
             self.num_experts == 0 or 1 <= self.num_experts_per_tok <= self.num_experts,
             f"1 to num_experts={self.num_experts}",
+        )
+        self._require(
+            "shared_expert_intermediate_size",
+            self.num_experts > 0 or self.shared_expert_intermediate_size == 0,
+            "0, as num_experts=0 leaves no layer that has one",
         )
         self._require(
             "num_experts",
@@ -250,6 +228,22 @@ class Qwen3MoeConfig:
         """Number of layers that are mixtures of experts."""
         return sum(self.is_sparse(layer) for layer in range(self.num_hidden_layers))
 
+    def refuse_without_experts(self, setting: str) -> None:
+        """Refuse a setting that acts on mixtures of experts alone, if no layer is one.
+
+        Args:
+            setting: For people, such as `MeshConfig.expert_parallel=2`.
+
+        Raises:
+            ConfigError: Every layer is dense.
+        """
+        if self.num_sparse_layers == 0:
+            name = setting.partition("=")[0].rpartition(".")[2]
+            raise ConfigError(
+                f"{setting} has no effect: no layer of the config is a mixture of experts "
+                f"(num_experts={self.num_experts}); leave {name} out, or set num_experts"
+            )
+
     @property
     def num_parameters(self) -> int:
         """Number of elements of all parameters; a tied matrix counts once."""
@@ -287,21 +281,27 @@ class Qwen3MoeConfig:
         return layers + hidden + self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
 
     @classmethod
-    def preset(cls, name: Literal["tiny", "30b-a3b", "235b-a22b"]) -> Qwen3MoeConfig:
-        """A model by name: `tiny` (bytes as tokens, for a first run on any machine) or a released Qwen3-MoE size."""
-        if name not in _PRESETS:
+    def preset(cls, name: PresetName) -> Qwen3MoeConfig:
+        """A model by name: a released Qwen3 size, or `tiny` and `tiny-dense`, whose tokens are bytes.
+
+        `tiny`, `30b-a3b` and `235b-a22b` are mixtures of experts, the others dense.
+
+        Raises:
+            ConfigError: There is none of this name.
+        """
+        if name not in PRESETS:
             raise ConfigError(
-                f"preset={name!r} is unknown; choose one of {', '.join(map(repr, _PRESETS))}, or the path of a Hugging "
-                f"Face config.json{did_you_mean(name, _PRESETS)}"
+                f"preset={name!r} is unknown; choose one of {', '.join(map(repr, PRESETS))}, or the path of a Hugging "
+                f"Face config.json{did_you_mean(name, PRESETS)}"
             )
-        return cls(**_PRESETS[name])
+        return cls(**PRESETS[name])
 
     @classmethod
     def from_json(cls, path: str | Path) -> Qwen3MoeConfig:
         """Reads Hugging Face's `config.json`, or the one in the given directory.
 
         Raises:
-            ConfigError: not a Qwen3-MoE configuration, or it asks for something that this model does not have.
+            ConfigError: Neither `model_type: qwen3_moe` nor `qwen3`, or it asks for what this model does not have.
         """
         refuse_checkpoint(path)
         path = Path(path)
@@ -313,11 +313,13 @@ class Qwen3MoeConfig:
         """Takes Hugging Face's configuration as a dictionary; keys that do not shape the model are passed over.
 
         Args:
-            values: transformers 4 names (`rope_theta`) or transformers 5 names (`rope_parameters`).
+            values: transformers 4 names (`rope_theta`) or transformers 5 names (`rope_parameters`), of a mixture
+                (`model_type: qwen3_moe`) or of a dense model (`qwen3`).
             source: what error messages call it.
 
         Raises:
-            ConfigError: Not a Qwen3-MoE configuration, or a value that no model can be built from.
+            ConfigError: A configuration of another model, a field of experts in that of a dense model, or a value that
+                no model can be built from.
         """
         if not isinstance(values, Mapping):
             raise ConfigError(f"{source}: {reprlib.repr(values)} must be a table of names and values.")
@@ -332,9 +334,14 @@ class Qwen3MoeConfig:
             known["rope_theta"] = rope["rope_theta"]
         if "num_experts" not in known and values.get("num_local_experts") is not None:  # what transformers 5 writes
             known["num_experts"] = values["num_local_experts"]
+        is_dense = values["model_type"] == "qwen3"
+        if is_dense:
+            known = {**_DENSE_DEFAULTS, **known}
+            if values.get("num_key_value_heads", 0) is None:  # it has one null that means something else
+                known["num_key_value_heads"] = known.get("num_attention_heads", cls.num_attention_heads)
         try:
             config = cls(**known)
-            if "head_dim" not in known:
+            if "head_dim" not in known and not is_dense:
                 config = dataclasses.replace(config, head_dim=config.hidden_size // config.num_attention_heads)
         except ConfigError as error:
             raise ConfigError(f"{source}: {error}") from error
@@ -348,9 +355,11 @@ class Qwen3MoeConfig:
             del values["vocab_splits"]
         if self.shared_expert_intermediate_size == 0:
             del values["shared_expert_intermediate_size"]
+        if self.num_experts == 0:
+            values = {name: value for name, value in values.items() if name not in _OF_EXPERTS}
         return {
-            "architectures": ["Qwen3MoeForCausalLM"],
-            "model_type": "qwen3_moe",
+            "architectures": ["Qwen3ForCausalLM" if self.num_experts == 0 else "Qwen3MoeForCausalLM"],
+            "model_type": "qwen3" if self.num_experts == 0 else "qwen3_moe",
             "hidden_act": "silu",
             "attention_dropout": 0.0,
             "use_sliding_window": False,
@@ -401,14 +410,31 @@ def _refuse_unsupported(values: Mapping[str, Any], rope: Mapping[str, Any], sour
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     partial = rope.get("partial_rotary_factor", values.get("partial_rotary_factor")) or 1.0
     for name, value, supported in (
-        ("model_type", values.get("model_type"), "qwen3_moe"),
-        ("hidden_act", values.get("hidden_act", "silu"), "silu"),
-        ("use_sliding_window", values.get("use_sliding_window") or False, False),
-        ("attention_dropout", values.get("attention_dropout") or 0.0, 0.0),
-        ("output_router_logits", values.get("output_router_logits") or False, False),
-        ("quantization_config", values.get("quantization_config"), None),
-        ("rope type", rope_type, "default"),
-        ("partial_rotary_factor", partial, 1.0),
+        ("model_type", values.get("model_type"), ("qwen3_moe", "qwen3")),
+        ("hidden_act", values.get("hidden_act", "silu"), ("silu",)),
+        ("use_sliding_window", values.get("use_sliding_window") or False, (False,)),
+        ("attention_dropout", values.get("attention_dropout") or 0.0, (0.0,)),
+        ("output_router_logits", values.get("output_router_logits") or False, (False,)),
+        ("quantization_config", values.get("quantization_config"), (None,)),
+        ("rope type", rope_type, ("default",)),
+        ("partial_rotary_factor", partial, (1.0,)),
     ):
-        if value != supported:
-            raise ConfigError(f"{source}: {name}={reprlib.repr(value)} is not supported, only {supported!r}.")
+        if value not in supported:
+            legal = " or ".join(map(repr, supported))
+            raise ConfigError(f"{source}: {name}={reprlib.repr(value)} is not supported, only {legal}.")
+    layer_types = values.get("layer_types") or []
+    if not isinstance(layer_types, list | tuple) or any(each != "full_attention" for each in layer_types):
+        raise ConfigError(
+            f"{source}: layer_types={reprlib.repr(layer_types)} is not supported, only layers of 'full_attention'."
+        )
+    if nested := [name for name, value in rope.items() if isinstance(value, Mapping)]:
+        raise ConfigError(
+            f"{source}: rope_parameters has a table of its own for {reprlib.repr(nested[0])}, which is not supported, "
+            "only one rope_theta for all layers."
+        )
+    if values["model_type"] == "qwen3" and (found := [name for name in _OF_EXPERTS if values.get(name)]):
+        raise ConfigError(
+            f"{source}: {found[0]}={reprlib.repr(values[found[0]])} is a field of mixtures of experts, but "
+            "model_type='qwen3' is a dense model. Set model_type to 'qwen3_moe' if the weights have experts, or remove "
+            f"{' and '.join(found)}."
+        )

@@ -41,6 +41,7 @@ _COPIED = {".json", ".txt", ".model", ".jinja"}
 """Endings of the small files beside weights."""
 GENERATION_CONFIG = "generation_config.json"
 _EMBEDDING, _HEAD = "model.embed_tokens.", "lm_head."
+_EXPERTS, _DENSE = ".mlp.experts.", ".mlp.gate_proj."
 _EMBEDDING_TENSOR, _HEAD_TENSOR = f"{_EMBEDDING}weight", f"{_HEAD}weight"
 
 
@@ -88,12 +89,8 @@ def load_huggingface(
         reader = SafetensorsReader(directory)
         in_files = _mapper(config, specs, stacked=reader.file_of).plan(specs)
         repeated = repeated_head(reader, config)
-        missing = [name for name in in_files if name not in reader.file_of]
-        tied_elsewhere = "the embeddings are tied, set tie_word_embeddings=True, or " if _HEAD_TENSOR in missing else ""
-        check_names(
-            missing,
-            unexpected=[name for name in reader if name not in in_files and name not in repeated],
-            remedy=f"{tied_elsewhere}build the model with Qwen3MoeConfig.from_json of the same directory",
+        check_tensor_names(
+            reader, in_files, repeated, "build the model with Qwen3MoeConfig.from_json of the same directory"
         )
         views = inverted(in_files, specs)
         parts = [held for name, shard in local for part in views[name].boxes if (held := part.within(shard.box))]
@@ -148,7 +145,7 @@ def save_huggingface(
     Raises:
         StateError: The directory has files and `overwrite` is not set, it cannot be written, a parameter is on no rank
             or on the meta device, or another rank failed. Nothing is left of the directory then.
-        ConfigError: A dtype that is none of float64, float32, float16, bfloat16.
+        ConfigError: A dtype that is none of float64, float32, float16, bfloat16, or fused experts of a dense model.
     """
     if dtype is not None and dtype not in DTYPE_NAMES:
         legal = ", ".join(map(str, DTYPE_NAMES))
@@ -156,6 +153,8 @@ def save_huggingface(
     ranks, failure = Ranks(), f"weights cannot be saved to {str(directory)!r}"
     with ranks.agreed(failure):
         stages, config = _stages(model)
+        if fused_experts:
+            config.refuse_without_experts("fused_experts=True")
         specs = parameter_specs(config)
         local = dict(_local_shards(stages, specs))
         biased = {name: "" for stage in stages for name, value in stage.named_buffers() if _is_biased(name, value)}
@@ -307,6 +306,32 @@ def _of_experts(config: Qwen3MoeConfig, owner: str, stack: str) -> Mapper:
 def repeated_head(reader: SafetensorsReader, config: Qwen3MoeConfig) -> set[str]:
     """The name of the head's matrix, where embeddings are tied and the files have it all the same, as some exports."""
     return {_HEAD_TENSOR} & reader.file_of.keys() if config.tie_word_embeddings else set()
+
+
+def check_tensor_names(reader: SafetensorsReader, expected: Collection[str], repeated: set[str], remedy: str) -> None:
+    """See that files have the tensors of a model, and no others. Local.
+
+    Args:
+        reader: Of the files.
+        expected: What the model has.
+        repeated: What the files may have besides.
+        remedy: What to do, as the end of a sentence. What tied embeddings or experts explain is said before.
+
+    Raises:
+        StateError: A tensor is missing, or there is one too many.
+    """
+    missing = [name for name in expected if name not in reader.file_of]
+    unexpected = [name for name in reader if name not in expected and name not in repeated]
+    found, lacking = (
+        {kind for kind in (_EXPERTS, _DENSE) if any(kind in name for name in names)} for names in (unexpected, missing)
+    )
+    if _EXPERTS in found and _DENSE in lacking:
+        remedy = f"the files have experts, the model none: set num_experts and model_type='qwen3_moe', or {remedy}"
+    elif _DENSE in found and _EXPERTS in lacking:
+        remedy = f"the model has experts, the files none: set num_experts=0 and model_type='qwen3', or {remedy}"
+    elif _HEAD_TENSOR in missing:
+        remedy = f"the embeddings are tied, set tie_word_embeddings=True, or {remedy}"
+    check_names(missing, unexpected, remedy)
 
 
 def check_tied(reader: SafetensorsReader, parts: Iterable[MappedBox]) -> None:

@@ -134,12 +134,17 @@ class Qwen3MoeModel(nn.Module):
         config: Of the whole model.
         stage: What to build; `stage.layers`, if given, else `layers_of_stages(config, stage.num_stages)`.
         balance: Of the load of the experts; None leaves it to chance.
+
+    Raises:
+        ConfigError: A balance where the whole model has no mixture of experts, or layers that it does not have.
     """
 
     def __init__(
         self, config: Qwen3MoeConfig, stage: StageInfo = StageInfo(0, 1), balance: BalanceConfig | None = None
     ) -> None:
         super().__init__()
+        if balance is not None:
+            config.refuse_without_experts(f"balance={balance}")
         self.config = config
         self.stage = stage
         if stage.layers is None:
@@ -238,6 +243,8 @@ def token_embedding(config: Qwen3MoeConfig) -> TokenEmbedding | SplitTokenEmbedd
 
 class Qwen3MoeForCausalLM(nn.Module):
     """Qwen3-MoE that predicts the next token (https://arxiv.org/abs/2505.09388), or one stage of it, on one device.
+
+    A config without experts makes it dense Qwen3, with the parameters of `transformers.Qwen3ForCausalLM`.
 
     Parameters have the names that transformers 5 uses in memory, in a stage too. The last stage has the head. With tied
     embeddings the head has no parameter: it takes `model.embed_tokens.weight`, which first and last stage then both

@@ -29,6 +29,7 @@ from lightning_d9d.models.qwen3_moe.costs import model_costs
 from lightning_d9d.models.qwen3_moe.huggingface import load_huggingface
 from lightning_d9d.models.qwen3_moe.model import Qwen3MoeForCausalLM, layers_of_stages
 from lightning_d9d.models.qwen3_moe.plan import parallelize_qwen3_moe
+from lightning_d9d.models.qwen3_moe.presets import PRESETS
 from lightning_d9d.modules import (
     BalanceConfig,
     ExpertBalance,
@@ -108,7 +109,7 @@ class Perplexity(Metric):
 
 
 class Qwen3MoePretraining(D9DModule):
-    """Next-token training of Qwen3-MoE.
+    """Next-token training of Qwen3-MoE, or of dense Qwen3 where the config has no experts.
 
     Batches are mappings with `input_ids` and `labels`, integers `[batch, seq]`; labels are already shifted (unless
     `shift_labels`), -100 does not count. `document_ids` `[batch, seq]` are optional: tokens attend only to tokens of
@@ -130,8 +131,8 @@ class Qwen3MoePretraining(D9DModule):
 
     Args:
         config: The model's size. Give this or `preset`.
-        preset: A size by name, "tiny", "30b-a3b" or "235b-a22b", or the path of a Hugging Face `config.json` or of the
-            directory that has one.
+        preset: A size by name: a mixture "tiny", "30b-a3b" or "235b-a22b", or a dense model "tiny-dense", "0.6b",
+            "1.7b", "4b", "8b", "14b" or "32b". Or the path of a Hugging Face `config.json`, or of its directory.
         learning_rate: Peak learning rate of AdamW.
         weight_decay: On matrices; vectors (norms, biases) have none.
         betas: Of AdamW.
@@ -171,11 +172,8 @@ class Qwen3MoePretraining(D9DModule):
         if warmup_steps < 0:
             raise ConfigError(f"Qwen3MoePretraining got warmup_steps={warmup_steps}; it must be at least 0")
         self.config = _resolve_config(config, preset)
-        if balance is not None and self.config.num_sparse_layers == 0:
-            raise ConfigError(
-                f"balance={balance} has no effect: no layer of the config is a mixture of experts "
-                f"(num_experts={self.config.num_experts}); leave balance out, or set num_experts"
-            )
+        if balance is not None:
+            self.config.refuse_without_experts(f"balance={balance}")
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
         self.betas = betas
@@ -455,7 +453,7 @@ def _resolve_config(config: Qwen3MoeConfig | None, preset: str | None) -> Qwen3M
     if config is not None:
         return config
     if preset is None:
-        raise ConfigError("Qwen3MoePretraining needs config, or preset: 'tiny', '30b-a3b', '235b-a22b' or a path")
+        raise ConfigError(f"Qwen3MoePretraining needs config, or preset: {', '.join(map(repr, PRESETS))} or a path")
     if "/" in preset or Path(preset).exists():
         return Qwen3MoeConfig.from_json(preset)
     return Qwen3MoeConfig.preset(preset)  # type: ignore[arg-type]

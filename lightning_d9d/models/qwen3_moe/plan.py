@@ -30,7 +30,14 @@ def parallelize_qwen3_moe(stage: Qwen3MoeForCausalLM, mesh: MeshDomains | None, 
         stage: On the meta device, or with equal values on all ranks.
         mesh: Of all ranks; None for one process, where only what concerns a single device is done.
         parallel: How.
+
+    Raises:
+        ConfigError: Experts are to be spread over ranks, or their products chosen, and the whole model has none.
     """
+    if mesh is not None and mesh.sizes[Axis.EP_SHARD] > 1:
+        stage.config.refuse_without_experts(f"MeshConfig.expert_parallel={mesh.sizes[Axis.EP_SHARD]}")
+    if parallel.grouped_gemm != "auto":
+        stage.config.refuse_without_experts(f"ParallelConfig.grouped_gemm={parallel.grouped_gemm!r}")
     layers = list(stage.model.layers.values())
     if parallel.shard_blocks is not None:
         layers = blocks_of(stage, parallel.shard_blocks)
