@@ -116,12 +116,16 @@ def test_yaml_on_two_processes(command: tuple[str, ...], tmp_path: Path):
     assert "max_steps: 4" in (tmp_path / "yaml" / "config.yaml").read_text()
 
 
-def test_empty_dataset(tmp_path: Path):
-    result = run("-m", *FIT, *SHORT, "--data.directory", tmp_path, output=tmp_path / "output")
-    assert result.returncode == 2, result.stderr
-    assert f"directory={str(tmp_path)!r} and pattern='**/*.py'" in result.stderr
-    assert "correct the path or the pattern" in result.stderr
-    assert "Traceback" not in result.stderr
+def test_empty_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    arguments = [*FIT[1:], *SHORT, "--trainer.devices", "1", "--data.directory", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["lightning-d9d", *arguments])
+    monkeypatch.setenv("QUICKSTART_OUTPUT", str(tmp_path / "output"))
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    said = capsys.readouterr().err
+    assert f"directory={str(tmp_path)!r} and pattern='**/*.py'" in said
+    assert "correct the path or the pattern" in said
+    assert "Traceback" not in said
 
 
 def test_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

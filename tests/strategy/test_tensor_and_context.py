@@ -53,6 +53,7 @@ SHARED_HEADS = replace(SMALL, num_key_value_heads=1)
 PP2 = {"pipeline_parallel": 2}
 SHARD2 = {"data_parallel_shard": 2}
 TP2 = {"tensor_parallel": 2}
+TP4 = {"tensor_parallel": 4}
 CP2 = {"context_parallel_shard": 2}
 SEED = 1
 QUIET: dict[str, Any] = {"use_distributed_sampler": False, "precision": "64-true", "gradient_clip_val": 0.5}
@@ -163,10 +164,18 @@ def test_a_module_that_was_built_whole_is_spread(rank: RankContext, mesh: dict[s
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("config", [SMALL, SHARED_HEADS], ids=["2 heads", "1 head"])
-def test_checkpoints_go_from_mesh_to_mesh(rank: RankContext, config: Qwen3MoeConfig) -> None:
+@pytest.mark.parametrize(
+    ("config", "meshes"),
+    [
+        (SMALL, [SHARD2 | TP2, TP4, SHARD2 | CP2, TP2 | CP2, SHARD2 | TP2, {"data_parallel_shard": 4}]),
+        (SHARED_HEADS, [SHARD2 | TP2, TP4, SHARD2 | TP2]),
+    ],
+    ids=["2 heads", "1 head"],
+)
+def test_checkpoints_go_from_mesh_to_mesh(
+    rank: RankContext, config: Qwen3MoeConfig, meshes: list[dict[str, int]]
+) -> None:
     """A step on each is as many on one process: weights, and the state of the optimizer."""
-    meshes = [SHARD2 | TP2, {"tensor_parallel": 4}, SHARD2 | CP2, TP2 | CP2, SHARD2 | TP2, {"data_parallel_shard": 4}]
     L.seed_everything(SEED, verbose=False)
     expected = on_one_process(config, steps=len(meshes), data=Data(8))
     path = None
@@ -361,14 +370,15 @@ class Breaks(Watched):
         return WeightedLoss(loss.value_sum * self.factor, loss.weight)
 
 
-OPTIONS: dict[str, tuple[type[Watched], dict[str, Any], dict[str, Any]]] = {
+OPTIONS: dict[str, tuple[type[Watched], list[dict[str, int]], dict[str, Any], dict[str, Any]]] = {
     "accumulated, clipped by value": (
         Watched,
+        [CP2 | TP2],
         {"accumulate_grad_batches": 2, "gradient_clip_algorithm": "value", "gradient_clip_val": 0.01},
         {"microbatch_size": 2},
     ),
-    "frozen, from the host": (Watched, {"max_epochs": 2}, {"parallel": ParallelConfig(offload=True)}),
-    "left out": (Breaks, {}, {"skip_nonfinite": True}),
+    "frozen, from the host": (Watched, [SHARD2 | TP2], {"max_epochs": 2}, {"parallel": ParallelConfig(offload=True)}),
+    "left out": (Breaks, [SHARD2 | TP2, CP2 | TP2], {}, {"skip_nonfinite": True}),
 }
 NUM_STEPS = dict(zip(OPTIONS, (1, 4, 2), strict=True))
 
@@ -376,7 +386,7 @@ NUM_STEPS = dict(zip(OPTIONS, (1, 4, 2), strict=True))
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("case", OPTIONS)
 def test_options_have_the_effect_that_they_have_on_replicas(rank: RankContext, case: str) -> None:
-    cls, of_trainer, of_strategy = OPTIONS[case]
+    cls, meshes, of_trainer, of_strategy = OPTIONS[case]
 
     def fit(mesh: dict[str, int], **of_strategy: Any) -> tuple[Steps, int]:
         L.seed_everything(SEED, verbose=False)
@@ -388,7 +398,7 @@ def test_options_have_the_effect_that_they_have_on_replicas(rank: RankContext, c
         return module.seen, strategy.num_skipped_steps
 
     expected, num_skipped = fit({"data_parallel_replicate": 4}, skip_nonfinite="skip_nonfinite" in of_strategy)
-    for mesh in (SHARD2 | TP2, CP2 | TP2):
+    for mesh in meshes:
         actual, num_skipped_here = fit(mesh, **of_strategy)
         assert num_skipped_here == num_skipped == (cls is Breaks)
         assert len(actual.weights) == len(expected.weights) == NUM_STEPS[case]
