@@ -35,6 +35,7 @@ def end(process: Any, seconds: float) -> int | None:
     return code
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     ("key", "value", "code"),
     [("failure", Failure(1, "ValueError: bad row").to_store(), 1), ("stop", "[1, 15]", 128 + signal.SIGTERM)],
@@ -50,6 +51,7 @@ def test_a_rank_that_cannot_speak_ends(streams: str, key: str, value: str, code:
     assert time.monotonic() - begin > watched.SHUTDOWN_SECONDS
 
 
+@pytest.mark.jobs
 def test_values_that_no_rank_wrote(tmp_path: Path) -> None:
     process = start(watched.read_garbage, tmp_path / "heard.json")
     assert end(process, 240) == 0
@@ -61,6 +63,7 @@ def test_values_that_no_rank_wrote(tmp_path: Path) -> None:
             assert text.startswith("rank 0 failed: ")
 
 
+@pytest.mark.jobs
 def test_numbers_that_no_rank_counted(tmp_path: Path) -> None:
     process = start(watched.count_garbage, tmp_path / "heard.json")
     assert end(process, 60) == 0

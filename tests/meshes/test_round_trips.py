@@ -21,6 +21,7 @@ def results(folder: Path, name: str) -> list[Any]:
     return [torch.load(path, weights_only=True) for path in sorted(folder.glob(f"{name}-*.pt"))]
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     "trip", [pytest.param(trip, id=str(trip), marks=() if trip.fast else pytest.mark.meshes) for trip in ROUND_TRIPS]
 )

@@ -163,6 +163,7 @@ def resume(directory: Path, kind: str, checkpoint: Path) -> None:
     assert resumed.weights.isfinite().all()
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("name", JOBS)
 def test_job_whose_other_rank_ends(name: str, tmp_path: Path) -> None:
     phase, cell = name.split("-")[1], JOBS[name]

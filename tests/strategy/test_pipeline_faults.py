@@ -87,6 +87,7 @@ def test_the_page_shows_the_table() -> None:
     assert TABLE.shown() == TABLE.page_rows(lambda test: "?")
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("name", TABLE.jobs)
 def test_job_whose_other_ranks_end(name: str, tmp_path: Path) -> None:
     cell = TABLE.jobs[name]

@@ -163,6 +163,7 @@ def train_two(folder: Path, path: Path | None) -> None:
     assert [rank.exitcode for rank in ranks] == [0, 0]
 
 
+@pytest.mark.jobs
 def test_two_ranks_and_one_process_go_on_from_each_other(tmp_path: Path) -> None:
     keep: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [midway(tmp_path / "one")]}
     _, expected = fit(Sharded(optimizer="adamw"), max_epochs=1, **keep)
