@@ -11,10 +11,10 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.optim import OptimizerSettings, ParameterGroup
+from lightning_d9d.optim import OptimizerSettings, ParameterGroup, learning_rates
 from lightning_d9d.optim.settings import LRSchedulerFactory, OptimizerFactory
 
 
@@ -89,6 +89,39 @@ class OptimizedModule(L.LightningModule):
         """
         return None
 
+    def make_lr_scheduler(self, optimizer: Optimizer, total_steps: int | None) -> LRScheduler | None:
+        """Build the schedule of the settings, or the default one; None: there is none. Local.
+
+        Args:
+            optimizer: The one that is scheduled.
+            total_steps: Optimizer steps of the whole run; None: it has no end.
+
+        Raises:
+            ConfigError: The schedule does not fit into the run, or needs to know its steps.
+        """
+        settings = self.optimizer_settings
+        make = self.default_lr_scheduler if settings is None else settings.make_lr_scheduler
+        return make(optimizer, total_steps)
+
+    def learning_rates(self, total_steps: int) -> list[float]:
+        """Return the learning rate of each optimizer step of a run, without one. Local.
+
+        Args:
+            total_steps: Optimizer steps of the run.
+
+        Raises:
+            ConfigError: The schedule does not fit into the run, or is known in a run only.
+        """
+        if type(self).configure_optimizers is not OptimizedModule.configure_optimizers:
+            raise ConfigError(
+                f"{type(self).__name__}.configure_optimizers makes the schedule, which is known in a run only; give "
+                "`lr_scheduler` a class with settings instead"
+            )
+        settings = self.optimizer_settings
+        optimizer = self.default_optimizer() if settings is None else settings.optimizer([{"params": []}])
+        scheduler = self.make_lr_scheduler(optimizer, total_steps) or LambdaLR(optimizer, lambda step: 1.0)
+        return learning_rates(scheduler, total_steps)
+
     def named_for_optimizer(self) -> tuple[Mapping[str, nn.Parameter], Sequence[str], Sequence[str]]:
         """Return this rank's parameters by name, the names of all ranks' parameters, and those of embeddings. Local."""
         raise NotImplementedError(f"{type(self).__name__} must implement named_for_optimizer()")
@@ -102,11 +135,10 @@ class OptimizedModule(L.LightningModule):
         settings = self.optimizer_settings
         if settings is None:
             optimizer = self.default_optimizer()
-            scheduler = self.default_lr_scheduler(optimizer, optimizer_steps(self.trainer))
         else:
             optimizer = settings.make_optimizer(*self.named_for_optimizer())
-            total_steps = None if settings.lr_scheduler is None else optimizer_steps(self.trainer)
-            scheduler = settings.make_lr_scheduler(optimizer, total_steps)
+        is_scheduled = settings is None or settings.lr_scheduler is not None
+        scheduler = self.make_lr_scheduler(optimizer, optimizer_steps(self.trainer) if is_scheduled else None)
         if scheduler is None:
             return optimizer
         if isinstance(scheduler, ReduceLROnPlateau):
