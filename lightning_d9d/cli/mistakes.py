@@ -186,7 +186,7 @@ def _names_of(owner: str | None, parser: ArgumentParser) -> list[str]:
     if owner is not None:
         kind, parser = resolve_name(owner), ArgumentParser(exit_on_error=False)
         first = next(iter(inspect.signature(kind).parameters), "")
-        parser.add_class_arguments(kind, fail_untyped=False, skip={first} & _GIVEN_LATER)
+        parser.add_class_arguments(kind, fail_untyped=False, skip=_GIVEN_LATER & {first})
     return list(parser.get_defaults(skip_validation=True).keys())
 
 

@@ -336,7 +336,7 @@ def _factory(chosen: Namespace | None, kind: Any) -> Any:
         return None
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_argument("--chosen", type=kind)
-    return parser.instantiate_classes(parser.parse_object({"chosen": chosen.as_dict()})).chosen
+    return parser.instantiate_classes(parser.parse_object({"chosen": chosen.as_dict()}))["chosen"]
 
 
 def _is_same(saved: object, given: object) -> bool:
