@@ -27,8 +27,8 @@ def rows_of_rank(global_batch_size: int, trainer: L.Trainer | None) -> int:
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks):
         raise ConfigError(
-            f"global_batch_size={global_batch_size} cannot be kept, as a GradientAccumulationScheduler changes the "
-            "accumulated batches with the epoch; leave that out, or give batch_size, the rows of a rank's batch"
+            f"global_batch_size={global_batch_size} cannot be kept, as a GradientAccumulationScheduler changes "
+            "accumulation with the epoch; leave that out, or give batch_size"
         )
     ranks = (trainer.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"]
     factors = {"data ranks": ranks, "accumulated batches": trainer.accumulate_grad_batches}

@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageChops, ImageStat
 from torch import nn
 from torch.optim import AdamW
 
@@ -18,6 +18,7 @@ from lightning_d9d.cli import D9DCLI, main
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.models.qwen3_moe import Qwen3MoePretraining
 from lightning_d9d.optim import OptimizerSettings, ParameterGroup, Phase, PiecewiseLR, StochasticAdamW
+from tests.test_docs import blocks
 
 MODEL = """\
 model:
@@ -143,6 +144,25 @@ def test_the_learning_rate_is_drawn(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "Plotly" in Path("own.html").read_text()
     constant = ("--config", "own.yaml", "--optimizer", "SGD", "--optimizer.lr", "0.5")
     assert draw(monkeypatch, capsys, "sgd.svg", *constant) == "sgd.svg: 4 steps, from 0.5 over 0.5 to 0.5\n"
+
+
+def test_the_pictures_of_the_page_are_what_its_commands_draw(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Up to the fonts and the versions of matplotlib."""
+    root = Path(__file__).parents[2]
+    found = blocks(root / "docs/how-to/choose-a-learning-rate.md")
+    for block in found:
+        if block.title:
+            Path(block.title).write_text(block.code)
+    commands = [words for block in found if block.language == "bash" for words in block.commands()]
+    assert len(commands) == 3
+    for _, _, picture, *arguments in commands:
+        draw(monkeypatch, capsys, picture, *arguments)
+        with Image.open(picture) as ours, Image.open(root / "docs/assets" / picture) as shown:
+            assert ours.size == shown.size
+            difference = ImageChops.difference(ours.convert("L"), shown.convert("L"))
+        assert ImageStat.Stat(difference).mean[0] < 2, picture
 
 
 class OwnOptimizer(Qwen3MoePretraining):
