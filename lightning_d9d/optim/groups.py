@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
@@ -80,6 +80,7 @@ def groups_by_pattern(
     parameters: Iterable[tuple[str, nn.Parameter]],
     patterns: Sequence[ParameterGroup],
     without_decay: Collection[str] = (),
+    of_name: Callable[[str], Mapping[str, Any]] = lambda name: {},
 ) -> list[dict[str, Any]]:
     """Trainable parameters in groups that fused and foreach optimizers take, with the settings of patterns.
 
@@ -89,24 +90,26 @@ def groups_by_pattern(
         parameters: With their names; frozen ones are left out.
         patterns: At most one matches each, see `check_patterns`.
         without_decay: The names of larger parameters that have no weight decay either, such as embeddings.
+        of_name: Returns what else a parameter's group has.
 
     Returns:
         Mappings with `params`, and with `lr` and `weight_decay` where they are not the optimizer's own. Where nothing
         is trainable, one group without parameters.
     """
 
-    def settings_of(name: str, parameter: nn.Parameter) -> tuple[int, float | None, float | None]:
+    def settings_of(name: str, parameter: nn.Parameter) -> tuple[int, float | None, float | None, Any]:
+        others = tuple(of_name(name).items())
         decay = 0.0 if parameter.ndim < 2 or name in without_decay else None
         for index, group in enumerate(patterns):
             if group.matches(name):
-                return index, group.lr, decay if group.weight_decay is None else group.weight_decay
-        return -1, None, decay
+                return index, group.lr, decay if group.weight_decay is None else group.weight_decay, others
+        return -1, None, decay, others
 
     grouped = _grouped(parameters, settings_of)
     grouped.sort(key=lambda entry: (entry[0][0], entry[0][2] is not None))  # stable: else in the order of names
     found = []
-    for (_, lr, decay), members in grouped:
-        settings = {"lr": lr, "weight_decay": decay}
+    for (_, lr, decay, others), members in grouped:
+        settings = {"lr": lr, "weight_decay": decay, **dict(others)}
         found.append({"params": members} | {name: value for name, value in settings.items() if value is not None})
     return found or [{"params": []}]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
@@ -12,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.log import logger
 from lightning_d9d.optim.groups import ParameterGroup, check_patterns, groups_by_pattern
+from lightning_d9d.optim.muon import MuonAdamW
 from lightning_d9d.optim.rates import PiecewiseLR
 
 OptimizerFactory = Callable[[Iterable], Optimizer]
@@ -21,6 +23,24 @@ LRSchedulerFactory = Callable[[Optimizer], LRScheduler]
 
 _LENGTHS = ("total_steps", "T_max", "total_iters")
 """Where torch's schedules keep the number of steps after which they end."""
+
+
+class NamedParameters(NamedTuple):
+    """Parameters by their names in the whole model, which several ranks may hold."""
+
+    own: Mapping[str, nn.Parameter]
+    """This rank's."""
+    names: Sequence[str]
+    """The names of all ranks' parameters."""
+    embeddings: Sequence[str]
+    """The names of embeddings, which have no weight decay unless a group says so."""
+    heads: Sequence[str] = ()
+    """The names of matrices that have the shape of an embedding."""
+
+    def kind_of_matrix(self, name: str) -> dict[str, Any]:
+        """Return what `MuonAdamW` needs to know of a parameter, as settings of its group."""
+        is_of_words = name in self.embeddings or name in self.heads
+        return {"matrices": not is_of_words, "num_parts": 2 if "gate_up_proj" in name.split(".") else 1}
 
 
 @dataclass(frozen=True)
@@ -48,21 +68,16 @@ class OptimizerSettings:
             if not isinstance(group, ParameterGroup):
                 raise ConfigError(f"parameter_groups has {group!r}; give ParameterGroup(pattern, lr=...)")
 
-    def make_optimizer(
-        self, parameters: Mapping[str, nn.Parameter], names: Sequence[str], embeddings: Sequence[str]
-    ) -> Optimizer:
+    def make_optimizer(self, parameters: NamedParameters) -> Optimizer:
         """Build the optimizer. Local.
-
-        Args:
-            parameters: This rank's, by name.
-            names: The names of all ranks' parameters.
-            embeddings: Those of embeddings, which have no weight decay unless a group says so.
 
         Raises:
             ConfigError: Groups match nothing or the same, or have a weight decay that the optimizer does not know.
         """
-        check_patterns(self.parameter_groups, names)
-        optimizer = self.optimizer(groups_by_pattern(parameters.items(), self.parameter_groups, embeddings))
+        check_patterns(self.parameter_groups, parameters.names)
+        optimizer = self.optimizer(self._groups(parameters))
+        if isinstance(optimizer, MuonAdamW):
+            optimizer = self.optimizer(self._groups(parameters, parameters.kind_of_matrix))
         for group in self.parameter_groups:
             if group.weight_decay is not None and "weight_decay" not in optimizer.defaults:
                 raise ConfigError(
@@ -70,6 +85,11 @@ class OptimizerSettings:
                     f"{type(optimizer).__name__} has none; leave it out, or choose another optimizer"
                 )
         return optimizer
+
+    def _groups(
+        self, parameters: NamedParameters, *of_name: Callable[[str], Mapping[str, Any]]
+    ) -> list[dict[str, Any]]:
+        return groups_by_pattern(parameters.own.items(), self.parameter_groups, parameters.embeddings, *of_name)
 
     def make_lr_scheduler(self, optimizer: Optimizer, total_steps: int | None) -> LRScheduler | None:
         """Build the schedule. Local.

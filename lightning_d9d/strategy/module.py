@@ -20,7 +20,7 @@ from lightning_d9d.log import logger
 from lightning_d9d.mesh import Axis, MeshConfig, MeshDomains
 from lightning_d9d.mesh.agreement import first_of
 from lightning_d9d.optim import ParameterGroup
-from lightning_d9d.optim.settings import LRSchedulerFactory, OptimizerFactory
+from lightning_d9d.optim.settings import LRSchedulerFactory, NamedParameters, OptimizerFactory
 from lightning_d9d.parallel import ParallelConfig, parallelize
 from lightning_d9d.parallel.context import check_context
 from lightning_d9d.parallel.tensor import split_for_heads
@@ -238,15 +238,14 @@ class D9DModule(OptimizedModule):
             self._parameter_order = [name for name, value in state.items() if isinstance(value, nn.Parameter)]
         return self._parameter_order
 
-    def named_for_optimizer(self) -> tuple[dict[str, nn.Parameter], list[str], list[str]]:
-        """Parameters by global names; those of embeddings are found in the whole model, as stages may share them."""
-        embeddings = [
-            f"{name}.weight"
-            for name, part in self.whole_on_meta().stages[0].named_modules()
-            if isinstance(part, nn.Embedding)
-        ]
-        named = {name: parameter for parameter, name in first_names(self.state_dict(keep_vars=True)).items()}
-        return named, self.parameter_order(), embeddings
+    def named_for_optimizer(self) -> NamedParameters:
+        """Parameters by global names; embeddings are found in the whole model, as stages may share them."""
+        whole = self.whole_on_meta().stages[0]
+        tables = {f"{name}.weight": part for name, part in whole.named_modules() if isinstance(part, nn.Embedding)}
+        shapes = {table.weight.shape for table in tables.values()}
+        heads = [name for name, each in whole.named_parameters() if each.shape in shapes and name not in tables]
+        own = {name: parameter for parameter, name in first_names(self.state_dict(keep_vars=True)).items()}
+        return NamedParameters(own, self.parameter_order(), list(tables), heads)
 
     @property
     def _spread_now(self) -> tuple[MeshConfig, ParallelConfig]:

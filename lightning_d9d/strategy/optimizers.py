@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.optim import OptimizerSettings, ParameterGroup, learning_rates
-from lightning_d9d.optim.settings import LRSchedulerFactory, OptimizerFactory
+from lightning_d9d.optim.settings import LRSchedulerFactory, NamedParameters, OptimizerFactory
 
 
 class OptimizedModule(L.LightningModule):
@@ -122,8 +122,8 @@ class OptimizedModule(L.LightningModule):
         scheduler = self.make_lr_scheduler(optimizer, total_steps) or LambdaLR(optimizer, lambda step: 1.0)
         return learning_rates(scheduler, total_steps)
 
-    def named_for_optimizer(self) -> tuple[Mapping[str, nn.Parameter], Sequence[str], Sequence[str]]:
-        """Return this rank's parameters by name, the names of all ranks' parameters, and those of embeddings. Local."""
+    def named_for_optimizer(self) -> NamedParameters:
+        """Return the parameters by name. Local."""
         raise NotImplementedError(f"{type(self).__name__} must implement named_for_optimizer()")
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
@@ -136,7 +136,7 @@ class OptimizedModule(L.LightningModule):
         if settings is None:
             optimizer = self.default_optimizer()
         else:
-            optimizer = settings.make_optimizer(*self.named_for_optimizer())
+            optimizer = settings.make_optimizer(self.named_for_optimizer())
         is_scheduled = settings is None or settings.lr_scheduler is not None
         scheduler = self.make_lr_scheduler(optimizer, optimizer_steps(self.trainer) if is_scheduled else None)
         if scheduler is None:

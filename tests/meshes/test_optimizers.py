@@ -10,11 +10,11 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 
 from lightning_d9d import D9DStrategy, MeshConfig
-from lightning_d9d.models.qwen3_moe import Qwen3MoePretraining
-from lightning_d9d.optim import ParameterGroup, Phase, PiecewiseLR
+from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3MoePretraining
+from lightning_d9d.optim import OptimizerSettings, ParameterGroup, Phase, PiecewiseLR
 from tests.harness.compare import assert_tensors_close
 from tests.harness.ranks import RankContext
 from tests.harness.tolerances import Tolerance
@@ -24,6 +24,11 @@ from tests.strategy.plain import trainer
 TIED = replace(CONFIG, tie_word_embeddings=True)
 STEPS, SAVED_AFTER, SEED = 4, 2, 1
 EXPERTS_RATE = LEARNING_RATE / 4
+SETTINGS = OptimizerSettings(
+    partial(AdamW, lr=LEARNING_RATE, eps=EPS, weight_decay=WEIGHT_DECAY),
+    partial(PiecewiseLR, phases=[Phase(0.0)], initial=1.0),
+    [ParameterGroup("*.experts.*", lr=EXPERTS_RATE)],
+)
 
 
 class Configured(Watched):
@@ -31,14 +36,10 @@ class Configured(Watched):
 
     configure_optimizers = Qwen3MoePretraining.configure_optimizers
 
-    def __init__(self, save_to: str | None = None) -> None:
-        super().__init__(TIED, STEPS)
+    def __init__(self, settings: OptimizerSettings, config: Qwen3MoeConfig, steps: int, save_to: str | None) -> None:
+        super().__init__(config, steps)
         self.save_to = save_to
-        self.use_optimizer(
-            partial(AdamW, lr=LEARNING_RATE, eps=EPS, weight_decay=WEIGHT_DECAY),
-            partial(PiecewiseLR, phases=[Phase(0.0)], initial=1.0),
-            [ParameterGroup("*.experts.*", lr=EXPERTS_RATE)],
-        )
+        self.optimizer_settings = settings
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(outputs, batch, batch_idx)
@@ -47,25 +48,47 @@ class Configured(Watched):
             self.trainer.should_stop = True
 
 
-def fitted(rank: RankContext, mesh: MeshConfig, save_to: str | None, load_from: str | None) -> dict[str, Tensor]:
+def fitted(
+    rank: RankContext,
+    mesh: MeshConfig,
+    settings: OptimizerSettings = SETTINGS,
+    config: Qwen3MoeConfig = TIED,
+    steps: int = STEPS,
+    save_to: str | None = None,
+    load_from: str | None = None,
+) -> dict[str, Tensor]:
+    """The weights that this rank holds after the last step."""
     L.seed_everything(SEED, verbose=False)
-    module = Configured(save_to)
+    module = Configured(settings, config, steps, save_to)
     options = {"precision": "64-true", "max_epochs": 1, "use_distributed_sampler": False}
     run = trainer(D9DStrategy(mesh=mesh), rank.world_size, rank.device.type, **options)
     run.fit(module, ckpt_path=load_from)
     return {name: whole(parameter.detach()) for name, parameter in module._named()}
 
 
-def on_one_process() -> dict[str, Tensor]:
-    """Plain torch, with groups and learning rates by hand."""
+def built(config: Qwen3MoeConfig) -> Qwen3MoeForCausalLM:
+    """The model of one process, in float64."""
     L.seed_everything(SEED, verbose=False)
-    module = Qwen3MoePretraining(TIED)
+    module = Qwen3MoePretraining(config)
     torch.set_default_dtype(torch.float64)
     try:
         module.configure_model()
     finally:
         torch.set_default_dtype(torch.float32)
-    model = module.model
+    return module.model
+
+
+def train_step(model: Qwen3MoeForCausalLM, optimizer: Optimizer, step: int) -> None:
+    """One step of plain torch."""
+    batch = batch_of(step)
+    optimizer.zero_grad()
+    (model(**batch, reduction="sum").loss / (batch["labels"] != -100).sum()).backward()
+    optimizer.step()
+
+
+def on_one_process() -> dict[str, Tensor]:
+    """Plain torch, with groups and learning rates by hand."""
+    model = built(TIED)
     experts = {name for name, _ in model.named_parameters() if ".experts." in name}
     plain = {name for name, p in model.named_parameters() if p.ndim < 2} | {"model.embed_tokens.weight"}
     named = dict(model.named_parameters())
@@ -76,12 +99,9 @@ def on_one_process() -> dict[str, Tensor]:
     ]
     optimizer = AdamW(groups, lr=LEARNING_RATE, eps=EPS, weight_decay=WEIGHT_DECAY)
     for step in range(STEPS):
-        batch = batch_of(step)
-        optimizer.zero_grad()
-        (model(**batch, reduction="sum").loss / (batch["labels"] != -100).sum()).backward()
         for group in optimizer.param_groups:
             group["lr"] = group["peak"] * (1 - step / STEPS)
-        optimizer.step()
+        train_step(model, optimizer, step)
     return {name: parameter.detach() for name, parameter in named.items()}
 
 
@@ -96,8 +116,8 @@ MESHES = {
 @pytest.mark.parametrize(("first", "second"), [("pp2", "shard2"), ("shard2", "rep2-ep2"), ("rep2-ep2", "pp2")])
 def test_groups_and_schedule_on_two_meshes(rank: RankContext, first: str, second: str) -> None:
     saved = str(rank.tmp_dir / "saved")
-    fitted(rank, MESHES[first], saved, None)
-    weights = fitted(rank, MESHES[second], None, saved)
+    fitted(rank, MESHES[first], save_to=saved)
+    weights = fitted(rank, MESHES[second], load_from=saved)
     expected = rank.from_first_rank(on_one_process)
     assert_tensors_close(weights, {name: expected[name] for name in weights}, tolerance=Tolerance(relative=1e-9))
     held = rank.all_gather_object(set(weights))

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from lightning_d9d import D9DModule, D9DStrategy, StageInfo, StageInputs
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.optim import OptimizerSettings, ParameterGroup, Phase, PiecewiseLR
+from lightning_d9d.optim.settings import NamedParameters
 from tests.harness.ranks import RankContext
 from tests.strategy.staged import Staged, staged_rows
 
@@ -263,4 +264,4 @@ def test_nearest_names_stand_for_all_layers() -> None:
     names = [f"model.layers.{layer}.mlp.{name}.weight" for layer in range(3) for name in ("gate", "experts")]
     settings = OptimizerSettings(AdamW, parameter_groups=[ParameterGroup("model.layers.*.mlp.gat.weight", lr=1.0)])
     with pytest.raises(ConfigError, match=r"nearest names are 'model\.layers\.\*\.mlp\.gate\.weight', "):
-        settings.make_optimizer({}, names, [])
+        settings.make_optimizer(NamedParameters({}, names, []))
