@@ -231,7 +231,10 @@ IN_THE_FILE = {
         "run.yaml, line 21: TextSample has no option 'context_lenght'; did you mean 'context_length'?\n"
         "TextSample takes prompt, num_characters, temperature, context_length, seed\n"
     ),
-    ("batch_size: 8", "batch_size: eight"): "run.yaml, line 9: data.batch_size must be a whole number, not 'eight'\n",
+    (
+        "batch_size: 8",
+        "batch_size: eight",
+    ): "run.yaml, line 9: data.batch_size must be a whole number or null, not 'eight'\n",
     ("preset: tiny", "preset: tinny"): (
         "run.yaml, line 4: preset='tinny' is unknown; choose one of 'tiny', '30b-a3b', '235b-a22b', or the path of a "
         "Hugging Face config.json; did you mean 'tiny'?\n"
