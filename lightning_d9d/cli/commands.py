@@ -183,7 +183,7 @@ def check_picture(arguments: Sequence[str]) -> None:
     Raises:
         MistakeError: The picture is missing.
     """
-    if not arguments or arguments[0].startswith("-"):
+    if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
         raise MistakeError(
             "lightning-d9d learning-rate needs a picture first, which ends in .png, .svg or .html\n"
             "such as lightning-d9d learning-rate rates.png --config run.yaml; options are those of fit"

@@ -43,6 +43,9 @@ def run(_: object = None) -> None:
         ConfigError: The schedule cannot be, or is known in a run only.
     """
     words = sys.argv[2:]
+    if words[0] in ("-h", "--help"):
+        sys.stdout.write("usage: lightning-d9d learning-rate PICTURE [options of fit]\n\n")
+        words.insert(0, "")
     _Drawing.picture = Path(words[0])
     sys.argv[1:] = ["fit", *words[1:]]
     _Drawing(parser_kwargs={"prog": "lightning-d9d"})

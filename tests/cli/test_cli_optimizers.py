@@ -165,6 +165,14 @@ def test_the_pictures_of_the_page_are_what_its_commands_draw(
         assert ImageStat.Stat(difference).mean[0] < 2, picture
 
 
+def test_help_is_that_of_fit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        draw(monkeypatch, capsys, "--help")
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: lightning-d9d learning-rate PICTURE [options of fit]\n")
+    assert "--trainer.max_steps" in shown
+
+
 class OwnOptimizer(Qwen3MoePretraining):
     def configure_optimizers(self) -> Any:
         return AdamW(self.parameters())

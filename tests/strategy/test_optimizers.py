@@ -113,6 +113,12 @@ def test_other_limits_of_a_run(options: dict[str, Any], steps: int) -> None:
     assert module.rates == pytest.approx([1e-3 * (1 - step / steps) for step in range(steps)])
 
 
+def test_other_strategies_know_the_steps_too() -> None:
+    module = Embedded(**SGD_FALLING)
+    trainer_of(max_epochs=1, strategy="auto").fit(module)
+    assert module.rates == pytest.approx([1e-3 * (1 - step / NUM_ROWS) for step in range(NUM_ROWS)])
+
+
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self) -> Any:
         return iter([{"x": torch.tensor(1)}] * 3)
