@@ -85,6 +85,8 @@ def check_command(words: list[str]) -> None:
             if arguments[0] in PARSERS:
                 parse(arguments[0], arguments[1:])
                 return
+            if arguments[0] == "learning-rate":
+                arguments = ["fit", *arguments[2:]]
             asks_for_help = any(argument.endswith("help") for argument in words[:-1])
             try:
                 Built(args=arguments if asks_for_help else [*arguments, "--trainer.accelerator", "cpu"])

@@ -17,7 +17,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from lightning_d9d.cli.commands import PARSERS, check_paths, parse
+from lightning_d9d.cli.commands import PARSERS, check_paths, check_picture, parse
 from lightning_d9d.cli.files import check_files
 from lightning_d9d.cli.wording import MistakeError
 from lightning_d9d.errors import ConfigError, StateError, did_you_mean, first_of_others, reason
@@ -34,6 +34,7 @@ SUBCOMMANDS: dict[str, tuple[str, tuple[str, str]]] = {
     "validate": ("computes the validation metrics of a checkpoint", _TRAINING),
     "test": ("computes the test metrics of a checkpoint", _TRAINING),
     "predict": ("runs a model on data and keeps what it returns", _TRAINING),
+    "learning-rate": ("draws the learning rate of a run", ("lightning_d9d.cli.rates", "run")),
     "convert": ("turns weights and checkpoints into other forms", ("lightning_d9d.convert", "main")),
     "doctor": ("checks whether this machine is fit for training", ("lightning_d9d.doctor", "main")),
     "generate": ("shows what a model writes", ("lightning_d9d.generation.commands", "main_generate")),
@@ -49,7 +50,7 @@ def __getattr__(name: str) -> Any:
 
 
 def main() -> None:
-    """Runs the subcommand of `sys.argv`: fit, validate, test, predict, convert, doctor, generate or evaluate.
+    """Runs the subcommand of `sys.argv`, one of `SUBCOMMANDS`.
 
     A configuration or a file that cannot work ends with exit code 2 and one message; `JSONARGPARSE_DEBUG=true` shows
     the traceback. A failure of another rank ends with exit code 1 and what that rank said.
@@ -101,8 +102,10 @@ def _parse(arguments: list[str]) -> tuple[str, str, Namespace | None]:
         raise MistakeError(
             f"subcommand {name!r} is unknown{did_you_mean(name, SUBCOMMANDS)}\nchoose one of {', '.join(SUBCOMMANDS)}"
         )
+    if name == "learning-rate":
+        check_picture(arguments[1:])
     check_files(arguments)
-    return *_TRAINING, None
+    return *SUBCOMMANDS.get(name, ("", _TRAINING))[1], None
 
 
 def _import(module: str) -> ModuleType:

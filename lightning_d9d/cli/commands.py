@@ -174,5 +174,21 @@ def check_paths(name: str, parsed: argparse.Namespace) -> None:
             raise MistakeError(f"{missing(path)}\n{kind}: {kinds[kind]}")
 
 
+def check_picture(arguments: Sequence[str]) -> None:
+    """Looks for the picture that `learning-rate` is to draw; what stands behind it is as for `fit`.
+
+    Args:
+        arguments: What stands behind the subcommand.
+
+    Raises:
+        MistakeError: The picture is missing.
+    """
+    if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
+        raise MistakeError(
+            "lightning-d9d learning-rate needs a picture first, which ends in .png, .svg or .html\n"
+            "such as lightning-d9d learning-rate rates.png --config run.yaml; options are those of fit"
+        )
+
+
 def _listed(value: str | list[str]) -> list[str]:
     return [value] if isinstance(value, str) else value

@@ -6,6 +6,7 @@ alternative that says most is the mistake; of a message that has none of them th
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -32,7 +33,12 @@ _OWNER = re.compile(r"Problem with given class_path '([^']+)'")
 _SUBTYPES = re.compile(r"Subtypes: \[(.*)\]$")
 _CALL = re.compile(r"([\w.]+)\((.*)\)$")
 _ARGUMENT = re.compile(r"NestedArg\(key='(?:init_args\.)?(.+?)', val=.*\)$")
+_MADE = re.compile(r"expects a function or a callable class: .*Got value: Namespace\(class_path='([^']+)'")
+"""A class whose objects are made later, such as an optimizer."""
 _NOISE = ("Does not validate", "- Does not validate", "Subtypes:", "Errors:", "- Expected a", "Given value")
+
+_GIVEN_LATER: set[str | int] = {"params", "optimizer"}
+"""First arguments of optimizers and schedules, which no configuration has."""
 
 _MAX_NAMES = 12
 """Names in a list of classes."""
@@ -134,6 +140,8 @@ def locate(written: Written, path: Sequence[str], value: str | None = None) -> s
 
 def _unknown_option(text: str, line: _Line, written: Written, parser: ArgumentParser) -> str:
     option = text.split()[0].partition("=")[0]
+    if made := _MADE.search(line.text):
+        line = replace(line, owners=(*line.owners, (line.path, made[1])))
     if "unrecognized" in line.text and not option.startswith("-"):
         return f"{option!r} follows no option; a configuration file is given with --config {option}"
     names = [*line.path, *(name for name in option.lstrip("-").split(".") if name != "init_args")]
@@ -176,8 +184,9 @@ def _children(known: Iterable[str], names: Sequence[str]) -> list[str]:
 def _names_of(owner: str | None, parser: ArgumentParser) -> list[str]:
     """The options of a class, or of the whole command line, nested ones with dots."""
     if owner is not None:
-        parser = ArgumentParser(exit_on_error=False)
-        parser.add_class_arguments(resolve_name(owner), fail_untyped=False)
+        kind, parser = resolve_name(owner), ArgumentParser(exit_on_error=False)
+        first = next(iter(inspect.signature(kind).parameters), "")
+        parser.add_class_arguments(kind, fail_untyped=False, skip=_GIVEN_LATER & {first})
     return list(parser.get_defaults(skip_validation=True).keys())
 
 

@@ -36,7 +36,9 @@ from lightning_d9d.cli.mistakes import describe_class, essence, explain, explain
 from lightning_d9d.cli.wording import MistakeError
 from lightning_d9d.errors import ConfigError, printable, reason
 from lightning_d9d.loop.interrupt import last_checkpoint
+from lightning_d9d.optim.settings import LRSchedulerFactory, OptimizerFactory
 from lightning_d9d.strategy.checkpoint_files import UNREADABLE, check_file, mapped, unreadable
+from lightning_d9d.strategy.module import D9DModule
 
 _NO_PARAMETERS = "optimizer got an empty parameter list"
 """Torch's message, where Lightning makes an optimizer of a model that is built when the run starts."""
@@ -267,6 +269,22 @@ class D9DCLI(LightningCLI):
         with self._placed(ValueError, TypeError, MisconfigurationException):
             super().instantiate_classes()
 
+    def _add_configure_optimizers_method_to_model(self, subcommand: str | None) -> None:
+        """Gives `optimizer` and `lr_scheduler` to a D9DModule, which groups parameters and steps the schedule itself.
+
+        Raises:
+            ConfigError: The module has an optimizer of its own, or arguments for one.
+        """
+        if not isinstance(self.model, D9DModule) or not self.auto_configure_optimizers:
+            super()._add_configure_optimizers_method_to_model(subcommand)
+            return
+        kinds: dict[str, Any] = {"optimizer": OptimizerFactory, "lr_scheduler": LRSchedulerFactory}
+        chosen = {name: _factory(self._get(self.config_init, name), kind) for name, kind in kinds.items()}
+        if chosen["optimizer"] and self.model.optimizer_settings:
+            raise ConfigError("`optimizer` is given beside model.optimizer; leave one of them out")
+        if any(chosen.values()):
+            self.model.use_optimizer(**chosen)
+
     def _run_subcommand(self, subcommand: str) -> None:
         """Lightning's, with the place of a value that the run refuses."""
         with self._placed(ConfigError):
@@ -310,6 +328,15 @@ class D9DCLI(LightningCLI):
         if isinstance(strategy, str) and strategy.lower() not in words:
             subject = locate(Written(self._arguments), key.split("."), strategy)
             raise MistakeError(describe_class(strategy, subject, key, [Strategy], words))
+
+
+def _factory(chosen: Namespace | None, kind: Any) -> Any:
+    """Returns what makes the object of a class with settings, which Lightning has parsed and not instantiated."""
+    if not chosen:
+        return None
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("--chosen", type=kind)
+    return parser.instantiate_classes(parser.parse_object({"chosen": chosen.as_dict()}))["chosen"]
 
 
 def _is_same(saved: object, given: object) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_d9d.datamodules.batch_size import rows_of_rank
 from lightning_d9d.errors import ConfigError, printable, reason
 from lightning_d9d.log import logger
 
@@ -58,7 +59,9 @@ class ByteTextDataModule(L.LightningDataModule):
         directory: Folder to read; default: the sources of Python's own standard library, without its tests.
         pattern: Glob pattern of the files in `directory`.
         sequence_length: Bytes in a window.
-        batch_size: Windows in a batch of one data rank.
+        batch_size: Windows in a batch of one data rank; 16 by default.
+        global_batch_size: Windows of an optimizer step, on all ranks and in all accumulated batches, in place of
+            `batch_size`. Evaluation has batches of the same size.
         validation_fraction: Share of the bytes that is held out, between 0 and 1.
         seed: Seed of the shuffling.
         num_workers: Loader processes of each rank; 0 reads in the training process.
@@ -72,14 +75,21 @@ class ByteTextDataModule(L.LightningDataModule):
         directory: str | None = None,
         pattern: str = "**/*.py",
         sequence_length: int = 256,
-        batch_size: int = 16,
+        batch_size: int | None = None,
         validation_fraction: float = 0.05,
         seed: int = 0,
         num_workers: int = 0,
+        global_batch_size: int | None = None,
     ) -> None:
         super().__init__()
-        for name, value in (("sequence_length", sequence_length), ("batch_size", batch_size)):
-            if value < 1:
+        if batch_size is not None and global_batch_size is not None:
+            raise ConfigError(
+                f"batch_size={batch_size} and global_batch_size={global_batch_size} of ByteTextDataModule both say how "
+                "large batches are; give one"
+            )
+        sizes = {"sequence_length": sequence_length, "batch_size": batch_size, "global_batch_size": global_batch_size}
+        for name, value in sizes.items():
+            if value is not None and value < 1:
                 raise ConfigError(f"{name}={value} of ByteTextDataModule must be at least 1.")
         if num_workers < 0:
             raise ConfigError(f"num_workers={num_workers} of ByteTextDataModule must be at least 0.")
@@ -90,7 +100,8 @@ class ByteTextDataModule(L.LightningDataModule):
         self.directory = directory
         self.pattern = pattern
         self.sequence_length = sequence_length
-        self.batch_size = batch_size
+        self.batch_size = 16 if batch_size is None and global_batch_size is None else batch_size
+        self.global_batch_size = global_batch_size
         self.validation_fraction = validation_fraction
         self.seed = seed
         self.num_workers = num_workers
@@ -117,6 +128,18 @@ class ByteTextDataModule(L.LightningDataModule):
         """Nats per byte of the training text: the loss of a model that knows how often each byte occurs, no more."""
         return unigram_entropy(self._require_text(self.train_tokens))
 
+    @property
+    def rows_of_rank(self) -> int:
+        """Windows in a batch of this data rank.
+
+        Raises:
+            ConfigError: The size `global_batch_size` does not divide by data ranks, accumulation and microbatches.
+        """
+        if self.global_batch_size is not None:
+            return rows_of_rank(self.global_batch_size, self.trainer)
+        assert self.batch_size is not None
+        return self.batch_size
+
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         """This data rank's training windows; an incomplete last batch is left out."""
         return self._dataloader(ByteWindows(self._require_text(self.train_tokens), self.sequence_length), shuffle=True)
@@ -141,19 +164,18 @@ class ByteTextDataModule(L.LightningDataModule):
     ) -> DataLoader[dict[str, Tensor]]:
         # Not left to Lightning, whose sampler takes its seed from the job instead of from this data module.
         ranks = (self.trainer and self.trainer.distributed_sampler_kwargs) or {"num_replicas": 1, "rank": 0}
-        num_needed = ranks["num_replicas"] * (self.batch_size if shuffle else 1)
+        rows = self.rows_of_rank
+        num_needed = ranks["num_replicas"] * (rows if shuffle else 1)
         if len(windows) < num_needed:
             raise ConfigError(
                 f"The {'training' if shuffle else 'held-out'} text has {len(windows)} windows of sequence_length="
-                f"{self.sequence_length} bytes, but {num_needed} are needed (batch_size={self.batch_size}, "
+                f"{self.sequence_length} bytes, but {num_needed} are needed (batch_size={rows}, "
                 f"{ranks['num_replicas']} data ranks); give more text (directory={self.directory!r}, pattern="
                 f"{self.pattern!r}), lower sequence_length or batch_size, or change validation_fraction="
                 f"{self.validation_fraction}."
             )
         sampler = DistributedSampler(windows, shuffle=shuffle, seed=self.seed, drop_last=True, **ranks)
-        return DataLoader(
-            windows, batch_size=self.batch_size, sampler=sampler, drop_last=shuffle, num_workers=self.num_workers
-        )
+        return DataLoader(windows, batch_size=rows, sampler=sampler, drop_last=shuffle, num_workers=self.num_workers)
 
     def _require_text(self, tokens: Tensor | None) -> Tensor:
         if tokens is None:

@@ -2,13 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import difflib
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar
 
-import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+
+from lightning_d9d.errors import ConfigError
+
+S = TypeVar("S")
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters by a pattern of their names, with settings of their own.
+
+    Raises:
+        ConfigError: A setting is negative, or all are left out.
+    """
+
+    pattern: str
+    """A whole name as checkpoints have it, in which `*` stands for any characters, dots included, and `?` for one."""
+    lr: float | None = None
+    """The learning rate; by default the optimizer's. A schedule multiplies it."""
+    weight_decay: float | None = None
+    """The weight decay of all of them; by default as without the group."""
+
+    def __post_init__(self) -> None:
+        if self.lr is None and self.weight_decay is None:
+            raise ConfigError(f"{self} has no effect: it sets nothing; give it lr or weight_decay, or leave it out")
+        for name in ("lr", "weight_decay"):
+            if (value := getattr(self, name)) is not None and value < 0:
+                raise ConfigError(f"{name}={value} of the parameter group {self.pattern!r} must be at least 0")
+
+    def matches(self, name: str) -> bool:
+        """Return whether a parameter of this name belongs to the group."""
+        return fnmatchcase(name, self.pattern)
 
 
 def parameter_groups(
@@ -29,21 +62,97 @@ def parameter_groups(
         Mappings with `params` and `weight_decay`. Where nothing is trainable, as in a pipeline stage that is frozen,
         one group without parameters: torch's optimizers refuse an empty list of groups, but not this.
     """
-    decays = decays or _has_several_dims
-    groups: dict[tuple[bool, torch.device, torch.dtype, DeviceMesh | None], list[nn.Parameter]] = {}
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad:
-            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            key = (decays(name, parameter), parameter.device, parameter.dtype, mesh)
-            groups.setdefault(key, []).append(parameter)
+
+    def decay_of(name: str, parameter: nn.Parameter) -> bool:
+        return parameter.ndim >= 2 if decays is None else bool(decays(name, parameter))
+
+    grouped = _grouped(module.named_parameters(), decay_of)
     by_decay = [
         {"params": parameters, "weight_decay": weight_decay if decay else 0.0}
         for wanted in (True, False)
-        for (decay, *_), parameters in groups.items()
-        if bool(decay) == wanted
+        for decay, parameters in grouped
+        if decay == wanted
     ]
     return by_decay or [{"params": [], "weight_decay": weight_decay}]
 
 
-def _has_several_dims(name: str, parameter: nn.Parameter) -> bool:
-    return parameter.ndim >= 2
+def groups_by_pattern(
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    patterns: Sequence[ParameterGroup],
+    without_decay: Collection[str] = (),
+    of_name: Callable[[str], Mapping[str, Any]] = lambda name: {},
+) -> list[dict[str, Any]]:
+    """Trainable parameters in groups that fused and foreach optimizers take, with the settings of patterns.
+
+    Vectors have no weight decay. Groups come in the order of patterns, behind those that no pattern matches.
+
+    Args:
+        parameters: With their names; frozen ones are left out.
+        patterns: At most one matches each, see `check_patterns`.
+        without_decay: The names of larger parameters that have no weight decay either, such as embeddings.
+        of_name: Returns what else a parameter's group has.
+
+    Returns:
+        Mappings with `params`, and with `lr` and `weight_decay` where they are not the optimizer's own. Where nothing
+        is trainable, one group without parameters.
+    """
+
+    def settings_of(name: str, parameter: nn.Parameter) -> tuple[int, float | None, float | None, Any]:
+        others = tuple(of_name(name).items())
+        decay = 0.0 if parameter.ndim < 2 or name in without_decay else None
+        for index, group in enumerate(patterns):
+            if group.matches(name):
+                return index, group.lr, decay if group.weight_decay is None else group.weight_decay, others
+        return -1, None, decay, others
+
+    grouped = _grouped(parameters, settings_of)
+    grouped.sort(key=lambda entry: (entry[0][0], entry[0][2] is not None))  # stable: else in the order of names
+    found = []
+    for (_, lr, decay, others), members in grouped:
+        settings = {"lr": lr, "weight_decay": decay, **dict(others)}
+        found.append({"params": members} | {name: value for name, value in settings.items() if value is not None})
+    return found or [{"params": []}]
+
+
+def check_patterns(patterns: Sequence[ParameterGroup], names: Collection[str]) -> None:
+    """Raise `ConfigError` for a pattern that matches no parameter, and for two that match the same. Local.
+
+    Args:
+        patterns: The groups.
+        names: The names of all parameters of the whole model.
+    """
+    owner: dict[str, ParameterGroup] = {}
+    for group in patterns:
+        matched = [name for name in names if group.matches(name)]
+        if not matched:
+            raise ConfigError(
+                f"pattern={group.pattern!r} of parameter_groups matches none of the {len(names)} parameters; the "
+                f"nearest names are {', '.join(map(repr, _nearest(group.pattern, names)))}"
+            )
+        for name in matched:
+            if name in owner:
+                raise ConfigError(
+                    f"pattern={group.pattern!r} and pattern={owner[name].pattern!r} of parameter_groups both match "
+                    f"{name!r}, which can be in one group only; narrow one of them"
+                )
+            owner[name] = group
+
+
+def _nearest(pattern: str, names: Iterable[str]) -> list[str]:
+    """The names most like a pattern, each once for all layers and experts."""
+    shapes = {re.sub(r"\.\d+(?=\.)", ".*", name): None for name in names}
+    return difflib.get_close_matches(pattern, shapes, n=3, cutoff=0.0)
+
+
+def _grouped(
+    parameters: Iterable[tuple[str, nn.Parameter]], settings_of: Callable[[str, nn.Parameter], S]
+) -> list[tuple[S, list[nn.Parameter]]]:
+    """Trainable parameters of the same settings, device, dtype and mesh, in the order of the first of each."""
+    groups: dict[Any, tuple[S, list[nn.Parameter]]] = {}
+    for name, parameter in parameters:
+        if parameter.requires_grad:
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            settings = settings_of(name, parameter)
+            key = (settings, parameter.device, parameter.dtype, mesh)
+            groups.setdefault(key, (settings, []))[1].append(parameter)
+    return list(groups.values())

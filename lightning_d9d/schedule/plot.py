@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.pictures import write_picture
 from lightning_d9d.schedule.actions import (
     COMPUTE,
     DATA_PARALLEL,
@@ -98,21 +100,12 @@ def plot(run: Simulation | Iterable[Span], path: str | Path, title: str | None =
     Raises:
         ConfigError: Another ending, nothing to draw, or the library is not installed.
     """
-    path = Path(path)
     drawn = bars(run)
     if not drawn:
         raise ConfigError("there is nothing to draw: no action takes any time")
     if title is None and isinstance(run, Simulation):
         title = f"step time {run.step_time:g}, bubble ratio {run.bubble_ratio:.1%}"
-    draw = {".png": _draw_image, ".svg": _draw_image, ".html": _draw_page}.get(path.suffix)
-    if draw is None:
-        raise ConfigError(f"path={str(path)!r} must end in .png, .svg or .html")
-    try:
-        draw(drawn, path, title or "")
-    except ImportError as error:
-        raise ConfigError(
-            f"drawing {path.name} needs {(error.name or '').partition('.')[0]}; pip install 'lightning-d9d[viz]'"
-        ) from error
+    write_picture(path, *(partial(draw, drawn, title or "") for draw in (_draw_image, _draw_page)))
 
 
 def _colour(kind: str, shade: float) -> str:
@@ -122,7 +115,7 @@ def _colour(kind: str, shade: float) -> str:
     return "#" + "".join(f"{round(channel + (255 - channel) * 0.45 * shade):02x}" for channel in channels)
 
 
-def _draw_image(drawn: list[Bar], path: Path, title: str) -> None:
+def _draw_image(drawn: list[Bar], title: str, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.collections import PolyCollection
     from matplotlib.figure import Figure
@@ -166,7 +159,7 @@ def _corners(bar: Bar) -> list[tuple[float, float]]:
     return [(left, top), (right, top), (right, bottom), (left, bottom)]
 
 
-def _draw_page(drawn: list[Bar], path: Path, title: str) -> None:
+def _draw_page(drawn: list[Bar], title: str, path: Path) -> None:
     from plotly import graph_objects
 
     figure = graph_objects.Figure()

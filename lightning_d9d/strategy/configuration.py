@@ -16,8 +16,9 @@ from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import MeshConfig
 from lightning_d9d.mesh.collectives import first_difference
 from lightning_d9d.pipeline.microbatch import MicrobatchCount
-from lightning_d9d.strategy.module import D9DModule, parameter_names
+from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.pipeline import Pipeline
+from lightning_d9d.strategy.stage_names import parameter_names
 
 _OF_D9D_MODULES = ("pipeline_parallel", "context_parallel_shard", "context_parallel_replicate")
 _OF_SEQUENCES = ("context_parallel_shard", "context_parallel_replicate", "tensor_parallel")

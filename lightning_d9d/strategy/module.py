@@ -19,7 +19,8 @@ from lightning_d9d.errors import ConfigError
 from lightning_d9d.log import logger
 from lightning_d9d.mesh import Axis, MeshConfig, MeshDomains
 from lightning_d9d.mesh.agreement import first_of
-from lightning_d9d.mesh.sharding import local
+from lightning_d9d.optim import ParameterGroup
+from lightning_d9d.optim.settings import LRSchedulerFactory, NamedParameters, OptimizerFactory
 from lightning_d9d.parallel import ParallelConfig, parallelize
 from lightning_d9d.parallel.context import check_context
 from lightning_d9d.parallel.tensor import split_for_heads
@@ -32,15 +33,18 @@ from lightning_d9d.pipeline.types import StageInfo, StageInputs, WeightedLoss
 from lightning_d9d.schedule import ModelCosts
 from lightning_d9d.strategy.checkpoint_files import check_file, never_runs_code, unreadable
 from lightning_d9d.strategy.context import Evaluation, RunContext
+from lightning_d9d.strategy.optimizers import OptimizedModule, first_names
 from lightning_d9d.strategy.pipeline import Pipeline
 from lightning_d9d.strategy.saved_arguments import NEVER_IMPORTS
 from lightning_d9d.strategy.sharding import differing, is_sharded
+from lightning_d9d.strategy.stage_names import add_stage_prefix, drop_stage_prefix, parameter_names
 
 
-class D9DModule(L.LightningModule):
+class D9DModule(OptimizedModule):
     """A model that `D9DStrategy` can cut into stages and microbatches.
 
-    Implement `configure_stage`, `microbatch_inputs` and `microbatch_loss`, and `configure_optimizers` as usual.
+    Implement `configure_stage`, `microbatch_inputs` and `microbatch_loss`. The optimizer is a setting, or comes from
+    `configure_optimizers` as usual.
     Training, validation, test and prediction follow; `train_loss`, `val_loss`, `test_loss` and the metrics are logged.
     The same module runs under Lightning's own strategies, where all stages are built on the device.
 
@@ -48,6 +52,11 @@ class D9DModule(L.LightningModule):
 
     A name that several stages have is one parameter (tied embeddings): it starts equal, its gradients are summed over
     the stages, the norm counts it once, and it is saved once.
+
+    Args:
+        optimizer: Makes the optimizer; as the others for `use_optimizer`.
+        lr_scheduler: Makes its learning-rate schedule.
+        parameter_groups: Parameters with a learning rate or a weight decay of their own.
     """
 
     share_predictions: bool = True
@@ -66,8 +75,14 @@ class D9DModule(L.LightningModule):
     """The dim of tokens in what `predict_output` returns, along which the parts of all ranks are joined. None: it has
     none, and each rank keeps its own."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        optimizer: OptimizerFactory | None = None,
+        lr_scheduler: LRSchedulerFactory | None = None,
+        parameter_groups: list[ParameterGroup] | None = None,
+    ) -> None:
         super().__init__()
+        self.use_optimizer(optimizer, lr_scheduler, parameter_groups)
         self.stages = nn.ModuleList()
         self._built: list[StageInfo] = []
         self._spread = (MeshConfig(), ParallelConfig())
@@ -84,8 +99,8 @@ class D9DModule(L.LightningModule):
         self.awaits_pretrained = False
         """Whether stages were built for which nobody has called `load_pretrained`, or found that it need not be."""
         self._step_hook: RemovableHandle | None = None
-        self.register_state_dict_post_hook(_drop_stage_prefix)
-        self.register_load_state_dict_pre_hook(_add_stage_prefix)
+        self.register_state_dict_post_hook(drop_stage_prefix)
+        self.register_load_state_dict_pre_hook(add_stage_prefix)
 
     # What a model implements
 
@@ -222,6 +237,15 @@ class D9DModule(L.LightningModule):
             state = self.whole_on_meta().state_dict(keep_vars=True)
             self._parameter_order = [name for name, value in state.items() if isinstance(value, nn.Parameter)]
         return self._parameter_order
+
+    def named_for_optimizer(self) -> NamedParameters:
+        """Parameters by global names; embeddings are found in the whole model, as stages may share them."""
+        whole = self.whole_on_meta().stages[0]
+        tables = {f"{name}.weight": part for name, part in whole.named_modules() if isinstance(part, nn.Embedding)}
+        shapes = {table.weight.shape for table in tables.values()}
+        heads = [name for name, each in whole.named_parameters() if each.shape in shapes and name not in tables]
+        own = {name: parameter for parameter, name in first_names(self.state_dict(keep_vars=True)).items()}
+        return NamedParameters(own, self.parameter_order(), list(tables), heads)
 
     @property
     def _spread_now(self) -> tuple[MeshConfig, ParallelConfig]:
@@ -547,38 +571,6 @@ class D9DModule(L.LightningModule):
                 "which is reduced over microbatches and ranks and logged once a batch"
             )
         super().log(name, *args, **kwargs)
-
-
-def _drop_stage_prefix(module: D9DModule, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    for key in [key for key in state if key.startswith(f"{prefix}stages.")]:
-        name = prefix + key.removeprefix(f"{prefix}stages.").split(".", 1)[1]
-        if name in state and not _is_same(state[name], state[key]):
-            raise ConfigError(f"two tensors of {type(module).__name__} are named {name!r}; names must be global")
-        state[name] = state.pop(key)
-
-
-def _add_stage_prefix(module: D9DModule, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    taken = set()
-    for index, stage in enumerate(module.stages):
-        for name in stage.state_dict(keep_vars=True):
-            if prefix + name in state:
-                state[f"{prefix}stages.{index}.{name}"] = state[prefix + name]
-                taken.add(prefix + name)
-    for name in taken:
-        del state[name]
-
-
-def parameter_names(stage: nn.Module) -> list[str]:
-    """Return all names of a stage's parameters, also those of one parameter that has several."""
-    return [name for name, _ in stage.named_parameters(remove_duplicate=False)]
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether two entries of a state dict are one tensor."""
-    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
-        return False
-    one, other = local(one), local(other)
-    return one.data_ptr() == other.data_ptr() and one.shape == other.shape
 
 
 def _places(infos: Iterable[StageInfo]) -> list[tuple[int, int, range | None]]:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_d9d.checkpoint import GROUPS, MODEL, ONE_PROCESS, OPTIMIZER, group_records, optimizer_state
 from lightning_d9d.strategy.module import D9DModule
+from lightning_d9d.strategy.optimizers import first_names
 from lightning_d9d.strategy.ranks import JobRanks
 from lightning_d9d.strategy.sharding import is_sharded
 
@@ -70,11 +71,7 @@ class RunState:
     @cached_property
     def names(self) -> dict[nn.Parameter, str]:
         """The names of this rank's parameters; the first one of a parameter that has several."""
-        names: dict[nn.Parameter, str] = {}
-        for name, value in self.state_dict(keep_vars=True).items():
-            if isinstance(value, nn.Parameter):
-                names.setdefault(value, name)
-        return names
+        return first_names(self.state_dict(keep_vars=True))
 
     @property
     def parameter_order(self) -> list[str]:

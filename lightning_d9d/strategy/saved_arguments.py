@@ -19,9 +19,13 @@ from typing import Any, Union
 from lightning.pytorch.core import saving
 
 from lightning_d9d.errors import StateError
+from lightning_d9d.optim import ParameterGroup
+from lightning_d9d.optim.settings import LRSchedulerFactory, OptimizerFactory
 
 _BY_NAME = {collections.abc.Callable, type}
 """Annotations of values that the command line saves as the place from where they are imported."""
+_OF_TRAINING = tuple(Union[kind, None] for kind in (OptimizerFactory, LRSchedulerFactory, list[ParameterGroup]))  # noqa: UP007
+"""Annotations of `D9DModule`'s arguments that say how it is trained."""
 
 
 def build(kind: type, arguments: Mapping[str, Any]) -> Any:
@@ -29,7 +33,8 @@ def build(kind: type, arguments: Mapping[str, Any]) -> Any:
 
     Args:
         kind: The class. Its annotations and those of its bases say which form an argument has.
-        arguments: By name. What the file says of the class is ignored.
+        arguments: By name. What the file says of the class is ignored, and so are the classes of optimizers: they are
+            settings of a run.
 
     Raises:
         StateError: An argument does not fit its annotation, or is an object that only an import would make.
@@ -37,6 +42,8 @@ def build(kind: type, arguments: Mapping[str, Any]) -> Any:
     hints: dict[str, Any] = {}
     for base in reversed(kind.__mro__):
         hints |= _hints(base.__init__)
+    if not callable(arguments.get("optimizer")):
+        arguments = {name: value for name, value in arguments.items() if hints.get(name) not in _OF_TRAINING}
     built = {name: argument(name, hints.get(name, Any), value) for name, value in arguments.items()}
     built.pop("_class_path", None)
     return kind(**built)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -49,7 +50,7 @@ QUIET = (
 MODEL_TAKES = (
     "Qwen3MoePretraining takes config, preset, learning_rate, weight_decay, betas, warmup_steps, "
     "final_learning_rate_fraction, pretrained, layers_per_stage, virtual_layers_before, virtual_layers_after, balance, "
-    "shift_labels\n"
+    "shift_labels, optimizer, lr_scheduler, parameter_groups\n"
 )
 MESH_TAKES = (
     "trainer.strategy.mesh takes pipeline_parallel, data_parallel_replicate, data_parallel_shard, "
@@ -120,6 +121,10 @@ BEFORE_TORCH |= {
     ),
     ("generate", ".", "--prompt", "x", "--top-k", "5"): (
         "--top-k needs a --temperature above 0, such as --temperature 1.0: at 0 nothing is drawn\n"
+    ),
+    ("learning-rate", "--config", "run.yaml"): (
+        "lightning-d9d learning-rate needs a picture first, which ends in .png, .svg or .html\n"
+        "such as lightning-d9d learning-rate rates.png --config run.yaml; options are those of fit\n"
     ),
     ("evaluate", "model"): "lightning-d9d evaluate needs text\ntext: UTF-8 files; each is a text of its own\n",
     ("evaluate", "model", "text.txt", "--batchsize", "2"): (
@@ -194,8 +199,16 @@ ON_THE_COMMAND_LINE = {
         "--trainer.strategy.grad_sync.bucket_mb: GradSyncConfig.bucket_mb=-1.0 must be greater than 0\n"
     ),
     ("--optimizer", "AdamW"): (
-        "--optimizer: Qwen3MoePretraining has no parameters before the run, which `optimizer` needs; let its "
-        "configure_optimizers make the optimizer\n"
+        "run.yaml, line 5: learning_rate=0.001 of Qwen3MoePretraining has no effect beside `optimizer`, which has "
+        "settings of its own; give them to `optimizer` or `lr_scheduler`, or leave `optimizer` out\n"
+    ),
+    ("--model.optimizer", "AdamW", "--model.optimizer.lrr", "1"): (
+        "--model.optimizer.lrr: AdamW has no option 'lrr'; did you mean 'lr'?\n"
+        "AdamW takes lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable, differentiable, fused\n"
+    ),
+    ("--lr_scheduler", "WarmupStableDecayLR"): (
+        "--lr_scheduler: `lr_scheduler` of Qwen3MoePretraining has no effect without `optimizer`; give that, such as "
+        "AdamW with lr\n"
     ),
     ("--trainer.strategy.microbatch_size", "3", *QUIET): (
         "--trainer.strategy.microbatch_size: the first batch has 8 rows, which microbatch_size=3 does not divide; "
@@ -219,7 +232,10 @@ IN_THE_FILE = {
         "run.yaml, line 21: TextSample has no option 'context_lenght'; did you mean 'context_length'?\n"
         "TextSample takes prompt, num_characters, temperature, context_length, seed\n"
     ),
-    ("batch_size: 8", "batch_size: eight"): "run.yaml, line 9: data.batch_size must be a whole number, not 'eight'\n",
+    (
+        "batch_size: 8",
+        "batch_size: eight",
+    ): "run.yaml, line 9: data.batch_size must be a whole number or null, not 'eight'\n",
     ("preset: tiny", "preset: tinny"): (
         f"run.yaml, line 4: preset='tinny' is unknown; choose one of {', '.join(map(repr, PRESETS))}, or the "
         "path of a Hugging Face config.json; did you mean 'tiny'?\n"
@@ -374,7 +390,7 @@ def test_all_subcommands_have_a_line(arguments: tuple[str, ...]) -> None:
     done = run(*arguments)
     assert (done.stderr, done.returncode) == ("", 0)
     for name, (what, _) in SUBCOMMANDS.items():
-        assert f"  {name:8}  {what}\n" in done.stdout
+        assert re.search(rf"^  {name} +{what}$", done.stdout, re.M)
     assert done.stdout.endswith("False\n")  # torch is not imported
 
 

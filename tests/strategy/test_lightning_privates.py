@@ -158,6 +158,10 @@ USED: dict[str, Callable[[], bool]] = {
         LightningCLI._run_subcommand, "self._prepare_subcommand_kwargs(subcommand)"
     ),
     "_run_subcommand": lambda: calls(LightningCLI.__init__, "self._run_subcommand(self.subcommand)"),
+    "_add_configure_optimizers_method_to_model": lambda: (
+        parameters_of(LightningCLI._add_configure_optimizers_method_to_model) == ["subcommand"]
+        and calls(LightningCLI.instantiate_classes, "self._add_configure_optimizers_method_to_model(self.subcommand)")
+    ),
     "_parse_ckpt_path": lambda: calls(LightningCLI.__init__, "self._parse_ckpt_path()"),
     # torch's, in strategy/strategy.py
     "_optimizer_step_pre_hooks": lambda: not torch.optim.SGD([torch.zeros(1)])._optimizer_step_pre_hooks,

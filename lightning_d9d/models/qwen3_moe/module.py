@@ -14,10 +14,9 @@ from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
-from torch.optim import AdamW
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torchmetrics import Metric
 
 from lightning_d9d.errors import ConfigError, StateError
@@ -36,7 +35,8 @@ from lightning_d9d.modules import (
     expert_load,
     update_expert_bias,
 )
-from lightning_d9d.optim import parameter_groups
+from lightning_d9d.optim import ParameterGroup, parameter_groups
+from lightning_d9d.optim.settings import LRSchedulerFactory, OptimizerFactory
 from lightning_d9d.parallel import ParallelConfig
 from lightning_d9d.pipeline.partition import split_by_sizes
 from lightning_d9d.pipeline.types import StageInfo, StageInputs, WeightedLoss
@@ -51,6 +51,9 @@ _NAMES_OF_STAGES: dict[str | None, str] = {
     "test": "test",
     "predict": "prediction",
 }
+
+_OF_ADAMW = ("learning_rate", "weight_decay", "betas", "warmup_steps", "final_learning_rate_fraction")
+"""Arguments of `Qwen3MoePretraining` that its own optimizer and schedule take."""
 
 ARGUMENTS_KEY = "qwen3_moe_arguments"
 """Under which name a checkpoint has the arguments of the module."""
@@ -146,6 +149,10 @@ class Qwen3MoePretraining(D9DModule):
         balance: How tokens are kept evenly spread over the experts. None does nothing, and counts nothing.
         shift_labels: Take labels that stand at the tokens they are, as Hugging Face's collators give them, and move
             each to the token before it. No label moves over the border of a document.
+        optimizer: Another optimizer than this module's AdamW, as for `D9DModule`; the arguments of that one
+            (`learning_rate`, ...) are refused beside it.
+        lr_scheduler: Its learning-rate schedule.
+        parameter_groups: Parameters with a learning rate or a weight decay of their own.
     """
 
     sequence_dims: ClassVar = dict.fromkeys(("input_ids", "labels", "position_ids", "document_ids", "pooling_mask"), 1)
@@ -167,6 +174,9 @@ class Qwen3MoePretraining(D9DModule):
         virtual_layers_after: int | None = None,
         balance: BalanceConfig | None = None,
         shift_labels: bool = False,
+        optimizer: OptimizerFactory | None = None,
+        lr_scheduler: LRSchedulerFactory | None = None,
+        parameter_groups: list[ParameterGroup] | None = None,
     ) -> None:
         super().__init__()
         if warmup_steps < 0:
@@ -190,6 +200,7 @@ class Qwen3MoePretraining(D9DModule):
         self._clock: tuple[float, int] | None = None  # when, and how many tokens, since the last log
         self._checks: dict[str | None, BatchCheck] = {}  # by kind of batches
         self._counted: dict[str, Tensor] | None = None  # after an optimizer step, the tokens of each expert
+        self.use_optimizer(optimizer, lr_scheduler, parameter_groups)
 
     @property
     def model(self) -> Qwen3MoeForCausalLM:
@@ -387,27 +398,33 @@ class Qwen3MoePretraining(D9DModule):
         """Add the batch to the perplexity."""
         self._log_perplexity("test_perplexity", outputs)
 
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        """AdamW (fused where torch has it for the device) with warm-up and cosine decay.
+    def arguments_of_default_optimizer(self) -> dict[str, object]:
+        """The arguments of the AdamW that are not at their defaults."""
+        defaults = inspect.signature(Qwen3MoePretraining).parameters
+        return {name: value for name in _OF_ADAMW if (value := getattr(self, name)) != defaults[name].default}
 
-        Raises:
-            ConfigError: The Trainer does not know how many steps it will take.
-        """
-        total_steps = self.trainer.estimated_stepping_batches
-        if total_steps in (-1, math.inf):
-            raise ConfigError(
-                f"the cosine decay of {type(self).__name__} needs the number of steps, which is unknown: max_steps=-1, "
-                f"max_epochs={self.trainer.max_epochs} and perhaps data of unknown length; set the Trainer's max_steps"
-            )
-        optimizer = AdamW(
+    def default_optimizer(self) -> Optimizer:
+        """AdamW, fused where torch has it for the device."""
+        return AdamW(
             parameter_groups(self, self.weight_decay),
             lr=self.learning_rate,
             betas=self.betas,
             weight_decay=self.weight_decay,
             fused=self.device.type == "cuda",
         )
-        scheduler = LambdaLR(optimizer, lambda step: self._learning_rate_factor(step, int(total_steps)))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def default_lr_scheduler(self, optimizer: Optimizer, total_steps: int | None) -> LRScheduler:
+        """Warm-up and cosine decay.
+
+        Raises:
+            ConfigError: The Trainer does not know how many steps it will take.
+        """
+        if total_steps is None:
+            raise ConfigError(
+                f"the cosine decay of {type(self).__name__} needs the number of steps, which is unknown: max_steps=-1, "
+                f"max_epochs={self.trainer.max_epochs} and perhaps data of unknown length; set the Trainer's max_steps"
+            )
+        return LambdaLR(optimizer, lambda step: self._learning_rate_factor(step, total_steps))
 
     def _balances(self) -> list[ExpertBalance]:
         return [part for part in self.modules() if isinstance(part, ExpertBalance)]
