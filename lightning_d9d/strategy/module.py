@@ -19,10 +19,11 @@ from lightning_d9d.errors import ConfigError
 from lightning_d9d.log import logger
 from lightning_d9d.mesh import Axis, MeshConfig, MeshDomains
 from lightning_d9d.mesh.agreement import first_of
-from lightning_d9d.mesh.sharding import local
 from lightning_d9d.parallel import ParallelConfig, parallelize
 from lightning_d9d.parallel.context import check_context
 from lightning_d9d.parallel.tensor import split_for_heads
+from lightning_d9d.peft import PeftMethod
+from lightning_d9d.peft.inject import apply_plan
 from lightning_d9d.pipeline.executor import loss_of, stage_inputs
 from lightning_d9d.pipeline.initial_weights import materialize, recorded_values, share_equal_names, take_tensors
 from lightning_d9d.pipeline.recorded_values import RecordedValue, Recording
@@ -35,6 +36,7 @@ from lightning_d9d.strategy.context import Evaluation, RunContext
 from lightning_d9d.strategy.pipeline import Pipeline
 from lightning_d9d.strategy.saved_arguments import NEVER_IMPORTS
 from lightning_d9d.strategy.sharding import differing, is_sharded
+from lightning_d9d.strategy.stage_prefix import add_stage_prefix, drop_stage_prefix
 
 
 class D9DModule(L.LightningModule):
@@ -79,13 +81,14 @@ class D9DModule(L.LightningModule):
         """The strategy's; None outside of a run and under Lightning's own strategies."""
         self.evaluation: Evaluation | None = None
         """What `D9DStrategy` runs batches of validation, test and prediction by, in a run."""
+        self._peft: PeftMethod | None = None
         self._in_schedule = False
         self._without_loss = False
         self.awaits_pretrained = False
         """Whether stages were built for which nobody has called `load_pretrained`, or found that it need not be."""
         self._step_hook: RemovableHandle | None = None
-        self.register_state_dict_post_hook(_drop_stage_prefix)
-        self.register_load_state_dict_pre_hook(_add_stage_prefix)
+        self.register_state_dict_post_hook(drop_stage_prefix)
+        self.register_load_state_dict_pre_hook(add_stage_prefix)
 
     # What a model implements
 
@@ -208,6 +211,11 @@ class D9DModule(L.LightningModule):
 
     def whole_on_meta(self) -> Self:
         """A copy with the stages of the whole model, on the meta device and not spread over ranks. Local."""
+        apart = self._whole_without_peft()
+        self._adapt(apart.stages, apart.stages[0])
+        return apart
+
+    def _whole_without_peft(self) -> Self:
         apart = object.__new__(type(self))  # what configure_stage sets lands there
         apart.__dict__.update(self.__dict__)
         for kind in ("_parameters", "_buffers", "_modules"):
@@ -215,6 +223,23 @@ class D9DModule(L.LightningModule):
         with torch.device("meta"):
             apart.stages = nn.ModuleList([apart.configure_stage(StageInfo(0, 1))])
         return apart
+
+    def set_peft(self, method: PeftMethod) -> None:
+        """As `lightning_d9d.peft.inject` with this module.
+
+        Raises:
+            ConfigError: The stages are built.
+        """
+        if len(self.stages) > 0:
+            raise ConfigError(f"inject: the stages of {type(self).__name__} are built; call it before, in __init__()")
+        self._peft = method
+
+    def _adapt(self, stages: Iterable[nn.Module], whole: nn.Module) -> None:
+        """Do what is asked for by `set_peft` with stages of a whole model on the meta device."""
+        if self._peft is not None:
+            plan = self._peft.plan(whole)
+            for stage in stages:
+                apply_plan(stage, plan)
 
     def parameter_order(self) -> list[str]:
         """The names of all stages' parameters, in the order of one process that has them all. Local."""
@@ -248,6 +273,8 @@ class D9DModule(L.LightningModule):
             with torch.device("meta"), Recording() as recording:
                 stages.append(self.configure_stage(info))
             values.append(recorded_values(recording, stages[-1]))
+        if self._peft is not None:
+            self._adapt(stages, self._whole_without_peft().stages[0])
         self.names_of_stages = [parameter_names(stage) for stage in stages]
         self._split_mesh(stages)
         for stage in stages:
@@ -549,36 +576,9 @@ class D9DModule(L.LightningModule):
         super().log(name, *args, **kwargs)
 
 
-def _drop_stage_prefix(module: D9DModule, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    for key in [key for key in state if key.startswith(f"{prefix}stages.")]:
-        name = prefix + key.removeprefix(f"{prefix}stages.").split(".", 1)[1]
-        if name in state and not _is_same(state[name], state[key]):
-            raise ConfigError(f"two tensors of {type(module).__name__} are named {name!r}; names must be global")
-        state[name] = state.pop(key)
-
-
-def _add_stage_prefix(module: D9DModule, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    taken = set()
-    for index, stage in enumerate(module.stages):
-        for name in stage.state_dict(keep_vars=True):
-            if prefix + name in state:
-                state[f"{prefix}stages.{index}.{name}"] = state[prefix + name]
-                taken.add(prefix + name)
-    for name in taken:
-        del state[name]
-
-
 def parameter_names(stage: nn.Module) -> list[str]:
     """Return all names of a stage's parameters, also those of one parameter that has several."""
     return [name for name, _ in stage.named_parameters(remove_duplicate=False)]
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether two entries of a state dict are one tensor."""
-    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
-        return False
-    one, other = local(one), local(other)
-    return one.data_ptr() == other.data_ptr() and one.shape == other.shape
 
 
 def _places(infos: Iterable[StageInfo]) -> list[tuple[int, int, range | None]]:

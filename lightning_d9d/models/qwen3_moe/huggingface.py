@@ -12,6 +12,7 @@ from lightning_d9d.log import logger
 from lightning_d9d.mesh.agreement import Ranks
 from lightning_d9d.models.qwen3_moe.config import Qwen3MoeConfig, refuse_checkpoint
 from lightning_d9d.models.qwen3_moe.model import Qwen3MoeForCausalLM
+from lightning_d9d.modules.adapters import Adapter
 from lightning_d9d.state import (
     DTYPE_NAMES,
     MAX_SHARD_BYTES,
@@ -261,7 +262,10 @@ def _local_shards(stages: Iterable[nn.Module], specs: Mapping[str, Spec]) -> lis
     """This rank's parameters. A name comes twice if two stages of the rank have it without sharing the parameter."""
     local: dict[nn.Parameter, tuple[str, LocalShard]] = {}
     for stage in stages:
+        adapters = {each for part in stage.modules() if isinstance(part, Adapter) for each in part.parameters()}
         for name, parameter in stage.named_parameters():
+            if parameter in adapters:
+                continue
             expected = specs[name].shape if name in specs else None
             if tuple(parameter.shape) != expected:
                 raise StateError(

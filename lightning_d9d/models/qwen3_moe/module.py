@@ -37,6 +37,8 @@ from lightning_d9d.modules import (
 )
 from lightning_d9d.optim import parameter_groups
 from lightning_d9d.parallel import ParallelConfig
+from lightning_d9d.peft import PeftMethod, inject
+from lightning_d9d.peft.methods import as_table, from_table
 from lightning_d9d.pipeline.partition import split_by_sizes
 from lightning_d9d.pipeline.types import StageInfo, StageInputs, WeightedLoss
 from lightning_d9d.schedule import ModelCosts
@@ -56,7 +58,7 @@ ARGUMENTS_KEY = "qwen3_moe_arguments"
 
 
 def saved_arguments(saved: Any, source: object) -> dict[str, Any]:
-    """The arguments of `Qwen3MoePretraining` that a checkpoint has, with a config and a balance made of its tables.
+    """The arguments of `Qwen3MoePretraining` that a checkpoint has, with objects made of its tables.
 
     Args:
         saved: What the checkpoint has under `ARGUMENTS_KEY`.
@@ -71,13 +73,19 @@ def saved_arguments(saved: Any, source: object) -> dict[str, Any]:
     arguments = dict(saved)
     if "config" in arguments:
         arguments["config"] = Qwen3MoeConfig.from_dict(arguments["config"], source=str(source))
-    if arguments.get("balance") is not None:
+    makers = {
+        "balance": ("BalanceConfig", lambda table: BalanceConfig(**table)),
+        "peft": ("PeftMethod", from_table),
+    }
+    for name, (kind, make) in makers.items():
+        if arguments.get(name) is None:
+            continue
         try:
-            arguments["balance"] = BalanceConfig(**arguments["balance"])
+            arguments[name] = make(arguments[name])
         except (TypeError, ConfigError) as error:
             raise StateError(
-                f"{source}: {ARGUMENTS_KEY} has balance={reprlib.repr(arguments['balance'])}, which is not a "
-                f"BalanceConfig ({error}); give another checkpoint"
+                f"{source}: {ARGUMENTS_KEY} has {name}={reprlib.repr(arguments[name])}, which is not a {kind} "
+                f"({error}); give another checkpoint"
             ) from error
     return arguments
 
@@ -145,6 +153,7 @@ class Qwen3MoePretraining(D9DModule):
         balance: How tokens are kept evenly spread over the experts. None does nothing, and counts nothing.
         shift_labels: Take labels that stand at the tokens they are, as Hugging Face's collators give them, and move
             each to the token before it. No label moves over the border of a document.
+        peft: What is trained, such as `lightning_d9d.peft.LoRA()`; the rest is frozen. None trains all.
     """
 
     sequence_dims: ClassVar = dict.fromkeys(("input_ids", "labels", "position_ids", "document_ids", "pooling_mask"), 1)
@@ -166,6 +175,7 @@ class Qwen3MoePretraining(D9DModule):
         virtual_layers_after: int | None = None,
         balance: BalanceConfig | None = None,
         shift_labels: bool = False,
+        peft: PeftMethod | None = None,
     ) -> None:
         super().__init__()
         if warmup_steps < 0:
@@ -187,6 +197,9 @@ class Qwen3MoePretraining(D9DModule):
         self.virtual_layers_after = virtual_layers_after
         self.balance = balance
         self.shift_labels = shift_labels
+        self.peft = peft
+        if peft is not None:
+            inject(self, peft)
         self.val_perplexity = Perplexity()
         self.test_perplexity = Perplexity()
         self._clock: tuple[float, int] | None = None  # when, and how many tokens, since the last log
@@ -243,6 +256,7 @@ class Qwen3MoePretraining(D9DModule):
             "virtual_layers_after": self.virtual_layers_after,
             "balance": None if self.balance is None else dataclasses.asdict(self.balance),
             "shift_labels": self.shift_labels,
+            "peft": None if self.peft is None else as_table(self.peft),
         }
 
     @classmethod
