@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.modules.initial_values import Constant, DrawnByRows, Normal
@@ -75,6 +77,12 @@ class Adapter(DrawnByRows):
             )
         ]
         return torch.cat(products, -2) * self.scale
+
+    def whole(self) -> Adapter:
+        """Return this adapter with whole matrices, for `product`. Collective where they are sharded."""
+        twin = copy(self)
+        twin._parameters = {name: nn.Parameter(_whole(each), False) for name, each in self.named_parameters()}
+        return twin
 
     def train(self, mode: bool = True) -> Adapter:
         """Set the mode, as `torch.nn.Module.train`.
@@ -188,6 +196,10 @@ def adapted_embedding(module: nn.Embedding, input: Tensor) -> Tensor:
     y = type(module).forward(module, input)
     adapter = adapter_of(module)
     return y if adapter is None else y + adapter(input)
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
 
 
 def _leave_out_merged(adapter: Adapter, state: dict[str, Any], prefix: str, _metadata: Any) -> None:

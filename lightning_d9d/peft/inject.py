@@ -129,13 +129,13 @@ def _merge(module: nn.Module, *, is_merged: bool, sign: int) -> None:
                 f"checkpoint in one process and {verb} there"
             )
     for site, adapter in adapted:
-        weight, product = site.weight, adapter.product()
-        weight.copy_(_sum(weight, product * sign))
+        site.weight.copy_(with_product(site.weight, adapter.product() * sign))
         adapter.is_merged = not is_merged
 
 
-def _sum(weight: Tensor, product: Tensor) -> Tensor:
-    return weight.to(product.dtype) + product
+def with_product(weight: Tensor, product: Tensor) -> Tensor:
+    """Return the sum of a weight and the product of its adapter, rounded once to the dtype of the weight. Local."""
+    return (weight.to(product.dtype) + product).to(weight.dtype)
 
 
 def _check_untouched(module: nn.Module, sites: list[Site]) -> None:

@@ -1,0 +1,58 @@
+"""Weights with their adapters added while they are read, so that no merged model is ever in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_d9d.modules.adapters import Adapter
+from lightning_d9d.peft.inject import adapted_sites, with_product
+from lightning_d9d.state import Box, Index, LocalShard
+from lightning_d9d.state.boxes import Readable
+
+
+class MergedWeight:
+    """A weight of which each slice gets its part of an adapter's product when it is read.
+
+    Args:
+        values: The weight, or a shard of it.
+        box: The place of `values` in the weight.
+        adapter: With whole matrices.
+    """
+
+    def __init__(self, values: Readable, box: Box, adapter: Adapter) -> None:
+        self._values, self._box, self._adapter = values, box, adapter
+        self.shape, self.dtype = values.shape, values.dtype
+
+    def __getitem__(self, index: Index) -> Tensor:
+        places = tuple(_shifted(each, dim.start) for each, dim in zip(index, self._box, strict=True))
+        values = self._values[index]
+        return with_product(values, self._adapter.product(places).to(values.device))
+
+
+@torch.no_grad()
+def with_adapters(stages: Iterable[nn.Module], local: Mapping[str, LocalShard]) -> dict[str, LocalShard]:
+    """Let shards of weights be read with their adapters. Collective over the ranks that share adapters.
+
+    Adapters are gathered, so each rank holds all of those of its stages; weights stay where they are. What is read is,
+    bit for bit, what `merge` makes.
+
+    Args:
+        stages: This rank's.
+        local: The shards of their parameters, by name.
+    """
+    merged = dict(local)
+    for stage in stages:
+        for site, adapter in adapted_sites(stage):
+            if not adapter.is_merged:
+                values, box = local[site.parameter]
+                merged[site.parameter] = LocalShard(MergedWeight(values, box, adapter.whole()), box)
+    return merged
+
+
+def _shifted(index: int | slice, start: int) -> Any:
+    """An index into a shard as one into the whole."""
+    return index + start if isinstance(index, int) else slice(index.start + start, index.stop + start)
