@@ -4,6 +4,7 @@
 adds adapters to weights, and `unmerge` takes them out again.
 """
 
+from lightning_d9d.peft.files import load_adapter, save_adapter
 from lightning_d9d.peft.inject import inject, is_adapted, merge, trainable_parameters, unmerge
 from lightning_d9d.peft.methods import FullTune, LoRA, PeftMethod, Stack
 
@@ -14,7 +15,9 @@ __all__ = [
     "Stack",
     "inject",
     "is_adapted",
+    "load_adapter",
     "merge",
+    "save_adapter",
     "trainable_parameters",
     "unmerge",
 ]

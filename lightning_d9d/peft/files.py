@@ -14,7 +14,7 @@ from torch import nn
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh.agreement import Ranks, first_of
 from lightning_d9d.mesh.sharding import local, local_ranges
-from lightning_d9d.peft.inject import adapted_sites, apply_plan
+from lightning_d9d.peft.inject import adapted_sites, apply_plan, is_adapted
 from lightning_d9d.peft.layouts import EXPERT_PARTS, file_tensors
 from lightning_d9d.peft.saved import ADAPTER_CONFIG, ADAPTER_FILE, SavedAdapter
 from lightning_d9d.peft.sites import sites_of
@@ -24,7 +24,7 @@ Layout = Literal["experts", "fused"]
 
 
 class _Described(NamedTuple):
-    """What the configuration says of an adapter."""
+    """An adapter as the configuration describes it."""
 
     rank: int
     scale: float
@@ -59,7 +59,7 @@ def save_adapter(
 
     Raises:
         ConfigError: The model has no adapters, or merged ones, or other parameters are trained too, which such a file
-            does not have. Or the layout is none of the two.
+            does not have. Or the layout is none of the two, or cannot be read by others.
         StateError: The directory has files and `overwrite` is not set, or it cannot be written; on every rank.
     """
     ranks, failure = Ranks(), f"adapters cannot be saved to {str(directory)!r}"
@@ -74,12 +74,13 @@ def save_adapter(
             all_names |= dict.fromkeys(sites_of(stage), "")
             for site, adapter in adapted_sites(stage):
                 described[site.name] = _Described(adapter.rank, adapter.scale, site.is_of_experts, adapter.dropout)
-    described, all_names = ranks.merge(described), ranks.merge(all_names)
+    described, all_names = dict(sorted(ranks.merge(described).items())), ranks.merge(all_names)
     with ranks.agreed(failure):
         if not described:
             raise ConfigError(
                 "the model has no adapters; give it some with inject(module, LoRA()), or save its weights"
             )
+        _check_experts_complete(described, layout)
         config = _config(described, [*all_names], layout, base_model)
     scale = config["lora_alpha"] / config["r"]
     tensors = {}
@@ -115,10 +116,9 @@ def load_adapter(model: nn.Module | Sequence[nn.Module], directory: str | Path) 
     ranks, failure = Ranks(), f"adapters cannot be loaded from {str(directory)!r}"
     with ranks.agreed(failure):
         stages = list(model) if isinstance(model, Sequence | nn.ModuleList) else [model]
-        has_adapters = any(True for stage in stages for _ in adapted_sites(stage))
         saved = SavedAdapter(directory)
-    if not has_adapters and ranks.alone and len(stages) == 1:
-        apply_plan(stages[0], saved.plan(stages[0]))
+        if ranks.alone and len(stages) == 1 and not is_adapted(stages[0]):
+            apply_plan(stages[0], saved.plan(stages[0]))
     own = {site.name: "" for stage in stages for site, _ in adapted_sites(stage)}
     everywhere = ranks.merge(own)
     values: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -147,6 +147,17 @@ def _check_adapters_alone(stage: nn.Module) -> None:
         raise ConfigError(
             f"{first_of(others)} is trained whole, which a file of adapters does not have; save the merged weights "
             "with save_huggingface"
+        )
+
+
+def _check_experts_complete(described: Mapping[str, _Described], layout: Layout) -> None:
+    """Refuse what `peft` with transformers 5 drops: layers of an expert without the last one."""
+    owners = {name.rpartition(".")[0] for name, each in described.items() if each.is_of_experts}
+    lonely = [f"{owner}.gate_up_proj" for owner in sorted(owners) if f"{owner}.down_proj" not in described]
+    if lonely and layout == "experts":
+        raise ConfigError(
+            f"{lonely[0]} has an adapter and down_proj beside it none. In the layout 'experts' peft would drop the "
+            "first one; take layout='fused', or add 'experts.down_proj' to the targets"
         )
 
 

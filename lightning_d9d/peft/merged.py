@@ -54,5 +54,5 @@ def with_adapters(stages: Iterable[nn.Module], local: Mapping[str, LocalShard]) 
 
 
 def _shifted(index: int | slice, start: int) -> Any:
-    """An index into a shard as one into the whole."""
+    """Return an index into a shard as one into the whole."""
     return index + start if isinstance(index, int) else slice(index.start + start, index.stop + start)

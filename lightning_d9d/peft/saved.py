@@ -163,9 +163,9 @@ class SavedAdapter:
         for name, each, shape in zip(names, (a, b), ((expected, num_in), (num_out, expected)), strict=True):
             if tuple(each.shape) != shape or not each.is_floating_point():
                 raise StateError(
-                    f"{self.path / ADAPTER_FILE}: {name} is {each.dtype} of shape {list(each.shape)}, and this model "
-                    f"with the rank that {ADAPTER_CONFIG} says has floats of shape {list(shape)} there; give the "
-                    "adapter of this base model"
+                    f"{self.path / ADAPTER_FILE}: {name} is {each.dtype} of shape {list(each.shape)}. For this "
+                    f"model and the rank in {ADAPTER_CONFIG} it has floats of shape {list(shape)}; give the adapter of "
+                    "this base model"
                 )
         return a, b
 
@@ -176,7 +176,7 @@ class SavedAdapter:
         weight = site.weight.detach()
         if isinstance(weight, DTensor) or weight.is_meta:
             raise StateError(
-                f"{self.path / ADAPTER_FILE}: {name} is a copy of a weight, which cannot be compared with one that is "
+                f"{self.path / ADAPTER_FILE}: {name} is a copy of a weight. It cannot be compared with one that is "
                 "sharded or without values; save the adapter with save_embedding_layers=False"
             )
         copy = self.reader[name][()]
@@ -240,7 +240,7 @@ class SavedAdapter:
         return found
 
     def _site_of_fused(self, module: str, fused: Mapping[str, Any]) -> str:
-        """Of two adapters the inner one is of gate and up projection; of one the configuration says it."""
+        """Return the weight: of two adapters the inner one is of gate and up projection."""
         experts = module.removesuffix(".base_layer")
         if module != experts:
             return f"{experts}.gate_up_proj"
