@@ -58,7 +58,9 @@ class Adapter(DrawnByRows):
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
 
     def product(self, index: Sequence[int | slice] = ()) -> Tensor:
-        """Return the part of `scale * b @ a` that an index of the weight picks, in float32 or wider. Local.
+        """Return the part of `scale * b @ a` that an index of the weight picks, in float64. Local.
+
+        With so many bits a slice is what the whole has there, once it is rounded to the weight's dtype.
 
         Args:
             index: For each dim of the weight a slice; for experts also a number. By default all of it.
@@ -66,12 +68,11 @@ class Adapter(DrawnByRows):
         a, b = self.a.detach(), self.b.detach()
         *experts, rows, columns = index or (slice(None),) * a.dim()
         assert isinstance(rows, slice), "rows are picked by a slice"
-        a, b = a[tuple(experts)][..., columns], b[tuple(experts)]
-        wide = torch.promote_types(a.dtype, torch.float32)
+        a, b = a[tuple(experts)][..., columns].double(), b[tuple(experts)].double()
         start, stop, _ = rows.indices(b.shape[-2])
         length = b.shape[-2] // self.num_parts
         products = [
-            part_of_b[..., max(start - first, 0) : max(stop - first, 0), :].to(wide) @ part_of_a.to(wide)
+            part_of_b[..., max(start - first, 0) : max(stop - first, 0), :] @ part_of_a
             for first, part_of_a, part_of_b in zip(
                 range(0, b.shape[-2], length), a.split(self.rank, -2), b.split(length, -2), strict=True
             )
@@ -80,8 +81,12 @@ class Adapter(DrawnByRows):
 
     def whole(self) -> Adapter:
         """Return this adapter with whole matrices, for `product`. Collective where they are sharded."""
+        return self.with_matrices(_whole(self.a), _whole(self.b))
+
+    def with_matrices(self, a: Tensor, b: Tensor) -> Adapter:
+        """Return this adapter with other matrices, for `product`. Local."""
         twin = copy(self)
-        twin._parameters = {name: nn.Parameter(_whole(each), False) for name, each in self.named_parameters()}
+        twin._parameters = {"a": nn.Parameter(a, False), "b": nn.Parameter(b, False)}
         return twin
 
     def train(self, mode: bool = True) -> Adapter:

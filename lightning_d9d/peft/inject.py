@@ -85,7 +85,7 @@ def is_adapted(module: nn.Module) -> bool:
 def merge(module: nn.Module) -> None:
     """Add all adapters of a module to their weights, in place; until `unmerge` they add nothing by themselves. Local.
 
-    The state dict is that of a module without adapters then. Sums are made in float32 or wider, and rounded once.
+    The state dict is that of a module without adapters then. Sums are made in float64, and rounded once.
 
     Raises:
         ConfigError: The module has no adapters, some are merged, or a weight is sharded over ranks. Nothing is changed

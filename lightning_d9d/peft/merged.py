@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from lightning_d9d.modules.adapters import Adapter
 from lightning_d9d.peft.inject import adapted_sites, with_product
-from lightning_d9d.state import Box, Index, LocalShard
+from lightning_d9d.peft.sites import Site
+from lightning_d9d.state import Box, Index, LocalShard, View, whole_box
 from lightning_d9d.state.boxes import Readable
+from lightning_d9d.state.views import assembled
 
 
 class MergedWeight:
@@ -50,6 +52,47 @@ def with_adapters(stages: Iterable[nn.Module], local: Mapping[str, LocalShard]) 
             if not adapter.is_merged:
                 values, box = local[site.parameter]
                 merged[site.parameter] = LocalShard(MergedWeight(values, box, adapter.whole()), box)
+    return merged
+
+
+class ViewedWeight:
+    """A weight that is put together from tensors of files, slice by slice, when it is read.
+
+    Args:
+        view: Of which tensors it is made, and how.
+        sources: These tensors.
+    """
+
+    def __init__(self, view: View, sources: Mapping[str, Readable]) -> None:
+        self._view = view
+        self._sources = {box.source: sources[box.source] for box in view.boxes}
+        self.shape = view.shape
+        self.dtype = view.dtype or next(iter(self._sources.values())).dtype
+
+    def __getitem__(self, index: Index) -> Tensor:
+        box = tuple(
+            range(each, each + 1) if isinstance(each, int) else range(*each.indices(length))
+            for each, length in zip(index, self.shape, strict=True)
+        )
+        whole = assembled(self._view, box, self._sources, self.dtype)
+        return whole[tuple(0 if isinstance(each, int) else slice(None) for each in index)]
+
+
+def merged_weights(
+    weights: Mapping[str, Readable], model: nn.Module, matrices: Callable[[Site], tuple[Tensor, Tensor]]
+) -> dict[str, Readable]:
+    """Let weights in files be read with adapters, one slice after the other. Local.
+
+    Args:
+        weights: By the names of the model's parameters.
+        model: The whole, with adapters, on the meta device.
+        matrices: Called for each adapter: its whole `a` and `b`.
+    """
+    merged = dict(weights)
+    for site, adapter in adapted_sites(model):
+        weight = weights[site.parameter]
+        whole = adapter.with_matrices(*matrices(site))
+        merged[site.parameter] = MergedWeight(weight, whole_box(weight.shape), whole)
     return merged
 
 
