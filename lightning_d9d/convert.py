@@ -51,6 +51,7 @@ from lightning_d9d.state.places import (
     refuse_overlap,
 )
 from lightning_d9d.strategy.checkpoint_files import AtomicFileIO, is_checkpoint, mapped, read_checkpoint
+from lightning_d9d.strategy.trained_only import BASE
 
 _SHARD_SIZE = "5GB"
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -176,7 +177,13 @@ def _from_checkpoint(source: str, chosen: argparse.Namespace, options: Mapping[s
     if config is None:
         raise StateError(f"{source}: {ARGUMENTS_KEY} has no config; give another checkpoint")
     parameters = parameter_specs(config)
-    if missing := [name for name in parameters if name not in weights]:
+    missing = [name for name in parameters if name not in weights]
+    if missing and BASE in values:
+        raise StateError(
+            f"{source} lacks {missing[0]}: it has only trained parameters (CheckpointConfig.trainable_only). Write the "
+            "weights from the run, with the callback HuggingFaceExport, or its adapters with save_adapter"
+        )
+    if missing:
         raise StateError(f"{source} lacks {missing[0]}, which its own configuration asks for; give another checkpoint")
     for name, spec in parameters.items():
         shape, stored_dtype = tuple(weights[name].shape), weights[name].dtype

@@ -37,6 +37,7 @@ from lightning_d9d.strategy.pipeline import Pipeline
 from lightning_d9d.strategy.saved_arguments import NEVER_IMPORTS
 from lightning_d9d.strategy.sharding import differing, is_sharded
 from lightning_d9d.strategy.stage_prefix import add_stage_prefix, drop_stage_prefix
+from lightning_d9d.strategy.trained_only import BASE, add_frozen, check_base
 
 
 class D9DModule(L.LightningModule):
@@ -322,6 +323,19 @@ class D9DModule(L.LightningModule):
     def pipeline(self) -> Pipeline:
         """This rank's place in the pipeline. Under a stock strategy it is alone, with one stage."""
         return self.context.pipeline
+
+    @property
+    def seed_of_weights(self) -> int | None:
+        """The seed that initial weights follow from; None where `load_pretrained` may load others."""
+        if type(self).load_pretrained is not D9DModule.load_pretrained and getattr(self, "pretrained", "") is not None:
+            return None
+        return torch.initial_seed() if self.context.seed is None else self.context.seed
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add what `CheckpointConfig(trainable_only=True)` left out; call it where you override it."""
+        if BASE in checkpoint:
+            check_base(checkpoint[BASE], self, self.seed_of_weights, "the checkpoint")
+            add_frozen(checkpoint, self)
 
     @property
     def indexed_stages(self) -> dict[int, nn.Module]:
