@@ -14,7 +14,7 @@ from torch import nn
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh.agreement import Ranks, first_of
 from lightning_d9d.mesh.sharding import local, local_ranges
-from lightning_d9d.peft.inject import adapted_sites, apply_plan, is_adapted
+from lightning_d9d.peft.inject import adapted_sites, apply_plan, is_adapted, stages_of
 from lightning_d9d.peft.layouts import EXPERT_PARTS, file_tensors
 from lightning_d9d.peft.saved import ADAPTER_CONFIG, ADAPTER_FILE, SavedAdapter
 from lightning_d9d.peft.sites import sites_of
@@ -50,7 +50,7 @@ def save_adapter(
     Collective over the default process group where there is one. Each rank gathers all adapters of its stages.
 
     Args:
-        model: With adapters: whole, or all stages of this rank. Names are those in the module that is given.
+        model: With adapters: whole, all stages of this rank, or a `D9DModule`. Names are those in the whole model.
         directory: Does not exist yet, or is empty; as for `save_tensors`.
         layout: Of experts: a tensor for each matrix of each expert, or "fused", as `peft` keeps them in memory.
         base_model: Name or directory of the base model, which readers may ask for.
@@ -66,7 +66,7 @@ def save_adapter(
     described: dict[str, _Described] = {}
     all_names: dict[str, str] = {}
     with ranks.agreed(failure):
-        stages = list(model) if isinstance(model, Sequence | nn.ModuleList) else [model]
+        stages = stages_of(model)
         if layout not in get_args(Layout):
             raise ConfigError(f"layout={layout!r} must be one of {', '.join(map(repr, get_args(Layout)))}")
         for stage in stages:
@@ -105,7 +105,7 @@ def load_adapter(model: nn.Module | Sequence[nn.Module], directory: str | Path) 
     Collective over the default process group where there is one. Everything is checked before anything changes.
 
     Args:
-        model: Whole, or all stages of this rank.
+        model: Whole, all stages of this rank, or a `D9DModule`.
         directory: On every rank.
 
     Raises:
@@ -115,7 +115,7 @@ def load_adapter(model: nn.Module | Sequence[nn.Module], directory: str | Path) 
     """
     ranks, failure = Ranks(), f"adapters cannot be loaded from {str(directory)!r}"
     with ranks.agreed(failure):
-        stages = list(model) if isinstance(model, Sequence | nn.ModuleList) else [model]
+        stages = stages_of(model)
         saved = SavedAdapter(directory)
         if ranks.alone and len(stages) == 1 and not is_adapted(stages[0]):
             apply_plan(stages[0], saved.plan(stages[0]))

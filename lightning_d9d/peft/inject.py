@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -19,6 +19,9 @@ from lightning_d9d.pipeline.initial_weights import draw_local
 @runtime_checkable
 class BuildsStages(Protocol):
     """A module that gets its layers later, in stages, such as a `D9DModule`."""
+
+    stages: nn.ModuleList
+    """This rank's, once they are built."""
 
     def set_peft(self, method: PeftMethod) -> None:
         """Let the stages be built as the method says."""
@@ -69,6 +72,17 @@ def apply_plan(module: nn.Module, plan: PeftPlan) -> None:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if name in plan.trained:
             parameter.requires_grad_(True)
+
+
+def stages_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the modules in which parameters have the names of the whole model. Local.
+
+    Args:
+        model: The model, its stages on this rank, or the `D9DModule` that has them.
+    """
+    if isinstance(model, BuildsStages):
+        return list(model.stages)
+    return list(model) if isinstance(model, Sequence | nn.ModuleList) else [model]
 
 
 def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -168,17 +169,18 @@ def refuse_without_adapter(pattern: str, module: nn.Module) -> None:
 
 
 def refuse_tied(sites: Iterable[Site], module: nn.Module) -> None:
-    """See that no adapter is of a matrix that is both embedding and head. Local.
+    """See that no adapter is of a matrix that several layers share, such as embedding and head. Local.
 
     Raises:
         ConfigError: One is.
     """
     without_weight = any(isinstance(part, LMHead) and part.weight is None for part in module.modules())
+    num_holders = Counter(map(id, (each for _, each in module.named_parameters(remove_duplicate=False))))
     for site in sites:
-        if without_weight and isinstance(site.owner, nn.Embedding):
+        if num_holders[id(site.weight)] > 1 or (without_weight and isinstance(site.owner, nn.Embedding)):
             raise ConfigError(
-                f"LoRA: {site.name} cannot have an adapter, as its weight is the head's as well (tied embeddings). "
-                "Leave it out, train it whole with FullTune, or build the model with tie_word_embeddings=False"
+                f"LoRA: {site.name} cannot have an adapter, as another layer has the same weight (tied embeddings). "
+                "Leave it out, train it whole with FullTune, or build the model without (tie_word_embeddings=False)"
             )
 
 

@@ -229,10 +229,11 @@ class D9DModule(L.LightningModule):
         """As `lightning_d9d.peft.inject` with this module.
 
         Raises:
-            ConfigError: The stages are built.
+            ConfigError: The stages are built, or there is a method.
         """
-        if len(self.stages) > 0:
-            raise ConfigError(f"inject: the stages of {type(self).__name__} are built; call it before, in __init__()")
+        if len(self.stages) > 0 or self._peft is not None:
+            state = "a method already" if self._peft is not None else "its stages already"
+            raise ConfigError(f"inject: {type(self).__name__} has {state}; call it once, in __init__()")
         self._peft = method
 
     def _adapt(self, stages: Iterable[nn.Module], whole: nn.Module) -> None:

@@ -181,7 +181,7 @@ class SavingAdapters(L.Callback):
 
     def on_fit_end(self, trainer, pl_module):
         stages = list(pl_module.stages)
-        save_adapter(stages, self.folder)
+        save_adapter(pl_module, self.folder)
         trained = {name: p.detach().clone() for name, p in trainable_parameters(pl_module).items()}
         with torch.no_grad():
             for parameter in trainable_parameters(pl_module).values():

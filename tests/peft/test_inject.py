@@ -11,6 +11,8 @@ from torch import nn
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.models.qwen3_moe import Qwen3MoeForCausalLM
 from lightning_d9d.modules import GroupedExperts, SparseMoE, TokenEmbedding
+from lightning_d9d.ops import defer
+from lightning_d9d.ops.weight_gradients import WeightGradients
 from lightning_d9d.parallel import ParallelConfig, compile_blocks, recompute_activations
 from lightning_d9d.peft import FullTune, LoRA, Stack, inject, is_adapted, merge, trainable_parameters, unmerge
 from tests.harness.compare import assert_bitwise_equal, assert_close_named, assert_tensors_close
@@ -235,6 +237,25 @@ def test_recomputed_layers_have_the_same_gradients():
         gradients.append({name: p.grad for name, p in trainable_parameters(model).items()})
     assert_tensors_close(gradients[1], gradients[0])
     assert_tensors_close(gradients[2], gradients[0])
+
+
+def test_split_backwards_defer_the_gradients_of_adapters():
+    module = nn.Sequential(nn.Linear(6, 4)).double()
+    inject(module, LoRA(rank=2, targets=["0"]))
+    with_values(module)
+    x = torch.randn(5, 6).double().requires_grad_()
+    module(x).square().sum().backward()
+    trained = trainable_parameters(module)
+    expected = {name: p.grad for name, p in trained.items()}
+    module.zero_grad()
+    gradients = WeightGradients()
+    with defer(gradients):
+        y = module(x)
+    gradients.backward(y.square().sum())
+    assert all(parameter.grad is None for parameter in module.parameters())
+    gradients.accumulate()
+    assert_tensors_close({name: p.grad for name, p in trained.items()}, expected)
+    assert module[0].weight.grad is None
 
 
 def test_a_mixture_without_a_model():

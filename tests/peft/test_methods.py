@@ -119,6 +119,13 @@ def test_settings_outside_of_their_range_are_refused(make, expected):
         make()
 
 
+def test_a_weight_of_two_layers_has_no_adapter():
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    module[1].weight = module[0].weight
+    with pytest.raises(ConfigError, match="0 cannot have an adapter, as another layer has the same weight"):
+        LoRA(rank=2, targets=["0"]).plan(module)
+
+
 def test_layers_of_others_need_targets():
     with pytest.raises(ConfigError, match="name layers in targets, such as 0"):
         LoRA().plan(nn.Sequential(nn.Linear(4, 4)))

@@ -8,17 +8,18 @@ import lightning as L
 import pytest
 import torch
 import yaml
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_d9d import CheckpointConfig, D9DStrategy, MeshConfig, ParallelConfig
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.models.qwen3_moe import Qwen3MoePretraining
-from lightning_d9d.peft import FullTune, LoRA, Stack, inject, trainable_parameters
+from lightning_d9d.peft import FullTune, LoRA, Stack, inject, merge, trainable_parameters
 from tests.cli.test_cli import TINY, build
 from tests.harness.compare import assert_bitwise_equal, assert_tensors_close
 from tests.harness.ranks import RankContext
 from tests.harness.tolerances import Tolerance
-from tests.meshes.cases import LAYERS
+from tests.meshes.cases import LAYERS, MATRICES
 from tests.meshes.equality import CONFIG, on_mesh
 from tests.strategy.pipelined import Pipelined, token_rows
 from tests.strategy.plain import Plain, loader, trainer
@@ -57,8 +58,35 @@ def test_a_module_with_stages_is_asked_before_they_are_built() -> None:
         module.configure_model()
     module = Pipelined()
     module.configure_model()
-    with pytest.raises(ConfigError, match="the stages of Pipelined are built"):
+    with pytest.raises(ConfigError, match="Pipelined has its stages already; call it once"):
         inject(module, LoRA(rank=2, targets=["up"]))
+
+
+def test_a_module_has_one_method() -> None:
+    with pytest.raises(ConfigError, match="Qwen3MoePretraining has a method already"):
+        inject(Qwen3MoePretraining(CONFIG, peft=LAYERS), FullTune())
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_half_precision_trains_all_adapters(precision: str) -> None:
+    L.seed_everything(1, verbose=False)
+    module = Qwen3MoePretraining(CONFIG, peft=MATRICES, learning_rate=0.1, warmup_steps=1)
+    trainer(D9DStrategy(), max_epochs=2, precision=precision).fit(module, DataLoader(DATA, batch_size=2))
+    for name, parameter in trainable_parameters(module).items():
+        assert parameter.isfinite().all(), name
+        assert parameter.any(), name
+        assert parameter.dtype == (torch.float32 if precision == "bf16-mixed" else torch.bfloat16)
+
+
+@pytest.mark.ranks(2)
+def test_sharded_weights_are_not_merged_in_place(rank: RankContext) -> None:
+    """Whichever ranks ask for it: nobody waits for the others."""
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    inject(module, LoRA(rank=2, targets=["0"]))
+    fully_shard(module)
+    if rank.rank == 0:
+        with pytest.raises(ConfigError, match=r"0\.weight is sharded over ranks; save_huggingface merges"):
+            merge(module)
 
 
 @pytest.mark.ranks(2)
