@@ -2,6 +2,7 @@
 
 Between Hugging Face directories it changes dtype, size of files and layout of experts. Of a checkpoint, a file or a
 directory of many ranks, it makes a Hugging Face directory, or one `.ckpt` file that Lightning's own strategies load.
+Adapters of a checkpoint, or of a directory of `peft`, are merged into the weights of a Hugging Face directory.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from lightning_d9d.checkpoint import MODEL, Checkpoint, StoredTensor, is_directory, open_directory, whole_checkpoint
 from lightning_d9d.errors import ConfigError, StateError, printable
-from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig
+from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from lightning_d9d.models.qwen3_moe.config import read_description
 from lightning_d9d.models.qwen3_moe.huggingface import (
     GENERATION_CONFIG,
@@ -35,7 +36,12 @@ from lightning_d9d.models.qwen3_moe.huggingface import (
     repeated_head,
 )
 from lightning_d9d.models.qwen3_moe.module import ARGUMENTS_KEY, saved_arguments
-from lightning_d9d.state import DTYPE_NAMES, SafetensorsReader, Sequential, Spec, save_tensors
+from lightning_d9d.peft import PeftMethod, inject
+from lightning_d9d.peft.inject import apply_plan
+from lightning_d9d.peft.merged import ViewedWeight, merged_weights
+from lightning_d9d.peft.saved import SavedAdapter
+from lightning_d9d.peft.sites import Site
+from lightning_d9d.state import DTYPE_NAMES, Checks, SafetensorsReader, Sequential, Spec, save_tensors
 from lightning_d9d.state.boxes import Index, Readable
 from lightning_d9d.state.format import reading
 from lightning_d9d.state.places import (
@@ -46,6 +52,7 @@ from lightning_d9d.state.places import (
     refuse_overlap,
 )
 from lightning_d9d.strategy.checkpoint_files import AtomicFileIO, is_checkpoint, mapped, read_checkpoint
+from lightning_d9d.strategy.trained_only import BASE
 
 _SHARD_SIZE = "5GB"
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -70,9 +77,9 @@ def main(chosen: argparse.Namespace) -> None:
         is_there = os.path.lexists(str(file)) if file else is_occupied(target)
     _refuse_without_effect(chosen, is_file=file is not None)
     refuse_overlap(source, target)
-    if chosen.tokenizer is not None:
-        with reading(chosen.tokenizer):
-            refuse_overlap(place_of(chosen.tokenizer), target)
+    for other in filter(None, (chosen.tokenizer, chosen.adapter)):
+        with reading(other):
+            refuse_overlap(place_of(other), target)
     if is_there and not chosen.overwrite:
         raise StateError(f"{chosen.target} exists; choose another or add --overwrite")
     if isinstance(file, UrlPath):
@@ -87,28 +94,24 @@ def main(chosen: argparse.Namespace) -> None:
         "verify": not chosen.no_verify,
         "progress": sys.stderr.isatty(),
     }
-    if is_checkpoint(str(source)):
-        _from_checkpoint(str(source), chosen.target, chosen.fused_experts, chosen.tokenizer, options)
-    else:
-        _from_huggingface(str(source), chosen.target, chosen.fused_experts, chosen.tokenizer, options)
+    convert = _from_checkpoint if is_checkpoint(str(source)) else _from_huggingface
+    convert(str(source), chosen, options)
     _say_directory(chosen.target)
 
 
 def _refuse_without_effect(chosen: argparse.Namespace, *, is_file: bool) -> None:
-    names = ("max_shard_size", "fused_experts", "tokenizer", "no_verify") if is_file else ("weights_only",)
+    names = ("max_shard_size", "fused_experts", "tokenizer", "adapter", "no_verify") if is_file else ("weights_only",)
     if given := [f"--{name.replace('_', '-')}" for name in names if getattr(chosen, name)]:
         form = "one .ckpt file" if is_file else "Hugging Face's form, which has nothing but weights"
         raise ConfigError(f"{given[0]} has no effect: {chosen.target} is {form}; leave {given[0]} out")
 
 
-def _from_huggingface(
-    source: str, target: str, fused_experts: bool, tokenizer: str | None, options: Mapping[str, Any]
-) -> None:
+def _from_huggingface(source: str, chosen: argparse.Namespace, options: Mapping[str, Any]) -> None:
     reader = SafetensorsReader(source)
     described = read_description(reader.path / "config.json")
     config = Qwen3MoeConfig.from_dict(described, source=source)
     are_fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in reader)
-    _refuse_fused(config, fused_experts)
+    _refuse_fused(config, chosen.fused_experts)
     specs = parameter_specs(config)
     stored = huggingface_mapper(config, are_fused)
     repeated = repeated_head(reader, config)
@@ -119,10 +122,16 @@ def _from_huggingface(
         views = to_parameters.plan(reader.specs).values()
         check_tied(reader, [box for view in views for box in view.boxes])
         reader.leave_out(repeated)
-    mapper = Sequential([to_parameters, huggingface_mapper(config, fused_experts)])
-    files = files_beside_weights(reader.path) | ({} if tokenizer is None else files_beside_weights(tokenizer))
+    to_files = huggingface_mapper(config, chosen.fused_experts)
+    files = files_beside_weights(reader.path) | _tokenizer_files(chosen)
     files["config.json"] = _described(described, reader.specs, options["dtype"])
-    save_tensors(reader, target, mapper, files=files, **options)
+    if chosen.adapter is None:
+        save_tensors(reader, chosen.target, Sequential([to_parameters, to_files]), files=files, **options)
+        return
+    reader.verify(sorted(reader), Checks(options["verify"]), options["progress"])
+    views = to_parameters.plan(reader.specs)
+    weights = {name: ViewedWeight(view, reader) for name, view in views.items()}
+    save_tensors(_with_adapter(weights, config, chosen.adapter), chosen.target, to_files, files=files, **options)
 
 
 def _refuse_fused(config: Qwen3MoeConfig, fused_experts: bool) -> None:
@@ -130,21 +139,64 @@ def _refuse_fused(config: Qwen3MoeConfig, fused_experts: bool) -> None:
         config.refuse_without_experts("--fused-experts")
 
 
-def _from_checkpoint(
-    source: str, target: str, fused_experts: bool, tokenizer: str | None, options: Mapping[str, Any]
-) -> None:
+def _with_adapter(weights: Mapping[str, Readable], config: Qwen3MoeConfig, adapter: str) -> dict[str, Readable]:
+    """The weights of a model, with the adapters of a directory added when they are read."""
+    model = _on_meta(config)
+    saved = SavedAdapter(adapter)
+    apply_plan(model, saved.plan(model))
+    return merged_weights(weights, model, saved.matrices)
+
+
+def _with_own_adapters(
+    weights: Mapping[str, Readable],
+    config: Qwen3MoeConfig,
+    method: PeftMethod,
+    stored: Mapping[str, Readable],
+    source: str,
+) -> dict[str, Readable]:
+    """The weights of a checkpoint, with its adapters added when they are read."""
+    model = _on_meta(config)
+    inject(model, method)
+
+    def matrices(site: Site) -> tuple[Tensor, Tensor]:
+        names = [f"{site.prefix}{each}" for each in "ab"]
+        if missing := [name for name in names if name not in stored]:
+            raise StateError(f"{source} lacks {missing[0]}, which its own peft asks for; give another checkpoint")
+        a, b = (stored[name][(slice(None),) * len(stored[name].shape)] for name in names)
+        return a, b
+
+    return merged_weights(weights, model, matrices)
+
+
+def _on_meta(config: Qwen3MoeConfig) -> Qwen3MoeForCausalLM:
+    with torch.device("meta"):
+        return Qwen3MoeForCausalLM(config)
+
+
+def _tokenizer_files(chosen: argparse.Namespace) -> dict[str, bytes]:
+    return {} if chosen.tokenizer is None else files_beside_weights(chosen.tokenizer)
+
+
+def _from_checkpoint(source: str, chosen: argparse.Namespace, options: Mapping[str, Any]) -> None:
     values, weights = _read(source)
     if ARGUMENTS_KEY not in values:
         raise ConfigError(
             f"{source} is no checkpoint of Qwen3MoePretraining, so it has no form of Hugging Face's; give a target "
             "that ends with .ckpt, or save its weights with lightning_d9d.state.save_tensors"
         )
-    config = saved_arguments(values[ARGUMENTS_KEY], source).get("config")
+    arguments = saved_arguments(values[ARGUMENTS_KEY], source)
+    config, method = arguments.get("config"), arguments.get("peft")
     if config is None:
         raise StateError(f"{source}: {ARGUMENTS_KEY} has no config; give another checkpoint")
-    _refuse_fused(config, fused_experts)
+    _refuse_fused(config, chosen.fused_experts)
     parameters = parameter_specs(config)
-    if missing := [name for name in parameters if name not in weights]:
+    missing = [name for name in parameters if name not in weights]
+    if missing and BASE in values:
+        raise StateError(
+            f"{source} lacks {missing[0]}: it has only trained parameters (CheckpointConfig.trainable_only). Write the "
+            "weights from the run, with the callback HuggingFaceExport, or its adapters with save_adapter"
+        )
+    if missing:
         raise StateError(f"{source} lacks {missing[0]}, which its own configuration asks for; give another checkpoint")
     for name, spec in parameters.items():
         shape, stored_dtype = tuple(weights[name].shape), weights[name].dtype
@@ -157,10 +209,14 @@ def _from_checkpoint(
     specs = {name: Spec(tuple(weight.shape), weight.dtype) for name, weight in used.items()}
     files = {
         GENERATION_CONFIG: (json.dumps(generation_config(config), indent=2) + "\n").encode(),
-        **({} if tokenizer is None else files_beside_weights(tokenizer)),
+        **_tokenizer_files(chosen),
         "config.json": _described(config.to_dict(), specs, options["dtype"]),
     }
-    save_tensors(used, target, huggingface_mapper(config, fused_experts), files=files, **options)
+    if method is not None:
+        used = _with_own_adapters(used, config, method, weights, source)
+    if chosen.adapter is not None:
+        used = _with_adapter(used, config, chosen.adapter)
+    save_tensors(used, chosen.target, huggingface_mapper(config, chosen.fused_experts), files=files, **options)
 
 
 def _described(config: Mapping[str, Any], specs: Mapping[str, Spec], dtype: torch.dtype | None) -> bytes:

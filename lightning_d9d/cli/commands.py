@@ -80,6 +80,7 @@ def convert_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights; by default as they are")
     parser.add_argument("--max-shard-size", help="at which a new file begins, e.g. 500MB or 2GiB (5GB)")
     parser.add_argument("--fused-experts", action="store_true", help="all experts of a layer in one tensor")
+    parser.add_argument("--adapter", help="directory of peft's form, with adapters that are merged into the weights")
     parser.add_argument("--tokenizer", help="directory whose tokenizer and generation config are copied")
     parser.add_argument("--weights-only", action="store_true", help="into a .ckpt file, no optimizers and schedulers")
     parser.add_argument("--overwrite", action="store_true", help="replace the target, with everything in it")

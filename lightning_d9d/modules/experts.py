@@ -3,6 +3,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from lightning_d9d.modules.adapters import adapter_of
 from lightning_d9d.modules.initial_values import Constant, DrawnByRows, Normal
 from lightning_d9d.ops import grouped_gemm, swiglu
 
@@ -11,7 +12,7 @@ class GroupedExperts(DrawnByRows):
     """SwiGLU experts whose matrices are stacked, so that all of them run as two grouped products.
 
     `gate_up_proj` has shape `[experts, 2 * intermediate, hidden]`, the gate's rows first; `down_proj` has shape
-    `[experts, hidden, intermediate]`.
+    `[experts, hidden, intermediate]`. `lightning_d9d.peft` gives them adapters, `gate_up_lora` and `down_lora`.
     """
 
     def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int, *, initializer_range: float) -> None:
@@ -37,5 +38,11 @@ class GroupedExperts(DrawnByRows):
             Shape `[rows, hidden]`.
         """
         gate_up = grouped_gemm(x, self.gate_up_proj, offsets)
+        if (adapter := adapter_of(self, "gate_up_lora")) is not None:
+            gate_up = gate_up + adapter(x, offsets)
         # down_proj is linear, so the factor may come before it: there the rows are narrower, and no result is kept.
-        return grouped_gemm(swiglu(gate_up, weights), self.down_proj, offsets)
+        inner = swiglu(gate_up, weights)
+        y = grouped_gemm(inner, self.down_proj, offsets)
+        if (adapter := adapter_of(self, "down_lora")) is not None:
+            y = y + adapter(inner, offsets)
+        return y

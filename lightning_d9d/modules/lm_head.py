@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from lightning_d9d.modules.adapters import adapter_of
 from lightning_d9d.modules.initial_values import Constant, DrawnByRows, Normal
 from lightning_d9d.ops import LossOptions, linear, linear_cross_entropy
 from lightning_d9d.ops.linear_cross_entropy import Reduction
@@ -63,9 +64,11 @@ class LMHead(DrawnByRows):
             Logits `[..., vocab]` in the model's dtype, within the soft cap if there is one; or losses in float32
             (float64 for a float64 model), shape of `labels` or a scalar.
         """
-        weight = self.weight if weight is None else weight
-        assert weight is not None, "a head without a weight needs one in the call"
-        return _logits_or_loss(x, weight, labels, reduction, self.loss_options)
+        whole = self.weight if weight is None else weight
+        assert whole is not None, "a head without a weight needs one in the call"
+        adapter = adapter_of(self)
+        x, whole = (x, whole) if adapter is None else adapter.extend(x, whole)
+        return _logits_or_loss(x, whole, labels, reduction, self.loss_options)
 
 
 class SplitLMHead(nn.ModuleDict):

@@ -79,8 +79,9 @@ def _shard(experts: nn.Module, mesh: MeshDomains, parallel: ParallelConfig) -> N
 
 
 def _distribute(experts: nn.Module, device_mesh: DeviceMesh, placements: tuple[Replicate | Shard, ...]) -> None:
-    for name, _ in list(experts.named_parameters(recurse=False)):
-        distribute(experts, name, device_mesh, placements)
+    for part in experts.modules():  # adapters are parts
+        for name, _ in list(part.named_parameters(recurse=False)):
+            distribute(part, name, device_mesh, placements)
 
 
 def _check_dispatch(parallel: ParallelConfig, num_parts: int) -> None:

@@ -10,6 +10,9 @@ and in the backward the same ones in exchange.
 slices: its gradient is complete. One that is not sharded, such as a norm's, has met those of this rank's slice or
 heads: its gradient is summed over the axis with those of all other ranks.
 
+[Note: adapters] A low-rank adapter beside a sharded weight is sharded where that is: its `b` with the outputs, its `a`
+with the inputs. Its other matrix is whole on each rank, which has a summand of the gradient.
+
 [Note: shared heads] Where there are more ranks than heads of keys and values, several ranks hold the same heads: the
 axis is split in two, `tp_shard` and `tp_replicate` (`MeshDomains.split_tensor`), for all weights of the model.
 
@@ -34,6 +37,7 @@ from lightning_d9d.mesh.axes import submesh
 from lightning_d9d.mesh.collectives import all_gather_object
 from lightning_d9d.mesh.sharding import distribute, local_ranges
 from lightning_d9d.modules import GroupedQueryAttention, LMHead, SparseMoE, SplitTokenEmbedding, SwiGLU, TokenEmbedding
+from lightning_d9d.modules.adapters import adapted_linear, adapter_of
 from lightning_d9d.modules.lm_head import SplitLMHead
 from lightning_d9d.ops import VocabShard, gather_dim, linear, linear_cross_entropy, scatter_sum
 from lightning_d9d.ops.linear_cross_entropy import Reduction
@@ -157,6 +161,7 @@ def shard_embedding(embedding: nn.Embedding, mesh: MeshDomains) -> None:
     _check_shared(embedding.num_embeddings, "tokens of the vocabulary (vocab_size)", mesh.sizes[Axis.TP])
     _shard(embedding, "weight", mesh, 0)
     first, is_last = _rows_of(embedding.weight)
+    _shard_adapter(embedding, "a", mesh, 1)
     embedding.forward = partial(_look_up, embedding, first, is_last, _group_name(mesh))
 
 
@@ -171,6 +176,7 @@ def shard_head(head: LMHead, mesh: MeshDomains) -> None:
     if head.weight is not None:
         _check_shared(len(head.weight), "tokens of the vocabulary (vocab_size)", mesh.sizes[Axis.TP])
         _shard(head, "weight", mesh, 0)
+        _shard_adapter(head, "b", mesh, 0)
     head.forward = partial(_predict, head, _group_name(mesh))
 
 
@@ -193,6 +199,7 @@ def shard_colwise(module: nn.Linear, mesh: MeshDomains, *, num_shards: int | Non
     is_shared = num_shards is not None and num_shards < mesh.sizes[Axis.TP]
     for name, _ in list(module.named_parameters(recurse=False)):
         _shard(module, name, mesh, 0, is_shared=is_shared)
+    _shard_adapter(module, "b", mesh, 0, is_shared=is_shared)
     module.forward = partial(_own_outputs, module)
 
 
@@ -202,6 +209,7 @@ def shard_rowwise(module: nn.Linear, mesh: MeshDomains) -> None:
     Called with these of all tokens, it returns this rank's slice.
     """
     _shard(module, "weight", mesh, 1)
+    _shard_adapter(module, "a", mesh, 1)
     module.forward = partial(_summed_outputs, module, _group_name(mesh))
 
 
@@ -215,6 +223,15 @@ def _shard(module: nn.Module, name: str, mesh: MeshDomains, dim: int, *, is_shar
     if is_shared:
         placements[-1] = Replicate()
     distribute(module, name, submesh(mesh.weights, *axes), placements)
+
+
+def _shard_adapter(module: nn.Module, name: str, mesh: MeshDomains, dim: int, *, is_shared: bool = False) -> None:
+    """Shard that matrix of a layer's adapter that has the sharded dim of its weight. [Note: adapters].
+
+    The adapter's other matrix stays whole, and its product is a part of the same sum: nothing more is sent.
+    """
+    if (adapter := adapter_of(module)) is not None:
+        _shard(adapter, name, mesh, dim, is_shared=is_shared)
 
 
 def _rows_of(weight: Tensor) -> tuple[int, bool]:
@@ -231,16 +248,21 @@ def _with_all_tokens(module: nn.Module, group_name: str, x: Tensor, *args: Any, 
 
 
 def _own_outputs(module: nn.Linear, input: Tensor) -> Tensor:
-    return linear(input, module.weight, module.bias, own_part=True)
+    return adapted_linear(module, input, own_part=True)
 
 
 def _summed_outputs(module: nn.Linear, group_name: str, input: Tensor) -> Tensor:
-    y = scatter_sum(linear(input, module.weight, own_part=True), _SEQUENCE, group_name)
+    y = scatter_sum(adapted_linear(module, input, own_part=True, with_bias=False), _SEQUENCE, group_name)
     return y if module.bias is None else y + module.bias
 
 
 def _look_up(module: nn.Embedding, first: int, is_last: bool, group_name: str, input: Tensor) -> Tensor:
-    rows = vocab_parallel_embedding(input, module.weight.to_local(), first, is_first=first == 0, is_last=is_last)  # type: ignore[operator]
+    def look_up(ids: Tensor, weight: Tensor) -> Tensor:
+        return vocab_parallel_embedding(ids, weight, first, is_first=first == 0, is_last=is_last)
+
+    rows = look_up(input, module.weight.to_local())  # type: ignore[operator]
+    if (adapter := adapter_of(module)) is not None:
+        rows = rows + adapter(input, look_up)
     return scatter_sum(rows, _SEQUENCE, group_name)
 
 
@@ -252,15 +274,17 @@ def _predict(
     reduction: Reduction = "none",
     weight: Tensor | None = None,
 ) -> Tensor:
-    weight = module.weight if weight is None else weight
-    assert weight is not None, "a head without a weight needs one in the call"
+    whole = module.weight if weight is None else weight
+    assert whole is not None, "a head without a weight needs one in the call"
     x = gather_dim(x, _SEQUENCE, group_name)
+    first, _ = _rows_of(whole)
+    shard = VocabShard(group_name, first, len(whole))
+    adapter = adapter_of(module)
+    x, own = (x, whole) if adapter is None else adapter.extend(x, whole)
     if labels is None:
-        logits = module.loss_options.capped(linear(x, weight, own_part=True))
+        logits = module.loss_options.capped(linear(x, own, own_part=True))
         return gather_dim(logits, -1, group_name, sums_gradients=False)  # what all ranks make of them is one loss
-    first, _ = _rows_of(weight)
-    shard = VocabShard(group_name, first, len(weight))
-    return linear_cross_entropy(x, weight, labels, options=module.loss_options, reduction=reduction, shard=shard)
+    return linear_cross_entropy(x, own, labels, options=module.loss_options, reduction=reduction, shard=shard)
 
 
 # What is refused

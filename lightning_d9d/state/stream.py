@@ -119,6 +119,7 @@ def save_tensors(
     overwrite: bool = False,
     verify: bool = True,
     progress: bool = False,
+    only_file: str | None = None,
 ) -> None:
     """Writes tensors as safetensors files with a manifest, and an index if they are several. Collective, as loading.
 
@@ -138,6 +139,7 @@ def save_tensors(
         overwrite: Replace an existing directory, with everything in it.
         verify: Compare what a reader reads with its manifest first.
         progress: Show a bar on the first rank.
+        only_file: Name of one file for all tensors, whatever their size.
 
     Raises:
         StateError: On every rank: tensors do not fit the mapper, the directory is where a reader reads, or a rank
@@ -165,7 +167,7 @@ def save_tensors(
             if dtype is not None and view.dtype is not None and view.dtype.is_floating_point:
                 _check_cast(name, view.dtype, "here", dtype, "in the files")
     with complete_directory(directory, overwrite, failure) as folder:
-        write_tensors(folder, local, views, dtype, max_shard_bytes, failure, progress)
+        write_tensors(folder, local, views, dtype, max_shard_bytes, failure, progress, only_file)
         with ranks.agreed(failure):
             for name, content in (files or {}).items() if ranks.is_first else ():
                 write_bytes(folder / name, content)

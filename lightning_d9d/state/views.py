@@ -237,9 +237,9 @@ def _materialized(view: View, sources: Mapping[str, Readable], gathered: dict[st
             used[name] = gathered[name]
     if view.sharding is None:
         same = _unmoved(view, used)
-        return _assembled(view, view.box, used, dtype) if same is None else view.boxes[0].cast(same).to(dtype)
+        return assembled(view, view.box, used, dtype) if same is None else view.boxes[0].cast(same).to(dtype)
     device_mesh, placements = view.sharding
-    local = _assembled(view, tuple(ranges_on(view.shape, device_mesh, placements)), used, dtype).to(
+    local = assembled(view, tuple(ranges_on(view.shape, device_mesh, placements)), used, dtype).to(
         device_mesh.device_type
     )
     stride = torch.empty(view.shape, device="meta").stride()
@@ -257,7 +257,8 @@ def _unmoved(view: View, sources: Mapping[str, Readable]) -> Tensor | None:
     return source if unmoved and isinstance(source, Tensor) and tuple(source.shape) == view.shape else None
 
 
-def _assembled(view: View, box: Box, sources: Mapping[str, Readable], dtype: torch.dtype) -> Tensor:
+def assembled(view: View, box: Box, sources: Mapping[str, Readable], dtype: torch.dtype) -> Tensor:
+    """Return a box of a view, put together from what can be read of its sources. Local."""
     devices = {value.device for value in sources.values() if isinstance(value, Tensor)}
     whole = torch.empty([len(held) for held in box], dtype=dtype, device=devices.pop() if devices else "cpu")
     for each in view.boxes:

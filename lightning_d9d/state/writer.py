@@ -51,6 +51,7 @@ def write_tensors(
     max_file_bytes: int,
     failure: str,
     progress: bool = False,
+    only_file: str | None = None,
 ) -> torch.dtype:
     """Writes tensors that lie on many ranks into safetensors files: with a manifest, and an index if there are several.
 
@@ -67,6 +68,7 @@ def write_tensors(
         max_file_bytes: Size at which a new file begins.
         failure: How an error of a rank begins.
         progress: Show a bar on the first rank, of what it writes.
+        only_file: Name of one file for all tensors, whatever their size.
 
     Returns:
         The dtype of the first tensor.
@@ -77,7 +79,7 @@ def write_tensors(
     ranks = Ranks()
     held = ranks.all_gather({name: (shard.box, shard.values.dtype) for name, shard in local.items()})
     tensors = _find_sources(views, held, dtype)
-    files = _split_into_files(folder, tensors, max_file_bytes)
+    files = _split_into_files(folder, tensors, max_file_bytes, only_file)
     # A file of each writer, then all meet: no rank waits for longer than a file takes, nor goes on after a failure.
     by_writer: dict[int, list[_File]] = defaultdict(list)
     for file in files:
@@ -142,12 +144,14 @@ def _check_complete(name: str, owners: Iterable[Box], num_used: int) -> None:
         )
 
 
-def _split_into_files(folder: Place, tensors: Mapping[str, _StoredTensor], max_bytes: int) -> list[_File]:
-    """Consecutive tensors in each."""
+def _split_into_files(
+    folder: Place, tensors: Mapping[str, _StoredTensor], max_bytes: int, only_file: str | None
+) -> list[_File]:
+    """Put consecutive tensors in each."""
     contents: list[dict[str, _StoredTensor]] = []
     num_bytes = max_bytes
     for name, tensor in tensors.items():
-        if not contents or num_bytes + tensor.num_bytes > max_bytes:
+        if not contents or (only_file is None and num_bytes + tensor.num_bytes > max_bytes):
             contents.append({})
             num_bytes = 0
         contents[-1][name] = tensor
@@ -155,7 +159,11 @@ def _split_into_files(folder: Place, tensors: Mapping[str, _StoredTensor], max_b
     num_written: dict[int, int] = defaultdict(int)
     files = []
     for number, content in enumerate(contents, 1):
-        name = WEIGHTS_FILE if len(contents) == 1 else f"model-{number:05d}-of-{len(contents):05d}.safetensors"
+        name = (
+            (only_file or WEIGHTS_FILE)
+            if len(contents) == 1
+            else f"model-{number:05d}-of-{len(contents):05d}.safetensors"
+        )
         held = _num_held(content)
         writer = min(held, key=lambda rank: (num_written[rank], -held[rank], rank))
         num_written[writer] += sum(tensor.num_bytes for tensor in content.values())

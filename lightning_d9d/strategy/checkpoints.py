@@ -11,11 +11,14 @@ import lightning as L
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 
 from lightning_d9d.loop.interrupt import Saved
+from lightning_d9d.mesh.agreement import Ranks
 from lightning_d9d.strategy.epoch_place import RANKS, EpochPlace
 from lightning_d9d.strategy.loading import Loads
+from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.ranks import JobRanks
 from lightning_d9d.strategy.run_state import RunState
 from lightning_d9d.strategy.saving import CheckpointConfig, Saves
+from lightning_d9d.strategy.trained_only import BASE, add_frozen, check_base, leave_out_frozen
 
 
 class Checkpoints:
@@ -27,6 +30,7 @@ class Checkpoints:
     """
 
     def __init__(self, config: CheckpointConfig, ranks: JobRanks) -> None:
+        self._config = config
         self._ranks = ranks
         self.saves = Saves(config, ranks)
         self.loads = Loads(ranks)
@@ -65,6 +69,8 @@ class Checkpoints:
         path = self._ranks.broadcast(path)
         if trainer is not None and not weights_only:
             checkpoint[RANKS] = self.place.gather(trainer.fit_loop, checkpoint)
+        if self._config.trainable_only:
+            leave_out_frozen(checkpoint, state.module, seed_of(state.module))
         self.saves.save(checkpoint, path, storage_options, state, io)
         if trainer is not None and not weights_only:
             self.saves.last = Saved(str(path), checkpoint["global_step"])
@@ -98,11 +104,21 @@ class Checkpoints:
         self.saves.wait()
         self.saves.last = Saved(str(path), None)
         checkpoint = self.loads.open(path, weights_only, io)
+        if BASE in checkpoint and module is not None:
+            with Ranks().agreed("ckpt_path cannot be loaded"):
+                check_base(checkpoint[BASE], module, seed_of(module), f"checkpoint {str(path)!r}")
         prepare(checkpoint, self.loads.names_in(checkpoint))
         weights = self.loads.weights(module, with_optimizers=fits)
         if weights is not None:
             checkpoint["state_dict"] = weights
+        elif module is not None:
+            add_frozen(checkpoint, module)
         if fits:
             self.place.take(checkpoint, path)
         checkpoint.pop(RANKS, None)
         return checkpoint
+
+
+def seed_of(module: L.LightningModule) -> int | None:
+    """Return the seed from which the weights follow that a module begins with; None if others may. Local."""
+    return module.seed_of_weights if isinstance(module, D9DModule) else None

@@ -108,7 +108,9 @@ class GradientSync:
 
         Each tied parameter counts once.
         """
-        return self.tied.norm(self.parameters if parameters is None else parameters)
+        is_wide = any(parameter.dtype == torch.float64 for parameter in self.parameters)  # frozen ones, too
+        at_least = torch.float64 if is_wide else torch.float32
+        return self.tied.norm(self.parameters if parameters is None else parameters, at_least)
 
     def close(self) -> None:
         """Drop buckets and hooks. Local."""

@@ -36,6 +36,7 @@ from lightning_d9d.strategy.checkpoint_files import load_weights, never_runs_cod
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.ranks import JobRanks
 from lightning_d9d.strategy.run_state import RunState
+from lightning_d9d.strategy.trained_only import BASE, frozen_parameters
 from lightning_d9d.strategy.weights import report, sharded_state, sharded_weights
 
 
@@ -101,11 +102,14 @@ class Loads:
         if module is None:
             raise StateError(f"checkpoint {str(self._path)!r} is a directory, which is read into a module only")
         state = module.state_dict()
+        if BASE in opened.values:
+            lacks = frozen_parameters(module)
+            state = {name: value for name, value in state.items() if name not in lacks}
         check_saved_tied_parameters(module, state, opened)
         tensors = {f"{MODEL}{name}": value for name, value in state.items() if isinstance(value, Tensor)}
         later = OPTIMIZER.format("") if with_optimizers else None
         report(opened.load(tensors, strict=module.strict_loading, prefix=MODEL, later=later), opened.path)
-        return {name: opened.values.get(f"{MODEL}{name}", value) for name, value in state.items()}
+        return {name: opened.values.get(f"{MODEL}{name}", value) for name, value in module.state_dict().items()}
 
     def give_weights(
         self, module: L.LightningModule, weights: Mapping[str, Any], state: RunState, *, strict: bool

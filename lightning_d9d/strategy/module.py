@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
@@ -12,7 +12,6 @@ import torch
 from lightning.pytorch.core.saving import _load_state
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from torchmetrics import Metric
 
 from lightning_d9d.checkpoint import MODEL, is_directory, open_directory
 from lightning_d9d.errors import ConfigError
@@ -24,6 +23,8 @@ from lightning_d9d.optim.settings import LRSchedulerFactory, NamedParameters, Op
 from lightning_d9d.parallel import ParallelConfig, parallelize
 from lightning_d9d.parallel.context import check_context
 from lightning_d9d.parallel.tensor import split_for_heads
+from lightning_d9d.peft import PeftMethod
+from lightning_d9d.peft.inject import apply_plan
 from lightning_d9d.pipeline.executor import loss_of, stage_inputs
 from lightning_d9d.pipeline.initial_weights import materialize, recorded_values, share_equal_names, take_tensors
 from lightning_d9d.pipeline.recorded_values import RecordedValue, Recording
@@ -33,11 +34,13 @@ from lightning_d9d.pipeline.types import StageInfo, StageInputs, WeightedLoss
 from lightning_d9d.schedule import ModelCosts
 from lightning_d9d.strategy.checkpoint_files import check_file, never_runs_code, unreadable
 from lightning_d9d.strategy.context import Evaluation, RunContext
+from lightning_d9d.strategy.metric_updates import no_metric_updated
 from lightning_d9d.strategy.optimizers import OptimizedModule, first_names
 from lightning_d9d.strategy.pipeline import Pipeline
 from lightning_d9d.strategy.saved_arguments import NEVER_IMPORTS
-from lightning_d9d.strategy.sharding import differing, is_sharded
+from lightning_d9d.strategy.sharding import differing, is_sharded, spread_with, stage_places
 from lightning_d9d.strategy.stage_names import add_stage_prefix, drop_stage_prefix, parameter_names
+from lightning_d9d.strategy.trained_only import BASE, add_frozen, check_base
 
 
 class D9DModule(OptimizedModule):
@@ -94,6 +97,7 @@ class D9DModule(OptimizedModule):
         """The strategy's; None outside of a run and under Lightning's own strategies."""
         self.evaluation: Evaluation | None = None
         """What `D9DStrategy` runs batches of validation, test and prediction by, in a run."""
+        self._peft: PeftMethod | None = None
         self._in_schedule = False
         self._without_loss = False
         self.awaits_pretrained = False
@@ -223,6 +227,11 @@ class D9DModule(OptimizedModule):
 
     def whole_on_meta(self) -> Self:
         """A copy with the stages of the whole model, on the meta device and not spread over ranks. Local."""
+        apart = self._whole_without_peft()
+        self._adapt(apart.stages, apart.stages[0])
+        return apart
+
+    def _whole_without_peft(self) -> Self:
         apart = object.__new__(type(self))  # what configure_stage sets lands there
         apart.__dict__.update(self.__dict__)
         for kind in ("_parameters", "_buffers", "_modules"):
@@ -230,6 +239,24 @@ class D9DModule(OptimizedModule):
         with torch.device("meta"):
             apart.stages = nn.ModuleList([apart.configure_stage(StageInfo(0, 1))])
         return apart
+
+    def set_peft(self, method: PeftMethod) -> None:
+        """As `lightning_d9d.peft.inject` with this module.
+
+        Raises:
+            ConfigError: The stages are built, or there is a method.
+        """
+        if len(self.stages) > 0 or self._peft is not None:
+            state = "a method already" if self._peft is not None else "its stages already"
+            raise ConfigError(f"inject: {type(self).__name__} has {state}; call it once, in __init__()")
+        self._peft = method
+
+    def _adapt(self, stages: Iterable[nn.Module], whole: nn.Module) -> None:
+        """Do what is asked for by `set_peft` with stages of a whole model on the meta device."""
+        if self._peft is not None:
+            plan = self._peft.plan(whole)
+            for stage in stages:
+                apply_plan(stage, plan)
 
     def parameter_order(self) -> list[str]:
         """The names of all stages' parameters, in the order of one process that has them all. Local."""
@@ -249,18 +276,12 @@ class D9DModule(OptimizedModule):
 
     @property
     def _spread_now(self) -> tuple[MeshConfig, ParallelConfig]:
-        """What this run spreads stages with, without what has no effect where no axis shards."""
+        """What this run spreads stages with."""
         mesh = MeshConfig() if self.pipeline.mesh is None else self.pipeline.mesh.config
-        parallel = self.context.parallel
-        plain = MeshConfig(
-            pipeline_parallel=mesh.pipeline_parallel, data_parallel_replicate=mesh.data_parallel_replicate
-        )
-        if mesh != plain:
-            return mesh, parallel
-        return MeshConfig(), ParallelConfig(recompute=parallel.recompute, shard_blocks=parallel.shard_blocks)
+        return spread_with(mesh, self.context.parallel)
 
     def _must_change(self, infos: list[StageInfo]) -> bool:
-        if _places(self._built) != _places(infos):
+        if stage_places(self._built) != stage_places(infos):
             return True
         is_spread = is_sharded(self.stages) or self._spread[0] != MeshConfig()
         return self._spread != self._spread_now and (is_spread or not self.context.is_stock)
@@ -272,8 +293,11 @@ class D9DModule(OptimizedModule):
             with torch.device("meta"), Recording() as recording:
                 stages.append(self.configure_stage(info))
             values.append(recorded_values(recording, stages[-1]))
+        if self._peft is not None:
+            self._adapt(stages, self._whole_without_peft().stages[0])
         self.names_of_stages = [parameter_names(stage) for stage in stages]
-        self._split_mesh(stages)
+        if self.pipeline.mesh is not None:
+            split_for_heads(stages, self.pipeline.mesh)
         for stage in stages:
             self.parallelize_stage(stage, self.pipeline.mesh, self.context.parallel)
             if self.pipeline.tokens.sequence.size > 1:
@@ -289,15 +313,11 @@ class D9DModule(OptimizedModule):
                 *(type(self).__name__, first_of(names)),
             )
 
-    def _split_mesh(self, stages: Iterable[nn.Module]) -> None:
-        if self.pipeline.mesh is not None:
-            split_for_heads(stages, self.pipeline.mesh)
-
     def _build_again(self, infos: list[StageInfo]) -> None:
         stages = nn.ModuleList(stage for stage, _ in self._on_meta(infos))
         if missing := take_tensors(stages, self.stages):
             before, now = differing(self._spread, self._spread_now)
-            if _places(self._built) != _places(infos):
+            if stage_places(self._built) != stage_places(infos):
                 before, now = [f"the stages {self._built}", *before], [f"{infos} on this rank", *now]
             raise ConfigError(
                 f"{type(self).__name__} holds the weights for {', '.join(before)} of an earlier run, but this run has "
@@ -319,6 +339,19 @@ class D9DModule(OptimizedModule):
     def pipeline(self) -> Pipeline:
         """This rank's place in the pipeline. Under a stock strategy it is alone, with one stage."""
         return self.context.pipeline
+
+    @property
+    def seed_of_weights(self) -> int | None:
+        """The seed that initial weights follow from; None where `load_pretrained` may load others."""
+        if type(self).load_pretrained is not D9DModule.load_pretrained and getattr(self, "pretrained", "") is not None:
+            return None
+        return torch.initial_seed() if self.context.seed is None else self.context.seed
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add what `CheckpointConfig(trainable_only=True)` left out; call it where you override it."""
+        if BASE in checkpoint:
+            check_base(checkpoint[BASE], self, self.seed_of_weights, "the checkpoint")
+            add_frozen(checkpoint, self)
 
     @property
     def indexed_stages(self) -> dict[int, nn.Module]:
@@ -515,20 +548,12 @@ class D9DModule(OptimizedModule):
         Raises:
             ConfigError: A torchmetrics metric was updated in a hook that runs on the last stage's ranks alone.
         """
-        metrics = [m for m in self.modules() if isinstance(m, Metric)] if self.pipeline.group is not None else []
-        num_updates = [metric.update_count for metric in metrics]
-        self._in_schedule = True
-        try:
-            yield
-        finally:
-            self._in_schedule = False
-        for metric, before in zip(metrics, num_updates, strict=True):
-            if metric.update_count != before:
-                raise ConfigError(
-                    f"a {type(metric).__name__} was updated in a microbatch hook, which in a pipeline runs on the last "
-                    "stage's ranks alone: return values from microbatch_metrics, or update it in "
-                    "on_train_batch_end, on_validation_batch_end, ..., which run on all"
-                )
+        with no_metric_updated(self) if self.pipeline.group is not None else nullcontext():
+            self._in_schedule = True
+            try:
+                yield
+            finally:
+                self._in_schedule = False
 
     def log_train_step(self, loss: Tensor, metrics: Mapping[str, Tensor], prog_bar: bool = True) -> None:
         """Log values that are already equal on every rank."""
@@ -571,7 +596,3 @@ class D9DModule(OptimizedModule):
                 "which is reduced over microbatches and ranks and logged once a batch"
             )
         super().log(name, *args, **kwargs)
-
-
-def _places(infos: Iterable[StageInfo]) -> list[tuple[int, int, range | None]]:
-    return [(info.index, info.num_stages, info.layers if info.num_stages > 1 else None) for info in infos]

@@ -23,6 +23,8 @@ from lightning_d9d.strategy.sharding import is_sharded
 class RunState:
     """A module and its optimizers on this rank, as a checkpoint sees them."""
 
+    module: L.LightningModule
+    """The module."""
     state_dict: Callable[..., Mapping[str, Any]]
     """The module's."""
     pipeline: dist.ProcessGroup | None
@@ -59,6 +61,7 @@ class RunState:
         indices = {id(optimizer): index for index, optimizer in enumerate(optimizers)}
         pipeline = ranks.pipeline_group
         return cls(
+            module=module,
             state_dict=module.state_dict,
             pipeline=pipeline,
             is_spread=pipeline is not None or sharded,

@@ -58,6 +58,12 @@ class CheckpointConfig:
     or at the end of `fit`, which waits.
     """
 
+    trainable_only: bool = False
+    """Frozen parameters are left out, beside buffers and all that is trained.
+
+    A run that goes on needs their base: the same `pretrained`, or the seed of initial weights, which the checkpoint
+    names. [Note: base] in `lightning_d9d.strategy.trained_only`."""
+
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
             raise ConfigError(

@@ -32,6 +32,7 @@ from lightning_d9d.parallel import (
 )
 from lightning_d9d.parallel.data import as_unit, class_name, is_of_experts, separable, settings
 from lightning_d9d.parallel.fsdp import reduce_unused
+from lightning_d9d.pipeline.types import StageInfo
 from lightning_d9d.strategy.offload import move
 
 _FIELDS = {Axis.DP_SHARD: "data_parallel_shard", Axis.TP: "tensor_parallel", Axis.EP_SHARD: "expert_parallel"}
@@ -50,6 +51,19 @@ _SHARDED_WITH = "_sharded_with"
 def is_sharded(module: nn.Module) -> bool:
     """Whether some parameter or buffer is a DTensor."""
     return any(isinstance(tensor, DTensor) for tensor in (*module.parameters(), *module.buffers()))
+
+
+def stage_places(infos: Iterable[StageInfo]) -> list[tuple[int, int, range | None]]:
+    """Return what tells stages apart: their places in the pipeline, and the layers of each in one of several stages."""
+    return [(info.index, info.num_stages, info.layers if info.num_stages > 1 else None) for info in infos]
+
+
+def spread_with(mesh: MeshConfig, parallel: ParallelConfig) -> tuple[MeshConfig, ParallelConfig]:
+    """Return what changes how stages are spread, without what has no effect where no axis shards."""
+    plain = MeshConfig(pipeline_parallel=mesh.pipeline_parallel, data_parallel_replicate=mesh.data_parallel_replicate)
+    if mesh != plain:
+        return mesh, parallel
+    return MeshConfig(), ParallelConfig(recompute=parallel.recompute, shard_blocks=parallel.shard_blocks)
 
 
 def differing(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -96,10 +97,15 @@ class TiedParameters(Mapping[nn.Parameter, TiedParameter]):
         for group, parameters in groupby(in_order, key=lambda parameter: self[parameter].group):
             broadcast_tensors(map(local, parameters), group, dist.get_process_group_ranks(group)[0])
 
-    def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """Return the norm of all gradients of the model; each tied parameter counts once. Collective over all ranks."""
+    def norm(self, parameters: Iterable[nn.Parameter], at_least: torch.dtype = torch.float32) -> Tensor:
+        """Return the norm of all gradients of the model; each tied parameter counts once. Collective over all ranks.
+
+        Args:
+            parameters: This rank's, perhaps none.
+            at_least: Dtype of the norm, as in `gradient_norm`.
+        """
         counted = [parameter for parameter in parameters if parameter not in self or self[parameter].counts_here]
-        return gradient_norm(counted, pipeline_group=self._pipeline)
+        return gradient_norm(counted, pipeline_group=self._pipeline, at_least=at_least)
 
     def check_frozen_alike(self) -> None:
         """Compare what callbacks froze and unfroze between epochs. Collective over the pipeline.

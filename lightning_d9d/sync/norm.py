@@ -29,7 +29,10 @@ from lightning_d9d.mesh.sharding import Sharding, local, sharding_of
 
 @torch.no_grad()
 def gradient_norm(
-    parameters: Iterable[Tensor], norm_type: float = 2.0, pipeline_group: dist.ProcessGroup | None = None
+    parameters: Iterable[Tensor],
+    norm_type: float = 2.0,
+    pipeline_group: dist.ProcessGroup | None = None,
+    at_least: torch.dtype = torch.float32,
 ) -> Tensor:
     """The p-norm of all gradients of the model taken as one vector. Collective.
 
@@ -42,17 +45,19 @@ def gradient_norm(
             and devices. One that is given twice counts once; gradients of frozen ones count, as optimizers apply them.
         norm_type: p > 0, or infinity. For p < 1 that is not a norm, but computed alike.
         pipeline_group: Ranks whose stages hold other parameters, to be counted together; None if this rank has all.
+        at_least: Dtype of the result; a rank without parameters may have to name that of other ranks.
 
     Returns:
         The same number on all ranks, shape `[]`, on the device of the first parameter (without any, on the one that
-        `pipeline_group` is for): float64 if a parameter or gradient is, else float32. 0 where there are no gradients.
+        `pipeline_group` is for): float64 if a parameter or gradient is, else `at_least`. 0 where there are no
+        gradients.
 
     Raises:
         ConfigError: `norm_type` is not positive, or a gradient does not lie on the ranks as its parameter does, such as
             one that is still to be summed (`Partial`).
     """
     parameters = list(dict.fromkeys(parameters))
-    return _norm(parameters, _local_gradients(parameters), norm_type, pipeline_group)
+    return _norm(parameters, _local_gradients(parameters), norm_type, pipeline_group, at_least)
 
 
 @torch.no_grad()
@@ -130,6 +135,7 @@ def _norm(
     by_sharding: dict[Sharding | None, list[Tensor]],
     norm_type: float,
     pipeline_group: dist.ProcessGroup | None,
+    at_least: torch.dtype = torch.float32,
 ) -> Tensor:
     norm_type = float(norm_type)
     if not norm_type > 0:
@@ -154,7 +160,7 @@ def _norm(
     if norm_type != math.inf:
         total = total ** (1 / norm_type)
     gradients = [gradient for same_sharding in by_sharding.values() for gradient in same_sharding]
-    return total if any(t.dtype == torch.float64 for t in (*parameters, *gradients)) else total.float()
+    return total if any(t.dtype == torch.float64 for t in (*parameters, *gradients)) else total.to(at_least)
 
 
 def _local_sum(gradients: list[Tensor], norm_type: float, device: torch.device) -> Tensor:

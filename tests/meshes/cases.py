@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_d9d import MeshConfig, ParallelConfig
+from lightning_d9d.peft import FullTune, LoRA, PeftMethod, Stack
 from lightning_d9d.sync.buckets import GradSyncConfig
 from tests.meshes.equality import CONFIG, Data
 
@@ -41,6 +42,7 @@ class Case:
     data: Data = field(default_factory=Data)
     dense: bool = False
     """Whether no layer is a mixture of experts."""
+    peft: PeftMethod | None = None
 
     @property
     def config(self) -> MeshConfig:
@@ -88,6 +90,7 @@ class Case:
         parts += [f"heads{self.heads[0]}x{self.heads[1]}"] if self.heads != (2, 1) else []
         parts += ["packed"] if self.data.packed else []
         parts += ["dense"] if self.dense else []
+        parts += [f"peft={PEFT_NAMES[self.peft]}"] if self.peft else []
         parts += [self.reduce] if self.reduce != "last_microbatch" else []
         defaults = ParallelConfig()
         for name, value in vars(self.parallel).items():
@@ -95,6 +98,14 @@ class Case:
         return ",".join(parts)
 
 
+LAYERS = LoRA(rank=4, alpha=6)
+"""Of all projections; of those of each expert with rank 2."""
+MATRICES = LoRA(rank=4, alpha=6, targets=["self_attn", "experts", "(gate|up|down)_proj", "embed_tokens", "lm_head"])
+"""Of all matrices that can have adapters."""
+WITH_NORMS = Stack([LoRA(rank=3, alpha=6, targets=["experts", "o_proj"], rank_of_experts=3), FullTune("norm")])
+LAST_LAYER = LoRA(rank=2, alpha=4, targets=[r"layers\.3"])
+"""Without a trained parameter in the first stages of a pipeline."""
+PEFT_NAMES = {LAYERS: "layers", MATRICES: "matrices", WITH_NORMS: "norms", LAST_LAYER: "last"}
 KEPT = ParallelConfig(reshard_after_forward=False)
 RESHARD = ParallelConfig(reshard_after_forward=True)
 RECOMPUTED = [ParallelConfig(recompute=kind) for kind in ("full", "selective", "attention", "every_2")]
@@ -217,4 +228,25 @@ CASES = [
     Case("rep2 shard2", dense=True),
     Case("pp2 shard2 tp2", tied=True, dense=True),
     Case("pp2 cp2 tp2", data=TOKENS_8, dense=True),
+    # adapters
+    Case("rep2", peft=MATRICES, accumulated=2),
+    Case("shard2", peft=WITH_NORMS, microbatch_size=2, accumulated=2, fast=True),
+    Case("shard2", peft=LAYERS, tied=True, parallel=RESHARD),
+    Case("shard2", peft=LAYERS, parallel=ParallelConfig(offload=True)),
+    Case("shard4", peft=LAYERS, fast=True),
+    Case("rep2 shard2", peft=MATRICES),
+    Case("rep2 ep2", peft=LAYERS, fast=True),
+    Case("rep4 ep4", peft=WITH_NORMS),
+    Case("shard4 ep2", peft=LAYERS, parallel=RECOMPUTED[1]),
+    Case("tp2", peft=MATRICES, fast=True),
+    Case("tp2", peft=LAYERS, heads=(4, 2), tied=True, parallel=RECOMPUTED[0]),
+    Case("shard2 tp2", peft=MATRICES),
+    Case("rep2 tp2 ep4", peft=LAYERS),
+    Case("cp2", peft=LAYERS, data=TOKENS_8, heads=(2, 2), fast=True),
+    Case("pp2 tp2", peft=MATRICES, schedule="zero_bubble_v"),
+    *(Case("pp2", peft=each, schedule="zero_bubble_v", fast=True) for each in (LAYERS, LAST_LAYER)),
+    Case("pp2", peft=LAYERS, schedule="zero_bubble", parallel=RECOMPUTED[1]),
+    Case("pp2 shard2", peft=MATRICES, schedule="zero_bubble_v"),
+    Case("pp2 rep2 ep2", peft=LAYERS, fast=True),
+    Case("pp2 shard2 ep2", peft=WITH_NORMS, schedule="dual_pipe_v", accumulated=2),
 ]

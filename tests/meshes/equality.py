@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_d9d import D9DStrategy
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3MoePretraining
 from lightning_d9d.optim import parameter_groups
+from lightning_d9d.peft import PeftMethod, trainable_parameters
 from tests.harness.ranks import RankContext
 from tests.strategy.plain import trainer
 
@@ -82,9 +83,10 @@ class Watched(Qwen3MoePretraining):
     dtype_of_weights: torch.dtype = torch.float64
     seen: Steps = field(default_factory=lambda: Steps([], [], [], []))
     data: Data = field(default_factory=Data)
+    peft: PeftMethod | None = None
 
     def __post_init__(self) -> None:
-        super().__init__(self.config)
+        super().__init__(self.config, peft=self.peft)
 
     __hash__ = Qwen3MoePretraining.__hash__
     __eq__ = Qwen3MoePretraining.__eq__
@@ -142,11 +144,12 @@ def on_mesh(
     config: Qwen3MoeConfig = CONFIG,
     steps: int = 5,
     data: Data = PLAIN,
+    peft: PeftMethod | None = None,
     **options: Any,
 ) -> Steps:
     """A fit of `steps` optimizer steps."""
     accumulated = options.get("accumulate_grad_batches", 1)
-    module = Watched(config, steps * accumulated, data=data)
+    module = Watched(config, steps * accumulated, data=data, peft=peft)
     run = trainer(
         strategy,
         rank.world_size,
@@ -170,12 +173,13 @@ def on_one_process(
     dtype: torch.dtype = torch.float64,
     data: Data = PLAIN,
     device: torch.device = torch.device("cpu"),  # noqa: B008
+    peft: PeftMethod | None = None,
 ) -> Steps:
     """The same in plain torch, with the initial weights of a D9DModule.
 
     In bfloat16 a token with nearly equal scores may go to another one on another kind of device: then the mesh's.
     """
-    module = Qwen3MoePretraining(config)
+    module = Qwen3MoePretraining(config, peft=peft)
     torch.set_default_dtype(dtype)
     try:
         module.configure_model()
@@ -197,10 +201,11 @@ def on_one_process(
             seen.losses.append(loss.detach().cpu() / counted)
             num_tokens += counted
         named = dict(model.named_parameters())
-        for parameter in named.values():
+        trained = trainable_parameters(model)
+        for parameter in trained.values():
             parameter.grad /= num_tokens
-        seen.gradients.append({name: parameter.grad.cpu().clone() for name, parameter in named.items()})
-        seen.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).cpu())
+        seen.gradients.append({name: parameter.grad.cpu().clone() for name, parameter in trained.items()})
+        seen.norms.append(torch.nn.utils.clip_grad_norm_(trained.values(), CLIP).cpu())
         optimizer.step()
         seen.weights.append({name: parameter.detach().cpu().clone() for name, parameter in named.items()})
     return seen

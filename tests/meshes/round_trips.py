@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_d9d import CheckpointConfig, D9DStrategy
+from lightning_d9d.peft import LoRA
 from tests.meshes.cases import Case
 from tests.meshes.equality import CLIP, CONFIG, ROWS, Data, Watched, batch_of
 from tests.strategy.plain import trainer
@@ -44,6 +45,8 @@ class RoundTrip:
     asynchronous: bool = False
     dense: bool = False
     """Whether no layer is a mixture of experts."""
+    adapted: bool = False
+    """Whether adapters are trained, and nothing else."""
     fast: bool = False
     """Whether it is one of those that always run."""
 
@@ -54,7 +57,7 @@ class RoundTrip:
 
     def __str__(self) -> str:
         names = [mesh.replace(" ", "-") or "one" for mesh in (self.saved, self.loaded)]
-        flags = [name for name in ("tied", "frozen", "asynchronous", "dense") if getattr(self, name)]
+        flags = [each for each in ("tied", "frozen", "asynchronous", "dense", "adapted") if getattr(self, each)]
         return ",".join(["->".join(names), *(name for name in self.schedules if name != "1f1b"), *flags])
 
 
@@ -76,6 +79,8 @@ ROUND_TRIPS = [
     RoundTrip("pp2 cp2 ep2", "rep4 shard2 ep4", schedules=("dual_pipe_v", "1f1b"), tied=True),
     RoundTrip("shard2 cp2 tp2 ep2", "", tied=True, frozen=True, asynchronous=True),
     RoundTrip("pp2 shard2", "tp2", tied=True, dense=True),
+    RoundTrip("shard2 ep2", "pp2", schedules=("1f1b", "zero_bubble_v"), adapted=True, fast=True),
+    RoundTrip("tp2", "shard2", adapted=True, asynchronous=True),
 ]
 
 
@@ -134,7 +139,13 @@ def train(trip: RoundTrip, loads: bool, folder: Path) -> None:
     case = trip.cases[loads]
     strategy = D9DStrategy(**case.strategy_options, checkpoint=CheckpointConfig(asynchronous=trip.asynchronous))
     model = replace(MODEL, **WITHOUT_EXPERTS) if trip.dense else MODEL
-    module = Travelling(replace(model, tie_word_embeddings=trip.tied), STEPS, data=TOKENS, frozen=trip.frozen)
+    module = Travelling(
+        replace(model, tie_word_embeddings=trip.tied),
+        STEPS,
+        data=TOKENS,
+        frozen=trip.frozen,
+        peft=LoRA(rank=4) if trip.adapted else None,
+    )
     saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=SAVED_AFTER, save_top_k=-1)
     run = trainer(
         strategy,

@@ -12,6 +12,8 @@ from lightning_d9d.log import logger
 from lightning_d9d.mesh.agreement import Ranks
 from lightning_d9d.models.qwen3_moe.config import Qwen3MoeConfig, refuse_checkpoint
 from lightning_d9d.models.qwen3_moe.model import Qwen3MoeForCausalLM
+from lightning_d9d.modules.adapters import Adapter
+from lightning_d9d.peft.merged import with_adapters
 from lightning_d9d.state import (
     DTYPE_NAMES,
     MAX_SHARD_BYTES,
@@ -77,13 +79,20 @@ def load_huggingface(
             nothing to lose, as at the start of a run.
         progress: Show bars on the first rank.
 
+    Adapters of the model stay as they are: the weights are those of their base.
+
     Raises:
         StateError: a file is missing or damaged, its tensors are not those of the model, or another rank failed.
+        ConfigError: Adapters of the model are merged.
     """
     ranks, failure = Ranks(), f"weights cannot be loaded from {str(directory)!r}"
     with ranks.agreed(failure):
         refuse_checkpoint(directory)
         stages, config = _stages(model)
+        if any(isinstance(part, Adapter) and part.is_merged for stage in stages for part in stage.modules()):
+            raise ConfigError(
+                "adapters are merged into the weights that would be overwritten; call unmerge(model) before"
+            )
         specs = parameter_specs(config)
         local = _local_shards(stages, specs)
         reader = SafetensorsReader(directory)
@@ -119,6 +128,9 @@ def save_huggingface(
 
     The directory appears when it is complete; until then the files are in a hidden one beside it. A manifest has a
     checksum of each tensor, which `load_huggingface` compares.
+
+    Adapters are added to the weights that they belong to, as `lightning_d9d.peft.merge` does, and not written by
+    themselves; the model stays as it is.
 
     Collective over the default process group where there is one, also for models that are whole on every rank. The
     files are the same on any mesh. Ranks that hold something of a file take turns to write one, all at the same time,
@@ -158,6 +170,7 @@ def save_huggingface(
         specs = parameter_specs(config)
         local = dict(_local_shards(stages, specs))
         biased = {name: "" for stage in stages for name, value in stage.named_buffers() if _is_biased(name, value)}
+    local = with_adapters(stages, local)
     biased = ranks.merge(biased)
     if biased and ranks.is_first:
         logger.warning(
@@ -260,7 +273,10 @@ def _local_shards(stages: Iterable[nn.Module], specs: Mapping[str, Spec]) -> lis
     """This rank's parameters. A name comes twice if two stages of the rank have it without sharing the parameter."""
     local: dict[nn.Parameter, tuple[str, LocalShard]] = {}
     for stage in stages:
+        adapters = {each for part in stage.modules() if isinstance(part, Adapter) for each in part.parameters()}
         for name, parameter in stage.named_parameters():
+            if parameter in adapters:
+                continue
             expected = specs[name].shape if name in specs else None
             if tuple(parameter.shape) != expected:
                 raise StateError(

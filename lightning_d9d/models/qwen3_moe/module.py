@@ -38,6 +38,8 @@ from lightning_d9d.modules import (
 from lightning_d9d.optim import ParameterGroup, parameter_groups
 from lightning_d9d.optim.settings import LRSchedulerFactory, OptimizerFactory
 from lightning_d9d.parallel import ParallelConfig
+from lightning_d9d.peft import PeftMethod, inject
+from lightning_d9d.peft.methods import as_table, from_table
 from lightning_d9d.pipeline.partition import split_by_sizes
 from lightning_d9d.pipeline.types import StageInfo, StageInputs, WeightedLoss
 from lightning_d9d.schedule import ModelCosts
@@ -60,7 +62,7 @@ ARGUMENTS_KEY = "qwen3_moe_arguments"
 
 
 def saved_arguments(saved: Any, source: object) -> dict[str, Any]:
-    """The arguments of `Qwen3MoePretraining` that a checkpoint has, with a config and a balance made of its tables.
+    """The arguments of `Qwen3MoePretraining` that a checkpoint has, with objects made of its tables.
 
     Args:
         saved: What the checkpoint has under `ARGUMENTS_KEY`.
@@ -75,13 +77,19 @@ def saved_arguments(saved: Any, source: object) -> dict[str, Any]:
     arguments = dict(saved)
     if "config" in arguments:
         arguments["config"] = Qwen3MoeConfig.from_dict(arguments["config"], source=str(source))
-    if arguments.get("balance") is not None:
+    makers = {
+        "balance": ("BalanceConfig", lambda table: BalanceConfig(**table)),
+        "peft": ("PeftMethod", from_table),
+    }
+    for name, (kind, make) in makers.items():
+        if arguments.get(name) is None:
+            continue
         try:
-            arguments["balance"] = BalanceConfig(**arguments["balance"])
+            arguments[name] = make(arguments[name])
         except (TypeError, ConfigError) as error:
             raise StateError(
-                f"{source}: {ARGUMENTS_KEY} has balance={reprlib.repr(arguments['balance'])}, which is not a "
-                f"BalanceConfig ({error}); give another checkpoint"
+                f"{source}: {ARGUMENTS_KEY} has {name}={reprlib.repr(arguments[name])}, which is not a {kind} "
+                f"({error}); give another checkpoint"
             ) from error
     return arguments
 
@@ -153,6 +161,7 @@ class Qwen3MoePretraining(D9DModule):
             (`learning_rate`, ...) are refused beside it.
         lr_scheduler: Its learning-rate schedule.
         parameter_groups: Parameters with a learning rate or a weight decay of their own.
+        peft: What is trained, such as `lightning_d9d.peft.LoRA()`; the rest is frozen. None trains all.
     """
 
     sequence_dims: ClassVar = dict.fromkeys(("input_ids", "labels", "position_ids", "document_ids", "pooling_mask"), 1)
@@ -177,6 +186,7 @@ class Qwen3MoePretraining(D9DModule):
         optimizer: OptimizerFactory | None = None,
         lr_scheduler: LRSchedulerFactory | None = None,
         parameter_groups: list[ParameterGroup] | None = None,
+        peft: PeftMethod | None = None,
     ) -> None:
         super().__init__()
         if warmup_steps < 0:
@@ -195,6 +205,9 @@ class Qwen3MoePretraining(D9DModule):
         self.virtual_layers_after = virtual_layers_after
         self.balance = balance
         self.shift_labels = shift_labels
+        self.peft = peft
+        if peft is not None:
+            inject(self, peft)
         self.val_perplexity = Perplexity()
         self.test_perplexity = Perplexity()
         self._clock: tuple[float, int] | None = None  # when, and how many tokens, since the last log
@@ -252,6 +265,7 @@ class Qwen3MoePretraining(D9DModule):
             "virtual_layers_after": self.virtual_layers_after,
             "balance": None if self.balance is None else dataclasses.asdict(self.balance),
             "shift_labels": self.shift_labels,
+            "peft": None if self.peft is None else as_table(self.peft),
         }
 
     @classmethod

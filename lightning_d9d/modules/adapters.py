@@ -1,0 +1,214 @@
+"""Low-rank adapters of matrices: two thin matrices beside a frozen one (https://arxiv.org/abs/2106.09685).
+
+[Note: adapters] A layer with an adapter computes `y = base(x) + scale * b(a(dropout(x)))`. The adapter is a module
+inside the layer. So the base's parameters keep their names, and both start by their own rules. `b` starts at zero: the
+layer computes what it did before. `a` has the standard deviation of torch's linear layers.
+
+[Note: adapters of experts] The gates and up projections of experts are one tensor, `[experts, 2 * inter, hidden]`.
+Their adapters are one `a` `[experts, 2 * rank, hidden]` and one `b` `[experts, 2 * inter, rank]`. The gate's rows come
+first in both, so there are two parts (`num_parts`): each multiplies its rows of `b` with its rows of `a` alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from copy import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.modules.initial_values import Constant, DrawnByRows, Normal
+from lightning_d9d.ops import grouped_gemm, linear
+from lightning_d9d.ops.sharded_weights import local_shard
+
+
+class Adapter(DrawnByRows):
+    """Two thin matrices whose product is added to a weight `[..., out, in]`. [Note: adapters].
+
+    Args:
+        weight: The weight; the adapter has its dtype and device.
+        rank: Columns of `b`, and rows of each part of `a`.
+        scale: Factor of the product.
+        dropout: Probability with which an element of the input is left out, in training.
+        num_parts: Of the weight's rows; see [Note: adapters of experts].
+    """
+
+    is_merged = False
+    """True while the weight has the product in it, so that the adapter adds nothing."""
+
+    def __init__(self, weight: Tensor, rank: int, *, scale: float, dropout: float = 0.0, num_parts: int = 1) -> None:
+        super().__init__()
+        self.rank, self.scale, self.dropout, self.num_parts = rank, scale, dropout, num_parts
+        *experts, num_out, num_in = weight.shape
+        self.a = nn.Parameter(weight.new_empty(*experts, num_parts * rank, num_in))
+        self.b = nn.Parameter(weight.new_empty(*experts, num_out, rank))
+        self.register_state_dict_post_hook(_leave_out_merged)
+
+    def initial_values(self) -> dict[str, Normal | Constant]:
+        """Zeros for `b`; `a` gives a hidden state of variance 1 one of 1/3, as torch's linear layers do."""
+        return {"a": Normal(1 / math.sqrt(3 * self.a.shape[-1])), "b": Constant(0.0)}
+
+    def dropped(self, x: Tensor) -> Tensor:
+        """Apply dropout to the input, in training."""
+        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+
+    def product(self, index: Sequence[int | slice] = ()) -> Tensor:
+        """Return the part of `scale * b @ a` that an index of the weight picks, in float64. Local.
+
+        With so many bits a slice is what the whole has there, once it is rounded to the weight's dtype.
+
+        Args:
+            index: For each dim of the weight a slice; for experts also a number. By default all of it.
+        """
+        a, b = self.a.detach(), self.b.detach()
+        *experts, rows, columns = index or (slice(None),) * a.dim()
+        assert isinstance(rows, slice), "rows are picked by a slice"
+        a, b = a[tuple(experts)][..., columns].double(), b[tuple(experts)].double()
+        start, stop, _ = rows.indices(b.shape[-2])
+        length = b.shape[-2] // self.num_parts
+        products = [
+            part_of_b[..., max(start - first, 0) : max(stop - first, 0), :] @ part_of_a
+            for first, part_of_a, part_of_b in zip(
+                range(0, b.shape[-2], length), a.split(self.rank, -2), b.split(length, -2), strict=True
+            )
+        ]
+        return torch.cat(products, -2) * self.scale
+
+    def whole(self) -> Adapter:
+        """Return this adapter with whole matrices, for `product`. Collective where they are sharded."""
+        return self.with_matrices(_whole(self.a), _whole(self.b))
+
+    def with_matrices(self, a: Tensor, b: Tensor) -> Adapter:
+        """Return this adapter with other matrices, for `product`. Local."""
+        twin = copy(self)
+        twin._parameters = {"a": nn.Parameter(a, False), "b": nn.Parameter(b, False)}
+        return twin
+
+    def train(self, mode: bool = True) -> Adapter:
+        """Set the mode, as `torch.nn.Module.train`.
+
+        Raises:
+            ConfigError: The adapter is to be trained, and is merged.
+        """
+        if mode and self.is_merged:
+            raise ConfigError("the adapters of this module are merged into its weights; call unmerge(module) to train")
+        return super().train(mode)
+
+
+class LinearAdapter(Adapter):
+    """The adapter of a linear layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what is added to the layer's result: shape `[..., in]` to `[..., out]`.
+
+        With the part that this rank holds of a sharded `a` or `b` it is this rank's summand, or its outputs.
+        """
+        return linear(linear(self.dropped(x), self.a, own_part=True) * self.scale, self.b, own_part=True)
+
+
+class EmbeddingAdapter(Adapter):
+    """The adapter of an embedding, whose weight `[in, out]` is that of a linear layer transposed.
+
+    `a` has shape `[rank, vocab]` and `b` has `[hidden, rank]`, so the weight gets `scale * (b @ a).T`.
+    """
+
+    def __init__(self, weight: Tensor, rank: int, *, scale: float, dropout: float = 0.0) -> None:
+        super().__init__(weight.t(), rank, scale=scale, dropout=dropout)
+
+    def initial_values(self) -> dict[str, Normal | Constant]:
+        """Zeros for `b`; the input has a single 1, so the variance of a hidden state is that of `a`."""
+        return {"a": Normal(1 / math.sqrt(3)), "b": Constant(0.0)}
+
+    def forward(self, ids: Tensor, look_up: Callable[[Tensor, Tensor], Tensor] = F.embedding) -> Tensor:
+        """Return what is added to the embedding: ids `[...]` to `[..., hidden]`.
+
+        Args:
+            ids: As the embedding takes them.
+            look_up: Called with ids and rows `[vocab, rank]`: this rank's, of a sharded `a`.
+        """
+        rows = look_up(ids, local_shard(self.a, ids).t())
+        if self.dropout and self.training:  # of the 1 in a token's input
+            rows = rows * self.dropped(rows.new_ones(*ids.shape, 1))
+        return linear(rows * self.scale, self.b, own_part=True)
+
+    def product(self, index: Sequence[int | slice] = ()) -> Tensor:
+        """Return `Adapter.product` for the embedding's weight `[vocab, hidden]`."""
+        return super().product(index[::-1]).t()
+
+
+class HeadAdapter(Adapter):
+    """The adapter of a head, whose products are made with its loss."""
+
+    def extend(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs and a weight whose product is that of the head with its adapter.
+
+        The weight is copied, and where gradients are made it gets one as a whole. So an adapter of the head costs more
+        than its size suggests.
+
+        Args:
+            x: Shape `[..., hidden]`.
+            weight: The head's, or the part of its rows that this rank holds.
+
+        Returns:
+            Shapes `[..., hidden + rank]` and `[vocab, hidden + rank]`.
+        """
+        hidden = linear(self.dropped(x), self.a, own_part=True) * self.scale
+        return torch.cat([x, hidden], -1), torch.cat([local_shard(weight, x), local_shard(self.b, x)], 1)
+
+
+class ExpertsAdapter(Adapter):
+    """The adapters of experts that run as one grouped product. [Note: adapters of experts]."""
+
+    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
+        """Return what is added to the result of `grouped_gemm`, with the same `x` and `offsets`: shape `[rows, out]`.
+
+        Dropout is drawn for each copy of a token; gate and up projection of an expert share it.
+        """
+        hidden = grouped_gemm(self.dropped(x), self.a, offsets) * self.scale
+        if self.num_parts == 1:
+            return grouped_gemm(hidden, self.b, offsets)
+        parts = zip(hidden.chunk(self.num_parts, 1), local_shard(self.b, x).chunk(self.num_parts, 1), strict=True)
+        return torch.cat([grouped_gemm(part, b, offsets) for part, b in parts], 1)
+
+
+def adapter_of(module: nn.Module, name: str = "lora") -> Any:
+    """The adapter that a module has under a name and that is to be applied; None if it has none, or a merged one."""
+    adapter = module._modules.get(name)
+    return None if adapter is None or adapter.is_merged else adapter
+
+
+def adapted_linear(module: nn.Linear, input: Tensor, *, own_part: bool = False, with_bias: bool = True) -> Tensor:
+    """A linear layer with its adapter, if it has one.
+
+    Args:
+        module: The layer.
+        input: Shape `[..., in]`.
+        own_part: As in `lightning_d9d.ops.linear`.
+        with_bias: Whether the layer's bias is added.
+    """
+    y = linear(input, module.weight, module.bias if with_bias else None, own_part=own_part)
+    adapter = adapter_of(module)
+    return y if adapter is None else y + adapter(input)
+
+
+def adapted_embedding(module: nn.Embedding, input: Tensor) -> Tensor:
+    """An embedding with its adapter, if it has one."""
+    y = type(module).forward(module, input)
+    adapter = adapter_of(module)
+    return y if adapter is None else y + adapter(input)
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
+
+
+def _leave_out_merged(adapter: Adapter, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    """After a merge the state is that of a model without adapters."""
+    if adapter.is_merged:
+        for name in ("a", "b"):
+            state.pop(prefix + name, None)

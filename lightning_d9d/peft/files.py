@@ -1,0 +1,210 @@
+"""Adapters as directories of Hugging Face's `peft`: `adapter_model.safetensors` and `adapter_config.json`."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import nn
+
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.mesh.agreement import Ranks, first_of
+from lightning_d9d.mesh.sharding import local, local_ranges
+from lightning_d9d.peft.inject import adapted_sites, apply_plan, is_adapted, stages_of
+from lightning_d9d.peft.layouts import EXPERT_PARTS, file_tensors
+from lightning_d9d.peft.saved import ADAPTER_CONFIG, ADAPTER_FILE, SavedAdapter
+from lightning_d9d.peft.sites import sites_of
+from lightning_d9d.state import save_tensors
+
+Layout = Literal["experts", "fused"]
+
+
+class _Described(NamedTuple):
+    """An adapter as the configuration describes it."""
+
+    rank: int
+    scale: float
+    is_of_experts: bool
+    dropout: float
+
+
+@torch.no_grad()
+def save_adapter(
+    model: nn.Module | Sequence[nn.Module],
+    directory: str | Path,
+    *,
+    layout: Layout = "experts",
+    base_model: str | None = None,
+    dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Write the adapters of a model as a directory that Hugging Face's `peft` loads, and serving engines.
+
+    All adapters get one scale: where theirs is another, `lora_B` is multiplied by the ratio. So readers that know no
+    scale of single layers compute the same. See [Note: adapters in files].
+
+    Collective over the default process group where there is one. Each rank gathers all adapters of its stages.
+
+    Args:
+        model: With adapters: whole, all stages of this rank, or a `D9DModule`. Names are those in the whole model.
+        directory: Does not exist yet, or is empty; as for `save_tensors`.
+        layout: Of experts: a tensor for each matrix of each expert, or "fused", as `peft` keeps them in memory.
+        base_model: Name or directory of the base model, which readers may ask for.
+        dtype: Of the file; None keeps that of the adapters.
+        overwrite: Replace an existing directory, with everything in it.
+
+    Raises:
+        ConfigError: The model has no adapters, or merged ones, or other parameters are trained too, which such a file
+            does not have. Or the layout is none of the two, or cannot be read by others.
+        StateError: The directory has files and `overwrite` is not set, or it cannot be written; on every rank.
+    """
+    ranks, failure = Ranks(), f"adapters cannot be saved to {str(directory)!r}"
+    described: dict[str, _Described] = {}
+    all_names: dict[str, str] = {}
+    with ranks.agreed(failure):
+        stages = stages_of(model)
+        if layout not in get_args(Layout):
+            raise ConfigError(f"layout={layout!r} must be one of {', '.join(map(repr, get_args(Layout)))}")
+        for stage in stages:
+            _check_adapters_alone(stage)
+            all_names |= dict.fromkeys(sites_of(stage), "")
+            for site, adapter in adapted_sites(stage):
+                described[site.name] = _Described(adapter.rank, adapter.scale, site.is_of_experts, adapter.dropout)
+    described, all_names = dict(sorted(ranks.merge(described).items())), ranks.merge(all_names)
+    with ranks.agreed(failure):
+        if not described:
+            raise ConfigError(
+                "the model has no adapters; give it some with inject(module, LoRA()), or save its weights"
+            )
+        _check_experts_complete(described, layout)
+        config = _config(described, [*all_names], layout, base_model)
+    scale = config["lora_alpha"] / config["r"]
+    tensors = {}
+    for stage in stages:
+        for site, adapter in adapted_sites(stage):
+            wraps = site.is_of_experts and all(
+                f"{site.name.rpartition('.')[0]}.{weight}" in described for weight in EXPERT_PARTS
+            )
+            tensors |= file_tensors(site, adapter.whole(), adapter.scale / scale, layout, wraps=wraps)
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    files = {ADAPTER_CONFIG: (json.dumps(config, indent=2) + "\n").encode()}
+    save_tensors(tensors, directory, dtype=dtype, files=files, overwrite=overwrite, only_file=ADAPTER_FILE)
+
+
+@torch.no_grad()
+def load_adapter(model: nn.Module | Sequence[nn.Module], directory: str | Path) -> None:
+    """Give a model the adapters of a directory, from `save_adapter` or from Hugging Face's `peft`, in place.
+
+    A whole model without adapters gets them, as `inject` would. Adapters that are there, also sharded ones, get the
+    values; their own scale stays, and `b` is fitted to it. Both layouts are read, and layers with other ranks.
+
+    Collective over the default process group where there is one. Everything is checked before anything changes.
+
+    Args:
+        model: Whole, all stages of this rank, or a `D9DModule`.
+        directory: On every rank.
+
+    Raises:
+        StateError: On every rank: a file is missing or damaged, has unknown tensors or settings, or is one of another
+            model or other adapters.
+        ConfigError: The adapters of the model are merged.
+    """
+    ranks, failure = Ranks(), f"adapters cannot be loaded from {str(directory)!r}"
+    with ranks.agreed(failure):
+        stages = stages_of(model)
+        saved = SavedAdapter(directory)
+        if ranks.alone and len(stages) == 1 and not is_adapted(stages[0]):
+            apply_plan(stages[0], saved.plan(stages[0]))
+    own = {site.name: "" for stage in stages for site, _ in adapted_sites(stage)}
+    everywhere = ranks.merge(own)
+    values: list[tuple[torch.Tensor, torch.Tensor]] = []
+    with ranks.agreed(failure):
+        saved.check_names(everywhere)
+        for stage in stages:
+            for site, adapter in adapted_sites(stage):
+                if adapter.is_merged:
+                    raise ConfigError(
+                        f"the adapter of {site.name} is merged into its weight; call unmerge(model) before"
+                    )
+                a, b = saved.matrices(site, adapter.rank)
+                values += [(adapter.a, a), (adapter.b, b * (saved.scale_of(site.name) / adapter.scale))]
+    for parameter, whole in values:
+        ranges = tuple(slice(each.start, each.stop) for each in local_ranges(parameter))
+        local(parameter.detach()).copy_(whole[ranges])
+
+
+def _check_adapters_alone(stage: nn.Module) -> None:
+    own = {id(parameter) for _, adapter in adapted_sites(stage) for parameter in adapter.parameters()}
+    for site, adapter in adapted_sites(stage):
+        if adapter.is_merged:
+            raise ConfigError(f"the adapter of {site.name} is merged into its weight; call unmerge(model) before")
+    others = [name for name, each in stage.named_parameters() if each.requires_grad and id(each) not in own]
+    if own and others:
+        raise ConfigError(
+            f"{first_of(others)} is trained whole, which a file of adapters does not have; save the merged weights "
+            "with save_huggingface"
+        )
+
+
+def _check_experts_complete(described: Mapping[str, _Described], layout: Layout) -> None:
+    """Refuse what `peft` with transformers 5 drops: layers of an expert without the last one."""
+    owners = {name.rpartition(".")[0] for name, each in described.items() if each.is_of_experts}
+    lonely = [f"{owner}.gate_up_proj" for owner in sorted(owners) if f"{owner}.down_proj" not in described]
+    if lonely and layout == "experts":
+        raise ConfigError(
+            f"{lonely[0]} has an adapter and down_proj beside it none. In the layout 'experts' peft would drop the "
+            "first one; take layout='fused', or add 'experts.down_proj' to the targets"
+        )
+
+
+def _config(
+    described: Mapping[str, _Described], all_names: Sequence[str], layout: Layout, base_model: str | None
+) -> dict[str, Any]:
+    """The table of `adapter_config.json`, in which all adapters have one scale."""
+    ordered = sorted(described.items(), key=lambda item: not item[1].is_of_experts)
+    experts = [each for _, each in ordered if each.is_of_experts]
+    scale = ordered[0][1].scale
+    is_fused = layout == "fused"
+    # Readers of one layer an expert take `r` for experts without asking the patterns.
+    rank = Counter(each.rank for each in experts or [each for _, each in ordered]).most_common(1)[0][0]
+    ranks: dict[str, int] = {}
+    for name, each in described.items():
+        weight = name.rpartition(".")[2]
+        doubled = each.rank * len(EXPERT_PARTS[weight]) if each.is_of_experts else each.rank
+        if (doubled if is_fused else each.rank) != rank:
+            ranks[name] = doubled
+            if each.is_of_experts and not is_fused:
+                layers = name.rpartition(".")[0]
+                ranks |= {rf"{layers}\.\d+\.{part}": each.rank for part in EXPERT_PARTS[weight]}
+    modules = _short([n for n, each in described.items() if not each.is_of_experts], all_names)
+    weights = sorted({n.rpartition(".")[2] for n, each in described.items() if each.is_of_experts})
+    if not is_fused:
+        modules += [part for weight in weights for part in EXPERT_PARTS[weight]]
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": rank,
+        "lora_alpha": scale * rank,
+        "lora_dropout": 0.0 if experts and is_fused else max(each.dropout for each in described.values()),
+        "target_modules": sorted({*modules}),
+        "target_parameters": [f"experts.{weight}" for weight in weights] if is_fused and weights else None,
+        "rank_pattern": ranks,
+        "alpha_pattern": {name: scale * each for name, each in ranks.items()},
+        "use_rslora": False,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+    }
+
+
+def _short(names: Sequence[str], all_names: Sequence[str]) -> list[str]:
+    """Last parts of names, where all layers with this last part are meant; else the names."""
+    others = {name.rpartition(".")[2] for name in all_names if name not in {*names}}
+    return [last if (last := name.rpartition(".")[2]) not in others else name for name in names]

@@ -1,0 +1,168 @@
+"""Giving a module its adapters, freezing the rest, and merging adapters into weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.modules.adapters import Adapter
+from lightning_d9d.peft.methods import PeftMethod, PeftPlan
+from lightning_d9d.peft.sites import Site, sites_of
+from lightning_d9d.pipeline.initial_weights import draw_local
+
+
+@runtime_checkable
+class BuildsStages(Protocol):
+    """A module that gets its layers later, in stages, such as a `D9DModule`."""
+
+    stages: nn.ModuleList
+    """This rank's, once they are built."""
+
+    def set_peft(self, method: PeftMethod) -> None:
+        """Let the stages be built as the method says."""
+        ...
+
+
+def inject(module: nn.Module, method: PeftMethod) -> None:
+    """Give a module the adapters of a method, and train nothing but these and what else it names, in place. Local.
+
+    Names, shapes and values of the module's own parameters stay. Adapters of weights on the meta device are there, too,
+    and start when the module does. Other adapters start at once, from `torch.initial_seed()` and their names.
+
+    Args:
+        module: The whole model, before it is sharded, compiled or recomputed. Or a `D9DModule`, in its `__init__` or
+            later, but before its stages are built: each stage gets what it has of the whole.
+        method: `LoRA`, `FullTune` or `Stack`.
+
+    Raises:
+        ConfigError: A target names nothing in the module, cannot have what the method says, or is in a block that is
+            compiled, recomputed or sharded. Or the module has adapters. Nothing is changed then.
+    """
+    if isinstance(module, BuildsStages):
+        module.set_peft(method)
+    else:
+        apply_plan(module, method.plan(module))
+
+
+def apply_plan(module: nn.Module, plan: PeftPlan) -> None:
+    """Do as `inject`, with what of a plan a module has: a stage of a model, or the whole. Local.
+
+    Raises:
+        ConfigError: The module has adapters, or a weight is in a block that is compiled, recomputed or sharded.
+    """
+    sites = [site for name, site in sites_of(module).items() if name in plan.adapters]
+    _check_untouched(module, sites)
+    seed = torch.initial_seed()
+    for site in sites:
+        settings = plan.adapters[site.name]
+        adapter = site.attach(settings.rank, settings.scale, settings.dropout)
+        for name, value in adapter.initial_values().items():
+            parameter = adapter.get_parameter(name)
+            if not parameter.is_meta:
+                drawn = draw_local(value, parameter, seed=seed, name=site.prefix + name, device=parameter.device)
+                parameter.data.copy_(drawn)
+    own = {parameter for part in module.modules() if isinstance(part, Adapter) for parameter in part.parameters()}
+    for parameter in module.parameters():
+        parameter.requires_grad_(parameter in own)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if name in plan.trained:
+            parameter.requires_grad_(True)
+
+
+def stages_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the modules in which parameters have the names of the whole model. Local.
+
+    Args:
+        model: The model, its stages on this rank, or the `D9DModule` that has them.
+    """
+    if isinstance(model, BuildsStages):
+        return list(model.stages)
+    return list(model) if isinstance(model, Sequence | nn.ModuleList) else [model]
+
+
+def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that are trained, by name. Local."""
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Tell whether a module has adapters, merged or not. Local."""
+    return any(isinstance(part, Adapter) for part in module.modules())
+
+
+@torch.no_grad()
+def merge(module: nn.Module) -> None:
+    """Add all adapters of a module to their weights, in place; until `unmerge` they add nothing by themselves. Local.
+
+    The state dict is that of a module without adapters then. Sums are made in float64, and rounded once.
+
+    Raises:
+        ConfigError: The module has no adapters, some are merged, or a weight is sharded over ranks. Nothing is changed
+            then.
+    """
+    _merge(module, is_merged=False, sign=1)
+
+
+@torch.no_grad()
+def unmerge(module: nn.Module) -> None:
+    """Take merged adapters out of their weights again, in place. Local.
+
+    Weights are what they were up to rounding: in bfloat16 a weight may differ in its last bit.
+
+    Raises:
+        ConfigError: The module has no adapters, some are not merged, or a weight is sharded over ranks. Nothing is
+            changed then.
+    """
+    _merge(module, is_merged=True, sign=-1)
+
+
+def adapted_sites(module: nn.Module) -> Iterator[tuple[Site, Adapter]]:
+    """The weights of a module that have adapters, merged or not, with these. Local."""
+    for site in sites_of(module).values():
+        if (adapter := site.adapter) is not None:
+            yield site, adapter
+
+
+def _merge(module: nn.Module, *, is_merged: bool, sign: int) -> None:
+    adapted = list(adapted_sites(module))
+    verb = "unmerge" if is_merged else "merge"
+    if not adapted:
+        raise ConfigError(f"{verb}: {type(module).__name__} has no adapters; give it some with inject(module, LoRA())")
+    for site, adapter in adapted:
+        if adapter.is_merged != is_merged:
+            state = "not merged" if is_merged else "merged already"
+            raise ConfigError(f"{verb}: the adapter of {site.name} is {state}; call {verb} once")
+        if isinstance(site.weight, DTensor) or isinstance(adapter.a, DTensor) or isinstance(adapter.b, DTensor):
+            raise ConfigError(
+                f"{verb}: {site.parameter} is sharded over ranks; save_huggingface merges while it writes, or load a "
+                f"checkpoint in one process and {verb} there"
+            )
+    for site, adapter in adapted:
+        site.weight.copy_(with_product(site.weight, adapter.product() * sign))
+        adapter.is_merged = not is_merged
+
+
+def with_product(weight: Tensor, product: Tensor) -> Tensor:
+    """Return the sum of a weight and the product of its adapter, rounded once to the dtype of the weight. Local."""
+    return (weight.to(product.dtype) + product).to(weight.dtype)
+
+
+def _check_untouched(module: nn.Module, sites: list[Site]) -> None:
+    if is_adapted(module):
+        raise ConfigError(
+            f"inject: {type(module).__name__} has adapters already; give all methods at once, as Stack([...])"
+        )
+    for site in sites:
+        path = site.name.split(".")
+        owners = [module.get_submodule(".".join(path[:end])) for end in range(len(path) + (not site.is_of_experts))]
+        changed = [each for each in owners if "forward" in vars(each) or each._compiled_call_impl is not None]
+        if changed or "_orig_mod" in path or isinstance(site.weight, DTensor):
+            raise ConfigError(
+                f"inject: {site.name} is in a {type((changed or owners)[0]).__name__} that is compiled, recomputed or "
+                "sharded, which would not see the adapter; call inject before"
+            )

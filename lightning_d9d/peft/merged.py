@@ -1,0 +1,101 @@
+"""Weights with their adapters added while they are read, so that no merged model is ever in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_d9d.modules.adapters import Adapter
+from lightning_d9d.peft.inject import adapted_sites, with_product
+from lightning_d9d.peft.sites import Site
+from lightning_d9d.state import Box, Index, LocalShard, View, whole_box
+from lightning_d9d.state.boxes import Readable
+from lightning_d9d.state.views import assembled
+
+
+class MergedWeight:
+    """A weight of which each slice gets its part of an adapter's product when it is read.
+
+    Args:
+        values: The weight, or a shard of it.
+        box: The place of `values` in the weight.
+        adapter: With whole matrices.
+    """
+
+    def __init__(self, values: Readable, box: Box, adapter: Adapter) -> None:
+        self._values, self._box, self._adapter = values, box, adapter
+        self.shape, self.dtype = values.shape, values.dtype
+
+    def __getitem__(self, index: Index) -> Tensor:
+        places = tuple(_shifted(each, dim.start) for each, dim in zip(index, self._box, strict=True))
+        values = self._values[index]
+        return with_product(values, self._adapter.product(places).to(values.device))
+
+
+@torch.no_grad()
+def with_adapters(stages: Iterable[nn.Module], local: Mapping[str, LocalShard]) -> dict[str, LocalShard]:
+    """Let shards of weights be read with their adapters. Collective over the ranks that share adapters.
+
+    Adapters are gathered, so each rank holds all of those of its stages; weights stay where they are. What is read is,
+    bit for bit, what `merge` makes.
+
+    Args:
+        stages: This rank's.
+        local: The shards of their parameters, by name.
+    """
+    merged = dict(local)
+    for stage in stages:
+        for site, adapter in adapted_sites(stage):
+            if not adapter.is_merged:
+                values, box = local[site.parameter]
+                merged[site.parameter] = LocalShard(MergedWeight(values, box, adapter.whole()), box)
+    return merged
+
+
+class ViewedWeight:
+    """A weight that is put together from tensors of files, slice by slice, when it is read.
+
+    Args:
+        view: Of which tensors it is made, and how.
+        sources: These tensors.
+    """
+
+    def __init__(self, view: View, sources: Mapping[str, Readable]) -> None:
+        self._view = view
+        self._sources = {box.source: sources[box.source] for box in view.boxes}
+        self.shape = view.shape
+        self.dtype = view.dtype or next(iter(self._sources.values())).dtype
+
+    def __getitem__(self, index: Index) -> Tensor:
+        box = tuple(
+            range(each, each + 1) if isinstance(each, int) else range(*each.indices(length))
+            for each, length in zip(index, self.shape, strict=True)
+        )
+        whole = assembled(self._view, box, self._sources, self.dtype)
+        return whole[tuple(0 if isinstance(each, int) else slice(None) for each in index)]
+
+
+def merged_weights(
+    weights: Mapping[str, Readable], model: nn.Module, matrices: Callable[[Site], tuple[Tensor, Tensor]]
+) -> dict[str, Readable]:
+    """Let weights in files be read with adapters, one slice after the other. Local.
+
+    Args:
+        weights: By the names of the model's parameters.
+        model: The whole, with adapters, on the meta device.
+        matrices: Called for each adapter: its whole `a` and `b`.
+    """
+    merged = dict(weights)
+    for site, adapter in adapted_sites(model):
+        weight = weights[site.parameter]
+        whole = adapter.with_matrices(*matrices(site))
+        merged[site.parameter] = MergedWeight(weight, whole_box(weight.shape), whole)
+    return merged
+
+
+def _shifted(index: int | slice, start: int) -> Any:
+    """Return an index into a shard as one into the whole."""
+    return index + start if isinstance(index, int) else slice(index.start + start, index.stop + start)

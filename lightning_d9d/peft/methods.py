@@ -1,0 +1,254 @@
+"""Methods of fine-tuning: settings that say which weights get adapters and which parameters are trained."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch import nn
+
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.peft.sites import (
+    Site,
+    chosen_by,
+    default_sites,
+    nearest_names,
+    refuse_tied,
+    refuse_without_adapter,
+    sites_of,
+)
+
+
+@dataclass(frozen=True)
+class AdapterSettings:
+    """How an adapter of one weight is made."""
+
+    rank: int
+    scale: float
+    dropout: float
+
+
+@dataclass(frozen=True)
+class PeftPlan:
+    """The outcome of a method for a whole model, by names: stages of it take what they have."""
+
+    adapters: Mapping[str, AdapterSettings] = field(default_factory=dict)
+    """By the name of a `Site`."""
+    trained: frozenset[str] = frozenset()
+    """Parameters of the base that are trained."""
+
+
+class PeftMethod(ABC):
+    """A way to choose what of a model is trained."""
+
+    @abstractmethod
+    def plan(self, module: nn.Module) -> PeftPlan:
+        """Choose by the names and shapes of a whole model, also one on the meta device. Local.
+
+        Raises:
+            ConfigError: A target names nothing, or what cannot be had of it.
+        """
+
+
+@dataclass(frozen=True)
+class LoRA(PeftMethod):
+    """Adapters of low rank beside frozen weights (https://arxiv.org/abs/2106.09685).
+
+    A layer computes `base(x) + scale * b(a(dropout(x)))`, with `scale = alpha / rank`. `b` starts at zero. Gate and up
+    projections of experts have adapters of their own.
+
+    Raises:
+        ConfigError: A value is outside of its range.
+    """
+
+    rank: int = 16
+    """Rank of the adapters of all weights but those of experts."""
+
+    alpha: float = 32.0
+    """The scale times the rank of each adapter."""
+
+    targets: Sequence[str] | None = None
+    """Patterns of names, such as `q_proj` or `layers\\.[0-3]\\.self_attn`.
+
+    Each is a regular expression for a whole name, or for the end of one behind a dot. The name is that of a layer, of a
+    weight of experts (`experts.down_proj`), or of a module with some of these. None takes all projections of attention,
+    dense MLPs and experts, but not routers, embedding and head."""
+
+    dropout: float = 0.0
+    """Probability with which an adapter in training leaves out an element of its input."""
+
+    rank_of_experts: int | None = None
+    """Rank of the adapter of each expert. None: `rank` divided by the number of experts that a token visits, at least
+    1."""
+
+    rslora: bool = False
+    """True makes the scale `alpha / sqrt(rank)` (https://arxiv.org/abs/2312.03732)."""
+
+    def __post_init__(self) -> None:
+        for name in ("rank", "rank_of_experts"):
+            value = getattr(self, name)
+            if not (value is None and name != "rank") and (not isinstance(value, int) or value < 1):
+                raise ConfigError(f"LoRA.{name}={value!r} must be an integer from 1 on")
+        if not (math.isfinite(self.alpha) and self.alpha > 0):
+            raise ConfigError(f"LoRA.alpha={self.alpha!r} must be above 0")
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"LoRA.dropout={self.dropout!r} must be from 0 to less than 1")
+        if isinstance(self.targets, str) or (self.targets is not None and not all(self.targets)):
+            raise ConfigError(f"LoRA.targets={self.targets!r} must be a list of patterns, such as ['q_proj', 'v_proj']")
+        if self.targets is not None:
+            object.__setattr__(self, "targets", tuple(self.targets))  # YAML has lists
+
+    def plan(self, module: nn.Module) -> PeftPlan:
+        """Choose the weights that get adapters, and their ranks. Local.
+
+        Raises:
+            ConfigError: A pattern matches no weight that can have an adapter, or a rank is larger than a weight's dim.
+        """
+        sites = self._sites(module)
+        refuse_tied(sites.values(), module)
+        if self.rank_of_experts is not None and not any(site.is_of_experts for site in sites.values()):
+            raise ConfigError(
+                f"LoRA.rank_of_experts={self.rank_of_experts} has no effect: targets={self.targets} name no experts; "
+                "leave it out, or add 'experts' to the targets"
+            )
+        return PeftPlan({name: self._settings(site) for name, site in sites.items()})
+
+    def _sites(self, module: nn.Module) -> dict[str, Site]:
+        if self.targets is None:
+            found = default_sites(module)
+            if not found:
+                raise ConfigError(
+                    f"LoRA: {type(module).__name__} has none of the package's attention, MLPs and experts, which are "
+                    f"adapted by default; name layers in targets, such as {nearest_names('proj', [*sites_of(module)])}"
+                )
+            return found
+        sites, chosen = sites_of(module), dict[str, Site]()
+        for pattern in self.targets:
+            names = chosen_by(pattern, sites)
+            if not names:
+                refuse_without_adapter(pattern, module)
+                raise ConfigError(
+                    f"LoRA(targets=[{pattern!r}]) matches no name of {type(module).__name__}; near are "
+                    f"{nearest_names(pattern, [*sites])}"
+                )
+            chosen |= {name: sites[name] for name in names}
+        return {name: site for name, site in sites.items() if name in chosen}
+
+    def _settings(self, site: Site) -> AdapterSettings:
+        rank, setting = self.rank, "rank"
+        if site.is_of_experts:
+            setting = "rank_of_experts"
+            if self.rank_of_experts is None and site.top_k is None:
+                raise ConfigError(
+                    f"LoRA: how many experts a token visits in {site.name} is not known, by which rank={self.rank} "
+                    "would be divided; set rank_of_experts"
+                )
+            rank = self.rank_of_experts or max(1, self.rank // (site.top_k or 1))
+        if rank > site.most:
+            raise ConfigError(
+                f"LoRA.{setting}: rank {rank} is larger than a dim of {site.parameter}, "
+                f"{list(site.weight.shape)}; it can be at most {site.most}"
+            )
+        return AdapterSettings(rank, self.alpha / (math.sqrt(rank) if self.rslora else rank), self.dropout)
+
+
+@dataclass(frozen=True)
+class FullTune(PeftMethod):
+    """Some parameters of the model itself are trained, and the others frozen.
+
+    Raises:
+        ConfigError: The targets are not a list of patterns.
+    """
+
+    targets: Sequence[str] = (".*",)
+    """Patterns of the names of parameters, or of modules with all of theirs, as `LoRA.targets`."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.targets, str):
+            object.__setattr__(self, "targets", (self.targets,))
+        if not self.targets or not all(self.targets):
+            raise ConfigError(f"FullTune.targets={self.targets!r} must be a list of patterns, such as ['norm']")
+        object.__setattr__(self, "targets", tuple(self.targets))
+
+    def plan(self, module: nn.Module) -> PeftPlan:
+        """Choose the parameters. Local.
+
+        Raises:
+            ConfigError: A pattern matches no parameter.
+        """
+        names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+        trained: set[str] = set()
+        for pattern in self.targets:
+            chosen = chosen_by(pattern, names)
+            if not chosen:
+                raise ConfigError(
+                    f"FullTune(targets=[{pattern!r}]) matches no name of {type(module).__name__}; near are "
+                    f"{nearest_names(pattern, names)}"
+                )
+            trained.update(chosen)
+        return PeftPlan(trained=frozenset(trained))
+
+
+@dataclass(frozen=True)
+class Stack(PeftMethod):
+    """Several methods at once, such as adapters of attention beside norms that are trained whole.
+
+    Raises:
+        ConfigError: The list is empty, or has something else than a `PeftMethod`.
+    """
+
+    methods: Sequence[PeftMethod]
+    """The methods. Two of them may not give one weight an adapter."""
+
+    def __post_init__(self) -> None:
+        if not self.methods or not all(isinstance(each, PeftMethod) for each in self.methods):
+            raise ConfigError(f"Stack.methods={self.methods!r} must be a list of LoRA, FullTune or Stack")
+        object.__setattr__(self, "methods", tuple(self.methods))
+
+    def plan(self, module: nn.Module) -> PeftPlan:
+        """Choose what any of the methods chooses. Local.
+
+        Raises:
+            ConfigError: Two methods give one weight an adapter, or one of them cannot have its targets.
+        """
+        adapters: dict[str, AdapterSettings] = {}
+        trained: set[str] = set()
+        for method in self.methods:
+            plan = method.plan(module)
+            if both := [name for name in plan.adapters if name in adapters]:
+                raise ConfigError(
+                    f"Stack: two methods give {both[0]} an adapter; leave it out of the targets of one of them"
+                )
+            adapters |= plan.adapters
+            trained |= plan.trained
+        return PeftPlan(adapters, frozenset(trained))
+
+
+def as_table(method: PeftMethod) -> dict[str, Any]:
+    """Return a method as plain values, for a checkpoint. Local."""
+    if isinstance(method, Stack):
+        return {"kind": "Stack", "methods": list(map(as_table, method.methods))}
+    if type(method) not in (LoRA, FullTune):
+        raise ConfigError(f"{type(method).__name__} is not LoRA, FullTune or Stack, which checkpoints can have")
+    return {"kind": type(method).__name__, **asdict(method)}  # type: ignore[call-overload]
+
+
+def from_table(table: Any) -> PeftMethod:
+    """Make a method of what `as_table` returned. Local.
+
+    Raises:
+        ConfigError: The table is damaged.
+    """
+    kinds = {kind.__name__: kind for kind in (LoRA, FullTune, Stack)}
+    try:
+        settings = dict(table)
+        kind = kinds[settings.pop("kind")]
+        if kind is Stack:
+            return Stack([from_table(each) for each in settings["methods"]])
+        return kind(**settings)
+    except (TypeError, ValueError, KeyError) as error:
+        raise ConfigError(f"{reprlib.repr(table)} is not LoRA, FullTune or Stack ({error})") from error

@@ -1,0 +1,88 @@
+"""Checkpoints without frozen parameters, which say of which base the trained ones are.
+
+[Note: base] A run that goes on from such a checkpoint makes its base again: from the directory that `pretrained` names,
+or from the seed. The checkpoint has both. What else the frozen parameters were is not compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+
+from lightning_d9d.errors import StateError
+from lightning_d9d.mesh.agreement import Ranks
+
+BASE = "lightning_d9d_base"
+"""Under which name a checkpoint without frozen parameters has what is known of its base."""
+
+
+def leave_out_frozen(checkpoint: dict[str, Any], module: L.LightningModule, seed: int | None) -> None:
+    """Take frozen parameters out of a checkpoint, and note their base, if there are some. Collective over all ranks.
+
+    Args:
+        checkpoint: Lightning's, with this rank's state dict; it is changed.
+        module: The module.
+        seed: Which initial weights follow from; None if they do not follow from one alone.
+    """
+    frozen = frozen_parameters(module)
+    if not any(Ranks().all_gather(bool(frozen))):
+        return
+    checkpoint["state_dict"] = {name: each for name, each in checkpoint["state_dict"].items() if name not in frozen}
+    pretrained = getattr(module, "pretrained", None)
+    checkpoint[BASE] = {"pretrained": None if pretrained is None else str(pretrained), "seed": seed}
+
+
+def frozen_parameters(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters of a module that are not trained, by their names in its state dict. Local."""
+    state = module.state_dict(keep_vars=True)
+    return {name: each for name, each in state.items() if isinstance(each, nn.Parameter) and not each.requires_grad}
+
+
+def add_frozen(checkpoint: dict[str, Any], module: nn.Module) -> None:
+    """Add the module's own frozen parameters to a checkpoint that was saved without. Local.
+
+    Args:
+        checkpoint: Any; one with frozen parameters stays as it is.
+        module: Has the base's weights.
+    """
+    if BASE in checkpoint:
+        own = {name: each.detach() for name, each in frozen_parameters(module).items()}
+        checkpoint["state_dict"] = {**own, **checkpoint["state_dict"]}
+
+
+def check_base(base: Any, module: object, seed: int | None, source: object) -> None:
+    """See that a module has the base that a checkpoint was saved without. Local.
+
+    Args:
+        base: What the checkpoint has under `BASE`.
+        module: Its `pretrained` names a base.
+        seed: Which its initial weights follow from; None if that is not known.
+        source: The checkpoint, for people.
+
+    Raises:
+        StateError: The module begins with other weights, or the note is damaged.
+    """
+    if not isinstance(base, Mapping) or not {"pretrained", "seed"} <= base.keys():
+        raise StateError(f"{source}: {BASE}={base!r} does not say what the base is; give another checkpoint")
+    theirs, ours = base["pretrained"], getattr(module, "pretrained", None)
+    if theirs is not None and ours is None:
+        raise StateError(
+            f"{source} has only trained parameters, beside the base {theirs!r}; give the module pretrained={theirs!r}"
+        )
+    if theirs is None and ours is not None:
+        raise StateError(
+            f"{source} has only trained parameters, beside initial weights; leave pretrained={str(ours)!r} out"
+        )
+    if theirs is not None and str(ours) != theirs:
+        rank_zero_warn(
+            f"{source} has only trained parameters, beside {theirs!r}: {str(ours)!r} must have the same weights"
+        )
+    if theirs is None and None not in (seed, base["seed"]) and seed != base["seed"]:
+        raise StateError(
+            f"{source} has only trained parameters, beside the initial weights of seed {base['seed']}, and this run "
+            f"has seed {seed}; call seed_everything({base['seed']}) first"
+        )

@@ -1,0 +1,73 @@
+"""`lightning-d9d convert` merges adapters: of a directory into another, and those of a checkpoint."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lightning_d9d import CheckpointConfig, D9DStrategy
+from lightning_d9d.models.qwen3_moe import Qwen3MoeForCausalLM, Qwen3MoePretraining, save_huggingface
+from lightning_d9d.peft import LoRA, inject, merge, save_adapter
+from tests.harness.compare import assert_bitwise_equal, assert_close_named
+from tests.harness.tolerances import Tolerance
+from tests.peft.test_files import METHODS, adapted, base, of_transformers, with_values
+from tests.peft.test_inject import IDS
+from tests.strategy.plain import trainer
+from tests.test_convert import assert_loads, convert, data, make_model, refused
+
+__all__ = ["base"]
+
+
+@pytest.mark.parametrize("layout", ["experts", "fused"])
+@pytest.mark.parametrize("name", ["default", "all"])
+@pytest.mark.parametrize("fused", [(), ("--fused-experts",)])
+def test_an_adapter_is_merged_into_a_directory(base, tmp_path, monkeypatch, capsys, name, layout, fused):
+    model = adapted(base, METHODS[name])
+    expected = model(IDS).logits
+    save_adapter(model, tmp_path / "adapter", layout=layout)
+    convert(monkeypatch, base, tmp_path / "merged", "--adapter", tmp_path / "adapter", *fused)
+    assert "tensors in float32" in capsys.readouterr().out
+    assert_close_named(
+        "logits", of_transformers(tmp_path / "merged")(IDS).logits, expected, tolerance=Tolerance(relative=1e-5)
+    )
+    assert any(".experts.gate_up_proj" in n for n in load_file(tmp_path / "merged" / "model.safetensors")) == bool(
+        fused
+    )
+    if name == "default":  # no scale is folded
+        merge(model)
+        save_huggingface(model, tmp_path / "ours", fused_experts=bool(fused))
+        theirs, ours = (load_file(tmp_path / each / "model.safetensors") for each in ("merged", "ours"))
+        assert theirs.keys() == ours.keys()
+        for each, value in ours.items():
+            assert_bitwise_equal(each, theirs[each], value)
+
+
+@pytest.mark.parametrize("mode", ["sharded", "consolidated"])
+def test_adapters_of_a_checkpoint_are_merged(tmp_path, monkeypatch, mode):
+    torch.manual_seed(0)
+    model = make_model()
+    module = Qwen3MoePretraining(model.config, learning_rate=0.1, warmup_steps=0, peft=LoRA(rank=4))
+    run = trainer(D9DStrategy(checkpoint=CheckpointConfig(mode=mode)), max_epochs=1)
+    run.fit(module, data())
+    run.save_checkpoint(tmp_path / "saved.ckpt")
+    convert(monkeypatch, tmp_path / "saved.ckpt", tmp_path / "merged")
+    assert module.model.model.layers["0"].self_attn.q_proj.lora.b.any()
+    merge(module)
+    assert_loads(tmp_path / "merged", module.model)
+
+
+def test_foreign_adapters_leave_nothing(base, tmp_path, monkeypatch, capsys):
+    other = Qwen3MoeForCausalLM(make_model().config)
+    inject(other, LoRA(rank=4, targets=["q_proj"]))
+    save_adapter(with_values(other), tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"r": 3}))
+    message = refused(monkeypatch, capsys, base, tmp_path / "merged", "--adapter", tmp_path / "adapter")
+    assert "q_proj.lora_A.weight" in message
+    assert "give the adapter of this base model" in message
+    message = refused(monkeypatch, capsys, base, tmp_path / "merged", "--adapter", tmp_path / "nothing")
+    assert "nothing" in message
+    message = refused(monkeypatch, capsys, base, tmp_path / "merged.ckpt", "--adapter", tmp_path / "adapter")
+    assert "--adapter has no effect" in message
+    assert not (tmp_path / "merged").exists()
