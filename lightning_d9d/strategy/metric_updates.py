@@ -25,6 +25,6 @@ def no_metric_updated(module: nn.Module) -> Generator[None]:
         if metric.update_count != before:
             raise ConfigError(
                 f"a {type(metric).__name__} was updated in a microbatch hook, which in a pipeline runs on the last "
-                "stage's ranks alone: return values from microbatch_metrics, or update it in "
-                "on_train_batch_end, on_validation_batch_end, ..., which run on all"
+                "stage's ranks alone. Return values from microbatch_metrics, or update it in on_train_batch_end, "
+                "on_validation_batch_end, ..., which run on all"
             )

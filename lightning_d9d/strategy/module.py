@@ -204,8 +204,8 @@ class D9DModule(OptimizedModule):
         if len(self.stages) > 0:
             if self._built and self._must_change(infos):
                 self._build_again(infos)
-            else:
-                self._split_mesh(self.stages)
+            elif self.pipeline.mesh is not None:
+                split_for_heads(self.stages, self.pipeline.mesh)
             return
         context = self.context
         seed = torch.initial_seed() if context.seed is None else context.seed
@@ -226,7 +226,7 @@ class D9DModule(OptimizedModule):
             self.load_pretrained()
 
     def whole_on_meta(self) -> Self:
-        """A copy with the stages of the whole model, on the meta device and not spread over ranks. Local."""
+        """Return a copy with the stages of the whole model, on the meta device and not spread over ranks. Local."""
         apart = self._whole_without_peft()
         self._adapt(apart.stages, apart.stages[0])
         return apart
