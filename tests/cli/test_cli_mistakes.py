@@ -50,7 +50,7 @@ QUIET = (
 MODEL_TAKES = (
     "Qwen3MoePretraining takes config, preset, learning_rate, weight_decay, betas, warmup_steps, "
     "final_learning_rate_fraction, pretrained, layers_per_stage, virtual_layers_before, virtual_layers_after, balance, "
-    "shift_labels, optimizer, lr_scheduler, parameter_groups\n"
+    "shift_labels, optimizer, lr_scheduler, parameter_groups, peft\n"
 )
 MESH_TAKES = (
     "trainer.strategy.mesh takes pipeline_parallel, data_parallel_replicate, data_parallel_shard, "
