@@ -48,7 +48,7 @@ QUIET = (
 MODEL_TAKES = (
     "Qwen3MoePretraining takes config, preset, learning_rate, weight_decay, betas, warmup_steps, "
     "final_learning_rate_fraction, pretrained, layers_per_stage, virtual_layers_before, virtual_layers_after, balance, "
-    "shift_labels\n"
+    "shift_labels, peft\n"
 )
 MESH_TAKES = (
     "trainer.strategy.mesh takes pipeline_parallel, data_parallel_replicate, data_parallel_shard, "
@@ -83,8 +83,8 @@ BEFORE_TORCH |= {
     ),
     ("convert", "a", "b", "--overwrit"): (
         "lightning-d9d convert has no option '--overwrit'; did you mean '--overwrite'?\n"
-        "it takes --help, --dtype, --max-shard-size, --fused-experts, --tokenizer, --weights-only, --overwrite, "
-        "--no-verify\n"
+        "it takes --help, --dtype, --max-shard-size, --fused-experts, --adapter, --tokenizer, --weights-only, "
+        "--overwrite, --no-verify\n"
     ),
     ("convert", "a", "b", "c"): ("lightning-d9d convert has no use for 'c'\nit takes source and target, and options\n"),
     ("convert", "a", "b", "--overwrite=yes"): "--overwrite takes no value, and was given 'yes'\n",
