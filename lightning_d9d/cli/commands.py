@@ -169,7 +169,8 @@ def check_paths(name: str, parsed: argparse.Namespace) -> None:
         MistakeError: One does not exist.
     """
     kinds = {action.dest: action.help for action in PARSERS[name]()._actions}
-    read = [(kind, path) for kind in ("source", "text") for path in _listed(getattr(parsed, kind, []))]
+    kinds_read = ("source", "text", "adapter")
+    read = [(kind, path) for kind in kinds_read for path in _listed(getattr(parsed, kind, None) or [])]
     for kind, path in read:
         if "://" not in path and not Path(path).exists():
             raise MistakeError(f"{missing(path)}\n{kind}: {kinds[kind]}")

@@ -29,6 +29,10 @@ _EXPERTS = {"gate_up_proj": ("gate_up_lora", 2), "down_proj": ("down_lora", 1)}
 """For each weight of experts the name of its adapter, and the number of parts of its rows."""
 
 
+_READ_WEIGHTS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+"""Modules that read weights of layers inside without calling these, so that an adapter would not be asked."""
+
+
 class Site(NamedTuple):
     """A weight that can have an adapter."""
 
@@ -100,13 +104,16 @@ def sites_of(module: nn.Module) -> dict[str, Site]:
     """The weights of a module that can have an adapter, by name. Local."""
     found: dict[str, Site] = {}
     top_k = {part.experts: part.gate.top_k for part in module.modules() if isinstance(part, SparseMoE)}
-    heads = {part for each in module.modules() if isinstance(each, SplitLMHead) for part in each.children()}
+    left_out = (SplitLMHead, *_READ_WEIGHTS)
+    inside = {part for each in module.modules() if isinstance(each, left_out) for part in each.modules()}
     for path, part in module.named_modules():
+        if part in inside:
+            continue
         if isinstance(part, GroupedExperts):
             for weight, (adapter, num_parts) in _EXPERTS.items():
                 name = f"{path}.{weight}" if path else weight
                 found[name] = Site(name, part, weight, adapter, num_parts, top_k.get(part))
-        elif _is_plain(part) or (isinstance(part, LMHead) and part.weight is not None and part not in heads):
+        elif _is_plain(part) or (isinstance(part, LMHead) and part.weight is not None):
             found[path] = Site(path, part, "weight", "lora")
     return found
 
@@ -159,6 +166,14 @@ def refuse_without_adapter(pattern: str, module: nn.Module) -> None:
     owners = [name for name, _ in module.named_parameters()]
     for name in chosen_by(pattern, owners):
         owner = module.get_submodule(name.rpartition(".")[0])
+        readers = [
+            type(part) for part in module.modules() if isinstance(part, _READ_WEIGHTS) and owner in part.modules()
+        ]
+        if readers:
+            raise ConfigError(
+                f"LoRA(targets=[{pattern!r}]): {name} cannot have an adapter, as {readers[0].__name__} reads the "
+                "weight and does not call the layer. Take FullTune for it, or leave it out"
+            )
         remedy = "take FullTune for it"
         if isinstance(owner, LMHead):
             remedy = "a vocabulary in parts has no adapter of its head; take FullTune for a part of it"

@@ -85,8 +85,8 @@ BEFORE_TORCH |= {
     ),
     ("convert", "a", "b", "--overwrit"): (
         "lightning-d9d convert has no option '--overwrit'; did you mean '--overwrite'?\n"
-        "it takes --help, --dtype, --max-shard-size, --fused-experts, --tokenizer, --weights-only, --overwrite, "
-        "--no-verify\n"
+        "it takes --help, --dtype, --max-shard-size, --fused-experts, --adapter, --tokenizer, --weights-only, "
+        "--overwrite, --no-verify\n"
     ),
     ("convert", "a", "b", "c"): ("lightning-d9d convert has no use for 'c'\nit takes source and target, and options\n"),
     ("convert", "a", "b", "--overwrite=yes"): "--overwrite takes no value, and was given 'yes'\n",

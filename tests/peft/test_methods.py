@@ -126,6 +126,15 @@ def test_a_weight_of_two_layers_has_no_adapter():
         LoRA(rank=2, targets=["0"]).plan(module)
 
 
+@pytest.mark.parametrize("make", [nn.MultiheadAttention, nn.TransformerEncoderLayer])
+def test_layers_that_are_not_called_have_no_adapter(make):
+    """An encoder layer of torch reads its weights where nothing is differentiated."""
+    module = nn.Sequential(make(4, 2), nn.Linear(4, 4))
+    with pytest.raises(ConfigError, match=rf"0\..*cannot have an adapter, as {make.__name__} reads the weight"):
+        LoRA(rank=2, targets=[r"0\..*"]).plan(module)
+    assert LoRA(rank=2, targets=["1"]).plan(module).adapters.keys() == {"1"}
+
+
 def test_layers_of_others_need_targets():
     with pytest.raises(ConfigError, match="name layers in targets, such as 0"):
         LoRA().plan(nn.Sequential(nn.Linear(4, 4)))
