@@ -124,9 +124,8 @@ def _close_groups() -> list[str]:
         pool.close()  # torch names groups by their number: with fewer, a new one would get the name of one that is kept
     for group in others:
         dist.destroy_process_group(group)
-    if others:  # DTensor takes equal meshes for one, and would go on with groups that are gone
-        _clear_sharding_prop_cache()
-        _gen_transform_infos.cache_clear()
+    _clear_sharding_prop_cache()  # DTensor takes equal meshes for one, and would go on with groups that are gone
+    _gen_transform_infos.cache_clear()
     return ["process groups"] if others else []
 
 

@@ -35,6 +35,7 @@ ALWAYS = {
     "GradSyncConfig.bucket_mb": "a limit",
     "CheckpointConfig.mode": "whenever a checkpoint is saved",
     "CheckpointConfig.asynchronous": "whenever a checkpoint is saved",
+    "CheckpointConfig.trainable_only": "when a checkpoint is saved; parameters may be frozen at any time in a run",
     "TimeoutConfig.init_seconds": "a limit",
     "TimeoutConfig.step_seconds": "a limit",
     "TimeoutConfig.shutdown_seconds": "a limit",
