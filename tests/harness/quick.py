@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 DURATIONS = Path(__file__).parents[1] / "durations.json"
-SLOW_SECONDS = 0.2
+SLOW_SECONDS = 0.1
 QUICK_SECONDS = 90.0
 """What all quick tests of one process may take together. Starting and collecting come on top."""
 EQUALITY = "tests/meshes/test_equality.py::test_a_mesh_trains_as_one_process_does"
