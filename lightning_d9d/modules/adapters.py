@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.modules.initial_values import Constant, DrawnByRows, Normal
-from lightning_d9d.ops import grouped_gemm, linear
+from lightning_d9d.ops import linear
+from lightning_d9d.ops.adapted_experts import thin_product
 from lightning_d9d.ops.sharded_weights import local_shard
 
 
@@ -162,18 +163,22 @@ class HeadAdapter(Adapter):
 
 
 class ExpertsAdapter(Adapter):
-    """The adapters of experts that run as one grouped product. [Note: adapters of experts]."""
+    """The adapters of experts that run as one grouped product, applied by `GroupedExperts`. [Note: adapters of experts].
 
-    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
-        """Return what is added to the result of `grouped_gemm`, with the same `x` and `offsets`: shape `[rows, out]`.
+    Dropout is drawn for each copy of a token; gate and up projection of an expert share it.
+    """
 
-        Dropout is drawn for each copy of a token; gate and up projection of an expert share it.
+    @property
+    def drops(self) -> bool:
+        """Whether dropout is applied now."""
+        return self.training and self.dropout > 0
+
+    def hidden(self, x: Tensor, offsets: Tensor) -> Tensor:
+        """Return `scale * a @ dropout(x)` of each row, with `x` and `offsets` of `grouped_gemm`.
+
+        The shape is `[rows, num_parts * rank]`.
         """
-        hidden = grouped_gemm(self.dropped(x), self.a, offsets) * self.scale
-        if self.num_parts == 1:
-            return grouped_gemm(hidden, self.b, offsets)
-        parts = zip(hidden.chunk(self.num_parts, 1), local_shard(self.b, x).chunk(self.num_parts, 1), strict=True)
-        return torch.cat([grouped_gemm(part, b, offsets) for part, b in parts], 1)
+        return thin_product(self.dropped(x), self.a, offsets) * self.scale
 
 
 def adapter_of(module: nn.Module, name: str = "lora") -> Any:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.legal import divisors, nearest
-from lightning_d9d.ops import Permutation, all_to_all_rows, moe_permute, moe_unpermute
+from lightning_d9d.ops import Permutation, all_to_all_rows, moe_unpermute
 from lightning_d9d.ops.moe_permute import sort_by_expert, sort_by_source
 
 MAX_ROWS = torch.iinfo(torch.int32).max
@@ -81,11 +81,15 @@ class LocalDispatch:
 
     def dispatch(self, x: Tensor, indices: Tensor, weights: Tensor) -> DispatchedTokens:
         """See `Dispatch`."""
+        tokens = self.sort(x, indices, weights)
+        return tokens._replace(x=tokens.copies.copy(x))
+
+    def sort(self, x: Tensor, indices: Tensor, weights: Tensor) -> DispatchedTokens:
+        """As `dispatch`, but `x` stays as it is: for experts that make the copies, and sum their results."""
         if indices.numel() > MAX_ROWS:
             raise _too_many(f"there are {indices.numel()} copies of tokens (tokens * top_k)")
-        rows, row_weights, copies = moe_permute(x, indices, weights, self.num_experts)
-        assert row_weights is not None
-        return DispatchedTokens(rows, row_weights, copies.offsets, copies)
+        copies = sort_by_expert(indices, self.num_experts)
+        return DispatchedTokens(x, copies.spread(weights), copies.offsets, copies)
 
     def combine(self, results: Tensor, tokens: DispatchedTokens) -> Tensor:
         """See `Dispatch`."""

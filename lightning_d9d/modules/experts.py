@@ -3,9 +3,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lightning_d9d.modules.adapters import adapter_of
+from lightning_d9d.modules.adapters import ExpertsAdapter, adapter_of
 from lightning_d9d.modules.initial_values import Constant, DrawnByRows, Normal
-from lightning_d9d.ops import grouped_gemm, swiglu
+from lightning_d9d.ops import Permutation, adapted_down, adapted_gate_up, adapted_swiglu, grouped_gemm, swiglu
 
 
 class GroupedExperts(DrawnByRows):
@@ -26,23 +26,53 @@ class GroupedExperts(DrawnByRows):
         """Normal matrices; each expert has random streams of its own."""
         return {"gate_up_proj": Normal(self.initializer_range), "down_proj": Normal(self.initializer_range)}
 
-    def forward(self, x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+    @property
+    def has_adapters(self) -> bool:
+        """Whether adapters are applied."""
+        return self._adapters != (None, None)
+
+    @property
+    def _adapters(self) -> tuple[ExpertsAdapter | None, ExpertsAdapter | None]:
+        """Of both products."""
+        return adapter_of(self, "gate_up_lora"), adapter_of(self, "down_lora")
+
+    def forward(self, x: Tensor, weights: Tensor, offsets: Tensor, copies: Permutation | None = None) -> Tensor:
         """Applies each row's expert.
 
         Args:
-            x: rows sorted by expert, shape `[rows, hidden]`.
+            x: rows sorted by expert, shape `[rows, hidden]`; with `copies` the tokens, `[tokens, hidden]`.
             weights: factor of each row's result, shape `[rows]`.
             offsets: int32, shape `[experts]`: the row after the last one of each expert.
+            copies: from tokens to rows, without padding. Adapters then need fewer passes.
 
         Returns:
-            Shape `[rows, hidden]`.
+            Shape `[rows, hidden]`; with `copies` the sums of tokens' results, `[tokens, hidden]`.
         """
-        gate_up = grouped_gemm(x, self.gate_up_proj, offsets)
-        if (adapter := adapter_of(self, "gate_up_lora")) is not None:
-            gate_up = gate_up + adapter(x, offsets)
+        up, down = self._adapters
         # down_proj is linear, so the factor may come before it: there the rows are narrower, and no result is kept.
-        inner = swiglu(gate_up, weights)
+        inner, h = self._inner(x, weights, offsets, copies, up, down)
+        if down is not None and h is not None:
+            return adapted_down(inner, self.down_proj, h, down.b, offsets, copies)
         y = grouped_gemm(inner, self.down_proj, offsets)
-        if (adapter := adapter_of(self, "down_lora")) is not None:
-            y = y + adapter(inner, offsets)
-        return y
+        return y if copies is None else copies.sum(y)
+
+    def _inner(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        offsets: Tensor,
+        copies: Permutation | None,
+        up: ExpertsAdapter | None,
+        down: ExpertsAdapter | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """What comes before the second product, and its hidden state of `down`."""
+        if up is None or up.drops:
+            rows = x if copies is None else copies.copy(x)
+            gate_up, h = grouped_gemm(rows, self.gate_up_proj, offsets), up and up.hidden(rows, offsets)
+        else:
+            gate_up, h = adapted_gate_up(x, self.gate_up_proj, up.a, offsets, up.scale, copies)
+        if up is None and down is None:
+            return swiglu(gate_up, weights), None
+        a, scale = (None, 1.0) if down is None or down.drops else (down.a, down.scale)
+        inner, projected = adapted_swiglu(gate_up, h, up and up.b, a, weights, offsets, scale)
+        return inner, down.hidden(inner, offsets) if down is not None and down.drops else projected

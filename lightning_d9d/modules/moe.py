@@ -107,9 +107,13 @@ class SparseMoE(nn.Module):
         indices, weights, loss = self.gate(x)
         # Before the rest: a recomputation ends with the last product, and need not bring the results back for this.
         shared = self.shared_expert_gate(flat).sigmoid() * self.shared_expert(flat) if self.has_shared_expert else None
-        tokens = self.dispatch.dispatch(flat, indices, weights)
-        results = self.experts(tokens.x, tokens.weights, tokens.offsets)
-        y = self.dispatch.combine(results, tokens)
+        if isinstance(self.dispatch, LocalDispatch) and self.experts.has_adapters:
+            tokens = self.dispatch.sort(flat, indices, weights)
+            y = self.experts(tokens.x, tokens.weights, tokens.offsets, tokens.copies)
+        else:
+            tokens = self.dispatch.dispatch(flat, indices, weights)
+            results = self.experts(tokens.x, tokens.weights, tokens.offsets)
+            y = self.dispatch.combine(results, tokens)
         if shared is not None:
             y = y + shared
         y = y.view_as(x)

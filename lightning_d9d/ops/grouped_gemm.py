@@ -68,7 +68,7 @@ def grouped_gemm(x: Tensor, weight: Tensor, offsets: Tensor, *, backend: Grouped
     """
     gradients, leaf, weight = receiver(x, weight), weight, local_shard(weight, x)
     x = x.to(autocast_dtype(x))
-    runs_on = _choose(x, weight, offsets, backend or _chosen)
+    runs_on = choose_backend(x, weight, offsets, backend or _chosen)
     if gradients is None or gradients is AT_ONCE:
         return _multiply_op(x, weight, offsets, runs_on)
     return _Deferred.apply(x, weight.detach(), offsets, runs_on, gradients, leaf)
@@ -111,8 +111,8 @@ def grouped_gemm_reference(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor
     return torch.cat([*results, x.new_zeros(len(x) - ends[-1], weight.shape[1])])
 
 
-def _choose(x: Tensor, weight: Tensor, offsets: Tensor, backend: GroupedGemmBackend) -> str:
-    """The backend that is to run, "auto" resolved."""
+def choose_backend(x: Tensor, weight: Tensor, offsets: Tensor, backend: GroupedGemmBackend) -> str:
+    """The backend that is to run, "auto" resolved; see `grouped_gemm`."""
     if x.dim() != 2 or weight.dim() != 3 or offsets.shape != weight.shape[:1] or x.shape[1] != weight.shape[2]:
         raise ConfigError(
             f"grouped_gemm: x {list(x.shape)}, weight {list(weight.shape)} and offsets {list(offsets.shape)} must be "
@@ -190,7 +190,8 @@ class _Deferred(torch.autograd.Function):
 # The operators
 
 
-def _multiply(x: Tensor, weight: Tensor, offsets: Tensor, backend: str) -> Tensor:
+def multiply(x: Tensor, weight: Tensor, offsets: Tensor, backend: str) -> Tensor:
+    """The product of `grouped_gemm` with a backend that `choose_backend` gave, without derivatives."""
     weight = weight.to(x.dtype)
     if 0 in (*x.shape, *weight.shape):
         return x.new_zeros(x.shape[0], weight.shape[1])
@@ -302,7 +303,7 @@ def _backward_of_columns(ctx: Any, dw: Tensor) -> tuple[Tensor | None, ...]:
 _multiply_op = define(
     "grouped_gemm",
     "(Tensor x, Tensor weight, Tensor offsets, str backend) -> Tensor",
-    _multiply,
+    multiply,
     _new_rows,
     setup_context=_setup_context,
     backward=_backward,

@@ -43,6 +43,11 @@ class Permutation(NamedTuple):
         places, padding = self.places, self._padding
         return _sum_op(rows, places, weights, *padding, runs_triton(rows))
 
+    def sources(self) -> Tensor:
+        """The token of each row, int32 `[rows]`, where there is no padding."""
+        assert self.num_rows == self.places.numel(), "rows of padding are copies of no token"
+        return (_sources_op if runs_triton(self.places) else _sources_reference)(self.places)
+
     @property
     def _padding(self) -> tuple[Tensor | None, Tensor | None]:
         """What tells rows of padding from others, if there are any; else nothing is kept for the backward."""
@@ -115,6 +120,16 @@ def sort_by_source(counts: Tensor, num_rows: int) -> Permutation:
     return Permutation(places, counts, offsets, num_rows)
 
 
+def copy_tokens(x: Tensor, places: Tensor) -> Tensor:
+    """The rows that are copies of tokens, as `Permutation.copy` without padding on kernels, without derivatives."""
+    return _copy(x, places, None, None, None, places.numel(), True)
+
+
+def sum_copies(rows: Tensor, places: Tensor) -> Tensor:
+    """The sums of tokens' rows, as `Permutation.sum` without padding on kernels, without derivatives."""
+    return _sum(rows, places, None, None, None, True)
+
+
 # In plain torch
 
 
@@ -157,6 +172,11 @@ def sort_sources_reference(counts: Tensor, num_rows: int) -> tuple[Tensor, Tenso
     places = torch.arange(num_rows, device=counts.device) + shifts
     summed = counts.sum(0)
     return places.view(-1, 1).int(), summed.int(), summed.cumsum(0).int()
+
+
+def _sources_reference(places: Tensor) -> Tensor:
+    tokens = torch.arange(places.numel(), device=places.device) // places.shape[1]
+    return torch.empty_like(places.flatten()).scatter_(0, places.flatten().long(), tokens.int())
 
 
 def _weighted(rows: Tensor, weights: Tensor) -> Tensor:
@@ -210,6 +230,18 @@ def _sort_sources(counts: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor
     results = _new_source_places(counts, num_rows)
     kernels.sort_sources(counts, *results)
     return results
+
+
+def _new_sources(places: Tensor) -> Tensor:
+    return places.new_empty(places.numel())
+
+
+def _sources(places: Tensor) -> Tensor:
+    from lightning_d9d.ops.kernels import moe_permute as kernels
+
+    sources = _new_sources(places)
+    kernels.fill_sources(places, sources)
+    return sources
 
 
 def _new_rows(
@@ -347,6 +379,7 @@ _sort_sources_op = define(
     _sort_sources,
     _new_source_places,
 )
+_sources_op = define("moe_sources", "(Tensor places) -> Tensor", _sources, _new_sources)
 _copy_op = define(
     "moe_copy_rows",
     "(Tensor x, Tensor places, Tensor? weights, Tensor? counts, Tensor? offsets, SymInt num_rows, bool triton) "

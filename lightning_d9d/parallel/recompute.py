@@ -64,6 +64,8 @@ _KEPT_OPS = {
     _aten.baddbmm.default,
     _aten._grouped_mm.default,
     torch.ops.lightning_d9d.grouped_gemm.default,
+    torch.ops.lightning_d9d.adapted_gate_up.default,
+    torch.ops.lightning_d9d.adapted_down.default,
     _aten.topk.default,
     torch.ops.lightning_d9d.moe_route.default,
     torch.ops.lightning_d9d.moe_sort.default,

@@ -45,6 +45,8 @@ _MOST_COUNTS = 65536
 """That a program sums up, all blocks together: with more than 256 experts there are fewer blocks."""
 _BLOCKS_TO_FINISH = 2
 """A program's: with more the counts are summed up by fewer, and each waits longer."""
+_SOURCES = 1024
+"""Copies whose rows a program tells their token."""
 _COUNTS_AT_ONCE = 8192
 """Of all experts and some blocks: eight loads of 16 bytes for each thread."""
 
@@ -109,6 +111,13 @@ def sort_sources(counts: Tensor, places: Tensor, summed: Tensor, offsets: Tensor
         BLOCK=1024,
         num_warps=_NUM_WARPS,
     )
+
+
+def fill_sources(places: Tensor, sources: Tensor) -> None:
+    """Writes the last."""
+    if places.numel():
+        grid = (ceil_div(places.numel(), _SOURCES),)
+        _fill_sources[grid](places.contiguous(), sources, places.numel(), places.shape[1], BLOCK=_SOURCES)
 
 
 def copy_rows(x: Tensor, places: Tensor, weights: Tensor | None, rows: Tensor) -> None:
@@ -346,6 +355,13 @@ def _place_groups(
         of_expert = tl.sum(tl.where(experts == expert, sizes, 0), 0)
         tl.store(summed + expert, of_expert)
         tl.store(offsets + expert, target + of_expert)
+
+
+@triton.jit
+def _fill_sources(places, sources, num_copies, top_k, BLOCK: tl.constexpr):
+    copies = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = copies < num_copies
+    tl.store(sources + tl.load(places + copies, mask=mask, other=0), copies // top_k, mask=mask)
 
 
 @triton.jit
