@@ -31,7 +31,7 @@ from lightning_d9d.ops.operator import define
 from lightning_d9d.ops.sharded_weights import local_shard
 from lightning_d9d.ops.swiglu import swiglu
 
-_MOST_RANK = 64
+MOST_RANK = 64
 """Whose tiles fit into registers; more take ordinary grouped products."""
 _MOST_READ = 96
 """Columns of all experts' matrices, by copies of a token: a dense product with so many takes as long as reading all
@@ -94,7 +94,7 @@ def adapted_swiglu(
     """
     b, a = (None if each is None else local_shard(each, gate_up) for each in (b, a))
     rank = max(0 if b is None else b.shape[2], 0 if a is None else a.shape[1])
-    if rank == 0 or rank > _MOST_RANK or not runs_triton(gate_up, h, b, a, weights):
+    if rank == 0 or rank > MOST_RANK or not runs_triton(gate_up, h, b, a, weights):
         return adapted_swiglu_reference(gate_up, h, b, a, weights, offsets, scale)
     dtype = gate_up.dtype
     h, b, a = (None if each is None else each.to(dtype) for each in (h, b, a))
@@ -190,7 +190,7 @@ def adapted_down_reference(
 def _fits(x: Tensor, weight: Tensor, rank: int, *thin: Tensor) -> bool:
     """Whether the operators take these: the weight is frozen, and in the dtype of the computation."""
     is_frozen = not weight.requires_grad and weight.dtype == autocast_dtype(x)
-    return is_frozen and 0 < rank <= _MOST_RANK and runs_triton(x, weight, *thin)
+    return is_frozen and 0 < rank <= MOST_RANK and runs_triton(x, weight, *thin)
 
 
 def _places(copies: Permutation | None) -> tuple[Tensor | None, Tensor | None]:

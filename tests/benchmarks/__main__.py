@@ -29,6 +29,7 @@ NAMES = (
     "context",
     "ops",
     "train_step",
+    "adapters",
     "streaming",
     "saving",
 )

@@ -17,8 +17,9 @@ from torch import Tensor
 from lightning_d9d.ops.kernels.thin_products import num_parts, padded, rows_of_expert
 from lightning_d9d.ops.rows import ceil_div
 
-_ROWS = 32
-_COLUMNS = 128
+_ROWS = 64
+_COLUMNS = 64
+_NUM_STAGES = 2
 _BLOCK = 1024
 _MOST_FOR_4_WARPS = 16
 """Columns of thin tiles; more take the registers of more warps."""
@@ -60,6 +61,7 @@ def forward(
             RANK=padded(rank),
             RANK_OUT=padded(rank_out),
             num_warps=_num_warps(rank, rank_out),
+            num_stages=_NUM_STAGES,
         )
 
 
@@ -108,6 +110,7 @@ def backward(
             RANK=padded(rank),
             RANK_OUT=padded(rank_out),
             num_warps=_num_warps(rank, rank_out),
+            num_stages=_NUM_STAGES,
         )
         for partial, result in ((of_h, dh), (of_weights, d_weights)):
             if result.numel():
@@ -121,27 +124,28 @@ def _num_warps(rank: int, rank_out: int) -> int:
 
 
 @triton.jit
-def _thin_rows(pointer, row, end, first, rank, width, RANK: tl.constexpr):
-    """A tile of `[rows, rank]`, zero in what is padded."""
+def _thin_tile(pointer, row, num_rows, rank: tl.constexpr, width: tl.constexpr, RANK: tl.constexpr):
+    """A tile of rows whose first is at the pointer, `[rows, RANK]`: zero in what is padded."""
     n = tl.arange(0, RANK)
-    at = row.to(tl.int64)[:, None] * width + first + n[None, :]
-    return tl.load(pointer + at, mask=(row < end)[:, None] & (n < rank)[None, :], other=0.0)
+    return tl.load(
+        pointer + row[:, None] * width + n[None, :], mask=(row < num_rows)[:, None] & (n < rank)[None, :], other=0.0
+    )
 
 
 @triton.jit
-def _of_b(b, expert, k, first, inner, rank, RANK: tl.constexpr):
-    """Columns k of gate or up as `[RANK, COLUMNS]`, from `[experts, 2 * inner, rank]`."""
+def _matrix_tile(
+    pointer,
+    k,
+    num_columns,
+    column_stride: tl.constexpr,
+    rank: tl.constexpr,
+    rank_stride: tl.constexpr,
+    RANK: tl.constexpr,
+):
+    """A tile of columns of a thin matrix, `[RANK, columns]`: zero in what is padded."""
     n = tl.arange(0, RANK)
-    at = (expert.to(tl.int64) * 2 * inner + first + k.to(tl.int64))[None, :] * rank + n[:, None]
-    return tl.load(b + at, mask=(n < rank)[:, None] & (k < inner)[None, :], other=0.0)
-
-
-@triton.jit
-def _of_a(a, expert, k, inner, rank, RANK: tl.constexpr):
-    """Columns k as `[RANK, COLUMNS]`, from `[experts, rank, inner]`."""
-    n = tl.arange(0, RANK)
-    at = (expert.to(tl.int64) * rank + n)[:, None] * inner + k[None, :]
-    return tl.load(a + at, mask=(n < rank)[:, None] & (k < inner)[None, :], other=0.0)
+    at = n[:, None] * rank_stride + k[None, :] * column_stride
+    return tl.load(pointer + at, mask=(n < rank)[:, None] & (k < num_columns)[None, :], other=0.0)
 
 
 @triton.jit
@@ -157,9 +161,9 @@ def _forward(
     projected,
     num_experts,
     parts,
-    inner,
-    rank,
-    rank_out,
+    inner: tl.constexpr,
+    rank: tl.constexpr,
+    rank_out: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     RANK: tl.constexpr,
@@ -168,30 +172,40 @@ def _forward(
     expert, part = tl.program_id(0) % num_experts, tl.program_id(0) // num_experts
     first, end = rows_of_expert(offsets, expert)
     dtype = gate_up.dtype.element_ty
+    row, k = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    wide_expert = expert.to(tl.int64)
+    zero = wide_expert * 0
     for start in range(first + part * ROWS, end, parts * ROWS):
-        row = start + tl.arange(0, ROWS)
-        at = row.to(tl.int64)[:, None]
-        weight = tl.load(weights + row, mask=row < end, other=0.0).to(tl.float32)[:, None]
+        wide_start, num_rows = start + zero, end - start
+        weight = tl.load(weights + start + row, mask=row < num_rows, other=0.0).to(tl.float32)[:, None]
         if h is not None:
-            of_gate = _thin_rows(h, row, end, 0, rank, 2 * rank, RANK)
-            of_up = _thin_rows(h, row, end, rank, rank, 2 * rank, RANK)
+            of_gate = _thin_tile(h + wide_start * 2 * rank, row, num_rows, rank, 2 * rank, RANK)
+            of_up = _thin_tile(h + wide_start * 2 * rank + rank, row, num_rows, rank, 2 * rank, RANK)
         total = tl.zeros([ROWS, RANK_OUT], tl.float32)
         for column in range(0, inner, COLUMNS):
-            k = column + tl.arange(0, COLUMNS)
-            mask = (row < end)[:, None] & (k < inner)[None, :]
-            gate = tl.load(gate_up + at * 2 * inner + k[None, :], mask=mask, other=0.0).to(tl.float32)
-            up = tl.load(gate_up + at * 2 * inner + inner + k[None, :], mask=mask, other=0.0).to(tl.float32)
+            num_columns = inner - column
+            mask = (row < num_rows)[:, None] & (k < num_columns)[None, :]
+            at = row[:, None] * (2 * inner) + k[None, :]
+            gate_at = gate_up + wide_start * 2 * inner + column
+            gate = tl.load(gate_at + at, mask=mask, other=0.0).to(tl.float32)
+            up = tl.load(gate_at + inner + at, mask=mask, other=0.0).to(tl.float32)
             if h is not None:
-                gate = tl.dot(of_gate, _of_b(b, expert, k, 0, inner, rank, RANK), gate, input_precision="ieee")
-                up = tl.dot(of_up, _of_b(b, expert, k, inner, inner, rank, RANK), up, input_precision="ieee")
+                b_at = b + (wide_expert * 2 * inner + column) * rank
+                b_gate = _matrix_tile(b_at, k, num_columns, rank, rank, 1, RANK)
+                b_up = _matrix_tile(b_at + inner * rank, k, num_columns, rank, rank, 1, RANK)
+                gate = tl.dot(of_gate, b_gate, gate, input_precision="ieee")
+                up = tl.dot(of_up, b_up, up, input_precision="ieee")
             activated = (gate * tl.sigmoid(gate) * up * weight).to(dtype)
-            tl.store(result + at * inner + k[None, :], activated, mask=mask)
+            tl.store(result + wide_start * inner + column + row[:, None] * inner + k[None, :], activated, mask=mask)
             if a is not None:
-                thin = _of_a(a, expert, k, inner, rank_out, RANK_OUT)
+                thin = _matrix_tile(
+                    a + wide_expert * rank_out * inner + column, k, num_columns, 1, rank_out, inner, RANK_OUT
+                )
                 total = tl.dot(activated, tl.trans(thin), total, input_precision="ieee")
         if a is not None:
             n = tl.arange(0, RANK_OUT)[None, :]
-            tl.store(projected + at * rank_out + n, total * scale, mask=(row < end)[:, None] & (n < rank_out))
+            target = projected + wide_start * rank_out + row[:, None] * rank_out + n
+            tl.store(target, total * scale, mask=(row < num_rows)[:, None] & (n < rank_out))
 
 
 @triton.jit
@@ -210,11 +224,11 @@ def _backward(
     db,
     da,
     of_weights,
-    num_rows,
+    num_all,
     num_experts,
-    inner,
-    rank,
-    rank_out,
+    inner: tl.constexpr,
+    rank: tl.constexpr,
+    rank_out: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     RANK: tl.constexpr,
@@ -222,61 +236,68 @@ def _backward(
 ):
     expert, block = tl.program_id(0) % num_experts, (tl.program_id(0) // num_experts).to(tl.int64)
     first, end = rows_of_expert(offsets, expert)
-    k = (block * COLUMNS).to(tl.int32) + tl.arange(0, COLUMNS)
-    n, n_out = tl.arange(0, RANK)[None, :], tl.arange(0, RANK_OUT)[None, :]
     dtype = gate_up.dtype.element_ty
+    row, k = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    column = block * COLUMNS
+    num_columns = (inner - column).to(tl.int32)
+    wide_expert = expert.to(tl.int64)
+    zero = wide_expert * 0
+    n, n_out = tl.arange(0, RANK)[None, :], tl.arange(0, RANK_OUT)[None, :]
+    b_at = (wide_expert * 2 * inner + column) * rank
+    a_at = wide_expert * rank_out * inner + column
     if h is not None:
-        b_gate = _of_b(b, expert, k, 0, inner, rank, RANK)
-        b_up = _of_b(b, expert, k, inner, inner, rank, RANK)
+        b_gate = _matrix_tile(b + b_at, k, num_columns, rank, rank, 1, RANK)
+        b_up = _matrix_tile(b + b_at + inner * rank, k, num_columns, rank, rank, 1, RANK)
         db_gate = tl.zeros([COLUMNS, RANK], tl.float32)
         db_up = tl.zeros([COLUMNS, RANK], tl.float32)
     if a is not None:
-        thin = _of_a(a, expert, k, inner, rank_out, RANK_OUT)
+        thin = _matrix_tile(a + a_at, k, num_columns, 1, rank_out, inner, RANK_OUT)
         of_a = tl.zeros([COLUMNS, RANK_OUT], tl.float32)
     for start in range(first, end, ROWS):
-        row = start + tl.arange(0, ROWS)
-        at = row.to(tl.int64)[:, None]
-        exists = (row < end)[:, None]
-        mask = exists & (k < inner)[None, :]
-        gradient = tl.load(dy + at * inner + k[None, :], mask=mask, other=0.0).to(tl.float32)
-        gate = tl.load(gate_up + at * 2 * inner + k[None, :], mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(gate_up + at * 2 * inner + inner + k[None, :], mask=mask, other=0.0).to(tl.float32)
-        weight = tl.load(weights + row, mask=row < end, other=0.0).to(tl.float32)
+        wide_start, num_rows = start + zero, end - start
+        mask = (row < num_rows)[:, None] & (k < num_columns)[None, :]
+        at = row[:, None] * (2 * inner) + k[None, :]
+        gate_at = wide_start * 2 * inner + column
+        dy_at = dy + wide_start * inner + column
+        gradient = tl.load(dy_at + row[:, None] * inner + k[None, :], mask=mask, other=0.0).to(tl.float32)
+        gate = tl.load(gate_up + gate_at + at, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(gate_up + gate_at + inner + at, mask=mask, other=0.0).to(tl.float32)
+        weight = tl.load(weights + start + row, mask=row < num_rows, other=0.0).to(tl.float32)
         if h is not None:
-            of_gate = _thin_rows(h, row, end, 0, rank, 2 * rank, RANK)
-            of_up = _thin_rows(h, row, end, rank, rank, 2 * rank, RANK)
+            of_gate = _thin_tile(h + wide_start * 2 * rank, row, num_rows, rank, 2 * rank, RANK)
+            of_up = _thin_tile(h + wide_start * 2 * rank + rank, row, num_rows, rank, 2 * rank, RANK)
             gate = tl.dot(of_gate, b_gate, gate, input_precision="ieee")
             up = tl.dot(of_up, b_up, up, input_precision="ieee")
         if a is not None:
-            of_projected = _thin_rows(d_projected, row, end, 0, rank_out, rank_out, RANK_OUT)
+            of_projected = _thin_tile(d_projected + wide_start * rank_out, row, num_rows, rank_out, rank_out, RANK_OUT)
             gradient += scale * tl.dot(of_projected, thin, input_precision="ieee")
         sigmoid = tl.sigmoid(gate)
         silu = gate * sigmoid
-        activated = silu * up
-        tl.store(of_weights + block * num_rows + row, tl.sum(gradient * activated, 1), mask=row < end)
+        products = tl.sum(gradient * silu * up, 1)
+        tl.store(of_weights + block * num_all + start + row, products, mask=row < num_rows)
         if a is not None:
-            inner_rows = (activated * weight[:, None]).to(dtype)
-            of_a = tl.dot(tl.trans(inner_rows), of_projected, of_a, input_precision="ieee")
+            activated = (silu * up * weight[:, None]).to(dtype)
+            of_a = tl.dot(tl.trans(activated), of_projected, of_a, input_precision="ieee")
         gradient *= weight[:, None]
-        d_gate = (gradient * up * (sigmoid + silu * (1 - sigmoid))).to(dtype)
         d_up = (gradient * silu).to(dtype)
-        tl.store(d_gate_up + at * 2 * inner + k[None, :], d_gate, mask=mask)
-        tl.store(d_gate_up + at * 2 * inner + inner + k[None, :], d_up, mask=mask)
+        tl.store(d_gate_up + gate_at + inner + at, d_up, mask=mask)
+        d_gate = (gradient * up * (sigmoid + silu * (1 - sigmoid))).to(dtype)
+        tl.store(d_gate_up + gate_at + at, d_gate, mask=mask)
         if h is not None:
             db_gate = tl.dot(tl.trans(d_gate), of_gate, db_gate, input_precision="ieee")
             db_up = tl.dot(tl.trans(d_up), of_up, db_up, input_precision="ieee")
-            dh_gate = tl.dot(d_gate, tl.trans(b_gate), input_precision="ieee")
-            dh_up = tl.dot(d_up, tl.trans(b_up), input_precision="ieee")
-            target = of_h + (block * num_rows + at) * 2 * rank + n
-            tl.store(target, dh_gate, mask=exists & (n < rank))
-            tl.store(target + rank, dh_up, mask=exists & (n < rank))
+            target = of_h + (block * num_all + wide_start) * 2 * rank + row[:, None] * (2 * rank) + n
+            exists = (row < num_rows)[:, None] & (n < rank)
+            tl.store(target, tl.dot(d_gate, tl.trans(b_gate), input_precision="ieee"), mask=exists)
+            tl.store(target + rank, tl.dot(d_up, tl.trans(b_up), input_precision="ieee"), mask=exists)
     if h is not None:
-        target = db + (expert.to(tl.int64) * 2 * inner + k)[:, None] * rank + n
-        tl.store(target, db_gate, mask=(k < inner)[:, None] & (n < rank))
-        tl.store(target + inner * rank, db_up, mask=(k < inner)[:, None] & (n < rank))
+        target = db + b_at + k[:, None] * rank + n
+        exists = (k < num_columns)[:, None] & (n < rank)
+        tl.store(target, db_gate, mask=exists)
+        tl.store(target + inner * rank, db_up, mask=exists)
     if a is not None:
-        target = da + (expert.to(tl.int64) * rank_out + n_out) * inner + k[:, None]
-        tl.store(target, of_a * scale, mask=(k < inner)[:, None] & (n_out < rank_out))
+        target = da + a_at + n_out * inner + k[:, None]
+        tl.store(target, of_a * scale, mask=(k < num_columns)[:, None] & (n_out < rank_out))
 
 
 @triton.jit
