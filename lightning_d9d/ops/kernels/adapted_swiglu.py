@@ -21,7 +21,7 @@ _ROWS = 64
 _COLUMNS = 64
 _NUM_STAGES = 2
 _BLOCK = 1024
-_MOST_FOR_4_WARPS = 16
+_MOST_FOR_4_WARPS = 32
 """Columns of thin tiles; more take the registers of more warps."""
 
 
