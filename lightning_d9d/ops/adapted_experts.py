@@ -126,9 +126,7 @@ def adapted_down(
         return adapted_down_reference(inner, weight, h, b, offsets, copies)
     inner = inner.to(frozen.dtype)
     backend = choose_backend(inner, frozen, offsets, chosen_grouped_gemm())
-    return _down_op(
-        inner, frozen, h.to(inner.dtype), b.to(inner.dtype), offsets, *_places(copies), backend
-    )
+    return _down_op(inner, frozen, h.to(inner.dtype), b.to(inner.dtype), offsets, *_places(copies), backend)
 
 
 def thin_product(x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:

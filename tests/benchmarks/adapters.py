@@ -41,9 +41,7 @@ class Work:
     dtype: torch.dtype = torch.bfloat16
 
 
-QUICK = Work(
-    hidden_size=32, intermediate_size=16, num_experts=4, top_k=2, num_tokens=64, dtype=torch.float32
-)
+QUICK = Work(hidden_size=32, intermediate_size=16, num_experts=4, top_k=2, num_tokens=64, dtype=torch.float32)
 
 
 def cases(device_type: str, quick: bool) -> list[Case]:
@@ -95,8 +93,7 @@ class Layer:
             inject(self.module, LoRA(rank, rank_of_experts=rank, targets=["experts"]))
         generator = torch.Generator().manual_seed(1)
         x, self.gradient = (
-            torch.randn(work.num_tokens, work.hidden_size, generator=generator).to(device, work.dtype)
-            for _ in range(2)
+            torch.randn(work.num_tokens, work.hidden_size, generator=generator).to(device, work.dtype) for _ in range(2)
         )
         self.x = x.requires_grad_()
         self.separate = separate
@@ -135,7 +132,11 @@ def profiles(contenders: Mapping[str, Contender], device: torch.device) -> dict[
                 torch.cuda.synchronize()
         kind = torch.autograd.DeviceType.CUDA if on_cuda else torch.autograd.DeviceType.CPU
         kernels = [
-            (event.key, (event.self_device_time_total if on_cuda else event.self_cpu_time_total) / steps / 1e3, event.count / steps)
+            (
+                event.key,
+                (event.self_device_time_total if on_cuda else event.self_cpu_time_total) / steps / 1e3,
+                event.count / steps,
+            )
             for event in profiler.key_averages()
             if event.device_type == kind and not event.is_user_annotation
         ]

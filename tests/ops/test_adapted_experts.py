@@ -135,9 +135,7 @@ def test_without_the_gradient_of_x(device: str) -> None:
     tensors = gate_up_inputs(num_rows("usual"), 4, 2)
     offsets = ends(SIZES["usual"]).to(device)
     options = {"offsets": offsets, "scale": 0.7}
-    check_op(
-        adapted_gate_up, adapted_gate_up_reference, tensors, torch.float32, device, gradients_of=["a"], **options
-    )
+    check_op(adapted_gate_up, adapted_gate_up_reference, tensors, torch.float32, device, gradients_of=["a"], **options)
 
 
 @DEVICES
