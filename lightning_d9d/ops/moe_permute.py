@@ -355,6 +355,7 @@ _copy_op = define(
     _new_rows,
     setup_context=_setup_context,
     backward=_copy_backward,
+    compiles_ahead=True,
 )
 _sum_op = define(
     "moe_sum_rows",
@@ -363,6 +364,7 @@ _sum_op = define(
     _new_sums,
     setup_context=_setup_context,
     backward=_sum_backward,
+    compiles_ahead=True,
 )
 _dot_op = define(
     "moe_dot_rows",

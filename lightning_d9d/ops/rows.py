@@ -41,4 +41,5 @@ def num_programs(num_tiles: int, device: torch.device, a_processor: int = _PROGR
 
 @cache
 def _num_processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    current = None  # of tensors without values, see [Note: compiling ahead]
+    return torch.cuda.get_device_properties(device if device.type == "cuda" else current).multi_processor_count

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_d9d.ops.attention_masks import Masks
 from lightning_d9d.ops.kernels.attention_plan import SIZES, Blocks, ids_from, plan_blocks
+from lightning_d9d.ops.kernels.compiling import jit
 from lightning_d9d.ops.rows import ceil_div, next_power_of_2, num_programs
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -280,7 +281,7 @@ def _counts(queries, keys, q_ids, k_ids, num_keys, window, CAUSAL: tl.constexpr)
     return counts
 
 
-@triton.jit(do_not_specialize=SIZES)
+@jit(do_not_specialize=SIZES)
 def _forward(
     q_ptr, k_ptr, v_ptr, sinks_ptr, out_ptr, lse_ptr,
     plan_ptr, q_ids_ptr, k_ids_ptr,
@@ -350,7 +351,7 @@ def _forward(
     tl.store(lse_ptr + queries, (largest + tl.log2(total)) * _LN2, mask=queries < num_queries)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@jit(do_not_specialize=SIZES)
 def _prepare(
     out_ptr,
     grad_ptr,
@@ -385,7 +386,7 @@ def _prepare(
     tl.store(numbers_ptr + 2 * places + 1, tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1), mask=inside)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@jit(do_not_specialize=SIZES)
 def _dq(
     q_ptr, k_ptr, v_ptr, grad_ptr, dq_ptr, numbers_ptr,
     plan_ptr, q_ids_ptr, k_ids_ptr,
@@ -441,7 +442,7 @@ def _dq(
     _store(dq * scale, dq_ptr, first_query, num_queries, dq_stride, ROWS, HEAD_DIM, WIDTH)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@jit(do_not_specialize=SIZES)
 def _dk_dv(
     q_ptr, k_ptr, v_ptr, grad_ptr, dk_ptr, dv_ptr, numbers_ptr,
     plan_ptr, q_ids_ptr, k_ids_ptr,
