@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import threading
 from collections.abc import Callable
+from io import StringIO
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_d9d.log import logger
 from lightning_d9d.ops import (
     attention,
     compile_ahead,
@@ -205,6 +208,9 @@ def _compile(make: Callable[[], Any], compiled: Any) -> None:
         numbers[-1] += not options["cache_hit"]
 
     compiling.knobs.compilation.listener = note
+    failures = StringIO()
+    logger.addHandler(logging.StreamHandler(failures))
+    logger.setLevel(logging.DEBUG)
     numbers.append(0)
     outputs = make()
     wait_for_kernels()
@@ -212,7 +218,7 @@ def _compile(make: Callable[[], Any], compiled: Any) -> None:
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     sum(output.sum() for output in outputs).backward()
     torch.cuda.synchronize()
-    compiled.put(numbers)
+    compiled.put((*numbers, failures.getvalue()))
 
 
 @pytest.mark.gpu
@@ -225,7 +231,8 @@ def test_a_first_backward_finds_its_kernels_compiled(
     compiled = spawn.Queue()
     process = spawn.Process(target=_compile, args=(make, compiled))
     process.start()
-    num_before, num_in_backward = compiled.get(timeout=300)
+    num_before, num_in_backward, failures = compiled.get(timeout=300)
     process.join()
+    assert not failures
     assert num_before >= 2
     assert num_in_backward == 0
