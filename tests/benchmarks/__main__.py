@@ -29,6 +29,7 @@ NAMES = (
     "context",
     "ops",
     "train_step",
+    "fine_tune",
     "streaming",
     "saving",
 )
