@@ -92,7 +92,7 @@ class BackwardAhead:
                 inputs = [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
                 outputs = self._apply(*args)
                 outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-                wanted = [output for output in outputs if output.requires_grad]
+                wanted = [output for output in outputs if output.requires_grad and output.numel()]
                 gradients = [torch.empty_like(output) for output in wanted]
                 torch.autograd.grad(wanted, inputs, gradients, allow_unused=True)
         except Exception:  # the real backward compiles what it needs, and says what fails there

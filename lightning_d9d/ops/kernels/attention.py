@@ -8,7 +8,6 @@ head of keys; where that would be too few programs, over some of these, and the 
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from lightning_d9d.ops.attention_masks import Masks
 from lightning_d9d.ops.kernels.attention_plan import SIZES, Blocks, ids_from, plan_blocks
 from lightning_d9d.ops.kernels.compiling import jit
-from lightning_d9d.ops.rows import ceil_div, next_power_of_2, num_programs
+from lightning_d9d.ops.rows import ceil_div, gpu_properties, next_power_of_2, num_programs
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
@@ -209,12 +208,11 @@ def _blocks_of(q: Tensor, kernel: Literal["forward", "dq", "dk_dv"]) -> Blocks:
     return Blocks(64, 64, 4, 2) if kernel == "dq" else Blocks(64, 32, 4, 3)
 
 
-@cache
 def _shared_memory(device: torch.device) -> int:
     """That a program can have; in the interpreter any."""
     if device.type == "cpu":
         return _LARGE_MEMORY
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return gpu_properties(device).shared_memory_per_block_optin
 
 
 def _constants(q: Tensor, num_columns: int, masks: Masks, blocks: Blocks) -> dict[str, Any]:
