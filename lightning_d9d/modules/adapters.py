@@ -163,7 +163,7 @@ class HeadAdapter(Adapter):
 
 
 class ExpertsAdapter(Adapter):
-    """The adapters of experts that run as one grouped product, applied by `GroupedExperts`. [Note: adapters of experts].
+    """The adapters of experts that run as one grouped product; see `GroupedExperts` and [Note: adapters of experts].
 
     Dropout is drawn for each copy of a token; gate and up projection of an expert share it.
     """

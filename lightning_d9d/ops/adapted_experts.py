@@ -10,8 +10,8 @@ all rows once more. Here `h`, of r numbers a row, is all that goes from one plac
 | `adapted_down` | `y = inner @ weight.T` | `y + h @ b.T` |
 
 [Note: products by token] Where this rank makes the copies of tokens, and sums them, a thin product need not be one of
-rows. With `h` written to the columns of its token and expert, all else zero, `sum over copies of h @ b[expert].T` is one
-dense product of tokens with the matrices of all experts. So is the product of tokens with all `a`. Its operations are
+rows. With `h` written to the columns of its token and expert, all else zero, the sum over copies of `h @ b[expert].T` is
+one dense product of tokens with the matrices of all experts. So is the product of tokens with all `a`. Its operations are
 many times as many, but it reads a token once. Which is less time depends on the rank.
 """
 
@@ -36,7 +36,7 @@ MOST_RANK = 64
 _MOST_READ = 96
 """Columns of all experts' matrices, by copies of a token: a dense product with so many takes as long as reading all
 rows."""
-_MOST_WRITTEN = 256
+_MOST_WRITTEN = 512
 """The same for a product that is added to: rows would be read and written."""
 
 
@@ -246,7 +246,7 @@ def _summed(
     places: Tensor | None,
     columns: Tensor | None,
 ) -> Tensor:
-    """Rows plus `scale * h @ matrices[g]`, and with places the sums of tokens' copies; densely with `columns` of `h`."""
+    """Rows plus `scale * h @ matrices[g]`; with places summed over a token's copies, densely if there are `columns`."""
     if places is None:
         return _added(rows, h, matrices, offsets, scale)
     if columns is None:
@@ -261,16 +261,10 @@ def _thin_gradient(
     from lightning_d9d.ops.kernels import thin_products as kernels
 
     if columns is not None:
-        result.copy_((_wide_product(columns.t(), x) * scale).view(result.shape))
+        product = torch.addmm(x.new_empty(()), columns.t(), x, beta=0, alpha=scale)
+        result.copy_(product.view(result.shape))
     elif result.numel():
         kernels.gradient(h, x, offsets, sources, scale, result)
-
-
-def _wide_product(one: Tensor, other: Tensor) -> Tensor:
-    """In float32, whatever they are in."""
-    if one.is_cuda and one.dtype != torch.float32:
-        return torch.mm(one, other, out_dtype=torch.float32)
-    return one.float() @ other.float()
 
 
 # The operators
@@ -362,7 +356,8 @@ def _activate(
 
     results = _new_activated(gate_up, h, b, a)
     if results[0].numel():
-        forward(*_contiguous(gate_up, h, b, a, weights), offsets, scale, *results)
+        arguments = [*_contiguous(gate_up, h, b, a, weights), offsets, scale, *results]
+        forward(*arguments)
     return results
 
 
@@ -395,7 +390,8 @@ def _activated_gradients(
 
     results = _new_of_activated(dy, d_projected, gate_up, h, b, a, weights)
     if dy.numel():
-        backward(*_contiguous(dy, d_projected, gate_up, h, b, a, weights), offsets, scale, results)
+        arguments = [*_contiguous(dy, d_projected, gate_up, h, b, a, weights), offsets, scale, results]
+        backward(*arguments)
     else:
         for result in results:
             result.zero_()

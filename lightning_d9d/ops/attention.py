@@ -336,6 +336,7 @@ _attend_op = define(
     _new_results,
     setup_context=_setup_context,
     backward=_differentiate,
+    compiles_ahead=lambda *args: args[-1] == "triton",
 )
 _gradient_op = define(
     "attention_backward",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from inspect import signature
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +18,7 @@ from lightning_d9d.ops.backend import is_at_least
 from lightning_d9d.ops.packages import optional_module
 
 _VERSION_4 = "flash_attn.cute.interface"
+_VERSION_4_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE"
 _MODULES = (_VERSION_4, "flash_attn_interface", "flash_attn.flash_attn_interface")
 """Of versions 4, 3 and 2, the newest first."""
 _BLOCK_HEAD_DIMS = (64, 128)
@@ -26,8 +29,24 @@ _LEAST_KEYS = 2048
 
 def flash_attention_package() -> ModuleType | None:
     """The newest one that is installed."""
+    _keep_compiled()
     packages = ((name, optional_module(name)) for name in _MODULES)
     return next((each for name, each in packages if each and (name != _VERSION_4 or _is_version_4(each))), None)
+
+
+@cache
+def _keep_compiled() -> None:
+    """Have version 4 keep on disk what it compiles, once a machine, where its own variables say nothing else.
+
+    It reads them when it is imported. Its own folder is a temporary one, which others could fill.
+    """
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flash_attention_cute_dsl"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return
+    os.environ.setdefault(f"{_VERSION_4_CACHE}_DIR", str(folder))
+    os.environ.setdefault(f"{_VERSION_4_CACHE}_ENABLED", "1")
 
 
 @cache

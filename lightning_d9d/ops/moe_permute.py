@@ -388,6 +388,7 @@ _copy_op = define(
     _new_rows,
     setup_context=_setup_context,
     backward=_copy_backward,
+    compiles_ahead=True,
 )
 _sum_op = define(
     "moe_sum_rows",
@@ -396,6 +397,7 @@ _sum_op = define(
     _new_sums,
     setup_context=_setup_context,
     backward=_sum_backward,
+    compiles_ahead=True,
 )
 _dot_op = define(
     "moe_dot_rows",

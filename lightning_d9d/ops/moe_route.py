@@ -211,6 +211,7 @@ _route_op = define(
     _new_results,
     setup_context=_setup_context,
     backward=_differentiate,
+    compiles_ahead=True,
 )
 _gradient_op = define(
     "moe_route_backward",

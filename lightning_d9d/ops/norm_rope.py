@@ -212,6 +212,7 @@ _turned_op = define(
     new_turned,
     setup_context=_setup_context,
     backward=_backward,
+    compiles_ahead=True,
 )
 _gradient_op = define(
     "norm_rope_backward",

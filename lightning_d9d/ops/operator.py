@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.autograd import Function, profiler
 from torch.nn import Parameter
 
+from lightning_d9d.ops.compile_ahead import BackwardAhead, only_compiles
+
 _VALUES = frozenset({type(None), bool, int, float, str, torch.dtype, list, tuple})
 """Classes of arguments that are no tensors, and hold none."""
 _BATCHED_GRADIENTS = torch._C._dispatch_key_parse("VmapMode")
@@ -31,6 +33,7 @@ def define(
     *,
     setup_context: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
     backward: Callable[..., Any] | None = None,
+    compiles_ahead: bool | Callable[..., bool] = False,
 ) -> Callable[..., Any]:
     """Registers an operator, `torch.ops.lightning_d9d.<name>`, and returns what to call in its place.
 
@@ -46,6 +49,8 @@ def define(
             `torch.library.register_autograd` takes it.
         backward: gives a gradient or None for each argument, from the context and the gradients of the results. Without
             one the operator has no derivative of its own; where one would be recorded, torch is left to say so.
+        compiles_ahead: The backward has Triton kernels, and looks at no values on the host: [Note: compiling ahead].
+            A function says it of the arguments.
     """
     qualified = f"lightning_d9d::{name}"
     # Not torch.library.custom_op, which imports the compiler at the first call.
@@ -56,6 +61,22 @@ def define(
         torch.library.register_autograd(qualified, backward, setup_context=setup_context)
     registered = getattr(torch.ops.lightning_d9d, name)
     recorded = registered if backward is None else _recorded(name, run, setup_context, backward)
+    if compiles_ahead:
+        assert backward is not None
+        assert setup_context is not None
+        ahead, afterwards = BackwardAhead(name, fake, setup_context, backward), recorded
+
+        def first_backward(ctx: Any, *gradients: Any) -> Any:
+            nonlocal recorded
+            recorded = afterwards
+            return backward(ctx, *gradients)
+
+        before = _recorded(name, run, setup_context, first_backward)
+
+        def recorded(*args: Any) -> Any:
+            if compiles_ahead is True or compiles_ahead(*args):
+                ahead.start(args)
+            return before(*args)
 
     def call(*args: Any) -> Any:
         if (
@@ -73,7 +94,7 @@ def define(
             kind = type(arg)
             if kind is Tensor or kind is Parameter:
                 if arg.is_meta:
-                    return registered(*args)
+                    return (run if only_compiles() else registered)(*args)
                 requires_grad = requires_grad or arg.requires_grad
             elif kind not in _VALUES:
                 return registered(*args)

@@ -159,6 +159,7 @@ _norm_op = define(
     _new_norm,
     setup_context=_setup_context,
     backward=_backward,
+    compiles_ahead=True,
 )
 _gradient_op = define(
     "rms_norm_backward",

@@ -155,4 +155,5 @@ _turn_op = define(
     new_turned,
     setup_context=_setup_context,
     backward=_backward,
+    compiles_ahead=True,
 )

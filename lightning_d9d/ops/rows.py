@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +40,12 @@ def num_programs(num_tiles: int, device: torch.device, a_processor: int = _PROGR
     return min(num_tiles, most)
 
 
-@cache
 def _num_processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return gpu_properties(device).multi_processor_count
+
+
+@cache
+def gpu_properties(device: torch.device) -> Any:
+    """The properties of a GPU; of the current one for tensors without values, see [Note: compiling ahead]."""
+    current = None
+    return torch.cuda.get_device_properties(device if device.type == "cuda" else current)

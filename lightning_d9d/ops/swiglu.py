@@ -113,6 +113,7 @@ _activate_op = define(
     _new_result,
     setup_context=_setup_context,
     backward=_backward,
+    compiles_ahead=True,
 )
 _gradient_op = define(
     "swiglu_backward",

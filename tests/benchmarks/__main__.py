@@ -30,6 +30,7 @@ NAMES = (
     "ops",
     "train_step",
     "adapters",
+    "fine_tune",
     "streaming",
     "saving",
 )

@@ -6,6 +6,7 @@ adapters as products of their own, which pass over all rows. After the rounds a 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -126,6 +127,9 @@ def profiles(contenders: Mapping[str, Contender], device: torch.device) -> dict[
     on_cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
     for name, contender in contenders.items():
+        begin = time.perf_counter()
+        contender.run(steps)
+        on_host = time.perf_counter() - begin
         with profile(activities=activities, acc_events=True) as profiler:
             contender.run(steps)
             if on_cuda:
@@ -140,7 +144,8 @@ def profiles(contenders: Mapping[str, Contender], device: torch.device) -> dict[
             for event in profiler.key_averages()
             if event.device_type == kind and not event.is_user_annotation
         ]
-        found[name] = {"kernels": sorted(kernels, key=lambda kernel: -kernel[1])}
+        kernels.sort(key=lambda kernel: -kernel[1])
+        found[name] = {"kernels": kernels, "host_milliseconds": on_host / steps * 1e3}
     return found
 
 
@@ -149,6 +154,6 @@ def table(result: dict[str, Any], device_type: str) -> str:
     lines = [main.table(result, device_type)]
     for name, values in result["contenders"].items():
         total = sum(milliseconds for _, milliseconds, _ in values["kernels"])
-        lines.append(f"\n{name}: {total:.3f} ms of kernels")
+        lines.append(f"\n{name}: {total:.3f} ms of kernels, launched in {values['host_milliseconds']:.3f} ms")
         lines += [f"{ms:9.3f} ms {calls:5.1f} x  {key[:100]}" for key, ms, calls in values["kernels"][:KERNELS]]
     return "\n".join(lines)

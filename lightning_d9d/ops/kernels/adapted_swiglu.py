@@ -6,6 +6,7 @@ the end. What it adds to sums over columns is a part, and a second kernel adds t
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnbound=false
 
 from __future__ import annotations
 
@@ -14,11 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_d9d.ops.kernels.compiling import jit
 from lightning_d9d.ops.kernels.thin_products import num_parts, padded, rows_of_expert
 from lightning_d9d.ops.rows import ceil_div
 
 _ROWS = 64
 _COLUMNS = 64
+"""Of a tile of the backward, for whose sums a wider one lacks registers."""
+_COLUMNS_FORWARD = 128
 _NUM_STAGES = 2
 _BLOCK = 1024
 _MOST_FOR_4_WARPS = 32
@@ -57,7 +61,7 @@ def forward(
             rank,
             rank_out,
             ROWS=_ROWS,
-            COLUMNS=_COLUMNS,
+            COLUMNS=_COLUMNS_FORWARD,
             RANK=padded(rank),
             RANK_OUT=padded(rank_out),
             num_warps=_num_warps(rank, rank_out),
@@ -149,6 +153,30 @@ def _matrix_tile(
 
 
 @triton.jit
+def _store_thin_tile(pointer, row, num_rows, rank: tl.constexpr, width: tl.constexpr, RANK: tl.constexpr, values):
+    """Write what `_thin_tile` reads."""
+    n = tl.arange(0, RANK)[None, :]
+    tl.store(pointer + row[:, None] * width + n, values, mask=(row < num_rows)[:, None] & (n < rank))
+
+
+@triton.jit
+def _store_matrix_tile(
+    pointer,
+    k,
+    num_columns,
+    column_stride: tl.constexpr,
+    rank: tl.constexpr,
+    rank_stride: tl.constexpr,
+    RANK: tl.constexpr,
+    values,
+):
+    """Write what `_matrix_tile` reads, from `[columns, RANK]`."""
+    n = tl.arange(0, RANK)[None, :]
+    at = k[:, None] * column_stride + n * rank_stride
+    tl.store(pointer + at, values, mask=(k < num_columns)[:, None] & (n < rank))
+
+
+@jit
 def _forward(
     gate_up,
     h,
@@ -203,12 +231,11 @@ def _forward(
                 )
                 total = tl.dot(activated, tl.trans(thin), total, input_precision="ieee")
         if a is not None:
-            n = tl.arange(0, RANK_OUT)[None, :]
-            target = projected + wide_start * rank_out + row[:, None] * rank_out + n
-            tl.store(target, total * scale, mask=(row < num_rows)[:, None] & (n < rank_out))
+            target = projected + wide_start * rank_out
+            _store_thin_tile(target, row, num_rows, rank_out, rank_out, RANK_OUT, total * scale)
 
 
-@triton.jit
+@jit
 def _backward(
     dy,
     d_projected,
@@ -242,7 +269,6 @@ def _backward(
     num_columns = (inner - column).to(tl.int32)
     wide_expert = expert.to(tl.int64)
     zero = wide_expert * 0
-    n, n_out = tl.arange(0, RANK)[None, :], tl.arange(0, RANK_OUT)[None, :]
     b_at = (wide_expert * 2 * inner + column) * rank
     a_at = wide_expert * rank_out * inner + column
     if h is not None:
@@ -286,21 +312,19 @@ def _backward(
         if h is not None:
             db_gate = tl.dot(tl.trans(d_gate), of_gate, db_gate, input_precision="ieee")
             db_up = tl.dot(tl.trans(d_up), of_up, db_up, input_precision="ieee")
-            target = of_h + (block * num_all + wide_start) * 2 * rank + row[:, None] * (2 * rank) + n
-            exists = (row < num_rows)[:, None] & (n < rank)
-            tl.store(target, tl.dot(d_gate, tl.trans(b_gate), input_precision="ieee"), mask=exists)
-            tl.store(target + rank, tl.dot(d_up, tl.trans(b_up), input_precision="ieee"), mask=exists)
+            target = of_h + (block * num_all + wide_start) * 2 * rank
+            dh_gate = tl.dot(d_gate, tl.trans(b_gate), input_precision="ieee")
+            _store_thin_tile(target, row, num_rows, rank, 2 * rank, RANK, dh_gate)
+            dh_up = tl.dot(d_up, tl.trans(b_up), input_precision="ieee")
+            _store_thin_tile(target + rank, row, num_rows, rank, 2 * rank, RANK, dh_up)
     if h is not None:
-        target = db + b_at + k[:, None] * rank + n
-        exists = (k < num_columns)[:, None] & (n < rank)
-        tl.store(target, db_gate, mask=exists)
-        tl.store(target + inner * rank, db_up, mask=exists)
+        _store_matrix_tile(db + b_at, k, num_columns, rank, rank, 1, RANK, db_gate)
+        _store_matrix_tile(db + b_at + inner * rank, k, num_columns, rank, rank, 1, RANK, db_up)
     if a is not None:
-        target = da + a_at + n_out * inner + k[:, None]
-        tl.store(target, of_a * scale, mask=(k < num_columns)[:, None] & (n_out < rank_out))
+        _store_matrix_tile(da + a_at, k, num_columns, 1, rank_out, inner, RANK_OUT, of_a * scale)
 
 
-@triton.jit
+@jit
 def _add_up(partial, result, num_elements, num_blocks, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < num_elements

@@ -8,7 +8,6 @@ head of keys; where that would be too few programs, over some of these, and the 
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -18,7 +17,8 @@ from torch import Tensor
 
 from lightning_d9d.ops.attention_masks import Masks
 from lightning_d9d.ops.kernels.attention_plan import SIZES, Blocks, ids_from, plan_blocks
-from lightning_d9d.ops.rows import ceil_div, next_power_of_2, num_programs
+from lightning_d9d.ops.kernels.compiling import jit
+from lightning_d9d.ops.rows import ceil_div, gpu_properties, next_power_of_2, num_programs
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
@@ -208,12 +208,11 @@ def _blocks_of(q: Tensor, kernel: Literal["forward", "dq", "dk_dv"]) -> Blocks:
     return Blocks(64, 64, 4, 2) if kernel == "dq" else Blocks(64, 32, 4, 3)
 
 
-@cache
 def _shared_memory(device: torch.device) -> int:
     """That a program can have; in the interpreter any."""
     if device.type == "cpu":
         return _LARGE_MEMORY
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return gpu_properties(device).shared_memory_per_block_optin
 
 
 def _constants(q: Tensor, num_columns: int, masks: Masks, blocks: Blocks) -> dict[str, Any]:
@@ -280,7 +279,7 @@ def _counts(queries, keys, q_ids, k_ids, num_keys, window, CAUSAL: tl.constexpr)
     return counts
 
 
-@triton.jit(do_not_specialize=SIZES)
+@jit(do_not_specialize=SIZES)
 def _forward(
     q_ptr, k_ptr, v_ptr, sinks_ptr, out_ptr, lse_ptr,
     plan_ptr, q_ids_ptr, k_ids_ptr,
@@ -350,7 +349,7 @@ def _forward(
     tl.store(lse_ptr + queries, (largest + tl.log2(total)) * _LN2, mask=queries < num_queries)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@jit(do_not_specialize=SIZES)
 def _prepare(
     out_ptr,
     grad_ptr,
@@ -385,7 +384,7 @@ def _prepare(
     tl.store(numbers_ptr + 2 * places + 1, tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1), mask=inside)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@jit(do_not_specialize=SIZES)
 def _dq(
     q_ptr, k_ptr, v_ptr, grad_ptr, dq_ptr, numbers_ptr,
     plan_ptr, q_ids_ptr, k_ids_ptr,
@@ -441,7 +440,7 @@ def _dq(
     _store(dq * scale, dq_ptr, first_query, num_queries, dq_stride, ROWS, HEAD_DIM, WIDTH)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@jit(do_not_specialize=SIZES)
 def _dk_dv(
     q_ptr, k_ptr, v_ptr, grad_ptr, dk_ptr, dv_ptr, numbers_ptr,
     plan_ptr, q_ids_ptr, k_ids_ptr,

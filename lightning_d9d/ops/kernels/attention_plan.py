@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_d9d.ops.attention_masks import Masks
+from lightning_d9d.ops.kernels.compiling import jit
 from lightning_d9d.ops.rows import ceil_div, next_power_of_2
 
 SIZES = ["num_queries", "num_keys", "num_rows", "num_columns", "length", "heads", "group", "parts", "window"]
@@ -68,7 +69,7 @@ def plan_blocks(
     return plan
 
 
-@triton.jit(do_not_specialize=SIZES)
+@jit(do_not_specialize=SIZES)
 def _extremes(ids_ptr, low_ptr, high_ptr, ids_stride, length, COLUMNS: tl.constexpr):
     """Of the ids of each block of columns."""
     block = tl.program_id(0)
@@ -79,7 +80,7 @@ def _extremes(ids_ptr, low_ptr, high_ptr, ids_stride, length, COLUMNS: tl.conste
     tl.store(high_ptr + place, tl.max(ids, 0))
 
 
-@triton.jit(do_not_specialize=SIZES)
+@jit(do_not_specialize=SIZES)
 def _plan_rows(
     plan_ptr,
     row_ids_ptr,

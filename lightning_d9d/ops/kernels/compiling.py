@@ -15,8 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 from triton import knobs
+from triton.runtime import JITFunction, driver
 
+from lightning_d9d.ops.compile_ahead import only_compiles
 from lightning_d9d.startup import add
 
 PART = "kernels"
@@ -25,6 +28,28 @@ _WAIT_S = 60.0
 """Longer than a kernel takes: whoever holds its lock for longer will not finish it."""
 _PACKAGE = __name__.rpartition(".")[0]
 _of_thread = threading.local()
+
+
+class Kernel(JITFunction[Any]):
+    """A function that Triton compiles, and that a thread may have compiled alone. [Note: compiling ahead]."""
+
+    def __getitem__(self, grid: Any) -> Any:
+        """Return what launches the kernel."""
+        return self._compile if only_compiles() else super().__getitem__(grid)
+
+    def _compile(self, *args: Any, **kwargs: Any) -> None:
+        compiled: Any = self.run(*args, grid=(1,), warmup=True, **kwargs)
+        active: Any = driver.active
+        if compiled is not None:  # a hook of a user may have compiled it in another way
+            # This keeps on disk what launches the kernel. The kernel is loaded by the thread that launches it.
+            active.launcher_cls(compiled.src, compiled.metadata)
+
+
+def jit(function: Any = None, **options: Any) -> Any:
+    """Make a kernel that the host launches, as `triton.jit` does: a decorator, also with its options."""
+    if function is None:
+        return lambda function: jit(function, **options)
+    return triton.jit(function, **options) if knobs.runtime.interpret else Kernel(function, **options)
 
 
 class Lock:
@@ -79,7 +104,8 @@ def add_hooks() -> None:
     def end(**options: Any) -> bool | None:
         if _is_ours(options):
             _release()
-            add(PART, time.perf_counter() - _of_thread.begin, f"; they are kept in {knobs.cache.dir}")
+            if not only_compiles():  # the main thread's time is that of the start
+                add(PART, time.perf_counter() - _of_thread.begin, f"; they are kept in {knobs.cache.dir}")
         return after(**options) if after is not None else None
 
     runtime.jit_cache_hook, runtime.jit_post_compile_hook = begin, end

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_d9d.ops.kernels.compiling import jit
 from lightning_d9d.ops.places import FACTORS, MEAN, ROUNDS, STEPS, WORD, Runs
 from lightning_d9d.ops.rows import ceil_div
 
@@ -39,7 +40,7 @@ def fill_normal(target: Tensor, scale: float, key: int, runs: Runs) -> None:
         )
 
 
-@triton.jit(do_not_specialize=["first", "stride", "length", "num_runs", "calls", "key0", "key1"])
+@jit(do_not_specialize=["first", "stride", "length", "num_runs", "calls", "key0", "key1"])
 def _fill(
     target_ptr,
     first: tl.int64,

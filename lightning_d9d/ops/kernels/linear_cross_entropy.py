@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_d9d.ops.kernels.compiling import jit
 from lightning_d9d.ops.rows import ceil_div, next_power_of_2
 
 _MOST_AT_ONCE = 16384
@@ -156,7 +157,7 @@ def _exp(x, EXACT: tl.constexpr):
     return result
 
 
-@triton.jit
+@jit
 def _kernel(
     logits_of_rows,
     labels,
@@ -238,7 +239,7 @@ def _kernel(
             tl.store(row + start + block, gradient.to(row.dtype.element_ty), mask=is_in)
 
 
-@triton.jit
+@jit
 def _scale_kernel(tensor, factor, size, BLOCK: tl.constexpr):
     by = tl.load(factor)
     if by != 1:

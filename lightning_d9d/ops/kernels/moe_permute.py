@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import math
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_d9d.ops.kernels.compiling import jit
 from lightning_d9d.ops.rows import ceil_div, next_power_of_2, num_programs
 
 _NUM_WARPS = 4
@@ -243,7 +243,7 @@ def _tiles(matrix: Tensor, tile_bytes: int = _TILE_BYTES) -> tuple[tuple[int, in
     return (ceil_div(num_rows, rows), ceil_div(width, columns)), {"ROWS": rows, "COLUMNS": columns}
 
 
-@triton.jit
+@jit
 def _rank(
     indices,
     of_blocks,
@@ -279,7 +279,7 @@ def _rank(
     tl.store(of_blocks + block * num_experts + bins, counts, mask=bins < num_experts)
 
 
-@triton.jit
+@jit
 def _finish(
     indices,
     of_blocks,
@@ -323,7 +323,7 @@ def _finish(
         tl.store(offsets + bins, last, mask=bins < num_experts)
 
 
-@triton.jit
+@jit
 def _place_groups(
     counts,
     stride,
@@ -357,14 +357,14 @@ def _place_groups(
         tl.store(offsets + expert, target + of_expert)
 
 
-@triton.jit
+@jit
 def _fill_sources(places, sources, num_copies, top_k, BLOCK: tl.constexpr):
     copies = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = copies < num_copies
     tl.store(sources + tl.load(places + copies, mask=mask, other=0), copies // top_k, mask=mask)
 
 
-@triton.jit
+@jit
 def _copy(
     x,
     stride,
@@ -393,7 +393,7 @@ def _copy(
         tl.store(rows + place[:, None] * width + columns[None, :], copies, mask=mask, cache_modifier=STORE_CACHE)
 
 
-@triton.jit
+@jit
 def _clear(counts, offsets, rows, num_rows, width, num_experts, TAIL: tl.constexpr, COLUMNS: tl.constexpr):
     program = tl.program_id(0)
     columns = tl.arange(0, COLUMNS)
@@ -412,7 +412,7 @@ def _clear(counts, offsets, rows, num_rows, width, num_experts, TAIL: tl.constex
             tl.store(rows + (tl.zeros([COLUMNS], tl.int64) + row) * width + at, zeros, mask=at < width)
 
 
-@triton.jit
+@jit
 def _sum(
     rows,
     stride,
@@ -441,7 +441,7 @@ def _sum(
     tl.store(sums + tokens[:, None] * width + columns[None, :], total, mask=mask)
 
 
-@triton.jit
+@jit
 def _dot(
     x,
     x_stride,
@@ -469,7 +469,7 @@ def _dot(
         tl.store(products + tokens * TOP_K + k, tl.sum(total, 1), mask=is_token)
 
 
-@triton.jit
+@jit
 def _copy_and_dot(
     x,
     x_stride,

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_d9d.ops.kernels.compiling import jit
 from lightning_d9d.ops.rows import ceil_div, next_power_of_2, num_programs, rows_of
 
 _NUM_WARPS = 4
@@ -128,7 +129,7 @@ def _in_order(floats):
     return tl.where(floats != floats, 0x7FFFFFFF, integers)
 
 
-@triton.jit
+@jit
 def _route(
     logits,
     stride,
@@ -206,7 +207,7 @@ def _route(
     tl.atomic_add(counts + columns, tl.sum(hits, 0).to(tl.int64), mask=is_expert, sem="relaxed")
 
 
-@triton.jit
+@jit
 def _backward(
     of_weights,
     of_scores,

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_d9d.ops.kernels.compiling import jit
 from lightning_d9d.ops.kernels.rows import add_up
 from lightning_d9d.ops.rows import ceil_div, next_power_of_2, num_programs, rows_of
 
@@ -99,7 +100,7 @@ def _tile(dim: int, size: int) -> tuple[int, int, int]:
     return max(1, size // block), block, min(32, max(8, block // 512))
 
 
-@triton.jit
+@jit
 def _forward(
     x_ptr,
     residual_ptr,
@@ -140,7 +141,7 @@ def _load(ptr, stride, row, column, num_rows, dim):
         return tl.load(ptr + row * stride + column, mask=(row < num_rows) & (column < dim), other=0)
 
 
-@triton.jit
+@jit
 def _backward(
     dnormed_ptr,
     dtotal_ptr,

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_d9d.ops.kernels.compiling import jit
 from lightning_d9d.ops.kernels.rows import add_up
 from lightning_d9d.ops.rows import ceil_div, next_power_of_2, num_programs
 
@@ -285,7 +286,7 @@ def _load_angles(cos_ptr, sin_ptr, mask, pairs, HALF: tl.constexpr):
     return tl.load(cos_ptr + column, mask=mask, other=0), tl.load(sin_ptr + column, mask=mask, other=0)
 
 
-@triton.jit
+@jit
 def _forward(
     q_ptr,
     k_ptr,
@@ -390,7 +391,7 @@ def _forward_tile(
         tl.store(result_row + column, rest, mask=mask & (column < dim))
 
 
-@triton.jit
+@jit
 def _backward(
     dq_turned_ptr,
     dk_turned_ptr,

@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_d9d.ops.kernels.compiling import jit
 from lightning_d9d.ops.rows import ceil_div, next_power_of_2
 
 _ROWS = 128
@@ -46,7 +46,7 @@ def add_up(
         )
 
 
-@triton.jit
+@jit
 def _add_up(partial_ptr, result_ptr, second_ptr, num_first, num_rows, dim, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     is_second = tl.program_id(1)
     first_row, end = is_second * num_first, tl.where(is_second == 1, num_rows, num_first)

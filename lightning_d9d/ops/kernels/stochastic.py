@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_d9d.ops.kernels.compiling import jit
 from lightning_d9d.ops.philox import ROUNDS, SPREAD
 from lightning_d9d.ops.rows import ceil_div
 
@@ -155,7 +156,7 @@ def _store(pointer, values, random, mask, WIDE: tl.constexpr):
         tl.store(pointer, _rounded(values, random), mask=mask)
 
 
-@triton.jit(do_not_specialize=["seed", "first_block"])
+@jit(do_not_specialize=["seed", "first_block"])
 def _round(target, source, count, seed, first_block, shift, TILE: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * TILE
     block = first_block.to(tl.int64) + start // 8 + tl.arange(0, TILE // 8)
@@ -171,7 +172,7 @@ def _round(target, source, count, seed, first_block, shift, TILE: tl.constexpr):
         tl.store(target + lanes, _rounded(values, random), mask=is_there)
 
 
-@triton.jit(do_not_specialize=["seed"])
+@jit(do_not_specialize=["seed"])
 def _adamw(
     blocks, gradients, chunks, scalars, found_inf, seed,
     beta2, one_minus_beta1, one_minus_beta2, eps,

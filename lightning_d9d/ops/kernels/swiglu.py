@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_d9d.ops.kernels.compiling import jit
 from lightning_d9d.ops.rows import ceil_div, next_power_of_2, rows_of
 
 _TILE = 1024
@@ -95,7 +95,7 @@ def _tile(inner: int) -> tuple[int, int]:
     return _TILE // columns, columns
 
 
-@triton.jit
+@jit
 def _forward(
     gate_ptr,
     up_ptr,
@@ -120,7 +120,7 @@ def _forward(
     tl.store(result_ptr + row * inner + column, result, mask=mask)
 
 
-@triton.jit
+@jit
 def _backward(
     dy_ptr,
     gate_ptr,

@@ -16,12 +16,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_d9d.ops.kernels.compiling import jit
 from lightning_d9d.ops.rows import ceil_div, next_power_of_2
 
 LEAST_RANK = 16
 """The fewest columns of a product that tensor cores take; others are zero."""
 _ROWS = 64
 _COLUMNS = 128
+"""Of a tile where rows are added to or added up."""
+_ROWS_READ = 128
+_COLUMNS_READ = 64
+"""Of a tile where rows are only read."""
 _MORE_PROGRAMS = 4
 """Of an expert, times what experts with equally many rows would need: larger ones then take no longer."""
 _BLOCK = 1024
@@ -43,7 +48,7 @@ def project(x: Tensor, matrices: Tensor, offsets: Tensor, sources: Tensor | None
     With `sources` a row is `x[sources[row]]`. Elements of a row of `x` are side by side.
     """
     (num_rows, rank), num_experts = result.shape, len(offsets)
-    parts = num_parts(num_rows, num_experts, _ROWS)
+    parts = num_parts(num_rows, num_experts, _ROWS_READ)
     with torch.cuda.device_of(x):
         _project[(parts * num_experts,)](
             x,
@@ -58,8 +63,8 @@ def project(x: Tensor, matrices: Tensor, offsets: Tensor, sources: Tensor | None
             parts,
             x.shape[1],
             rank,
-            ROWS=_ROWS,
-            COLUMNS=_COLUMNS,
+            ROWS=_ROWS_READ,
+            COLUMNS=_COLUMNS_READ,
             RANK=padded(rank),
             num_warps=4,
             num_stages=4,
@@ -154,7 +159,7 @@ def rows_of_expert(offsets, expert):
     return tl.load(offsets + expert - 1, mask=expert > 0, other=0), tl.load(offsets + expert)
 
 
-@triton.jit
+@jit
 def _project(
     x,
     x_stride,
@@ -194,7 +199,7 @@ def _project(
         tl.store(result + at, total * scale, mask=(row < end)[:, None] & (n < rank)[None, :])
 
 
-@triton.jit
+@jit
 def _accumulate(
     rows,
     h,
@@ -229,7 +234,7 @@ def _accumulate(
             tl.store(rows + at * width + k[None, :], before + added * scale, mask=mask)
 
 
-@triton.jit
+@jit
 def _gradient(
     h,
     x,
@@ -268,7 +273,7 @@ def _gradient(
     tl.store(result + at, total * scale, mask=(k < width)[:, None] & (n < rank)[None, :])
 
 
-@triton.jit
+@jit
 def _pick_or_spread(
     columns,
     offsets,
