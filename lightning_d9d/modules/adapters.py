@@ -170,7 +170,7 @@ class ExpertsAdapter(Adapter):
 
     @property
     def drops(self) -> bool:
-        """Whether dropout is applied now."""
+        """True while dropout is applied."""
         return self.training and self.dropout > 0
 
     def hidden(self, x: Tensor, offsets: Tensor) -> Tensor:

@@ -85,7 +85,7 @@ class LocalDispatch:
         return tokens._replace(x=tokens.copies.copy(x))
 
     def sort(self, x: Tensor, indices: Tensor, weights: Tensor) -> DispatchedTokens:
-        """As `dispatch`, but `x` stays as it is: for experts that make the copies, and sum their results."""
+        """Sort copies of tokens as `dispatch`, but leave `x` as it is, for experts that make and sum the copies."""
         if indices.numel() > MAX_ROWS:
             raise _too_many(f"there are {indices.numel()} copies of tokens (tokens * top_k)")
         copies = sort_by_expert(indices, self.num_experts)

@@ -28,12 +28,12 @@ class GroupedExperts(DrawnByRows):
 
     @property
     def has_adapters(self) -> bool:
-        """Whether adapters are applied."""
+        """True while adapters are applied."""
         return self._adapters != (None, None)
 
     @property
     def _adapters(self) -> tuple[ExpertsAdapter | None, ExpertsAdapter | None]:
-        """Of both products."""
+        """The adapters of both products; None where there is none, or a merged one."""
         return adapter_of(self, "gate_up_lora"), adapter_of(self, "down_lora")
 
     def forward(self, x: Tensor, weights: Tensor, offsets: Tensor, copies: Permutation | None = None) -> Tensor:
@@ -65,7 +65,7 @@ class GroupedExperts(DrawnByRows):
         up: ExpertsAdapter | None,
         down: ExpertsAdapter | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """What comes before the second product, and its hidden state of `down`."""
+        """Return the input of the second product, and its hidden state of `down`."""
         if up is None or up.drops:
             rows = x if copies is None else copies.copy(x)
             gate_up, h = grouped_gemm(rows, self.gate_up_proj, offsets), up and up.hidden(rows, offsets)

@@ -10,9 +10,9 @@ all rows once more. Here `h`, of r numbers a row, is all that goes from one plac
 | `adapted_down` | `y = inner @ weight.T` | `y + h @ b.T` |
 
 [Note: products by token] Where this rank makes the copies of tokens, and sums them, a thin product need not be one of
-rows. With `h` written to the columns of its token and expert, all else zero, the sum over copies of `h @ b[expert].T` is
-one dense product of tokens with the matrices of all experts. So is the product of tokens with all `a`. Its operations are
-many times as many, but it reads a token once. Which is less time depends on the rank.
+rows. `h` is written to the columns of its token and expert, and all else is zero. Then the sum over copies of `h @
+b[expert].T` is one dense product of tokens with the matrices of all experts. So is the product of tokens with all `a`.
+It has many times as many operations, but it reads a token once. The rank tells which takes less time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _MOST_WRITTEN = 512
 def adapted_gate_up(
     x: Tensor, weight: Tensor, a: Tensor, offsets: Tensor, scale: float, copies: Permutation | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The product of experts' rows with their matrices, and with those of an adapter. [Note: adapted experts].
+    """Multiply experts' rows with their matrices, and with those of an adapter. [Note: adapted experts].
 
     On CUDA, with a frozen `weight`, one operator, `torch.ops.lightning_d9d.adapted_gate_up`, which keeps `x` and the
     matrices. Gradients of `a` are added up in float32 and rounded once, and never wait for a split backward.
@@ -105,7 +105,7 @@ def adapted_swiglu(
 def adapted_down(
     inner: Tensor, weight: Tensor, h: Tensor, b: Tensor, offsets: Tensor, copies: Permutation | None = None
 ) -> Tensor:
-    """The sum of two products of experts' rows, with their matrices and those of an adapter. [Note: adapted experts].
+    """Add two products of experts' rows, with their matrices and those of an adapter. [Note: adapted experts].
 
     On CUDA, with a frozen `weight`, one operator, `torch.ops.lightning_d9d.adapted_down`, which keeps `h` and the
     matrices. Gradients of `b` are added up in float32 and rounded once, and never wait for a split backward.
@@ -186,7 +186,7 @@ def adapted_down_reference(
 
 
 def _fits(x: Tensor, weight: Tensor, rank: int, *thin: Tensor) -> bool:
-    """Whether the operators take these: the weight is frozen, and in the dtype of the computation."""
+    """Return whether the operators take these: the weight is frozen, and in the dtype of the computation."""
     is_frozen = not weight.requires_grad and weight.dtype == autocast_dtype(x)
     return is_frozen and 0 < rank <= MOST_RANK and runs_triton(x, weight, *thin)
 
@@ -409,8 +409,8 @@ def _setup_swiglu(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _swiglu_backward(ctx: Any, dy: Tensor, d_projected: Tensor) -> tuple[Tensor | None, ...]:
     gate_up, h, b, a, weights, offsets = ctx.saved_tensors
-    d_projected = None if a is None else d_projected
-    results = _swiglu_gradients_op(dy, d_projected, gate_up, h, b, a, weights, offsets, ctx.scale)
+    of_projected = None if a is None else d_projected
+    results = _swiglu_gradients_op(dy, of_projected, gate_up, h, b, a, weights, offsets, ctx.scale)
     needed = zip(results, ctx.needs_input_grad, strict=False)
     return *(gradient if needs else None for gradient, needs in needed), None, None
 

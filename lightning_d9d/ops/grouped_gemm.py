@@ -191,7 +191,7 @@ class _Deferred(torch.autograd.Function):
 
 
 def multiply(x: Tensor, weight: Tensor, offsets: Tensor, backend: str) -> Tensor:
-    """The product of `grouped_gemm` with a backend that `choose_backend` gave, without derivatives."""
+    """Return the product of `grouped_gemm` with a backend that `choose_backend` gave, without derivatives."""
     weight = weight.to(x.dtype)
     if 0 in (*x.shape, *weight.shape):
         return x.new_zeros(x.shape[0], weight.shape[1])

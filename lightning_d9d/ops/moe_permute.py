@@ -44,8 +44,8 @@ class Permutation(NamedTuple):
         return _sum_op(rows, places, weights, *padding, runs_triton(rows))
 
     def sources(self) -> Tensor:
-        """The token of each row, int32 `[rows]`, where there is no padding."""
-        assert self.num_rows == self.places.numel(), "rows of padding are copies of no token"
+        """Return the token of each row, int32 `[rows]`, where nothing is padded."""
+        assert self.num_rows == self.places.numel(), "padding has no token"
         return (_sources_op if runs_triton(self.places) else _sources_reference)(self.places)
 
     @property
@@ -121,12 +121,12 @@ def sort_by_source(counts: Tensor, num_rows: int) -> Permutation:
 
 
 def copy_tokens(x: Tensor, places: Tensor) -> Tensor:
-    """The rows that are copies of tokens, as `Permutation.copy` without padding on kernels, without derivatives."""
+    """Return rows of tokens' copies, as `Permutation.copy` without padding on kernels, without derivatives."""
     return _copy(x, places, None, None, None, places.numel(), True)
 
 
 def sum_copies(rows: Tensor, places: Tensor) -> Tensor:
-    """The sums of tokens' rows, as `Permutation.sum` without padding on kernels, without derivatives."""
+    """Return the sums of tokens' rows, as `Permutation.sum` without padding on kernels, without derivatives."""
     return _sum(rows, places, None, None, None, True)
 
 

@@ -46,6 +46,6 @@ def _num_processors(device: torch.device) -> int:
 
 @cache
 def gpu_properties(device: torch.device) -> Any:
-    """The properties of a GPU; of the current one for tensors without values, see [Note: compiling ahead]."""
+    """Return the properties of a GPU; of the current one for tensors without values, see [Note: compiling ahead]."""
     current = None
     return torch.cuda.get_device_properties(device if device.type == "cuda" else current)

@@ -1,12 +1,12 @@
 """Triton kernels of `adapted_swiglu`: SwiGLU of experts' rows with the thin products around it.
 
 A program of the forward has all columns of some rows, so it has their products with the next adapter at the end. One of
-the backward has all rows of an expert and some columns, so it has those columns' gradients of the adapters' matrices at
-the end. What it adds to sums over columns is a part, and a second kernel adds the parts.
+the backward has all rows of an expert and some columns. So it has the gradients of these columns of the adapters'
+matrices at the end. What it adds to sums over columns is a part, and a second kernel adds the parts.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# pyright: reportPossiblyUnbound=false
+# pyright: reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_d9d.ops.rows import ceil_div
 
 _ROWS = 64
 _COLUMNS = 64
-"""Of a tile of the backward, for whose sums a wider one lacks registers."""
+"""The columns of a tile of the backward, for whose sums a wider one lacks registers."""
 _COLUMNS_FORWARD = 128
 _NUM_STAGES = 2
 _BLOCK = 1024

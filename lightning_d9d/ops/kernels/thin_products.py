@@ -2,8 +2,8 @@
 
 [Note: thin products] A product of rank r reads much and computes little: what counts is in which order rows are read.
 Programs are `EXPERTS x some`, the expert being what differs between neighbours. An expert's rows are in the order of
-tokens, so programs that run at a time read copies of the same tokens: from memory once, then from the cache. For that
-rows are read where the tokens are, by `sources`, rather than where their copies are. Each program finds its rows from
+tokens. So programs that run at a time read copies of the same tokens, from memory once and then from the cache. For
+that rows are read where the tokens are, by `sources`, rather than where their copies are. Each program finds its rows from
 `offsets`, on the device.
 """
 
@@ -23,12 +23,12 @@ LEAST_RANK = 16
 """The fewest columns of a product that tensor cores take; others are zero."""
 _ROWS = 64
 _COLUMNS = 128
-"""Of a tile where rows are added to or added up."""
+"""The columns of a tile where rows are added to or added up."""
 _ROWS_READ = 128
 _COLUMNS_READ = 64
-"""Of a tile where rows are only read."""
+"""The columns of a tile where rows are only read."""
 _MORE_PROGRAMS = 4
-"""Of an expert, times what experts with equally many rows would need: larger ones then take no longer."""
+"""An expert has so many times the programs that equal experts would need. Larger ones then take no longer."""
 _BLOCK = 1024
 
 
@@ -38,7 +38,7 @@ def padded(rank: int) -> int:
 
 
 def num_parts(num_rows: int, num_experts: int, rows: int) -> int:
-    """How many programs share an expert's rows, in tiles of `rows`."""
+    """Return how many programs share an expert's rows, in tiles of `rows`."""
     return max(1, min(_MORE_PROGRAMS * ceil_div(num_rows, rows * num_experts), ceil_div(num_rows, rows)))
 
 
@@ -155,7 +155,7 @@ def _move(columns: Tensor, offsets: Tensor, sources: Tensor, scale: float, h: Te
 
 @triton.jit
 def rows_of_expert(offsets, expert):
-    """The first row and the one after the last."""
+    """Return the first row and the one after the last."""
     return tl.load(offsets + expert - 1, mask=expert > 0, other=0), tl.load(offsets + expert)
 
 
