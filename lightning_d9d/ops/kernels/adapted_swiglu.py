@@ -153,6 +153,20 @@ def _matrix_tile(
 
 
 @triton.jit
+def _thin_tiles(pointer, row, num_rows, rank: tl.constexpr, RANK: tl.constexpr):
+    """The tiles of the gate and of up, which are side by side."""
+    gate = _thin_tile(pointer, row, num_rows, rank, 2 * rank, RANK)
+    return gate, _thin_tile(pointer + rank, row, num_rows, rank, 2 * rank, RANK)
+
+
+@triton.jit
+def _matrix_tiles(pointer, k, num_columns, inner: tl.constexpr, rank: tl.constexpr, RANK: tl.constexpr):
+    """The tiles of the gate and of up, which are `inner` rows apart."""
+    gate = _matrix_tile(pointer, k, num_columns, rank, rank, 1, RANK)
+    return gate, _matrix_tile(pointer + inner * rank, k, num_columns, rank, rank, 1, RANK)
+
+
+@triton.jit
 def _store_thin_tile(pointer, row, num_rows, rank: tl.constexpr, width: tl.constexpr, RANK: tl.constexpr, values):
     """Write what `_thin_tile` reads."""
     n = tl.arange(0, RANK)[None, :]
@@ -207,8 +221,7 @@ def _forward(
         wide_start, num_rows = start + zero, end - start
         weight = tl.load(weights + start + row, mask=row < num_rows, other=0.0).to(tl.float32)[:, None]
         if h is not None:
-            of_gate = _thin_tile(h + wide_start * 2 * rank, row, num_rows, rank, 2 * rank, RANK)
-            of_up = _thin_tile(h + wide_start * 2 * rank + rank, row, num_rows, rank, 2 * rank, RANK)
+            of_gate, of_up = _thin_tiles(h + wide_start * 2 * rank, row, num_rows, rank, RANK)
         total = tl.zeros([ROWS, RANK_OUT], tl.float32)
         for column in range(0, inner, COLUMNS):
             num_columns = inner - column
@@ -219,8 +232,7 @@ def _forward(
             up = tl.load(gate_at + inner + at, mask=mask, other=0.0).to(tl.float32)
             if h is not None:
                 b_at = b + (wide_expert * 2 * inner + column) * rank
-                b_gate = _matrix_tile(b_at, k, num_columns, rank, rank, 1, RANK)
-                b_up = _matrix_tile(b_at + inner * rank, k, num_columns, rank, rank, 1, RANK)
+                b_gate, b_up = _matrix_tiles(b_at, k, num_columns, inner, rank, RANK)
                 gate = tl.dot(of_gate, b_gate, gate, input_precision="ieee")
                 up = tl.dot(of_up, b_up, up, input_precision="ieee")
             activated = (gate * tl.sigmoid(gate) * up * weight).to(dtype)
@@ -265,17 +277,13 @@ def _backward(
     first, end = rows_of_expert(offsets, expert)
     dtype = gate_up.dtype.element_ty
     row, k = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    column = block * COLUMNS
-    num_columns = (inner - column).to(tl.int32)
-    wide_expert = expert.to(tl.int64)
-    zero = wide_expert * 0
+    column, num_columns = block * COLUMNS, (inner - block * COLUMNS).to(tl.int32)
+    wide_expert, zero = expert.to(tl.int64), expert.to(tl.int64) * 0
     b_at = (wide_expert * 2 * inner + column) * rank
     a_at = wide_expert * rank_out * inner + column
     if h is not None:
-        b_gate = _matrix_tile(b + b_at, k, num_columns, rank, rank, 1, RANK)
-        b_up = _matrix_tile(b + b_at + inner * rank, k, num_columns, rank, rank, 1, RANK)
-        db_gate = tl.zeros([COLUMNS, RANK], tl.float32)
-        db_up = tl.zeros([COLUMNS, RANK], tl.float32)
+        b_gate, b_up = _matrix_tiles(b + b_at, k, num_columns, inner, rank, RANK)
+        db_gate, db_up = tl.zeros([COLUMNS, RANK], tl.float32), tl.zeros([COLUMNS, RANK], tl.float32)
     if a is not None:
         thin = _matrix_tile(a + a_at, k, num_columns, 1, rank_out, inner, RANK_OUT)
         of_a = tl.zeros([COLUMNS, RANK_OUT], tl.float32)
@@ -284,14 +292,13 @@ def _backward(
         mask = (row < num_rows)[:, None] & (k < num_columns)[None, :]
         at = row[:, None] * (2 * inner) + k[None, :]
         gate_at = wide_start * 2 * inner + column
-        dy_at = dy + wide_start * inner + column
-        gradient = tl.load(dy_at + row[:, None] * inner + k[None, :], mask=mask, other=0.0).to(tl.float32)
+        dy_at = dy + wide_start * inner + column + row[:, None] * inner + k[None, :]
+        gradient = tl.load(dy_at, mask=mask, other=0.0).to(tl.float32)
         gate = tl.load(gate_up + gate_at + at, mask=mask, other=0.0).to(tl.float32)
         up = tl.load(gate_up + gate_at + inner + at, mask=mask, other=0.0).to(tl.float32)
         weight = tl.load(weights + start + row, mask=row < num_rows, other=0.0).to(tl.float32)
         if h is not None:
-            of_gate = _thin_tile(h + wide_start * 2 * rank, row, num_rows, rank, 2 * rank, RANK)
-            of_up = _thin_tile(h + wide_start * 2 * rank + rank, row, num_rows, rank, 2 * rank, RANK)
+            of_gate, of_up = _thin_tiles(h + wide_start * 2 * rank, row, num_rows, rank, RANK)
             gate = tl.dot(of_gate, b_gate, gate, input_precision="ieee")
             up = tl.dot(of_up, b_up, up, input_precision="ieee")
         if a is not None:
@@ -299,8 +306,7 @@ def _backward(
             gradient += scale * tl.dot(of_projected, thin, input_precision="ieee")
         sigmoid = tl.sigmoid(gate)
         silu = gate * sigmoid
-        products = tl.sum(gradient * silu * up, 1)
-        tl.store(of_weights + block * num_all + start + row, products, mask=row < num_rows)
+        tl.store(of_weights + block * num_all + start + row, tl.sum(gradient * silu * up, 1), mask=row < num_rows)
         if a is not None:
             activated = (silu * up * weight[:, None]).to(dtype)
             of_a = tl.dot(tl.trans(activated), of_projected, of_a, input_precision="ieee")

@@ -3,8 +3,8 @@
 [Note: thin products] A product of rank r reads much and computes little: what counts is in which order rows are read.
 Programs are `EXPERTS x some`, the expert being what differs between neighbours. An expert's rows are in the order of
 tokens. So programs that run at a time read copies of the same tokens, from memory once and then from the cache. For
-that rows are read where the tokens are, by `sources`, rather than where their copies are. Each program finds its rows from
-`offsets`, on the device.
+that rows are read where the tokens are, by `sources`, rather than where their copies are. Each program finds its rows
+from `offsets`, on the device.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
