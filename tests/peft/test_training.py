@@ -8,13 +8,12 @@ import lightning as L
 import pytest
 import torch
 import yaml
-from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_d9d import CheckpointConfig, D9DStrategy, MeshConfig, ParallelConfig
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.models.qwen3_moe import Qwen3MoePretraining
-from lightning_d9d.peft import FullTune, LoRA, Stack, inject, merge, trainable_parameters
+from lightning_d9d.peft import FullTune, LoRA, Stack, inject, trainable_parameters
 from tests.cli.test_cli import TINY, build
 from tests.harness.compare import assert_bitwise_equal, assert_tensors_close
 from tests.harness.ranks import RankContext
@@ -76,17 +75,6 @@ def test_half_precision_trains_all_adapters(precision: str) -> None:
         assert parameter.isfinite().all(), name
         assert parameter.any(), name
         assert parameter.dtype == (torch.float32 if precision == "bf16-mixed" else torch.bfloat16)
-
-
-@pytest.mark.ranks(2)
-def test_sharded_weights_are_not_merged_in_place(rank: RankContext) -> None:
-    """Whichever ranks ask for it: nobody waits for the others."""
-    module = torch.nn.Sequential(torch.nn.Linear(4, 4))
-    inject(module, LoRA(rank=2, targets=["0"]))
-    fully_shard(module)
-    if rank.rank == 0:
-        with pytest.raises(ConfigError, match=r"0\.weight is sharded over ranks; save_huggingface merges"):
-            merge(module)
 
 
 @pytest.mark.ranks(2)
