@@ -98,7 +98,7 @@ class D9DModule(OptimizedModule):
         self.evaluation: Evaluation | None = None
         """What `D9DStrategy` runs batches of validation, test and prediction by, in a run."""
         self.peft: PeftMethod | None = None
-        """What of the stages is trained, as `lightning_d9d.peft.inject` was told; None for everything."""
+        """Which parameters of the stages are trained, set by `lightning_d9d.peft.inject`; None for all of them."""
         self._in_schedule = False
         self._without_loss = False
         self.awaits_pretrained = False

@@ -17,7 +17,18 @@ from torch.distributed.fsdp import fully_shard
 from lightning_d9d import ConfigError, D9DStrategy, MeshConfig, StateError
 from lightning_d9d.models.qwen3_moe import Qwen3MoeForCausalLM
 from lightning_d9d.parallel import ParallelConfig, compile_blocks
-from lightning_d9d.peft import LoRA, PeftMethod, inject, is_adapted, load_adapter, merge, save_adapter, unmerge
+from lightning_d9d.peft import (
+    FullTune,
+    LoRA,
+    PeftMethod,
+    Stack,
+    inject,
+    is_adapted,
+    load_adapter,
+    merge,
+    save_adapter,
+    unmerge,
+)
 from tests.harness.compare import assert_bitwise_equal
 from tests.harness.ranks import RankContext
 from tests.meshes.cases import LAST_LAYER, LAYERS
@@ -154,6 +165,15 @@ def test_files_of_other_adapters(rank: RankContext) -> None:
     folder = saved(rank, LAST_LAYER)
     message = refused(rank, PIPELINE, StateError, lambda module: load_adapter(module, folder))
     assert "lacks an adapter of model.layers.0.mlp.experts.down_proj" in message
+
+
+@pytest.mark.ranks(2)
+def test_what_another_stage_trains_whole_is_not_lost(rank: RankContext) -> None:
+    """Of a pipeline the last stage alone has adapters, and the first one an embedding that is trained."""
+    method = Stack([LAST_LAYER, FullTune("embed_tokens")])
+    message = refused(rank, PIPELINE, ConfigError, lambda module: save_adapter(module, rank.tmp_dir / "none"), method)
+    assert "model.embed_tokens.weight is trained whole, which a file of adapters does not have" in message
+    assert not (rank.tmp_dir / "none").exists()
 
 
 @pytest.mark.ranks(2)
