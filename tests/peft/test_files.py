@@ -32,6 +32,7 @@ from tests.meshes.equality import CONFIG as SMALL
 from tests.meshes.equality import on_mesh
 from tests.peft.test_inject import IDS
 from tests.peft.test_methods import CONFIG
+from tests.test_convert import convert
 
 SPARSE = dataclasses.replace(CONFIG, mlp_only_layers=(), initializer_range=0.3)
 LOGITS = Tolerance(relative=1e-5)
@@ -127,6 +128,29 @@ OF_PEFT = {
         "target_parameters": ["experts.down_proj"],
     },
 }
+
+
+def test_adapters_of_a_dense_model(tmp_path, monkeypatch):
+    """Dense Qwen3, whose projections of MLPs have adapters, too."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    config = dataclasses.replace(CONFIG, num_experts=0, mlp_only_layers=(), initializer_range=0.3)
+    torch.manual_seed(0)
+    base = Qwen3MoeForCausalLM(config)
+    save_huggingface(base, tmp_path / "base")
+    model = Qwen3MoeForCausalLM(config)
+    load_huggingface(model, tmp_path / "base")
+    inject(model, LoRA(rank=3, alpha=5))
+    expected = with_values(model)(IDS).logits
+    save_adapter(model, tmp_path / "adapter")
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+    assert_close_named("peft", theirs(IDS).logits, expected, tolerance=LOGITS)
+    load_adapter(base, tmp_path / "adapter")
+    assert_close_named("read again", base(IDS).logits, expected, tolerance=LOGITS)
+    convert(monkeypatch, tmp_path / "base", tmp_path / "merged", "--adapter", tmp_path / "adapter")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert_close_named("merged", merged(IDS).logits, expected, tolerance=LOGITS)
 
 
 @pytest.mark.parametrize("name", OF_PEFT)

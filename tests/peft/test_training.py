@@ -19,7 +19,7 @@ from tests.harness.compare import assert_bitwise_equal, assert_tensors_close
 from tests.harness.ranks import RankContext
 from tests.harness.tolerances import Tolerance
 from tests.meshes.cases import LAYERS, MATRICES
-from tests.meshes.equality import CONFIG, on_mesh
+from tests.meshes.equality import CONFIG, on_mesh, whole
 from tests.strategy.pipelined import Pipelined, token_rows
 from tests.strategy.plain import Plain, loader, trainer
 
@@ -75,6 +75,40 @@ def test_half_precision_trains_all_adapters(precision: str) -> None:
         assert parameter.isfinite().all(), name
         assert parameter.any(), name
         assert parameter.dtype == (torch.float32 if precision == "bf16-mixed" else torch.bfloat16)
+
+
+class Beginning(L.Callback):
+    """Keeps the values of adapters before the first step, whole."""
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.values = {name.split(".", 2)[2]: whole(each) for name, each in trainable_parameters(pl_module).items()}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"data_parallel_shard": 2},
+        {"data_parallel_shard": 2, "expert_parallel": 2},
+        {"tensor_parallel": 2},
+        {"pipeline_parallel": 2},
+    ],
+    ids=str,
+)
+def test_adapters_start_with_the_same_bits_on_any_mesh(rank: RankContext, mesh: dict[str, int]) -> None:
+    L.seed_everything(1, verbose=False)
+    beginning = Beginning()
+    on_mesh(rank, D9DStrategy(mesh=MeshConfig(**mesh)), steps=1, peft=MATRICES, callbacks=[beginning])
+    L.seed_everything(1, verbose=False)
+    alone = Qwen3MoePretraining(CONFIG, peft=MATRICES)
+    torch.set_default_dtype(torch.float64)
+    try:
+        alone.configure_model()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert beginning.values
+    for name, value in beginning.values.items():
+        assert_bitwise_equal(name, value, alone.model.get_parameter(name))
 
 
 @pytest.mark.ranks(2)
