@@ -7,6 +7,8 @@ import torch
 from torch.utils.data import DataLoader, StackDataset, random_split
 from transformers import AutoTokenizer
 
+from lightning_d9d import ConfigError
+
 
 class JsonLines(L.LightningDataModule):
     def __init__(self, path: str, tokenizer: str, sequence_length: int = 1024, batch_size: int = 8) -> None:
@@ -23,6 +25,8 @@ class JsonLines(L.LightningDataModule):
             for line in file:
                 tokens += [*tokenizer.encode(json.loads(line)["text"]), tokenizer.eos_token_id]
         length = self.sequence_length
+        if len(tokens) < (needed := 2 * self.batch_size * length):
+            raise ConfigError(f"{self.path} has {len(tokens)} tokens; give at least {needed}, or shorter or fewer rows")
         rows = torch.tensor(tokens).unfold(0, length + 1, length)  # neighbours share a token
         windows = StackDataset(input_ids=rows[:, :-1], labels=rows[:, 1:])  # type: ignore[arg-type]
         shares = random_split(windows, [0.95, 0.05], torch.Generator().manual_seed(0))  # the same on all ranks

@@ -22,8 +22,8 @@ class BuildsStages(Protocol):
 
     stages: nn.ModuleList
     """This rank's, once they are built."""
-    peft: PeftMethod | None
-    """The method of `set_peft`."""
+    has_adapters: bool
+    """Whether stages that are built have adapters, those of other ranks among them."""
 
     def set_peft(self, method: PeftMethod) -> None:
         """Let the stages be built as the method says."""
@@ -134,7 +134,7 @@ def adapted_sites(module: nn.Module) -> Iterator[tuple[Site, Adapter]]:
 def _merge(module: nn.Module, *, is_merged: bool, sign: int) -> None:
     adapted = list(adapted_sites(module))
     verb = "unmerge" if is_merged else "merge"
-    if not adapted and not (isinstance(module, BuildsStages) and module.peft is not None):
+    if not adapted and not (isinstance(module, BuildsStages) and module.has_adapters):
         raise ConfigError(f"{verb}: {type(module).__name__} has no adapters; give it some with inject(module, LoRA())")
     for site, adapter in adapted:
         if adapter.is_merged != is_merged:

@@ -99,6 +99,8 @@ class D9DModule(OptimizedModule):
         """What `D9DStrategy` runs batches of validation, test and prediction by, in a run."""
         self.peft: PeftMethod | None = None
         """Which parameters of the stages are trained, set by `lightning_d9d.peft.inject`; None for all of them."""
+        self.has_adapters = False
+        """Whether stages that are built have adapters, those of other ranks among them."""
         self._in_schedule = False
         self._without_loss = False
         self.awaits_pretrained = False
@@ -256,6 +258,7 @@ class D9DModule(OptimizedModule):
         """Do what is asked for by `set_peft` with stages of a whole model on the meta device."""
         if self.peft is not None:
             plan = self.peft.plan(whole)
+            self.has_adapters = bool(plan.adapters)
             for stage in stages:
                 apply_plan(stage, plan)
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from lightning_d9d import CheckpointConfig, D9DStrategy, MeshConfig, ParallelConfig
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.models.qwen3_moe import Qwen3MoePretraining
-from lightning_d9d.peft import FullTune, LoRA, Stack, inject, trainable_parameters
+from lightning_d9d.peft import FullTune, LoRA, Stack, inject, merge, trainable_parameters
 from tests.cli.test_cli import TINY, build
 from tests.harness.compare import assert_bitwise_equal, assert_tensors_close
 from tests.harness.ranks import RankContext
@@ -59,6 +59,15 @@ def test_a_module_with_stages_is_asked_before_they_are_built() -> None:
     module.configure_model()
     with pytest.raises(ConfigError, match="Pipelined has its stages already; call it once"):
         inject(module, LoRA(rank=2, targets=["up"]))
+
+
+def test_a_module_without_adapters_is_not_merged() -> None:
+    for peft, is_built in ((FullTune("norm"), True), (LAYERS, False)):
+        module = Qwen3MoePretraining(CONFIG, peft=peft)
+        if is_built:
+            module.configure_model()
+        with pytest.raises(ConfigError, match="merge: Qwen3MoePretraining has no adapters"):
+            merge(module)
 
 
 def test_a_module_has_one_method() -> None:
