@@ -2,8 +2,8 @@
 
 `python` blocks run, one after the other. `yaml` blocks parse. A block with a title (```python title="train.py") is a
 file of that name for the blocks behind it, which can import it; if the repository has a file of that name, the block
-must equal it. Of commands everything is built that their options ask for, and nothing is run. `examples/` lies in the
-folder.
+must equal it. Of commands everything is built that their options ask for, and nothing is run, but on the pages of
+`RUN`. `examples/` lies in the folder.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pytest
 import torch.distributed.run
 import yaml
 
-from lightning_d9d.cli import D9DCLI
+from lightning_d9d.cli import D9DCLI, main
 from lightning_d9d.cli.commands import PARSERS, parse
 from tests.harness.ranks import RankContext
 
@@ -31,6 +31,8 @@ PAGES = [
     ROOT / "tests" / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
+RUN = {ROOT / "docs" / "tutorials" / "fine-tune-qwen3-30b.md"}
+"""Pages whose commands run in their order, where they have a file for a tiny model or take what such a run has left."""
 FENCE = re.compile(r'^```(?P<language>\w*)(?: title="(?P<title>[^"\n]+)")?\n(?P<code>.*?)^```$', re.M | re.S)
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
@@ -104,6 +106,10 @@ def check_command(words: list[str]) -> None:
             assert Path(script).exists(), f"no file {script!r}"
 
 
+def takes_no_gpu(words: list[str]) -> bool:
+    return words[:2] != ["lightning-d9d", "fit"] or any(word.endswith("tiny.yaml") for word in words)
+
+
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_page(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -123,6 +129,9 @@ def test_page(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         elif block.language in ("", "bash"):
             for words in block.commands():
                 check_command(words)
+                if path in RUN and words[0] == "lightning-d9d" and takes_no_gpu(words):
+                    monkeypatch.setattr(sys, "argv", words)
+                    main()
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))

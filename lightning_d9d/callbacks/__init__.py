@@ -1,12 +1,12 @@
 """Lightning callbacks.
 
 `loss_curve.py` draws the losses of a fit, `text_sample.py` prints what a byte-level model writes, `export.py` leaves a
-trained model as a Hugging Face directory; these act at the end of `fit`. `initial_weights.py` begins one with weights
-of a checkpoint. `predictions.py` writes what `predict` predicts. `pipeline_timeline.py` measures one step of a
-pipeline, `start_times.py` the start of a fit.
+trained model, or its adapters, as a Hugging Face directory; these act at the end of `fit`. `initial_weights.py` begins
+one with weights of a checkpoint. `predictions.py` writes what `predict` predicts. `pipeline_timeline.py` measures one
+step of a pipeline, `start_times.py` the start of a fit.
 """
 
-from lightning_d9d.callbacks.export import HuggingFaceExport
+from lightning_d9d.callbacks.export import AdapterExport, HuggingFaceExport
 from lightning_d9d.callbacks.initial_weights import InitialWeights
 from lightning_d9d.callbacks.loss_curve import LossCurve
 from lightning_d9d.callbacks.pipeline_timeline import MeasuredStep, PipelineTimeline
@@ -15,6 +15,7 @@ from lightning_d9d.callbacks.start_times import StartTimes
 from lightning_d9d.callbacks.text_sample import TextSample
 
 __all__ = [
+    "AdapterExport",
     "HuggingFaceExport",
     "InitialWeights",
     "LossCurve",

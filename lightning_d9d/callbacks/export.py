@@ -1,9 +1,9 @@
-"""`HuggingFaceExport`: the trained model as a directory that `transformers` loads."""
+"""A trained model, or its adapters, as a directory that `transformers` or `peft` loads."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,12 +16,71 @@ from lightning_d9d.generation.sources import TOKENIZER_FILES
 from lightning_d9d.loop.progress import is_watched
 from lightning_d9d.models.qwen3_moe import Qwen3MoeForCausalLM, save_huggingface
 from lightning_d9d.models.qwen3_moe.huggingface import files_beside_weights
+from lightning_d9d.peft import save_adapter
+from lightning_d9d.peft.files import Layout, adapter_config
 from lightning_d9d.state import DTYPE_NAMES
 from lightning_d9d.state.directory import make_directory
 from lightning_d9d.state.places import is_occupied, lies_in, place_of, refuse_overlap
 
 
-class HuggingFaceExport(L.Callback):
+class DirectoryExport(L.Callback):
+    """Writes something of a trained Qwen3 model to a directory when `fit` ends. Base of the callbacks below.
+
+    Args:
+        directory: Where the files go; also a URL that fsspec knows.
+        overwrite: Whether to replace an existing directory with everything in it, but for one that the training reads.
+        dtype: Of the files, "bfloat16" say; None keeps each parameter's own.
+
+    Raises:
+        ConfigError: A dtype that is none of float64, float32, float16, bfloat16, or a URL that fsspec does not know.
+    """
+
+    def __init__(self, directory: str | Path, overwrite: bool, dtype: str | None) -> None:
+        if dtype is not None and getattr(torch, dtype, None) not in DTYPE_NAMES:
+            legal = ", ".join(str(each).removeprefix("torch.") for each in DTYPE_NAMES)
+            raise ConfigError(f"{type(self).__name__}(dtype={dtype!r}) must be one of {legal}, or None")
+        self._text = f"{type(self).__name__}(directory={str(directory)!r})"
+        with _usable(self._text):
+            self.directory = place_of(directory)
+        self.overwrite = overwrite
+        self.dtype: torch.dtype | None = None if dtype is None else getattr(torch, dtype)
+
+    def _check_place(self, trainer: L.Trainer, sources: Iterable[str | Path | None]) -> None:
+        """Make the folder that the directory is to be in.
+
+        Args:
+            trainer: Of the fit that starts.
+            sources: Directories that the training reads.
+
+        Raises:
+            ConfigError: The export could not be written, or would replace what the training reads or saves on its way.
+        """
+        with _usable(self._text):
+            occupied = is_occupied(self.directory)
+        if occupied and not self.overwrite:
+            raise ConfigError(
+                f"{self._text}: the directory is not empty; choose another one, or set overwrite=True to replace it "
+                "with everything in it."
+            )
+        for callback in trainer.checkpoint_callbacks:
+            folder = getattr(callback, "dirpath", None)
+            if folder is not None and lies_in(place_of(folder), self.directory):
+                raise ConfigError(
+                    f"{self._text}: checkpoints are saved in {str(folder)!r}, which the export would meet or replace; "
+                    f"choose another directory, or another dirpath of {type(callback).__name__}"
+                )
+        for source in filter(None, sources):
+            with _usable(self._text):
+                read = place_of(source)
+            try:
+                refuse_overlap(read, self.directory)
+            except StateError as error:
+                raise ConfigError(f"{self._text}: {error}") from None
+        if isinstance(self.directory, Path):
+            make_folder(trainer, self.directory.parent, self._text)
+
+
+class HuggingFaceExport(DirectoryExport):
     """Writes a Qwen3-MoE or dense Qwen3 in Hugging Face's layout when `fit` ends, with the tokenizer it began with.
 
     Args:
@@ -45,14 +104,7 @@ class HuggingFaceExport(L.Callback):
         fused_experts: bool = False,
         tokenizer: str | Path | None = None,
     ) -> None:
-        if dtype is not None and getattr(torch, dtype, None) not in DTYPE_NAMES:
-            legal = ", ".join(str(each).removeprefix("torch.") for each in DTYPE_NAMES)
-            raise ConfigError(f"HuggingFaceExport(dtype={dtype!r}) must be one of {legal}, or None")
-        self._text = f"HuggingFaceExport(directory={str(directory)!r})"
-        with _usable(self._text):
-            self.directory = place_of(directory)
-        self.overwrite = overwrite
-        self.dtype: torch.dtype | None = None if dtype is None else getattr(torch, dtype)
+        super().__init__(directory, overwrite, dtype)
         self.fused_experts = fused_experts
         self.tokenizer = tokenizer
         self._files: dict[str, bytes] = {}
@@ -63,35 +115,9 @@ class HuggingFaceExport(L.Callback):
         stages = qwen3_moe_stages(pl_module, self)
         if self.fused_experts:
             stages[0].config.refuse_without_experts("HuggingFaceExport.fused_experts=True")
-        with _usable(self._text):
-            occupied = is_occupied(self.directory)
-        if occupied and not self.overwrite:
-            raise ConfigError(
-                f"{self._text}: the directory is not empty; choose another one, or set overwrite=True to replace it "
-                "with everything in it."
-            )
-        self._refuse_overlap(pl_module, trainer)
-        if isinstance(self.directory, Path):
-            make_folder(trainer, self.directory.parent, self._text)
+        self._check_place(trainer, [self.tokenizer, getattr(pl_module, "pretrained", None)])
         if trainer.is_global_zero:
             self._read_files(pl_module)
-
-    def _refuse_overlap(self, module: L.LightningModule, trainer: L.Trainer) -> None:
-        """Refuse to replace what the training begins with, or saves on its way."""
-        for callback in trainer.checkpoint_callbacks:
-            folder = getattr(callback, "dirpath", None)
-            if folder is not None and lies_in(place_of(folder), self.directory):
-                raise ConfigError(
-                    f"{self._text}: checkpoints are saved in {str(folder)!r}, which the export would meet or replace; "
-                    f"choose another directory, or another dirpath of {type(callback).__name__}"
-                )
-        for source in filter(None, (self.tokenizer, getattr(module, "pretrained", None))):
-            with _usable(self._text):
-                read = place_of(source)
-            try:
-                refuse_overlap(read, self.directory)
-            except StateError as error:
-                raise ConfigError(f"{self._text}: {error}") from None
 
     def _read_files(self, module: L.LightningModule) -> None:
         source = self.tokenizer or getattr(module, "pretrained", None)
@@ -112,6 +138,54 @@ class HuggingFaceExport(L.Callback):
             fused_experts=self.fused_experts,
             progress=is_watched(trainer),
             files=self._files,
+        )
+
+
+class AdapterExport(DirectoryExport):
+    """Writes the adapters of a Qwen3-MoE or dense Qwen3 when `fit` ends, as `lightning_d9d.peft.save_adapter` does.
+
+    Args:
+        directory: Where `adapter_config.json` and the safetensors file go; also a URL that fsspec knows.
+        overwrite: Whether to replace an existing directory with everything in it, but for one that the training reads.
+        dtype: Of the file, "bfloat16" say; None keeps each parameter's own.
+        layout: Of experts: "experts", a tensor for each matrix of each expert, or "fused".
+        base_model: Name or directory of the base, which readers may ask for. By default the module's `pretrained`.
+
+    Raises:
+        ConfigError: A dtype that is none of float64, float32, float16, bfloat16, or a URL that fsspec does not know.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        overwrite: bool = False,
+        dtype: str | None = None,
+        layout: Layout = "experts",
+        base_model: str | None = None,
+    ) -> None:
+        super().__init__(directory, overwrite, dtype)
+        self.layout: Layout = layout
+        self.base_model = base_model
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """See before the training whether adapters can be written after it. Collective.
+
+        Raises:
+            ConfigError: The directory cannot be written, or the model has no adapters, or not only these are trained.
+        """
+        stages = qwen3_moe_stages(pl_module, self)
+        adapter_config(stages, self._text, layout=self.layout)
+        self._check_place(trainer, [getattr(pl_module, "pretrained", None)])
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write the adapters. Collective."""
+        save_adapter(
+            qwen3_moe_stages(pl_module, self),
+            str(self.directory),
+            layout=self.layout,
+            base_model=self.base_model or getattr(pl_module, "pretrained", None),
+            dtype=self.dtype,
+            overwrite=self.overwrite,
         )
 
 

@@ -62,26 +62,9 @@ def save_adapter(
             does not have. Or the layout is none of the two, or cannot be read by others.
         StateError: The directory has files and `overwrite` is not set, or it cannot be written; on every rank.
     """
-    ranks, failure = Ranks(), f"adapters cannot be saved to {str(directory)!r}"
-    described: dict[str, _Described] = {}
-    all_names: dict[str, str] = {}
-    with ranks.agreed(failure):
-        stages = stages_of(model)
-        if layout not in get_args(Layout):
-            raise ConfigError(f"layout={layout!r} must be one of {', '.join(map(repr, get_args(Layout)))}")
-        for stage in stages:
-            _check_adapters_alone(stage)
-            all_names |= dict.fromkeys(sites_of(stage), "")
-            for site, adapter in adapted_sites(stage):
-                described[site.name] = _Described(adapter.rank, adapter.scale, site.is_of_experts, adapter.dropout)
-    described, all_names = dict(sorted(ranks.merge(described).items())), ranks.merge(all_names)
-    with ranks.agreed(failure):
-        if not described:
-            raise ConfigError(
-                "the model has no adapters; give it some with inject(module, LoRA()), or save its weights"
-            )
-        _check_experts_complete(described, layout)
-        config = _config(described, [*all_names], layout, base_model)
+    stages = stages_of(model)
+    failure = f"adapters cannot be saved to {str(directory)!r}"
+    config, described = _agreed_config(stages, failure, layout, base_model)
     scale = config["lora_alpha"] / config["r"]
     tensors = {}
     for stage in stages:
@@ -93,6 +76,23 @@ def save_adapter(
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     files = {ADAPTER_CONFIG: (json.dumps(config, indent=2) + "\n").encode()}
     save_tensors(tensors, directory, dtype=dtype, files=files, overwrite=overwrite, only_file=ADAPTER_FILE)
+
+
+def adapter_config(
+    model: nn.Module | Sequence[nn.Module], failure: str, *, layout: Layout = "experts", base_model: str | None = None
+) -> dict[str, Any]:
+    """Return the table of `adapter_config.json` for a model, or the errors of `save_adapter`. Collective.
+
+    Args:
+        model: As for `save_adapter`.
+        failure: How an error begins.
+        layout: As for `save_adapter`.
+        base_model: As for `save_adapter`.
+
+    Raises:
+        ConfigError: The adapters cannot be saved, for a reason that `save_adapter` names.
+    """
+    return _agreed_config(stages_of(model), failure, layout, base_model)[0]
 
 
 @torch.no_grad()
@@ -137,20 +137,48 @@ def load_adapter(model: nn.Module | Sequence[nn.Module], directory: str | Path) 
         local(parameter.detach()).copy_(whole[ranges])
 
 
-def _check_adapters_alone(stage: nn.Module) -> None:
+def _agreed_config(
+    stages: Sequence[nn.Module], failure: str, layout: str, base_model: str | None
+) -> tuple[dict[str, Any], dict[str, _Described]]:
+    """Return the table of all ranks' adapters, and these."""
+    ranks = Ranks()
+    described: dict[str, _Described] = {}
+    all_names: dict[str, str] = {}
+    others: dict[str, str] = {}
+    with ranks.agreed(failure):
+        if layout not in get_args(Layout):
+            raise ConfigError(f"layout={layout!r} must be one of {', '.join(map(repr, get_args(Layout)))}")
+        for stage in stages:
+            others |= dict.fromkeys(_trained_beside(stage), "")
+            all_names |= dict.fromkeys(sites_of(stage), "")
+            for site, adapter in adapted_sites(stage):
+                described[site.name] = _Described(adapter.rank, adapter.scale, site.is_of_experts, adapter.dropout)
+    described, all_names = dict(sorted(ranks.merge(described).items())), ranks.merge(all_names)
+    others = ranks.merge(others)
+    with ranks.agreed(failure):
+        if not described:
+            raise ConfigError(
+                "the model has no adapters; give it some with inject(module, LoRA()), or save its weights"
+            )
+        if others:
+            raise ConfigError(
+                f"{first_of([*others])} is trained whole, which a file of adapters does not have; save the merged "
+                "weights with save_huggingface"
+            )
+        _check_experts_complete(described, layout)
+    return _config(described, [*all_names], layout, base_model), described
+
+
+def _trained_beside(stage: nn.Module) -> list[str]:
+    """The parameters of the base that are trained beside adapters, none of which may be merged."""
     own = {id(parameter) for _, adapter in adapted_sites(stage) for parameter in adapter.parameters()}
     for site, adapter in adapted_sites(stage):
         if adapter.is_merged:
             raise ConfigError(f"the adapter of {site.name} is merged into its weight; call unmerge(model) before")
-    others = [name for name, each in stage.named_parameters() if each.requires_grad and id(each) not in own]
-    if own and others:
-        raise ConfigError(
-            f"{first_of(others)} is trained whole, which a file of adapters does not have; save the merged weights "
-            "with save_huggingface"
-        )
+    return [name for name, each in stage.named_parameters() if each.requires_grad and id(each) not in own]
 
 
-def _check_experts_complete(described: Mapping[str, _Described], layout: Layout) -> None:
+def _check_experts_complete(described: Mapping[str, _Described], layout: str) -> None:
     """Refuse what `peft` with transformers 5 drops: layers of an expert without the last one."""
     owners = {name.rpartition(".")[0] for name, each in described.items() if each.is_of_experts}
     lonely = [f"{owner}.gate_up_proj" for owner in sorted(owners) if f"{owner}.down_proj" not in described]
@@ -162,7 +190,7 @@ def _check_experts_complete(described: Mapping[str, _Described], layout: Layout)
 
 
 def _config(
-    described: Mapping[str, _Described], all_names: Sequence[str], layout: Layout, base_model: str | None
+    described: Mapping[str, _Described], all_names: Sequence[str], layout: str, base_model: str | None
 ) -> dict[str, Any]:
     """The table of `adapter_config.json`, in which all adapters have one scale."""
     ordered = sorted(described.items(), key=lambda item: not item[1].is_of_experts)

@@ -22,6 +22,8 @@ class BuildsStages(Protocol):
 
     stages: nn.ModuleList
     """This rank's, once they are built."""
+    has_adapters: bool
+    """Whether stages that are built have adapters, those of other ranks among them."""
 
     def set_peft(self, method: PeftMethod) -> None:
         """Let the stages be built as the method says."""
@@ -99,7 +101,8 @@ def is_adapted(module: nn.Module) -> bool:
 def merge(module: nn.Module) -> None:
     """Add all adapters of a module to their weights, in place; until `unmerge` they add nothing by themselves. Local.
 
-    The state dict is that of a module without adapters then. Sums are made in float64, and rounded once.
+    The state dict is that of a module without adapters then. Sums are made in float64, and rounded once. Each rank of a
+    pipeline merges its own stages, also those that have no adapters.
 
     Raises:
         ConfigError: The module has no adapters, some are merged, or a weight is sharded over ranks. Nothing is changed
@@ -131,7 +134,7 @@ def adapted_sites(module: nn.Module) -> Iterator[tuple[Site, Adapter]]:
 def _merge(module: nn.Module, *, is_merged: bool, sign: int) -> None:
     adapted = list(adapted_sites(module))
     verb = "unmerge" if is_merged else "merge"
-    if not adapted:
+    if not adapted and not (isinstance(module, BuildsStages) and module.has_adapters):
         raise ConfigError(f"{verb}: {type(module).__name__} has no adapters; give it some with inject(module, LoRA())")
     for site, adapter in adapted:
         if adapter.is_merged != is_merged:

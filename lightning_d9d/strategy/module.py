@@ -97,7 +97,10 @@ class D9DModule(OptimizedModule):
         """The strategy's; None outside of a run and under Lightning's own strategies."""
         self.evaluation: Evaluation | None = None
         """What `D9DStrategy` runs batches of validation, test and prediction by, in a run."""
-        self._peft: PeftMethod | None = None
+        self.peft: PeftMethod | None = None
+        """Which parameters of the stages are trained, set by `lightning_d9d.peft.inject`; None for all of them."""
+        self.has_adapters = False
+        """Whether stages that are built have adapters, those of other ranks among them."""
         self._in_schedule = False
         self._without_loss = False
         self.awaits_pretrained = False
@@ -246,15 +249,16 @@ class D9DModule(OptimizedModule):
         Raises:
             ConfigError: The stages are built, or there is a method.
         """
-        if len(self.stages) > 0 or self._peft is not None:
-            state = "a method already" if self._peft is not None else "its stages already"
+        if len(self.stages) > 0 or self.peft is not None:
+            state = "a method already" if self.peft is not None else "its stages already"
             raise ConfigError(f"inject: {type(self).__name__} has {state}; call it once, in __init__()")
-        self._peft = method
+        self.peft = method
 
     def _adapt(self, stages: Iterable[nn.Module], whole: nn.Module) -> None:
         """Do what is asked for by `set_peft` with stages of a whole model on the meta device."""
-        if self._peft is not None:
-            plan = self._peft.plan(whole)
+        if self.peft is not None:
+            plan = self.peft.plan(whole)
+            self.has_adapters = bool(plan.adapters)
             for stage in stages:
                 apply_plan(stage, plan)
 
@@ -293,7 +297,7 @@ class D9DModule(OptimizedModule):
             with torch.device("meta"), Recording() as recording:
                 stages.append(self.configure_stage(info))
             values.append(recorded_values(recording, stages[-1]))
-        if self._peft is not None:
+        if self.peft is not None:
             self._adapt(stages, self._whole_without_peft().stages[0])
         self.names_of_stages = [parameter_names(stage) for stage in stages]
         if self.pipeline.mesh is not None:

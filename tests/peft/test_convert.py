@@ -1,6 +1,9 @@
 """`lightning-d9d convert` merges adapters: of a directory into another, and those of a checkpoint."""
 
 import json
+import resource
+import signal
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from lightning_d9d import CheckpointConfig, D9DStrategy
 from lightning_d9d.models.qwen3_moe import Qwen3MoeForCausalLM, Qwen3MoePretraining, save_huggingface
 from lightning_d9d.peft import LoRA, inject, merge, save_adapter
 from tests.harness.compare import assert_bitwise_equal, assert_close_named
+from tests.harness.forked import killed_at
 from tests.harness.tolerances import Tolerance
 from tests.peft.test_files import METHODS, adapted, base, of_transformers, with_values
 from tests.peft.test_inject import IDS
@@ -71,3 +75,62 @@ def test_foreign_adapters_leave_nothing(base, tmp_path, monkeypatch, capsys):
     message = refused(monkeypatch, capsys, base, tmp_path / "merged.ckpt", "--adapter", tmp_path / "adapter")
     assert "--adapter has no effect" in message
     assert not (tmp_path / "merged").exists()
+
+
+@contextmanager
+def files_of_at_most(num_bytes):
+    """A write beyond fails, as one on a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_merge_that_fails_half_way_leaves_nothing(base, tmp_path, monkeypatch, capsys):
+    save_adapter(adapted(base, METHODS["default"]), tmp_path / "adapter")
+    convert(monkeypatch, base, tmp_path / "split", "--max-shard-size", "20KB")
+    (tmp_path / "work").mkdir()
+    largest = max(path.stat().st_size for folder in ("split", "adapter") for path in (tmp_path / folder).iterdir())
+    with files_of_at_most(largest + 1000):
+        message = refused(
+            monkeypatch, capsys, tmp_path / "split", tmp_path / "work" / "merged", "--adapter", tmp_path / "adapter"
+        )
+    assert "File too large" in message
+    assert "free space, raise the limit" in message
+    assert not any((tmp_path / "work").iterdir())
+
+
+def test_a_killed_merge_leaves_all_or_nothing(base, tmp_path, monkeypatch):
+    model = adapted(base, METHODS["default"])
+    save_adapter(model, tmp_path / "adapter")
+    merge(model)
+    for call in range(0, 100, 3):
+        target = tmp_path / str(call) / "merged"
+        target.parent.mkdir()
+        arguments = (base, target, "--adapter", tmp_path / "adapter", "--max-shard-size", "4KB")
+        killed = killed_at(call, target.parent, lambda arguments=arguments: convert(monkeypatch, *arguments))
+        assert killed
+        if target.exists():
+            break
+    assert_loads(target, model)
+    assert call > 20
+
+
+@pytest.mark.parametrize("mode", ["sharded", "consolidated"])
+def test_adapters_that_were_injected_later_are_merged(tmp_path, monkeypatch, mode):
+    """A checkpoint has the method, also where the module was not made with it."""
+    torch.manual_seed(0)
+    module = Qwen3MoePretraining(make_model().config, learning_rate=0.1, warmup_steps=0)
+    inject(module, LoRA(rank=4))
+    run = trainer(D9DStrategy(checkpoint=CheckpointConfig(mode=mode)), max_epochs=1)
+    run.fit(module, data())
+    run.save_checkpoint(tmp_path / "saved.ckpt")
+    convert(monkeypatch, tmp_path / "saved.ckpt", tmp_path / "merged")
+    assert module.model.model.layers["0"].self_attn.q_proj.lora.b.any()
+    merge(module)
+    assert_loads(tmp_path / "merged", module.model)
+    assert Qwen3MoePretraining.load_from_checkpoint(tmp_path / "saved.ckpt").peft == LoRA(rank=4)

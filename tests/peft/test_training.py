@@ -8,7 +8,6 @@ import lightning as L
 import pytest
 import torch
 import yaml
-from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_d9d import CheckpointConfig, D9DStrategy, MeshConfig, ParallelConfig
@@ -20,7 +19,7 @@ from tests.harness.compare import assert_bitwise_equal, assert_tensors_close
 from tests.harness.ranks import RankContext
 from tests.harness.tolerances import Tolerance
 from tests.meshes.cases import LAYERS, MATRICES
-from tests.meshes.equality import CONFIG, on_mesh
+from tests.meshes.equality import CONFIG, on_mesh, whole
 from tests.strategy.pipelined import Pipelined, token_rows
 from tests.strategy.plain import Plain, loader, trainer
 
@@ -62,6 +61,15 @@ def test_a_module_with_stages_is_asked_before_they_are_built() -> None:
         inject(module, LoRA(rank=2, targets=["up"]))
 
 
+def test_a_module_without_adapters_is_not_merged() -> None:
+    for peft, is_built in ((FullTune("norm"), True), (LAYERS, False)):
+        module = Qwen3MoePretraining(CONFIG, peft=peft)
+        if is_built:
+            module.configure_model()
+        with pytest.raises(ConfigError, match="merge: Qwen3MoePretraining has no adapters"):
+            merge(module)
+
+
 def test_a_module_has_one_method() -> None:
     with pytest.raises(ConfigError, match="Qwen3MoePretraining has a method already"):
         inject(Qwen3MoePretraining(CONFIG, peft=LAYERS), FullTune())
@@ -78,15 +86,38 @@ def test_half_precision_trains_all_adapters(precision: str) -> None:
         assert parameter.dtype == (torch.float32 if precision == "bf16-mixed" else torch.bfloat16)
 
 
+class Beginning(L.Callback):
+    """Keeps the values of adapters before the first step, whole."""
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.values = {name.split(".", 2)[2]: whole(each) for name, each in trainable_parameters(pl_module).items()}
+
+
 @pytest.mark.ranks(2)
-def test_sharded_weights_are_not_merged_in_place(rank: RankContext) -> None:
-    """Whichever ranks ask for it: nobody waits for the others."""
-    module = torch.nn.Sequential(torch.nn.Linear(4, 4))
-    inject(module, LoRA(rank=2, targets=["0"]))
-    fully_shard(module)
-    if rank.rank == 0:
-        with pytest.raises(ConfigError, match=r"0\.weight is sharded over ranks; save_huggingface merges"):
-            merge(module)
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"data_parallel_shard": 2},
+        {"data_parallel_shard": 2, "expert_parallel": 2},
+        {"tensor_parallel": 2},
+        {"pipeline_parallel": 2},
+    ],
+    ids=str,
+)
+def test_adapters_start_with_the_same_bits_on_any_mesh(rank: RankContext, mesh: dict[str, int]) -> None:
+    L.seed_everything(1, verbose=False)
+    beginning = Beginning()
+    on_mesh(rank, D9DStrategy(mesh=MeshConfig(**mesh)), steps=1, peft=MATRICES, callbacks=[beginning])
+    L.seed_everything(1, verbose=False)
+    alone = Qwen3MoePretraining(CONFIG, peft=MATRICES)
+    torch.set_default_dtype(torch.float64)
+    try:
+        alone.configure_model()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert beginning.values
+    for name, value in beginning.values.items():
+        assert_bitwise_equal(name, value, alone.model.get_parameter(name))
 
 
 @pytest.mark.ranks(2)

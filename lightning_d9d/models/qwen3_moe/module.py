@@ -205,7 +205,6 @@ class Qwen3MoePretraining(D9DModule):
         self.virtual_layers_after = virtual_layers_after
         self.balance = balance
         self.shift_labels = shift_labels
-        self.peft = peft
         if peft is not None:
             inject(self, peft)
         self.val_perplexity = Perplexity()
