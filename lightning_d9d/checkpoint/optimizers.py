@@ -63,8 +63,8 @@ def load_optimizer_state(
     """Give an optimizer the state that was saved for the parameters of these names. Collective, as `Checkpoint.load`.
 
     State tensors of a parameter's shape are laid out as the parameter is, and so are those that `lies_by_block`. Others
-    are plain ones on the CPU, which the optimizer's own `load_state_dict` moves (its hooks run). A parameter that had no
-    state when it was saved, or was not in the optimizer, gets none. A group takes the hyperparameters that its
+    are plain ones on the CPU, which the optimizer's own `load_state_dict` moves (its hooks run). A parameter gets no
+    state that had none when it was saved, or was not in the optimizer. A group takes the hyperparameters that its
     parameters had.
 
     Args:

@@ -43,7 +43,7 @@ class Codes(NamedTuple):
     """The largest scale."""
 
 
-AVERAGE = Codes(2**23 - 1 - int((15 / 16 - 2**-7) * 2**23), 7, 246)
+AVERAGE = Codes(2**23 - 1 - int((15 / 16 - 2**-7) * 2**23), 7, 247)
 """Of `exp_avg`."""
 SQUARE = Codes(2**19 - 1, 15, 239)
 """Of `exp_avg_sq`."""

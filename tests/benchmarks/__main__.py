@@ -31,6 +31,7 @@ NAMES = (
     "train_step",
     "streaming",
     "saving",
+    "optimizer_loss",
 )
 SELECTIONS = {
     "pipeline": ("schedules", "microbatches"),
