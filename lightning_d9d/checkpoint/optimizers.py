@@ -186,7 +186,7 @@ def _room(optimizer: Optimizer, parameter: nn.Parameter, key: Any, name: str, ch
 
 
 def lies_by_block(optimizer: Optimizer, parameter: Tensor, key: Any) -> bool:
-    """Whether a state of another shape lies as its parameter does, a place for each block of a row. Local.
+    """Tell whether a state of another shape lies as its parameter does, a place for each block of a row. Local.
 
     An optimizer that has such states has a method of this name.
     """

@@ -69,7 +69,7 @@ def ranges_of_ranks(tensor: Tensor, dim: int) -> Iterator[tuple[int, range]]:
     assert isinstance(tensor, DTensor)
     mesh, placements = tensor.device_mesh, tensor.placements
     shards = [getattr(placement, "dim", None) == dim for placement in placements]
-    sizes = [size if is_cut else 1 for size, is_cut in zip(mesh.shape, shards, strict=True)]
+    sizes = [size if is_sharded else 1 for size, is_sharded in zip(mesh.shape, shards, strict=True)]
     for coordinate in itertools.product(*map(range, sizes)):
         yield int(mesh.mesh[coordinate]), _local_range(tensor.shape[dim], dim, mesh, placements, coordinate)
 

@@ -3,13 +3,13 @@
 [Note: states in eight bits]
 A block is 32 places in one row of the whole tensor. It has a *scale* of one byte: the exponent, as a float32 has it, of
 the smallest power of two that its codes reach. It follows from the largest magnitude in the block. Each place has a
-*code* of one byte, a step on a ladder that has 16 steps for each power of two, as a float with 4 bits of mantissa:
+*code* of one byte, which counts steps. There are 16 steps for each power of two, as 4 bits of mantissa have:
 
     exp_avg       sign and 7 bits: 8 powers of two, from which the smallest is subtracted, so that codes begin at 0
     exp_avg_sq    8 bits: 16 powers of two, of which the smallest is the least value
 
-A square is thus never 0 after a step. AdamW divides by its root, and a 0 beside an average that is none would make a
-step of any size. Where the ladder is too short, the step is smaller than it should be.
+A square is thus never 0 after a step. AdamW divides by its root, so a 0 below an average that is not 0 would make a
+step of any size. Squares below the smallest power of two are raised to it, which makes the step smaller.
 
 What is stored is rounded up or down at random, without bias. Rounded to nearest, an average that changes by a
 thousandth a step would never leave its code. Codes are upper bits of a float32, so that the CPU and CUDA read and make
@@ -33,10 +33,10 @@ LEAST_SQUARE = 2.0**-126
 
 
 class Codes(NamedTuple):
-    """A ladder of codes."""
+    """How codes count steps."""
 
     room: int
-    """What is added to the bits of a magnitude, so that its exponent is one more where the top step is below it."""
+    """Added to the bits of a magnitude, it makes the exponent one more where the top step is below the magnitude."""
     below: int
     """How many powers of two the smallest one is below the largest."""
     most_scale: int
@@ -44,18 +44,18 @@ class Codes(NamedTuple):
 
 
 AVERAGE = Codes(2**23 - 1 - int((15 / 16 - 2**-7) * 2**23), 7, 247)
-"""Of `exp_avg`."""
+"""For `exp_avg`."""
 SQUARE = Codes(2**19 - 1, 15, 239)
-"""Of `exp_avg_sq`."""
+"""For `exp_avg_sq`."""
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the scales of a tensor of one dim or more: that of its blocks."""
+    """Return the shape of the scales of a tensor of one dim or more. Local."""
     return (*shape[:-1], -(-shape[-1] // BLOCK))
 
 
 def decoded(codes: Tensor, scales: Tensor, kind: Codes) -> Tensor:
-    """The values that codes stand for, float32; bfloat16 holds them, too. Local.
+    """Return the values that codes stand for, in float32; bfloat16 holds them, too. Local.
 
     Args:
         codes: uint8, of any shape of one dim or more.
@@ -70,7 +70,7 @@ def decoded(codes: Tensor, scales: Tensor, kind: Codes) -> Tensor:
 
 
 def encoded(values: Tensor, random: Tensor, kind: Codes) -> tuple[Tensor, Tensor]:
-    """Codes and scales of values, rounded at random, so that `decoded` gives the values in the mean. Local.
+    """Find codes and scales of values, rounded at random, so that `decoded` gives the values in the mean. Local.
 
     Args:
         values: float32, finite, of one dim or more; 0 or more for `SQUARE`, of which too small ones are raised.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_d9d.ops.backend import runs_triton
-from lightning_d9d.ops.eight_bits import AVERAGE, BLOCK, CUT, LEAST_SQUARE, SQUARE, decoded, encoded
+from lightning_d9d.ops.eight_bits import AVERAGE, BLOCK, CUT, LEAST_SQUARE, SQUARE, Codes, decoded, encoded
 from lightning_d9d.ops.philox import OTHER_SPREAD, SPREAD, WORD, philox
 from lightning_d9d.ops.stochastic import rounded
 
@@ -82,9 +82,9 @@ class MultiTensorAdamW:
     half of the sum rounds `p`, the upper one `m`, and the upper one of a product with the sum `v`; of these any two are
     independent. The bits are the same wherever the element lies and in whatever order parameters come.
 
-    States in eight bits are read and rounded as [Note: states in eight bits] says, and `v` is at least `2**-126`. There
-    the number is `g * SPREAD + p * OTHER_SPREAD`, of the 32 bits of both; the upper 16 bits of the sum round `p`, the
-    lower 19 `m`, and the upper 19 of the product `v`.
+    States in eight bits are read and rounded as [Note: states in eight bits] says, of tensors of one dim or more. There
+    `v` is at least `2**-126`, and the number is `g * SPREAD + p * OTHER_SPREAD`, of the 32 bits of both. The upper 16
+    bits of the sum round `p`, the lower 19 `m`, and the upper 19 of the product `v`.
 
     An instance keeps on the device where each tensor lies, so call it with the same parameters each time; gradients
     may move. Products and sums are rounded one by one, so that CPU and GPU agree.
@@ -148,12 +148,9 @@ def adamw_reference(tensors: AdamWTensors, factors: Tensor, scalars: Scalars) ->
     """`MultiTensorAdamW` of one parameter; `factors` are its row of what the kernels read."""
     step_size, inverse_root, decay, unscale, step = factors.unbind()
     p, g = tensors.parameter.float(), tensors.gradient.float()
-    has_codes = tensors.exp_avg_scale is not None and tensors.exp_avg_sq_scale is not None
-    if has_codes:
-        m = decoded(*_rows(tensors.exp_avg, tensors.exp_avg_scale), AVERAGE).view_as(p)
-        v = decoded(*_rows(tensors.exp_avg_sq, tensors.exp_avg_sq_scale), SQUARE).view_as(p)
-    else:
-        m, v = tensors.exp_avg.float(), tensors.exp_avg_sq.float()
+    has_codes = tensors.exp_avg_scale is not None
+    m = _values(tensors.exp_avg, tensors.exp_avg_scale, AVERAGE)
+    v = _values(tensors.exp_avg_sq, tensors.exp_avg_sq_scale, SQUARE)
     targets = tensors.parameter, tensors.exp_avg, tensors.exp_avg_sq
     is_rounded = any(target.dtype != torch.float32 for target in targets)
     random = _random_bits(p, g, tensors.place, scalars.seed, step, has_codes) if is_rounded else [None] * 3
@@ -165,14 +162,18 @@ def adamw_reference(tensors: AdamWTensors, factors: Tensor, scalars: Scalars) ->
         v = v.clamp(min=LEAST_SQUARE)
     root = v.double().sqrt().float()  # rounded correctly, which torch's float32 root is not on every CPU
     p = p * decay - m / (root * inverse_root + scalars.eps) * step_size
-    scales = None, tensors.exp_avg_scale, tensors.exp_avg_sq_scale
-    for target, value, bits, scale in zip(targets, (p, m, v), random, scales, strict=True):
+    beside = None, tensors.exp_avg_scale, tensors.exp_avg_sq_scale
+    for target, value, bits, scale in zip(targets, (p, m, v), random, beside, strict=True):
         if scale is not None and bits is not None:
-            codes, of_blocks = encoded(*_rows(value, bits & 2**CUT - 1), SQUARE if value is v else AVERAGE)
-            target.copy_(codes.view_as(target))
-            scale.copy_(of_blocks.view_as(scale))
+            codes, scales = encoded(value, bits & 2**CUT - 1, SQUARE if value is v else AVERAGE)
+            target.copy_(codes)
+            scale.copy_(scales)
         else:
             target.copy_(rounded(value, bits) if target.dtype == torch.bfloat16 and bits is not None else value)
+
+
+def _values(stored: Tensor, scales: Tensor | None, kind: Codes) -> Tensor:
+    return stored.float() if scales is None else decoded(stored, scales, kind)
 
 
 def _random_bits(p: Tensor, g: Tensor, place: Place, seed: int, step: Tensor, has_codes: bool) -> Sequence[Tensor]:
@@ -237,10 +238,6 @@ _SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
 def _kind(tensors: AdamWTensors) -> _Kind:
     parameter, gradient, exp_avg = tensors[:3]
     return _Kind(parameter.device, (parameter.dtype, gradient.dtype, exp_avg.dtype))
-
-
-def _rows(values: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
-    return (values, others) if values.dim() else (values.view(1), others.view(1))
 
 
 def _sort_key(tensors: AdamWTensors) -> str:

@@ -19,20 +19,20 @@ _KINDS = {"exp_avg": AVERAGE, "exp_avg_sq": SQUARE}
 
 
 def has_codes(parameter: Tensor, state_dtype: torch.dtype) -> bool:
-    """Whether the states of a parameter are in eight bits: not those of vectors, which meshes shard anywhere."""
+    """Tell whether a parameter has states in eight bits: vectors have none, as meshes shard them anywhere. Local."""
     return state_dtype == torch.uint8 and parameter.dim() > 1
 
 
 def dtype_of_states(parameter: Tensor, state_dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a parameter's averages."""
+    """Return the dtype of a parameter's averages. Local."""
     return torch.float32 if state_dtype == torch.uint8 and parameter.dim() < 2 else state_dtype
 
 
 def check_blocks(parameter: Tensor, name: str) -> None:
-    """See that no rank's part of a row begins or ends within a block, on any rank alike. Local.
+    """See that no rank's part of a row begins or ends within a block. Local; all ranks find the same.
 
     Raises:
-        ConfigError: One does.
+        ConfigError: A part does.
     """
     if not isinstance(parameter, DTensor):
         return
@@ -40,15 +40,15 @@ def check_blocks(parameter: Tensor, name: str) -> None:
     for rank, held in ranges_of_ranks(parameter, dim):
         if held and (held.start % BLOCK or (held.stop % BLOCK and held.stop != columns)):
             raise ConfigError(
-                f"StochasticAdamW: state_dtype=torch.uint8 of {name} of shape {list(parameter.shape)}: dim {dim} is "
-                f"sharded within blocks of {BLOCK} places, as rank {rank} holds {held.start} to {held.stop - 1}; "
-                f"shard it over fewer ranks, such that each has a multiple of {BLOCK}, or give the parameter to a "
-                "group with state_dtype=torch.bfloat16"
+                f"StochasticAdamW(state_dtype=torch.uint8): {name} of shape {list(parameter.shape)} is sharded within "
+                f"a block of {BLOCK} places. Rank {rank} holds {held.start} to {held.stop - 1} of dim {dim}. Shard it "
+                f"over fewer ranks, such that parts are multiples of {BLOCK}, or give it to a group with "
+                "state_dtype=torch.bfloat16"
             )
 
 
 def converted(state: Mapping[str, Any], parameter: Tensor, state_dtype: torch.dtype) -> dict[str, Any]:
-    """A saved state of a parameter, in the dtype that it is to have, on the parameter's device. Local.
+    """Bring a saved state of a parameter to the dtype that it is to have, and to the parameter's device. Local.
 
     Args:
         state: With `exp_avg` and `exp_avg_sq` in any dtype, and their scales where they are codes; whole scales if
@@ -57,18 +57,19 @@ def converted(state: Mapping[str, Any], parameter: Tensor, state_dtype: torch.dt
         state_dtype: As `StochasticAdamW` takes it.
 
     Raises:
-        StateError: Something would be lost.
+        StateError: The dtype cannot hold what was saved.
     """
     dtype, result = dtype_of_states(parameter, state_dtype), dict(state)
     for key in _KINDS.keys() & state.keys():
         value = state[key]
         if value.dtype == torch.uint8 != dtype:
-            value, _ = _decoded(key, state, parameter), result.pop(f"{key}_scale")
+            value = _decoded(key, state, parameter).to(dtype)  # bfloat16 holds all
+            del result[f"{key}_scale"]
         if torch.promote_types(value.dtype, dtype) != dtype or (value.dtype != dtype == torch.uint8):
             raise StateError(
-                f"{key} of a parameter of shape {list(parameter.shape)} was saved as {value.dtype}, of which "
-                f"state_dtype={state_dtype} would lose a part; give StochasticAdamW(state_dtype={value.dtype}), or "
-                "begin with the weights alone (callbacks.InitialWeights)"
+                f"{key} of a parameter of shape {list(parameter.shape)} was saved as {value.dtype}, and would lose "
+                f"digits with state_dtype={state_dtype}. Give StochasticAdamW(state_dtype={value.dtype}), or begin "
+                "with the weights alone (callbacks.InitialWeights)"
             )
         result[key] = value.to(dtype)
     moved = {key: value.to(parameter.device) for key, value in result.items() if isinstance(value, Tensor)}

@@ -19,7 +19,7 @@ from lightning_d9d.ops.stochastic_adamw import AdamWTensors, MultiTensorAdamW, P
 from lightning_d9d.optim.state_dtypes import SCALES, check_blocks, converted, dtype_of_states, has_codes
 
 _DTYPES = (torch.float32, torch.bfloat16)
-_STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "uint8": torch.uint8}
+_STATE_DTYPES: dict[Any, Any] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "uint8": torch.uint8}
 
 
 class StochasticAdamW(Optimizer):
@@ -55,8 +55,8 @@ class StochasticAdamW(Optimizer):
         seed: From 0 to `2**32 - 1`; equal on all ranks.
 
     Raises:
-        ConfigError: A value is out of range, a dtype is another, `torch.uint8` meets a row that is sharded within 32
-            places, or (in `step`) a gradient is sparse or placed otherwise than its parameter.
+        ConfigError: A value is out of range, a dtype is another, or a row with states in eight bits is sharded within
+            32 places. In `step`: a gradient is sparse, or placed otherwise than its parameter.
     """
 
     _step_supports_amp_scaling = True  # torch's name for `grad_scale` and `found_inf`
@@ -99,7 +99,7 @@ class StochasticAdamW(Optimizer):
             raise
 
     def lies_by_block(self, parameter: Tensor, key: str) -> bool:
-        """Whether a state has a place for each block of a parameter's rows, and lies as the parameter does. Local."""
+        """Tell whether a state has a place for each block of a parameter's rows, and lies as that does. Local."""
         if key not in SCALES:
             return False
         group = next(group for group in self.param_groups if any(parameter is each for each in group["params"]))
@@ -133,10 +133,10 @@ class StochasticAdamW(Optimizer):
         return result
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """As any optimizer of torch, but states get the group's `state_dtype`, which stays.
+        """Load a state, as any optimizer of torch does; groups keep their `state_dtype`, which states get.
 
         Raises:
-            StateError: That would lose something: float32 states for bfloat16, or any but their own for eight bits.
+            StateError: The saved states are float32 for bfloat16, or float32 or bfloat16 for eight bits.
         """
         handle = self.register_load_state_dict_pre_hook(_hold)  # the last one, so others see what is given
         try:
@@ -201,13 +201,15 @@ def _hold(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check(group: dict[str, Any]) -> None:
-    group["state_dtype"] = _STATE_DTYPES.get(group["state_dtype"], group["state_dtype"])
+    given = group["state_dtype"]
+    state_dtype: torch.dtype = _STATE_DTYPES.get(given, given)
+    group["state_dtype"] = state_dtype
     ranges = {
         "lr": group["lr"] >= 0,
         "betas": len(group["betas"]) == 2 and all(0 <= beta < 1 for beta in group["betas"]),
         "eps": group["eps"] >= 0,
         "weight_decay": group["weight_decay"] >= 0,
-        "state_dtype": group["state_dtype"] in _STATE_DTYPES.values(),
+        "state_dtype": state_dtype in _STATE_DTYPES.values(),
         "seed": 0 <= group["seed"] < 2**32,
     }
     limits = {
@@ -226,7 +228,7 @@ def _check(group: dict[str, Any]) -> None:
                 "optimizer, such as torch.optim.AdamW"
             )
     for number, parameter in enumerate(group["params"]):
-        if has_codes(parameter, group["state_dtype"]):
+        if has_codes(parameter, state_dtype):
             check_blocks(parameter, group["param_names"][number] if "param_names" in group else "a parameter")
 
 

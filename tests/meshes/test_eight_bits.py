@@ -168,5 +168,5 @@ def test_meshes_have_the_bits_of_one_process(rank: RankContext, route: tuple[str
 
 @pytest.mark.ranks(2)
 def test_a_row_that_is_sharded_within_a_block_is_refused(rank: RankContext) -> None:
-    with pytest.raises(ConfigError, match=r"dim 1 is sharded within blocks of 32 places, as rank 0 holds 0 to 11;"):
+    with pytest.raises(ConfigError, match=r"is sharded within a block of 32 places. Rank 0 holds 0 to 11 of dim 1"):
         fitted(rank, MESHES["tp2"], config=replace(MODEL, intermediate_size=24))

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 
 from lightning_d9d.ops.eight_bits import AVERAGE, BLOCK, CUT, LEAST_SQUARE, SQUARE
 from lightning_d9d.ops.kernels.stochastic import _index, _philox, _pointer, _store, _widened, _words
@@ -20,7 +21,7 @@ _WARPS = 2
 CHUNK = 16 * _BLOCKS
 """Blocks that a program updates."""
 COLUMNS = 11
-"""Of the table."""
+"""Numbers of a part in the table."""
 _BLOCK = tl.constexpr(BLOCK)
 _CUT, _NOT_CUT, _LOWER = tl.constexpr(CUT), tl.constexpr(32 - CUT), tl.constexpr(2**CUT - 1)
 _COLUMNS = tl.constexpr(COLUMNS)
@@ -29,7 +30,7 @@ _OTHER_SPREAD = tl.constexpr(OTHER_SPREAD)
 _LEAST = tl.constexpr(LEAST_SQUARE)
 _ROOM_OF_AVERAGE, _BELOW_OF_AVERAGE, _MOST_OF_AVERAGE = map(tl.constexpr, AVERAGE)
 _ROOM_OF_SQUARE, _BELOW_OF_SQUARE, _MOST_OF_SQUARE = map(tl.constexpr, SQUARE)
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+_INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 """Python has none of the device's approximations, which the exact results are found from."""
 
 
@@ -47,8 +48,9 @@ def adamw(
     """Update all tensors of a table, as `lightning_d9d.ops.kernels.stochastic.adamw`.
 
     Args:
-        parts: int64 `[parts, 11]`: the addresses of parameter, exp_avg, exp_avg_sq and the scales of both, the row of
-            `scalars`, the number of elements, `first`, `length` and `stride` of `Block`, and the length of its rows.
+        parts: int64 `[parts, 11]`. The addresses of parameter, exp_avg, exp_avg_sq and the scales of both come first.
+            The row of `scalars` and the number of elements follow, then the `first`, `length` and `stride` of `Block`,
+            and the length of its rows.
         gradients: int64 `[parts]`, addresses.
         chunks: int32 `[chunks, 2]`: a part, and which `CHUNK` blocks of it.
         scalars: As there.
@@ -117,7 +119,7 @@ def _quotient(numerator, denominator):
 
 @triton.jit
 def _bases(magnitudes, ROOM: tl.constexpr, BELOW: tl.constexpr, MOST: tl.constexpr):
-    """The scales of blocks."""
+    """Find the scales of blocks."""
     largest = _as_bits(tl.max(magnitudes, axis=1))
     return tl.minimum(tl.maximum(((largest + ROOM) >> 23) - BELOW, 1), MOST)
 
