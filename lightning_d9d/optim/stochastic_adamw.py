@@ -40,7 +40,7 @@ class StochasticAdamW(Optimizer):
     same bits as one that was not stopped. A loaded state brings its seed along, as all hyperparameters but
     `state_dtype`. States of another dtype are converted where nothing is lost, also those of `torch.optim.AdamW`.
 
-    With `torch.uint8`, parameters of two dims or more have states in [eight bits](numerics.md#states-in-eight-bits).
+    With `torch.uint8`, parameters of two dims or more have states in eight bits (`lightning_d9d.ops.eight_bits`).
     Each 32 places of a row share an exponent, in `exp_avg_scale` and `exp_avg_sq_scale`, which are sharded as their
     parameter. A row may be sharded where 32 places end, and nowhere else. Vectors keep float32 states.
 

@@ -170,16 +170,8 @@ def _adamw(
                 None,
                 None,
                 words,
-                step_size,
-                inverse_root,
-                decay,
-                unscale,
-                beta2,
-                one_minus_beta1,
-                one_minus_beta2,
-                eps,
-                WIDE_PARAMETER,
-            )
+                step_size, inverse_root, decay, unscale, beta2, one_minus_beta1, one_minus_beta2, eps, WIDE_PARAMETER,
+            )  # fmt: skip
     else:
         few = tl.arange(0, BLOCKS // 4)
         for at in range(begin, tl.minimum(begin + CHUNK, count), BLOCKS // 4):
@@ -201,16 +193,8 @@ def _adamw(
                 mask,
                 is_block,
                 words,
-                step_size,
-                inverse_root,
-                decay,
-                unscale,
-                beta2,
-                one_minus_beta1,
-                one_minus_beta2,
-                eps,
-                WIDE_PARAMETER,
-            )
+                step_size, inverse_root, decay, unscale, beta2, one_minus_beta1, one_minus_beta2, eps, WIDE_PARAMETER,
+            )  # fmt: skip
 
 
 @triton.jit
