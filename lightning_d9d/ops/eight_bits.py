@@ -94,7 +94,7 @@ def encoded(values: Tensor, random: Tensor, kind: Codes) -> tuple[Tensor, Tensor
 def fused(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
     """Compute `a * b + c` in float32, rounded once, as CUDA's fused operation does. Local.
 
-    The product is exact in float64. The sum is rounded to odd there, so that float32 gets what the exact sum would give.
+    The product is exact in float64. The sum is rounded to odd there, so float32 gets what the exact sum would give.
     Source: Boldo and Melquiond, "Emulation of a FMA and correctly rounded sums", 2008.
     """
     wide_a, wide_b, wide_c = (torch.as_tensor(x, dtype=torch.float32, device=a.device).double() for x in (a, b, c))
