@@ -17,7 +17,13 @@ from lightning_d9d.checkpoint.directory import (
     save_directory,
 )
 from lightning_d9d.checkpoint.metadata import StoredTensor
-from lightning_d9d.checkpoint.optimizers import fit_scheduler_state, give_state, load_optimizer_state, optimizer_state
+from lightning_d9d.checkpoint.optimizers import (
+    fit_scheduler_state,
+    give_state,
+    lies_by_block,
+    load_optimizer_state,
+    optimizer_state,
+)
 from lightning_d9d.checkpoint.tied_parameters import check_saved_tied_parameters, check_tied_parameters, tied_names
 from lightning_d9d.checkpoint.whole import (
     GROUPS,
@@ -46,6 +52,7 @@ __all__ = [
     "give_state",
     "group_records",
     "is_directory",
+    "lies_by_block",
     "load_optimizer_state",
     "open_directory",
     "optimizer_state",

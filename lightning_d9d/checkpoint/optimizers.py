@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_d9d.checkpoint.directory import Checkpoint
 from lightning_d9d.errors import ConfigError, StateError
+from lightning_d9d.mesh.sharding import zeros_beside
 
 _NOT_HYPERPARAMETERS = {"params", "param_names"}
 _FROM_GROUPS = {"base_lrs": "initial_lr", "_last_lr": "lr"}
@@ -61,9 +62,10 @@ def load_optimizer_state(
 ) -> None:
     """Give an optimizer the state that was saved for the parameters of these names. Collective, as `Checkpoint.load`.
 
-    State tensors of a parameter's shape are laid out as the parameter is; others are plain ones on the CPU, which the
-    optimizer's own `load_state_dict` moves (its hooks run). A parameter that had no state when it was saved, or was not
-    in the optimizer, gets none. A group takes the hyperparameters that its parameters had.
+    State tensors of a parameter's shape are laid out as the parameter is, and so are those that `lies_by_block`. Others
+    are plain ones on the CPU, which the optimizer's own `load_state_dict` moves (its hooks run). A parameter gets no
+    state that had none when it was saved, or was not in the optimizer. A group takes the hyperparameters that its
+    parameters had.
 
     Args:
         optimizer: Of the same kind.
@@ -163,7 +165,7 @@ def _prepare(
     states: dict[Any, dict[Any, Any]] = {}
     for index, (parameter, name) in enumerate(zip(parameters, parameter_names, strict=True)):
         stored = values.get(name, {"tensors": [], "values": {}})
-        own = {key: _room(parameter, key, f"{name}.{key}", checkpoint) for key in stored["tensors"]}
+        own = {key: _room(optimizer, parameter, key, f"{name}.{key}", checkpoint) for key in stored["tensors"]}
         tensors |= {f"{name}.{key}": tensor for key, tensor in own.items()}
         if own or stored["values"]:
             states[index] = {**own, **stored["values"]}
@@ -172,13 +174,24 @@ def _prepare(
     return {**other["other"], "state": {**other["state"], **states}, "param_groups": groups}, tensors
 
 
-def _room(parameter: nn.Parameter, key: Any, name: str, checkpoint: Checkpoint) -> Tensor:
+def _room(optimizer: Optimizer, parameter: nn.Parameter, key: Any, name: str, checkpoint: Checkpoint) -> Tensor:
     if name not in checkpoint.tensors:
         raise StateError(f"{name} is not in the checkpoint; give another one")
     shape, dtype = checkpoint.tensors[name]
     if shape == parameter.shape and key != "step":  # which is a scalar even beside scalar parameters
         return torch.empty_like(parameter.detach(), dtype=dtype)
+    if lies_by_block(optimizer, parameter, key):
+        return zeros_beside(parameter.detach(), shape, dtype)
     return torch.empty(shape, dtype=dtype)
+
+
+def lies_by_block(optimizer: Optimizer, parameter: Tensor, key: Any) -> bool:
+    """Tell whether a state of another shape lies as its parameter does, a place for each block of a row. Local.
+
+    An optimizer that has such states has a method of this name.
+    """
+    method = getattr(optimizer, "lies_by_block", None)
+    return method is not None and method(parameter, key)
 
 
 def groups_with(optimizer: Optimizer, names: Sequence[str], values: Mapping[str, Any]) -> list[dict[str, Any]]:

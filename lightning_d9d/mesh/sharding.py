@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -57,13 +59,37 @@ def local_ranges(tensor: Tensor) -> list[range]:
 
 def ranges_on(shape: Sequence[int], device_mesh: DeviceMesh, placements: Sequence[Placement]) -> list[range]:
     """For each dim of a tensor the global indices that this rank holds, if the tensor lies on the mesh like that."""
-    return [_local_range(length, dim, device_mesh, placements) for dim, length in enumerate(shape)]
-
-
-def _local_range(length: int, dim: int, device_mesh: DeviceMesh, placements: Sequence[Placement]) -> range:
-    held = range(length)
     coordinate = device_mesh.get_coordinate()
     assert coordinate is not None, "a rank holds only tensors of meshes that it is in"
+    return [_local_range(length, dim, device_mesh, placements, coordinate) for dim, length in enumerate(shape)]
+
+
+def ranges_of_ranks(tensor: Tensor, dim: int) -> Iterator[tuple[int, range]]:
+    """The parts that ranks hold of one dim of a DTensor, each with the first rank that holds it. Local."""
+    assert isinstance(tensor, DTensor)
+    mesh, placements = tensor.device_mesh, tensor.placements
+    shards = [getattr(placement, "dim", None) == dim for placement in placements]
+    sizes = [size if is_sharded else 1 for size, is_sharded in zip(mesh.shape, shards, strict=True)]
+    for coordinate in itertools.product(*map(range, sizes)):
+        yield int(mesh.mesh[coordinate]), _local_range(tensor.shape[dim], dim, mesh, placements, coordinate)
+
+
+def zeros_beside(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros of another shape with as many dims, that lie as a tensor does: on its device, sharded alike. Local."""
+    if not isinstance(tensor, DTensor):
+        return torch.zeros(shape, dtype=dtype, device=tensor.device)
+    held = [len(each) for each in ranges_on(shape, tensor.device_mesh, tensor.placements)]
+    part = torch.zeros(held, dtype=dtype, device=tensor.device_mesh.device_type)
+    stride = torch.empty(shape, device="meta").stride()
+    whole = {"shape": torch.Size(shape), "stride": stride}
+    placed = DTensor.from_local(part, tensor.device_mesh, tensor.placements, run_check=False, **whole)
+    return placed.to(tensor.device)  # which is the host's where parameters stay there
+
+
+def _local_range(
+    length: int, dim: int, device_mesh: DeviceMesh, placements: Sequence[Placement], coordinate: Sequence[int]
+) -> range:
+    held = range(length)
     shards = [
         (device_mesh.size(axis), coordinate[axis], placement)
         for axis, placement in enumerate(placements)

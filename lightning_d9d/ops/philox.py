@@ -9,6 +9,8 @@ ROUNDS = 7
 SPREAD = 0x9E3779B1
 """An odd number near `2**32` over the golden ratio: products with it differ in their upper bits where factors do in any
 lower ones."""
+OTHER_SPREAD = 0x85EBCA77
+"""One more, for other bits of the same word."""
 WORD = 0xFFFFFFFF
 """The largest word, which as a mask leaves the lower 32 bits."""
 

@@ -1,17 +1,18 @@
-"""AdamW of many tensors in one launch, with stochastic rounding of what is bfloat16."""
+"""AdamW of many tensors in one launch, with stochastic rounding of what is bfloat16 or in eight bits."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Hashable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_d9d.ops.backend import runs_triton
-from lightning_d9d.ops.philox import SPREAD, WORD, philox
+from lightning_d9d.ops.eight_bits import AVERAGE, BLOCK, CUT, LEAST_SQUARE, SQUARE, Codes, decoded, encoded, fused
+from lightning_d9d.ops.philox import OTHER_SPREAD, SPREAD, WORD, philox
 from lightning_d9d.ops.stochastic import rounded
 
 
@@ -30,18 +31,24 @@ class Place(NamedTuple):
 
 
 class AdamWTensors(NamedTuple):
-    """What AdamW works on for one parameter; all are of one shape and device."""
+    """What AdamW works on for one parameter; all but scales are of one shape, and on one device."""
 
     parameter: Tensor
-    """Float32 or bfloat16, as the others."""
+    """Float32 or bfloat16."""
     gradient: Tensor
+    """Float32 or bfloat16."""
     exp_avg: Tensor
+    """Float32, bfloat16, or the codes of [Note: states in eight bits], uint8."""
     exp_avg_sq: Tensor
     """In the dtype of `exp_avg`."""
     step: Tensor
     """How many steps there are with this one, a float32 scalar on the device."""
     place: Place
-    """Of the tensors, in a parameter that may be larger."""
+    """Of the tensors, in a parameter that may be larger. Beside codes, it begins and ends with blocks of its rows."""
+    exp_avg_scale: Tensor | None = None
+    """Beside codes their scales, uint8 `[..., blocks]`."""
+    exp_avg_sq_scale: Tensor | None = None
+    """Likewise."""
 
 
 class Scalars(NamedTuple):
@@ -75,6 +82,11 @@ class MultiTensorAdamW:
     half of the sum rounds `p`, the upper one `m`, and the upper one of a product with the sum `v`; of these any two are
     independent. The bits are the same wherever the element lies and in whatever order parameters come.
 
+    States in eight bits are read and rounded as [Note: states in eight bits] says, of tensors of one dim or more. There
+    a product is not rounded before it is added to something (`lightning_d9d.ops.eight_bits.fused`), and `v` is at least
+    `2**-126`. The number is `g * SPREAD + p * OTHER_SPREAD`, of the 32 bits of both. The upper 16 bits of the sum round
+    `p`, the lower 19 `m`, and the upper 19 of the product `v`.
+
     An instance keeps on the device where each tensor lies, so call it with the same parameters each time; gradients
     may move. Products and sums are rounded one by one, so that CPU and GPU agree.
     """
@@ -98,14 +110,14 @@ class MultiTensorAdamW:
                 for each, own in zip(tensors, factors, strict=True):
                     adamw_reference(each, own, scalars)
             return
-        from lightning_d9d.ops.kernels import stochastic as kernels
-
-        dense = [each._replace(**{n: getattr(each, n).contiguous() for n in _MEMORY}) for each in tensors]
-        where = tuple(tuple(t.data_ptr() for t in (d.parameter, d.exp_avg, d.exp_avg_sq)) for d in dense)
-        key = where, tuple(each.place for each in dense)
+        kernels = _kernels(kind)
+        names = _WRITTEN if tensors[0].exp_avg_scale is None else (*_WRITTEN, *_SCALES)
+        memory = (*names, "gradient")
+        dense = [each._replace(**{n: getattr(each, n).contiguous() for n in memory}) for each in tensors]
+        key = tuple(tuple(getattr(d, n).data_ptr() for n in names) for d in dense), tuple(each.place for each in dense)
         table = self._tables.get(kind)
         if table is None or table.key != key:
-            table = self._tables[kind] = _Table(key, dense, kernels.CHUNK)
+            table = self._tables[kind] = _Table(key, dense, names, kernels.CHUNK)
         kernels.adamw(
             table.blocks,
             table.gradients([each.gradient for each in dense]),
@@ -118,37 +130,70 @@ class MultiTensorAdamW:
             scalars.seed,
         )
         for each, copy in zip(tensors, dense, strict=True):
-            for name in _WRITTEN:
+            for name in names:
                 if getattr(copy, name) is not getattr(each, name):
                     getattr(each, name).copy_(getattr(copy, name))
+
+
+def _kernels(kind: _Kind) -> Any:
+    if kind.dtypes[2] == torch.uint8:
+        from lightning_d9d.ops.kernels import eight_bits
+
+        return eight_bits
+    from lightning_d9d.ops.kernels import stochastic
+
+    return stochastic
 
 
 def adamw_reference(tensors: AdamWTensors, factors: Tensor, scalars: Scalars) -> None:
     """`MultiTensorAdamW` of one parameter; `factors` are its row of what the kernels read."""
     step_size, inverse_root, decay, unscale, step = factors.unbind()
-    p, g, m, v = (each.float() for each in tensors[:4])
+    p, g = tensors.parameter.float(), tensors.gradient.float()
+    has_codes = tensors.exp_avg_scale is not None
+    m = _values(tensors.exp_avg, tensors.exp_avg_scale, AVERAGE)
+    v = _values(tensors.exp_avg_sq, tensors.exp_avg_sq_scale, SQUARE)
     targets = tensors.parameter, tensors.exp_avg, tensors.exp_avg_sq
-    is_rounded = any(target.dtype == torch.bfloat16 for target in targets)
-    random = _random_bits(p, g, tensors.place, scalars.seed, step) if is_rounded else [None] * 3
+    is_rounded = any(target.dtype != torch.float32 for target in targets)
+    random = _random_bits(p, g, tensors.place, scalars.seed, step, has_codes) if is_rounded else [None] * 3
     beta1, beta2 = scalars.betas
     g = g * unscale
-    m = m + (g - m) * (1 - beta1)
-    v = v * beta2 + g * g * (1 - beta2)
+    add = fused if has_codes else _rounded_twice
+    m = add(g - m, 1 - beta1, m)
+    v = add(g * (1 - beta2), g, v * beta2) if has_codes else v * beta2 + g * g * (1 - beta2)
+    v = v.clamp(min=LEAST_SQUARE) if has_codes else v
     root = v.double().sqrt().float()  # rounded correctly, which torch's float32 root is not on every CPU
-    p = p * decay - m / (root * inverse_root + scalars.eps) * step_size
-    for target, value, bits in zip(targets, (p, m, v), random, strict=True):
-        target.copy_(rounded(value, bits) if target.dtype == torch.bfloat16 and bits is not None else value)
+    p = add(-m / add(root, inverse_root, scalars.eps), step_size, p * decay)
+    beside = None, tensors.exp_avg_scale, tensors.exp_avg_sq_scale
+    for target, value, bits, scale in zip(targets, (p, m, v), random, beside, strict=True):
+        if scale is not None and bits is not None:
+            codes, scales = encoded(value, bits & 2**CUT - 1, SQUARE if value is v else AVERAGE)
+            target.copy_(codes)
+            scale.copy_(scales)
+        else:
+            target.copy_(rounded(value, bits) if target.dtype == torch.bfloat16 and bits is not None else value)
 
 
-def _random_bits(p: Tensor, g: Tensor, place: Place, seed: int, step: Tensor) -> Sequence[Tensor]:
-    """16 of them for each element of the parameter, of its first and of its second average."""
+def _rounded_twice(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
+    return a * b + c
+
+
+def _values(stored: Tensor, scales: Tensor | None, kind: Codes) -> Tensor:
+    return stored.float() if scales is None else decoded(stored, scales, kind)
+
+
+def _random_bits(p: Tensor, g: Tensor, place: Place, seed: int, step: Tensor, has_codes: bool) -> Sequence[Tensor]:
+    """Return what rounds each element of the parameter, of its first and of its second average, in the lower bits."""
     index = place.indices(p.device)
     key = torch.stack([torch.full_like(step, seed, dtype=torch.int64), step.long()])
     quad = index // 4
     words = torch.stack(philox((quad & WORD, quad >> 32, 0 * quad, 0 * quad), key), -1)
+    word = words.gather(-1, (index % 4).unsqueeze(-1)).squeeze(-1)
     of_gradient, of_value = (each.contiguous().view(torch.int32).long() & WORD for each in (g, p))
+    if has_codes:
+        word = word + of_gradient * SPREAD + of_value * OTHER_SPREAD & WORD
+        return word >> 16, word, (word * SPREAD & WORD) >> 32 - CUT
     mixed = (of_gradient ^ of_value >> 16) * SPREAD & WORD
-    word = words.gather(-1, (index % 4).unsqueeze(-1)).squeeze(-1) + (mixed ^ mixed >> 16) & WORD
+    word = word + (mixed ^ mixed >> 16) & WORD
     return word, word >> 16, (word * SPREAD & WORD) >> 16
 
 
@@ -192,7 +237,7 @@ class _Kind(NamedTuple):
 
 
 _WRITTEN = ("parameter", "exp_avg", "exp_avg_sq")
-_MEMORY = (*_WRITTEN, "gradient")
+_SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
 
 
 def _kind(tensors: AdamWTensors) -> _Kind:
@@ -213,21 +258,28 @@ class _Table:
         chunks: As the kernel takes them.
     """
 
-    def __init__(self, key: Hashable, tensors: Sequence[AdamWTensors], chunk: int) -> None:
+    def __init__(self, key: Hashable, tensors: Sequence[AdamWTensors], names: Sequence[str], chunk: int) -> None:
         self.key = key
         self._device = tensors[0].parameter.device
         self._starts: list[tuple[int, int]] = []
         self._addresses: list[int] = []
         self._gradients = torch.empty(0)
         rows: list[list[int]] = []
+        counts: list[int] = []
         for row, each in enumerate(tensors):
+            columns = each.parameter.shape[-1] if each.parameter.dim() else 1
+            of_row = -(-columns // BLOCK)
             for block in blocks_of(each.place):
-                written = [getattr(each, name) for name in _WRITTEN]
-                addresses = [t.data_ptr() + block.start * t.element_size() for t in written]
+                begins = dict.fromkeys(names, block.start) | dict.fromkeys(_SCALES, block.start // columns * of_row)
+                written = [(getattr(each, name), begins[name]) for name in names]
+                addresses = [tensor.data_ptr() + begin * tensor.element_size() for tensor, begin in written]
                 rows.append([*addresses, row, block.size, block.first, block.length, block.stride])
+                if each.exp_avg_scale is not None:
+                    rows[-1].append(columns)
+                counts.append(block.size if each.exp_avg_scale is None else block.size // columns * of_row)
                 self._starts.append((row, block.start))
         blocks = torch.tensor(rows, dtype=torch.int64)
-        of_block = (blocks[:, 4] + chunk - 1) // chunk
+        of_block = (torch.tensor(counts) + chunk - 1) // chunk
         block = torch.arange(len(blocks)).repeat_interleave(of_block)
         number = torch.arange(len(block)) - (of_block.cumsum(0) - of_block)[block]
         self.blocks = blocks.to(self._device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,10 +13,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.mesh.sharding import local, local_ranges
+from lightning_d9d.mesh.sharding import local, local_ranges, zeros_beside
+from lightning_d9d.ops.eight_bits import scale_shape
 from lightning_d9d.ops.stochastic_adamw import AdamWTensors, MultiTensorAdamW, Place, Scalars
+from lightning_d9d.optim.state_dtypes import SCALES, check_blocks, converted, dtype_of_states, has_codes
 
 _DTYPES = (torch.float32, torch.bfloat16)
+_STATE_DTYPES: dict[Any, Any] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "uint8": torch.uint8}
 
 
 class StochasticAdamW(Optimizer):
@@ -34,8 +37,12 @@ class StochasticAdamW(Optimizer):
 
     The state of a parameter is `step`, a float32 scalar on its device, `exp_avg` and `exp_avg_sq`, placed alike for
     DTensors. With the groups, which have the seed, that is all there is: a run that goes on from a checkpoint gets the
-    same bits as one that was not stopped. A loaded state brings its `state_dtype` and seed along, as all
-    hyperparameters. A state of `torch.optim.AdamW` can be loaded, too.
+    same bits as one that was not stopped. A loaded state brings its seed along, as all hyperparameters but
+    `state_dtype`. States of another dtype are converted where nothing is lost, also those of `torch.optim.AdamW`.
+
+    With `torch.uint8`, parameters of two dims or more have states in eight bits (`lightning_d9d.ops.eight_bits`).
+    Each 32 places of a row share an exponent, in `exp_avg_scale` and `exp_avg_sq_scale`, which are sharded as their
+    parameter. A row may be sharded where 32 places end, and nowhere else. Vectors keep float32 states.
 
     Args:
         params: As for any optimizer of torch; float32 or bfloat16, also DTensors of any placement beside plain tensors.
@@ -43,12 +50,13 @@ class StochasticAdamW(Optimizer):
         betas: Decay rates of the averages, from 0 to below 1.
         eps: Added to the root of the second average.
         weight_decay: Decoupled: weights shrink by `lr * weight_decay`. May be 0.
-        state_dtype: `torch.bfloat16` takes half the memory; states are then rounded stochastically, too.
+        state_dtype: `torch.bfloat16` takes half the memory, `torch.uint8` a quarter; states are then rounded
+            stochastically, too. Names without `torch.` are for files.
         seed: From 0 to `2**32 - 1`; equal on all ranks.
 
     Raises:
-        ConfigError: A value is out of range, a dtype is another, or (in `step`) a gradient is sparse or placed
-            otherwise than its parameter.
+        ConfigError: A value is out of range, a dtype is another, or a row with states in eight bits is sharded within
+            32 places. In `step`: a gradient is sparse, or placed otherwise than its parameter.
     """
 
     _step_supports_amp_scaling = True  # torch's name for `grad_scale` and `found_inf`
@@ -63,7 +71,7 @@ class StochasticAdamW(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         *,
-        state_dtype: torch.dtype = torch.float32,
+        state_dtype: torch.dtype | Literal["float32", "bfloat16", "uint8"] = torch.float32,
         seed: int = 0,
     ) -> None:
         defaults = {
@@ -89,6 +97,13 @@ class StochasticAdamW(Optimizer):
         except ConfigError:
             del self.param_groups[-1]
             raise
+
+    def lies_by_block(self, parameter: Tensor, key: str) -> bool:
+        """Tell whether a state has a place for each block of a parameter's rows, and lies as that does. Local."""
+        if key not in SCALES:
+            return False
+        group = next(group for group in self.param_groups if any(parameter is each for each in group["params"]))
+        return has_codes(parameter, group["state_dtype"])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -118,7 +133,11 @@ class StochasticAdamW(Optimizer):
         return result
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """As any optimizer of torch, but states do not get the dtype of their parameter."""
+        """Load a state, as any optimizer of torch does; groups keep their `state_dtype`, which states get.
+
+        Raises:
+            StateError: The saved states are float32 for bfloat16, or float32 or bfloat16 for eight bits.
+        """
         handle = self.register_load_state_dict_pre_hook(_hold)  # the last one, so others see what is given
         try:
             super().load_state_dict(dict(state_dict))
@@ -133,10 +152,7 @@ class StochasticAdamW(Optimizer):
                 group.setdefault(name, default)
             for parameter in group["params"]:
                 own = self.state.get(parameter, {})
-                for name, value in own.items():
-                    if isinstance(value, _Held):
-                        dtype = torch.float32 if name == "step" else group["state_dtype"]
-                        own[name] = value.tensor.to(parameter.device, dtype)
+                own.update({name: value.tensor for name, value in own.items() if isinstance(value, _Held)})
 
     def _forget(self) -> None:
         self._updates: defaultdict[int, MultiTensorAdamW] = defaultdict(MultiTensorAdamW)
@@ -149,7 +165,9 @@ class StochasticAdamW(Optimizer):
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = torch.zeros_like(parameter, dtype=state_dtype)
+                state[name] = torch.zeros_like(parameter, dtype=dtype_of_states(parameter, state_dtype))
+            if has_codes(parameter, state_dtype):
+                state |= {name: zeros_beside(parameter, scale_shape(parameter.shape), torch.uint8) for name in SCALES}
         if parameter not in self._places:
             self._places[parameter] = Place(tuple(parameter.shape), tuple(local_ranges(parameter)))
         return AdamWTensors(
@@ -159,6 +177,7 @@ class StochasticAdamW(Optimizer):
             local(state["exp_avg_sq"]),
             state["step"],
             self._places[parameter],
+            *(local(state[name]) for name in SCALES if name in state),
         )
 
 
@@ -170,25 +189,32 @@ class _Held:
 
 
 def _hold(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    states = {
-        key: {name: _Held(value) if isinstance(value, Tensor) else value for name, value in own.items()}
-        for key, own in state_dict["state"].items()
-    }
-    return {**state_dict, "state": states}
+    states, groups = dict(state_dict["state"]), []
+    for own, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
+        groups.append({**saved, "state_dtype": own["state_dtype"]})
+        for parameter, index in zip(own["params"], saved["params"], strict=False):
+            fitting = converted(states.get(index, {}), parameter, own["state_dtype"])
+            states[index] = {
+                key: _Held(value) if isinstance(value, Tensor) else value for key, value in fitting.items()
+            }
+    return {**state_dict, "state": states, "param_groups": groups}
 
 
-def _check(group: Mapping[str, Any]) -> None:
+def _check(group: dict[str, Any]) -> None:
+    given = group["state_dtype"]
+    state_dtype: torch.dtype = _STATE_DTYPES.get(given, given)
+    group["state_dtype"] = state_dtype
     ranges = {
         "lr": group["lr"] >= 0,
         "betas": len(group["betas"]) == 2 and all(0 <= beta < 1 for beta in group["betas"]),
         "eps": group["eps"] >= 0,
         "weight_decay": group["weight_decay"] >= 0,
-        "state_dtype": group["state_dtype"] in _DTYPES,
+        "state_dtype": state_dtype in _STATE_DTYPES.values(),
         "seed": 0 <= group["seed"] < 2**32,
     }
     limits = {
         "betas": "two numbers from 0 to below 1",
-        "state_dtype": "torch.float32 or torch.bfloat16",
+        "state_dtype": "torch.float32, torch.bfloat16 or torch.uint8",
         "seed": "from 0 to 2**32 - 1",
     }
     for name, is_good in ranges.items():
@@ -201,6 +227,9 @@ def _check(group: Mapping[str, Any]) -> None:
                 f"{parameter.layout}; give it dense ones in torch.float32 or torch.bfloat16, and others to another "
                 "optimizer, such as torch.optim.AdamW"
             )
+    for number, parameter in enumerate(group["params"]):
+        if has_codes(parameter, state_dtype):
+            check_blocks(parameter, group["param_names"][number] if "param_names" in group else "a parameter")
 
 
 def _check_gradient(parameter: Tensor, gradient: Tensor) -> None:

@@ -22,12 +22,14 @@ from lightning_d9d.checkpoint import (
     check_tied_parameters,
     compare,
     is_directory,
+    lies_by_block,
     open_directory,
     tied_names,
 )
 from lightning_d9d.errors import StateError, printable
 from lightning_d9d.mesh.agreement import Ranks, first_of
 from lightning_d9d.mesh.collectives import all_gather_object, device_of_messages
+from lightning_d9d.mesh.sharding import zeros_beside
 from lightning_d9d.strategy.checkpoint_files import mapped, read_checkpoint
 
 
@@ -140,10 +142,15 @@ def sharded_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]
     if not any(isinstance(parameter, DTensor) for parameter in parameters):
         return state
     of_parameters = {
-        index: {key: shard_like(value, parameters[index]) for key, value in entries.items()}
+        index: {key: _sharded(optimizer, parameters[index], key, value) for key, value in entries.items()}
         for index, entries in state["state"].items()
     }
     return {**state, "state": of_parameters}
+
+
+def _sharded(optimizer: Optimizer, parameter: Tensor, key: Any, value: Any) -> Any:
+    by_block = lies_by_block(optimizer, parameter, key)
+    return shard_like(value, zeros_beside(parameter, value.shape, value.dtype) if by_block else parameter)
 
 
 def shard_like(value: Any, like: Tensor) -> Any:

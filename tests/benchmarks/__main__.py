@@ -33,6 +33,7 @@ NAMES = (
     "fine_tune",
     "streaming",
     "saving",
+    "optimizer_loss",
 )
 SELECTIONS = {
     "pipeline": ("schedules", "microbatches"),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_d9d.ops.backend import Kernels
 
-ON_CUDA = ("compile", "Liger", "cuDNN", "flex")
+ON_CUDA = ("compile", "Liger", "cuDNN", "flex", "torchao", "bitsandbytes", "flashoptim")
 """Peers that are left out on a CPU."""
 
 

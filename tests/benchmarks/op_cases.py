@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,8 +36,8 @@ from lightning_d9d.ops.norm_rope import norm_rope_reference
 from lightning_d9d.ops.rms_norm import rms_norm_reference
 from lightning_d9d.ops.rope import rope_reference
 from lightning_d9d.ops.stochastic import round_stochastic_reference
-from lightning_d9d.ops.stochastic_adamw import AdamWTensors, MultiTensorAdamW, Place, Scalars
 from lightning_d9d.ops.swiglu import swiglu_reference
+from tests.benchmarks.adamw_cases import adamw, adamw_in_eight_bits
 from tests.benchmarks.op_case import Inputs, OpCase, Sizes, Work, compiled, forward_backward, liger_function, peers
 
 EPS = 1e-6
@@ -77,9 +76,10 @@ def op_cases(sizes: Sizes) -> list[OpCase]:
         _linear_cross_entropy(sizes),
         _round_stochastic(sizes),
         _fill_normal(sizes),
-        _adamw("stochastic_adamw", sizes, sizes.layers, sizes.dtype, sizes.dtype),
-        _adamw("stochastic_adamw, float32 states", sizes, sizes.layers // 2, sizes.dtype, torch.float32),
-        _adamw("stochastic_adamw, float32", sizes, sizes.layers // 2, torch.float32, torch.float32),
+        adamw("stochastic_adamw", sizes, sizes.layers, sizes.dtype, sizes.dtype),
+        adamw("stochastic_adamw, float32 states", sizes, sizes.layers // 2, sizes.dtype, torch.float32),
+        adamw("stochastic_adamw, float32", sizes, sizes.layers // 2, torch.float32, torch.float32),
+        adamw_in_eight_bits(sizes, max(1, sizes.layers // 2)),
     ]
     return [dataclasses.replace(case, dtype=sizes.dtype) for case in cases]
 
@@ -462,49 +462,4 @@ def _fill_normal(sizes: Sizes) -> OpCase:
         work={"forward": Work(flops=math.prod(shape), least_rate=LEAST_NORMAL)},
         limits={"normal_": MOST_OF_NORMAL},
         note="an operation is a value; normal_ draws others",
-    )
-
-
-def _shapes(sizes: Sizes) -> list[tuple[int, ...]]:
-    """Of the weights of a layer."""
-    q, kv, dim = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim, sizes.hidden
-    of_attention = [(q, dim), (kv, dim), (kv, dim), (dim, q), (sizes.head_dim,), (sizes.head_dim,)]
-    of_experts = [(sizes.experts, dim), (sizes.experts, 2 * sizes.width, dim), (sizes.experts, dim, sizes.width)]
-    return [*of_attention, *of_experts, (dim,), (dim,)]
-
-
-def _adamw(name: str, sizes: Sizes, layers: int, dtype: torch.dtype, state_dtype: torch.dtype) -> OpCase:
-    scalars = Scalars(lr=1e-6, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, seed=1)
-    shapes = _shapes(sizes) * max(1, layers)
-    count = sum(map(math.prod, shapes))
-
-    def inputs(make: Inputs) -> dict[str, Any]:
-        def tensors(shape: Sequence[int]) -> AdamWTensors:
-            p, g = (make.fixed(*shape, dtype=dtype).mul_(0.02) for _ in range(2))
-            m, v = (make.fixed(*shape, dtype=state_dtype).mul_(0.02) for _ in range(2))
-            place = Place(tuple(shape), tuple(map(range, shape)))
-            return AdamWTensors(p, g, m, v.square_(), torch.full((), 10.0, device=make.device), place)
-
-        return {"update": MultiTensorAdamW(), "tensors": [tensors(shape) for shape in shapes]}
-
-    def op(update: MultiTensorAdamW, tensors: list[AdamWTensors]) -> None:
-        update(tensors, scalars)
-
-    def fused(update: MultiTensorAdamW, tensors: list[AdamWTensors]) -> None:
-        p, g, m, v, steps, _ = map(list, zip(*tensors, strict=True))
-        beta1, beta2 = scalars.betas
-        options: dict[str, Any] = {"amsgrad": False, "maximize": False, "lr": scalars.lr}
-        options |= {"beta1": beta1, "beta2": beta2, "weight_decay": scalars.weight_decay, "eps": scalars.eps}
-        torch._fused_adamw_(p, g, m, v, [], steps, **options)
-
-    per_element = 3 * dtype.itemsize + 4 * state_dtype.itemsize  # the gradient is not written
-    return OpCase(
-        name=name,
-        inputs=inputs,
-        ours=op,
-        peers={"fused": fused} if dtype == state_dtype else {},
-        work={"forward": Work(per_element * count)},
-        shares_inputs=True,
-        graphed=False,
-        note=f"{count / 1e9:.2f} B parameters in {len(shapes)} tensors; `fused` is torch's, which rounds to nearest",
     )

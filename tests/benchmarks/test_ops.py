@@ -57,5 +57,7 @@ def test_sizes_of_the_shape() -> None:
         assert of_op["rms_norm"]["backward"].bytes == scale * 3 * 16_384 * 2048 * 2
         assert of_op["linear_cross_entropy"]["both"].flops == scale * 6 * 16_384 * 2048 * 151_936
         assert of_op["stochastic_adamw"]["forward"].bytes == pytest.approx(scale * 5e9 * 14, rel=0.01)
+        in_eight_bits = of_op["stochastic_adamw, 8-bit states"]["forward"].bytes
+        assert in_eight_bits == pytest.approx(scale * 2.5e9 * 10.125, rel=0.01)
     with pytest.raises(ValueError, match="no ops gemm"):
         cases("cuda", quick=False, ops=["gemm"])

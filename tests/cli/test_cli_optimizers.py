@@ -28,7 +28,7 @@ model:
       num_attention_heads: 2, num_key_value_heads: 1, head_dim: 8, num_experts: 2, num_experts_per_tok: 1}
 """
 SETTINGS = """\
-    optimizer: {class_path: StochasticAdamW, init_args: {lr: 1.0e-2, weight_decay: 0.1}}
+    optimizer: {class_path: StochasticAdamW, init_args: {lr: 1.0e-2, weight_decay: 0.1, state_dtype: uint8}}
     lr_scheduler:
       class_path: PiecewiseLR
       init_args:
@@ -43,11 +43,12 @@ trainer: {max_steps: 4, accelerator: cpu, logger: false, strategy: d9d, enable_c
 seed_everything: 0
 """
 IN_PYTHON = OptimizerSettings(
-    partial(StochasticAdamW, lr=1e-2, weight_decay=0.1),
+    partial(StochasticAdamW, lr=1e-2, weight_decay=0.1, state_dtype=torch.uint8),
     partial(PiecewiseLR, phases=[Phase(1.0, steps=2), Phase(0.0, curve="cosine")], initial=0.5),
 )
 WITHOUT_GROUPS = (
     *("--optimizer", "StochasticAdamW", "--optimizer.lr", "1.0e-2", "--optimizer.weight_decay", "0.1"),
+    *("--optimizer.state_dtype", "uint8"),
     *("--lr_scheduler", "PiecewiseLR", "--lr_scheduler.initial", "0.5"),
     *("--lr_scheduler.phases", "[{steps: 2, to: 1.0}, {to: 0.0, curve: cosine}]"),
 )

@@ -68,7 +68,7 @@ def after(tensors: Sequence[AdamWTensors], scalars: Scalars = SCALARS, kernels: 
 
 def assert_equal(actual: Sequence[AdamWTensors], expected: Sequence[AdamWTensors]) -> None:
     for number, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
-        for name in AdamWTensors._fields[:-1]:
+        for name in AdamWTensors._fields[:5]:
             assert_bitwise_equal(f"{name} {number}", getattr(ours, name), getattr(theirs, name))
 
 

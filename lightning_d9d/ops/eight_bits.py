@@ -1,0 +1,120 @@
+"""Optimizer states in eight bits: small floating-point numbers, and an exponent that 32 places of a row share.
+
+[Note: states in eight bits]
+A block is 32 places in one row of the whole tensor. It has a *scale* of one byte: the exponent, as a float32 has it, of
+the smallest power of two that its codes reach. It follows from the largest magnitude in the block. Each place has a
+*code* of one byte, which counts steps. There are 16 steps for each power of two, as 4 bits of mantissa have:
+
+    exp_avg       sign and 7 bits: 8 powers of two, from which the smallest is subtracted, so that codes begin at 0
+    exp_avg_sq    8 bits: 16 powers of two, of which the smallest is the least value
+
+A square is thus never 0 after a step. AdamW divides by its root, so a 0 below an average that is not 0 would make a
+step of any size. Squares below the smallest power of two are raised to it, which makes the step smaller.
+
+What is stored is rounded up or down at random, without bias. Rounded to nearest, an average that changes by a
+thousandth a step would never leave its code. Codes are upper bits of a float32, so that the CPU and CUDA read and make
+them without any rounding of their own.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK = 32
+"""How many places of a row have one scale."""
+CUT = 19
+"""How many bits of a float32 a code lacks; as many random ones round."""
+LEAST_SQUARE = 2.0**-126
+"""The least `exp_avg_sq` that there is, a normal number."""
+
+
+class Codes(NamedTuple):
+    """How codes count steps."""
+
+    room: int
+    """Added to the bits of a magnitude, it makes the exponent one more where the top step is below the magnitude."""
+    below: int
+    """How many powers of two the smallest one is below the largest."""
+    most_scale: int
+    """The largest scale."""
+
+
+AVERAGE = Codes(2**23 - 1 - int((15 / 16 - 2**-7) * 2**23), 7, 247)
+"""For `exp_avg`."""
+SQUARE = Codes(2**19 - 1, 15, 239)
+"""For `exp_avg_sq`."""
+
+
+def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of the scales of a tensor of one dim or more. Local."""
+    return (*shape[:-1], -(-shape[-1] // BLOCK))
+
+
+def decoded(codes: Tensor, scales: Tensor, kind: Codes) -> Tensor:
+    """Return the values that codes stand for, in float32; bfloat16 holds them, too. Local.
+
+    Args:
+        codes: uint8, of any shape of one dim or more.
+        scales: uint8, of the shape that `scale_shape` gives.
+        kind: `AVERAGE` or `SQUARE`.
+    """
+    wide, base = codes.int(), _of_places(scales, codes.shape[-1]) << 23
+    if kind is SQUARE:
+        return _as_float((wide << CUT) + base)
+    magnitudes = _as_float(((wide & 127) << CUT) + base) - _as_float(base)
+    return torch.where(wide < 128, magnitudes, -magnitudes)
+
+
+def encoded(values: Tensor, random: Tensor, kind: Codes) -> tuple[Tensor, Tensor]:
+    """Find codes and scales of values, rounded at random, so that `decoded` gives the values in the mean. Local.
+
+    Args:
+        values: float32, finite, of one dim or more; 0 or more for `SQUARE`, of which too small ones are raised.
+        random: int64 of the same shape, from 0 to below `2**19`.
+        kind: `AVERAGE` or `SQUARE`.
+
+    Returns:
+        uint8, of the shape of the values, and of the shape that `scale_shape` gives.
+    """
+    columns = values.shape[-1]
+    blocks = F.pad(values.abs(), (0, -columns % BLOCK)).unflatten(-1, (-1, BLOCK))
+    scales = (((_bits(blocks.amax(-1)) + kind.room) >> 23) - kind.below).clamp(1, kind.most_scale)
+    base = _of_places(scales, columns) << 23
+    magnitudes = values if kind is SQUARE else values.abs() + _as_float(base)
+    codes = (_bits(magnitudes) - base + random.int()).clamp(min=0) >> CUT
+    if kind is AVERAGE:
+        codes = codes | (_bits(values) >> 24 & 128)
+    return codes.to(torch.uint8), scales.to(torch.uint8)
+
+
+def fused(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
+    """Compute `a * b + c` in float32, rounded once, as CUDA's fused operation does. Local.
+
+    The product is exact in float64. The sum is rounded to odd there, so float32 gets what the exact sum would give.
+    Source: Boldo and Melquiond, "Emulation of a FMA and correctly rounded sums", 2008.
+    """
+    wide_a, wide_b, wide_c = (torch.as_tensor(x, dtype=torch.float32, device=a.device).double() for x in (a, b, c))
+    product = wide_a * wide_b
+    total = product + wide_c
+    rest = total - product
+    error = (product - (total - rest)) + (wide_c - rest)
+    bits = total.contiguous().view(torch.int64)
+    is_inexact = error.isfinite() & (error != 0) & (bits & 1 == 0)
+    towards = torch.where((error > 0) == (total > 0), 1, -1)
+    return torch.where(is_inexact, bits + towards, bits).view(torch.float64).float()
+
+
+def _of_places(scales: Tensor, columns: int) -> Tensor:
+    return scales.int().repeat_interleave(BLOCK, -1)[..., :columns]
+
+
+def _bits(values: Tensor) -> Tensor:
+    return values.contiguous().view(torch.int32)
+
+
+def _as_float(bits: Tensor) -> Tensor:
+    return bits.contiguous().view(torch.float32)
