@@ -91,23 +91,6 @@ def encoded(values: Tensor, random: Tensor, kind: Codes) -> tuple[Tensor, Tensor
     return codes.to(torch.uint8), scales.to(torch.uint8)
 
 
-def fused(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
-    """Compute `a * b + c` in float32, rounded once, as CUDA's fused operation does. Local.
-
-    The product is exact in float64. The sum is rounded to odd there, so float32 gets what the exact sum would give.
-    Source: Boldo and Melquiond, "Emulation of a FMA and correctly rounded sums", 2008.
-    """
-    wide_a, wide_b, wide_c = (torch.as_tensor(x, dtype=torch.float32, device=a.device).double() for x in (a, b, c))
-    product = wide_a * wide_b
-    total = product + wide_c
-    rest = total - product
-    error = (product - (total - rest)) + (wide_c - rest)
-    bits = total.contiguous().view(torch.int64)
-    is_inexact = error.isfinite() & (error != 0) & (bits & 1 == 0)
-    towards = torch.where((error > 0) == (total > 0), 1, -1)
-    return torch.where(is_inexact, bits + towards, bits).view(torch.float64).float()
-
-
 def _of_places(scales: Tensor, columns: int) -> Tensor:
     return scales.int().repeat_interleave(BLOCK, -1)[..., :columns]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_d9d.ops.backend import runs_triton
-from lightning_d9d.ops.eight_bits import AVERAGE, BLOCK, CUT, LEAST_SQUARE, SQUARE, Codes, decoded, encoded, fused
+from lightning_d9d.ops.eight_bits import AVERAGE, BLOCK, CUT, LEAST_SQUARE, SQUARE, Codes, decoded, encoded
 from lightning_d9d.ops.philox import OTHER_SPREAD, SPREAD, WORD, philox
 from lightning_d9d.ops.stochastic import rounded
 
@@ -83,9 +83,8 @@ class MultiTensorAdamW:
     independent. The bits are the same wherever the element lies and in whatever order parameters come.
 
     States in eight bits are read and rounded as [Note: states in eight bits] says, of tensors of one dim or more. There
-    a product is not rounded before it is added to something (`lightning_d9d.ops.eight_bits.fused`), and `v` is at least
-    `2**-126`. The number is `g * SPREAD + p * OTHER_SPREAD`, of the 32 bits of both. The upper 16 bits of the sum round
-    `p`, the lower 19 `m`, and the upper 19 of the product `v`.
+    `v` is at least `2**-126`, and the number is `g * SPREAD + p * OTHER_SPREAD`, of the 32 bits of both. The upper 16
+    bits of the sum round `p`, the lower 19 `m`, and the upper 19 of the product `v`.
 
     An instance keeps on the device where each tensor lies, so call it with the same parameters each time; gradients
     may move. Products and sums are rounded one by one, so that CPU and GPU agree.
@@ -157,12 +156,12 @@ def adamw_reference(tensors: AdamWTensors, factors: Tensor, scalars: Scalars) ->
     random = _random_bits(p, g, tensors.place, scalars.seed, step, has_codes) if is_rounded else [None] * 3
     beta1, beta2 = scalars.betas
     g = g * unscale
-    add = fused if has_codes else _rounded_twice
-    m = add(g - m, 1 - beta1, m)
-    v = add(g * (1 - beta2), g, v * beta2) if has_codes else v * beta2 + g * g * (1 - beta2)
-    v = v.clamp(min=LEAST_SQUARE) if has_codes else v
+    m = m + (g - m) * (1 - beta1)
+    v = v * beta2 + g * g * (1 - beta2)
+    if has_codes:
+        v = v.clamp(min=LEAST_SQUARE)
     root = v.double().sqrt().float()  # rounded correctly, which torch's float32 root is not on every CPU
-    p = add(-m / add(root, inverse_root, scalars.eps), step_size, p * decay)
+    p = p * decay - m / (root * inverse_root + scalars.eps) * step_size
     beside = None, tensors.exp_avg_scale, tensors.exp_avg_sq_scale
     for target, value, bits, scale in zip(targets, (p, m, v), random, beside, strict=True):
         if scale is not None and bits is not None:
@@ -171,10 +170,6 @@ def adamw_reference(tensors: AdamWTensors, factors: Tensor, scalars: Scalars) ->
             scale.copy_(scales)
         else:
             target.copy_(rounded(value, bits) if target.dtype == torch.bfloat16 and bits is not None else value)
-
-
-def _rounded_twice(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
-    return a * b + c
 
 
 def _values(stored: Tensor, scales: Tensor | None, kind: Codes) -> Tensor:

@@ -17,7 +17,6 @@ from lightning_d9d.checkpoint import load_optimizer_state, open_directory, optim
 from lightning_d9d.mesh import MeshConfig, MeshDomains
 from lightning_d9d.ops.eight_bits import AVERAGE, LEAST_SQUARE, SQUARE, decoded
 from lightning_d9d.optim import StochasticAdamW
-from lightning_d9d.strategy.weights import sharded_state
 from tests.benchmarks.optimizer_loss import MOST, PEER, SMALL, LossCase, run_case
 from tests.harness.compare import assert_bitwise_equal
 from tests.harness.ranks import RankContext
@@ -152,28 +151,6 @@ def test_rows_sharded_within_blocks_are_refused(rank: RankContext, shape: tuple[
     optimizer = IN_EIGHT_BITS([{"params": [weight], "state_dtype": "bfloat16"}])
     weight.grad = torch.ones_like(weight)
     optimizer.step()
-    domains.close()
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("wanted", [CODES, WIDE], ids=str)
-def test_a_file_of_one_process_on_sharded_rows(rank: RankContext, wanted: torch.dtype) -> None:
-    """Whole states are sharded as parameters are, scales with them."""
-    domains = MeshDomains.build(MeshConfig(data_parallel_shard=2), rank.device.type)
-    whole = nn.Parameter(torch.ones(7, 63, device=rank.device, dtype=NARROW))
-    optimizer = IN_EIGHT_BITS([whole], lr=0.01)
-    steps(optimizer, whole, 3)
-    for placement in (Shard(0), Shard(1)):
-        part = nn.Parameter(distribute_tensor(whole.detach(), domains.for_axes("dp_cp_shard"), [placement]))
-        again = StochasticAdamW([part], state_dtype=wanted)
-        again.load_state_dict(sharded_state(again, optimizer.state_dict()))
-        expected = optimizer.state[whole]
-        if wanted == WIDE:
-            values = {"exp_avg": averages(optimizer, whole), "exp_avg_sq": squares(optimizer, whole)}
-            expected = {"step": expected["step"], **values}
-        assert again.state[part].keys() == expected.keys()
-        for name, value in expected.items():
-            assert_bitwise_equal(name, again.state[part][name], value)
     domains.close()
 
 

@@ -91,23 +91,6 @@ def _as_bits(values):
 
 
 @triton.jit
-def _fused(a, b, c):
-    """`a * b + c`, rounded once: as `lightning_d9d.ops.eight_bits.fused`."""
-    if _INTERPRETED:
-        one = tl.full(a.shape, 1.0, tl.float32)  # makes numbers tensors
-        product, addend = a.to(tl.float64) * (b * one).to(tl.float64), (c * one).to(tl.float64)
-        total = product + addend
-        rest = total - product
-        error = (product - (total - rest)) + (addend - rest)
-        bits = total.to(tl.int64, bitcast=True)
-        is_inexact = (error != 0) & (tl.abs(error) < float("inf")) & (bits % 2 == 0)
-        bits += tl.where(is_inexact, tl.where((error > 0) == (total > 0), 1, -1), 0)
-        return bits.to(tl.float64, bitcast=True).to(tl.float32)
-    else:
-        return tl.fma(a, b, c)
-
-
-@triton.jit
 def _root(values):
     """Square roots of normal numbers, rounded to nearest: as `tl.sqrt_rn`, without its branches."""
     if _INTERPRETED:
@@ -254,9 +237,9 @@ def _update(
     m = _as_float(_as_bits(m) | (m_code >> 7 << 31))
     v = _as_float((v_code << _CUT) + v_base)
     g = g * unscale
-    m = _fused(g - m, one_minus_beta1, m)
-    v = tl.maximum(_fused(g * one_minus_beta2, g, v * beta2), _LEAST)
-    p = _fused(-_quotient(m, _fused(_root(v), inverse_root, eps)), step_size, p * decay)
+    m = m + (g - m) * one_minus_beta1
+    v = tl.maximum(v * beta2 + g * g * one_minus_beta2, _LEAST)
+    p = p * decay - _quotient(m, _root(v) * inverse_root + eps) * step_size
     _store(parameter, p, words >> 16, mask, WIDE_PARAMETER)
     m_scale = _bases(tl.abs(m), _ROOM_OF_AVERAGE, _BELOW_OF_AVERAGE, _MOST_OF_AVERAGE)
     v_scale = _bases(v, _ROOM_OF_SQUARE, _BELOW_OF_SQUARE, _MOST_OF_SQUARE)
