@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ from lightning_d9d.peft.sites import Site, sites_of
 from lightning_d9d.pipeline.initial_weights import draw_local
 
 
-@runtime_checkable
 class BuildsStages(Protocol):
     """A module that gets its layers later, in stages, such as a `D9DModule`."""
 
@@ -28,6 +27,14 @@ class BuildsStages(Protocol):
     def set_peft(self, method: PeftMethod) -> None:
         """Let the stages be built as the method says."""
         ...
+
+
+def builds_stages(module: object) -> TypeGuard[BuildsStages]:
+    """Return whether a module is one of these. Local.
+
+    `isinstance` with a protocol would look past `stages`: from Python 3.12 on it does not call `__getattr__`.
+    """
+    return hasattr(module, "set_peft")
 
 
 def inject(module: nn.Module, method: PeftMethod) -> None:
@@ -45,7 +52,7 @@ def inject(module: nn.Module, method: PeftMethod) -> None:
         ConfigError: A target names nothing in the module, cannot have what the method says, or is in a block that is
             compiled, recomputed or sharded. Or the module has adapters. Nothing is changed then.
     """
-    if isinstance(module, BuildsStages):
+    if builds_stages(module):
         module.set_peft(method)
     else:
         apply_plan(module, method.plan(module))
@@ -82,7 +89,7 @@ def stages_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     Args:
         model: The model, its stages on this rank, or the `D9DModule` that has them.
     """
-    if isinstance(model, BuildsStages):
+    if builds_stages(model):
         return list(model.stages)
     return list(model) if isinstance(model, Sequence | nn.ModuleList) else [model]
 
@@ -134,7 +141,7 @@ def adapted_sites(module: nn.Module) -> Iterator[tuple[Site, Adapter]]:
 def _merge(module: nn.Module, *, is_merged: bool, sign: int) -> None:
     adapted = list(adapted_sites(module))
     verb = "unmerge" if is_merged else "merge"
-    if not adapted and not (isinstance(module, BuildsStages) and module.has_adapters):
+    if not adapted and not (builds_stages(module) and module.has_adapters):
         raise ConfigError(f"{verb}: {type(module).__name__} has no adapters; give it some with inject(module, LoRA())")
     for site, adapter in adapted:
         if adapter.is_merged != is_merged:
