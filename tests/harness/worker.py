@@ -41,7 +41,6 @@ def main(connection: Connection) -> None:
     faulthandler.register(signal.SIGUSR2, file=open(setup.stack_path, "w"), all_threads=True)  # noqa: SIM115
     _keep_handler(signal.SIGUSR2)
     worker = _Worker(connection, setup)
-    gc.collect()
     gc.freeze()  # torch's own objects need no look at every collection
     connection.send(Ready(main_thread=threading.get_ident()))
     while True:
