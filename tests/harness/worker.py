@@ -102,7 +102,7 @@ def _join_group(setup: Setup) -> RankContext:
         torch.cuda.set_device(device)
     dist.init_process_group(
         backend,
-        init_method=f"file://{setup.rendezvous_path}",
+        store=dist.TCPStore("127.0.0.1", setup.store_port, is_master=False, timeout=setup.group_timeout),
         rank=setup.rank,
         world_size=setup.world_size,
         timeout=setup.group_timeout,
