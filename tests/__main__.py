@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -56,6 +57,19 @@ def run(arguments: list[str], kinds: Mapping[str, list[str]] | None = None) -> i
     return max(ended - {pytest.ExitCode.NO_TESTS_COLLECTED} if len(ended) > 1 else ended)
 
 
+def everything(arguments: list[str]) -> int:
+    """Run all tests, or those of the paths among the arguments. Return the exit status."""
+    if any(Path(argument.split("::")[0]).exists() for argument in arguments):
+        return run(arguments)
+    return run(arguments, {RANKS: files_with("ranks"), JOBS: files_with("jobs"), ONE_PROCESS: []})
+
+
+def files_with(marker: str) -> list[str]:
+    """Return the files of tests that name the marker: to import the others takes long."""
+    files = Path(__file__).parent.rglob("test_*.py")
+    return sorted(str(file) for file in files if f"mark.{marker}" in file.read_text())
+
+
 def quick(arguments: list[str]) -> int:
     """Run the quick tests, and say so if they were not. Return the exit status."""
     start = time.monotonic()
@@ -85,7 +99,7 @@ def main(arguments: list[str]) -> int:
             return quick(others)
         case ["changed", *others]:
             return changed(others)
-    return run(arguments)
+    return everything(arguments)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import multiprocessing
 import queue
 import resource
 import shutil
@@ -30,6 +29,7 @@ from hypothesis import strategies as st
 
 from lightning_d9d.errors import ConfigError, StateError
 from tests.checkpoint import fuzz_targets as checkpoints
+from tests.harness import warm
 from tests.state import fuzz_targets as weights
 
 TARGETS = {**checkpoints.TARGETS, **weights.TARGETS}
@@ -141,7 +141,7 @@ def run(names: list[str], minutes: float, jobs: int, folder: Path) -> int:
     Returns:
         How many failures there were.
     """
-    context = multiprocessing.get_context("spawn")
+    context = warm.context()
     results, totals, failures = context.Queue(), {name: Counter[str]() for name in names}, list[str]()
     at: list[Synchronized[int]] = [context.Value("i", -1) for _ in range(jobs)]  # -1: it has not begun
     processes = [

@@ -41,6 +41,7 @@ def test_what_a_reader_must_not_do_is_noticed() -> None:
         outcome(lambda: {}["a"])
 
 
+@pytest.mark.jobs
 def test_several_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["config", "manifest"], 0.01, 2, tmp_path) == 0
     printed = capsys.readouterr().out

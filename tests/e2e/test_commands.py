@@ -18,6 +18,7 @@ from nbclient import NotebookClient
 from lightning_d9d.cli import main
 from lightning_d9d.state import read_tensors
 from tests.harness.compare import assert_close_named
+from tests.harness.warm import run_command
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "qwen3_moe"
 FIT = ("lightning_d9d.cli", "fit", "--config", str(EXAMPLES / "tiny.yaml"))
@@ -151,7 +152,7 @@ def test_predict_writes_files_unless_it_is_left_out(
 ):
     """Two processes, then this one alone, which takes less time."""
     predict = ("predict", *FIT[2:], *SHORT, "--trainer.limit_predict_batches")
-    result = run("-m", FIT[0], *predict, "2", output=tmp_path)
+    result = run_command(*predict, "2", folder=tmp_path, variables={"QUICKSTART_OUTPUT": str(tmp_path)})
     assert result.returncode == 0, result.stderr
     folder = tmp_path / "yaml" / "predictions"
     assert f"wrote 8 rows of predictions to {folder}" in result.stderr

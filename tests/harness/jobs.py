@@ -79,6 +79,7 @@ def _run(
     with open(folder / f"{number}.txt", "a") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
+    warm.start_as_usual()
     if num_ranks > 1:
         os.environ.update(LOCAL_RANK=str(number), NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     target(*arguments)

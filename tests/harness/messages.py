@@ -13,12 +13,10 @@ class Setup:
     world_size: int
     device_type: str
     directory: Path
-    """Shared by the pool: rendezvous file, stack dumps, output, records."""
+    """Shared by the pool: stack dumps, output, records."""
+    store_port: int
+    """Of the store where the ranks meet, in the pool's process."""
     group_timeout: timedelta
-
-    @property
-    def rendezvous_path(self) -> Path:
-        return self.directory / "rendezvous"
 
     @property
     def stack_path(self) -> Path:

@@ -1,5 +1,7 @@
 """The pytest side: the marker `ranks(n)` and those of `NEEDS`, the fixture `rank`, the option `--device`."""
 
+import atexit
+import gc
 import importlib.metadata
 import importlib.util
 import os
@@ -180,6 +182,18 @@ class RankTests:
             device_type="cuda" if item.get_closest_marker("gpu") else self._device_type,
             num_ranks=options.num_ranks,
         )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Keep what is imported from the garbage collector, which would look at all of torch again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        atexit.register(gc.unfreeze)  # or extensions report at the end that their objects were not freed
+        gc.enable()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -75,10 +75,13 @@ class RankPool:
     """
 
     def __init__(self, key: PoolKey, *, show_output: bool) -> None:
+        from torch.distributed import TCPStore
+
         self.key = key
         self.alive = True
         self._directory = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._ranks: list[_RankProcess] = []
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         try:
             port = _free_port()
             for rank in range(key.num_ranks):
@@ -87,6 +90,7 @@ class RankPool:
                     world_size=key.num_ranks,
                     device_type=key.device_type,
                     directory=self._directory,
+                    store_port=self._store.port,
                     group_timeout=timedelta(seconds=GROUP_TIMEOUT_SECONDS),
                 )
                 self._ranks.append(_RankProcess(setup, port, show_output))
@@ -254,7 +258,7 @@ class _RankProcess:
 
 
 def _free_port() -> int:
-    """For what a body starts at MASTER_PORT; the pool's own group meets at a file."""
+    """For what a body starts at MASTER_PORT."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

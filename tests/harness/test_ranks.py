@@ -1,5 +1,6 @@
 """What a test body may rely on."""
 
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -31,6 +32,10 @@ def test_context(rank: RankContext):
     total = torch.ones(3, device=rank.device)
     dist.all_reduce(total, group=rank.group)
     assert total.tolist() == [2.0, 2.0, 2.0]
+
+
+def test_a_rank_starts_processes_as_any_other_does(rank: RankContext):
+    assert multiprocessing.get_start_method() == multiprocessing.get_all_start_methods()[0]
 
 
 def test_folder_is_empty_and_shared(rank: RankContext):

@@ -20,14 +20,14 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-_PRELOADED = ("lightning_d9d.cli.training", "tests.harness.worker")
+_PRELOADED = "tests.harness.preloaded"
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 def context() -> ForkServerContext:
     """Return what starts such processes: `context().Process(...)`, as in `multiprocessing`."""
     forking = multiprocessing.get_context("forkserver")
-    forking.set_forkserver_preload(list(_PRELOADED))
+    forking.set_forkserver_preload([_PRELOADED])
     return forking
 
 
@@ -40,6 +40,7 @@ def run_rank(connection: Connection, environment: Mapping[str, str], output: Pat
         output: Gets what it prints; None where the other process's streams do.
     """
     os.setsid()
+    start_as_usual()
     _end_with_pytest()
     _take(environment)
     if output is not None:
@@ -47,6 +48,11 @@ def run_rank(connection: Connection, environment: Mapping[str, str], output: Pat
     from tests.harness import worker
 
     worker.main(connection)
+
+
+def start_as_usual() -> None:
+    """Let this process start others as if it were no fork of the server: workers of a dataloader are forked from it."""
+    multiprocessing.set_start_method(None, force=True)
 
 
 def run_command(
@@ -76,6 +82,7 @@ def run_command(
 def _run_command(
     arguments: tuple[str, ...], folder: Path, environment: Mapping[str, str], outputs: tuple[Path, Path]
 ) -> None:
+    start_as_usual()
     _take(environment)
     _redirect(*outputs)
     os.chdir(folder)

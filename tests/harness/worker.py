@@ -41,7 +41,6 @@ def main(connection: Connection) -> None:
     faulthandler.register(signal.SIGUSR2, file=open(setup.stack_path, "w"), all_threads=True)  # noqa: SIM115
     _keep_handler(signal.SIGUSR2)
     worker = _Worker(connection, setup)
-    gc.collect()
     gc.freeze()  # torch's own objects need no look at every collection
     connection.send(Ready(main_thread=threading.get_ident()))
     while True:
@@ -70,6 +69,7 @@ class _Worker:
 
     def run(self, assignment: Assignment) -> None:
         """One test. Unless every rank's body returns, the pool does not say Finish but kills the ranks."""
+        groups_before = _groups()
         with restored_state() as leftovers:
             if assignment.record:
                 self._recorder.start(self._setup.record_path)
@@ -88,7 +88,7 @@ class _Worker:
             self._recorder.stop()
             reusable = dist.is_initialized()
             try:
-                groups = _close_groups() if reusable else ["no default process group"]
+                groups = _close_groups(groups_before) if reusable else ["no default process group"]
             except Exception as error:  # the body left a collective that is no longer matched
                 self._connection.send(_raised(error))
                 return
@@ -102,7 +102,7 @@ def _join_group(setup: Setup) -> RankContext:
         torch.cuda.set_device(device)
     dist.init_process_group(
         backend,
-        init_method=f"file://{setup.rendezvous_path}",
+        store=dist.TCPStore("127.0.0.1", setup.store_port, is_master=False, timeout=setup.group_timeout),
         rank=setup.rank,
         world_size=setup.world_size,
         timeout=setup.group_timeout,
@@ -113,8 +113,18 @@ def _join_group(setup: Setup) -> RankContext:
     )
 
 
-def _close_groups() -> list[str]:
-    """Meets the other ranks once more on the default group, then destroys every group but those that go with it."""
+def _groups() -> tuple[int, list[dist.ProcessGroup]]:
+    """How many groups this process has made, and those that live."""
+    world = dist.distributed_c10d._world
+    return world.group_count, list(world.pg_map)
+
+
+def _close_groups(before: tuple[int, list[dist.ProcessGroup]]) -> list[str]:
+    """Meets the other ranks once more on the default group, then destroys every group but those that go with it.
+
+    Args:
+        before: The groups before the test.
+    """
     dist.barrier()
     pools = sys.modules.get("lightning_d9d.mesh.groups")
     pool = pools.GroupPool.living() if pools else None
@@ -124,8 +134,9 @@ def _close_groups() -> list[str]:
         pool.close()  # torch names groups by their number: with fewer, a new one would get the name of one that is kept
     for group in others:
         dist.destroy_process_group(group)
-    _clear_sharding_prop_cache()  # DTensor takes equal meshes for one, and would go on with groups that are gone
-    _gen_transform_infos.cache_clear()
+    if _groups() != before:  # DTensor takes equal meshes for one, and would go on with groups that are gone
+        _clear_sharding_prop_cache()
+        _gen_transform_infos.cache_clear()
     return ["process groups"] if others else []
 
 

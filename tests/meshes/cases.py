@@ -128,7 +128,7 @@ CASES = [
     Case("shard2", parallel=ParallelConfig(offload=True)),
     Case("shard4"),
     Case("shard8"),
-    Case("rep2 shard2", fast=True),
+    Case("rep2 shard2"),
     Case("rep2 shard4"),
     Case("rep4 shard2"),
     # experts
@@ -138,7 +138,7 @@ CASES = [
     Case("rep4 ep4"),
     Case("rep8 ep4"),
     Case("rep8 ep8"),
-    Case("shard4 ep2", fast=True),
+    Case("shard4 ep2"),
     Case("shard4 ep4"),
     Case("shard8 ep2"),
     Case("shard8 ep8"),
@@ -150,7 +150,7 @@ CASES = [
     Case("rep4 shard2 ep4"),
     # pipelines
     Case("pp2 shard2", tied=True),
-    Case("pp2 shard2", schedule="zero_bubble_v", tied=True, fast=True),
+    Case("pp2 shard2", schedule="zero_bubble_v", tied=True),
     Case("pp2 rep2 ep2", schedule="zero_bubble", accumulated=2, fast=True),
     Case("pp2 shard2 ep2"),
     *(Case("pp2 shard2 ep2", schedule=schedule) for schedule in SCHEDULES),
@@ -161,7 +161,7 @@ CASES = [
     Case("pp4 shard2 ep2", schedule="zero_bubble"),
     # tensors, whose ranks have slices of the sequences
     Case("tp2", fast=True),
-    Case("tp2", heads=(4, 2), tied=True, fast=True),
+    Case("tp2", heads=(4, 2), tied=True),
     Case("tp2", data=Data(6, packed=True), parallel=RECOMPUTED[0], fast=True),
     Case("tp2", parallel=ParallelConfig(recompute="attention")),
     Case("tp4", heads=(4, 2), data=TOKENS_8),
@@ -220,7 +220,7 @@ CASES = [
     Case("shard2", tied=True, dense=True, fast=True),
     Case("shard2", microbatch_size=2, parallel=RECOMPUTED[0], dense=True),
     Case("tp2", tied=True, dense=True),
-    Case("tp2", dense=True, fast=True),
+    Case("tp2", dense=True),
     Case("cp2", tied=True, data=TOKENS_8, dense=True),
     Case("cp2", data=PACKED, heads=(2, 2), parallel=RING, dense=True),
     Case("pp2", microbatch_size=2, tied=True, dense=True, fast=True),
@@ -247,6 +247,6 @@ CASES = [
     *(Case("pp2", peft=each, schedule="zero_bubble_v", fast=True) for each in (LAYERS, LAST_LAYER)),
     Case("pp2", peft=LAYERS, schedule="zero_bubble", parallel=RECOMPUTED[1]),
     Case("pp2 shard2", peft=MATRICES, schedule="zero_bubble_v"),
-    Case("pp2 rep2 ep2", peft=LAYERS, fast=True),
+    Case("pp2 rep2 ep2", peft=LAYERS),
     Case("pp2 shard2 ep2", peft=WITH_NORMS, schedule="dual_pipe_v", accumulated=2),
 ]

@@ -16,7 +16,7 @@ from tests.harness.tolerances import Tolerance
 from tests.meshes.equality import CONFIG, EPS, LEARNING_RATE, WEIGHT_DECAY
 from tests.meshes.test_optimizers import built, fitted, train_step
 
-STEPS = 10
+STEPS = 4
 HYPERPARAMETERS = {"lr": LEARNING_RATE, "eps": EPS, "weight_decay": WEIGHT_DECAY}
 MUON = OptimizerSettings(partial(MuonAdamW, **HYPERPARAMETERS))  # type: ignore[arg-type]
 MESHES: dict[str, MeshConfig] = {

@@ -221,7 +221,7 @@ def test_losses_and_predictions_are_those_of_one_process(
 def test_a_checkpoint_goes_on_on_another_mesh(rank: RankContext, mesh: dict[str, int], schedule: str) -> None:
     """Two steps on one mesh and three on another are five on one process."""
     L.seed_everything(1, verbose=False)
-    expected = on_one_process()
+    expected = on_one_process(steps=5)
     options: dict[str, Any] = {
         "precision": "64-true",
         "gradient_clip_val": 0.5,

@@ -167,7 +167,7 @@ def test_a_module_that_was_built_whole_is_spread(rank: RankContext, mesh: dict[s
 @pytest.mark.parametrize(
     ("config", "meshes"),
     [
-        (SMALL, [SHARD2 | TP2, TP4, SHARD2 | CP2, TP2 | CP2, SHARD2 | TP2, {"data_parallel_shard": 4}]),
+        (SMALL, [SHARD2 | TP2, TP4, SHARD2 | CP2, TP2 | CP2, {"data_parallel_shard": 4}]),
         (SHARED_HEADS, [SHARD2 | TP2, TP4, SHARD2 | TP2]),
     ],
     ids=["2 heads", "1 head"],

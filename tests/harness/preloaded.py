@@ -1,0 +1,13 @@
+"""The long imports of the process that others are forked from.
+
+The garbage collector looks at none of it, there and in forks. A look would change every page, and make a fork copy it.
+"""
+
+import gc
+from importlib import import_module
+
+gc.disable()
+for name in ("lightning_d9d.cli.training", "tests.harness.worker"):
+    import_module(name)
+gc.freeze()
+gc.enable()
