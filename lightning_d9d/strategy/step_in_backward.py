@@ -252,7 +252,7 @@ def check_step_in_backward(
         and by_value
         and own_clipping,
         "skip_nonfinite=True needs the norm of all gradients before the first update; leave it out": skips,
-        "ParallelConfig.offload=True has gradients in the host's memory, where nothing is saved; leave it out": offloads,
+        "ParallelConfig.offload=True keeps gradients in the host's memory, where none is saved; leave it out": offloads,
         f"{', '.join(hooks)} may look at gradients between backward and step, when most are gone; leave these hooks "
         "out": bool(hooks),
         f"{name} has hooks before or after its step, which they would see in parts; remove them": bool(
