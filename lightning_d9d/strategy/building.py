@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_d9d.coordination.ahead import BatchPlan
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.loop.display import describe_run
+from lightning_d9d.loop.interrupt import refuse_saves
 from lightning_d9d.loop.none_batches import RefuseNoneBatches
 from lightning_d9d.loop.patches import Patches
 from lightning_d9d.loop.progress import LateProgress
@@ -232,6 +233,7 @@ class TrainingParts:
             keeps = self.ranks.size(Axis.PP) > 1 or not splitter.count.is_one
         in_backward = None
         if self.torn is not None:
+            self.torn.open(functools.partial(refuse_saves, self.patches, module.trainer))
             in_backward = StepInBackward(optimizers[0], steps, self.torn, int(self.grad_sync.bucket_mb * 2**20))
         train_step = TrainStep(
             module,

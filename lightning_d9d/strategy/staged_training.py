@@ -100,4 +100,6 @@ class StagedTraining(Training):
     def close(self) -> None:
         """Drop hooks, and what the executor holds. Local."""
         super().close()
+        if self._train_step.in_backward is not None:
+            self._train_step.in_backward.torn.close()
         self._train_step.executor.close()

@@ -89,10 +89,14 @@ class StepInBackward:
     def take(self, parameter: nn.Parameter) -> None:
         """Take a parameter whose gradient is complete, and update it now or with later ones.
 
+        Sparse gradients are left to the ordinary step.
+
         Raises:
             RuntimeError: Its gradient had been complete before.
         """
         if not self._is_active or parameter.grad is None or parameter not in self._group_of:
+            return
+        if parameter.grad.layout != torch.strided:
             return
         if parameter in self._taken:
             raise RuntimeError(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from lightning_d9d.errors import StateError
+from collections.abc import Callable
+from typing import Any
+
+from lightning_d9d.errors import StateError, printable
 from lightning_d9d.loop.interrupt import Saved
 from lightning_d9d.strategy.saving import Saves
 
@@ -22,6 +25,23 @@ class TornWeights:
         self._saves = saves
         self._last: Saved | None = None
         self._are_loaded = False
+        self._refuse_saves: Callable[[], None] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TornWeights:
+        """Copies of a Trainer train the same weights."""
+        return self
+
+    def open(self, refuse_saves: Callable[[], None]) -> None:
+        """Take note of a fit that begins.
+
+        Args:
+            refuse_saves: Lets its callbacks save nothing because of an exception.
+        """
+        self._refuse_saves = refuse_saves
+
+    def close(self) -> None:
+        """Take note of the end of a fit; weights stay torn."""
+        self._refuse_saves = None
 
     def begin(self) -> None:
         """A part of the weights is about to be updated."""
@@ -40,12 +60,23 @@ class TornWeights:
         are_loaded, self._are_loaded = self._are_loaded, False
         self.are_torn = self.are_torn and not are_loaded
         if self.are_torn:
+            self._let_callbacks_save_nothing()
             raise StateError(f"the weights cannot be trained on: {self._reason()}")
+
+    def note(self, error: BaseException) -> None:
+        """Add to the error of a backward that the weights are torn, if they are; no callback saves them then."""
+        if self.are_torn:
+            self._let_callbacks_save_nothing()
+            error.add_note(printable(f"the weights are not to be used: {self._reason()}"))
 
     def check_save(self) -> None:
         """Raise `StateError` if torn weights are to be saved."""
         if self.are_torn:
             raise StateError(self._reason())
+
+    def _let_callbacks_save_nothing(self) -> None:
+        if self._refuse_saves is not None:
+            self._refuse_saves()
 
     def _reason(self) -> str:
         last = self._last

@@ -218,9 +218,11 @@ class TrainStep:
         with self.module.schedule_running():
             try:
                 totals = self.executor.train(self.pipeline.program(num_microbatches), split, scale, data_parallel)
-            except BaseException:
+            except BaseException as error:
                 if data_parallel is not None:
                     data_parallel.drop()
+                if self.in_backward is not None:
+                    self.in_backward.torn.note(error)
                 raise
         if data_parallel is not None:
             data_parallel.finish()

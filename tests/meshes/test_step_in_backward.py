@@ -107,5 +107,4 @@ def test_a_mesh_trains_as_one_process_does(rank: RankContext, case: Case) -> Non
         assert_close_named(f"loss {index}", loss, theirs, kind=Kind.LOSS, tolerance=MANY_STEPS)
     held = rank.all_gather_object((set(actual.weights[0]), num_updated))
     assert set().union(*(names for names, _ in held)) == set(expected.weights[0])
-    print("UPDATED", str(case), [(n, len(names)*STEPS) for names, n in held])
     assert any(number > 0 for _, number in held)

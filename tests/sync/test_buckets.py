@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -120,6 +122,37 @@ def test_views_of_one_flat_buffer_are_the_gradients() -> None:
     before = [p.grad for p in module.parameters()]
     module(rows(1, torch.device("cpu")), {0, 1, 2}).sum().backward()
     assert all(p.grad is grad for p, grad in zip(module.parameters(), before, strict=True))
+
+
+@pytest.mark.ranks(2)
+def test_a_buffer_is_there_from_the_first_gradient_to_the_sum(rank: RankContext) -> None:
+    module = Branches().to(rank.device)
+    buckets = GradientBuckets([BucketGroup([*module.parameters()], rank.group)], bucket_mb=1e-4)
+    assert len(buckets.buckets) == 6
+    assert buckets.num_bytes == sum((p.numel() + 1) * 8 for p in module.parameters())
+    held: list[int] = []
+    handed: list[nn.Parameter] = []
+
+    def let_go(parameters: Sequence[nn.Parameter]) -> None:
+        for parameter in parameters:
+            assert parameter.grad is not None
+            handed.append(parameter)
+            parameter.grad = None
+
+    buckets.on_summed = let_go
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda _: held.append(sum(bucket.flat is not None for bucket in buckets.buckets))
+        )
+    for _ in range(2):
+        assert all(bucket.flat is None for bucket in buckets.buckets)
+        buckets.start()
+        module(rows(rank.rank, rank.device), {0, 1, 2}).square().sum().backward()
+        buckets.finish()
+    assert max(held) <= 2
+    assert len(handed) == 2 * 5  # `finish` has waited for the last one
+    assert {id(parameter) for parameter in handed} == {id(p) for p in [*module.parameters()][1:]}
+    buckets.remove()
 
 
 def test_size_counts_local_elements_in_the_buffers_dtype() -> None:
