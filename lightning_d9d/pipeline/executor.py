@@ -350,8 +350,8 @@ class _Run:
             scale = self.scale.of_mean if self.totals.loss_is_mean else self.scale.of_sum
             if scale is None:
                 raise ConfigError(
-                    "D9DStrategy(step_in_backward=True): microbatch_loss returned a WeightedLoss, and nobody knows the "
-                    "weight of the step before its backward; implement microbatch_weight, return a mean, or leave "
+                    "D9DStrategy(step_in_backward=True) needs the weight of a step before its backward, and "
+                    "microbatch_loss returned a WeightedLoss. Implement microbatch_weight, return a mean, or leave "
                     "step_in_backward out"
                 )
             factor = scale if self.batch.counts(microbatch) else 0.0

@@ -195,7 +195,7 @@ class TrainingParts:
     precision: Precision
     skips_nonfinite: bool
     torn: TornWeights | None
-    """Of steps inside the backward; None: there are none."""
+    """Knows whether a step inside the backward has failed; None: steps come behind it."""
 
     def training(self, module: L.LightningModule, optimizers: Sequence[Optimizer]) -> Training:
         """Build what trains a module. Local.

@@ -75,7 +75,7 @@ class GradientSync:
 
     @property
     def num_accumulated_bytes(self) -> int:
-        """What this rank's gradients take before the last microbatch of a step, gathered where FSDP2 reduces once."""
+        """The size of this rank's gradients before a step's last microbatch; gathered, where FSDP2 reduces once."""
         dtype = None if self.config.dtype == "auto" else getattr(torch, self.config.dtype)
         gathered = set[nn.Parameter]()
         if self.config.reduce == "last_microbatch":

@@ -59,7 +59,7 @@ class StagedTraining(Training):
             say(
                 trainer,
                 f"step_in_backward: microbatches are accumulated, so {self.gradients.num_accumulated_bytes:,} bytes of "
-                "gradients are there before the last one of a step, whose updates let go of them",
+                "gradients are there before the last one of a step, whose updates free them",
             )
 
     def finish(self) -> None:

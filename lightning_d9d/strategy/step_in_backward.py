@@ -1,10 +1,10 @@
 """Optimizer steps inside the backward: parameters are updated as soon as their gradients are complete.
 
-[Note: parts of a step] In the last backward of an accumulation window a gradient is complete when autograd or FSDP2 has
-put it in place, or when the sum of its bucket is there. Complete parameters are collected until their gradients take
-`limit_bytes`. Then the optimizer steps with groups that have these parameters alone, and their gradients are let go of.
-What is left when the backward ends is updated by the one ordinary step, which Lightning and schedules count. Left are
-parameters in the last, smaller part, those that several stages have, and those whose sums come behind the backward.
+[Note: parts of a step] The last backward of an accumulation window completes gradients. A gradient is complete when
+autograd or FSDP2 has put it in place, or the sum of its bucket is there. Complete parameters are collected until their
+gradients take `limit_bytes`. Then the optimizer steps with groups that have these parameters alone, and their gradients
+are freed. What is left when the backward ends is updated by the one ordinary step, which Lightning and schedules count.
+Left are parameters in the last, smaller part, those that several stages have, and those that are summed afterwards.
 
 [Note: streams] FSDP2 calls hooks on the stream of its reduction. Each stream collects parts of its own, updates them
 there, and the stream of the backward waits for the others at the end.
@@ -49,13 +49,14 @@ class StepInBackward:
     def __init__(self, optimizer: Optimizer, steps: OptimizerStep, torn: TornWeights, limit_bytes: int) -> None:
         self.torn = torn
         self.gone = SquaredNorms()
-        """Of the gradients that this step has let go of, if `keeps_norm`."""
+        """Squares of the gradients that this step has freed, if `keeps_norm`."""
         self.keeps_norm = False
         self.max_value: float | None = None
         """Elements of gradients are at most so far from 0; None: they are not clipped."""
         self.skip: Tensor | None = None
-        """Whether the step is skipped, a bool on the device, or on the host if the optimizer cannot look there. None:
-        it never is."""
+        """Whether the step is left out, a bool on the device. None: it never is."""
+        self.decision: Tensor | None = None
+        """The same on the host, if the optimizer cannot look on the device."""
         self._optimizer = optimizer
         self._steps = steps
         self._limit_bytes = limit_bytes
@@ -81,9 +82,10 @@ class StepInBackward:
         self._parts.clear()
         self.gone.clear()
         on_device = skip is not None and self._steps.skips_on_device(self._optimizer)
-        self.skip = skip if skip is None or on_device else skip.cpu()
+        self.skip = skip
+        self.decision = skip if skip is None or on_device else skip.cpu()
         self._found_inf = skip.float() if on_device and skip is not None else None
-        self._is_active = self.skip is None or on_device or not self.skip.item()
+        self._is_active = on_device or self.decision is None or not self.decision.item()
         self._factor = factor
 
     def take(self, parameter: nn.Parameter) -> None:
@@ -131,7 +133,7 @@ class StepInBackward:
 
     @torch.no_grad()
     def _update(self, parameters: Sequence[nn.Parameter], stream: torch.cuda.Stream | None) -> None:
-        """Do the optimizer's step for these alone, on the current stream, and let go of their gradients."""
+        """Do the optimizer's step for these alone, on the current stream, and free their gradients."""
         gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
         if self._factor is not None:
             scale_gradients(gradients, self._factor)
@@ -175,7 +177,7 @@ class _Part:
 
     parameters: list[nn.Parameter] = field(default_factory=list)
     num_bytes: int = 0
-    """What their gradients take."""
+    """The size of their gradients."""
 
 
 class CompleteGradients:

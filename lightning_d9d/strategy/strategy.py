@@ -106,7 +106,7 @@ class D9DStrategy(RankHooks):
             their number is logged as `skipped_steps`. Optimizers other than torch's fused ones cost a host sync a step
             then. Needs automatic optimization.
         step_in_backward: Update parameters of a D9DModule while its backward goes on, as soon as their gradients are
-            complete, and let go of these. See [Save memory](../how-to/save-memory.md).
+            complete, and free these. See [Save memory](../how-to/save-memory.md).
         process_group_backend: "gloo", "nccl", ...; by default the one for the device.
     """
 

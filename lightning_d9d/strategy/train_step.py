@@ -181,7 +181,7 @@ class TrainStep:
         if self.gradient_sync.data_parallel is not None:
             cast_gradients(self.parameters, optimizer)  # buckets and sharded units keep wide ones
         if self.in_backward is not None:
-            self.optimizer_step(optimizer, self.in_backward.skip, **kwargs)
+            self.optimizer_step(optimizer, self.in_backward.decision, **kwargs)
             self.in_backward.torn.end()
             self.module.on_after_optimizer_step(self.in_backward.skip)
             return

@@ -32,7 +32,7 @@ class BatchSettings:
     clips_values: bool = False
     """True if gradients are clipped one by one, which hides infinite ones from the norm."""
     max_value: float | None = None
-    """What elements of gradients are clipped to, if they are."""
+    """The limit of gradients that are clipped one by one; None: they are not."""
     logs_norm: bool = False
     """True if the norm of the gradients is logged although nothing clips by it."""
     plan: BatchPlan = NOTHING_AGREED

@@ -87,7 +87,7 @@ class _Bucket:
 
     @property
     def num_bytes(self) -> int:
-        """What the buffer takes while there is one."""
+        """The size of the buffer, while there is one."""
         return (self.num_elements + len(self.parameters)) * self.dtype.itemsize
 
     def take_buffer(self) -> Tensor:
@@ -210,7 +210,7 @@ class GradientBuckets:
 
     @property
     def num_bytes(self) -> int:
-        """What the buffers take on this rank when all are there."""
+        """The size of all buffers on this rank, when all are there."""
         return sum(bucket.num_bytes for bucket in self.buckets)
 
     def start(self, bucket_group: int = 0) -> None:

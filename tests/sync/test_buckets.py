@@ -133,13 +133,13 @@ def test_a_buffer_is_there_from_the_first_gradient_to_the_sum(rank: RankContext)
     held: list[int] = []
     handed: list[nn.Parameter] = []
 
-    def let_go(parameters: Sequence[nn.Parameter]) -> None:
+    def free(parameters: Sequence[nn.Parameter]) -> None:
         for parameter in parameters:
             assert parameter.grad is not None
             handed.append(parameter)
             parameter.grad = None
 
-    buckets.on_summed = let_go
+    buckets.on_summed = free
     for parameter in module.parameters():
         parameter.register_post_accumulate_grad_hook(
             lambda _: held.append(sum(bucket.flat is not None for bucket in buckets.buckets))
