@@ -346,30 +346,23 @@ def test_torn_weights_are_not_saved(tmp_path: Path, kind: str) -> None:
 @pytest.mark.ranks(2, record=False)
 def test_one_torn_rank_is_enough(rank: RankContext) -> None:
     """The other one has updated nothing when it fails: both refuse to save and to go on, and resume together."""
-    saved = rank.tmp_dir / "saved"
-
-    def fitted(at_step: int | None, **options: Any) -> tuple[L.Trainer, Breaks]:
-        module = breaking(at_step)
-        strategy = D9DStrategy(step_in_backward=True, grad_sync=SMALL_PARTS)
-        return trainer(strategy, 2, rank.device.type, precision="64-true", max_epochs=1, **options), module
-
+    module, strategy = breaking(at_step=2), D9DStrategy(step_in_backward=True, grad_sync=SMALL_PARTS)
+    every_step = ModelCheckpoint(rank.tmp_dir, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    options: dict[str, Any] = {"precision": "64-true", "max_epochs": 1, "enable_checkpointing": True}
+    run = trainer(strategy, 2, rank.device.type, callbacks=[every_step], **options)
     rows: Any = DataLoader(ROWS, batch_size=4)  # type: ignore[arg-type]
-    run, module = fitted(at_step=None, max_steps=1)
-    run.fit(module, rows)
-    run.save_checkpoint(saved)
-    run, module = fitted(at_step=2)
-    assert isinstance(run.strategy, D9DStrategy)
     with pytest.raises(ValueError, match="the node is gone"):
-        run.fit(module, rows, ckpt_path=saved)
-    torn = run.strategy._checkpoints.torn
+        run.fit(module, rows)
+    torn = strategy._checkpoints.torn
     assert torn is not None
     assert torn.are_torn
     torn.are_torn = rank.rank == 0
-    with pytest.raises(StateError, match="resume from the last good checkpoint, from which this run went on"):
+    with pytest.raises(StateError, match="resume from the last good checkpoint, of step 2"):
         run.save_checkpoint(rank.tmp_dir / "torn")
     module.at_step = None
     with pytest.raises(StateError, match="torn between two steps"):
         run.fit(module, rows)
+    (saved,) = rank.tmp_dir.glob("*step=2*")
     run.fit(module, rows, ckpt_path=saved)
     assert run.global_step == 3
     assert not torn.are_torn
