@@ -490,7 +490,7 @@ def test_devices_mix(norm_type: float) -> None:
 
 @pytest.mark.ranks(2)
 def test_gradients_that_are_gone_count(rank: RankContext) -> None:
-    mesh = MeshDomains(MeshConfig(data_parallel_shard=2), rank.device.type).weights["dp_cp_shard"]
+    mesh = MeshDomains.build(MeshConfig(data_parallel_shard=2), rank.device.type).for_axes("dp_cp_shard")
     generator = torch.Generator().manual_seed(0)
     whole = [torch.randn(6, 3, generator=generator, dtype=torch.float64) for _ in range(6)]
     parameters = [nn.Parameter(torch.zeros(6, 3, dtype=torch.float64, device=rank.device)) for _ in range(2)]
