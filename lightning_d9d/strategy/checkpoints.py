@@ -31,7 +31,7 @@ class Checkpoints:
         may_tear: Whether weights may be torn, when a step inside the backward fails.
     """
 
-    def __init__(self, config: CheckpointConfig, ranks: JobRanks, *, may_tear: bool) -> None:
+    def __init__(self, config: CheckpointConfig, ranks: JobRanks, *, may_tear: bool = False) -> None:
         self._config = config
         self._ranks = ranks
         self.saves = Saves(config, ranks)

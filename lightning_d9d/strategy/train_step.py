@@ -130,7 +130,7 @@ class TrainStep:
         self.window.is_scaled = is_first and weight is not None
         scale = self.scaling.scale(split, accumulated_batches, plan, weight if is_first else None)
         if in_backward is not None:
-            scale = scale if weight is not None else scale._replace(of_sum=None)
+            scale = scale if weight is not None else LossScale(scale.of_mean, None)
             in_backward.begin(*self._skip_and_factor(weight, is_first))
         totals = self._run_schedule(split, scale, is_first, is_last)
         if is_last:
