@@ -60,6 +60,8 @@ class StochasticAdamW(Optimizer):
     """
 
     _step_supports_amp_scaling = True  # torch's name for `grad_scale` and `found_inf`
+    updates_each_alone = True
+    """A parameter's update depends on no other parameter, so a step may come in parts."""
     takes_wide_gradients = True
     """Gradients of bfloat16 weights may be float32, as sums over microbatches and ranks are; they are not rounded."""
 
@@ -120,7 +122,7 @@ class StochasticAdamW(Optimizer):
             with torch.enable_grad():
                 result = closure()
         grad_scale, found_inf = (getattr(self, name, None) for name in ("grad_scale", "found_inf"))
-        for index, group in enumerate(self.param_groups):
+        for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if not parameters:
                 continue
@@ -129,7 +131,9 @@ class StochasticAdamW(Optimizer):
                 advance = 1 if found_inf is None else 1 - found_inf.to(device, non_blocking=True).reshape(())
                 torch._foreach_add_([each.step for each in tensors if each.step.device == device], advance)
             hyperparameters = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay", "seed")}
-            self._updates[index](tensors, Scalars(**hyperparameters, grad_scale=grad_scale, found_inf=found_inf))
+            self._updates[parameters[0]](
+                tensors, Scalars(**hyperparameters, grad_scale=grad_scale, found_inf=found_inf)
+            )
         return result
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
@@ -155,7 +159,7 @@ class StochasticAdamW(Optimizer):
                 own.update({name: value.tensor for name, value in own.items() if isinstance(value, _Held)})
 
     def _forget(self) -> None:
-        self._updates: defaultdict[int, MultiTensorAdamW] = defaultdict(MultiTensorAdamW)
+        self._updates: defaultdict[Tensor, MultiTensorAdamW] = defaultdict(MultiTensorAdamW)
         self._places: dict[Tensor, Place] = {}
 
     def _tensors(self, parameter: Tensor, state_dtype: torch.dtype) -> AdamWTensors:

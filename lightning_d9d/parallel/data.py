@@ -21,6 +21,7 @@ is used of its inside is in `fsdp.py`.
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -197,6 +198,16 @@ def _entries(module: nn.Module) -> Iterator[nn.Module]:
 def is_of_experts(parameter: nn.Parameter) -> bool:
     """Whether it is spread over the ranks of an expert axis."""
     return isinstance(parameter, DTensor) and Axis.EP_SHARD in (parameter.device_mesh.mesh_dim_names or ())
+
+
+def num_shards(parameter: nn.Parameter) -> int:
+    """Over how many ranks `fully_shard` has sharded it, those of tensor and expert parallelism left out."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    mesh, others = parameter.device_mesh, (Axis.TP, Axis.EP_SHARD)
+    names = mesh.mesh_dim_names or ()
+    axes = [axis for axis, placed in enumerate(parameter.placements) if placed.is_shard() and names[axis] not in others]
+    return math.prod(mesh.size(axis) for axis in axes)
 
 
 def shard_dim(dims: Sequence[int], num_shards: int) -> int:

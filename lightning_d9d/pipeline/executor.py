@@ -99,8 +99,8 @@ class LossScale(NamedTuple):
 
     of_mean: float = 1.0
     """For a Tensor, a mean over the rows of the microbatch."""
-    of_sum: Tensor | float = 1.0
-    """For a `WeightedLoss`."""
+    of_sum: Tensor | float | None = 1.0
+    """For a `WeightedLoss`. None: it is refused, as the weight of the step is to be known before its backward."""
 
 
 class Executor:
@@ -348,6 +348,12 @@ class _Run:
             assert self.scale is not None
             loss = self._losses.pop(microbatch)
             scale = self.scale.of_mean if self.totals.loss_is_mean else self.scale.of_sum
+            if scale is None:
+                raise ConfigError(
+                    "D9DStrategy(step_in_backward=True) needs the weight of a step before its backward, and "
+                    "microbatch_loss returned a WeightedLoss. Implement microbatch_weight, return a mean, or leave "
+                    "step_in_backward out"
+                )
             factor = scale if self.batch.counts(microbatch) else 0.0
             if isinstance(factor, Tensor):
                 return [factor.to(loss)]

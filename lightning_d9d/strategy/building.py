@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_d9d.coordination.ahead import BatchPlan
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.loop.display import describe_run
+from lightning_d9d.loop.interrupt import refuse_saves
 from lightning_d9d.loop.none_batches import RefuseNoneBatches
 from lightning_d9d.loop.patches import Patches
 from lightning_d9d.loop.progress import LateProgress
@@ -37,7 +39,9 @@ from lightning_d9d.strategy.rank_model import RankModel
 from lightning_d9d.strategy.ranks import JobRanks
 from lightning_d9d.strategy.sharding import check_sharding, is_sharded, prepare_blocks, shard_blocks
 from lightning_d9d.strategy.staged_training import StagedTraining
+from lightning_d9d.strategy.step_in_backward import StepInBackward, check_step_in_backward
 from lightning_d9d.strategy.tied import TiedParameters
+from lightning_d9d.strategy.torn import TornWeights
 from lightning_d9d.strategy.train_step import TrainStep
 from lightning_d9d.strategy.training import PlainTraining, Training
 from lightning_d9d.sync.buckets import GradSyncConfig
@@ -190,6 +194,8 @@ class TrainingParts:
     grad_sync: GradSyncConfig
     precision: Precision
     skips_nonfinite: bool
+    torn: TornWeights | None
+    """Knows whether a step inside the backward has failed; None: steps come behind it."""
 
     def training(self, module: L.LightningModule, optimizers: Sequence[Optimizer]) -> Training:
         """Build what trains a module. Local.
@@ -212,12 +218,12 @@ class TrainingParts:
             check_parameter_groups(optimizer)
         steps = OptimizerStep(self.ranks.device)
         if isinstance(module, D9DModule):
-            return self._staged(module, steps)
+            return self._staged(module, steps, optimizers)
         summed_by_module = fully_sharded(module) if is_sharded(module) else None
         gradients = self._gradients({}, summed_by_module=summed_by_module)
         return PlainTraining(gradients, steps, self.ranks.dp_size, skips_nonfinite=self.skips_nonfinite)
 
-    def _staged(self, module: D9DModule, steps: OptimizerStep) -> StagedTraining:
+    def _staged(self, module: D9DModule, steps: OptimizerStep, optimizers: Sequence[Optimizer]) -> StagedTraining:
         assert self.evaluation is not None
         if self.ranks.world_size == 1:
             self.patches.insert_callback(RefuseNoneBatches())
@@ -225,16 +231,25 @@ class TrainingParts:
         keeps = self.parallel.reshard_after_forward is False
         if self.parallel.reshard_after_forward == "auto":
             keeps = self.ranks.size(Axis.PP) > 1 or not splitter.count.is_one
+        in_backward = None
+        if self.torn is not None:
+            self.torn.open(functools.partial(refuse_saves, self.patches, module.trainer))
+            in_backward = StepInBackward(optimizers[0], steps, self.torn, int(self.grad_sync.bucket_mb * 2**20))
         train_step = TrainStep(
             module,
             module.pipeline.executor(module, stages, self.precision.forward_context),
             splitter,
-            self._gradients(stages, keeps_gathered=keeps),
+            self._gradients(stages, keeps_gathered=keeps, in_backward=in_backward),
             steps,
             self.evaluation.sequences,
+            in_backward,
         )
         progress = None if self.ranks.device.type == "cpu" else LateProgress(self.patches, module.trainer)
-        return StagedTraining(train_step, progress, skips_nonfinite=self.skips_nonfinite)
+        offloads, skips = self.parallel.offload, self.skips_nonfinite
+        check = functools.partial(
+            check_step_in_backward, module, optimizers, self.precision, offloads=offloads, skips=skips
+        )
+        return StagedTraining(train_step, progress, skips_nonfinite=skips, check_in_backward=check)
 
     def _gradients(self, stages: Mapping[int, nn.Module], **options: Any) -> GradientSync:
         assert self.rank_model is not None

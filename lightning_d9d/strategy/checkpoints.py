@@ -18,6 +18,7 @@ from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.ranks import JobRanks
 from lightning_d9d.strategy.run_state import RunState
 from lightning_d9d.strategy.saving import CheckpointConfig, Saves
+from lightning_d9d.strategy.torn import TornWeights
 from lightning_d9d.strategy.trained_only import BASE, add_frozen, check_base, leave_out_frozen
 
 
@@ -27,14 +28,16 @@ class Checkpoints:
     Args:
         config: Whether they go on in the background.
         ranks: The ranks of the job.
+        may_tear: Whether weights may be torn, when a step inside the backward fails.
     """
 
-    def __init__(self, config: CheckpointConfig, ranks: JobRanks) -> None:
+    def __init__(self, config: CheckpointConfig, ranks: JobRanks, *, may_tear: bool = False) -> None:
         self._config = config
         self._ranks = ranks
         self.saves = Saves(config, ranks)
         self.loads = Loads(ranks)
         self.place = EpochPlace(ranks)
+        self.torn = TornWeights(self.saves) if may_tear else None
 
     def save(
         self,
@@ -59,8 +62,11 @@ class Checkpoints:
             trainer: The Trainer of a fit; None for others, from whose checkpoints no fit goes on.
 
         Raises:
-            StateError: The checkpoint could not be written; on every rank.
+            StateError: The checkpoint could not be written, or the weights are torn; on every rank.
         """
+        if self.torn is not None:
+            with Ranks().agreed(f"checkpoint {str(path)!r} cannot be saved"):
+                self.torn.check_save()
         weights_only = "optimizer_states" not in checkpoint
         if self.saves.is_inside_of_window:
             again = functools.partial(trainer.save_checkpoint, path, weights_only, storage_options)
@@ -115,6 +121,8 @@ class Checkpoints:
             add_frozen(checkpoint, module)
         if fits:
             self.place.take(checkpoint, path)
+            if self.torn is not None:
+                self.torn.loaded()
         checkpoint.pop(RANKS, None)
         return checkpoint
 

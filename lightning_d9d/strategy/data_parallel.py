@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from lightning_d9d.mesh.sharding import local
 from lightning_d9d.parallel.data import FullySharded
 from lightning_d9d.parallel.fsdp import fully_sharded
 from lightning_d9d.parallel.plan import NOT_TENSOR_SHARDED, ShardingKind, Summed, group_of, sharding_kind
+from lightning_d9d.strategy.step_in_backward import CompleteGradients, StepInBackward
 from lightning_d9d.strategy.tied import TiedParameter
 from lightning_d9d.strategy.whole_gradients import WholeGradients
 from lightning_d9d.sync.buckets import BucketGroup, GradientBuckets, GradSyncConfig, bucket_dtype
@@ -31,6 +32,7 @@ class DataParallelStages:
             Those are ranks of tensor parallelism, and those of the pipeline that have the parameters, too. All of these
             have the same in this order.
         whole: Looks at the first gradients that are summed; None where ranks share no tokens.
+        complete: Hears of complete gradients outside of buckets; None: nobody waits for any.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class DataParallelStages:
         sharded: Mapping[int, FullySharded],
         afterwards: Mapping[dist.ProcessGroup, Sequence[nn.Parameter]],
         whole: WholeGradients | None = None,
+        complete: CompleteGradients | None = None,
     ) -> None:
         self.buckets = buckets
         self.groups_of_stage = groups_of_stage
@@ -48,6 +51,9 @@ class DataParallelStages:
         self._whole = whole
         if whole is not None and buckets is not None:
             buckets.before_sum = whole.note
+        self._complete = complete
+        if complete is not None and buckets is not None:
+            buckets.on_summed = complete.steps.take_rest
         self._reduces = False
 
     @classmethod
@@ -62,6 +68,7 @@ class DataParallelStages:
         at_least: torch.dtype | None,
         accumulates: bool,
         sharded: Mapping[int, FullySharded],
+        in_backward: StepInBackward | None = None,
     ) -> DataParallelStages:
         """For what a rank trains. Collective over the ranks that hold the same stages.
 
@@ -74,6 +81,7 @@ class DataParallelStages:
             at_least: What narrower dtypes are promoted to in buckets; None: they are not.
             accumulates: Whether several backwards add up to a step.
             sharded: Stages with fully sharded parameters.
+            in_backward: Takes parameters whose gradients are complete; None: nobody does.
         """
         units = {parameter for stage in stages.values() for parameter in fully_sharded(stage)}
         in_buckets = [parameter for parameter in trained if parameter not in units]
@@ -112,12 +120,18 @@ class DataParallelStages:
             whole = WholeGradients(
                 {p: n for p, n in names.items() if sharding_kind(p, units) in NOT_TENSOR_SHARDED}, mesh
             )
-        return cls(buckets, groups_of_stage, sharded, afterwards, whole)
+        complete = None
+        if in_backward is not None:
+            left = {p for each in bucket_groups for p in each.parameters} | {
+                p for ps in afterwards.values() for p in ps
+            }
+            complete = complete_gradients([p for p in trained if p not in left], stages, units, in_backward)
+        return cls(buckets, groups_of_stage, sharded, afterwards, whole, complete)
 
     @property
     def has_work(self) -> bool:
-        """True if anything is gathered, reduced or accumulated."""
-        return self.buckets is not None or len(self.sharded) > 0
+        """True if anything is gathered, reduced or accumulated, or anybody waits for gradients."""
+        return self.buckets is not None or len(self.sharded) > 0 or self._complete is not None
 
     def begin(self, *, is_first: bool, reduces: bool, splits_backward: bool) -> None:
         """A batch begins.
@@ -128,6 +142,8 @@ class DataParallelStages:
             splits_backward: Whether its backwards come in two halves.
         """
         self._reduces = reduces
+        if self._complete is not None:
+            self._complete.begin()
         for stage in self.sharded.values():
             stage.begin(is_first=is_first, reduces=reduces, splits_backward=splits_backward)
 
@@ -143,6 +159,8 @@ class DataParallelStages:
 
     def last_backward(self, stage: int) -> None:
         """Buckets and units may leave while it runs."""
+        if self._complete is not None and self._reduces:
+            self._complete.last_backward(stage)
         if self.buckets is not None and self._reduces:
             for group in self.groups_of_stage[stage]:
                 self.buckets.start(group)
@@ -154,6 +172,8 @@ class DataParallelStages:
         if self.buckets is not None and self._reduces:
             for group in self.groups_of_stage[stage]:
                 self.buckets.complete(group)
+        if self._complete is not None and self._reduces:
+            self._complete.reduce(stage)
         if stage in self.sharded:
             self.sharded[stage].reduce()
 
@@ -168,6 +188,8 @@ class DataParallelStages:
             if self._whole is not None:
                 self._whole.note(gradients, gradients.values())
             _sum_together(list(gradients.values()), group)
+        if self._complete is not None:
+            self._complete.steps.end_backward()
 
     def check_whole(self) -> None:
         """After the first window, look at what was summed. Collective over the tensor axis.
@@ -184,10 +206,48 @@ class DataParallelStages:
         if self.buckets is not None:
             self.buckets.before_sum = None
 
+    def remove(self) -> None:
+        """Take all hooks off the parameters."""
+        if self.buckets is not None:
+            self.buckets.remove()
+        if self._complete is not None:
+            self._complete.remove()
+
     def drop(self) -> None:
         """Forget a batch that was broken off."""
         for stage in self.sharded.values():
             stage.drop()
+
+
+def complete_gradients(
+    parameters: Iterable[nn.Parameter],
+    stages: Mapping[int, nn.Module],
+    units: Collection[nn.Parameter],
+    steps: StepInBackward,
+) -> CompleteGradients:
+    """Listen to parameters whose gradients are summed in no bucket and not behind the backward.
+
+    Args:
+        parameters: In any order. Those that several stages of this rank have are left out.
+        stages: By index.
+        units: Those that FSDP2 reduces.
+        steps: Takes them.
+    """
+    stages_of = _stages_of(stages)
+    alone: dict[int, list[nn.Parameter]] = defaultdict(list)
+    sharded: dict[int, list[nn.Parameter]] = defaultdict(list)
+    for parameter in parameters:
+        if len(stages_of[parameter]) == 1:
+            (sharded if parameter in units else alone)[stages_of[parameter][0]].append(parameter)
+    return CompleteGradients(alone, sharded, steps)
+
+
+def _stages_of(stages: Mapping[int, nn.Module]) -> dict[nn.Parameter, list[int]]:
+    stages_of: dict[nn.Parameter, list[int]] = defaultdict(list)
+    for index, stage in stages.items():
+        for parameter in stage.parameters():
+            stages_of[parameter].append(index)
+    return stages_of
 
 
 def _sum_together(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
@@ -221,10 +281,7 @@ def bucket_groups_of(
         tied: Those that other ranks of the pipeline have, too.
         group_of: Over which each other one is summed.
     """
-    stages_of: dict[nn.Parameter, list[int]] = defaultdict(list)
-    for index, stage in stages.items():
-        for parameter in stage.parameters():
-            stages_of[parameter].append(index)
+    stages_of = _stages_of(stages)
     by_holders: dict[tuple[int, ...], BucketGroup] = {}
     rest: dict[dist.ProcessGroup | None, BucketGroup] = {}
     own: dict[int, dict[dist.ProcessGroup | None, BucketGroup]] = {index: {} for index in stages}

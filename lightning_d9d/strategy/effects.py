@@ -106,6 +106,7 @@ NEEDS: dict[str, Callable[[Beside], str | None]] = {
     "ParallelConfig.shard_blocks": _use_of_blocks,
     "GradSyncConfig.reduce": _sharded_weights_of_stages,
     "D9DStrategy.schedule": _d9d_module,
+    "D9DStrategy.step_in_backward": _d9d_module,
 }
 """For each setting that needs something else what is missing, with the remedy; None where nothing is."""
 

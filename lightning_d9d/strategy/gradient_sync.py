@@ -9,12 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_d9d.mesh import MeshDomains
-from lightning_d9d.parallel.data import FullySharded
+from lightning_d9d.mesh.sharding import local
+from lightning_d9d.parallel.data import FullySharded, num_shards
 from lightning_d9d.parallel.fsdp import fully_sharded
 from lightning_d9d.strategy.data_parallel import DataParallelStages
 from lightning_d9d.strategy.sharding import not_yet_summed
+from lightning_d9d.strategy.step_in_backward import StepInBackward
 from lightning_d9d.strategy.tied import TiedParameters
-from lightning_d9d.sync.buckets import GradientBuckets, GradSyncConfig
+from lightning_d9d.sync.buckets import GradientBuckets, GradSyncConfig, bucket_dtype
+from lightning_d9d.sync.norm import SquaredNorms
 
 
 class GradientSync:
@@ -28,6 +31,7 @@ class GradientSync:
         config: Dtype and size of the buckets.
         keeps_gathered: Whether fully sharded stages stay gathered over a batch.
         summed_by_module: The parameters of a plain, sharded module that FSDP2 reduces; None if it is not sharded.
+        in_backward: Takes parameters whose gradients are complete; None: nobody does.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class GradientSync:
         *,
         keeps_gathered: bool = False,
         summed_by_module: Collection[nn.Parameter] | None = None,
+        in_backward: StepInBackward | None = None,
     ) -> None:
         self.parameters = parameters
         self.tied = tied
@@ -49,6 +54,7 @@ class GradientSync:
         self._stages = stages
         self._mesh = mesh
         self._summed_by_module = summed_by_module
+        self._in_backward = in_backward
         self._needs: tuple[bool, list[bool]] | None = None
         reduces_each = config.reduce == "every_microbatch"
         self._sharded = {
@@ -67,6 +73,21 @@ class GradientSync:
         """The size of all buckets, in bytes."""
         return 0 if self.buckets is None else self.buckets.num_bytes
 
+    @property
+    def num_accumulated_bytes(self) -> int:
+        """The size of this rank's gradients before a step's last microbatch; gathered, where FSDP2 reduces once."""
+        dtype = None if self.config.dtype == "auto" else getattr(torch, self.config.dtype)
+        gathered = set[nn.Parameter]()
+        if self.config.reduce == "last_microbatch":
+            gathered = {parameter for stage in self._stages.values() for parameter in fully_sharded(stage)}
+        return sum(
+            local(parameter).numel()
+            * (num_shards(parameter) if parameter in gathered else 1)
+            * bucket_dtype(parameter, dtype, torch.float32).itemsize
+            for parameter in self.parameters
+            if parameter.requires_grad
+        )
+
     def update(self, *, accumulates: bool, window_is_open: bool) -> None:
         """Build the buckets, and again where a callback froze or unfroze layers or began to accumulate batches.
 
@@ -76,7 +97,7 @@ class GradientSync:
             accumulates: Whether several backwards add up to a step.
             window_is_open: Whether there are gradients for which no step was taken.
         """
-        if self._mesh is None and not accumulates:
+        if self._mesh is None and not accumulates and self._in_backward is None:
             return
         needs_gradient = [p.requires_grad for p in self.parameters]
         if window_is_open and self._needs is not None:  # a layer just frozen has a gradient to be summed
@@ -85,8 +106,8 @@ class GradientSync:
         if needs == self._needs:
             return
         self._needs = needs
-        if self.buckets is not None:
-            self.buckets.remove()
+        if self.data_parallel is not None:
+            self.data_parallel.remove()
         self.data_parallel = None
         trained = list(itertools.compress(self.parameters, needs_gradient))
         if self._summed_by_module is not None and self._mesh is not None:
@@ -100,22 +121,23 @@ class GradientSync:
             at_least=torch.float32 if self._stages else None,
             accumulates=accumulates,
             sharded=self._sharded,
+            in_backward=self._in_backward,
         )
         self.data_parallel = data_parallel if data_parallel.has_work else None
 
-    def norm(self, parameters: Iterable[nn.Parameter] | None = None) -> Tensor:
+    def norm(self, parameters: Iterable[nn.Parameter] | None = None, gone: SquaredNorms | None = None) -> Tensor:
         """Return the norm of the gradients of these parameters, or of all. Collective over all ranks.
 
-        Each tied parameter counts once.
+        Each tied parameter counts once. With `gone`, gradients that are no longer there count, too.
         """
         is_wide = any(parameter.dtype == torch.float64 for parameter in self.parameters)  # frozen ones, too
         at_least = torch.float64 if is_wide else torch.float32
-        return self.tied.norm(self.parameters if parameters is None else parameters, at_least)
+        return self.tied.norm(self.parameters if parameters is None else parameters, at_least, gone)
 
     def close(self) -> None:
         """Drop buckets and hooks. Local."""
-        if self.buckets is not None:
-            self.buckets.remove()
+        if self.data_parallel is not None:
+            self.data_parallel.remove()
         for stage in self._sharded.values():
             stage.close()
         self.data_parallel, self._needs = None, None

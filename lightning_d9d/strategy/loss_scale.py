@@ -22,10 +22,12 @@ class LossScaling:
     Args:
         module: Says what microbatches weigh.
         group: The ranks over which tokens are split; None for one process.
+        divides_means: Whether losses that are means are divided by the number of ranks now, not their gradients later.
     """
 
-    def __init__(self, module: D9DModule, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, module: D9DModule, group: dist.ProcessGroup | None, *, divides_means: bool = False) -> None:
         self._module = module
+        self._divides_means = divides_means
         self._group = group
         self._num_ranks = 1 if group is None else dist.get_world_size(group)
         self._num_chunks = module.pipeline.tokens.sequence.size
@@ -48,7 +50,7 @@ class LossScaling:
     def scale(
         self, split: SplitBatch, accumulated_batches: int, plan: BatchPlan, total_weight: Tensor | None
     ) -> LossScale:
-        """Return the scale for both kinds of loss. `TrainStep.restore` divides means by the number of ranks. Local.
+        """Return the scale for both kinds of loss. `TrainStep.restore` divides what is left. Local.
 
         Args:
             split: The batch.
@@ -58,7 +60,8 @@ class LossScaling:
         """
         num_counting = (plan.num_counting or self._num_ranks // self._num_chunks) * self._num_chunks
         num_rows = sum(filter(None, split.rows[: split.num_counted]))
+        ranks = 1 if self._divides_means else self._num_ranks
         return LossScale(
-            of_mean=self._num_ranks / (num_counting * max(num_rows, 1) * accumulated_batches),
+            of_mean=ranks / (num_counting * max(num_rows, 1) * accumulated_batches),
             of_sum=1.0 if total_weight is None else inverse(total_weight),
         )

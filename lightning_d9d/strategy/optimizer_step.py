@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
@@ -53,27 +54,46 @@ class OptimizerStep:
             factor: Multiply the gradients by it, a float32 on the device, as they are read.
             kwargs: For `step`.
         """
-        on_device = skip is not None and takes_scalars(optimizer) and self._has_stepped
+        on_device = skip is not None and self.skips_on_device(optimizer)
         if skip is not None and not on_device and skip.item():
             self._skipped += 1
             return
+        found_inf = None
         if on_device:
             assert skip is not None
             self._skipped += skip
-        if on_device or factor is not None:
-            optimizer.grad_scale = None if factor is None else 1 / factor  # type: ignore[attr-defined]
-            optimizer.found_inf = skip.float() if on_device and skip is not None else None  # type: ignore[attr-defined]
-        try:
+            found_inf = skip.float()
+        with scalars(optimizer, found_inf, factor):
             optimizer.step(**kwargs)
-        finally:
-            for name in ("grad_scale", "found_inf"):
-                vars(optimizer).pop(name, None)
         self._has_stepped = True
+
+    def skips_on_device(self, optimizer: Optimizer) -> bool:
+        """Return whether the next step of the optimizer looks on the device whether it is left out."""
+        return takes_scalars(optimizer) and self._has_stepped
 
     @property
     def skipped(self) -> Tensor:
         """The number of skipped steps, int64 on the device."""
         return self._skipped
+
+
+@contextmanager
+def scalars(optimizer: Optimizer, found_inf: Tensor | None, factor: Tensor | None = None) -> Generator[None]:
+    """Open around a step that reads from the device whether it is skipped, and what gradients are multiplied by.
+
+    Args:
+        optimizer: Any; one that `takes_scalars` unless both others are None.
+        found_inf: The step is skipped unless it is 0.
+        factor: A float32.
+    """
+    if found_inf is not None or factor is not None:
+        optimizer.grad_scale = None if factor is None else 1 / factor  # type: ignore[attr-defined]
+        optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for name in ("grad_scale", "found_inf"):
+            vars(optimizer).pop(name, None)
 
 
 def check_steps_once(optimizer: Optimizer) -> None:
@@ -90,13 +110,19 @@ def check_steps_once(optimizer: Optimizer) -> None:
 def leaves_gradients_alone(module: L.LightningModule) -> bool:
     """Return whether no module, Trainer or callback looks at gradients between backward and step, or clips values."""
     trainer: Any = module.trainer
+    return trainer.gradient_clip_algorithm != "value" and not hooks_on_gradients(module)
+
+
+def hooks_on_gradients(module: L.LightningModule) -> list[str]:
+    """Return the names of hooks, of the module and of callbacks, that may look at gradients before a step."""
+    trainer: Any = module.trainer
     watchers = [(module, L.LightningModule), *((callback, L.Callback) for callback in trainer.callbacks)]
-    return trainer.gradient_clip_algorithm != "value" and not any(
-        is_overridden(hook, watcher, parent)
+    return [
+        f"{type(watcher).__name__}.{hook}"
         for watcher, parent in watchers
         for hook in _HOOKS_ON_GRADIENTS
-        if hasattr(parent, hook)
-    )
+        if hasattr(parent, hook) and is_overridden(hook, watcher, parent)
+    ]
 
 
 def check_parameter_groups(optimizer: Optimizer) -> None:

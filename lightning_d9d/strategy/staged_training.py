@@ -8,8 +8,11 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_d9d.loop.display import say
 from lightning_d9d.loop.progress import LateProgress, warn_of_nonfinite
+from lightning_d9d.mesh.agreement import Ranks
 from lightning_d9d.mesh.collectives import all_gather_object
+from lightning_d9d.strategy.step_in_backward import StepInBackward
 from lightning_d9d.strategy.train_step import TrainStep
 from lightning_d9d.strategy.training import BatchSettings, Training
 
@@ -21,9 +24,18 @@ class StagedTraining(Training):
         train_step: One optimizer step.
         progress: Shows the loss one step late; None where the host has it at once.
         skips_nonfinite: As for `Training`.
+        check_in_backward: Raises `ConfigError` where parameters cannot be updated inside the backward.
     """
 
-    def __init__(self, train_step: TrainStep, progress: LateProgress | None, *, skips_nonfinite: bool) -> None:
+    def __init__(
+        self,
+        train_step: TrainStep,
+        progress: LateProgress | None,
+        *,
+        skips_nonfinite: bool,
+        check_in_backward: Callable[[], None],
+    ) -> None:
+        self._check_in_backward = check_in_backward
         super().__init__(train_step.gradient_sync, train_step.optimizer_step, skips_nonfinite=skips_nonfinite)
         self.executor = train_step.executor
         self._train_step = train_step
@@ -32,8 +44,23 @@ class StagedTraining(Training):
 
     def begin(self, may_defer: Callable[[], bool]) -> None:
         """Decide on what a checkpoint may have changed, too: options of the optimizer, callbacks."""
+        if self._train_step.in_backward is not None:
+            self._begin_in_backward(self._train_step.in_backward)
+            return
         defers = may_defer()
         self._train_step.defers = defers if self._train_step.pipeline.mesh is None else all(all_gather_object(defers))
+
+    def _begin_in_backward(self, in_backward: StepInBackward) -> None:
+        with Ranks().agreed("the fit cannot begin"):
+            in_backward.torn.check_fit()
+            self._check_in_backward()
+        trainer: Any = self._module.trainer
+        if trainer.accumulate_grad_batches > 1 or not self._train_step.splitter.count.is_one:
+            say(
+                trainer,
+                f"step_in_backward: microbatches are accumulated, so {self.gradients.num_accumulated_bytes:,} bytes of "
+                "gradients are there before the last one of a step, whose updates free them",
+            )
 
     def finish(self) -> None:
         """Say what counted nothing in the last batches."""
@@ -42,6 +69,8 @@ class StagedTraining(Training):
     def run(self, own: Callable[[], Any], inputs: Sequence[Any], settings: BatchSettings) -> Tensor:
         """Run the schedule of a batch. Its gradients wait for `backward`."""
         self.settings = settings
+        if (in_backward := self._train_step.in_backward) is not None:
+            in_backward.keeps_norm, in_backward.max_value = settings.logs_norm, settings.max_value
         batch, batch_index = inputs
         loss, metrics = self._train_step.run(
             batch, batch_index, settings.accumulated_batches, self.is_last_batch, settings.plan
@@ -71,4 +100,6 @@ class StagedTraining(Training):
     def close(self) -> None:
         """Drop hooks, and what the executor holds. Local."""
         super().close()
+        if self._train_step.in_backward is not None:
+            self._train_step.in_backward.torn.close()
         self._train_step.executor.close()

@@ -33,12 +33,7 @@ from lightning_d9d.loop.interrupt import Interruption, resume_advice, set_exit_c
 from lightning_d9d.loop.launch import check_number_of_ranks, ending_with_launcher
 from lightning_d9d.loop.patches import Patches
 from lightning_d9d.loop.shutdown import Shutdown, end_children_at_exit
-from lightning_d9d.loop.uneven import (
-    align_loaders,
-    begin_evaluation_step,
-    leave_samplers,
-    plan_of,
-)
+from lightning_d9d.loop.uneven import align_loaders, begin_evaluation_step, leave_samplers, plan_of
 from lightning_d9d.mesh import MeshConfig
 from lightning_d9d.ops.backend import using_kernels
 from lightning_d9d.ops.grouped_gemm import using_grouped_gemm
@@ -110,6 +105,8 @@ class D9DStrategy(RankHooks):
         skip_nonfinite: Leave out optimizer steps where the norm of all gradients is not finite, on all ranks together;
             their number is logged as `skipped_steps`. Optimizers other than torch's fused ones cost a host sync a step
             then. Needs automatic optimization.
+        step_in_backward: Update parameters of a D9DModule while its backward goes on, as soon as their gradients are
+            complete, and free these. See [Save memory](../how-to/save-memory.md).
         process_group_backend: "gloo", "nccl", ...; by default the one for the device.
     """
 
@@ -128,6 +125,7 @@ class D9DStrategy(RankHooks):
         checkpoint: CheckpointConfig = CheckpointConfig(),
         timeouts: TimeoutConfig = TimeoutConfig(),
         skip_nonfinite: bool = False,
+        step_in_backward: bool = False,
         process_group_backend: str | None = None,
     ) -> None:
         mesh = MeshConfig(data_parallel_replicate=-1) if mesh is None else mesh
@@ -140,8 +138,9 @@ class D9DStrategy(RankHooks):
         self.grad_sync = grad_sync
         self.checkpoint_config = checkpoint
         self.skip_nonfinite = skip_nonfinite
+        self.step_in_backward = step_in_backward
         self.staging = Staging(resolve_schedule(schedule), microbatch_size, num_microbatches, mesh.pipeline_parallel)
-        self._checkpoints = Checkpoints(checkpoint, self.ranks)
+        self._checkpoints = Checkpoints(checkpoint, self.ranks, may_tear=step_in_backward)
         self._rank_model: RankModel | None = None
         self._training: Training | None = None
         self._evaluation: EvalStep | None = None
@@ -164,6 +163,7 @@ class D9DStrategy(RankHooks):
             "checkpoint": self.checkpoint_config,
             "timeouts": self.timeouts,
             "skip_nonfinite": self.skip_nonfinite,
+            "step_in_backward": self.step_in_backward,
         }
 
     # What the parts say
@@ -328,8 +328,8 @@ class D9DStrategy(RankHooks):
         self.setup_precision_plugin()
         if self._is_fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
-            run = patches, self.ranks, self._rank_model, self._evaluation
-            parts = TrainingParts(*run, self.parallel, self.grad_sync, self.precision_plugin, self.skip_nonfinite)
+            run = patches, self.ranks, self._rank_model, self._evaluation, self.parallel, self.grad_sync
+            parts = TrainingParts(*run, self.precision_plugin, self.skip_nonfinite, self._checkpoints.torn)
             training = self._training = parts.training(module, self.optimizers)
             self._optimizer_step = training.optimizer_step
             self._update_gradients()

@@ -14,7 +14,7 @@ from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh import Axis, MeshDomains
 from lightning_d9d.mesh.collectives import all_gather_object, broadcast_tensors
 from lightning_d9d.mesh.sharding import local
-from lightning_d9d.sync.norm import gradient_norm
+from lightning_d9d.sync.norm import SquaredNorms, gradient_norm
 
 
 class TiedParameter(NamedTuple):
@@ -97,15 +97,21 @@ class TiedParameters(Mapping[nn.Parameter, TiedParameter]):
         for group, parameters in groupby(in_order, key=lambda parameter: self[parameter].group):
             broadcast_tensors(map(local, parameters), group, dist.get_process_group_ranks(group)[0])
 
-    def norm(self, parameters: Iterable[nn.Parameter], at_least: torch.dtype = torch.float32) -> Tensor:
+    def norm(
+        self,
+        parameters: Iterable[nn.Parameter],
+        at_least: torch.dtype = torch.float32,
+        gone: SquaredNorms | None = None,
+    ) -> Tensor:
         """Return the norm of all gradients of the model; each tied parameter counts once. Collective over all ranks.
 
         Args:
             parameters: This rank's, perhaps none.
             at_least: Dtype of the norm, as in `gradient_norm`.
+            gone: Of parameters that are not tied and have no gradient any more.
         """
         counted = [parameter for parameter in parameters if parameter not in self or self[parameter].counts_here]
-        return gradient_norm(counted, pipeline_group=self._pipeline, at_least=at_least)
+        return gradient_norm(counted, pipeline_group=self._pipeline, at_least=at_least, gone=gone)
 
     def check_frozen_alike(self) -> None:
         """Compare what callbacks froze and unfroze between epochs. Collective over the pipeline.

@@ -24,6 +24,10 @@ loss, weight or gradients. A loss that is a mean is averaged over the ranks with
 
 [Note: one factor] Where the optimizer multiplies gradients by a factor as it reads them (torch's fused ones) and nobody
 looks at them between backward and step, division and clipping become that factor and cost no pass over the gradients.
+
+[Note: step in backward] With `in_backward` most parameters are updated while `run` computes gradients of others, and
+have none afterwards. So the division comes before: means are scaled by 1 / ranks, too, and the weight of the window is
+known when its last batch begins. `restore`, `norm` and `step` see what is left.
 """
 
 from __future__ import annotations
@@ -48,6 +52,7 @@ from lightning_d9d.strategy.optimizer_step import OptimizerStep
 from lightning_d9d.strategy.reports import Reports
 from lightning_d9d.strategy.sequence_check import SequenceCheck
 from lightning_d9d.strategy.step_checks import StepChecks
+from lightning_d9d.strategy.step_in_backward import StepInBackward
 from lightning_d9d.strategy.window import Window, cast_gradients, inverse, scale_gradients
 from lightning_d9d.sync.norm import clip_factor, clip_gradients_by_norm
 
@@ -62,6 +67,7 @@ class TrainStep:
         gradient_sync: Gathers parameters and sums gradients over ranks.
         optimizer_step: Steps or skips, and counts skips.
         sequences: Checks in the first batch that stages take parts of sequences.
+        in_backward: Updates parameters inside `run`; None: `step` alone does. [Note: step in backward].
     """
 
     def __init__(
@@ -72,6 +78,7 @@ class TrainStep:
         gradient_sync: GradientSync,
         optimizer_step: OptimizerStep,
         sequences: SequenceCheck,
+        in_backward: StepInBackward | None = None,
     ) -> None:
         self.module = module
         self.executor = executor
@@ -83,8 +90,11 @@ class TrainStep:
         self.parameters = gradient_sync.parameters
         self.group = self.pipeline.token_group
         """Ranks over which tokens are split; None for one process."""
-        self.scaling = LossScaling(module, self.group)
-        self.window = Window(self.parameters, 1 if self.group is None else dist.get_world_size(self.group))
+        self.in_backward = in_backward
+        divides_means = in_backward is not None
+        self.scaling = LossScaling(module, self.group, divides_means=divides_means)
+        num_ranks = 1 if self.group is None or divides_means else dist.get_world_size(self.group)
+        self.window = Window(self.parameters, num_ranks)
         self.defers = False
         """Whether division and clipping are left to the optimizer. [Note: one factor]."""
         self.factor: Tensor | None = None
@@ -114,9 +124,14 @@ class TrainStep:
         must_split_evenly = self.checks.batch(batch, batch_index)
         split = self.splitter.split(batch, plan, check=must_split_evenly, trains=True)
         self.checks.split(split, self.executor.forward_context)
-        total_weight = self.scaling.known_weight(split) if is_first and is_last else None
-        self.window.is_scaled = total_weight is not None
-        scale = self.scaling.scale(split, accumulated_batches, plan, total_weight)
+        in_backward = self.in_backward if is_last else None
+        asks = is_last and (is_first or in_backward is not None)
+        weight = self.scaling.known_weight(split) if asks else None
+        self.window.is_scaled = is_first and weight is not None
+        scale = self.scaling.scale(split, accumulated_batches, plan, weight if is_first else None)
+        if in_backward is not None:
+            scale = scale if weight is not None else LossScale(scale.of_mean, None)
+            in_backward.begin(*self._skip_and_factor(weight, is_first))
         totals = self._run_schedule(split, scale, is_first, is_last)
         if is_last:
             self.checks.whole_gradients()
@@ -142,7 +157,7 @@ class TrainStep:
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """The norm of the gradients as the optimizer will see them, but for clipping. Collective."""
-        norm = self.gradient_sync.norm(parameters)
+        norm = self.gradient_sync.norm(parameters, None if self.in_backward is None else self.in_backward.gone)
         return norm if self.factor is None else norm * self.factor
 
     def clip(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
@@ -165,6 +180,11 @@ class TrainStep:
         """
         if self.gradient_sync.data_parallel is not None:
             cast_gradients(self.parameters, optimizer)  # buckets and sharded units keep wide ones
+        if self.in_backward is not None:
+            self.optimizer_step(optimizer, self.in_backward.decision, **kwargs)
+            self.in_backward.torn.end()
+            self.module.on_after_optimizer_step(self.in_backward.skip)
+            return
         weight = self.window.weight
         skip = None if weight is None else weight == 0  # None: a loss that is a mean always has rows
         if norm is not None:
@@ -178,6 +198,15 @@ class TrainStep:
         self.optimizer_step.empty.end_epoch()
         self.pipeline.begin_epoch()
 
+    def _skip_and_factor(self, weight: Tensor | None, is_first: bool) -> tuple[Tensor | None, Tensor | None]:
+        """For the last batch of a window, of this weight: whether its step is skipped, and a factor of gradients."""
+        if weight is None or (not is_first and self.window.weight is None):  # means
+            return None, None
+        if is_first or self.window.weight is None:
+            return weight == 0, None
+        total = self.window.weight + weight
+        return total == 0, inverse(total)
+
     def _run_schedule(self, split: SplitBatch, scale: LossScale, is_first: bool, is_last: bool) -> BatchTotals:
         """Run this rank's part of the program, with the sums of gradients that it has. Collective."""
         num_microbatches = len(split.microbatches)
@@ -189,9 +218,11 @@ class TrainStep:
         with self.module.schedule_running():
             try:
                 totals = self.executor.train(self.pipeline.program(num_microbatches), split, scale, data_parallel)
-            except BaseException:
+            except BaseException as error:
                 if data_parallel is not None:
                     data_parallel.drop()
+                if self.in_backward is not None:
+                    self.in_backward.torn.note(error)
                 raise
         if data_parallel is not None:
             data_parallel.finish()

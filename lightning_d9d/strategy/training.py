@@ -31,6 +31,8 @@ class BatchSettings:
     """The batches of a full window."""
     clips_values: bool = False
     """True if gradients are clipped one by one, which hides infinite ones from the norm."""
+    max_value: float | None = None
+    """The limit of gradients that are clipped one by one; None: they are not."""
     logs_norm: bool = False
     """True if the norm of the gradients is logged although nothing clips by it."""
     plan: BatchPlan = NOTHING_AGREED
@@ -45,6 +47,7 @@ class BatchSettings:
         return cls(
             accumulated_batches=trainer.accumulate_grad_batches,
             clips_values=clips_values,
+            max_value=trainer.gradient_clip_val if clips_values else None,
             logs_norm=not clips_by_norm and every > 0 and (trainer.global_step + 1) % every == 0,
             plan=plan,
         )
@@ -93,6 +96,10 @@ class Training(ABC):
 
         Args:
             may_defer: Whether the optimizer can take division and clipping as a factor, without anybody noticing.
+
+        Raises:
+            ConfigError: Parameters cannot be updated inside the backward.
+            StateError: The weights are torn by a failure of an earlier fit.
         """
         del may_defer
 

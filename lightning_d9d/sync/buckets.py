@@ -75,19 +75,35 @@ class _Bucket:
         self.bucket_group = bucket_group
         self.group = group
         self.parameters = parameters
-        sizes = [local(parameter).numel() for parameter in parameters]
-        self.num_elements = sum(sizes)
-        self.flat = torch.zeros(self.num_elements + len(parameters), dtype=dtype, device=local(parameters[0]).device)
-        self.gradients, self.flags = self.flat[: self.num_elements], self.flat[self.num_elements :]
-        self.views = list(map(_laid_out_as, parameters, self.gradients.split(sizes)))
+        self.dtype = dtype
+        self.num_elements = sum(local(parameter).numel() for parameter in parameters)
+        self.flat: Tensor | None = None
+        """From the first gradient to the sum; [Note: pooled buffers]."""
+        self.views: list[Tensor] = []
         self.arrived: set[int] = set()
         self.used: list[bool] = []
         self.launched = False
         self.work: dist.Work | None = None
 
+    @property
+    def num_bytes(self) -> int:
+        """The size of the buffer, while there is one."""
+        return (self.num_elements + len(self.parameters)) * self.dtype.itemsize
+
+    def take_buffer(self) -> Tensor:
+        """The flat buffer, a new one if there is none; what nobody has written is undefined."""
+        if self.flat is None:
+            sizes = [local(parameter).numel() for parameter in self.parameters]
+            device = local(self.parameters[0]).device
+            self.flat = torch.empty(self.num_elements + len(sizes), dtype=self.dtype, device=device)
+            self.views = list(map(_laid_out_as, self.parameters, self.flat[: self.num_elements].split(sizes)))
+        return self.flat
+
     def adopt(self, index: int) -> None:
         """Make the view this parameter's gradient, keeping the value it has. [Note: bucket life]."""
-        parameter, view = self.parameters[index], self.views[index]
+        parameter = self.parameters[index]
+        self.take_buffer()
+        view = self.views[index]
         if parameter.grad is None or parameter.grad is view:
             return
         if parameter.grad.layout != torch.strided:
@@ -101,6 +117,7 @@ class _Bucket:
     def fill(self) -> None:
         """Put all gradients into the buffer."""
         self.launched = True
+        self.take_buffer()
         self.used = [p.grad is not None for p in self.parameters]
         for index, used in enumerate(self.used):
             if used:
@@ -112,23 +129,30 @@ class _Bucket:
         """Begin to sum the buffer over the ranks."""
         if self.group is None:
             return
+        flat = self.take_buffer()
+        flags = flat[self.num_elements :]
         if all(self.used):
-            self.flags.fill_(1)
+            flags.fill_(1)
         else:
-            self.flags.copy_(torch.tensor(self.used, dtype=self.flags.dtype))
-        self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
+            flags.copy_(torch.tensor(self.used, dtype=flags.dtype))
+        self.work = dist.all_reduce(flat, group=self.group, async_op=True)
 
-    def wait(self, divisor: float) -> None:
+    def wait(self, divisor: float = 1.0) -> None:
         """Wait for the sum, divide it, and hand gradients that other ranks made to parameters unused here."""
         if self.work is not None:
             self.work.wait()
             self.work = None
+            flat = self.take_buffer()
             if divisor != 1:
-                self.gradients.div_(divisor)
+                flat[: self.num_elements].div_(divisor)
             if not all(self.used):
-                for index, flag in enumerate(self.flags.tolist()):
+                for index, flag in enumerate(flat[self.num_elements :].tolist()):
                     if flag and not self.used[index]:
                         self.parameters[index].grad = self.views[index]
+        self.flat, self.views = None, []
+
+    def end_window(self) -> None:
+        """Wait for the gradients of another one."""
         self.launched = False
         self.arrived.clear()
 
@@ -168,13 +192,17 @@ class GradientBuckets:
         ]
         self.before_sum: Callable[[Sequence[nn.Parameter], Sequence[Tensor]], None] | None = None
         """Sees the parameters of each bucket and their gradients before these are summed over ranks."""
+        self.on_summed: Callable[[Sequence[nn.Parameter]], None] | None = None
+        """Gets the parameters of a bucket while backward goes on, when their sums are there and the bucket behind it
+        has been launched: the stream does not wait for a sum that has just begun. Not those that `finish` waits for."""
         self._armed: set[int] = set()
         self._completed: set[int] = set()
         self._next = 0
+        self._num_summed = 0
         self._handles = []
         for bucket in self.buckets:
             for index, parameter in enumerate(bucket.parameters):
-                if parameter.dtype != bucket.flat.dtype:
+                if parameter.dtype != bucket.dtype:
                     parameter.grad_dtype = None  # lets .grad be the bucket's dtype; autograd then adds into it
                 if parameter.requires_grad:
                     hook = partial(self._on_gradient, bucket, index)
@@ -182,8 +210,8 @@ class GradientBuckets:
 
     @property
     def num_bytes(self) -> int:
-        """What the buffers take on this rank."""
-        return sum(bucket.flat.numel() * bucket.flat.element_size() for bucket in self.buckets)
+        """The size of all buffers on this rank, when all are there."""
+        return sum(bucket.num_bytes for bucket in self.buckets)
 
     def start(self, bucket_group: int = 0) -> None:
         """Announce the bucket group's last backward of the window: its complete buckets may leave."""
@@ -202,11 +230,13 @@ class GradientBuckets:
         """
         while self._next < len(self.buckets):
             self._launch_next()
-        for bucket in self.buckets:
+        for bucket in self.buckets[self._num_summed :]:
             bucket.wait(divisor)
+        for bucket in self.buckets:
+            bucket.end_window()
         self._armed.clear()
         self._completed.clear()
-        self._next = 0
+        self._next = self._num_summed = 0
 
     def remove(self) -> None:
         """Take the hooks off the parameters; gradients stay where they are."""
@@ -229,6 +259,14 @@ class GradientBuckets:
     def _launch_complete(self) -> None:
         while self._next < len(self.buckets) and self._is_complete(self.buckets[self._next]):
             self._launch_next()
+        if self.on_summed is None:
+            return
+        for bucket in self.buckets[self._num_summed : self._next]:
+            if bucket.work is not None and bucket is self.buckets[self._next - 1]:
+                break
+            bucket.wait()
+            self._num_summed += 1
+            self.on_summed(bucket.parameters)
 
     def _is_complete(self, bucket: _Bucket) -> bool:
         return bucket.bucket_group in self._completed or len(bucket.arrived) == len(bucket.parameters)

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -27,12 +28,30 @@ from lightning_d9d.mesh.collectives import device_of_messages
 from lightning_d9d.mesh.sharding import Sharding, local, sharding_of
 
 
+class SquaredNorms(dict[Sharding | None, Tensor]):
+    """Squared norms of this rank's parts of gradients that are gone before `gradient_norm` is called, by sharding."""
+
+    @torch.no_grad()
+    def add(self, parameters: Iterable[Tensor]) -> None:
+        """Add those of gradients that are still there. Local; the host does not wait.
+
+        Args:
+            parameters: Each is added once, and is given to `gradient_norm` again, by then without a gradient.
+        """
+        for sharding, gradients in _local_gradients(list(parameters)).items():
+            if gradients:
+                device = gradients[0].device
+                part = _local_sum(gradients, 2.0, device)
+                self[sharding] = part + self[sharding].to(device) if sharding in self else part
+
+
 @torch.no_grad()
 def gradient_norm(
     parameters: Iterable[Tensor],
     norm_type: float = 2.0,
     pipeline_group: dist.ProcessGroup | None = None,
     at_least: torch.dtype = torch.float32,
+    gone: Mapping[Sharding | None, Tensor] | None = None,
 ) -> Tensor:
     """The p-norm of all gradients of the model taken as one vector. Collective.
 
@@ -46,6 +65,7 @@ def gradient_norm(
         norm_type: p > 0, or infinity. For p < 1 that is not a norm, but computed alike.
         pipeline_group: Ranks whose stages hold other parameters, to be counted together; None if this rank has all.
         at_least: Dtype of the result; a rank without parameters may have to name that of other ranks.
+        gone: `SquaredNorms` of parameters that have no gradient any more, for the 2-norm.
 
     Returns:
         The same number on all ranks, shape `[]`, on the device of the first parameter (without any, on the one that
@@ -57,7 +77,7 @@ def gradient_norm(
             one that is still to be summed (`Partial`).
     """
     parameters = list(dict.fromkeys(parameters))
-    return _norm(parameters, _local_gradients(parameters), norm_type, pipeline_group, at_least)
+    return _norm(parameters, _local_gradients(parameters), norm_type, pipeline_group, at_least, gone or {})
 
 
 @torch.no_grad()
@@ -136,22 +156,27 @@ def _norm(
     norm_type: float,
     pipeline_group: dist.ProcessGroup | None,
     at_least: torch.dtype = torch.float32,
+    gone: Mapping[Sharding | None, Tensor] = MappingProxyType({}),
 ) -> Tensor:
     norm_type = float(norm_type)
     if not norm_type > 0:
         raise ConfigError(f"norm_type={norm_type} must be greater than 0; the usual ones are 2.0 and float('inf')")
-    by_groups: dict[frozenset[dist.ProcessGroup], tuple[list[dist.ProcessGroup], list[Tensor]]] = {}
+    by_groups: dict[frozenset[dist.ProcessGroup], tuple[list[dist.ProcessGroup], list[Tensor], list[Tensor]]] = {}
     for sharding, gradients in by_sharding.items():
         groups = _sharding_groups(sharding)
-        by_groups.setdefault(frozenset(groups), (groups, []))[1].extend(gradients)
+        _, same_groups, squares = by_groups.setdefault(frozenset(groups), (groups, [], []))
+        same_groups.extend(gradients)
+        squares += [gone[sharding]] if sharding in gone else []
 
     device = parameters[0].device if parameters else torch.device("cpu")
-    for group in (pipeline_group, *(group for groups, _ in by_groups.values() for group in groups)):
+    for group in (pipeline_group, *(group for groups, *_ in by_groups.values() for group in groups)):
         if device.type == "cpu":  # a frozen stage, or gradients that are kept in the host's memory
             device = device_of_messages(group)
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for groups, gradients in by_groups.values():
+    for groups, gradients, squares in by_groups.values():
         part = _local_sum(gradients, norm_type, device)
+        for square in squares:
+            part = part + square.to(device)
         for group in groups:
             part = _sum_over(group, part, norm_type)
         total = torch.maximum(total, part) if norm_type == math.inf else total + part

@@ -174,6 +174,7 @@ def on_one_process(
     data: Data = PLAIN,
     device: torch.device = torch.device("cpu"),  # noqa: B008
     peft: PeftMethod | None = None,
+    clip: float = CLIP,
 ) -> Steps:
     """The same in plain torch, with the initial weights of a D9DModule.
 
@@ -205,7 +206,7 @@ def on_one_process(
         for parameter in trained.values():
             parameter.grad /= num_tokens
         seen.gradients.append({name: parameter.grad.cpu().clone() for name, parameter in trained.items()})
-        seen.norms.append(torch.nn.utils.clip_grad_norm_(trained.values(), CLIP).cpu())
+        seen.norms.append(torch.nn.utils.clip_grad_norm_(trained.values(), clip).cpu())
         optimizer.step()
         seen.weights.append({name: parameter.detach().cpu().clone() for name, parameter in named.items()})
     return seen

@@ -125,7 +125,7 @@ def test_a_setting_without_an_effect_on_what_shards_itself_is_refused(rank: Rank
 
 
 def test_every_need_is_tested() -> None:
-    assert REFUSED.keys() | {"D9DStrategy.schedule"} == NEEDS.keys()
+    assert REFUSED.keys() | {"D9DStrategy.schedule", "D9DStrategy.step_in_backward"} == NEEDS.keys()
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -177,6 +177,12 @@ def test_a_schedule_of_a_plain_module_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"D9DStrategy.schedule=.*GPipe.* Plain is a plain LightningModule"):
         run.fit(Plain(), loader(8))
     trainer(D9DStrategy(schedule="1f1b"), max_steps=1).fit(Plain(), loader(8))
+
+
+def test_steps_in_the_backward_of_a_plain_module_are_refused() -> None:
+    run = trainer(D9DStrategy(step_in_backward=True))
+    with pytest.raises(ConfigError, match=r"D9DStrategy.step_in_backward=True has no effect here: Plain is a plain"):
+        run.fit(Plain(), loader(8))
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,7 @@ USED: dict[str, Callable[[], bool]] = {
     "_parse_ckpt_path": lambda: calls(LightningCLI.__init__, "self._parse_ckpt_path()"),
     # torch's, in strategy/strategy.py
     "_optimizer_step_pre_hooks": lambda: not torch.optim.SGD([torch.zeros(1)])._optimizer_step_pre_hooks,
+    "_optimizer_step_post_hooks": lambda: not torch.optim.SGD([torch.zeros(1)])._optimizer_step_post_hooks,
     # only types
     "_DataFetcher": lambda: inspect.isclass(fetchers._DataFetcher),
     "_EvaluationLoop": lambda: inspect.isclass(EvaluationLoop),

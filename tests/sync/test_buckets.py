@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -114,11 +116,43 @@ def test_views_of_one_flat_buffer_are_the_gradients() -> None:
     buckets = GradientBuckets([BucketGroup([*module.parameters()], None)])
     module(rows(0, torch.device("cpu")), {0, 1, 2}).sum().backward()
     (bucket,) = buckets.buckets
+    assert bucket.flat is not None
     storages = {p.grad.untyped_storage().data_ptr() for p in module.parameters() if p.grad is not None}
     assert storages == {bucket.flat.untyped_storage().data_ptr()}
     before = [p.grad for p in module.parameters()]
     module(rows(1, torch.device("cpu")), {0, 1, 2}).sum().backward()
     assert all(p.grad is grad for p, grad in zip(module.parameters(), before, strict=True))
+
+
+@pytest.mark.ranks(2)
+def test_a_buffer_is_there_from_the_first_gradient_to_the_sum(rank: RankContext) -> None:
+    module = Branches().to(rank.device)
+    buckets = GradientBuckets([BucketGroup([*module.parameters()], rank.group)], bucket_mb=1e-4)
+    assert len(buckets.buckets) == 6
+    assert buckets.num_bytes == sum((p.numel() + 1) * 8 for p in module.parameters())
+    held: list[int] = []
+    handed: list[nn.Parameter] = []
+
+    def free(parameters: Sequence[nn.Parameter]) -> None:
+        for parameter in parameters:
+            assert parameter.grad is not None
+            handed.append(parameter)
+            parameter.grad = None
+
+    buckets.on_summed = free
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda _: held.append(sum(bucket.flat is not None for bucket in buckets.buckets))
+        )
+    for _ in range(2):
+        assert all(bucket.flat is None for bucket in buckets.buckets)
+        buckets.start()
+        module(rows(rank.rank, rank.device), {0, 1, 2}).square().sum().backward()
+        buckets.finish()
+    assert max(held) <= 2
+    assert len(handed) == 2 * 5  # `finish` has waited for the last one
+    assert {id(parameter) for parameter in handed} == {id(p) for p in [*module.parameters()][1:]}
+    buckets.remove()
 
 
 def test_size_counts_local_elements_in_the_buffers_dtype() -> None:
@@ -134,7 +168,7 @@ def test_size_counts_local_elements_in_the_buffers_dtype() -> None:
 def test_parameters_of_several_dtypes_do_not_mix() -> None:
     parameters = [nn.Parameter(torch.zeros(4, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16) * 2]
     buckets = GradientBuckets([BucketGroup([*parameters], None)]).buckets
-    assert sorted(str(b.flat.dtype) for b in buckets) == ["torch.bfloat16", "torch.float32"]
+    assert sorted(str(b.dtype) for b in buckets) == ["torch.bfloat16", "torch.float32"]
     assert [len(b.parameters) for b in buckets] == [2, 2]
 
 

@@ -19,7 +19,7 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from lightning_d9d import ConfigError
 from lightning_d9d.mesh import MeshConfig, MeshDomains
-from lightning_d9d.sync.norm import clip_gradients_by_norm, gradient_norm
+from lightning_d9d.sync.norm import SquaredNorms, clip_gradients_by_norm, gradient_norm
 from tests.harness.compare import (
     assert_bitwise_equal,
     assert_close_named,
@@ -486,3 +486,23 @@ def test_devices_mix(norm_type: float) -> None:
     whole = [plain(values(i, 50)) for i in range(3)]
     check(ours, whole, norm_type)
     assert [p.grad.device.type for p in ours if p.grad is not None] == devices
+
+
+@pytest.mark.ranks(2)
+def test_gradients_that_are_gone_count(rank: RankContext) -> None:
+    mesh = MeshDomains.build(MeshConfig(data_parallel_shard=2), rank.device.type).for_axes("dp_cp_shard")
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(6, 3, generator=generator, dtype=torch.float64) for _ in range(6)]
+    parameters = [nn.Parameter(torch.zeros(6, 3, dtype=torch.float64, device=rank.device)) for _ in range(2)]
+    parameters += [nn.Parameter(distribute_tensor(torch.zeros_like(whole[0]), mesh, [S0])) for _ in range(4)]
+    for parameter, gradient in zip(parameters, whole, strict=True):
+        on_device = gradient.to(rank.device)
+        is_sharded = isinstance(parameter, DTensor)
+        parameter.grad = distribute_tensor(on_device, mesh, [S0]) if is_sharded else on_device
+    gone = SquaredNorms()
+    for part in ([0, 2], [3, 4]):
+        gone.add(parameters[index] for index in part)
+        for index in part:
+            parameters[index].grad = None
+    norm = gradient_norm(parameters, gone=gone)
+    assert_close_named("norm", norm, torch.stack(whole).norm())

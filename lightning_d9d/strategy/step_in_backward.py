@@ -1,0 +1,272 @@
+"""Optimizer steps inside the backward: parameters are updated as soon as their gradients are complete.
+
+[Note: parts of a step] The last backward of an accumulation window completes gradients. A gradient is complete when
+autograd or FSDP2 has put it in place, or the sum of its bucket is there. Complete parameters are collected until their
+gradients take `limit_bytes`. Then the optimizer steps with groups that have these parameters alone, and their gradients
+are freed. What is left when the backward ends is updated by the one ordinary step, which Lightning and schedules count.
+Left are parameters in the last, smaller part, those that several stages have, and those that are summed afterwards.
+
+[Note: streams] FSDP2 calls hooks on the stream of its reduction. Each stream collects parts of its own, updates them
+there, and the stream of the backward waits for the others at the end.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor, nn
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.mesh.sharding import local
+from lightning_d9d.strategy.optimizer_step import OptimizerStep, hooks_on_gradients, scalars
+from lightning_d9d.strategy.torn import TornWeights
+from lightning_d9d.strategy.window import cast_gradients, scale_gradients
+from lightning_d9d.sync.norm import SquaredNorms, clip_gradients_by_value
+
+_EACH_ALONE = {ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop}
+"""Optimizers of torch whose update of a parameter depends on no other; a subclass may do something else."""
+
+
+class StepInBackward:
+    """Updates complete parameters while the backward goes on. [Note: parts of a step].
+
+    Args:
+        optimizer: The only one.
+        steps: Knows whether it skips on the device.
+        torn: Hears when the first part is updated, and when the step is over.
+        limit_bytes: A part is updated when its gradients take as much.
+    """
+
+    def __init__(self, optimizer: Optimizer, steps: OptimizerStep, torn: TornWeights, limit_bytes: int) -> None:
+        self.torn = torn
+        self.gone = SquaredNorms()
+        """Squares of the gradients that this step has freed, if `keeps_norm`."""
+        self.keeps_norm = False
+        self.max_value: float | None = None
+        """Elements of gradients are at most so far from 0; None: they are not clipped."""
+        self.skip: Tensor | None = None
+        """Whether the step is left out, a bool on the device. None: it never is."""
+        self.decision: Tensor | None = None
+        """The same on the host, if the optimizer cannot look on the device."""
+        self._optimizer = optimizer
+        self._steps = steps
+        self._limit_bytes = limit_bytes
+        self._is_active = False
+        self._factor: Tensor | None = None
+        self._found_inf: Tensor | None = None
+        self._group_of: dict[nn.Parameter, int] = {}
+        self._taken: set[nn.Parameter] = set()
+        self._parts: dict[torch.cuda.Stream | None, _Part] = {}
+        self._streams: set[torch.cuda.Stream] = set()
+        """Those that have updated something in this backward."""
+
+    def begin(self, skip: Tensor | None, factor: Tensor | None) -> None:
+        """The last batch of a window begins. The host waits once where the optimizer does not skip on the device.
+
+        Args:
+            skip: A bool on the device: leave the whole step out. None: never.
+            factor: Multiply gradients by it. None: by nothing.
+        """
+        groups = self._optimizer.param_groups
+        self._group_of = {parameter: index for index, group in enumerate(groups) for parameter in group["params"]}
+        self._taken.clear()
+        self._parts.clear()
+        self.gone.clear()
+        on_device = skip is not None and self._steps.skips_on_device(self._optimizer)
+        self.skip = skip
+        self.decision = skip if skip is None or on_device else skip.cpu()
+        self._found_inf = skip.float() if on_device and skip is not None else None
+        self._is_active = on_device or self.decision is None or not self.decision.item()
+        self._factor = factor
+
+    def take(self, parameter: nn.Parameter) -> None:
+        """Take a parameter whose gradient is complete, and update it now or with later ones.
+
+        Sparse gradients are left to the ordinary step.
+
+        Raises:
+            RuntimeError: Its gradient had been complete before.
+        """
+        if not self._is_active or parameter.grad is None or parameter not in self._group_of:
+            return
+        if parameter.grad.layout != torch.strided:
+            return
+        if parameter in self._taken:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(parameter.shape)} received a second gradient in the backward that "
+                "updates it. Reentrant activation checkpointing and sharded modules that run twice do this: use "
+                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or leave step_in_backward out of "
+                "D9DStrategy"
+            )
+        self._taken.add(parameter)
+        gradient = local(parameter.grad)
+        stream = torch.cuda.current_stream(gradient.device) if gradient.is_cuda else None
+        part = self._parts.setdefault(stream, _Part())
+        part.parameters.append(parameter)
+        part.num_bytes += gradient.nbytes
+        if part.num_bytes >= self._limit_bytes:
+            del self._parts[stream]
+            self._update(part.parameters, stream)
+
+    def take_rest(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Take those of several parameters that have not been taken; all their gradients are complete."""
+        for parameter in parameters:
+            if parameter not in self._taken:
+                self.take(parameter)
+
+    def end_backward(self) -> None:
+        """Let the stream wait for updates on others; what is left has its gradient. [Note: streams]."""
+        self._is_active = False
+        self._parts.clear()
+        for stream in self._streams:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
+        self._streams.clear()
+
+    @torch.no_grad()
+    def _update(self, parameters: Sequence[nn.Parameter], stream: torch.cuda.Stream | None) -> None:
+        """Do the optimizer's step for these alone, on the current stream, and free their gradients."""
+        gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        if self._factor is not None:
+            scale_gradients(gradients, self._factor)
+        if self.keeps_norm:
+            self.gone.add(parameters)
+        if self.max_value is not None:
+            clip_gradients_by_value(parameters, self.max_value)
+        cast_gradients(parameters, self._optimizer)
+        self.torn.begin()
+        with self._only(parameters), scalars(self._optimizer, self._found_inf):
+            type(self._optimizer).step(self._optimizer)  # without the wrapper by which schedules count steps
+        for parameter in parameters:
+            parameter.grad = None
+        if stream is not None:
+            self._streams.add(stream)
+            for gradient in gradients:
+                gradient.record_stream(stream)  # memory of another stream's must not be used again before
+
+    @contextmanager
+    def _only(self, parameters: Sequence[nn.Parameter]) -> Generator[None]:
+        """Open around a step of the optimizer for these parameters."""
+        groups = self._optimizer.param_groups
+        chosen: dict[int, list[nn.Parameter]] = defaultdict(list)
+        for parameter in parameters:
+            chosen[self._group_of[parameter]].append(parameter)
+        all_of = {index: groups[index]["params"] for index in chosen}
+        try:
+            for index, members in chosen.items():
+                groups[index]["params"] = members
+            self._optimizer.param_groups = [groups[index] for index in sorted(chosen)]
+            yield
+        finally:
+            self._optimizer.param_groups = groups
+            for index, members in all_of.items():
+                groups[index]["params"] = members
+
+
+@dataclass
+class _Part:
+    """Complete parameters that are updated together."""
+
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    num_bytes: int = 0
+    """The size of their gradients."""
+
+
+class CompleteGradients:
+    """Hears when gradients outside of buckets are complete, and gives their parameters to `take`.
+
+    Args:
+        of_stages: Parameters that a stage has alone, by its index, whose gradients are summed over no ranks.
+        sharded: Those that FSDP2 reduces to what the optimizer takes.
+        steps: Takes them.
+    """
+
+    def __init__(
+        self,
+        of_stages: Mapping[int, Collection[nn.Parameter]],
+        sharded: Mapping[int, Collection[nn.Parameter]],
+        steps: StepInBackward,
+    ) -> None:
+        self.steps = steps
+        self._of_stages = of_stages
+        self._last: set[int] = set()
+        """Stages whose last gradients of the window are being made."""
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, stage))
+            for by_stage in (of_stages, sharded)
+            for stage, parameters in by_stage.items()
+            for parameter in parameters
+            if parameter.requires_grad
+        ]
+
+    def begin(self) -> None:
+        """A batch begins."""
+        self._last.clear()
+
+    def last_backward(self, stage: int) -> None:
+        """The gradients that come next are the stage's last."""
+        self._last.add(stage)
+
+    def reduce(self, stage: int) -> None:
+        """All gradients of the stage are there; those that FSDP2 reduces now come next."""
+        self.steps.take_rest(self._of_stages.get(stage, ()))
+        self._last.add(stage)
+
+    def remove(self) -> None:
+        """Take the hooks off the parameters."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _on_gradient(self, stage: int, parameter: nn.Parameter) -> None:
+        if stage in self._last:
+            self.steps.take(parameter)
+
+
+def check_step_in_backward(
+    module: L.LightningModule, optimizers: Sequence[Optimizer], plugin: Precision, *, offloads: bool, skips: bool
+) -> None:
+    """Raise `ConfigError` for what cannot be right if parameters are updated inside the backward. Local.
+
+    Args:
+        module: Attached to a Trainer, whose callbacks are asked too.
+        optimizers: The module's.
+        plugin: Clips gradients.
+        offloads: Whether sharded weights and gradients are in the host's memory.
+        skips: Whether steps with infinite gradients are left out.
+    """
+    trainer: Any = module.trainer
+    by_value = trainer.gradient_clip_algorithm == "value"
+    clips = bool(trainer.gradient_clip_val)
+    own_clipping = type(plugin).clip_grad_by_value is not Precision.clip_grad_by_value
+    optimizer = optimizers[0]
+    name = type(optimizer).__name__
+    is_alone = type(optimizer) in _EACH_ALONE or getattr(optimizer, "updates_each_alone", False)
+    hooks = hooks_on_gradients(module)
+    problems = {
+        f"Trainer(gradient_clip_val={trainer.gradient_clip_val}) needs the norm of all gradients before the first "
+        'update; limit each element instead, by gradient_clip_algorithm="value"': clips and not by_value,
+        f"{type(plugin).__name__} clips values in a way of its own; use a plugin of Lightning's": clips
+        and by_value
+        and own_clipping,
+        "skip_nonfinite=True needs the norm of all gradients before the first update; leave it out": skips,
+        "ParallelConfig.offload=True keeps gradients in the host's memory, where none is saved; leave it out": offloads,
+        f"{', '.join(hooks)} may look at gradients between backward and step, when most are gone; leave these hooks "
+        "out": bool(hooks),
+        f"{name} has hooks before or after its step, which they would see in parts; remove them": bool(
+            optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+        ),
+        f"it is not known that {name} updates each parameter by itself, without counting its steps; take AdamW, SGD or "
+        "StochasticAdamW, or say so by the class attribute updates_each_alone = True": not is_alone,
+    }
+    for problem, applies in problems.items():
+        if applies:
+            raise ConfigError(f"D9DStrategy(step_in_backward=True): {problem}, or leave step_in_backward out")
