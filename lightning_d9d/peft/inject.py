@@ -22,7 +22,7 @@ class BuildsStages(Protocol):
     stages: nn.ModuleList
     """This rank's, once they are built."""
     has_adapters: bool
-    """Whether stages that are built have adapters, those of other ranks among them."""
+    """True if stages that are built have adapters, those of other ranks among them."""
 
     def set_peft(self, method: PeftMethod) -> None:
         """Let the stages be built as the method says."""

@@ -97,10 +97,8 @@ class D9DModule(OptimizedModule):
         """The strategy's; None outside of a run and under Lightning's own strategies."""
         self.evaluation: Evaluation | None = None
         """What `D9DStrategy` runs batches of validation, test and prediction by, in a run."""
-        self.peft: PeftMethod | None = None
-        """Which parameters of the stages are trained, set by `lightning_d9d.peft.inject`; None for all of them."""
-        self.has_adapters = False
-        """Whether stages that are built have adapters, those of other ranks among them."""
+        self.peft: PeftMethod | None = None  # set by `set_peft`; None trains all parameters
+        self.has_adapters = False  # as `lightning_d9d.peft.inject.BuildsStages` says
         self._in_schedule = False
         self._without_loss = False
         self.awaits_pretrained = False
