@@ -29,7 +29,7 @@ def _install(session: nox.Session, *extras: str) -> None:
 
 @nox.session
 def quickstart(session: nox.Session) -> None:
-    """Train a small Qwen3-MoE on the standard library's sources, generate text, export. About two minutes on a CPU."""
+    """Train a small Qwen3-MoE on the standard library's sources, generate text, export. About a minute on a CPU."""
     _install(session, "viz")
     session.run("python", "examples/qwen3_moe/quickstart.py", *session.posargs)
 

@@ -4,8 +4,8 @@
 - `python -m tests changed` runs the tests that the changes of this branch can break; `--base` is where it began, "main"
   if nothing is said.
 
-Tests of ranks, of jobs and of one process run side by side. Ranks wait for each other often, and jobs for their time
-limits: together they fill the cores. What runs beside prints when all is over.
+Tests of ranks, of jobs and of one process run side by side, those of one process in two streams. Ranks wait for each
+other often, and jobs for their time limits: together they fill the cores. What runs beside prints when all is over.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -27,17 +27,20 @@ from tests.harness.quick import SPINE
 WITHOUT_GPU = "not gpu and not meshes"
 RANKS, JOBS, ONE_PROCESS = "ranks", "jobs and not ranks", "not ranks and not jobs"
 QUICK_WALL_SECONDS = 120
+FOLDERS = Path(__file__).parent
+FIRST_HALF = ("benchmarks", "callbacks", "checkpoint", "cli", "generation", "ops")
+"""The folders whose tests of one process take about half of the time of all."""
 
 
-def run(arguments: list[str], kinds: Mapping[str, list[str]] | None = None) -> int:
+def run(arguments: list[str], kinds: Sequence[tuple[str, list[str]]] = ()) -> int:
     """Run pytest once for each kind of test, side by side. Return the exit status of what failed, or 0.
 
     Args:
         arguments: Go to all.
-        kinds: The markers of each kind, with more arguments for it; None for all. The output of the last one is seen
+        kinds: The markers of each kind, with more arguments for it; by default all. The output of the last one is seen
             while it runs.
     """
-    *beside, (last, more) = (kinds or {RANKS: [], JOBS: [], ONE_PROCESS: []}).items()
+    *beside, (last, more) = kinds or [(kind, []) for kind in (RANKS, JOBS, ONE_PROCESS)]
 
     def command(kind: str, more: list[str]) -> list[str]:
         return [sys.executable, "-m", "pytest", *arguments, "-m", f"{kind} and {WITHOUT_GPU}", *more]
@@ -61,19 +64,22 @@ def everything(arguments: list[str]) -> int:
     """Run all tests, or those of the paths among the arguments. Return the exit status."""
     if any(Path(argument.split("::")[0]).exists() for argument in arguments):
         return run(arguments)
-    return run(arguments, {RANKS: files_with("ranks"), JOBS: files_with("jobs"), ONE_PROCESS: []})
+    halves = [str(FOLDERS / folder) for folder in FIRST_HALF], [f"--ignore={FOLDERS / folder}" for folder in FIRST_HALF]
+    of_ranks = [(RANKS, files_with("ranks")), (JOBS, files_with("jobs"))]
+    return run(arguments, [*of_ranks, *((ONE_PROCESS, half) for half in halves)])
 
 
 def files_with(marker: str) -> list[str]:
     """Return the files of tests that name the marker: to import the others takes long."""
-    files = Path(__file__).parent.rglob("test_*.py")
+    files = FOLDERS.rglob("test_*.py")
     return sorted(str(file) for file in files if f"mark.{marker}" in file.read_text())
 
 
 def quick(arguments: list[str]) -> int:
     """Run the quick tests, and say so if they were not. Return the exit status."""
     start = time.monotonic()
-    status = run(["--quick", *arguments], {RANKS: sorted({name.split("::")[0] for name in SPINE}), ONE_PROCESS: []})
+    spine = sorted({name.split("::")[0] for name in SPINE})
+    status = run(["--quick", *arguments], [(RANKS, spine), (ONE_PROCESS, [])])
     took = time.monotonic() - start
     late = (
         f": more than {QUICK_WALL_SECONDS} s, on a busy machine or for slow tests" if took > QUICK_WALL_SECONDS else ""

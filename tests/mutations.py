@@ -45,15 +45,15 @@ MUTATIONS = [
     Mutation(
         "gradients are not summed over ranks",
         "lightning_d9d/sync/buckets.py",
-        "self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)",
+        "self.work = dist.all_reduce(flat, group=self.group, async_op=True)",
         "self.work = None",
         f"{DDP} -k four_ranks",
     ),
     Mutation(
         "gradients are divided twice",
         "lightning_d9d/sync/buckets.py",
-        "self.gradients.div_(divisor)",
-        "self.gradients.div_(divisor).div_(divisor)",
+        "flat[: self.num_elements].div_(divisor)",
+        "flat[: self.num_elements].div_(divisor).div_(divisor)",
         f"{DDP} -k 'bitwise and adamw or four_ranks'",
     ),
     Mutation(

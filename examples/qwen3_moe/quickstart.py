@@ -1,4 +1,4 @@
-"""Trains a small Qwen3-MoE on the sources of Python's standard library: two minutes on two CPU cores, no download.
+"""Trains a small Qwen3-MoE on the sources of Python's standard library: a minute on two CPU cores, no download.
 
     python examples/qwen3_moe/quickstart.py
 
@@ -23,7 +23,7 @@ from lightning_d9d.callbacks import HuggingFaceExport, LossCurve, TextSample
 from lightning_d9d.datamodules import ByteTextDataModule
 from lightning_d9d.models.qwen3_moe import Qwen3MoePretraining
 
-FULL_LENGTH = 480  # optimizer steps of 8 x 256 bytes
+FULL_LENGTH = 240  # optimizer steps of 8 x 256 bytes
 EXPECTED_GAIN = 0.9  # nats per byte by which a full-length run gets below the unigram entropy, at least
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_module
 from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -167,7 +168,8 @@ def test_a_window_without_tokens_is_skipped(optimizer: str, accumulate: int) -> 
 
 def test_bytes_of_accumulated_gradients_are_said(caplog: pytest.LogCaptureFixture) -> None:
     module = built()
-    fit(module, accumulate_grad_batches=2)
+    with caplog.at_level("INFO", rank_zero_module.log.name):  # other tests may have left another level
+        fit(module, accumulate_grad_batches=2)
     num_bytes = sum(parameter.nbytes for parameter in module.parameters())
     (said,) = [record.message for record in caplog.records if "accumulated" in record.message]
     assert f"{num_bytes:,} bytes" in said
