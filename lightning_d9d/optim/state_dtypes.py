@@ -60,7 +60,7 @@ def converted(state: Mapping[str, Any], parameter: Tensor, state_dtype: torch.dt
         StateError: The dtype cannot hold what was saved.
     """
     dtype, result = dtype_of_states(parameter, state_dtype), dict(state)
-    for key in _KINDS.keys() & state.keys():
+    for key in filter(state.__contains__, _KINDS):  # in this order on all ranks
         value = state[key]
         if value.dtype == torch.uint8 != dtype:
             value = _decoded(key, state, parameter).to(dtype)  # bfloat16 holds all
