@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_d9d.data.epoch_sampler import EpochSampler
 from lightning_d9d.data.workers import set_unrecorded
 from lightning_d9d.errors import StateError
 from lightning_d9d.mesh.seeds import random_state, set_random_state
 
-_ORDERED = (SequentialSampler, DistributedSampler)
+_ORDERED = (SequentialSampler, DistributedSampler, EpochSampler)
 """Samplers whose order follows from the epoch, and from a seed."""
 _CPU = torch.device("cpu")
 _FROM_THE_START: dict[str, Any] = {
@@ -74,7 +75,7 @@ class ResumableSampler:
         self._dealt = resumed.get("dealt")
         if self._dealt is not None:
             self._global, self._own = resumed["global"], resumed["own"]
-            left = _deal(self._dealt, self._global, self._own, self._data_rank.rank)
+            left = _deal(self._order, self._dealt, self._global, self._own, self._data_rank.rank)
             yield from left[resumed["num_read"] - self._dealt["first_batch"] :]
             return
         with self._drawing_from(resumed):
@@ -103,7 +104,7 @@ class ResumableSampler:
         own, saved = _description(self._order, ranks), state["order"]
         is_within = state["num_read"] > 0
         # Of other data only the number of batches says where to go on.
-        is_other_data = own is not None and saved is not None and own["num_samples"] != saved["num_samples"]
+        is_other_data = own is not None and saved is not None and _of_data(own) != _of_data(saved)
         if is_within and saved is not None and not is_other_data and (own is not None or saved["first_sample"]):
             state = self._redistributed(state, saved, own)
         elif is_within and ranks != state["num_ranks"] and len(self) != state["num_batches"]:
@@ -133,7 +134,7 @@ class ResumableSampler:
             **{key: own[key] for key in ("num_ranks", "batch_size", "drop_last")},
             "first_sample": saved["first_sample"] + (state["num_read"] - saved["first_batch"]) * num_rows,
         }
-        place = len(self) - len(_deal(dealt, state["global"], state["own"], self._data_rank.rank))
+        place = len(self) - len(_deal(self._order, dealt, state["global"], state["own"], self._data_rank.rank))
         return {**state, "num_read": place, "dealt": {**dealt, "first_batch": place}}
 
     @contextmanager
@@ -321,6 +322,9 @@ def _description(sampler: Any, num_ranks: int) -> dict[str, Any] | None:
     if type(sampler) is DistributedSampler:
         about = {"shuffle": sampler.shuffle, "seed": sampler.seed, "epoch": sampler.epoch}
         return {**common, "kind": "distributed", "num_samples": len(sampler.dataset), **about}  # type: ignore[arg-type]
+    if type(sampler) is EpochSampler:
+        about = {"seed": sampler.seed, "epoch": sampler.epoch, "order": sampler.order.description}
+        return {**common, "kind": "epoch", "num_samples": len(sampler.order), **about}
     if num_ranks > 1:  # by whoever made the loader
         return None
     if type(sampler) is SequentialSampler:
@@ -330,11 +334,21 @@ def _description(sampler: Any, num_ranks: int) -> dict[str, Any] | None:
     return None
 
 
-def _deal(order: Mapping[str, Any], numbers: Mapping[str, Any] | None, own: list[Tensor], rank: int) -> list[Any]:
+def _of_data(order: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what differs where an order is not of the same rows."""
+    return order["num_samples"], order.get("order")
+
+
+def _deal(
+    batches_or_sampler: Any, order: Mapping[str, Any], numbers: Mapping[str, Any] | None, own: list[Tensor], rank: int
+) -> list[Any]:
     """A rank's batches from `first_sample` on; all ranks have as many, the last ones filled up as torch does."""
     samples, num_ranks, size = range(order["num_samples"]), order["num_ranks"], order["batch_size"]
-    indices: list[int] = list(samples)
-    if order["kind"] == "distributed":
+    indices: list[Any] = list(samples)
+    if order["kind"] == "epoch":
+        sampler = getattr(batches_or_sampler, "sampler", batches_or_sampler)
+        indices = list(sampler.order(order["seed"], order["epoch"]))
+    elif order["kind"] == "distributed":
         sampler = DistributedSampler(samples, 1, 0, shuffle=order["shuffle"], seed=order["seed"])  # type: ignore[arg-type]
         sampler.set_epoch(order["epoch"])
         indices = list(sampler)

@@ -1,0 +1,287 @@
+"""Chats as tokens by a tokenizer's chat template, and which of these the assistant has said.
+
+A template may mark what the assistant says (`{% generation %}`). Where it does not, each turn is found in the rendered
+text: it begins where the prompt for it ends, and ends where the chat up to it does. Only turns that close with a token
+of the tokenizer's own, such as `<|im_end|>`, count.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from lightning_d9d.errors import ConfigError
+
+_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_ASSISTANT = "assistant"
+_PROBE = "probeofthisrole"
+"""A word that every template renders as it is."""
+
+
+class ChatTokens(NamedTuple):
+    """A chat, or its beginning, that ends with the last token that counts."""
+
+    input_ids: list[int]
+    is_counted: list[bool]
+    """True for each of `input_ids` that the assistant said."""
+
+
+@dataclass
+class ChatReport:
+    """How many chats and turns became samples, and why others did not."""
+
+    chats: int = 0
+    samples: int = 0
+    split: int = 0
+    """Chats made several samples, as the template renders a turn otherwise once others follow."""
+    shortened: int = 0
+    """Samples without their last turns, which do not fit."""
+    too_long: int = 0
+    """Samples left out: not even their first turn that counts fits."""
+    uncounted: int = 0
+    """Samples left out: none of their tokens counts."""
+    refused: int = 0
+    """Chats left out: the template raises an error for them."""
+    broken_turns: int = 0
+    """Turns that do not count: they do not follow their prompt in the text."""
+    endless_turns: int = 0
+    """Turns that do not count: no end-of-turn token closes them."""
+
+    def __str__(self) -> str:
+        """A line for the log, which names what occurred."""
+        rest = {
+            "chats split at turns": self.split,
+            "samples shortened to whole turns": self.shortened,
+            "samples too long for their first turn": self.too_long,
+            "samples without a token that counts": self.uncounted,
+            "chats that the template refuses": self.refused,
+            "turns not found behind their prompt": self.broken_turns,
+            "turns without an end-of-turn token": self.endless_turns,
+        }
+        parts = [f"{self.chats} chats gave {self.samples} samples"]
+        return "; ".join([*parts, *(f"{name}: {number}" for name, number in rest.items() if number)])
+
+
+class _Draft(NamedTuple):
+    """A rendered text with the characters of the assistant's turns."""
+
+    text: str
+    turns: list[tuple[int, int]]
+
+
+class ChatTokenizer:
+    """Renders chats and makes tokens of them, of which those of the assistant's turns count. Local.
+
+    Args:
+        tokenizer: Hugging Face's, a fast one with a chat template.
+        max_length: Most tokens of a sample; longer ones are shortened to the turns that fit. None: any number.
+
+    Raises:
+        ConfigError: The tokenizer is slow, has no chat template, or has no tokens of its own to close a turn with.
+    """
+
+    def __init__(self, tokenizer: Any, max_length: int | None = None) -> None:
+        if not getattr(tokenizer, "is_fast", False):
+            raise ConfigError(
+                f"{type(tokenizer).__name__} does not say where its tokens lie in the text; give a fast tokenizer (a "
+                "directory with tokenizer.json)"
+            )
+        self.report = ChatReport()
+        """What became of the chats so far."""
+        self._tokenizer = tokenizer
+        self._max_length = max_length
+        self._closing = {*tokenizer.get_added_vocab().values(), *tokenizer.all_special_ids}
+        self._rendered_roles: set[str] = set()
+        self._refusals: dict[str, str] = {}
+        """The first of each role, with its place."""
+        if not self._closing:
+            raise ConfigError("the tokenizer has no special tokens, so that none can close the assistant's turns")
+        if not tokenizer.chat_template:
+            raise ConfigError(
+                "the tokenizer has no chat template; put a chat_template.jinja into its directory, such as that of "
+                "the instruction-tuned model of the same family"
+            )
+
+    def __call__(self, chat: Mapping[str, Any], place: str) -> list[ChatTokens]:
+        """Tokens of a chat: one sample, none, or several where the template makes others of earlier turns.
+
+        Args:
+            chat: With `messages`, a list of mappings with `role` and `content`. All other fields of a message are
+                passed on to the template, and so are the chat's `tools`, a list or the JSON of one.
+            place: Where the chat comes from, for people.
+
+        Raises:
+            ConfigError: The chat has another form, or the template leaves out what a role says.
+        """
+        messages, tools = _messages_of(chat, place), _tools_of(chat, place)
+        self.report.chats += 1
+        try:
+            self._check_roles(messages, tools, place)
+            samples = self._marked(messages, tools) if self._has_marks(tools) else self._found(messages, tools)
+        except ConfigError:
+            raise
+        except Exception as error:  # a template may raise anything
+            self.report.refused += 1
+            for role in _roles(messages):
+                self._refusals.setdefault(role, f"{place}: {error}")
+            return []
+        self._rendered_roles |= _roles(messages)
+        kept = [sample for sample in samples if sample is not None]
+        self.report.samples += len(kept)
+        self.report.split += len(samples) > 1
+        return kept
+
+    def finish(self) -> ChatReport:
+        """Check that chats were usable at all, once all are rendered.
+
+        Raises:
+            ConfigError: The template refused every chat that has some role, or no chat gave a sample.
+        """
+        if unknown := {role: said for role, said in self._refusals.items() if role not in self._rendered_roles}:
+            role, said = next(iter(unknown.items()))
+            raise ConfigError(
+                f"the chat template takes none of the chats with the role {role!r} ({said}). {_OTHER_TEMPLATE}"
+            )
+        if self.report.samples == 0:
+            raise ConfigError(
+                f"no chat can be trained on: {self.report}. Turns of the assistant must close with a special token "
+                "and fit into a row. Where the template has {% generation %}, its marks must contain that token"
+            )
+        return self.report
+
+    # Rendering
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], tools: Any, prompt: bool = False) -> str:
+        return self._tokenizer.apply_chat_template(
+            list(messages), tools=tools, tokenize=False, add_generation_prompt=prompt
+        )
+
+    def _has_marks(self, tools: Any) -> bool:
+        return _MARK.search(self._tokenizer.get_chat_template(None, tools)) is not None
+
+    def _check_roles(self, messages: Sequence[Mapping[str, Any]], tools: Any, place: str) -> None:
+        """See, at the first chat of each role, that the template renders what it says."""
+        for index, message in enumerate(messages):
+            role, content = message["role"], message["content"]
+            if role in self._rendered_roles or not isinstance(content, str) or not content.strip():
+                continue
+            probed = [*messages[:index], {**message, "content": _PROBE}, *messages[index + 1 :]]
+            if _PROBE not in self._render(probed, tools):
+                raise ConfigError(
+                    f"{place} has a message of the role {role!r}, whose content the chat template leaves out. "
+                    f"{_OTHER_TEMPLATE}"
+                )
+
+    def _marked(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[ChatTokens | None]:
+        """By the marks of the template."""
+        text = self._render(messages, tools)
+        encoded = self._tokenizer.apply_chat_template(
+            list(messages),
+            tools=tools,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            tokenizer_kwargs={"return_offsets_mapping": True, "verbose": False},
+        )
+        runs, start = [], 0
+        for is_marked, run in groupby(encoded["assistant_masks"]):
+            length = len(list(run))
+            if is_marked:
+                runs.append((start, start + length))
+            start += length
+        return [self._sample(text, encoded, runs)]
+
+    def _found(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[ChatTokens | None]:
+        """By turns found in the text, in one sample as long as the text of a turn begins with that of those before."""
+        drafts: list[_Draft] = []
+        for index, message in enumerate(messages):
+            if message["role"] != _ASSISTANT:
+                continue
+            prompt = self._render(messages[:index], tools, prompt=True) if index else ""
+            text = self._render(messages[: index + 1], tools)
+            if not prompt or not text.startswith(prompt):
+                self.report.broken_turns += 1
+                continue
+            if drafts and text.startswith(drafts[-1].text):
+                drafts[-1] = _Draft(text, drafts[-1].turns)
+            else:
+                drafts.append(_Draft(text, []))
+            drafts[-1].turns.append((len(prompt), len(text)))
+        if not drafts:
+            self.report.uncounted += 1
+        return [self._tokenized(draft) for draft in drafts]
+
+    def _tokenized(self, draft: _Draft) -> ChatTokens | None:
+        options = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
+        encoded = self._tokenizer(draft.text, **options)
+        starts = [start for start, _ in encoded["offset_mapping"]]
+        runs = [(bisect_left(starts, start), bisect_left(starts, end)) for start, end in draft.turns]
+        return self._sample(draft.text, encoded, runs)
+
+    # Tokens
+
+    def _sample(self, text: str, encoded: Mapping[str, Any], runs: Iterable[tuple[int, int]]) -> ChatTokens | None:
+        """Tokens up to the last run that closes and fits; None where there is none."""
+        input_ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
+        closed = []
+        for first, last in runs:
+            end = last
+            while end > first and text[slice(*offsets[end - 1])].isspace():  # a template's newline behind the turn
+                end -= 1
+            if end > max(first, 1) and input_ids[end - 1] in self._closing:
+                closed.append((first, end))
+            else:
+                self.report.endless_turns += 1
+        fitting = [run for run in closed if self._max_length is None or run[1] <= self._max_length]
+        if not fitting:
+            self.report.too_long += bool(closed)
+            self.report.uncounted += not closed
+            return None
+        self.report.shortened += len(fitting) < len(closed)
+        num_tokens = fitting[-1][1]
+        is_counted = [False] * num_tokens
+        for first, end in fitting:
+            is_counted[first:end] = [True] * (end - first)
+        return ChatTokens(list(input_ids[:num_tokens]), is_counted)
+
+
+def _roles(messages: Iterable[Mapping[str, Any]]) -> set[str]:
+    return {message["role"] for message in messages}
+
+
+def _messages_of(chat: Any, place: str) -> list[dict[str, Any]]:
+    """The messages without entries that are None, which tables have in columns that others fill."""
+    if not isinstance(chat, Mapping) or "messages" not in chat:
+        found = sorted(chat) if isinstance(chat, Mapping) else type(chat).__name__
+        raise ConfigError(f"{place} has no 'messages', but {found}; a chat is {_FORM}")
+    messages = chat["messages"]
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise ConfigError(f"{place} has messages={messages!r:.80}, but a chat is {_FORM}")
+    cleaned = []
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise ConfigError(f"{place} has message {number}, {message!r:.80}, without a role; a chat is {_FORM}")
+        kept = {name: value for name, value in message.items() if value is not None}
+        cleaned.append({"content": "", **kept})
+    return cleaned
+
+
+def _tools_of(chat: Mapping[str, Any], place: str) -> Any:
+    tools = chat.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise ConfigError(f"{place} has tools that are not JSON: {error}") from error
+    return tools or None
+
+
+_OTHER_TEMPLATE = (
+    "Give the data the roles of the template, or put one that has this role into the tokenizer's directory "
+    "(chat_template.jinja)"
+)
+_FORM = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
