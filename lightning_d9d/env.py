@@ -22,6 +22,7 @@ _OPTIONAL = {
     "flash_attn": ("flash-attn-4", "flash-attn"),
     "quack": ("quack-kernels", "quack"),
     "transformers": ("transformers", "hf"),
+    "datasets": ("datasets", "data"),
     "plotly": ("plotly", "viz"),
     "matplotlib": ("matplotlib", "viz"),
 }

@@ -11,7 +11,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate
 
 from lightning_d9d.errors import ConfigError
 
@@ -124,8 +123,10 @@ def packed_row(samples: Sequence[tuple[Tensor, Tensor]], row_length: int, paddin
     return row
 
 
-def padded_rows(samples: Sequence[tuple[Tensor, Tensor]], multiple: int = 1, padding_id: int = 0) -> dict[str, Tensor]:
-    """Return a batch of one sample a row, padded on the right to the longest. No token of a sample sees the padding.
+def padded_rows(
+    samples: Sequence[tuple[Tensor, Tensor]], multiple: int = 1, padding_id: int = 0
+) -> list[dict[str, Tensor]]:
+    """Return rows of one sample each, padded on the right to the longest. No token of a sample sees the padding.
 
     Args:
         samples: `input_ids` and shifted `labels` of each, `[length]` integers.
@@ -133,12 +134,12 @@ def padded_rows(samples: Sequence[tuple[Tensor, Tensor]], multiple: int = 1, pad
         padding_id: Token of the padding.
 
     Returns:
-        `input_ids` and `labels`, `[batch, seq]` int64.
+        `input_ids` and `labels` of each row, `[seq]` int64.
     """
     length = max(len(input_ids) for input_ids, _ in samples)
     length += -length % multiple
     rows = [packed_row([sample], length, padding_id) for sample in samples]
-    return default_collate([{name: row[name] for name in ("input_ids", "labels")} for row in rows])
+    return [{name: row[name] for name in ("input_ids", "labels")} for row in rows]
 
 
 def _best_fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:

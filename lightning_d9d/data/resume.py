@@ -342,7 +342,7 @@ def _of_data(order: Mapping[str, Any]) -> tuple[Any, ...]:
 def _deal(
     batches_or_sampler: Any, order: Mapping[str, Any], numbers: Mapping[str, Any] | None, own: list[Tensor], rank: int
 ) -> list[Any]:
-    """A rank's batches from `first_sample` on; all ranks have as many, the last ones filled up as torch does."""
+    """Return a rank's batches from `first_sample` on; all ranks have as many, the last ones filled up as torch does."""
     samples, num_ranks, size = range(order["num_samples"]), order["num_ranks"], order["batch_size"]
     indices: list[Any] = list(samples)
     if order["kind"] == "epoch":
@@ -362,6 +362,8 @@ def _deal(
         indices = list(RandomSampler(samples, generator=generator))
         set_random_state(before, _CPU)
     left = indices[order["first_sample"] :]
+    if order["kind"] == "epoch":
+        left = left[: len(left) - len(left) % num_ranks]  # as the sampler does
     left += indices[: -len(left) % num_ranks]
     share = left[rank::num_ranks]
     batches = [share[start : start + size] for start in range(0, len(share), size)]

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_d9d.datamodules.batch_size import rows_of_rank
+from lightning_d9d.datamodules.batch_size import check_sizes, rows_of_rank
 from lightning_d9d.errors import ConfigError, printable, reason
 from lightning_d9d.log import logger
 
@@ -82,17 +82,7 @@ class ByteTextDataModule(L.LightningDataModule):
         global_batch_size: int | None = None,
     ) -> None:
         super().__init__()
-        if batch_size is not None and global_batch_size is not None:
-            raise ConfigError(
-                f"batch_size={batch_size} and global_batch_size={global_batch_size} of ByteTextDataModule both say how "
-                "large batches are; give one"
-            )
-        sizes = {"sequence_length": sequence_length, "batch_size": batch_size, "global_batch_size": global_batch_size}
-        for name, value in sizes.items():
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}={value} of ByteTextDataModule must be at least 1.")
-        if num_workers < 0:
-            raise ConfigError(f"num_workers={num_workers} of ByteTextDataModule must be at least 0.")
+        check_sizes("ByteTextDataModule", batch_size, global_batch_size, num_workers, sequence_length=sequence_length)
         if not 0 < validation_fraction < 1:
             raise ConfigError(
                 f"validation_fraction={validation_fraction} of ByteTextDataModule must lie between 0 and 1, e.g. 0.05."

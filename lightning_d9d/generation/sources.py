@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -96,6 +96,25 @@ def _stored_dtype(source: str | Path) -> torch.dtype:
     return next((dtype for dtype in DTYPE_NAMES if str(dtype) == f"torch.{name}"), torch.float32)
 
 
+def pretrained_tokenizer(name: str) -> Any:
+    """Read a tokenizer of Hugging Face. Local.
+
+    Args:
+        name: A directory, or a name that `transformers` knows.
+
+    Raises:
+        ConfigError: There is none, or `transformers` is not installed.
+    """
+    try:
+        from transformers import AutoTokenizer  # pyright: ignore[reportMissingImports]: an extra
+    except ImportError as error:
+        raise ConfigError(f"the tokenizer {name!r} needs transformers: pip install 'lightning-d9d[hf]'") from error
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the tokenizer {name!r} cannot be read: {str(error).splitlines()[0]}") from error
+
+
 def load_tokenizer(name: str | None, source: str | Path, vocab_size: int) -> Tokenizer:
     """The tokenizer of a model. Local.
 
@@ -123,14 +142,7 @@ def load_tokenizer(name: str | None, source: str | Path, vocab_size: int) -> Tok
         if vocab_size < _NUM_BYTES:
             raise ConfigError(f"a model of vocab_size={vocab_size} has no token for each byte; give its own tokenizer")
         return ByteTokenizer()
-    try:
-        from transformers import AutoTokenizer  # pyright: ignore[reportMissingImports]: an extra
-    except ImportError as error:
-        raise ConfigError(f"the tokenizer {name!r} needs transformers: pip install 'lightning-d9d[hf]'") from error
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"the tokenizer {name!r} cannot be read: {str(error).splitlines()[0]}") from error
+    tokenizer = pretrained_tokenizer(name)
     if len(tokenizer) > vocab_size and max(tokenizer.get_vocab().values()) >= vocab_size:
         raise ConfigError(
             f"the tokenizer {name!r} has ids up to {max(tokenizer.get_vocab().values())}, but the model has "

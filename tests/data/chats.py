@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import torch
 from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -89,3 +92,14 @@ def chat(*turns: str, system: str | None = None) -> dict[str, Any]:
     roles = ("user", "assistant")
     messages = [{"role": roles[index % 2], "content": content} for index, content in enumerate(turns)]
     return {"messages": [*([{"role": "system", "content": system}] if system else []), *messages]}
+
+
+def write_chats(path: Path, number: int = 120) -> Path:
+    """Chats of one or two turns of random lengths, as JSON lines."""
+    numbers = torch.randint(1, 12, (number, 5), generator=torch.Generator().manual_seed(0)).tolist()
+    lines = []
+    for index, (*words, turns) in enumerate(numbers):
+        texts = [f"{index} " + "well " * count for count in words]
+        lines.append(json.dumps(chat(*texts[: 2 if turns % 2 else 4])))
+    path.write_text("\n".join(lines) + "\n\n")
+    return path

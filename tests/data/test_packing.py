@@ -102,7 +102,7 @@ def test_a_packed_row() -> None:
 
 @pytest.mark.parametrize(("multiple", "length"), [(1, 3), (4, 4)])
 def test_padded_rows(multiple: int, length: int) -> None:
-    batch = padded_rows([sample(1, 2, 3), sample(4, 5)], multiple, padding_id=8)
-    assert batch["input_ids"].tolist() == [[1, 2, 3, 8][:length], [4, 5, 8, 8][:length]]
-    assert batch["labels"].tolist() == [[-100, 3, 99, -100][:length], [-100, 99, -100, -100][:length]]
-    assert set(batch) == {"input_ids", "labels"}
+    rows = padded_rows([sample(1, 2, 3), sample(4, 5)], multiple, padding_id=8)
+    assert [row["input_ids"].tolist() for row in rows] == [[1, 2, 3, 8][:length], [4, 5, 8, 8][:length]]
+    assert [row["labels"].tolist() for row in rows] == [[-100, 3, 99, -100][:length], [-100, 99, -100, -100][:length]]
+    assert set(rows[0]) == {"input_ids", "labels"}
