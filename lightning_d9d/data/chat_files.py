@@ -82,7 +82,7 @@ def _read_saved(path: Path) -> Iterator[tuple[str, Any]]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} is not a directory that `datasets` saved: {reason(error)}") from error
     if isinstance(table, Mapping):
-        splits = ", ".join(str(path / name) for name in table)
+        splits = ", ".join(f"{path}/{name}" for name in table)
         raise ConfigError(f"{path} has several splits; give one of {splits}")
     for number, row in enumerate(table):
         yield f"{path}: row {number}", row
