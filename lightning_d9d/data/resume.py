@@ -234,6 +234,19 @@ def make_replayed(loader: Any, num_read: Callable[[], int], data_rank: DataRank 
     return undo
 
 
+def end_resuming(loader: Any) -> None:
+    """Let the next epoch of litdata's `StreamingDataLoader` begin at its beginning; does nothing for others. Local.
+
+    Such a loader goes on from the state that it was given in each epoch, until it was asked for a batch behind the
+    last. Lightning does not ask, as it knows the number of batches.
+
+    Args:
+        loader: Any, which has been read in the epoch that a state was loaded for.
+    """
+    if getattr(loader, "restore", None) is True:
+        loader.restore = False
+
+
 def is_replayed(loader: object) -> bool:
     """Whether `make_replayed` took it."""
     return getattr(loader, "replays_batches", False)

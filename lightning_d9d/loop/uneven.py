@@ -26,7 +26,7 @@ from lightning.pytorch.utilities.combined_loader import _SUPPORTED_MODES
 from torch.utils.data import BatchSampler, DataLoader, default_collate
 
 from lightning_d9d.coordination.ahead import END, NOTHING, Agreement, BatchPlan
-from lightning_d9d.data import is_place_of_sampler, without_resuming
+from lightning_d9d.data import end_resuming, is_place_of_sampler, without_resuming
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.loop.patches import Patches
 from lightning_d9d.mesh.agreement import Ranks, first_of
@@ -210,11 +210,17 @@ class TrainingLoader(_AlignedLoader):
         self._has_ended = False
         self._waits = False
         """Whether the loaders begin later."""
+        self._has_read = False
+        """Whether this iteration has given a batch."""
         self._history: deque[_HandedOut] = deque(
             maxlen=4
         )  # Lightning has one ahead, and may save before a batch is done
 
     def __iter__(self) -> TrainingLoader:
+        if self._has_read:  # so that this is another epoch than the one that goes on
+            for loader in self.flattened:
+                end_resuming(loader)
+        self._has_read = False
         if self._agreement is None and self.alignment.resumes() and any(map(_is_stream, self.flattened)):
             # The loop asks for the length alone. Streams that began here would lose what nobody trains on.
             self._iterator = _SUPPORTED_MODES[self._mode]["iterator"](self.flattened, self._limits)
@@ -245,6 +251,7 @@ class TrainingLoader(_AlignedLoader):
     def __next__(self) -> Any:
         if self._waits:
             raise StopIteration
+        self._has_read = True
         if self.is_even:
             return super().__next__()
         item, plan = (self._read(), BatchPlan()) if self._agreement is None else self._agreed(self._agreement)

@@ -14,6 +14,7 @@ from lightning_d9d.data import (
     DataRank,
     can_replay,
     can_resume_by_sampler,
+    end_resuming,
     is_place_of_sampler,
     is_replayed,
     make_replayed,
@@ -199,6 +200,11 @@ class EpochPlace:
             raise StateError(f"checkpoint {path!r}: {error}") from error
         except RuntimeError as error:
             raise StateError(f"checkpoint {path!r} is of a run with other training dataloaders: {error}") from error
+        if num_read == 0:
+            for each, state in zip(loader.flattened, states, strict=True):
+                if not is_place_of_sampler(state) and _stopped_early(fit_loop, each):
+                    end_resuming(each)
+                    iter(each)  # what is left of an epoch that is over
         if num_read and any(map(is_replayed, loader.flattened)):
             say(f"{num_read} batches are read again and left out: a dataloader has no state of its own")
         places = {place for each in loader.flattened if (place := resumes_at(each)) is not None}
@@ -248,6 +254,12 @@ def _num_read_of(fit_loop: Any, loader: Any) -> int:
         num_read = combined.num_own(num_read)
     ends = combined is not None and combined._mode == "max_size"
     return min(num_read, len(loader)) if ends and sized_len(loader) is not None else num_read
+
+
+def _stopped_early(fit_loop: Any, loader: Any) -> bool:
+    """Return whether an epoch that is over has left batches of a loader, as limits and modes of several let it."""
+    length, num_processed = sized_len(loader), fit_loop.epoch_loop.batch_progress.current.processed
+    return num_processed % length != 0 if length else fit_loop.trainer.limit_train_batches != 1.0
 
 
 def _loader_states(loader: CombinedLoader | None) -> list[dict[str, Any]]:

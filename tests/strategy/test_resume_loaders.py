@@ -89,6 +89,16 @@ def test_every_loader_goes_on_exactly(loader: str, kind: type, tmp_path: Path) -
     assert resumed.losses == whole.losses[BATCHES + 3 :]
 
 
+@pytest.mark.parametrize("loader", LOADERS)
+def test_an_epoch_that_a_limit_ends_is_over(loader: str, tmp_path: Path) -> None:
+    """Saved in the last batch that counts: what is left of the epoch is not read by the run that goes on."""
+    path = tmp_path / "end.ckpt"
+    whole = fit(Plain, loader, Saving(5, path), limit_train_batches=6)
+    resumed = fit(Plain, loader, path=path, limit_train_batches=6)
+    assert len(resumed.batches) == 6
+    assert resumed.batches == whole.batches[12:]
+
+
 @pytest.mark.parametrize("kind", [Plain, Staged])
 def test_a_save_inside_of_an_accumulation_window_is_done_at_its_end(kind: type, tmp_path: Path) -> None:
     path = tmp_path / "middle.ckpt"
