@@ -3,9 +3,10 @@
 `loss_curve.py` draws the losses of a fit, `text_sample.py` prints what a byte-level model writes, `export.py` leaves a
 trained model, or its adapters, as a Hugging Face directory; these act at the end of `fit`. `initial_weights.py` begins
 one with weights of a checkpoint. `predictions.py` writes what `predict` predicts. `pipeline_timeline.py` measures one
-step of a pipeline, `start_times.py` the start of a fit.
+step of a pipeline, `start_times.py` the start of a fit, and `data_wait.py` the wait for batches.
 """
 
+from lightning_d9d.callbacks.data_wait import DataWait
 from lightning_d9d.callbacks.export import AdapterExport, HuggingFaceExport
 from lightning_d9d.callbacks.initial_weights import InitialWeights
 from lightning_d9d.callbacks.loss_curve import LossCurve
@@ -16,6 +17,7 @@ from lightning_d9d.callbacks.text_sample import TextSample
 
 __all__ = [
     "AdapterExport",
+    "DataWait",
     "HuggingFaceExport",
     "InitialWeights",
     "LossCurve",

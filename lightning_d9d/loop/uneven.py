@@ -12,6 +12,7 @@ lengths are known and equal nothing is done. Elsewhere ranks look one batch ahea
 from __future__ import annotations
 
 import copy
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -82,6 +83,11 @@ def leave_samplers(patches: Patches, trainer: L.Trainer) -> None:
 def _read_through(source: Any, kind: Callable[[CombinedLoader], CombinedLoader], mode: Any) -> CombinedLoader:
     loader = type(source).dataloader(source)
     return kind(loader if isinstance(loader, CombinedLoader) else CombinedLoader(loader, mode))
+
+
+def data_wait_seconds(trainer: L.Trainer) -> float:
+    """Return how long this rank's loop has waited for training batches; 0 without a `D9DStrategy`. Local."""
+    return getattr(trainer.fit_loop._combined_loader, "wait_seconds", 0.0)
 
 
 def check_lengths(loader: object, what: str, trains: bool, alone: bool) -> None:
@@ -212,6 +218,8 @@ class TrainingLoader(_AlignedLoader):
         """Whether the loaders begin later."""
         self._has_read = False
         """Whether this iteration has given a batch."""
+        self.wait_seconds = 0.0
+        """How long the loop has waited for batches."""
         self._history: deque[_HandedOut] = deque(
             maxlen=4
         )  # Lightning has one ahead, and may save before a batch is done
@@ -249,6 +257,13 @@ class TrainingLoader(_AlignedLoader):
         return self._agreed_length
 
     def __next__(self) -> Any:
+        start = time.perf_counter()
+        try:
+            return self._next_item()
+        finally:
+            self.wait_seconds += time.perf_counter() - start
+
+    def _next_item(self) -> Any:
         if self._waits:
             raise StopIteration
         self._has_read = True

@@ -1,0 +1,49 @@
+"""`DataWait`: how much of a fit's time goes into waiting for batches."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import lightning as L
+import torch
+
+from lightning_d9d.loop.uneven import data_wait_seconds
+
+
+class DataWait(L.Callback):
+    """Logs `data_wait`, the share of time in which the slowest rank waited for training batches, under `D9DStrategy`.
+
+    It is that of the last `log_every_n_steps` batches, from 0 to 1, the largest of all ranks. Waiting is what the
+    training loop does until a dataloader gives a batch: 0 where worker processes are ahead of it. The copy to the
+    device is not in it. All ranks must have the callback.
+    """
+
+    def __init__(self) -> None:
+        self._since: tuple[float, float] | None = None  # when, and how long ranks had waited, at the last log
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Forget an earlier fit."""
+        self._since = None
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Begin to measure where it was stopped, by a validation say."""
+        if self._since is None:
+            self._since = (time.perf_counter(), data_wait_seconds(trainer))
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log every `log_every_n_steps` batches. Collective over all ranks."""
+        if self._since is None or (batch_idx + 1) % trainer.log_every_n_steps:  # type: ignore[attr-defined]
+            return
+        (start, waited_before), now, waited = self._since, time.perf_counter(), data_wait_seconds(trainer)
+        share = torch.tensor((waited - waited_before) / (now - start) if now > start else 0.0)
+        pl_module.log("data_wait", share, on_step=True, on_epoch=False, sync_dist=True, reduce_fx="max", batch_size=1)
+        self._since = (now, waited)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Stop measuring."""
+        self._since = None
