@@ -38,7 +38,8 @@ class ChatDataModule(L.LightningDataModule):
     ranks, if it has as many. Under `D9DStrategy` a resumed run goes on with the batch that an uninterrupted one would
     have read.
 
-    Every rank reads all files and keeps all tokens, 5 bytes each.
+    Every rank reads all files when training begins, and keeps all tokens, 5 bytes each. On a GPU batches come from
+    pinned memory, so that their copies do not make the host wait.
 
     Args:
         train: Path of a file or several: JSON lines (`.jsonl`, `.json`), Parquet (`.parquet`), or a directory that
@@ -175,7 +176,14 @@ class ChatDataModule(L.LightningDataModule):
             filled = sum(samples.lengths) / (len(order) * self.sequence_length)
             rank_zero_info(f"{what}: {len(samples)} samples in {len(order)} rows, of which {1 - filled:.1%} is padding")
         sampler = EpochSampler(order, ranks["num_replicas"], ranks["rank"], self.seed, shuffle)
-        return DataLoader(dataset, batch_size=rows, sampler=sampler, drop_last=shuffle, num_workers=self.num_workers)
+        return DataLoader(
+            dataset,
+            batch_size=rows,
+            sampler=sampler,
+            drop_last=shuffle,
+            num_workers=self.num_workers,
+            pin_memory=self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
+        )
 
     @property
     def _rows_of_rank(self) -> int:

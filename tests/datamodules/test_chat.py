@@ -34,11 +34,15 @@ def file(tmp_path: Path) -> Path:
     return write_chats(tmp_path / "chats.jsonl")
 
 
-def data(path: Any, num_ranks: int = 1, rank: int = 0, family: str = "chatml", **options: Any) -> ChatDataModule:
+def data(
+    path: Any, num_ranks: int = 1, rank: int = 0, family: str = "chatml", device: str = "cpu", **options: Any
+) -> ChatDataModule:
     options = {"sequence_length": LENGTH, "batch_size": ROWS // num_ranks, **options}
     module = ChatDataModule(path, make_tokenizer(family), **options)
     module.trainer = SimpleNamespace(  # type: ignore[assignment]
-        distributed_sampler_kwargs={"num_replicas": num_ranks, "rank": rank}, accumulate_grad_batches=1
+        distributed_sampler_kwargs={"num_replicas": num_ranks, "rank": rank},
+        accumulate_grad_batches=1,
+        strategy=SimpleNamespace(root_device=torch.device(device)),
     )
     module.setup()
     return module
@@ -131,6 +135,11 @@ def test_data_ranks_share_each_step(file: Path, packing: bool) -> None:
 def without_padding(rows: list[Row]) -> list[Row]:
     """Ranks pad their rows to different lengths."""
     return [row[: max(place + 1 for place, token in enumerate(row) if token)] for row in rows]
+
+
+def test_batches_for_a_gpu_are_in_pinned_memory(file: Path) -> None:
+    assert data(str(file), device="cuda").train_dataloader().pin_memory
+    assert not data(str(file)).train_dataloader().pin_memory
 
 
 def test_orders_follow_from_seed_and_epoch(file: Path) -> None:
