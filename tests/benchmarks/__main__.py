@@ -33,6 +33,7 @@ NAMES = (
     "fine_tune",
     "streaming",
     "saving",
+    "step_in_backward",
     "optimizer_loss",
 )
 SELECTIONS = {
