@@ -11,7 +11,7 @@ import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import IO, Any, NamedTuple
 
 import torch
@@ -43,6 +43,8 @@ _MAX_DIMS = 64
 _CHUNK_BYTES = 2**24
 _PIECE_BYTES = 2**21
 """Few enough to stay in the processor's cache until they are copied."""
+_AHEAD_BYTES = 2**24
+"""Few enough to stay in memory until they are read, by all threads."""
 _AGAIN = "fetch or export it again"
 _REMEDIES: dict[int | None, str] = {
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n)"),
@@ -120,6 +122,10 @@ class StoredTensor:
             see(values)
         return values.as_strided(picked.shape, picked.stride())
 
+    def will_be_read(self) -> None:
+        """Have the disk go on with the first bytes of this tensor, while others are checked and copied."""
+        self._file.will_be_read(self._entry.begin, min(self._entry.end, self._entry.begin + _AHEAD_BYTES))
+
     @property
     def num_bytes(self) -> int:
         """Size in the file."""
@@ -186,6 +192,12 @@ class SafetensorsFile:
         """
         with reading(self.path):
             return self._bytes(begin, end, room).view(dtype)
+
+    def will_be_read(self, begin: int, end: int) -> None:
+        """Tell the system of a range of bytes; under a URL nothing happens."""
+        if not isinstance(self.path, UrlPath) and hasattr(os, "posix_fadvise"):
+            with suppress(OSError):  # some file systems take no advice
+                os.posix_fadvise(self._descriptor, begin, end - begin, os.POSIX_FADV_WILLNEED)
 
     def _bytes(self, begin: int, end: int, room: Tensor | None = None) -> Tensor:
         """A range of bytes, of type uint8."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import zip_longest
 
 import torch
 
@@ -15,37 +16,49 @@ _MIN_BUNDLE, _MAX_BUNDLE = 2**22, 2**26
 """Bytes. A thread that reads much in a row is read ahead for."""
 
 
-def in_threads(work: Callable[[str], object], num_bytes: Mapping[str, int], progress: Progress) -> None:
+def in_threads(
+    work: Callable[[str], object],
+    num_bytes: Mapping[str, int],
+    progress: Progress,
+    expect: Callable[[str], object] = lambda name: None,
+) -> None:
     """Call `work` for each name, in several threads, without gradients. Local.
 
-    Neighbours are one piece of work, in their order.
+    Neighbours are one piece of work, in their order. The largest pieces come first: no thread begins one at the end,
+    when the others have nothing left.
 
     Args:
-        work: What it raises first, in the order of names, is raised here, when what has begun has ended.
+        work: What it raises first, in the order of pieces, is raised here, when what has begun has ended.
         num_bytes: By name.
         progress: Gets the number of bytes.
+        expect: Is called with the name whose turn is next, before the work for the name in front of it.
     """
     inference = torch.is_inference_mode_enabled()
 
     def work_on(names: list[str]) -> int:
         with torch.inference_mode(inference), torch.no_grad():  # threads begin without
-            for name in names:
+            for name, behind in zip_longest(names, names[1:]):
+                if behind is not None:
+                    expect(behind)
                 work(name)
         return sum(num_bytes[name] for name in names)
 
     num_threads = max(2, min(_MAX_THREADS, os.cpu_count() or 1))
     share = sum(num_bytes.values()) // (4 * num_threads)
+    wanted = min(max(share, _MIN_BUNDLE), _MAX_BUNDLE)
+    bundles = _bundles(num_bytes, wanted)
+    bundles.sort(key=lambda names: num_bytes[names[0]] <= wanted)
     with ThreadPoolExecutor(num_threads) as pool:
-        for done in pool.map(work_on, _bundles(num_bytes, min(max(share, _MIN_BUNDLE), _MAX_BUNDLE))):
+        for done in pool.map(work_on, bundles):
             progress.add(done)
 
 
 def _bundles(num_bytes: Mapping[str, int], wanted: int) -> list[list[str]]:
-    """Names of neighbours, in pieces of about the wanted number of bytes."""
+    """Names of neighbours, in pieces of about the wanted number of bytes. What is larger is a piece by itself."""
     bundles: list[list[str]] = []
     filled = wanted
     for name, size in num_bytes.items():
-        if filled >= wanted:
+        if filled >= wanted or size > wanted:
             bundles.append([])
             filled = 0
         bundles[-1].append(name)
