@@ -28,7 +28,8 @@ class ParallelConfig:
     recompute: str = "none"
     """What is not kept from forward to backward, but computed again: "none"; "full", all of each block; "selective",
     each block but for matrix products, attention, routing and all-to-alls; "attention", each attention module;
-    "every_2" (or another number), all of every second block."""
+    "every_2" (or another number), all of every second block; "3_of_4" (or others), all of the first three of every four
+    blocks."""
 
     compile: bool = False
     """Whether `torch.compile` compiles each block. Recomputation is of whole blocks then. In split backwards compiled
@@ -97,10 +98,10 @@ class ParallelConfig:
                 raise ConfigError(
                     f"ParallelConfig.{name}={getattr(self, name)!r} must be one of {', '.join(map(repr, allowed))}"
                 )
-        if self.recompute not in ("none", "full", "selective", "attention") and self.every_nth is None:
+        if self.recompute not in ("none", "full", "selective", "attention") and self._recomputed_of is None:
             raise ConfigError(
                 f"ParallelConfig.recompute={self.recompute!r} must be 'none', 'full', 'selective', 'attention' or "
-                "'every_2' with any number from 1 on"
+                "'every_2' with any number from 1 on, or '3_of_4' with a first number that is not larger"
             )
         if self.compile and self.recompute in ("selective", "attention"):
             raise ConfigError(
@@ -124,8 +125,17 @@ class ParallelConfig:
         gathered, reduced = (name and getattr(torch, name) for name in (self.gather_dtype, self.reduce_dtype))
         return gathered, reduced
 
+    def recomputes_block(self, place: int) -> bool:
+        """Return whether all of the block at this place in its stage is computed again."""
+        if (part := self._recomputed_of) is not None:
+            return place % part[1] < part[0]
+        return self.recompute == "full"
+
     @property
-    def every_nth(self) -> int | None:
-        """The number in `recompute="every_2"`; None for the other kinds."""
-        match = re.fullmatch(r"every_([1-9]\d*)", self.recompute)
-        return int(match[1]) if match else None
+    def _recomputed_of(self) -> tuple[int, int] | None:
+        """How many of how many blocks: (1, 2) of "every_2" and (3, 4) of "3_of_4"; None for the other kinds."""
+        if match := re.fullmatch(r"every_([1-9]\d*)", self.recompute):
+            return 1, int(match[1])
+        if (match := re.fullmatch(r"([1-9]\d*)_of_([1-9]\d*)", self.recompute)) and int(match[1]) <= int(match[2]):
+            return int(match[1]), int(match[2])
+        return None

@@ -95,7 +95,7 @@ def recompute_activations(
         module: Any.
         parallel: `parallel.recompute` says what is recomputed; "none" takes back an earlier call.
         blocks: Parts of the module, in order; by default what `blocks_of` finds with `parallel.shard_blocks`. Of these
-            "every_2" takes the first, the third and so on.
+            "every_2" takes the first, the third and so on, "3_of_4" leaves out the fourth, the eighth and so on.
         attention: Of which classes the modules are that "attention" recomputes, wherever they are in the module.
 
     Raises:
@@ -110,7 +110,9 @@ def recompute_activations(
     if kind == "attention":
         chosen = [part for part in module.modules() if isinstance(part, attention)]
     else:
-        chosen = blocks[:: parallel.every_nth or 1]
+        chosen = [
+            block for place, block in enumerate(blocks) if kind == "selective" or parallel.recomputes_block(place)
+        ]
     if kind == "attention" and not chosen and (blocks or not has_lists(module)):
         classes = " or ".join(each.__name__ for each in attention)
         raise ConfigError(

@@ -11,7 +11,8 @@ import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from threading import Semaphore
 from typing import IO, Any, NamedTuple
 
 import torch
@@ -43,8 +44,9 @@ _MAX_DIMS = 64
 _CHUNK_BYTES = 2**24
 _PIECE_BYTES = 2**21
 """Few enough to stay in the processor's cache until they are copied."""
-_AHEAD_BYTES = 2**24
-"""Few enough to stay in memory until they are read, by all threads."""
+MOST_READS = 8
+_reads = Semaphore(MOST_READS)
+"""More at a time make a disk no faster."""
 _AGAIN = "fetch or export it again"
 _REMEDIES: dict[int | None, str] = {
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n)"),
@@ -122,10 +124,6 @@ class StoredTensor:
             see(values)
         return values.as_strided(picked.shape, picked.stride())
 
-    def will_be_read(self) -> None:
-        """Have the disk go on with the first bytes of this tensor, while others are checked and copied."""
-        self._file.will_be_read(self._entry.begin, min(self._entry.end, self._entry.begin + _AHEAD_BYTES))
-
     @property
     def num_bytes(self) -> int:
         """Size in the file."""
@@ -193,12 +191,6 @@ class SafetensorsFile:
         with reading(self.path):
             return self._bytes(begin, end, room).view(dtype)
 
-    def will_be_read(self, begin: int, end: int) -> None:
-        """Tell the system of a range of bytes; under a URL nothing happens."""
-        if not isinstance(self.path, UrlPath) and hasattr(os, "posix_fadvise"):
-            with suppress(OSError):  # some file systems take no advice
-                os.posix_fadvise(self._descriptor, begin, end - begin, os.POSIX_FADV_WILLNEED)
-
     def _bytes(self, begin: int, end: int, room: Tensor | None = None) -> Tensor:
         """A range of bytes, of type uint8."""
         if begin == end:
@@ -210,10 +202,11 @@ class SafetensorsFile:
             return torch.frombuffer(fetched, dtype=torch.uint8)
         content = torch.empty(end - begin, dtype=torch.uint8, device="cpu") if room is None else room[: end - begin]
         left = content.numpy().data
-        while left:
-            if not (num_read := os.preadv(self._descriptor, [left], end - len(left))):
-                raise ValueError("it ends too early")
-            left = left[num_read:]
+        with _reads:
+            while left:
+                if not (num_read := os.preadv(self._descriptor, [left], end - len(left))):
+                    raise ValueError("it ends too early")
+                left = left[num_read:]
         return content
 
     def _header(self, size: int) -> dict[str, _Entry]:

@@ -149,7 +149,7 @@ class SafetensorsReader(Mapping[str, StoredTensor]):
             ours.finish()
 
         with Progress(progress, f"checking {self.path}", sum(num_bytes.values())) as bar:
-            in_threads(check, num_bytes, bar, lambda name: self[name].will_be_read())
+            in_threads(check, num_bytes, bar)
 
     def fill(self, targets: Targets, progress: bool = False, checks: Checks = NO_CHECKS) -> None:
         """Copies parts of tensors into others, cast to their dtype, in several threads.
@@ -168,10 +168,6 @@ class SafetensorsReader(Mapping[str, StoredTensor]):
         }
         two_at_a_time = Semaphore(2)
 
-        def expect(name: str) -> None:
-            if self._whole(name, targets[name]) is not None:
-                self[name].will_be_read()
-
         def copy(name: str) -> None:
             stored = self[name]
             whole = self._whole(name, targets[name]) if new_check is not None else None
@@ -185,7 +181,7 @@ class SafetensorsReader(Mapping[str, StoredTensor]):
                     ours.finish()
 
         with Progress(progress, f"reading {self.path}", sum(num_bytes.values())) as bar:
-            in_threads(copy, num_bytes, bar, expect)
+            in_threads(copy, num_bytes, bar)
 
     def names_of_whole(self, targets: Targets) -> list[str]:
         """The tensors that `fill` reads whole, and not in parts alone."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from itertools import zip_longest
 
 import torch
 
 from lightning_d9d.state.progress import Progress
 
-_MAX_THREADS = 8
+_MAX_THREADS = 16
+"""Twice as many as read at a time, `MOST_READS`: the others check and copy meanwhile."""
 _MIN_BUNDLE, _MAX_BUNDLE = 2**22, 2**26
 """Bytes. A thread that reads much in a row is read ahead for."""
 
@@ -20,7 +20,6 @@ def in_threads(
     work: Callable[[str], object],
     num_bytes: Mapping[str, int],
     progress: Progress,
-    expect: Callable[[str], object] = lambda name: None,
 ) -> None:
     """Call `work` for each name, in several threads, without gradients. Local.
 
@@ -31,15 +30,12 @@ def in_threads(
         work: What it raises first, in the order of pieces, is raised here, when what has begun has ended.
         num_bytes: By name.
         progress: Gets the number of bytes.
-        expect: Is called with the name whose turn is next, before the work for the name in front of it.
     """
     inference = torch.is_inference_mode_enabled()
 
     def work_on(names: list[str]) -> int:
         with torch.inference_mode(inference), torch.no_grad():  # threads begin without
-            for name, behind in zip_longest(names, names[1:]):
-                if behind is not None:
-                    expect(behind)
+            for name in names:
                 work(name)
         return sum(num_bytes[name] for name in names)
 

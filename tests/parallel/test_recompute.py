@@ -379,6 +379,8 @@ def test_which_modules() -> None:
         "every_2": ["layers.0", "layers.2"],
         "every_1": ["layers.0", "layers.1", "layers.2"],
         "every_3": ["layers.0"],
+        "2_of_3": ["layers.0", "layers.1"],
+        "2_of_2": ["layers.0", "layers.1", "layers.2"],
         "attention": ["layers.0.attention", "layers.1.attention", "layers.2.attention"],
         "none": [],
     }.items():

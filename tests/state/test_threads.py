@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
 
 import pytest
 import torch
@@ -48,19 +47,6 @@ def test_the_first_error_is_raised_and_what_has_not_begun_is_not() -> None:
     with pytest.raises(ValueError, match=r"^0$"):
         in_threads(fail, {str(i): LARGE for i in range(1000)}, Counting())
     assert len(begun) < 1000
-
-
-def test_the_next_name_is_expected_before_the_work_in_front_of_it() -> None:
-    told: dict[int, list[str]] = defaultdict(list)
-
-    def note(name: str) -> None:
-        told[threading.get_ident()].append(name)
-
-    in_threads(note, {str(i): LARGE // 8 for i in range(16)}, Counting(), lambda name: note(f"expect {name}"))
-    seen = " ".join(" ".join(each) for each in told.values())
-    for first in (0, 4, 8, 12):
-        a, b, c, d = range(first, first + 4)
-        assert f"expect {b} {a} expect {c} {b} expect {d} {c} {d}" in seen
 
 
 def test_the_largest_come_first() -> None:
