@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -19,7 +20,9 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_d9d import D9DStrategy, MeshConfig
 from lightning_d9d.models.qwen3_moe import Qwen3MoeForCausalLM
-from lightning_d9d.modules import GroupedQueryAttention, SwiGLU
+from lightning_d9d.modules import GroupedQueryAttention, SparseMoE, SwiGLU
+from lightning_d9d.ops.backend import using_kernels
+from lightning_d9d.parallel import ParallelConfig, recompute_activations
 from lightning_d9d.peft import FullTune, LoRA, PeftMethod, inject
 from tests.harness.ranks import RankContext
 from tests.meshes.cases import MATRICES
@@ -144,3 +147,18 @@ def test_passes_over_activations_are_those_of_thin_products(make: Any, num_input
     assert backward[0] == {"aten::mm": 2 * num_inputs, "aten::addmm": 2 * num_layers, "aten::addmm_": num_layers}
     assert not forward[1] - frozen_forward[1]
     assert not backward[1] - frozen_backward[1]
+
+
+@pytest.mark.parametrize("method", [None, LoRA(rank=2)], ids=["frozen", "adapters"])
+def test_a_recomputation_ends_before_the_last_product_of_experts(method: PeftMethod | None) -> None:
+    module = SparseMoE(16, 8, 4, 2, normalize=True, initializer_range=0.3).requires_grad_(False)
+    if method is not None:
+        inject(module, method)
+    recompute_activations(nn.Sequential(module), ParallelConfig(recompute="full"), [module])
+    x = torch.randn(6, 16, requires_grad=True)
+    product = mock.Mock(wraps=torch.nn.functional.grouped_mm)
+    with using_kernels("triton"), mock.patch("torch.nn.functional.grouped_mm", product):
+        y = module(x)
+        assert product.call_count == 2
+        y.sum().backward()
+    assert product.call_count == 2 + 1 + 2
