@@ -66,6 +66,7 @@ _KEPT_OPS = {
     torch.ops.lightning_d9d.grouped_gemm.default,
     torch.ops.lightning_d9d.adapted_gate_up.default,
     torch.ops.lightning_d9d.adapted_down.default,
+    torch.ops.lightning_d9d.adapted_linears.default,
     _aten.topk.default,
     torch.ops.lightning_d9d.moe_route.default,
     torch.ops.lightning_d9d.moe_sort.default,
