@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import torch
 
@@ -14,6 +16,18 @@ _MAX_THREADS = 16
 """Twice as many as read at a time, `MOST_READS`: the others check and copy meanwhile."""
 _MIN_BUNDLE, _MAX_BUNDLE = 2**22, 2**26
 """Bytes. A thread that reads much in a row is read ahead for."""
+
+
+@contextmanager
+def uncollected() -> Generator[None]:
+    """Keep Python from looking for garbage: the boxes of many tensors are made at once, and none is. Local."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def in_threads(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import pytest
 import torch
 
 from lightning_d9d.state.progress import Progress
-from lightning_d9d.state.threads import in_threads
+from lightning_d9d.state.threads import in_threads, uncollected
 
 SMALL, LARGE = 10, 2**23
 
@@ -62,6 +63,21 @@ def test_the_largest_come_first() -> None:
 
     in_threads(note, dict.fromkeys(map(str, range(9)), LARGE) | {"large": 100 * LARGE}, Counting())
     assert "large" in order[:2]
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_the_collector_rests_and_is_as_before(was_enabled: bool) -> None:
+    before = gc.isenabled()
+    (gc.enable if was_enabled else gc.disable)()
+    try:
+        with uncollected():
+            assert not gc.isenabled()
+        assert gc.isenabled() == was_enabled
+        with pytest.raises(ZeroDivisionError), uncollected():
+            _ = 1 / 0
+        assert gc.isenabled() == was_enabled
+    finally:
+        (gc.enable if before else gc.disable)()
 
 
 @pytest.mark.parametrize("inference", [False, True])
