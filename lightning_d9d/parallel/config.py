@@ -101,7 +101,7 @@ class ParallelConfig:
         if self.recompute not in ("none", "full", "selective", "attention") and self._recomputed_of is None:
             raise ConfigError(
                 f"ParallelConfig.recompute={self.recompute!r} must be 'none', 'full', 'selective', 'attention' or "
-                "'every_2' with any number from 1 on, or '3_of_4' with a first number that is not larger"
+                "a part of the blocks, such as 'every_2' or '3_of_4'"
             )
         if self.compile and self.recompute in ("selective", "attention"):
             raise ConfigError(
