@@ -39,6 +39,7 @@ SELECTIONS = {
     "pipeline": ("schedules", "microbatches"),
     "ops": ("ops", "sizes"),
     "train_step": ("peers",),
+    "optimizer_loss": ("methods", "rates", "steps", "jobs"),
 }
 """Options of single benchmarks."""
 
@@ -85,6 +86,10 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--ops", nargs="+", help="of `ops`")
     parser.add_argument("--sizes", nargs="+", type=float, help="of `ops`, as multiples of the shape; default: 1")
     parser.add_argument("--peers", choices=("best", "all"), default="all", help="of `train_step`")
+    parser.add_argument("--methods", nargs="+", help="of `optimizer_loss`")
+    parser.add_argument("--rates", nargs="+", type=float, help="of `optimizer_loss`; a single one is taken untried")
+    parser.add_argument("--steps", type=int, help="of `optimizer_loss`")
+    parser.add_argument("--jobs", type=int, help="of `optimizer_loss`: runs at a time on one device")
     parser.add_argument("--quick", action="store_true", help="small and short: shows that it runs, judges nothing")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(NAMES):
