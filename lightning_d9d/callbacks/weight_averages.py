@@ -109,7 +109,12 @@ class WeightAverages(L.Callback):
         self._saved = checkpoint.get(AVERAGES)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """See that no export would write the weights where `keep` promises averages. Local."""
+        """Find what is averaged, and take up the averages of a checkpoint. Collective.
+
+        Raises:
+            ConfigError: No rank trains anything, or an export would write the weights where `keep` promises averages.
+            StateError: The averages of the checkpoint are those of other parameters, or in a wider dtype.
+        """
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         for callback in callbacks[: callbacks.index(self)]:
             if self.keep and isinstance(callback, DirectoryExport):
@@ -117,14 +122,6 @@ class WeightAverages(L.Callback):
                     f"{type(callback).__name__} in front of WeightAverages(keep=True) would write the weights, not "
                     "their averages; list it behind, or leave keep out"
                 )
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Find what is averaged, and take up the averages of a checkpoint. Collective.
-
-        Raises:
-            ConfigError: No rank trains anything.
-            StateError: The averages of the checkpoint are those of other parameters, or in a wider dtype.
-        """
         names = first_names(pl_module.state_dict(keep_vars=True))
         self._weights = {name: weight for weight, name in names.items() if weight.requires_grad}
         if not any(Ranks().all_gather(bool(self._weights))):
@@ -132,16 +129,19 @@ class WeightAverages(L.Callback):
                 f"WeightAverages has nothing to average: no parameter of {type(pl_module).__name__} is trained; leave "
                 "the callback out"
             )
-        self._step = trainer.global_step
-        self.averages = {}
         saved, self._saved = self._saved, None
+        self.averages = {}
         if not any(Ranks().all_gather(bool(saved))):
             self.num_updates = 0
-            if self._step >= self.start_step:
-                rank_zero_warn("the checkpoint has no averages of weights: those of WeightAverages begin again")
             return
         with Ranks().agreed("averages of weights cannot be taken up"):
             self.averages = {name: self._taken(name, weight, saved or {}) for name, weight in self._weights.items()}
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Take note of the steps before a resume. Local."""
+        self._step = trainer.global_step
+        if self._step >= self.start_step and not self.num_updates:
+            rank_zero_warn("there are no averages of the steps before: those of WeightAverages begin again")
 
     def _taken(self, name: str, weight: nn.Parameter, saved: Mapping[str, Tensor]) -> Tensor:
         if name not in saved or saved[name].shape != weight.shape:

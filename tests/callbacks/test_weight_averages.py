@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lightning_d9d import ConfigError, D9DStrategy, StateError
+from lightning_d9d import CheckpointConfig, ConfigError, D9DStrategy, StateError
 from lightning_d9d.callbacks import HuggingFaceExport, WeightAverages
 from lightning_d9d.datamodules import ByteTextDataModule
 from lightning_d9d.models.qwen3_moe import Qwen3MoePretraining
@@ -41,11 +41,17 @@ class Watching(L.Callback):
             raise RuntimeError("validation fails")
 
 
-def fitted(*callbacks: L.Callback, steps: int = 4, ckpt_path: str | None = None, **settings: Any) -> L.LightningModule:
+def fitted(
+    *callbacks: L.Callback,
+    steps: int = 4,
+    ckpt_path: str | None = None,
+    checkpoint: CheckpointConfig = CheckpointConfig(),  # noqa: B008
+    **settings: Any,
+) -> L.LightningModule:
     L.seed_everything(0, verbose=False)
     module = Qwen3MoePretraining(SMALL, learning_rate=0.05, warmup_steps=0)
     options = {"val_check_interval": 1, "check_val_every_n_epoch": None, "limit_val_batches": 1, "max_steps": steps}
-    run = trainer(D9DStrategy(), callbacks=[*callbacks], **{**options, **settings})
+    run = trainer(D9DStrategy(checkpoint=checkpoint), callbacks=[*callbacks], **{**options, **settings})
     run.fit(module, ByteTextDataModule(sequence_length=16, batch_size=2), ckpt_path=ckpt_path)
     return module
 
@@ -111,18 +117,27 @@ def test_averages_in_bfloat16_move_by_small_steps() -> None:
     assert slope.item() == pytest.approx(1, abs=0.1)
 
 
-def test_a_checkpoint_has_averages_beside_the_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("mode", ["sharded", "consolidated"])
+def test_a_checkpoint_has_averages_beside_the_weights(tmp_path: Path, mode: Any, asynchronous: bool) -> None:
+    checkpoint = CheckpointConfig(mode=mode, asynchronous=asynchronous)
+
     class Saving(L.Callback):
         def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
             trainer.save_checkpoint(tmp_path / "saved")
 
     with pytest.raises(StateError, match="a checkpoint is saved while WeightAverages validates with averages"):
-        fitted(WeightAverages(), Saving())
-    fitted(WeightAverages(validate=False), Saving())
+        fitted(WeightAverages(), Saving(), checkpoint=checkpoint)
+    saved = WeightAverages(validate=False)
+    fitted(saved, Saving(), checkpoint=checkpoint)
     for dtype in ("weights", "float32"):
         again = WeightAverages(dtype=dtype, validate=False)  # type: ignore[arg-type]
         fitted(again, ckpt_path=str(tmp_path / "saved"), steps=6)
         assert again.num_updates == 6
+    at_once = WeightAverages()
+    fitted(at_once, ckpt_path=str(tmp_path / "saved"))  # at its last step already
+    for name, average in saved.averages.items():
+        assert_bitwise_equal(name, at_once.averages[name], average)
     with pytest.raises(
         StateError, match=r"was saved as torch.float32, and would lose digits as torch.bfloat16; give W"
     ):
@@ -137,7 +152,7 @@ def test_averages_begin_again_beside_a_checkpoint_without(tmp_path: Path) -> Non
     fitted(Saving())
     averages = WeightAverages()
     with pytest.warns(
-        UserWarning, match="the checkpoint has no averages of weights: those of WeightAverages begin again"
+        UserWarning, match="there are no averages of the steps before: those of WeightAverages begin again"
     ):
         fitted(averages, ckpt_path=str(tmp_path / "saved"), steps=6)
     assert averages.num_updates == 2
@@ -162,7 +177,7 @@ def test_bad_values(settings: dict[str, Any], match: str) -> None:
 
 def test_nothing_to_average() -> None:
     class Freezing(L.Callback):
-        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
             pl_module.requires_grad_(False)
 
     with pytest.raises(ConfigError, match="nothing to average: no parameter of Qwen3MoePretraining is trained"):
