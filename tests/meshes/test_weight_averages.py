@@ -39,13 +39,13 @@ class Settings(NamedTuple):
 SETTINGS = Settings()
 
 CASES = [
-    Case("shard4"),
+    Case("shard4", fast=True),
     Case("rep2 shard2"),
     Case("rep4 ep4"),
     Case("tp2", tied=True),
-    Case("pp2", schedule="zero_bubble_v", tied=True),
+    Case("pp2", schedule="zero_bubble_v", tied=True, fast=True),
     Case("pp2 shard2", tied=True, accumulated=2),
-    Case("shard2", peft=LAYERS),
+    Case("shard2", peft=LAYERS, fast=True),
 ]
 
 
@@ -114,7 +114,21 @@ def check(rank: RankContext, actual: dict[str, Tensor], expected: dict[str, Tens
 
 
 def cases() -> list:
-    return [pytest.param(case, id=str(case), marks=pytest.mark.ranks(case.num_ranks)) for case in CASES]
+    return [
+        pytest.param(case, id=str(case), marks=[pytest.mark.ranks(case.num_ranks), *marks_of(case.fast)])
+        for case in CASES
+    ]
+
+
+def marks_of(fast: bool) -> list:
+    return [] if fast else [pytest.mark.meshes]
+
+
+def routes() -> list:
+    pairs = [("shard2", "pp2"), ("pp2", "shard2"), ("rep2 ep2", "shard2")]
+    fast = {("shard2", "pp2", "sharded"), ("pp2", "shard2", "consolidated")}
+    found = [(*pair, mode) for pair in pairs for mode in ("sharded", "consolidated")]
+    return [pytest.param(*route, id="-".join(route), marks=marks_of(route in fast)) for route in found]
 
 
 @pytest.mark.parametrize("case", cases())
@@ -133,8 +147,7 @@ def test_plain_means_and_updates_every_few_steps(rank: RankContext, settings: Se
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("mode", ["sharded", "consolidated"])
-@pytest.mark.parametrize(("first", "second"), [("shard2", "pp2"), ("pp2", "shard2"), ("rep2 ep2", "shard2")])
+@pytest.mark.parametrize(("first", "second", "mode"), routes())
 def test_averages_go_on_on_another_mesh(rank: RankContext, first: str, second: str, mode: str) -> None:
     """And on the same one with the bits of a run that was not stopped."""
     before, after = Case(first, tied=True), Case(second, tied=True)
