@@ -3,7 +3,7 @@
 `loss_curve.py` draws the losses of a fit, `text_sample.py` prints what a byte-level model writes, `export.py` leaves a
 trained model, or its adapters, as a Hugging Face directory; these act at the end of `fit`. `initial_weights.py` begins
 one with weights of a checkpoint. `predictions.py` writes what `predict` predicts. `pipeline_timeline.py` measures one
-step of a pipeline, `start_times.py` the start of a fit.
+step of a pipeline, `start_times.py` the start of a fit. `weight_averages.py` averages weights over the steps of a fit.
 """
 
 from lightning_d9d.callbacks.export import AdapterExport, HuggingFaceExport
@@ -13,6 +13,7 @@ from lightning_d9d.callbacks.pipeline_timeline import MeasuredStep, PipelineTime
 from lightning_d9d.callbacks.predictions import PredictionWriter
 from lightning_d9d.callbacks.start_times import StartTimes
 from lightning_d9d.callbacks.text_sample import TextSample
+from lightning_d9d.callbacks.weight_averages import WeightAverages
 
 __all__ = [
     "AdapterExport",
@@ -24,4 +25,5 @@ __all__ = [
     "PredictionWriter",
     "StartTimes",
     "TextSample",
+    "WeightAverages",
 ]

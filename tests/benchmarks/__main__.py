@@ -41,6 +41,7 @@ SELECTIONS = {
     "ops": ("ops", "sizes"),
     "train_step": ("peers",),
     "fine_tune": ("layers", "experts", "seconds"),
+    "optimizer_loss": ("methods", "rates", "steps", "jobs"),
 }
 """Options of single benchmarks."""
 
@@ -91,6 +92,10 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="of `fine_tune`: of the model")
     parser.add_argument("--experts", nargs="+", help="of `fine_tune`: implementations of transformers")
     parser.add_argument("--seconds", type=int, help="of `fine_tune`: that a contender has")
+    parser.add_argument("--methods", nargs="+", help="of `optimizer_loss`")
+    parser.add_argument("--rates", nargs="+", type=float, help="of `optimizer_loss`; a single one is taken untried")
+    parser.add_argument("--steps", type=int, help="of `optimizer_loss`")
+    parser.add_argument("--jobs", type=int, help="of `optimizer_loss`: runs at a time on one device")
     parser.add_argument("--quick", action="store_true", help="small and short: shows that it runs, judges nothing")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(NAMES):
