@@ -85,7 +85,7 @@ def _nearest(step: StepMemory, settings: StepSettings, can_step_in_backward: boo
     while knows_activations and rows[-1] is not None and rows[-1] > 1:
         rows.append(rows[-1] // 2)
     choices: list[dict[Any, None]] = [
-        dict.fromkeys([settings.recompute, *(["full"] if knows_activations else [])]),
+        dict.fromkeys([settings.recompute, *(["full", "offload"] if knows_activations else [])]),
         dict.fromkeys(rows),
         dict.fromkeys([settings.step_in_backward, *([True] if can_step_in_backward else [])]),
         dict.fromkeys([settings.eight_bits, *([True] if step.eight_bit_states is not None else [])]),

@@ -26,9 +26,10 @@ class ParallelConfig:
     backwards always keep them."""
 
     recompute: str = "none"
-    """What is not kept from forward to backward, but computed again: "none"; "full", all of each block; "selective",
-    each block but for matrix products, attention, routing and all-to-alls; "attention", each attention module;
-    "every_2" (or another number), all of every second block."""
+    """What is not kept from forward to backward, but computed again: "none"; "full", all of each block; "offload",
+    likewise, and the block's input waits in the host's memory, copied beside the computation; "selective", each block
+    but for matrix products, attention, routing and all-to-alls; "attention", each attention module; "every_2" (or
+    another number), all of every second block."""
 
     compile: bool = False
     """Whether `torch.compile` compiles each block. Recomputation is of whole blocks then. In split backwards compiled
@@ -97,15 +98,15 @@ class ParallelConfig:
                 raise ConfigError(
                     f"ParallelConfig.{name}={getattr(self, name)!r} must be one of {', '.join(map(repr, allowed))}"
                 )
-        if self.recompute not in ("none", "full", "selective", "attention") and self.every_nth is None:
+        if self.recompute not in ("none", "full", "offload", "selective", "attention") and self.every_nth is None:
             raise ConfigError(
-                f"ParallelConfig.recompute={self.recompute!r} must be 'none', 'full', 'selective', 'attention' or "
-                "'every_2' with any number from 1 on"
+                f"ParallelConfig.recompute={self.recompute!r} must be 'none', 'full', 'offload', 'selective', "
+                "'attention' or 'every_2' with any number from 1 on"
             )
         if self.compile and self.recompute in ("selective", "attention"):
             raise ConfigError(
                 f"ParallelConfig.compile=True with recompute={self.recompute!r}, of something inside of blocks, which "
-                "are compiled whole; choose recompute='none', 'full' or 'every_2'"
+                "are compiled whole; choose recompute='none', 'full', 'offload' or 'every_2'"
             )
         if self.cuda_graphs and (self.compile or self.recompute != "none"):
             other = "compile=True" if self.compile else f"recompute={self.recompute!r}"

@@ -104,6 +104,7 @@ def of_rank(schedule: Schedule, rank: int, num_microbatches: int, num_slices: in
 def test_by_hand_alone() -> None:
     assert alone(COSTS).kept("none", 1) == (404, 0)
     assert alone(COSTS).kept("full", 1) == (4 * 10 + 4 + 90, 0)  # one block again
+    assert alone(COSTS).kept("offload", 1) == (4 + 100, 0)
     assert alone(COSTS).kept("selective", 3) == (3 * (4 * 40 + 4 + 60), 0)
     assert alone(COSTS).kept("every_2", 1) == (2 * 10 + 2 * 100 + 4 + 90, 0)
     assert alone(COSTS).kept("attention", 1) is None  # no layer says

@@ -122,7 +122,7 @@ def test_the_advice_fits() -> None:
         text = advice(STEP, ONE_ROW, available * GIB, can_step_in_backward=True)
         settings = StepSettings(
             num_rows=1,
-            recompute="full" if "full" in text else "none",
+            recompute=next((kind for kind in ("full", "offload") if kind in text), "none"),
             eight_bits="uint8" in text,
             step_in_backward="in_backward" in text,
         )
