@@ -129,10 +129,11 @@ class FitMemory:
 
     def step(self) -> StepMemory:
         """Return what a step needs on this rank, as a function of settings. Local."""
-        gradients = self._gradients.num_bytes
+        # Nobody knows which gradients are there at once where the module steps its optimizers itself.
+        gradients = self._gradients.num_bytes if self._module.automatic_optimization else 0
         accumulates = self._split is not None and len(self._split.microbatches) > 1
         accumulates_batches = self._module.trainer.accumulate_grad_batches > 1  # type: ignore[attr-defined]
-        if accumulates or accumulates_batches:
+        if (accumulates or accumulates_batches) and gradients > 0:
             gradients = max(gradients, self._gradients.num_accumulated_bytes)
         largest = max((memory.gradient_bytes([each]) for each in self._parameters), default=0)
         states = [memory.state_bytes(each) for each in self._optimizers]

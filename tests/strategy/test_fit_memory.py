@@ -15,7 +15,7 @@ from lightning_d9d import ConfigError, D9DStrategy, MeshConfig, ParallelConfig, 
 from lightning_d9d.datamodules import ByteTextDataModule
 from lightning_d9d.models.qwen3_moe import Qwen3MoePretraining
 from tests.harness.ranks import RankContext
-from tests.strategy.plain import Plain, loader, trainer
+from tests.strategy.plain import Plain, TwoOptimizers, loader, trainer
 from tests.strategy.staged import Staged
 from tests.strategy.test_end_of_fit import rows
 
@@ -58,6 +58,18 @@ def test_a_plain_module(monkeypatch: pytest.MonkeyPatch) -> None:
         trainer(D9DStrategy(), max_epochs=1).fit(module, loader(8))
     give(monkeypatch, needed + states)
     trainer(D9DStrategy(), max_epochs=1).fit(Plain(), loader(8))
+
+
+def test_a_module_that_steps_its_optimizers_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of one optimizer may be gone when those of another come, so they are not counted."""
+    module = TwoOptimizers()
+    states = [memory.state_bytes(each) for each in module.configure_optimizers()]
+    needed = memory.weight_bytes([*module.parameters(), *module.buffers()]) + sum(each or 0 for each in states)
+    give(monkeypatch, needed)
+    trainer(D9DStrategy(), max_epochs=1).fit(module, loader(8))
+    give(monkeypatch, needed - 1)
+    with pytest.raises(ConfigError, match=r"the fit cannot begin: .*gradients 0\.0 MiB"):
+        trainer(D9DStrategy(), max_epochs=1).fit(TwoOptimizers(), loader(8))
 
 
 def fit_qwen3(recompute: str = "none", microbatch_size: int = 4, **options: Any) -> None:
