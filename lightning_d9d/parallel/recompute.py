@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -40,6 +40,7 @@ from lightning_d9d.modules import GroupedQueryAttention
 from lightning_d9d.parallel.config import ParallelConfig
 from lightning_d9d.parallel.context import CONTEXT_OPS
 from lightning_d9d.parallel.data import blocks_of, check_blocks, has_lists
+from lightning_d9d.parallel.host_inputs import inputs_on_host
 
 ATTENTION: tuple[type[nn.Module], ...] = (GroupedQueryAttention, nn.MultiheadAttention)
 """What `recompute="attention"` recomputes, if nothing else is said."""
@@ -123,7 +124,7 @@ def recompute_activations(
     if kind != "attention":
         check_blocks(module, blocks, f"ParallelConfig.recompute={kind!r}")
     for part in dict.fromkeys(chosen):
-        part.forward = partial(_forward, part, vars(part).get("forward"), kind == "selective")
+        part.forward = partial(_forward, part, vars(part).get("forward"), kind)
 
 
 def keep_activations(module: nn.Module) -> None:
@@ -136,7 +137,7 @@ def keep_activations(module: nn.Module) -> None:
             module.forward = replaced
 
 
-def _forward(module: nn.Module, replaced: Any, is_selective: bool, *args: Any, **kwargs: Any) -> Any:
+def _forward(module: nn.Module, replaced: Any, kind: str, *args: Any, **kwargs: Any) -> Any:
     """`module.forward`, or what has `replaced` it, under a checkpoint."""
     forward = partial(type(module).forward, module) if replaced is None else replaced
     if not torch.is_grad_enabled():
@@ -148,7 +149,9 @@ def _forward(module: nn.Module, replaced: Any, is_selective: bool, *args: Any, *
 
     # All by position: of keywords torch would save no tensors, and not see whether they are on a GPU that draws.
     values = (*args, *kwargs.values())
-    return checkpoint(run, *values, use_reentrant=False, context_fn=_contexts if is_selective else noop_context_fn)
+    contexts = _contexts if kind == "selective" else noop_context_fn
+    with inputs_on_host(values) if kind == "offload" else nullcontext():
+        return checkpoint(run, *values, use_reentrant=False, context_fn=contexts)
 
 
 class _Result(NamedTuple):
