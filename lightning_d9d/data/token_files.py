@@ -292,9 +292,9 @@ class TokenFileWriter:
             file.write(lengths.astype(np.int32).tobytes())
             file.write(((np.cumsum(lengths) - lengths) * self._dtype.itemsize).tobytes())
             file.write(np.arange(len(lengths) + 1, dtype=np.int64).tobytes())
-        index.unlink(missing_ok=True)  # an old index beside a new .bin would mislead
-        self._part(self.path).replace(self.path)
+        self.path.unlink(missing_ok=True)  # one of the two files alone is an error for whoever reads it
         self._part(index).replace(index)
+        self._part(self.path).replace(self.path)
 
     def discard(self) -> None:
         """Remove what was written, unless it is finished."""
