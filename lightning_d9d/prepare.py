@@ -64,7 +64,8 @@ class Encoder:
 
     def __init__(self, name: str, ends: bool = True, begins: bool = False) -> None:
         self._tokenizer: Any = None
-        end, begin = _END_OF_BYTES, None
+        end: Any = _END_OF_BYTES
+        begin: Any = None
         self.vocab_size = 256
         if name != BYTES:
             from lightning_d9d.generation.sources import load_tokenizer  # and torch
