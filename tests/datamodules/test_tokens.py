@@ -13,11 +13,15 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_d9d import D9DStrategy, RankError
 from lightning_d9d.data import TokenFileWriter
 from lightning_d9d.datamodules import TokenDataModule
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.models.qwen3_moe import Qwen3MoePretraining
 from tests.datamodules.token_job import GLOBAL_BATCH, rows_of_steps, train
 from tests.harness.jobs import end_job, run_job, start_job
+from tests.harness.ranks import RankContext
+from tests.strategy.plain import trainer
 
 
 def write(path: Path, lengths: Sequence[int], first: int = 0) -> str:
@@ -216,3 +220,44 @@ def test_after_sigkill(tmp_path: Path, files: dict[str, float]) -> None:
     after = run(tmp_path / "after", files, 1, resumed=killed / "step=6.ckpt")
     assert after[:2] == before[6:]
     assert run(tmp_path / "whole", files, 1) == before[:6] + after
+
+
+# Ranks
+
+
+def refused(rank: RankContext, files: Any, length: int) -> list[BaseException]:
+    """Train a model of 256 tokens on all ranks, and return what each of them raised."""
+    trained = trainer(D9DStrategy(), rank.world_size, max_steps=20, limit_val_batches=0)
+    data_ = TokenDataModule(files, sequence_length=length, batch_size=2)
+    error: BaseException | None = None
+    try:
+        trained.fit(Qwen3MoePretraining(preset="tiny", warmup_steps=1), datamodule=data_)
+    except (ConfigError, RankError) as raised:
+        error = raised
+    return rank.all_gather_object(error)
+
+
+def file_of(path: Path, ids: tuple[int, ...]) -> str:
+    writer = TokenFileWriter(path)
+    writer.add([ids] * 20)
+    writer.finish()
+    path.with_suffix(".json").write_text('{"tokenizer": "large", "vocab_size": 50000}')
+    return str(path)
+
+
+@pytest.mark.ranks(2)
+def test_all_ranks_refuse_another_tokenizer(rank: RankContext) -> None:
+    errors = refused(rank, rank.from_first_rank(file_of, rank.tmp_dir / "text", (1, 2, 3, 4, 5)), length=8)
+    assert [type(error) for error in errors] == [ConfigError] * 2
+    assert str(errors[0]) == str(errors[1])
+    assert "made by the tokenizer 'large', whose ids go up to 49999" in str(errors[0])
+
+
+@pytest.mark.ranks(2)
+def test_all_ranks_end_at_an_id_outside_of_the_vocabulary(rank: RankContext) -> None:
+    path = rank.from_first_rank(file_of, rank.tmp_dir / "text", (1, 2, 3, 4, 256))
+    if rank.rank == 0:
+        Path(path + ".json").unlink()
+    rank.barrier()
+    errors = refused(rank, path, length=16)
+    assert all("text.bin has the id 256 at token" in str(error) for error in errors)
