@@ -91,28 +91,57 @@ class TokenRows(Dataset[dict[str, Tensor]]):
         start = span.start + (index - (self._ends[number - 1] if number else 0)) * self.sequence_length
         stop = start + self.sequence_length
         tokens = span.file.read(start, min(stop + 1, span.stop))
-        self._check(tokens, span.file, start)
-        input_ids, labels = tokens[: self.sequence_length], np.full(self.sequence_length, IGNORED)
-        labels[: len(tokens) - 1] = tokens[1:]
-        row = {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
+        check_ids(tokens, self.vocab_size, str(span.file.path), start)
+        begins = None
         if self.borders:
-            begins = np.zeros(self.sequence_length + 1, dtype=np.int64)
-            begins[span.file.document_starts(start + 1, min(stop + 1, len(span.file))) - start] = 1
-            labels[begins[1:] == 1] = IGNORED
-            row["document_ids"] = torch.from_numpy(begins[:-1].cumsum())
-        return row
+            begins = span.file.document_starts(start + 1, min(stop + 1, len(span.file))) - start
+        return make_row(tokens, self.sequence_length, begins)
 
-    def _check(self, tokens: np.ndarray, file: TokenFile, start: int) -> None:
-        if self.vocab_size is None:
-            return
-        is_outside = (tokens < 0) | (tokens >= self.vocab_size)
-        if is_outside.any():
-            place = int(is_outside.argmax())
-            raise ConfigError(
-                f"{file.path} has the id {tokens[place]} at token {start + place}, but vocab_size={self.vocab_size} "
-                f"of the model: ids go from 0 to {self.vocab_size - 1}. Prepare the data with the model's tokenizer, "
-                "or raise vocab_size"
-            )
+
+def make_row(tokens: np.ndarray, length: int, begins: np.ndarray | None) -> dict[str, Tensor]:
+    """Make a row of its tokens and, unless it ends the file, the one behind it.
+
+    Args:
+        tokens: `[length]` or `[length + 1]`, int64.
+        length: Of the row.
+        begins: At which of its tokens but the first a document begins, or at the one behind it. None: without borders.
+
+    Returns:
+        An item as of `TokenRows`.
+    """
+    labels = np.full(length, IGNORED)
+    labels[: len(tokens) - 1] = tokens[1:]
+    row = {"input_ids": torch.from_numpy(tokens[:length]), "labels": torch.from_numpy(labels)}
+    if begins is not None:
+        marks = np.zeros(length + 1, dtype=np.int64)
+        marks[begins] = 1
+        labels[marks[1:] == 1] = IGNORED
+        row["document_ids"] = torch.from_numpy(marks[:-1].cumsum())
+    return row
+
+
+def check_ids(tokens: np.ndarray, vocab_size: int | None, source: str, start: int) -> None:
+    """Look at ids that were read.
+
+    Args:
+        tokens: Of a row.
+        vocab_size: Of the model; None for any.
+        source: Where they are from, for people.
+        start: The place of the first there.
+
+    Raises:
+        ConfigError: One is outside of the vocabulary.
+    """
+    if vocab_size is None:
+        return
+    is_outside = (tokens < 0) | (tokens >= vocab_size)
+    if is_outside.any():
+        place = int(is_outside.argmax())
+        raise ConfigError(
+            f"{source} has the id {tokens[place]} at token {start + place}, but vocab_size={vocab_size} "
+            f"of the model: ids go from 0 to {vocab_size - 1}. Prepare the data with the model's tokenizer, "
+            "or raise vocab_size"
+        )
 
 
 class Mixture(Dataset[dict[str, Tensor]]):

@@ -12,6 +12,7 @@ from pathlib import Path
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_d9d.data.litdata_rows import LitDataRows, is_litdata
 from lightning_d9d.data.permutation import PermutedSampler
 from lightning_d9d.data.token_files import BorderToken, TokenFile, bin_path
 from lightning_d9d.data.token_rows import Mixture, Span, TokenRows, spread
@@ -36,7 +37,8 @@ class TokenDataModule(RowsDataModule):
 
     Args:
         files: A path; or several, which are one text; or texts with the weight of each. A path may be a pattern such as
-            `data/part-*.bin`, and its files are one text. With weights an epoch has as many rows as all texts have
+            `data/part-*.bin`, and its files are one text. A folder that litdata has written for its `TokensLoader` is a
+            text of its own. With weights an epoch has as many rows as all texts have
             together, in these proportions: texts with more weight than rows come several times.
         sequence_length: Tokens in a row.
         batch_size: Rows in a batch of one data rank; 16 by default.
@@ -94,16 +96,22 @@ class TokenDataModule(RowsDataModule):
         self.borders = borders
         self._border = None if token is None else BorderToken(token, is_first=first_token is not None)
         self._training: Mixture | None = None
-        self._held_out: list[TokenRows] = []
+        self._held_out: list[TokenRows | LitDataRows] = []
 
     def setup(self, stage: str | None = None) -> None:
         """Opens the files, once, and says what is in them. Every rank does so."""
         if self._training is not None:
             return
-        training, held_out_rows = [], []
+        training: list[TokenRows | LitDataRows] = []
+        held_out_rows: list[TokenRows | LitDataRows] = []
         paths = [self.files] if isinstance(self.files, str) else list(self.files)
-        texts = paths if isinstance(self.files, dict) else [paths]
+        texts = paths if isinstance(self.files, dict) or any(map(is_litdata, paths)) else [paths]
         for text in texts:
+            if isinstance(text, str) and is_litdata(text):
+                rows, held_out_part = self._open_litdata(text)
+                training.append(rows)
+                held_out_rows.append(held_out_part)
+                continue
             name, spans = self._open([text] if isinstance(text, str) else text, "files")
             if self.validation_files is None:
                 spans, held_out = _split(spans, self.validation_fraction)
@@ -156,6 +164,18 @@ class TokenDataModule(RowsDataModule):
             )
         return ", ".join(paths), spans
 
+    def _open_litdata(self, folder: str) -> tuple[LitDataRows, LitDataRows]:
+        """Open a folder of litdata; its last blocks are held out unless there are validation files."""
+        if self.borders and self._border is None:
+            raise ConfigError(
+                f"{folder} does not say where documents begin. Name the token that ends or begins each (last_token or "
+                "first_token), or let documents see each other with borders=False"
+            )
+        about = (folder, self.sequence_length, self._border, self._vocab_size)
+        num_blocks = len(LitDataRows(*about))
+        cut = num_blocks - (0 if self.validation_files else int(num_blocks * self.validation_fraction))
+        return LitDataRows(*about, blocks=range(cut)), LitDataRows(*about, blocks=range(cut, num_blocks))
+
     def _rows(self, name: str, spans: Sequence[Span]) -> TokenRows:
         return TokenRows(name, spans, self.sequence_length, self.borders, self._vocab_size)
 
@@ -181,12 +201,12 @@ class TokenDataModule(RowsDataModule):
                 f"vocab_size={vocab_size}. Prepare the data with the model's tokenizer, or raise vocab_size"
             )
 
-    def _describe(self, texts: Sequence[TokenRows]) -> None:
+    def _describe(self, texts: Sequence[TokenRows | LitDataRows]) -> None:
         if self.trainer is not None and not self.trainer.is_global_zero:
             return
         shares = dict(zip(self._opened(self._training).texts, self._opened(self._training).shares, strict=True))
         for rows in texts:
-            files = {id(span.file): span.file for span in rows.spans}
+            files = {id(span.file): span.file for span in rows.spans} if isinstance(rows, TokenRows) else {}
             num_documents = num_split = num_empty = 0
             for lengths in chain.from_iterable(file.document_lengths() for file in files.values()):
                 num_documents += len(lengths)
