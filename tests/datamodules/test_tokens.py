@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lightning_d9d import D9DStrategy, RankError
-from lightning_d9d.data import TokenFileWriter
+from lightning_d9d.data import Span, TokenFile, TokenFileWriter, TokenRows
 from lightning_d9d.datamodules import TokenDataModule
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.models.qwen3_moe import Qwen3MoePretraining
@@ -184,6 +184,21 @@ def test_another_tokenizer(files: dict[str, float]) -> None:
         data(files, vocab_size=40_000)
 
 
+def test_a_file_larger_than_memory(tmp_path: Path) -> None:
+    """128 GiB, of which the disk has nothing: neither tokens nor order are ever in memory as a whole."""
+    path = tmp_path / "huge.bin"
+    with path.open("wb") as file:
+        file.truncate(1 << 37)
+        file.seek((1 << 37) - 8)
+        file.write(np.array([1, 2, 3, 4], dtype=np.uint16).tobytes())
+    loader = data(str(path), borders=False, sequence_length=2048, batch_size=4).train_dataloader()
+    assert len(loader) == int((1 << 36) * 0.9) // 2048 // 4
+    batch = next(iter(loader))
+    assert batch["input_ids"].shape == (4, 2048)
+    rows = TokenRows("huge", [Span(TokenFile(path), 0, 1 << 36)], 2048, borders=False)
+    assert rows[len(rows) - 1]["input_ids"][-4:].tolist() == [1, 2, 3, 4]
+
+
 # Streams of jobs
 
 
@@ -205,8 +220,9 @@ def test_steps_are_equal_on_any_number_of_ranks_and_after_resuming(tmp_path: Pat
     assert resumed == whole[6:]
     again = run(tmp_path / "on 1", files, 1, num_workers=4, resumed=tmp_path / "on 4" / "step=9.ckpt")
     assert again == whole[9:]
-    for step in (6, 21):
-        assert run(tmp_path / f"from {step}", files, 1, resumed=tmp_path / "1" / f"step={step}.ckpt") == whole[step:]
+    for num_ranks, step in ((1, 6), (2, 21)):  # in the first epoch, and in the second
+        saved = tmp_path / str(num_ranks) / f"step={step}.ckpt"
+        assert run(tmp_path / f"from {step}", files, 1, resumed=saved) == whole[step:]
 
 
 @pytest.mark.jobs
