@@ -114,11 +114,14 @@ def _encoder(settings: Settings) -> Encoder:
     return _encoders[settings]
 
 
-def main(chosen: argparse.Namespace) -> None:
+def main(chosen: argparse.Namespace) -> int | None:
     """Runs the command.
 
     Args:
         chosen: What `lightning_d9d.cli.commands.prepare_parser` reads.
+
+    Returns:
+        The exit code of an interrupted run.
 
     Raises:
         ConfigError: A text is invalid or cannot be read, an option has no effect, or the output exists.
@@ -135,8 +138,13 @@ def main(chosen: argparse.Namespace) -> None:
     if not chosen.overwrite and bin_path(chosen.output).exists():
         raise ConfigError(f"{bin_path(chosen.output)} exists; choose another output or add --overwrite")
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    counts = prepare(chosen.output, sources, settings, chosen.processes or available)
+    try:
+        counts = prepare(chosen.output, sources, settings, chosen.processes or available)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted; the same command goes on where this one was\n")
+        return 130
     _say(chosen.output, counts)
+    return None
 
 
 def prepare(output: str | Path, sources: Sequence[str], settings: Settings, num_processes: int = 1) -> Counts:

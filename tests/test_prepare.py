@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from lightning_d9d import prepare
 from lightning_d9d.cli import main
 from lightning_d9d.cli.commands import parse
-from lightning_d9d.data import TokenFile, documents
+from lightning_d9d.data import TokenFile, TokenFileWriter, documents
 from lightning_d9d.data.documents import DocumentReader, Piece
 from lightning_d9d.errors import ConfigError
 
@@ -106,6 +107,44 @@ def test_an_interrupted_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made == list(range(num_pieces))
     assert documents_of("a") == [[*text.encode(), 0] for text in TEXTS if text]
     assert not Path("a.parts").exists()
+
+
+def test_a_killed_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was killed in the middle of its third piece."""
+    add = TokenFileWriter.add
+    written: list[str] = []
+
+    def noted(writer: TokenFileWriter, texts: Any) -> None:
+        add(writer, texts)
+        written.append(writer.path.stem)
+
+    def deadly(writer: TokenFileWriter, texts: Any) -> None:
+        noted(writer, texts)
+        if len(written) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(TokenFileWriter, "add", deadly)
+    if (child := os.fork()) == 0:
+        prepare.prepare("a", ["a.jsonl"], settings())
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    finished = {path.stem for path in Path("a.parts").glob("0*.json")}
+    assert finished
+    monkeypatch.setattr(TokenFileWriter, "add", noted)
+    prepare.prepare("a", ["a.jsonl"], settings())
+    assert written
+    assert not finished & set(written)
+    assert documents_of("a") == [[*text.encode(), 0] for text in TEXTS if text]
+
+
+def test_ctrl_c_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(prepare, "_join", _interrupt)
+    monkeypatch.setattr(
+        sys, "argv", ["lightning-d9d", "prepare-data", "a", "a.jsonl", "--tokenizer", "bytes", "--processes", "1"]
+    )
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 130
+    assert capsys.readouterr().err == "interrupted; the same command goes on where this one was\n"
 
 
 def test_other_settings_begin_again(monkeypatch: pytest.MonkeyPatch) -> None:
