@@ -6,7 +6,7 @@ smaller, the part of the epoch's order that nobody has read yet is dealt out aga
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any, NamedTuple
@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_d9d.data.permutation import PermutedOrder, PermutedSampler, share_of_rank
 from lightning_d9d.data.workers import set_unrecorded
 from lightning_d9d.errors import StateError
 from lightning_d9d.mesh.seeds import random_state, set_random_state
 
-_ORDERED = (SequentialSampler, DistributedSampler)
+_ORDERED = (SequentialSampler, DistributedSampler, PermutedSampler)
 """Samplers whose order follows from the epoch, and from a seed."""
 _CPU = torch.device("cpu")
 _FROM_THE_START: dict[str, Any] = {
@@ -74,8 +75,8 @@ class ResumableSampler:
         self._dealt = resumed.get("dealt")
         if self._dealt is not None:
             self._global, self._own = resumed["global"], resumed["own"]
-            left = _deal(self._dealt, self._global, self._own, self._data_rank.rank)
-            yield from left[resumed["num_read"] - self._dealt["first_batch"] :]
+            share = _share(self._dealt, self._global, self._own, self._data_rank.rank)
+            yield from _batches(self._dealt, share, resumed["num_read"] - self._dealt["first_batch"])
             return
         with self._drawing_from(resumed):
             indices = iter(self._order)
@@ -125,7 +126,8 @@ class ResumableSampler:
         """With what of the epoch's order this rank goes on, unless that follows from its sampler."""
         if own is None:
             raise StateError(_refusal(state["num_ranks"], self._data_rank.num_ranks))
-        if all(own[key] == saved[key] for key in ("num_ranks", "batch_size", "kind")):
+        is_same = all(own[key] == saved[key] for key in ("num_ranks", "batch_size", "kind"))
+        if is_same and saved["kind"] != "permuted":  # which goes to its place at once
             return {**state, "dealt": saved} if saved["first_sample"] else dict(state)
         num_rows = saved["num_ranks"] * saved["batch_size"]
         dealt = {
@@ -133,7 +135,7 @@ class ResumableSampler:
             **{key: own[key] for key in ("num_ranks", "batch_size", "drop_last")},
             "first_sample": saved["first_sample"] + (state["num_read"] - saved["first_batch"]) * num_rows,
         }
-        place = len(self) - len(_deal(dealt, state["global"], state["own"], self._data_rank.rank))
+        place = len(self) - _num_batches(dealt, _share(dealt, state["global"], state["own"], self._data_rank.rank))
         return {**state, "num_read": place, "dealt": {**dealt, "first_batch": place}}
 
     @contextmanager
@@ -318,9 +320,10 @@ def _description(sampler: Any, num_ranks: int) -> dict[str, Any] | None:
         "batch_size": 1 if batches is None else batches.batch_size,
         "drop_last": False if batches is None else batches.drop_last,
     }
-    if type(sampler) is DistributedSampler:
+    if type(sampler) in (DistributedSampler, PermutedSampler):
+        kind = "permuted" if type(sampler) is PermutedSampler else "distributed"
         about = {"shuffle": sampler.shuffle, "seed": sampler.seed, "epoch": sampler.epoch}
-        return {**common, "kind": "distributed", "num_samples": len(sampler.dataset), **about}  # type: ignore[arg-type]
+        return {**common, "kind": kind, "num_samples": len(sampler.dataset), **about}  # type: ignore[arg-type]
     if num_ranks > 1:  # by whoever made the loader
         return None
     if type(sampler) is SequentialSampler:
@@ -330,9 +333,12 @@ def _description(sampler: Any, num_ranks: int) -> dict[str, Any] | None:
     return None
 
 
-def _deal(order: Mapping[str, Any], numbers: Mapping[str, Any] | None, own: list[Tensor], rank: int) -> list[Any]:
-    """A rank's batches from `first_sample` on; all ranks have as many, the last ones filled up as torch does."""
-    samples, num_ranks, size = range(order["num_samples"]), order["num_ranks"], order["batch_size"]
+def _share(order: Mapping[str, Any], numbers: Mapping[str, Any] | None, own: list[Tensor], rank: int) -> Sequence[Any]:
+    """A rank's samples from `first_sample` on; all ranks have as many."""
+    samples, num_ranks = range(order["num_samples"]), order["num_ranks"]
+    if order["kind"] == "permuted":
+        permuted = PermutedOrder(order["num_samples"], order["seed"], order["epoch"])
+        return share_of_rank(permuted[order["first_sample"] :], num_ranks, rank)
     indices: list[int] = list(samples)
     if order["kind"] == "distributed":
         sampler = DistributedSampler(samples, 1, 0, shuffle=order["shuffle"], seed=order["seed"])  # type: ignore[arg-type]
@@ -348,10 +354,20 @@ def _deal(order: Mapping[str, Any], numbers: Mapping[str, Any] | None, own: list
         indices = list(RandomSampler(samples, generator=generator))
         set_random_state(before, _CPU)
     left = indices[order["first_sample"] :]
-    left += indices[: -len(left) % num_ranks]
-    share = left[rank::num_ranks]
-    batches = [share[start : start + size] for start in range(0, len(share), size)]
-    return batches[:-1] if order["drop_last"] and batches and len(batches[-1]) < size else batches
+    left += indices[: -len(left) % num_ranks]  # the last ones filled up, as torch does
+    return left[rank::num_ranks]
+
+
+def _num_batches(order: Mapping[str, Any], share: Sequence[Any]) -> int:
+    return len(share) // order["batch_size"] if order["drop_last"] else -(-len(share) // order["batch_size"])
+
+
+def _batches(order: Mapping[str, Any], share: Sequence[Any], first: int) -> Iterator[list[Any]]:
+    """Yield the batches of a rank's samples, from one of them on."""
+    size = order["batch_size"]
+    samples = iter(share[first * size :])
+    for _ in range(first, _num_batches(order, share)):
+        yield list(islice(samples, size))
 
 
 def _refusal(saved: int, now: int) -> str:

@@ -1,10 +1,12 @@
 """LightningDataModules, the data side of a Trainer.
 
-`text.py` reads plain text files as bytes: windows of fixed length with labels shifted by one. Without arguments it
-serves the sources of Python's standard library, real text that every machine has. `batch_size.py` makes the rows of a
-rank's batch from those of a step on all ranks.
+`tokens.py` reads files of tokens of any size, alone or as mixtures. `text.py` reads plain text files as bytes: windows
+of fixed length with labels shifted by one. Without arguments it serves the sources of Python's standard library, real
+text that every machine has. `rows.py` has the settings that they share, and `batch_size.py` makes the rows of a rank's
+batch from those of a step on all ranks.
 """
 
 from lightning_d9d.datamodules.text import ByteTextDataModule, ByteWindows, unigram_entropy
+from lightning_d9d.datamodules.tokens import TokenDataModule
 
-__all__ = ["ByteTextDataModule", "ByteWindows", "unigram_entropy"]
+__all__ = ["ByteTextDataModule", "ByteWindows", "TokenDataModule", "unigram_entropy"]
