@@ -6,6 +6,7 @@ test needs it. Its forks begin at once.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import multiprocessing
 import os
@@ -14,7 +15,7 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
@@ -67,7 +68,8 @@ def run_command(
         seconds: When it is killed.
     """
     outputs = folder / "stdout.txt", folder / "stderr.txt"
-    process = context().Process(target=_run_command, args=(arguments, folder, {**os.environ, **variables}, outputs))
+    command = ("lightning_d9d.cli", arguments, folder, {**os.environ, **variables}, outputs)
+    process = context().Process(target=run_module, args=command)
     process.start()
     process.join(seconds)
     process.kill()
@@ -79,17 +81,29 @@ def run_command(
     return subprocess.CompletedProcess(arguments, process.exitcode, *texts)
 
 
-def _run_command(
-    arguments: tuple[str, ...], folder: Path, environment: Mapping[str, str], outputs: tuple[Path, Path]
+def run_module(
+    name: str, arguments: Sequence[str], folder: Path, environment: Mapping[str, str], outputs: tuple[Path, Path]
 ) -> None:
+    """Run `python -m NAME ARGUMENTS`: the target of a process.
+
+    Args:
+        name: Of a module.
+        arguments: Of its command line.
+        folder: Where it runs, and looks for modules first.
+        environment: All its variables.
+        outputs: Get its standard output and its errors.
+    """
     start_as_usual()
     _take(environment)
     _redirect(*outputs)
     os.chdir(folder)
     sys.path.insert(0, str(folder))
     warnings.simplefilter("default")
-    sys.argv = ["lightning-d9d", *arguments]
-    runpy.run_module("lightning_d9d.cli", run_name="__main__", alter_sys=True)
+    sys.argv = [name, *arguments]
+    try:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    finally:
+        atexit._run_exitfuncs()  # which are left out where a fork ends
 
 
 def _end_with_pytest() -> None:
