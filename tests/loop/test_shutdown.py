@@ -84,26 +84,27 @@ def run_job(
         when_ready: Gets the launcher when a rank says so.
     """
     module, *arguments = (*launcher, JOB, str(directory), *cases)
-    outputs = directory / "output", directory / "errors.txt"
-    os.mkfifo(outputs[0])
+    output, errors = directory / "output", directory / "errors.txt"
+    os.mkfifo(output)
     with watched_job() as environment:
-        job = warm.context().Process(target=start_launcher, args=(module, arguments, ROOT, environment, outputs))
+        command = (module, arguments, ROOT, environment, Path(os.devnull), output, errors)
+        job = warm.context().Process(target=start_launcher, args=command)
         job.start()
         assert job.pid is not None
         limit = threading.Timer(JOB_SECONDS, os.killpg, (job.pid, signal.SIGKILL))
         limit.start()
         try:
-            with outputs[0].open() as output:
+            with output.open() as lines:
                 if when_ready is not None:
-                    assert any("ready" in line for line in output)
+                    assert any("ready" in line for line in lines)
                     when_ready(job.pid)
                 job.join()
         finally:
             limit.cancel()
             limit.join()
-            print(errors := outputs[1].read_text())
+            print(said := errors.read_text())
     assert job.exitcode is not None
-    return Ended.of(directory, [job.exitcode], [errors])
+    return Ended.of(directory, [job.exitcode], [said])
 
 
 def start_launcher(*command: Any) -> None:
