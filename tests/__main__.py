@@ -62,11 +62,19 @@ def run(arguments: list[str], kinds: Sequence[tuple[str, list[str]]] = ()) -> in
 
 def everything(arguments: list[str]) -> int:
     """Run all tests, or those of the paths among the arguments. Return the exit status."""
-    if any(Path(argument.split("::")[0]).exists() for argument in arguments):
+    if has_paths(arguments):
         return run(arguments)
-    halves = [str(FOLDERS / folder) for folder in FIRST_HALF], [f"--ignore={FOLDERS / folder}" for folder in FIRST_HALF]
-    of_ranks = [(RANKS, files_with("ranks")), (JOBS, files_with("jobs"))]
-    return run(arguments, [*of_ranks, *((ONE_PROCESS, half) for half in halves)])
+    return run(arguments, [(RANKS, files_with("ranks")), (JOBS, files_with("jobs")), *halves()])
+
+
+def halves() -> list[tuple[str, list[str]]]:
+    """Return two kinds of tests that take about equally long: together those of one process."""
+    folders = [str(FOLDERS / folder) for folder in FIRST_HALF]
+    return [(ONE_PROCESS, folders), (ONE_PROCESS, [f"--ignore={folder}" for folder in folders])]
+
+
+def has_paths(arguments: list[str]) -> bool:
+    return any(Path(argument.split("::")[0]).exists() for argument in arguments)
 
 
 def files_with(marker: str) -> list[str]:
@@ -79,7 +87,8 @@ def quick(arguments: list[str]) -> int:
     """Run the quick tests, and say so if they were not. Return the exit status."""
     start = time.monotonic()
     spine = sorted({name.split("::")[0] for name in SPINE})
-    status = run(["--quick", *arguments], [(RANKS, spine), (ONE_PROCESS, [])])
+    alone = [(ONE_PROCESS, [])] if has_paths(arguments) else halves()
+    status = run(["--quick", *arguments], [(RANKS, spine), *alone])
     took = time.monotonic() - start
     late = (
         f": more than {QUICK_WALL_SECONDS} s, on a busy machine or for slow tests" if took > QUICK_WALL_SECONDS else ""

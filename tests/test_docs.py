@@ -31,7 +31,7 @@ PAGES = [
     ROOT / "tests" / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-RUN = {ROOT / "docs" / "tutorials" / "fine-tune-qwen3-30b.md"}
+RUN = {ROOT / "docs" / "tutorials" / name for name in ("fine-tune-qwen3-30b.md", "your-text.md")}
 """Pages whose commands run in their order, where they have a file for a tiny model or take what such a run has left."""
 FENCE = re.compile(r'^```(?P<language>\w*)(?: title="(?P<title>[^"\n]+)")?\n(?P<code>.*?)^```$', re.M | re.S)
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")

@@ -135,3 +135,16 @@ def test_protocols_that_are_asked_for_have_no_modules() -> None:
                 kinds = [ast.unparse(part.annotation) for part in node.body if isinstance(part, ast.AnnAssign)]
                 found += [f"{path}: {node.name} has {kind}" for kind in kinds if "Module" in kind or "Tensor" in kind]
     assert not found
+
+
+def test_kernels_that_the_host_launches_can_be_compiled_ahead() -> None:
+    launched_otherwise = []
+    for path in sorted(Path("lightning_d9d/ops/kernels").glob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        called = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
+        launched = {ast.unparse(each.value) for each in called if isinstance(each, ast.Subscript)}
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef) and node.name in launched:
+                decorators = [ast.unparse(each).partition("(")[0] for each in node.decorator_list]
+                launched_otherwise += [] if decorators == ["jit"] else [f"{path}: {node.name}"]
+    assert not launched_otherwise

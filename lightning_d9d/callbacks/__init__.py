@@ -3,7 +3,8 @@
 `loss_curve.py` draws the losses of a fit, `text_sample.py` prints what a byte-level model writes, `export.py` leaves a
 trained model, or its adapters, as a Hugging Face directory; these act at the end of `fit`. `initial_weights.py` begins
 one with weights of a checkpoint. `predictions.py` writes what `predict` predicts. `pipeline_timeline.py` measures one
-step of a pipeline, `start_times.py` the start of a fit, and `data_wait.py` the wait for batches.
+step of a pipeline, `start_times.py` the start of a fit, and `data_wait.py` the wait for batches. `weight_averages.py`
+averages weights over the steps of a fit.
 """
 
 from lightning_d9d.callbacks.data_wait import DataWait
@@ -14,6 +15,7 @@ from lightning_d9d.callbacks.pipeline_timeline import MeasuredStep, PipelineTime
 from lightning_d9d.callbacks.predictions import PredictionWriter
 from lightning_d9d.callbacks.start_times import StartTimes
 from lightning_d9d.callbacks.text_sample import TextSample
+from lightning_d9d.callbacks.weight_averages import WeightAverages
 
 __all__ = [
     "AdapterExport",
@@ -26,4 +28,5 @@ __all__ = [
     "PredictionWriter",
     "StartTimes",
     "TextSample",
+    "WeightAverages",
 ]

@@ -26,6 +26,7 @@ from lightning_d9d.checkpoint.optimizers import (
 )
 from lightning_d9d.checkpoint.tied_parameters import check_saved_tied_parameters, check_tied_parameters, tied_names
 from lightning_d9d.checkpoint.whole import (
+    AVERAGES,
     GROUPS,
     MODEL,
     ONE_PROCESS,
@@ -37,6 +38,7 @@ from lightning_d9d.checkpoint.whole import (
 )
 
 __all__ = [
+    "AVERAGES",
     "GROUPS",
     "MODEL",
     "ONE_PROCESS",

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_d9d.checkpoint.directory import Checkpoint
 from lightning_d9d.errors import ConfigError, StateError
@@ -20,6 +20,11 @@ _FROM_GROUPS = {"base_lrs": "initial_lr", "_last_lr": "lr"}
 """What torch's learning rate schedulers keep of each parameter group that the group has, too; and under which name."""
 _PER_GROUP = {*_FROM_GROUPS, "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"}
 """All that they keep of each group. Other lists (milestones, phases, nested schedulers) are of the whole."""
+_OF_ADAM = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
+_STATE_KEYS: dict[type[Optimizer], set[str]] = {Adam: _OF_ADAM, AdamW: _OF_ADAM, SGD: {"momentum_buffer"}}
+"""The states that optimizers of torch keep of a parameter."""
+_NEEDED = {"exp_avg", "exp_avg_sq", "momentum"}
+"""Without these an optimizer that has them fails in its next step."""
 
 
 def optimizer_state(
@@ -96,15 +101,38 @@ def give_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
 
     Raises:
         ValueError: It has other groups.
-        StateError: The state is of another kind of optimizer, without hyperparameters that this one cannot do without.
+        StateError: The state is of another kind of optimizer: hyperparameters are missing, or parameters have other
+            states than this one keeps.
     """
     needed = [optimizer.defaults.keys() & group.keys() for group in optimizer.param_groups]
+    _check_keys(optimizer, state)
     optimizer.load_state_dict(state)
     for names, group in zip(needed, optimizer.param_groups, strict=True):
         if lacking := sorted(names - group.keys()):
             raise StateError(
                 f"it has no {', '.join(lacking)} for {type(optimizer).__name__}: another kind of optimizer was saved; "
                 "let configure_optimizers return that one, or begin with the weights alone (callbacks.InitialWeights)"
+            )
+
+
+def _check_keys(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """See that states have the names that an optimizer knows, where that is known. Local.
+
+    An optimizer may have a method `state_keys`, which returns them for a group and a parameter.
+    """
+    known = getattr(optimizer, "state_keys", lambda *_: _STATE_KEYS.get(type(optimizer)))
+    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=False):
+        for parameter, index in zip(group["params"], saved["params"], strict=False):
+            keys, expected = state["state"].get(index, {}).keys(), known(group, parameter)
+            if expected is None or not keys or _NEEDED & expected <= keys <= expected:
+                continue
+            remedy = "Let configure_optimizers return that one"
+            if "exp_avg_scale" in keys:
+                remedy = "StochasticAdamW(state_dtype=torch.float32) takes its eight bits"
+            raise StateError(
+                f"a parameter of shape {list(parameter.shape)} was saved with {', '.join(sorted(keys))}, and "
+                f"{type(optimizer).__name__} keeps {', '.join(sorted(expected))}: another kind of optimizer was saved. "
+                f"{remedy}, or begin with the weights alone (callbacks.InitialWeights)"
             )
 
 

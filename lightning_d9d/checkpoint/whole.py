@@ -31,6 +31,8 @@ MODEL = "model."
 """What names of the model begin with in a directory."""
 OPTIMIZER = "optimizer_{}"
 """What names of an optimizer begin with there."""
+AVERAGES = "lightning_d9d_weight_averages"
+"""Under which name a file has averages of weights, by the names of these; in a directory names begin with it."""
 GROUPS = "optimizer_{}_groups.{}"
 """Of an optimizer and a rank of the pipeline: its `group_records`."""
 ONE_PROCESS = "lightning_d9d_one_process"
@@ -152,6 +154,8 @@ def whole_checkpoint(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -
 def _whole_checkpoint(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     of_lightning = {name: value for name, value in values.items() if not _OF_DIRECTORIES.match(name)}
     checkpoint = {**of_lightning, "state_dict": {**_below(MODEL, values), **_below(MODEL, tensors)}}
+    if averages := _below(f"{AVERAGES}.", tensors):
+        checkpoint[AVERAGES] = averages
     if "optimizer_states" in values:
         states = [_by_position(index, values, tensors) for index in range(values["optimizer_states"])]
         scheduled = values.get(ONE_PROCESS, {}).get("scheduled", [])

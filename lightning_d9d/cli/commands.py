@@ -1,4 +1,4 @@
-"""The arguments of convert, doctor, generate and evaluate, which are read before torch is imported."""
+"""The arguments of convert, prepare-data, doctor, generate and evaluate, which are read before torch is imported."""
 
 from __future__ import annotations
 
@@ -88,6 +88,24 @@ def convert_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def prepare_parser() -> argparse.ArgumentParser:
+    """Makes the parser of `prepare-data`."""
+    parser = _Parser("prepare-data", "Turns texts into a .bin and an .idx of tokens, for TokenDataModule and others.")
+    parser.add_argument("output", help="path of the files to make, without .bin and .idx")
+    parser.add_argument(
+        "sources", nargs="+", help="UTF-8 texts, .jsonl, .parquet or .arrow files, or patterns in quotes ('a/**/*.txt')"
+    )
+    parser.add_argument("--tokenizer", required=True, help="directory or name of one on Hugging Face's hub, or 'bytes'")
+    parser.add_argument("--column", help="field or column that has the text (text)")
+    parser.add_argument("--lines", action="store_true", help="each line of a text file is a document, not the file")
+    parser.add_argument("--processes", type=int, help="that tokenize at the same time; by default one for each CPU")
+    parser.add_argument("--begin", action="store_true", help="put the begin-of-text token before each document")
+    parser.add_argument("--no-end", action="store_true", help="put no end-of-text token behind each document")
+    parser.add_argument("--skip-invalid", action="store_true", help="leave out, and count, lines that cannot be read")
+    parser.add_argument("--overwrite", action="store_true", help="replace files that are there")
+    return parser
+
+
 def doctor_parser() -> argparse.ArgumentParser:
     """Makes the parser of `doctor`, which takes nothing."""
     return _Parser("doctor", "Checks this machine, or the ranks of a job, and says what to mend.")
@@ -132,6 +150,7 @@ def _model_parser(name: str, description: str) -> argparse.ArgumentParser:
 
 PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "convert": convert_parser,
+    "prepare-data": prepare_parser,
     "doctor": doctor_parser,
     "generate": generate_parser,
     "evaluate": evaluate_parser,

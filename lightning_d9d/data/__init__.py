@@ -1,14 +1,17 @@
 """What batches are read from.
 
-`resume.py`: going on in the middle of an epoch; `workers.py`: random numbers. `chat_files.py` reads chats,
-`chat_masks.py` makes tokens of them, and `samples.py` keeps these. `packing.py` says which samples are in a row, and
-`epoch_sampler.py` deals rows out to data ranks.
+`token_files.py` reads and writes files of tokens, `token_rows.py` makes rows and mixtures of them, and
+`permutation.py` shuffles without memory. `documents.py` reads texts, and `shards.py` has datasets around others.
+`chat_files.py` reads chats, `chat_masks.py` makes tokens of them, and `samples.py` keeps these. `packing.py` says which
+samples are in a row, and `epoch_sampler.py` deals rows out to data ranks. `resume.py`: going on in the middle of an
+epoch; `workers.py`: random numbers.
 """
 
 from lightning_d9d.data.chat_files import read_chats
 from lightning_d9d.data.chat_masks import ChatReport, ChatTokenizer, ChatTokens
-from lightning_d9d.data.epoch_sampler import EpochSampler
-from lightning_d9d.data.packing import EpochOrder, GroupedOrder, PackedOrder, packed_row, padded_rows
+from lightning_d9d.data.epoch_sampler import EpochOrder, EpochSampler
+from lightning_d9d.data.packing import GroupedOrder, PackedOrder, packed_row, padded_rows
+from lightning_d9d.data.permutation import PermutedOrder
 from lightning_d9d.data.resume import (
     DataRank,
     can_replay,
@@ -22,9 +25,14 @@ from lightning_d9d.data.resume import (
     without_resuming,
 )
 from lightning_d9d.data.samples import PackedRows, PaddedRows, Samples
+from lightning_d9d.data.shards import BufferSortedDataset, ShardedDataset, pad_stack_1d
+from lightning_d9d.data.token_files import BorderToken, TokenFile, TokenFileWriter
+from lightning_d9d.data.token_rows import Mixture, Span, TokenRows
 from lightning_d9d.data.workers import seed_order, seed_workers
 
 __all__ = [
+    "BorderToken",
+    "BufferSortedDataset",
     "ChatReport",
     "ChatTokenizer",
     "ChatTokens",
@@ -32,10 +40,17 @@ __all__ = [
     "EpochOrder",
     "EpochSampler",
     "GroupedOrder",
+    "Mixture",
     "PackedOrder",
     "PackedRows",
     "PaddedRows",
+    "PermutedOrder",
     "Samples",
+    "ShardedDataset",
+    "Span",
+    "TokenFile",
+    "TokenFileWriter",
+    "TokenRows",
     "can_replay",
     "can_resume_by_sampler",
     "end_resuming",
@@ -44,6 +59,7 @@ __all__ = [
     "make_replayed",
     "make_resumable",
     "packed_row",
+    "pad_stack_1d",
     "padded_rows",
     "read_chats",
     "resumes_at",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,21 +17,6 @@ IGNORED = -100
 """The label that does not count."""
 _POOL = 64
 """Groups of rows that are sorted by length together: more make lengths in a group more alike."""
-
-
-class EpochOrder(Protocol):
-    """The order in which an epoch reads rows, over all data ranks."""
-
-    description: dict[str, int]
-    """The numbers that the order follows from, beside seed, epoch and the lengths of samples."""
-
-    def __len__(self) -> int:
-        """Return the number of rows, equal in all epochs."""
-        ...
-
-    def __call__(self, seed: int, epoch: int) -> Sequence[tuple[int, ...]]:
-        """Return the samples of each row."""
-        ...
 
 
 class PackedOrder:

@@ -6,7 +6,7 @@ smaller, the part of the epoch's order that nobody has read yet is dealt out aga
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any, NamedTuple
@@ -75,8 +75,8 @@ class ResumableSampler:
         self._dealt = resumed.get("dealt")
         if self._dealt is not None:
             self._global, self._own = resumed["global"], resumed["own"]
-            left = _deal(self._order, self._dealt, self._global, self._own, self._data_rank.rank)
-            yield from left[resumed["num_read"] - self._dealt["first_batch"] :]
+            share = self._share(self._dealt, self._global, self._own)
+            yield from _batches(self._dealt, share, resumed["num_read"] - self._dealt["first_batch"])
             return
         with self._drawing_from(resumed):
             indices = iter(self._order)
@@ -126,16 +126,29 @@ class ResumableSampler:
         """With what of the epoch's order this rank goes on, unless that follows from its sampler."""
         if own is None:
             raise StateError(_refusal(state["num_ranks"], self._data_rank.num_ranks))
-        if all(own[key] == saved[key] for key in ("num_ranks", "batch_size", "kind")):
-            return {**state, "dealt": saved} if saved["first_sample"] else dict(state)
+        dealt = {**saved, **{key: own[key] for key in ("num_ranks", "batch_size", "drop_last", "drops_rest")}}
+        is_same = all(own[key] == saved[key] for key in ("num_ranks", "batch_size", "kind"))
+        if is_same and saved["kind"] != "epoch":  # which goes to its place at once
+            return {**state, "dealt": dealt} if saved["first_sample"] else dict(state)
         num_rows = saved["num_ranks"] * saved["batch_size"]
-        dealt = {
-            **saved,
-            **{key: own[key] for key in ("num_ranks", "batch_size", "drop_last")},
-            "first_sample": saved["first_sample"] + (state["num_read"] - saved["first_batch"]) * num_rows,
-        }
-        place = len(self) - len(_deal(self._order, dealt, state["global"], state["own"], self._data_rank.rank))
+        dealt["first_sample"] += (state["num_read"] - saved["first_batch"]) * num_rows
+        place = len(self) - _num_batches(dealt, self._share(dealt, state["global"], state["own"]))
         return {**state, "num_read": place, "dealt": {**dealt, "first_batch": place}}
+
+    def _share(self, order: Mapping[str, Any], numbers: Mapping[str, Any] | None, own: list[Tensor]) -> Sequence[Any]:
+        """Return this rank's samples from `first_sample` on; all ranks have as many."""
+        num_ranks = order["num_ranks"]
+        if order["kind"] == "epoch":
+            sampler: Any = self._order.sampler if type(self._order) is BatchSampler else self._order
+            indices = sampler.order(order["seed"], order["epoch"])
+        else:
+            indices = _indices(order, numbers, own)
+        left = indices[order["first_sample"] :]
+        if order["drops_rest"]:
+            left = left[: len(left) // num_ranks * num_ranks]
+        else:
+            left += indices[: -len(left) % num_ranks]  # the last ones filled up, as torch does
+        return left[self._data_rank.rank :: num_ranks]
 
     @contextmanager
     def _drawing_from(self, state: Mapping[str, Any]) -> Iterator[None]:
@@ -331,13 +344,15 @@ def _description(sampler: Any, num_ranks: int) -> dict[str, Any] | None:
         **{"num_ranks": num_ranks, "first_batch": 0, "first_sample": 0},
         "batch_size": 1 if batches is None else batches.batch_size,
         "drop_last": False if batches is None else batches.drop_last,
+        "drops_rest": isinstance(sampler, DistributedSampler) and sampler.drop_last,
     }
+    if type(sampler) is EpochSampler:
+        epoch = sampler.epoch if sampler.shuffle else 0
+        about = {"seed": sampler.seed, "epoch": epoch, "order": sampler.order.description}
+        return {**common, "kind": "epoch", "num_samples": len(sampler.order), **about}
     if type(sampler) is DistributedSampler:
         about = {"shuffle": sampler.shuffle, "seed": sampler.seed, "epoch": sampler.epoch}
         return {**common, "kind": "distributed", "num_samples": len(sampler.dataset), **about}  # type: ignore[arg-type]
-    if type(sampler) is EpochSampler:
-        about = {"seed": sampler.seed, "epoch": sampler.epoch, "order": sampler.order.description}
-        return {**common, "kind": "epoch", "num_samples": len(sampler.order), **about}
     if num_ranks > 1:  # by whoever made the loader
         return None
     if type(sampler) is SequentialSampler:
@@ -352,35 +367,36 @@ def _of_data(order: Mapping[str, Any]) -> tuple[Any, ...]:
     return order["num_samples"], order.get("order")
 
 
-def _deal(
-    batches_or_sampler: Any, order: Mapping[str, Any], numbers: Mapping[str, Any] | None, own: list[Tensor], rank: int
-) -> list[Any]:
-    """Return a rank's batches from `first_sample` on; all ranks have as many, the last ones filled up as torch does."""
-    samples, num_ranks, size = range(order["num_samples"]), order["num_ranks"], order["batch_size"]
-    indices: list[Any] = list(samples)
-    if order["kind"] == "epoch":
-        sampler = getattr(batches_or_sampler, "sampler", batches_or_sampler)
-        indices = list(sampler.order(order["seed"], order["epoch"]))
-    elif order["kind"] == "distributed":
+def _indices(order: Mapping[str, Any], numbers: Mapping[str, Any] | None, own: list[Tensor]) -> list[int]:
+    """Return the order of an epoch that torch's samplers drew, over all data ranks."""
+    samples = range(order["num_samples"])
+    if order["kind"] == "in order":
+        return list(samples)
+    if order["kind"] == "distributed":
         sampler = DistributedSampler(samples, 1, 0, shuffle=order["shuffle"], seed=order["seed"])  # type: ignore[arg-type]
         sampler.set_epoch(order["epoch"])
-        indices = list(sampler)
-    elif order["kind"] == "random":
-        before, generator = random_state(_CPU), None
-        if own:
-            generator = torch.Generator()
-            generator.set_state(own[0])
-        elif numbers is not None:
-            set_random_state(numbers, _CPU)
-        indices = list(RandomSampler(samples, generator=generator))
-        set_random_state(before, _CPU)
-    left = indices[order["first_sample"] :]
-    if order["kind"] == "epoch":
-        left = left[: len(left) - len(left) % num_ranks]  # as the sampler does
-    left += indices[: -len(left) % num_ranks]
-    share = left[rank::num_ranks]
-    batches = [share[start : start + size] for start in range(0, len(share), size)]
-    return batches[:-1] if order["drop_last"] and batches and len(batches[-1]) < size else batches
+        return list(sampler)
+    before, generator = random_state(_CPU), None
+    if own:
+        generator = torch.Generator()
+        generator.set_state(own[0])
+    elif numbers is not None:
+        set_random_state(numbers, _CPU)
+    indices = list(RandomSampler(samples, generator=generator))
+    set_random_state(before, _CPU)
+    return indices
+
+
+def _num_batches(order: Mapping[str, Any], share: Sequence[Any]) -> int:
+    return len(share) // order["batch_size"] if order["drop_last"] else -(-len(share) // order["batch_size"])
+
+
+def _batches(order: Mapping[str, Any], share: Sequence[Any], first: int) -> Iterator[list[Any]]:
+    """Yield the batches of a rank's samples, from one of them on."""
+    size = order["batch_size"]
+    samples = iter(share[first * size :])
+    for _ in range(first, _num_batches(order, share)):
+        yield list(islice(samples, size))
 
 
 def _refusal(saved: int, now: int) -> str:

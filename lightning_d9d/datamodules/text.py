@@ -7,13 +7,12 @@ import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 
-import lightning as L
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_d9d.datamodules.batch_size import check_sizes, rows_of_rank
+from lightning_d9d.datamodules.rows import RowsDataModule
 from lightning_d9d.errors import ConfigError, printable, reason
 from lightning_d9d.log import logger
 
@@ -47,7 +46,7 @@ class ByteWindows(Dataset[dict[str, Tensor]]):
         return {"input_ids": window[:-1]} | ({"labels": window[1:]} if self.labels else {})
 
 
-class ByteTextDataModule(L.LightningDataModule):
+class ByteTextDataModule(RowsDataModule):
     """Text files as byte tokens, a part of them held out for validation, test and predict.
 
     The files are put in the order of a hash of their paths, which is the same on every machine and mixes the folders;
@@ -81,20 +80,14 @@ class ByteTextDataModule(L.LightningDataModule):
         num_workers: int = 0,
         global_batch_size: int | None = None,
     ) -> None:
-        super().__init__()
-        check_sizes("ByteTextDataModule", batch_size, global_batch_size, num_workers, sequence_length=sequence_length)
+        super().__init__(sequence_length, batch_size, global_batch_size, seed, num_workers)
         if not 0 < validation_fraction < 1:
             raise ConfigError(
                 f"validation_fraction={validation_fraction} of ByteTextDataModule must lie between 0 and 1, e.g. 0.05."
             )
         self.directory = directory
         self.pattern = pattern
-        self.sequence_length = sequence_length
-        self.batch_size = 16 if batch_size is None and global_batch_size is None else batch_size
-        self.global_batch_size = global_batch_size
         self.validation_fraction = validation_fraction
-        self.seed = seed
-        self.num_workers = num_workers
         self.train_tokens: Tensor | None = None
         """The training text, `[num_bytes]` uint8, after `setup`."""
         self.validation_tokens: Tensor | None = None
@@ -118,18 +111,6 @@ class ByteTextDataModule(L.LightningDataModule):
         """Nats per byte of the training text: the loss of a model that knows how often each byte occurs, no more."""
         return unigram_entropy(self._require_text(self.train_tokens))
 
-    @property
-    def rows_of_rank(self) -> int:
-        """Windows in a batch of this data rank.
-
-        Raises:
-            ConfigError: The size `global_batch_size` does not divide by data ranks, accumulation and microbatches.
-        """
-        if self.global_batch_size is not None:
-            return rows_of_rank(self.global_batch_size, self.trainer)
-        assert self.batch_size is not None
-        return self.batch_size
-
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         """This data rank's training windows; an incomplete last batch is left out."""
         return self._dataloader(ByteWindows(self._require_text(self.train_tokens), self.sequence_length), shuffle=True)
@@ -152,9 +133,7 @@ class ByteTextDataModule(L.LightningDataModule):
     def _dataloader(
         self, windows: ByteWindows | Subset[dict[str, Tensor]], shuffle: bool
     ) -> DataLoader[dict[str, Tensor]]:
-        # Not left to Lightning, whose sampler takes its seed from the job instead of from this data module.
-        ranks = (self.trainer and self.trainer.distributed_sampler_kwargs) or {"num_replicas": 1, "rank": 0}
-        rows = self.rows_of_rank
+        ranks, rows = self.data_rank, self.rows_of_rank
         num_needed = ranks["num_replicas"] * (rows if shuffle else 1)
         if len(windows) < num_needed:
             raise ConfigError(

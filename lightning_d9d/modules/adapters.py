@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,9 +24,10 @@ from torch.distributed.tensor import DTensor
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.modules.initial_values import Constant, DrawnByRows, Normal
-from lightning_d9d.ops import linear
+from lightning_d9d.ops import adapted_linears, linear
 from lightning_d9d.ops.adapted_experts import thin_product
-from lightning_d9d.ops.sharded_weights import local_shard
+from lightning_d9d.ops.adapted_linears import can_adapt
+from lightning_d9d.ops.sharded_weights import is_sharded, local_shard
 
 
 class Adapter(DrawnByRows):
@@ -196,9 +198,56 @@ def adapted_linear(module: nn.Linear, input: Tensor, *, own_part: bool = False, 
         own_part: As in `lightning_d9d.ops.linear`.
         with_bias: Whether the layer's bias is added.
     """
-    y = linear(input, module.weight, module.bias if with_bias else None, own_part=own_part)
     adapter = adapter_of(module)
+    bias = module.bias if with_bias else None
+    if bias is None and (matrices := _joined_matrices(module, adapter, input, own_part)) is not None:
+        weight, a, b = matrices
+        return adapted_linears(input, [weight], [a], [b], [adapter.scale])[0]
+    y = linear(input, module.weight, bias, own_part=own_part)
     return y if adapter is None else y + adapter(input)
+
+
+def linears_of_one_input(modules: Sequence[nn.Linear], input: Tensor) -> list[Tensor]:
+    """Linear layers that are called with the same input; those with adapters share what can be shared.
+
+    Args:
+        modules: At most `lightning_d9d.ops.adapted_linears.MOST_LAYERS`.
+        input: Shape `[..., in]`.
+
+    Returns:
+        The result of each.
+    """
+    matrices: dict[nn.Linear, tuple[Tensor, Tensor, Tensor]] = {}
+    for module in modules:
+        forward = vars(module).get("forward")
+        if isinstance(forward, partial) and forward.func is adapted_linear and module.bias is None:
+            own = None if has_hooks(module) else _joined_matrices(module, adapter_of(module), input, **forward.keywords)
+            if own is not None:
+                matrices[module] = own
+    results: dict[nn.Linear, Tensor] = {}
+    if matrices:
+        scales = [adapter_of(module).scale for module in matrices]
+        weights, a, b = zip(*matrices.values(), strict=True)
+        joined = adapted_linears(input, weights, a, b, scales)
+        results = dict(zip(matrices, joined, strict=True))
+    return [results[module] if module in results else module(input) for module in modules]
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Tell whether something is called around the module's forward."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def _joined_matrices(
+    module: nn.Linear, adapter: Any, input: Tensor, own_part: bool = False
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return the weight, `a` and `b` of a layer that `lightning_d9d.ops.adapted_linears` takes; None of others."""
+    if adapter is None or (adapter.dropout and adapter.training) or (is_sharded(module.weight) and not own_part):
+        return None
+    matrices = local_shard(module.weight, input), local_shard(adapter.a, input), local_shard(adapter.b, input)
+    return matrices if can_adapt(input, *matrices) else None
 
 
 def adapted_embedding(module: nn.Embedding, input: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.modules.adapters import has_hooks, linears_of_one_input
 from lightning_d9d.modules.initial_values import Constant, DrawnByRows, Normal
 from lightning_d9d.modules.linear import Linear
 from lightning_d9d.modules.norm import RMSNorm
@@ -95,7 +96,8 @@ class GroupedQueryAttention(DrawnByRows):
             Shape `[batch, seq, hidden]`.
         """
         heads = (-1, self.head_dim)  # the number of heads is read off the projections: tensor parallelism leaves fewer
-        q, k, v = (proj(x).unflatten(-1, heads) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        projections = linears_of_one_input([self.q_proj, self.k_proj, self.v_proj], x)
+        q, k, v = (projection.unflatten(-1, heads) for projection in projections)
         q_norm, k_norm = self.q_norm, self.k_norm
         if _is_plain(q_norm) and _is_plain(k_norm) and _are_alike(q_norm, k_norm):
             q, k = norm_rope_qk(
@@ -121,9 +123,8 @@ class GroupedQueryAttention(DrawnByRows):
 
 def _is_plain(norm: nn.Module) -> bool:
     """Whether it is what it was made as. FSDP2 exchanges the class of what it gathers in a call of the module."""
-    has_hooks = norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks
     is_exchanged = type(norm) is not RMSNorm or "forward" in vars(norm)
-    return not is_exchanged and not has_hooks and not isinstance(norm.weight, DTensor)
+    return not is_exchanged and not has_hooks(norm) and not isinstance(norm.weight, DTensor)
 
 
 def _are_alike(norm: RMSNorm, other: RMSNorm) -> bool:

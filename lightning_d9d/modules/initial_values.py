@@ -55,4 +55,5 @@ class DrawnByRows(nn.Module):
     def reset_parameters(self) -> None:
         """Gives all of them their initial values again, from torch's random state."""
         for name, value in self.initial_values().items():
-            value.fill_(getattr(self, name))
+            if not (tensor := getattr(self, name)).is_meta:  # where torch would take its time for nothing
+                value.fill_(tensor)

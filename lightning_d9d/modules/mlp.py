@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from lightning_d9d.modules.adapters import linears_of_one_input
 from lightning_d9d.modules.linear import Linear
 from lightning_d9d.ops import swiglu
 
@@ -17,4 +18,5 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Shape `[..., hidden]` to the same shape."""
-        return self.down_proj(swiglu((self.gate_proj(x), self.up_proj(x))))
+        gate, up = linears_of_one_input([self.gate_proj, self.up_proj], x)
+        return self.down_proj(swiglu((gate, up)))

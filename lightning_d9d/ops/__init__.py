@@ -4,7 +4,8 @@
 with one. Both can put their weight gradients off, with `WeightGradients` and `defer`, for split backwards.
 `moe_route` chooses the experts of tokens; `moe_permute` and `moe_unpermute` bring tokens there and back, and
 `multihot_from_indices` and `indices_from_multihot` convert the choice from and to a map over all experts.
-`adapted_gate_up`, `adapted_swiglu` and `adapted_down` are the products and the activation of experts with adapters.
+`adapted_gate_up`, `adapted_swiglu` and `adapted_down` are the products and the activation of experts with adapters;
+`adapted_linears` are the products of frozen linear layers with theirs.
 `all_to_all_rows` brings rows to other ranks; `gather_dim`, `scatter_sum` and `sum_over` are the collectives of
 computations that ranks share.
 `linear_cross_entropy` is the loss of a product with a vocabulary's matrix, without all logits at a time.
@@ -19,6 +20,7 @@ at once.
 """
 
 from lightning_d9d.ops.adapted_experts import adapted_down, adapted_gate_up, adapted_swiglu
+from lightning_d9d.ops.adapted_linears import adapted_linears
 from lightning_d9d.ops.all_to_all import all_to_all_rows
 from lightning_d9d.ops.attention import AttentionKernel, attention
 from lightning_d9d.ops.collectives import gather_dim, scatter_sum, sum_over
@@ -46,6 +48,7 @@ __all__ = [
     "WeightGradients",
     "adapted_down",
     "adapted_gate_up",
+    "adapted_linears",
     "adapted_swiglu",
     "all_to_all_rows",
     "attention",

@@ -510,6 +510,7 @@ _down_op = define(
     _new_down,
     setup_context=_setup_down,
     backward=_down_backward,
+    keeps_first=True,
 )
 _down_gradients_op = define(
     "adapted_down_backward",

@@ -22,20 +22,15 @@ from lightning_d9d.log import logger
 
 _MOST_AT_A_TIME = 8
 """A compiler is a process or a thread at work; those of other ranks want processors, too."""
+THREAD_PREFIX = "compiles "
+"""Names of threads that compile ahead begin so."""
 _slots = threading.Semaphore(min(_MOST_AT_A_TIME, os.cpu_count() or 1))
 _of_thread = threading.local()
-_running: set[threading.Thread] = set()
 
 
 def only_compiles() -> bool:
     """Return True in a thread whose kernels are compiled and not launched."""
     return getattr(_of_thread, "only_compiles", False)
-
-
-def wait_for_kernels() -> None:
-    """Return when all that is being compiled ahead has been. Local."""
-    for thread in tuple(_running):
-        thread.join()
 
 
 class BackwardAhead:
@@ -79,9 +74,8 @@ class BackwardAhead:
         if form in self._seen:
             return
         self._seen.add(form)
-        thread = threading.Thread(target=self._run, args=(form, device), name=f"compiles {self._name}", daemon=True)
-        _running.add(thread)
-        thread.start()
+        # not a daemon: a process that ends inside of the compiler would abort
+        threading.Thread(target=self._run, args=(form, device), name=THREAD_PREFIX + self._name, daemon=False).start()
 
     def _run(self, form: tuple[Any, ...], device: torch.device) -> None:
         _of_thread.only_compiles = True
@@ -97,8 +91,6 @@ class BackwardAhead:
                 torch.autograd.grad(wanted, inputs, gradients, allow_unused=True)
         except Exception:  # the real backward compiles what it needs, and says what fails there
             logger.debug("the backward of %s was not compiled ahead", self._name, exc_info=True)
-        finally:
-            _running.discard(threading.current_thread())
 
 
 class _Form(tuple[Any, ...]):

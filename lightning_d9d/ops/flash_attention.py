@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import cache
+from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +18,8 @@ from lightning_d9d.errors import ConfigError
 from lightning_d9d.ops.backend import is_at_least
 from lightning_d9d.ops.packages import optional_module
 
-_VERSION_4 = "flash_attn.cute.interface"
+_PACKAGE = "flash_attn"
+_VERSION_4 = f"{_PACKAGE}.cute.interface"
 _VERSION_4_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE"
 _MODULES = (_VERSION_4, "flash_attn_interface", "flash_attn.flash_attn_interface")
 """Of versions 4, 3 and 2, the newest first."""
@@ -40,10 +42,12 @@ def _keep_compiled() -> None:
 
     It reads them when it is imported. Its own folder is a temporary one, which others could fill.
     """
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flash_attention_cute_dsl"
+    if find_spec(_PACKAGE) is None:
+        return
     try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flash_attention_cute_dsl"
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
+    except (OSError, RuntimeError):  # it cannot be written, or the user has no home
         return
     os.environ.setdefault(f"{_VERSION_4_CACHE}_DIR", str(folder))
     os.environ.setdefault(f"{_VERSION_4_CACHE}_ENABLED", "1")

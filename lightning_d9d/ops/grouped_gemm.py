@@ -307,6 +307,7 @@ _multiply_op = define(
     _new_rows,
     setup_context=_setup_context,
     backward=_backward,
+    keeps_first=True,
 )
 _multiply_columns_op = define(
     "grouped_gemm_weight_gradient",

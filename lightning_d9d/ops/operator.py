@@ -5,11 +5,18 @@ several times the host's time of launching a kernel. Both are there for those wh
 do: compilers, tracers, modes, transformations, profilers, subclasses of tensors and tensors without values. Where none
 of them is about, the implementation itself is called, and recorded for autograd by a `torch.autograd.Function` with the
 same backward. Results, gradients and what is kept for them are the same.
+
+[Note: kept before it is made] `torch.utils.checkpoint` ends a recomputation with the last tensor that is kept. A
+`Function` keeps tensors when its forward has run. So an operator that comes last in a block would be computed once more
+for nothing. If it keeps arguments alone, two functions can do its work: the first keeps them, and its result has a
+shape but no memory. The second computes the operator, and its backward passes the gradient on to the first. So it is
+done where what is kept is packed by somebody, as it is in a recomputed block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +41,7 @@ def define(
     setup_context: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
     backward: Callable[..., Any] | None = None,
     compiles_ahead: bool | Callable[..., bool] = False,
+    keeps_first: bool = False,
 ) -> Callable[..., Any]:
     """Registers an operator, `torch.ops.lightning_d9d.<name>`, and returns what to call in its place.
 
@@ -51,6 +59,8 @@ def define(
             one the operator has no derivative of its own; where one would be recorded, torch is left to say so.
         compiles_ahead: The backward has Triton kernels, and looks at no values on the host: [Note: compiling ahead].
             A function says it of the arguments.
+        keeps_first: The operator often comes last in what is recomputed. It has one result, and `setup_context` looks
+            at the arguments alone: [Note: kept before it is made].
     """
     qualified = f"lightning_d9d::{name}"
     # Not torch.library.custom_op, which imports the compiler at the first call.
@@ -60,7 +70,8 @@ def define(
     if backward is not None:
         torch.library.register_autograd(qualified, backward, setup_context=setup_context)
     registered = getattr(torch.ops.lightning_d9d, name)
-    recorded = registered if backward is None else _recorded(name, run, setup_context, backward)
+    make = partial(_recorded_first, fake) if keeps_first else _recorded
+    recorded = registered if backward is None else make(name, run, setup_context, backward)
     if compiles_ahead:
         assert backward is not None
         assert setup_context is not None
@@ -116,3 +127,34 @@ def _recorded(
         return output
 
     return type(name, (Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)}).apply
+
+
+def _recorded_first(
+    fake: Callable[..., Any],
+    name: str,
+    run: Callable[..., Any],
+    setup_context: Callable[..., None] | None,
+    backward: Callable[..., Any],
+) -> Callable[..., Any]:
+    """`run` with a derivative, whose arguments are kept before. [Note: kept before it is made]."""
+
+    def without_memory(*args: Any) -> Any:
+        result = fake(*args)
+        return result.new_empty(()).expand(result.shape)
+
+    keep, at_once = (_recorded(name, function, setup_context, backward) for function in (without_memory, run))
+    make = type(f"{name}_made", (Function,), {"forward": staticmethod(_make), "backward": staticmethod(_pass_on)}).apply
+
+    def recorded(*args: Any) -> Any:
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+        return at_once(*args) if hooks is None else make(keep(*args), partial(run, *args))
+
+    return recorded
+
+
+def _make(ctx: Any, kept: Tensor, run: Callable[[], Tensor]) -> Tensor:
+    return run()
+
+
+def _pass_on(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    return gradient, None

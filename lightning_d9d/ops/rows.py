@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_LEAST_OF_PRODUCTS = 16
+"""The fewest rows and columns of a product that tensor cores take; others are zero."""
 _PROGRAMS_A_PROCESSOR = 4
 """As many as fit there at a time, so that while some wait for memory others compute."""
 _PROGRAMS_ON_CPU = 3
@@ -29,6 +31,11 @@ def ceil_div(number: int, divisor: int) -> int:
 def next_power_of_2(number: int) -> int:
     """The lowest one that is not less than `number`, which is 1 or more: as `triton.next_power_of_2`."""
     return 1 << (number - 1).bit_length()
+
+
+def padded_for_products(length: int) -> int:
+    """The lowest length, not less than this one, that a dim of a product in a kernel may have."""
+    return max(_LEAST_OF_PRODUCTS, next_power_of_2(length))
 
 
 def num_programs(num_tiles: int, device: torch.device, a_processor: int = _PROGRAMS_A_PROCESSOR) -> int:

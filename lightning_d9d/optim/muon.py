@@ -12,13 +12,14 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.mesh.sharding import local, sharding_of
+from lightning_d9d.mesh.sharding import local, local_ranges, sharding_of
+from lightning_d9d.ops.stochastic import round_stochastic_
 from lightning_d9d.optim.whole_matrices import on_whole_matrices
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """The polynomial that each iteration applies to singular values; Muon's author found it."""
 _ITERATIONS = 5
-_DTYPES = (torch.float32, torch.float64)
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 _SCALE = 0.2
 """Root mean square of AdamW's updates, to which those of matrices are scaled."""
 
@@ -37,9 +38,11 @@ def orthogonalized(matrices: Tensor) -> Tensor:
     x = matrices.mT if is_tall else matrices
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     a, b, c = _COEFFICIENTS
+    x = x.reshape(-1, *x.shape[-2:])
     for _ in range(_ITERATIONS):
         gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    x = x.view(*matrices.shape[:-2], *x.shape[-2:])
     return x.mT if is_tall else x
 
 
@@ -55,23 +58,32 @@ class MuonAdamW(Optimizer):
     `lightning_d9d.optim.whole_matrices` tells which ranks send what. Ranks that share a matrix must have gradients for
     the same parameters; `step` is collective over them.
 
-    The state of a matrix is `momentum`, that of other parameters `step`, a number, `exp_avg` and `exp_avg_sq`.
-    Tensors lie as their parameter does.
+    Bfloat16 weights need no copy in float32: they are updated in float32 and rounded stochastically
+    (`lightning_d9d.ops.round_stochastic_`). The random bits of an element follow from `seed`, the step, and where the
+    element is in the whole parameter. So all meshes have the bits of one process.
+
+    The state of a matrix is `momentum`, that of other parameters `exp_avg` and `exp_avg_sq`; both have a number `step`.
+    Tensors lie as their parameter does, in float32 for bfloat16 weights.
 
     Args:
-        params: As for any optimizer of torch; float32 or float64, also DTensors.
+        params: As for any optimizer of torch; float32, float64 or bfloat16, also DTensors.
         lr: Learning rate of both.
         weight_decay: Decoupled: weights shrink by `lr * weight_decay`.
         momentum: Decay rate of the momentum of matrices, which is Nesterov's.
         betas: Decay rates of AdamW's averages.
         eps: Of AdamW, added to the root of the second average.
-        matrices: For a group: False gives its matrices to AdamW, too, as is usual for embeddings and heads.
+        matrices: For a group: False gives its matrices to AdamW, too, as is usual for embeddings and heads. True says
+            that all are matrices. None takes those that are.
         num_parts: For a group: how many matrices lie below each other in each, such as 2 for gate and up in one.
+        seed: Of the rounding of bfloat16 weights, from 0 to `2**31 - 1`; equal on all ranks.
 
     Raises:
-        ConfigError: A value is out of range, a dtype is another, or (in `step`) a gradient is placed otherwise than its
-            parameter.
+        ConfigError: A value is out of range, a dtype is another, or a vector is among `matrices`. In `step`: a gradient
+            is placed otherwise than its parameter.
     """
+
+    takes_wide_gradients = True
+    """Gradients of bfloat16 weights may be float32, as sums over microbatches and ranks are; they are not rounded."""
 
     def __init__(
         self,
@@ -82,11 +94,12 @@ class MuonAdamW(Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         *,
-        matrices: bool = True,
+        matrices: bool | None = None,
         num_parts: int = 1,
+        seed: int = 0,
     ) -> None:
         settings = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "betas": betas, "eps": eps}
-        super().__init__(params, {**settings, "matrices": matrices, "num_parts": num_parts})
+        super().__init__(params, {**settings, "matrices": matrices, "num_parts": num_parts, "seed": seed})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with hyperparameters of their own where given.
@@ -119,23 +132,49 @@ class MuonAdamW(Optimizer):
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             for parameter in parameters:
                 _check_gradient(parameter)
-            matrices = [parameter for parameter in parameters if group["matrices"] and parameter.ndim >= 2]
+            matrices = [parameter for parameter in parameters if _is_matrix(parameter, group)]
             for dtype in dict.fromkeys(parameter.dtype for parameter in matrices):
                 self._step_matrices([each for each in matrices if each.dtype == dtype], group)
             for parameter in parameters:
-                if not group["matrices"] or parameter.ndim < 2:
+                if not _is_matrix(parameter, group):
                     self._step_adamw(parameter, group)
         return result
+
+    def state_keys(self, group: Mapping[str, Any], parameter: Tensor) -> set[str]:
+        """Return which states a parameter of a group has. Local."""
+        return {"step", "momentum"} if _is_matrix(parameter, group) else {"step", "exp_avg", "exp_avg_sq"}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Load a state, as any optimizer of torch does; it stays in float32 beside bfloat16 weights."""
+        seen: list[dict[str, Any]] = []
+        handle = self.register_load_state_dict_pre_hook(lambda _, given: seen.append(given))  # the last one
+        try:
+            super().load_state_dict(dict(state_dict))
+        finally:
+            handle.remove()
+        [given] = seen
+        for group, saved in zip(self.param_groups, given["param_groups"], strict=True):
+            for parameter, index in zip(group["params"], saved["params"], strict=True):
+                for key, value in given["state"].get(index, {}).items():
+                    if isinstance(value, Tensor):
+                        self.state[parameter][key] = value.to(parameter.device, _dtype_of_states(parameter))
+
+    def _begun(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state of a parameter, for one step more."""
+        state = self.state[parameter]
+        if not state:
+            dtype, keys = _dtype_of_states(parameter), self.state_keys(group, parameter) - {"step"}
+            state |= {"step": 0} | {key: torch.zeros_like(parameter, dtype=dtype) for key in sorted(keys)}
+        state["step"] += 1
+        return state
 
     def _step_matrices(self, parameters: Sequence[Tensor], group: Mapping[str, Any]) -> None:
         momentum, num_parts, lr = group["momentum"], group["num_parts"], group["lr"]
         directions = []
         for parameter in parameters:
-            state = self.state[parameter]
-            if not state:
-                state["momentum"] = torch.zeros_like(parameter)
+            average = local(self._begun(parameter, group)["momentum"])
             assert parameter.grad is not None
-            gradient, average = local(parameter.grad), local(state["momentum"])
+            gradient = local(parameter.grad).to(average.dtype)
             average.mul_(momentum).add_(gradient)
             direction = gradient + momentum * average
             directions.append(direction if parameter.dtype == torch.float64 else direction.bfloat16())
@@ -145,23 +184,54 @@ class MuonAdamW(Optimizer):
 
         for parameter, direction in zip(parameters, on_whole_matrices(directions, parameters, update), strict=True):
             scale = _SCALE * math.sqrt(max(parameter.shape[-2] // num_parts, parameter.shape[-1]))
-            weight = local(parameter)
-            weight.mul_(1 - lr * group["weight_decay"]).sub_(direction.to(weight.dtype) * (lr * scale))
+            self._move(parameter, direction.to(_dtype_of_states(parameter)) * (lr * scale), group)
 
     def _step_adamw(self, parameter: Tensor, group: Mapping[str, Any]) -> None:
-        state, (first, second), lr = self.state[parameter], group["betas"], group["lr"]
-        if not state:
-            state["step"] = 0
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+        state, (first, second), lr = self._begun(parameter, group), group["betas"], group["lr"]
         assert parameter.grad is not None
-        state["step"] += 1
-        step = state["step"]
-        weight, gradient = local(parameter), local(parameter.grad)
-        average, square = local(state["exp_avg"]), local(state["exp_avg_sq"])
+        step, average, square = state["step"], local(state["exp_avg"]), local(state["exp_avg_sq"])
+        gradient = local(parameter.grad).to(average.dtype)
         average.lerp_(gradient, 1 - first)
         square.mul_(second).addcmul_(gradient, gradient, value=1 - second)
         root = square.sqrt().div_(math.sqrt(1 - second**step)).add_(group["eps"])
-        weight.mul_(1 - lr * group["weight_decay"]).sub_(average / root * (lr / (1 - first**step)))
+        self._move(parameter, average / root * (lr / (1 - first**step)), group)
+
+    def _move(self, parameter: Tensor, update: Tensor, group: Mapping[str, Any]) -> None:
+        """Let a weight decay, and subtract an update."""
+        weight, rest = local(parameter), 1 - group["lr"] * group["weight_decay"]
+        if weight.dtype == torch.bfloat16:
+            moved = weight.float().mul_(rest).sub_(update)
+            _round_in_place(parameter, moved, group["seed"] << 32 | self.state[parameter]["step"])
+        else:
+            weight.mul_(rest).sub_(update)
+
+
+def _round_in_place(parameter: Tensor, values: Tensor, seed: int) -> None:
+    """Round values to a rank's part of a bfloat16 parameter, with the bits that one process has. Local.
+
+    Args:
+        parameter: Its part is overwritten.
+        values: Float32, of the part's shape.
+        seed: Of this step.
+    """
+    weight, (rows, *others) = local(parameter), local_ranges(parameter)
+    inner = parameter.shape[1:]
+    held = (slice(None), *(slice(each.start, each.stop) for each in others))
+    offset = rows.start * math.prod(inner)
+    if weight.shape[1:] == inner:
+        round_stochastic_(weight, values, seed, offset)
+        return
+    whole = values.new_zeros(len(rows), *inner)  # of these rows: places are counted along them
+    whole[held] = values
+    weight.copy_(round_stochastic_(torch.empty_like(whole, dtype=weight.dtype), whole, seed, offset)[held])
+
+
+def _dtype_of_states(parameter: Tensor) -> torch.dtype:
+    return torch.promote_types(parameter.dtype, torch.float32)
+
+
+def _is_matrix(parameter: Tensor, group: Mapping[str, Any]) -> bool:
+    return group["matrices"] is not False and parameter.ndim >= 2
 
 
 def _check(group: Mapping[str, Any]) -> None:
@@ -172,6 +242,7 @@ def _check(group: Mapping[str, Any]) -> None:
         "betas": (all(0 <= beta < 1 for beta in group["betas"]), "two numbers from 0 to below 1"),
         "eps": (group["eps"] >= 0, "0 or more"),
         "num_parts": (group["num_parts"] >= 1, "1 or more"),
+        "seed": (0 <= group["seed"] < 2**31, "from 0 to 2**31 - 1"),
     }
     for name, (is_good, limit) in limits.items():
         if not is_good:
@@ -181,9 +252,14 @@ def _check(group: Mapping[str, Any]) -> None:
         if parameter.dtype not in _DTYPES or parameter.layout != torch.strided:
             raise ConfigError(
                 f"MuonAdamW: a parameter of shape {shape} is {parameter.dtype}, {parameter.layout}; give it dense ones "
-                "in torch.float32 or torch.float64 (precision 32-true or bf16-mixed), or train with StochasticAdamW"
+                "in torch.float32, torch.float64 or torch.bfloat16, or train with torch.optim.AdamW"
             )
-        if group["matrices"] and parameter.ndim >= 2 and parameter.shape[-2] % group["num_parts"]:
+        if group["matrices"] and parameter.ndim < 2:
+            raise ConfigError(
+                f"MuonAdamW: a parameter of shape {shape} is a vector in a group with matrices=True. Leave that out, "
+                "so that AdamW updates it, or give it to another group"
+            )
+        if _is_matrix(parameter, group) and parameter.shape[-2] % group["num_parts"]:
             raise ConfigError(
                 f"MuonAdamW: num_parts={group['num_parts']} does not divide the {shape[-2]} rows of a parameter of "
                 f"shape {shape}; leave it out for that one"

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.log import logger
 from lightning_d9d.optim.groups import ParameterGroup, check_patterns, groups_by_pattern
 from lightning_d9d.optim.muon import MuonAdamW
 from lightning_d9d.optim.rates import PiecewiseLR
@@ -40,7 +39,7 @@ class NamedParameters(NamedTuple):
     def kind_of_matrix(self, name: str) -> dict[str, Any]:
         """Return what `MuonAdamW` needs to know of a parameter, as settings of its group."""
         is_of_words = name in self.embeddings or name in self.heads
-        return {"matrices": not is_of_words, "num_parts": 2 if "gate_up_proj" in name.split(".") else 1}
+        return {"matrices": False if is_of_words else None, "num_parts": 2 if "gate_up_proj" in name.split(".") else 1}
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ class OptimizerSettings:
             The schedule, if there is one.
 
         Raises:
-            ConfigError: Phases do not fit into the run, or its length is needed and unknown.
+            ConfigError: The schedule is longer than the run, or its length is needed and unknown.
         """
         if self.lr_scheduler is None:
             return None
@@ -110,14 +109,15 @@ class OptimizerSettings:
         if isinstance(scheduler, PiecewiseLR) and scheduler.total_steps is None:
             scheduler.set_total_steps(total_steps)
         elif total_steps is not None:
-            _say_if_longer(scheduler, total_steps)
+            _check_length(scheduler, total_steps)
         return scheduler
 
 
-def _say_if_longer(scheduler: LRScheduler, total_steps: int) -> None:
+def _check_length(scheduler: LRScheduler, total_steps: int) -> None:
     for name in _LENGTHS:
         if (length := getattr(scheduler, name, 0)) > total_steps:
-            logger.warning(
-                "%s(%s=%d) is longer than the run, which has %d optimizer steps: it will not come to its end",
-                *(type(scheduler).__name__, name, length, total_steps),
+            kind = type(scheduler).__name__
+            raise ConfigError(
+                f"{kind}({name}={length}) is longer than the run, which has {total_steps} optimizer steps; give {name}="
+                f"{total_steps}, or let the run have {length} (Trainer.max_steps)"
             )

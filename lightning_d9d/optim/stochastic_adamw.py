@@ -107,6 +107,10 @@ class StochasticAdamW(Optimizer):
         group = next(group for group in self.param_groups if any(parameter is each for each in group["params"]))
         return has_codes(parameter, group["state_dtype"])
 
+    def state_keys(self, group: Mapping[str, Any], parameter: Tensor) -> set[str]:
+        """Return which states a parameter may be given: those that are converted, too. Local."""
+        return {"step", "exp_avg", "exp_avg_sq", *SCALES}
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update all parameters that have a gradient; those without keep their state.

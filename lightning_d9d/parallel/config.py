@@ -26,9 +26,18 @@ class ParallelConfig:
     backwards always keep them."""
 
     recompute: str = "none"
-    """What is not kept from forward to backward, but computed again: "none"; "full", all of each block; "selective",
-    each block but for matrix products, attention, routing and all-to-alls; "attention", each attention module;
-    "every_2" (or another number), all of every second block."""
+    """What is computed again in the backward instead of kept.
+
+    | value | what |
+    |---|---|
+    | "none" | nothing |
+    | "full" | all of each block |
+    | "offload" | as "full"; the block's input waits in the host's memory, copied beside the computation |
+    | "selective" | each block but for matrix products, attention, routing and all-to-alls |
+    | "attention" | each attention module |
+    | "every_2" or another number | all of every second block |
+    | "3_of_4" or other numbers | all of the first three of every four blocks |
+    """
 
     compile: bool = False
     """Whether `torch.compile` compiles each block. Recomputation is of whole blocks then. In split backwards compiled
@@ -97,15 +106,15 @@ class ParallelConfig:
                 raise ConfigError(
                     f"ParallelConfig.{name}={getattr(self, name)!r} must be one of {', '.join(map(repr, allowed))}"
                 )
-        if self.recompute not in ("none", "full", "selective", "attention") and self.every_nth is None:
+        if self.recompute not in ("none", "full", "offload", "selective", "attention") and not self._recomputed_of:
             raise ConfigError(
-                f"ParallelConfig.recompute={self.recompute!r} must be 'none', 'full', 'selective', 'attention' or "
-                "'every_2' with any number from 1 on"
+                f"ParallelConfig.recompute={self.recompute!r} must be 'none', 'full', 'offload', 'selective', "
+                "'attention' or a part of the blocks, such as 'every_2' or '3_of_4'"
             )
         if self.compile and self.recompute in ("selective", "attention"):
             raise ConfigError(
                 f"ParallelConfig.compile=True with recompute={self.recompute!r}, of something inside of blocks, which "
-                "are compiled whole; choose recompute='none', 'full' or 'every_2'"
+                "are compiled whole; choose recompute='none', 'full', 'offload' or 'every_2'"
             )
         if self.cuda_graphs and (self.compile or self.recompute != "none"):
             other = "compile=True" if self.compile else f"recompute={self.recompute!r}"
@@ -124,8 +133,17 @@ class ParallelConfig:
         gathered, reduced = (name and getattr(torch, name) for name in (self.gather_dtype, self.reduce_dtype))
         return gathered, reduced
 
+    def recomputes_block(self, place: int) -> bool:
+        """Return whether all of the block at this place in its stage is computed again."""
+        if (part := self._recomputed_of) is not None:
+            return place % part[1] < part[0]
+        return self.recompute in ("full", "offload")
+
     @property
-    def every_nth(self) -> int | None:
-        """The number in `recompute="every_2"`; None for the other kinds."""
-        match = re.fullmatch(r"every_([1-9]\d*)", self.recompute)
-        return int(match[1]) if match else None
+    def _recomputed_of(self) -> tuple[int, int] | None:
+        """How many of how many blocks: (1, 2) of "every_2" and (3, 4) of "3_of_4"; None for the other kinds."""
+        if match := re.fullmatch(r"every_([1-9]\d*)", self.recompute):
+            return 1, int(match[1])
+        if (match := re.fullmatch(r"([1-9]\d*)_of_([1-9]\d*)", self.recompute)) and int(match[1]) <= int(match[2]):
+            return int(match[1]), int(match[2])
+        return None

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -40,6 +40,7 @@ from lightning_d9d.modules import GroupedQueryAttention
 from lightning_d9d.parallel.config import ParallelConfig
 from lightning_d9d.parallel.context import CONTEXT_OPS
 from lightning_d9d.parallel.data import blocks_of, check_blocks, has_lists
+from lightning_d9d.parallel.host_inputs import inputs_on_host
 
 ATTENTION: tuple[type[nn.Module], ...] = (GroupedQueryAttention, nn.MultiheadAttention)
 """What `recompute="attention"` recomputes, if nothing else is said."""
@@ -66,6 +67,7 @@ _KEPT_OPS = {
     torch.ops.lightning_d9d.grouped_gemm.default,
     torch.ops.lightning_d9d.adapted_gate_up.default,
     torch.ops.lightning_d9d.adapted_down.default,
+    torch.ops.lightning_d9d.adapted_linears.default,
     _aten.topk.default,
     torch.ops.lightning_d9d.moe_route.default,
     torch.ops.lightning_d9d.moe_sort.default,
@@ -95,7 +97,7 @@ def recompute_activations(
         module: Any.
         parallel: `parallel.recompute` says what is recomputed; "none" takes back an earlier call.
         blocks: Parts of the module, in order; by default what `blocks_of` finds with `parallel.shard_blocks`. Of these
-            "every_2" takes the first, the third and so on.
+            "every_2" takes the first, the third and so on, "3_of_4" leaves out the fourth, the eighth and so on.
         attention: Of which classes the modules are that "attention" recomputes, wherever they are in the module.
 
     Raises:
@@ -110,7 +112,9 @@ def recompute_activations(
     if kind == "attention":
         chosen = [part for part in module.modules() if isinstance(part, attention)]
     else:
-        chosen = blocks[:: parallel.every_nth or 1]
+        chosen = [
+            block for place, block in enumerate(blocks) if kind == "selective" or parallel.recomputes_block(place)
+        ]
     if kind == "attention" and not chosen and (blocks or not has_lists(module)):
         classes = " or ".join(each.__name__ for each in attention)
         raise ConfigError(
@@ -120,7 +124,7 @@ def recompute_activations(
     if kind != "attention":
         check_blocks(module, blocks, f"ParallelConfig.recompute={kind!r}")
     for part in dict.fromkeys(chosen):
-        part.forward = partial(_forward, part, vars(part).get("forward"), kind == "selective")
+        part.forward = partial(_forward, part, vars(part).get("forward"), kind)
 
 
 def keep_activations(module: nn.Module) -> None:
@@ -133,7 +137,7 @@ def keep_activations(module: nn.Module) -> None:
             module.forward = replaced
 
 
-def _forward(module: nn.Module, replaced: Any, is_selective: bool, *args: Any, **kwargs: Any) -> Any:
+def _forward(module: nn.Module, replaced: Any, kind: str, *args: Any, **kwargs: Any) -> Any:
     """`module.forward`, or what has `replaced` it, under a checkpoint."""
     forward = partial(type(module).forward, module) if replaced is None else replaced
     if not torch.is_grad_enabled():
@@ -145,7 +149,9 @@ def _forward(module: nn.Module, replaced: Any, is_selective: bool, *args: Any, *
 
     # All by position: of keywords torch would save no tensors, and not see whether they are on a GPU that draws.
     values = (*args, *kwargs.values())
-    return checkpoint(run, *values, use_reentrant=False, context_fn=_contexts if is_selective else noop_context_fn)
+    contexts = _contexts if kind == "selective" else noop_context_fn
+    with inputs_on_host(values) if kind == "offload" else nullcontext():
+        return checkpoint(run, *values, use_reentrant=False, context_fn=contexts)
 
 
 class _Result(NamedTuple):

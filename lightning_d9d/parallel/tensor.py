@@ -200,7 +200,7 @@ def shard_colwise(module: nn.Linear, mesh: MeshDomains, *, num_shards: int | Non
     for name, _ in list(module.named_parameters(recurse=False)):
         _shard(module, name, mesh, 0, is_shared=is_shared)
     _shard_adapter(module, "b", mesh, 0, is_shared=is_shared)
-    module.forward = partial(_own_outputs, module)
+    module.forward = partial(adapted_linear, module, own_part=True)
 
 
 def shard_rowwise(module: nn.Linear, mesh: MeshDomains) -> None:
@@ -245,10 +245,6 @@ def _rows_of(weight: Tensor) -> tuple[int, bool]:
 
 def _with_all_tokens(module: nn.Module, group_name: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     return type(module).forward(module, gather_dim(x, _SEQUENCE, group_name), *args, **kwargs)
-
-
-def _own_outputs(module: nn.Linear, input: Tensor) -> Tensor:
-    return adapted_linear(module, input, own_part=True)
 
 
 def _summed_outputs(module: nn.Linear, group_name: str, input: Tensor) -> Tensor:

@@ -39,12 +39,19 @@ class LayerCosts:
     """Of the parameters, however many rows there are."""
     activation_bytes: float = 0.0
     """Kept from forward to backward."""
+    selective_bytes: float | None = None
+    """Kept with `recompute="selective"`; None: unknown."""
+    attention_bytes: float | None = None
+    """Kept with `recompute="attention"`; None: unknown."""
     split_activation_bytes: float = 0.0
     """Kept from input backward to weight backward, where they are split: inputs of products and their gradients."""
     is_compiled: bool = False
     """Whether the backward is one compiled function, all of it in the input phase."""
     output_bytes: float = 0.0
-    """What travels to the next stage if the layer is a stage's last, and as gradient back."""
+    """What travels to the next stage if the layer is a stage's last, and as gradient back. The layer's input is as
+    large, and all that is kept of it with `recompute="full"`."""
+    dispatch_bytes: float = 0.0
+    """The buffer of tokens that are sent to experts where those lie on several ranks; free when they have arrived."""
 
     def __post_init__(self) -> None:
         check_numbers(self)

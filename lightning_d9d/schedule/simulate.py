@@ -18,7 +18,7 @@ program it is live during the forward.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
@@ -187,7 +187,7 @@ def simulate(program: Program, costs: Costs | None = None, *, rendezvous: bool =
     run = _Run(program, costs, rendezvous)
     run.run()
     spans = tuple(span for rank in run.ranks for span in rank.spans)
-    memory = [_peak(actions, run.costs, program.is_forward_only) for actions in program.ranks]
+    memory = [peak(actions, run.costs, forward_only=program.is_forward_only) for actions in program.ranks]
     return Simulation(
         program,
         spans,
@@ -375,10 +375,25 @@ class _Run:
         return f"rank {rank.rank} at {action} waits for {awaited} of rank {peer.rank}", peer
 
 
-def _peak(actions: Sequence[Action], costs: Costs, forward_only: bool) -> tuple[int, float]:
-    """The most that is live at once in this order: microbatches, and their memory."""
-    count = most = 0
-    memory = most_memory = 0.0
+def peak(actions: Sequence[Action], costs: Costs, *, forward_only: bool = False) -> tuple[int, float]:
+    """Find the most that is live at once on a rank: the number of microbatches, and their memory. As `live`."""
+    count, memory = 0, 0.0
+    for _, microbatches, num_bytes in live(actions, costs, forward_only=forward_only):
+        count, memory = max(count, microbatches), max(memory, num_bytes)
+    return count, memory
+
+
+def live(
+    actions: Sequence[Action], costs: Costs, *, forward_only: bool = False
+) -> Iterator[tuple[ComputeAction, int, float]]:
+    """Give for each computation of a rank, in order, what is live while it runs: microbatches, and their memory.
+
+    Args:
+        actions: What the rank does, in order.
+        costs: Says how much memory a live microbatch takes in a stage.
+        forward_only: Whether only forwards run; a microbatch is live for its forward then.
+    """
+    count, memory = 0, 0.0
     for part in (part for action in actions for part in compute_parts(action)):
         whole = _of_stage(costs.activation, part.stage)
         kept = whole if costs.split_activation is None else _of_stage(costs.split_activation, part.stage)
@@ -387,8 +402,7 @@ def _peak(actions: Sequence[Action], costs: Costs, forward_only: bool) -> tuple[
             memory += whole
         elif isinstance(part, BackwardInput):
             memory += kept - whole
-        most, most_memory = max(most, count), max(most_memory, memory)
+        yield part, count, memory
         if forward_only or isinstance(part, Backward | BackwardWeight):
             count -= 1
             memory -= kept if isinstance(part, BackwardWeight) else whole
-    return most, most_memory

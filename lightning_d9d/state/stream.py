@@ -19,6 +19,7 @@ from lightning_d9d.state.mappers import Identity, Mapper
 from lightning_d9d.state.places import place_of, refuse_overlap
 from lightning_d9d.state.reader import SafetensorsReader
 from lightning_d9d.state.shards import Checks, check_names, fill_shards
+from lightning_d9d.state.threads import uncollected
 from lightning_d9d.state.views import Spec, View, materialized
 from lightning_d9d.state.writer import write_tensors
 
@@ -50,6 +51,7 @@ def read_tensors(
 
 
 @torch.no_grad()
+@uncollected()
 def load_tensors(
     target: nn.Module | Mapping[str, Tensor],
     path: str | Path,

@@ -2,26 +2,46 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import torch
 
 from lightning_d9d.state.progress import Progress
 
-_MAX_THREADS = 8
+_MAX_THREADS = 16
+"""Twice as many as read at a time, `MOST_READS`: the others check and copy meanwhile."""
 _MIN_BUNDLE, _MAX_BUNDLE = 2**22, 2**26
 """Bytes. A thread that reads much in a row is read ahead for."""
 
 
-def in_threads(work: Callable[[str], object], num_bytes: Mapping[str, int], progress: Progress) -> None:
+@contextmanager
+def uncollected() -> Generator[None]:
+    """Keep Python from looking for garbage: the boxes of many tensors are made at once, and none is. Local."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def in_threads(
+    work: Callable[[str], object],
+    num_bytes: Mapping[str, int],
+    progress: Progress,
+) -> None:
     """Call `work` for each name, in several threads, without gradients. Local.
 
-    Neighbours are one piece of work, in their order.
+    Neighbours are one piece of work, in their order. The largest pieces come first: no thread begins one at the end,
+    when the others have nothing left.
 
     Args:
-        work: What it raises first, in the order of names, is raised here, when what has begun has ended.
+        work: What it raises first, in the order of pieces, is raised here, when what has begun has ended.
         num_bytes: By name.
         progress: Gets the number of bytes.
     """
@@ -35,17 +55,20 @@ def in_threads(work: Callable[[str], object], num_bytes: Mapping[str, int], prog
 
     num_threads = max(2, min(_MAX_THREADS, os.cpu_count() or 1))
     share = sum(num_bytes.values()) // (4 * num_threads)
+    wanted = min(max(share, _MIN_BUNDLE), _MAX_BUNDLE)
+    bundles = _bundles(num_bytes, wanted)
+    bundles.sort(key=lambda names: num_bytes[names[0]] <= wanted)
     with ThreadPoolExecutor(num_threads) as pool:
-        for done in pool.map(work_on, _bundles(num_bytes, min(max(share, _MIN_BUNDLE), _MAX_BUNDLE))):
+        for done in pool.map(work_on, bundles):
             progress.add(done)
 
 
 def _bundles(num_bytes: Mapping[str, int], wanted: int) -> list[list[str]]:
-    """Names of neighbours, in pieces of about the wanted number of bytes."""
+    """Names of neighbours, in pieces of about the wanted number of bytes. What is larger is a piece by itself."""
     bundles: list[list[str]] = []
     filled = wanted
     for name, size in num_bytes.items():
-        if filled >= wanted:
+        if filled >= wanted or size > wanted:
             bundles.append([])
             filled = 0
         bundles[-1].append(name)

@@ -98,8 +98,10 @@ class View:
 
     def _with_dims(self, dims: Sequence[int]) -> View:
         boxes = tuple(
-            mapped._replace(place=tuple(mapped.place[i] for i in dims), dims=tuple(mapped.dims[i] for i in dims))
-            for mapped in self.boxes
+            MappedBox(
+                tuple(each.place[i] for i in dims), each.source, each.box, tuple(each.dims[i] for i in dims), each.casts
+            )
+            for each in self.boxes
         )
         return dataclasses.replace(self, shape=tuple(self.shape[i] for i in dims), boxes=boxes)
 
@@ -187,7 +189,8 @@ def inverted(views: Mapping[str, View], specs: Mapping[str, Spec]) -> dict[str, 
     for name, view in views.items():
         for mapped in view._whole("turned around").boxes:
             dtype = specs[mapped.source].dtype
-            boxes[mapped.source].append(mapped.flipped(name)._replace(casts=() if dtype is None else (dtype,)))
+            place, _, box, dims, _ = mapped.flipped(name)
+            boxes[mapped.source].append(MappedBox(place, name, box, dims, () if dtype is None else (dtype,)))
     for name, spec in specs.items():
         if sum(size(mapped.place) for mapped in boxes[name]) != size(whole_box(spec.shape)):
             raise StateError(f"not all of {name} is kept, so it cannot be made again; give a mapper that keeps all")

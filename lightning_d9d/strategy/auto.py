@@ -9,6 +9,7 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.memory import device_bytes
 from lightning_d9d.mesh.agreement import Ranks
 from lightning_d9d.schedule import Auto, Choice
 from lightning_d9d.strategy.module import D9DModule
@@ -47,9 +48,8 @@ def choose(
                 "model_costs(sequence_length, bytes_per_element) -> ModelCosts, or name a schedule"
             )
         costs = costs.compiled() if compiles else costs
-        memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
         state_ratio = 3 + max(_FLOAT32_BYTES, dtype.itemsize) / dtype.itemsize
-        return auto.choose(num_ranks, costs, state_ratio=state_ratio, device_memory=memory).to_dict()
+        return auto.choose(num_ranks, costs, state_ratio=state_ratio, device_memory=device_bytes(device)).to_dict()
 
     (chosen, *_) = ranks.together("no schedule can be chosen", on_first)
     assert chosen is not None

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import lightning as L
 import torch
-from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import nn
 from torch.optim import Optimizer
 
@@ -30,6 +30,7 @@ from lightning_d9d.strategy.batches import BatchSplitter
 from lightning_d9d.strategy.configuration import check_callbacks, check_degrees_of
 from lightning_d9d.strategy.effects import Beside, check_effects
 from lightning_d9d.strategy.eval_step import EvalStep
+from lightning_d9d.strategy.fit_memory import FitMemory
 from lightning_d9d.strategy.gradient_sync import GradientSync
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.offload import move
@@ -221,7 +222,9 @@ class TrainingParts:
             return self._staged(module, steps, optimizers)
         summed_by_module = fully_sharded(module) if is_sharded(module) else None
         gradients = self._gradients({}, summed_by_module=summed_by_module)
-        return PlainTraining(gradients, steps, self.ranks.dp_size, skips_nonfinite=self.skips_nonfinite)
+        training = PlainTraining(gradients, steps, self.ranks.dp_size, skips_nonfinite=self.skips_nonfinite)
+        training.memory = self._memory(module, optimizers, gradients)
+        return training
 
     def _staged(self, module: D9DModule, steps: OptimizerStep, optimizers: Sequence[Optimizer]) -> StagedTraining:
         assert self.evaluation is not None
@@ -234,25 +237,52 @@ class TrainingParts:
         in_backward = None
         if self.torn is not None:
             self.torn.open(functools.partial(refuse_saves, self.patches, module.trainer))
-            in_backward = StepInBackward(optimizers[0], steps, self.torn, int(self.grad_sync.bucket_mb * 2**20))
-        train_step = TrainStep(
-            module,
-            module.pipeline.executor(module, stages, self.precision.forward_context),
-            splitter,
-            self._gradients(stages, keeps_gathered=keeps, in_backward=in_backward),
-            steps,
-            self.evaluation.sequences,
-            in_backward,
-        )
-        progress = None if self.ranks.device.type == "cpu" else LateProgress(self.patches, module.trainer)
+            in_backward = StepInBackward(optimizers[0], steps, self.torn, self.bucket_bytes)
+        gradients = self._gradients(stages, keeps_gathered=keeps, in_backward=in_backward)
         offloads, skips = self.parallel.offload, self.skips_nonfinite
         check = functools.partial(
             check_step_in_backward, module, optimizers, self.precision, offloads=offloads, skips=skips
         )
-        return StagedTraining(train_step, progress, skips_nonfinite=skips, check_in_backward=check)
+        memory = self._memory(module, optimizers, gradients, check_in_backward=check, keeps_gathered=keeps)
+        train_step = TrainStep(
+            module,
+            module.pipeline.executor(module, stages, self.precision.forward_context),
+            splitter,
+            gradients,
+            steps,
+            self.evaluation.sequences,
+            memory,
+            in_backward,
+        )
+        progress = None if self.ranks.device.type == "cpu" else LateProgress(self.patches, module.trainer)
+        training = StagedTraining(train_step, progress, skips_nonfinite=skips, check_in_backward=check)
+        training.memory = memory
+        return training
+
+    def _memory(
+        self, module: L.LightningModule, optimizers: Sequence[Optimizer], gradients: GradientSync, **options: Any
+    ) -> FitMemory:
+        autocasts = isinstance(self.precision, MixedPrecision)
+        return FitMemory(
+            module,
+            optimizers,
+            gradients,
+            self.parallel,
+            self.ranks.device,
+            bucket_bytes=self.bucket_bytes,
+            steps_in_backward=self.torn is not None,
+            activation_dtype=torch.bfloat16 if autocasts else self.parallel.dtypes[0],
+            **options,
+        )
+
+    @property
+    def bucket_bytes(self) -> int:
+        """The size of a full bucket."""
+        return int(self.grad_sync.bucket_mb * 2**20)
 
     def _gradients(self, stages: Mapping[int, nn.Module], **options: Any) -> GradientSync:
         assert self.rank_model is not None
         model = self.rank_model
         parameters, mesh = list(model.model.parameters()), self.ranks.mesh_of_several
-        return GradientSync(parameters, stages, model.tied, mesh, self.grad_sync, **options)
+        reduced = self.parallel.dtypes[1]
+        return GradientSync(parameters, stages, model.tied, mesh, self.grad_sync, reduce_dtype=reduced, **options)

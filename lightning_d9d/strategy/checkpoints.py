@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 
+from lightning_d9d.checkpoint import AVERAGES
 from lightning_d9d.loop.interrupt import Saved
 from lightning_d9d.mesh.agreement import Ranks
 from lightning_d9d.strategy.epoch_place import RANKS, EpochPlace
@@ -117,6 +118,8 @@ class Checkpoints:
         weights = self.loads.weights(module, with_optimizers=fits)
         if weights is not None:
             checkpoint["state_dict"] = weights
+            if fits and module is not None:
+                checkpoint[AVERAGES] = self.loads.averages(module)
         elif module is not None:
             add_frozen(checkpoint, module)
         if fits:

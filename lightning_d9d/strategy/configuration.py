@@ -124,8 +124,8 @@ def check_callbacks(callbacks: Iterable[L.Callback], config: MeshConfig) -> None
         if spread and isinstance(callback, StochasticWeightAveraging | WeightAveraging):
             raise ConfigError(
                 f"the callback {type(callback).__name__} makes a deep copy of the module, but with MeshConfig("
-                f"{', '.join(spread)}) each rank has a part of it, which cannot be copied; leave it out, or train with "
-                "data_parallel_replicate alone"
+                f"{', '.join(spread)}) each rank has a part of it, which cannot be copied; take "
+                "lightning_d9d.callbacks.WeightAverages, or train with data_parallel_replicate alone"
             )
 
 

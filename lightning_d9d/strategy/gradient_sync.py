@@ -8,9 +8,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from lightning_d9d.memory import gradient_bytes
 from lightning_d9d.mesh import MeshDomains
-from lightning_d9d.mesh.sharding import local
-from lightning_d9d.parallel.data import FullySharded, num_shards
+from lightning_d9d.parallel.data import FullySharded
 from lightning_d9d.parallel.fsdp import fully_sharded
 from lightning_d9d.strategy.data_parallel import DataParallelStages
 from lightning_d9d.strategy.sharding import not_yet_summed
@@ -32,6 +32,7 @@ class GradientSync:
         keeps_gathered: Whether fully sharded stages stay gathered over a batch.
         summed_by_module: The parameters of a plain, sharded module that FSDP2 reduces; None if it is not sharded.
         in_backward: Takes parameters whose gradients are complete; None: nobody does.
+        reduce_dtype: Of the gradients of fully sharded stages; None: float32, or their parameters' own if wider.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class GradientSync:
         keeps_gathered: bool = False,
         summed_by_module: Collection[nn.Parameter] | None = None,
         in_backward: StepInBackward | None = None,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         self.parameters = parameters
         self.tied = tied
@@ -55,6 +57,7 @@ class GradientSync:
         self._mesh = mesh
         self._summed_by_module = summed_by_module
         self._in_backward = in_backward
+        self._reduce_dtype = reduce_dtype
         self._needs: tuple[bool, list[bool]] | None = None
         reduces_each = config.reduce == "every_microbatch"
         self._sharded = {
@@ -80,13 +83,22 @@ class GradientSync:
         gathered = set[nn.Parameter]()
         if self.config.reduce == "last_microbatch":
             gathered = {parameter for stage in self._stages.values() for parameter in fully_sharded(stage)}
-        return sum(
-            local(parameter).numel()
-            * (num_shards(parameter) if parameter in gathered else 1)
-            * bucket_dtype(parameter, dtype, torch.float32).itemsize
-            for parameter in self.parameters
-            if parameter.requires_grad
-        )
+        return gradient_bytes(self.parameters, lambda each: bucket_dtype(each, dtype, torch.float32), gathered)
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of this rank's gradients at the end of a step, when those of fully sharded stages are reduced."""
+        sharded = {parameter for stage in self._stages.values() for parameter in fully_sharded(stage)}
+        in_buckets: dict[nn.Parameter, torch.dtype] = {}
+        for bucket in [] if self.buckets is None else self.buckets.buckets:
+            in_buckets |= dict.fromkeys(bucket.parameters, bucket.dtype)
+
+        def dtype_of(parameter: nn.Parameter) -> torch.dtype:
+            if parameter in sharded:
+                return torch.promote_types(parameter.dtype, self._reduce_dtype or torch.float32)
+            return in_buckets.get(parameter, parameter.dtype)
+
+        return gradient_bytes(self.parameters, dtype_of)
 
     def update(self, *, accumulates: bool, window_is_open: bool) -> None:
         """Build the buckets, and again where a callback froze or unfroze layers or began to accumulate batches.

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_d9d.checkpoint import (
+    AVERAGES,
     MODEL,
     OPTIMIZER,
     Checkpoint,
@@ -110,6 +111,23 @@ class Loads:
         later = OPTIMIZER.format("") if with_optimizers else None
         report(opened.load(tensors, strict=module.strict_loading, prefix=MODEL, later=later), opened.path)
         return {name: opened.values.get(f"{MODEL}{name}", value) for name, value in module.state_dict().items()}
+
+    def averages(self, module: L.LightningModule) -> dict[str, Tensor]:
+        """Read a directory's averages of the weights that this rank holds, if it has some. Collective.
+
+        Args:
+            module: The module; averages lie as its parameters do, in the dtype in which they were saved.
+        """
+        opened = self._directory
+        assert opened is not None
+        named = {f"{AVERAGES}.{name}": value for name, value in module.state_dict().items()}
+        rooms = {
+            name: torch.empty_like(value, dtype=opened.tensors[name].dtype)
+            for name, value in named.items()
+            if name in opened.tensors
+        }
+        opened.load(rooms, strict=False)
+        return {name.removeprefix(f"{AVERAGES}."): value for name, value in rooms.items()}
 
     def give_weights(
         self, module: L.LightningModule, weights: Mapping[str, Any], state: RunState, *, strict: bool

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_d9d.checkpoint import GROUPS, MODEL, ONE_PROCESS, OPTIMIZER, group_records, optimizer_state
+from lightning_d9d.checkpoint import AVERAGES, GROUPS, MODEL, ONE_PROCESS, OPTIMIZER, group_records, optimizer_state
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.optimizers import first_names
 from lightning_d9d.strategy.ranks import JobRanks
@@ -90,6 +90,7 @@ class RunState:
         state = {f"{MODEL}{name}": value for name, value in checkpoint.pop("state_dict").items()}
         tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
         named_values = {name: value for name, value in state.items() if name not in tensors}
+        tensors |= {f"{AVERAGES}.{name}": value for name, value in checkpoint.pop(AVERAGES, {}).items()}
         if "optimizer_states" in checkpoint:
             checkpoint["optimizer_states"] = len(self.optimizers)
             place = 0 if self.pipeline is None else dist.get_rank(self.pipeline)

@@ -44,6 +44,7 @@ class StagedTraining(Training):
 
     def begin(self, may_defer: Callable[[], bool]) -> None:
         """Decide on what a checkpoint may have changed, too: options of the optimizer, callbacks."""
+        super().begin(may_defer)
         if self._train_step.in_backward is not None:
             self._begin_in_backward(self._train_step.in_backward)
             return

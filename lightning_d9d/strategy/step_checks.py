@@ -9,6 +9,7 @@ from lightning_d9d.mesh import Axis
 from lightning_d9d.mesh.agreement import Ranks
 from lightning_d9d.mesh.collectives import first_difference
 from lightning_d9d.pipeline.executor import SplitBatch
+from lightning_d9d.strategy.fit_memory import FitMemory
 from lightning_d9d.strategy.gradient_sync import GradientSync
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.same_batches import SameBatches
@@ -22,12 +23,14 @@ class StepChecks:
         module: The module with its stages built.
         gradients: What is summed over ranks.
         sequences: Checks that stages take parts of sequences.
+        memory: Checks that the first batch fits into the memory.
     """
 
-    def __init__(self, module: D9DModule, gradients: GradientSync, sequences: SequenceCheck) -> None:
+    def __init__(self, module: D9DModule, gradients: GradientSync, sequences: SequenceCheck, memory: FitMemory) -> None:
         self._module = module
         self._gradients = gradients
         self._sequences = sequences
+        self._memory = memory
         self._same_batches = SameBatches(module.pipeline.readers)
         self.is_first_batch = True
         self._has_checked_whole = False
@@ -42,7 +45,9 @@ class StepChecks:
         return self.is_first_batch and batch_index == 0
 
     def split(self, split: SplitBatch, forward_context: Any) -> None:
-        """Check, with the first batch, that stages take parts of sequences."""
+        """Check, with the first batch, that it fits into the memory and that stages take parts of sequences."""
+        if self.is_first_batch:
+            self._memory.check(split)
         self._sequences.check(split.microbatches[0], forward_context)
         self.is_first_batch = False
 

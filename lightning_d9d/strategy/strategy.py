@@ -1,8 +1,7 @@
 """`D9DStrategy`: the hooks Lightning calls, each short. The step itself is in `train_step.py`.
 
 A hook calls parts with one owner each. `ranks` says who the ranks are, `staging` where the stages are. `_checkpoints`
-saves, loads and knows the place in the data. `_rank_model` has copies, tied parameters and sharded units. `_training`
-and `_evaluation` run batches.
+saves, loads and knows the place in the data. `_rank_model` has copies. `_training` and `_evaluation` run batches.
 """
 
 from __future__ import annotations
@@ -328,7 +327,7 @@ class D9DStrategy(RankHooks):
         self.setup_precision_plugin()
         if self._is_fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
-            run = patches, self.ranks, self._rank_model, self._evaluation, self.parallel, self.grad_sync
+            run = patches, self.ranks, self._rank_model, self._evaluation, self.parallel_in_effect, self.grad_sync
             parts = TrainingParts(*run, self.precision_plugin, self.skip_nonfinite, self._checkpoints.torn)
             training = self._training = parts.training(module, self.optimizers)
             self._optimizer_step = training.optimizer_step
@@ -347,9 +346,8 @@ class D9DStrategy(RankHooks):
         module, trainer = self._attached, self._attached.trainer
         is_staged = isinstance(module, D9DModule)
         check_loader(dataloader, module, self.ranks, is_staged=is_staged)
-        self._checkpoints.place.prepare(
-            dataloader, trainer.fit_loop, trains=bool(trainer.training), is_staged=is_staged
-        )
+        trains = bool(trainer.training)
+        self._checkpoints.place.prepare(dataloader, trainer.fit_loop, trains=trains, is_staged=is_staged)
         return dataloader
 
     # Training
@@ -561,6 +559,8 @@ class D9DStrategy(RankHooks):
         """See to it that other ranks hear of it, that ranks launched here end too, and say how a fit goes on."""
         super().on_exception(exception)
         set_exit_code(exception)
+        if self._training is not None:
+            self._training.note(exception)
         if self._shutdown is not None:
             self._shutdown.watch.report(exception)  # where a tuner had put the Trainer's callbacks away
         else:

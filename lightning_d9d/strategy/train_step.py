@@ -45,6 +45,7 @@ from lightning_d9d.mesh.sharding import local
 from lightning_d9d.pipeline.executor import Executor, LossScale, SplitBatch
 from lightning_d9d.pipeline.totals import BatchTotals, weighted_mean
 from lightning_d9d.strategy.batches import BatchSplitter
+from lightning_d9d.strategy.fit_memory import FitMemory
 from lightning_d9d.strategy.gradient_sync import GradientSync
 from lightning_d9d.strategy.loss_scale import LossScaling
 from lightning_d9d.strategy.module import D9DModule
@@ -67,6 +68,7 @@ class TrainStep:
         gradient_sync: Gathers parameters and sums gradients over ranks.
         optimizer_step: Steps or skips, and counts skips.
         sequences: Checks in the first batch that stages take parts of sequences.
+        memory: Checks that the first batch fits into the memory.
         in_backward: Updates parameters inside `run`; None: `step` alone does. [Note: step in backward].
     """
 
@@ -78,6 +80,7 @@ class TrainStep:
         gradient_sync: GradientSync,
         optimizer_step: OptimizerStep,
         sequences: SequenceCheck,
+        memory: FitMemory,
         in_backward: StepInBackward | None = None,
     ) -> None:
         self.module = module
@@ -85,7 +88,7 @@ class TrainStep:
         self.splitter = splitter
         self.gradient_sync = gradient_sync
         self.optimizer_step = optimizer_step
-        self.checks = StepChecks(module, gradient_sync, sequences)
+        self.checks = StepChecks(module, gradient_sync, sequences, memory)
         self.pipeline = module.pipeline
         self.parameters = gradient_sync.parameters
         self.group = self.pipeline.token_group

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_d9d.coordination.ahead import NOTHING_AGREED, BatchPlan
 from lightning_d9d.pipeline.executor import Executor
+from lightning_d9d.strategy.fit_memory import FitMemory
 from lightning_d9d.strategy.gradient_sync import GradientSync
 from lightning_d9d.strategy.optimizer_step import OptimizerStep
 from lightning_d9d.strategy.window import cast_gradients
@@ -64,6 +65,8 @@ class Training(ABC):
 
     executor: Executor | None = None
     """Runs the training programs of a D9DModule; None for a plain module."""
+    memory: FitMemory | None = None
+    """Knows what steps take of the rank's memory; None outside of a fit."""
 
     def __init__(self, gradients: GradientSync, optimizer_step: OptimizerStep, *, skips_nonfinite: bool) -> None:
         self.gradients = gradients
@@ -98,10 +101,17 @@ class Training(ABC):
             may_defer: Whether the optimizer can take division and clipping as a factor, without anybody noticing.
 
         Raises:
-            ConfigError: Parameters cannot be updated inside the backward.
+            ConfigError: Parameters cannot be updated inside the backward, or a step cannot fit into the memory.
             StateError: The weights are torn by a failure of an earlier fit.
         """
         del may_defer
+        if self.memory is not None:
+            self.memory.check()
+
+    def note(self, error: BaseException) -> None:
+        """Add to an error what was in the memory, if it ran out. Local."""
+        if self.memory is not None:
+            self.memory.note(error)
 
     def finish(self) -> None:
         """Say what is to be said at the end of a fit."""

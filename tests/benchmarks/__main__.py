@@ -33,12 +33,15 @@ NAMES = (
     "fine_tune",
     "streaming",
     "saving",
+    "step_in_backward",
     "optimizer_loss",
 )
 SELECTIONS = {
     "pipeline": ("schedules", "microbatches"),
     "ops": ("ops", "sizes"),
     "train_step": ("peers",),
+    "fine_tune": ("layers", "experts", "seconds"),
+    "optimizer_loss": ("methods", "rates", "steps", "jobs"),
 }
 """Options of single benchmarks."""
 
@@ -50,7 +53,8 @@ def main() -> int:
     directory = os.environ.get("OUT")
     for name in arguments.names or NAMES:
         module = import_module(f"tests.benchmarks.{name}")
-        selected = {option: getattr(arguments, option) for option in SELECTIONS.get(name, ())}
+        options = {option: getattr(arguments, option) for option in SELECTIONS.get(name, ())}
+        selected = {option: value for option, value in options.items() if value is not None}
         for case in module.cases(arguments.device, arguments.quick, **selected):
             if arguments.cases and not any(words in case.name for words in arguments.cases):
                 continue
@@ -85,6 +89,13 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--ops", nargs="+", help="of `ops`")
     parser.add_argument("--sizes", nargs="+", type=float, help="of `ops`, as multiples of the shape; default: 1")
     parser.add_argument("--peers", choices=("best", "all"), default="all", help="of `train_step`")
+    parser.add_argument("--layers", type=int, help="of `fine_tune`: of the model")
+    parser.add_argument("--experts", nargs="+", help="of `fine_tune`: implementations of transformers")
+    parser.add_argument("--seconds", type=int, help="of `fine_tune`: that a contender has")
+    parser.add_argument("--methods", nargs="+", help="of `optimizer_loss`")
+    parser.add_argument("--rates", nargs="+", type=float, help="of `optimizer_loss`; a single one is taken untried")
+    parser.add_argument("--steps", type=int, help="of `optimizer_loss`")
+    parser.add_argument("--jobs", type=int, help="of `optimizer_loss`: runs at a time on one device")
     parser.add_argument("--quick", action="store_true", help="small and short: shows that it runs, judges nothing")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(NAMES):

@@ -1,19 +1,26 @@
-"""Steps of LoRA on one Qwen3-MoE and one GPU, against transformers with peft.
+"""Steps of LoRA on some layers of Qwen3-MoE and one GPU, against transformers with peft.
 
 All contenders have equal frozen weights, in bf16 on a GPU, and take the same tokens: forward, loss, backward, AdamW of
-the adapters. All recompute each block. Transformers has its grouped products (`grouped_mm`) and SDPA. The learning rate
-is 0, so the adapters change no loss, and losses are compared.
+the adapters. All recompute each block. Transformers has SDPA, and every implementation of experts that is asked for;
+the fastest is the peer. The learning rate is 0, so the adapters change no loss, and losses are compared.
+
+Contenders run one after the other, each in a process of its own and for so long at most: memory has one at a time. Each
+is printed when it is measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import math
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import multiprocessing, nn
 from torch.optim import AdamW
 
 from lightning_d9d import ParallelConfig
@@ -21,67 +28,134 @@ from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig
 from lightning_d9d.models.qwen3_moe.plan import parallelize_qwen3_moe
 from lightning_d9d.optim import StochasticAdamW
 from lightning_d9d.peft import LoRA, inject
-from tests.benchmarks.frame import Case
-from tests.benchmarks.train_step import Loop, Work, table, transformers_of
+from tests.benchmarks.frame import LOSS_TOLERANCE, Case, rank_main, summarize
+from tests.benchmarks.train_step import OwnLoop, TransformersLoop, Work, more_of_ours, table, transformers_of
 
-__all__ = ["cases", "table"]
+__all__ = ["cases", "run_case", "table"]
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+IMPLEMENTATIONS = ("grouped_mm", "batched_mm", "eager")
+"""Of experts, in transformers."""
 RANK = 16
 LEAST_OF_PEER = 1.5
 """Tokens/s of ours with adapters of attention and experts, of the best peer's, whatever that adapts."""
+MOST_SECONDS = 150
+"""Of a contender: start, warm-up and all steps."""
 
 
 @dataclass(frozen=True)
 class Adapters:
-    """What is trained, and how."""
+    """What is trained."""
 
     rank_of_experts: int = 0
     """0: experts have none."""
-    compiles: bool = False
 
     def __str__(self) -> str:
-        experts = f" and experts at rank {self.rank_of_experts}" if self.rank_of_experts else ""
-        return f"attention{experts}{', compiled' if self.compiles else ''}"
+        return f"attention and experts at rank {self.rank_of_experts}" if self.rank_of_experts else "attention"
 
 
-def cases(device_type: str, quick: bool) -> list[Case]:
-    """Some layers of the 30b-a3b geometry, with each peer."""
+def cases(
+    device_type: str,
+    quick: bool,
+    layers: int = 8,
+    experts: Sequence[str] = IMPLEMENTATIONS,
+    seconds: int = MOST_SECONDS,
+) -> list[Case]:
+    """Some layers of the 30b-a3b geometry: with peers that adapt attention alone, and with those that do as ours."""
     if quick or device_type == "cpu":
         work = Work(config=Qwen3MoeConfig.preset("tiny"), dtype=torch.float32, num_rows=2, sequence_length=32)
         rounds: dict[str, Any] = dict(warmup_steps=2, block_steps=1, repeats=2 if quick else 12)
-        return [case("small model", work, Adapters(), [Adapters(2)], None, **rounds)]
-    config = replace(Qwen3MoeConfig.preset("30b-a3b"), num_hidden_layers=8)
+        return [case("small model", work, Adapters(), [Adapters(2)], experts, None, seconds, **rounds)]
+    config = replace(Qwen3MoeConfig.preset("30b-a3b"), num_hidden_layers=layers)
     work = Work(config=config, dtype=torch.bfloat16, num_rows=4, sequence_length=4096)
     rounds = dict(warmup_steps=3, block_steps=2, repeats=8)
-    of_ours = [Adapters(), Adapters(RANK), Adapters(2)]
+    of_ours, limit = [Adapters(), Adapters(RANK), Adapters(2)], 1 / LEAST_OF_PEER
     return [
-        case("peft on attention", work, Adapters(), of_ours, 1 / LEAST_OF_PEER, **rounds),
-        case("peft on attention, compiled", work, Adapters(compiles=True), of_ours, 1 / LEAST_OF_PEER, **rounds),
-        case("peft on experts, too", work, Adapters(2), of_ours[-1:], 1 / LEAST_OF_PEER, **rounds),
+        case("peft on attention", work, Adapters(), of_ours, experts, limit, seconds, **rounds),
+        case("peft on experts, too", work, Adapters(2), of_ours[-1:], experts, limit, seconds, **rounds),
     ]
 
 
 def case(
-    name: str, work: Work, peer: Adapters, of_ours: Sequence[Adapters], limit: float | None, **rounds: Any
+    name: str,
+    work: Work,
+    of_peer: Adapters,
+    of_ours: Sequence[Adapters],
+    implementations: Sequence[str],
+    limit: float | None,
+    seconds: int,
+    **rounds: Any,
 ) -> Case:
-    """A peer, and ours with several adapters, of which the last may take `limit` times as long at most."""
-    theirs = f"transformers and peft, {peer}"
+    """Peers, and ours with several adapters, of which the last may take `limit` times as long as the best at most."""
+    ours = {f"ours, {adapters}": partial(Ours, work, adapters) for adapters in of_ours}
+    theirs = {
+        f"transformers and peft, {of_peer}, {each}": partial(Theirs, work, of_peer, each) for each in implementations
+    }
     return Case(
         name=name,
-        contenders={
-            theirs: partial(Theirs, work, peer),
-            **{f"ours, {adapters}": partial(Ours, work, adapters) for adapters in of_ours},
-        },
-        peer=theirs,
-        limits={} if limit is None else {f"ours, {of_ours[-1]}": limit},
-        conditions={**work.conditions(), "rank of attention": RANK, "recomputed": "each block"},
+        contenders={**ours, **theirs},
+        peer=next(iter({**theirs, **ours})),
+        limits={} if limit is None else {[*ours][-1]: limit},
+        afterwards=partial(more_of_ours, work),
+        conditions={**work.conditions(), "rank of attention": RANK, "recomputed": "each block", "seconds": seconds},
         **rounds,
     )
 
 
-class Ours(Loop):
+def run_case(case: Case, device_type: str) -> dict[str, Any]:
+    """Measure contenders one by one, and compare them with the fastest peer that came through.
+
+    Raises:
+        RuntimeError: No peer came through, or ours did not, or their losses differ.
+    """
+    measured: dict[str, dict[str, Any]] = {}
+    failed: dict[str, str] = {}
+    print(f"\nfine_tune, {case.name}", flush=True)
+    for name, build in case.contenders.items():
+        alone = replace(case, contenders={name: build}, peer=name, limits={})
+        outcome = _measured_alone(alone, device_type, case.conditions["seconds"])
+        if isinstance(outcome, str):
+            failed[name] = outcome
+            print(f"  {name}: {outcome}", flush=True)
+        else:
+            measured[name] = outcome
+            print(f"  {_row(name, outcome, case.conditions['tokens'])}", flush=True)
+    peers = [name for name in measured if not name.startswith("ours")]
+    if not peers or any(name.startswith("ours") for name in failed):
+        raise RuntimeError(f"{case.name}: nothing to compare, as there failed {failed}")
+    peer = min(peers, key=lambda name: sorted(measured[name]["seconds_per_step"])[case.repeats // 2])
+    losses = {name: values["warmup_loss"] for name, values in measured.items()}
+    if any(not math.isclose(loss, losses[peer], rel_tol=LOSS_TOLERANCE) for loss in losses.values()):
+        raise RuntimeError(f"{case.name}: the losses after the warm-up differ: {losses}")
+    return summarize(replace(case, peer=peer), measured) | {"failed": failed}
+
+
+def _measured_alone(case: Case, device_type: str, seconds: float) -> dict[str, Any] | str:
+    """What `frame.measure` gives for the one contender of a case, or why there is nothing."""
+    (name,) = case.contenders
+    with tempfile.TemporaryDirectory() as directory:
+        process = multiprocessing.get_context("spawn").Process(target=rank_main, args=(0, case, device_type, directory))
+        process.start()
+        process.join(seconds)
+        if process.is_alive():
+            process.kill()
+            process.join()
+            return f"not done in {seconds} s"
+        if process.exitcode:
+            return f"failed with exit code {process.exitcode}"
+        return json.loads((Path(directory) / "measured.json").read_text())[name]
+
+
+def _row(name: str, values: dict[str, Any], num_tokens: int) -> str:
+    seconds = sorted(values["seconds_per_step"])
+    median, first = seconds[len(seconds) // 2], values["seconds_of_first"]
+    peak = values["peak_memory_bytes"]
+    memory = "" if peak is None else f", {peak / 2**30:.2f} GiB"
+    return f"{name}: {num_tokens / median:.0f} tokens/s, {1e3 * median:.1f} ms{memory}, first steps in {first:.1f} s"
+
+
+class Ours(OwnLoop):
     """`Qwen3MoeForCausalLM` with adapters."""
 
     def __init__(self, work: Work, adapters: Adapters, device: torch.device) -> None:
@@ -91,17 +165,14 @@ class Ours(Loop):
         parallelize_qwen3_moe(network, None, ParallelConfig(recompute="full"))
         super().__init__(work, network, StochasticAdamW(_trained(network), lr=0.0, state_dtype=work.dtype), device)
 
-    def mean_loss(self, batch: Mapping[str, Tensor]) -> Tensor:
-        return self.network(batch["input_ids"], labels=batch["labels"], reduction="sum").loss / self.work.num_tokens
 
-
-class Theirs(Loop):
+class Theirs(TransformersLoop):
     """Transformers' model of the same weights, with peft's adapters."""
 
-    def __init__(self, work: Work, adapters: Adapters, device: torch.device) -> None:
+    def __init__(self, work: Work, adapters: Adapters, implementation: str, device: torch.device) -> None:
         from peft import LoraConfig, get_peft_model
 
-        network: Any = transformers_of(work, device)
+        network: Any = transformers_of(work, device, experts=implementation)
         network.gradient_checkpointing_enable({"use_reentrant": False})
         config = LoraConfig(
             r=RANK,
@@ -111,14 +182,7 @@ class Theirs(Loop):
             rank_pattern=dict.fromkeys(EXPERTS, adapters.rank_of_experts) if adapters.rank_of_experts else {},
         )
         network = get_peft_model(network, config, autocast_adapter_dtype=False)
-        if adapters.compiles:
-            for layer in network.model.model.layers:
-                layer.compile()
         super().__init__(work, network, AdamW(_trained(network), lr=0.0, fused=device.type == "cuda"), device)
-
-    def mean_loss(self, batch: Mapping[str, Tensor]) -> Tensor:
-        labels = batch["labels"]
-        return self.network(input_ids=batch["input_ids"], labels=labels, shift_labels=labels, use_cache=False).loss
 
 
 def _trained(network: nn.Module) -> list[nn.Parameter]:

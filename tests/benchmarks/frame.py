@@ -112,7 +112,7 @@ def run_case(case: Case, device_type: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         if device_type == "cpu":  # one thread each: less noise, and two processes on two cores do not fight
             os.environ["OMP_NUM_THREADS"] = "1"
-        multiprocessing.spawn(_rank_main, (case, device_type, directory), nprocs=case.num_processes)  # type: ignore[attr-defined]
+        multiprocessing.spawn(rank_main, (case, device_type, directory), nprocs=case.num_processes)  # type: ignore[attr-defined]
         measured = json.loads((Path(directory) / "measured.json").read_text())
     return summarize(case, measured)
 
@@ -208,7 +208,8 @@ def _over_ranks(value: float, device: torch.device, operation: dist.ReduceOp.Red
     return tensor.item()
 
 
-def _rank_main(rank: int, case: Case, device_type: str, directory: str) -> None:
+def rank_main(rank: int, case: Case, device_type: str, directory: str) -> None:
+    """Measure a case as one of its processes; rank 0 writes `measured.json` in the directory."""
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
     if device_type == "cuda":
         torch.cuda.init()

@@ -1,44 +1,67 @@
 """Validation losses of optimizers after training on text, against AdamW of float32 weights.
 
-All train the same models from the same initial weights. They read the same windows of the sources of Python's standard
-library. AdamW tries each learning rate with the first seed. All kinds then train with each seed at its best one.
+All train the same models from the same initial weights, through a Trainer with `D9DStrategy`. They read the same
+windows of the sources of Python's standard library. AdamW tries each learning rate with the first seed. All kinds then
+train with each seed at its best one. Nothing clips gradients, as updates inside the backward allow no norm.
 
 On a GPU products are in bfloat16 in all runs: by autocast where weights are float32. On a CPU weights are float32 in
 all runs, which leaves the states to be compared.
+
+Runs are independent, so several share a GPU (`--jobs`). Each prints a row when it ends, and appends it to
+`$OUT/optimizer_loss-CASE.jsonl`. What a time limit cuts off loses no others.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import math
+import os
 import statistics
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import torch
-from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from lightning_d9d import D9DStrategy
 from lightning_d9d.datamodules import ByteTextDataModule
-from lightning_d9d.datamodules.text import ByteWindows
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoePretraining
-from lightning_d9d.optim import StochasticAdamW, parameter_groups
+from lightning_d9d.optim import MuonAdamW, StochasticAdamW
+from lightning_d9d.sync.buckets import GradSyncConfig
 
-PEER = "AdamW, float32"
+PEER, MUON = "AdamW, float32", "Muon, float32"
 MOST = 1.005
 """Mean loss over the peer's."""
-KINDS: dict[str, tuple[torch.dtype, Callable[..., Optimizer]]] = {
-    PEER: (torch.float32, AdamW),
-    "float32 states": (torch.bfloat16, StochasticAdamW),
-    "bfloat16 states": (torch.bfloat16, partial(StochasticAdamW, state_dtype=torch.bfloat16)),
-    "8-bit states": (torch.bfloat16, partial(StochasticAdamW, state_dtype=torch.uint8)),
+NUM_VALIDATIONS, VALIDATION_BATCHES = 20, 16
+PART_MB = 1.0
+"""Gradients of an update inside the backward, so that the tiny model has several, too."""
+
+
+class Kind(NamedTuple):
+    """How weights are kept and updated."""
+
+    optimizer: Callable[..., Optimizer]
+    precision: str
+    """On a GPU."""
+    in_backward: bool = False
+
+
+KINDS: dict[str, Kind] = {
+    PEER: Kind(AdamW, "bf16-mixed"),
+    "8-bit states": Kind(partial(StochasticAdamW, state_dtype=torch.uint8), "bf16-true"),
+    "in backward": Kind(partial(StochasticAdamW, state_dtype=torch.bfloat16), "bf16-true", True),
+    "8-bit states, in backward": Kind(partial(StochasticAdamW, state_dtype=torch.uint8), "bf16-true", True),
+    MUON: Kind(MuonAdamW, "bf16-mixed"),
 }
-"""Of each kind the dtype of weights on a GPU, and the optimizer."""
 OF_100M = replace(
     Qwen3MoeConfig.preset("tiny"),
     hidden_size=512,
@@ -67,109 +90,190 @@ class LossCase:
     name: str
     config: Qwen3MoeConfig
     steps: int = 1000
-    rows: int = 32
+    rows: int = 8
     length: int = 512
     rates: tuple[float, ...] = (5e-4, 1e-3, 2e-3)
+    """Learning rates that the peer tries; a single one is taken without."""
     repeats: int = 3
     """Seeds."""
     kinds: tuple[str, ...] = tuple(KINDS)
+    jobs: int = 1
+    """Runs at a time, each in a process of its own."""
     num_processes: int = 1
+    """Of a run."""
 
 
-def cases(device_type: str, quick: bool) -> list[LossCase]:
+class Run(NamedTuple):
+    """One training run of a case."""
+
+    kind: str
+    rate: float
+    seed: int
+
+
+def cases(
+    device_type: str,
+    quick: bool,
+    *,
+    methods: Sequence[str] | None = None,
+    rates: Sequence[float] | None = None,
+    steps: int | None = None,
+    jobs: int | None = None,
+) -> list[LossCase]:
     """The tiny model, and on a GPU one of 100 million parameters; with `quick` a smaller one for some steps."""
     if quick:
-        return [LossCase(name="small", config=SMALL, steps=2, rows=2, length=32, rates=(1e-3,), repeats=1)]
-    tiny = LossCase(name="tiny", config=Qwen3MoeConfig.preset("tiny"), rates=(1e-3, 3e-3, 6e-3))
-    return [tiny, LossCase(name="100M", config=OF_100M)] if device_type == "cuda" else [tiny]
+        found = [LossCase(name="small", config=SMALL, steps=2, rows=2, length=32, rates=(1e-3,), repeats=1)]
+    else:
+        found = [LossCase(name="tiny", config=Qwen3MoeConfig.preset("tiny"), rates=(1e-3, 3e-3, 6e-3))]
+        found += [LossCase(name="100M", config=OF_100M)] if device_type == "cuda" else []
+    if unknown := set(methods or ()) - set(KINDS):
+        raise ValueError(f"unknown methods {', '.join(sorted(unknown))}; choose from {', '.join(KINDS)}")
+    given = {"kinds": methods and tuple(methods), "rates": rates and tuple(rates), "steps": steps, "jobs": jobs}
+    return [replace(case, **{name: value for name, value in given.items() if value is not None}) for case in found]
 
 
 def run_case(case: LossCase, device_type: str) -> dict[str, Any]:
     """Train all, and return their losses, ready for JSON."""
-    device = torch.device(device_type)
-    text = ByteTextDataModule(sequence_length=case.length)
-    text.setup()
-    assert text.train_tokens is not None
-    assert text.validation_tokens is not None
-    both = text.train_tokens, text.validation_tokens
-    of_rates = {rate: trained(case, PEER, rate, 0, both, device) for rate in case.rates}
-    best = min(of_rates, key=of_rates.__getitem__)
-    losses = {
-        kind: [
-            of_rates[best] if (kind, seed) == (PEER, 0) else trained(case, kind, best, seed, both, device)
-            for seed in range(case.repeats)
-        ]
+    searches = [Run(PEER, rate, 0) for rate in case.rates] if len(case.rates) > 1 else []
+    if case.jobs == 1:
+        train = partial(map, partial(trained, case, device_type))
+        rows = _rows(case, searches, train)
+    else:
+        with ProcessPoolExecutor(case.jobs, get_context("spawn")) as pool:
+            rows = _rows(case, searches, partial(pool.map, partial(trained, case, device_type)))
+    found = {
+        kind: {seed: rows[Run(kind, rate, seed)] for seed in range(case.repeats)}
         for kind in case.kinds
+        for rate in [_best(case, rows)]
     }
-    return {"case": case.name, "steps": case.steps, "rates": of_rates, "best_rate": best, "losses": losses}
+    return {
+        "case": case.name,
+        "steps": case.steps,
+        "rates": {run.rate: rows[run]["loss"] for run in searches},
+        "best_rate": _best(case, rows),
+        "losses": {kind: [row["loss"] for row in of_seeds.values()] for kind, of_seeds in found.items()},
+        "curves": {kind: [row["curve"] for row in of_seeds.values()] for kind, of_seeds in found.items()},
+    }
 
 
-def trained(
-    case: LossCase, kind: str, rate: float, seed: int, text: tuple[Tensor, Tensor], device: torch.device
-) -> float:
-    """The loss on held-out text after all steps."""
-    dtype, make = KINDS[kind]
-    L.seed_everything(seed, verbose=False)
-    module = Qwen3MoePretraining(case.config)
-    module.configure_model()
-    model = module.model
-    model.to(device, dtype if device.type == "cuda" else torch.float32)
-    optimizer = make(parameter_groups(model, 0.1), lr=rate, betas=(0.9, 0.95))
-    warmup = max(1, case.steps // 20)
-    factor = partial(_factor, warmup=warmup, steps=case.steps)
-    schedule = LambdaLR(optimizer, factor)
-    windows, held_out = (ByteWindows(part, case.length) for part in text)
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(case.steps):
-        loss, count = _loss(model, _batch(windows, case.rows, generator), device)
-        (loss / count).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        sums = [_loss(model, _batch(held_out, case.rows, generator), device) for _ in range(32)]
-    return sum(loss.item() for loss, _ in sums) / sum(count for _, count in sums)
+def _rows(
+    case: LossCase, searches: Sequence[Run], train: Callable[[Iterable[Run]], Iterable[dict[str, Any]]]
+) -> dict[Run, dict[str, Any]]:
+    rows = dict(zip(searches, train(searches), strict=True))
+    best = _best(case, rows)
+    rest = [Run(kind, best, seed) for seed in range(case.repeats) for kind in case.kinds]
+    rest = [run for run in rest if run not in rows]
+    return rows | dict(zip(rest, train(rest), strict=True))
+
+
+def _best(case: LossCase, rows: Mapping[Run, Mapping[str, Any]]) -> float:
+    """The rate of the least finite loss."""
+    if len(case.rates) == 1:
+        return case.rates[0]
+    losses = {rate: rows[Run(PEER, rate, 0)]["loss"] for rate in case.rates}
+    return min(case.rates, key=lambda rate: losses[rate] if math.isfinite(losses[rate]) else math.inf)
+
+
+class _Curve(L.Callback):
+    """Keeps the validation losses."""
+
+    def __init__(self) -> None:
+        self.losses: list[tuple[int, float]] = []
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.losses.append((trainer.global_step, float(trainer.callback_metrics["val_loss"])))
+
+
+def trained(case: LossCase, device_type: str, run: Run) -> dict[str, Any]:
+    """Train once, print and write the row, and return it: the loss on held-out text along the way and at the end."""
+    kind, on_gpu = KINDS[run.kind], device_type == "cuda"
+    begin = time.perf_counter()
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    L.seed_everything(run.seed, verbose=False)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    fused = {"fused": True} if kind.optimizer is AdamW else {}
+    factor = partial(_factor, warmup=max(1, case.steps // 20), steps=case.steps)
+    module = Qwen3MoePretraining(
+        case.config,
+        optimizer=partial(kind.optimizer, lr=run.rate, betas=(0.9, 0.95), weight_decay=0.1, **fused),
+        lr_scheduler=partial(LambdaLR, lr_lambda=factor),
+    )
+    curve = _Curve()
+    in_parts: dict[str, Any] = {"step_in_backward": True, "grad_sync": GradSyncConfig(bucket_mb=PART_MB)}
+    trainer = L.Trainer(
+        strategy=D9DStrategy(**(in_parts if kind.in_backward else {})),
+        accelerator="gpu" if on_gpu else "cpu",
+        devices=1,
+        precision=kind.precision if on_gpu else "32-true",  # type: ignore[arg-type]
+        max_steps=case.steps,
+        val_check_interval=max(1, case.steps // NUM_VALIDATIONS),
+        check_val_every_n_epoch=None,
+        limit_val_batches=VALIDATION_BATCHES,
+        num_sanity_val_steps=0,
+        callbacks=[curve],
+        log_every_n_steps=case.steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, ByteTextDataModule(sequence_length=case.length, batch_size=case.rows, seed=run.seed))
+    row = {
+        **{"case": case.name, "steps": case.steps, **run._asdict()},
+        "loss": curve.losses[-1][1],
+        "seconds": round(time.perf_counter() - begin, 1),
+        "peak_memory_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
+        "curve": curve.losses,
+    }
+    print(*(f"{name} {value}" for name, value in row.items() if name != "curve"), sep=", ", flush=True)
+    if directory := os.environ.get("OUT"):
+        with (Path(directory) / f"optimizer_loss-{case.name}.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+    return row
 
 
 def _factor(step: int, warmup: int, steps: int) -> float:
     return min(1.0, (step + 1) / warmup) * (0.1 + 0.45 * (1 + math.cos(math.pi * step / steps)))
 
 
-def _batch(windows: ByteWindows, rows: int, generator: torch.Generator) -> dict[str, Tensor]:
-    chosen = [windows[index] for index in torch.randint(len(windows), (rows,), generator=generator).tolist()]
-    return {name: torch.stack([each[name] for each in chosen]) for name in ("input_ids", "labels")}
-
-
-def _loss(model: nn.Module, batch: Mapping[str, Tensor], device: torch.device) -> tuple[Tensor, int]:
-    """Sum over tokens, and their number."""
-    on_gpu = device.type == "cuda"
-    with torch.autocast("cuda", torch.bfloat16) if on_gpu else nullcontext():
-        loss = model(**{name: value.to(device) for name, value in batch.items()}, reduction="sum").loss
-    return loss, batch["labels"].numel()
+def steps_to_peer(result: Mapping[str, Any], kind: str) -> int | None:
+    """The step of the first validation at which the mean loss of a kind is the peer's last one; None: never."""
+    peer = statistics.fmean(result["losses"][PEER])
+    for values in zip(*result["curves"][kind], strict=True):
+        if statistics.fmean(loss for _, loss in values) <= peer:
+            return values[0][0]
+    return None
 
 
 def verdicts(result: Mapping[str, Any]) -> list[str]:
     """Of each kind but the peer."""
-    peer = statistics.fmean(result["losses"][PEER])
-    means = {kind: statistics.fmean(losses) for kind, losses in result["losses"].items() if kind != PEER}
-    return ["met" if mean <= MOST * peer else "missed" for mean in means.values()]
+    if PEER not in result["losses"]:
+        return []
+    peer, found = statistics.fmean(result["losses"][PEER]), []
+    for kind, losses in result["losses"].items():
+        if kind == MUON:
+            reached = steps_to_peer(result, kind)
+            found.append("met" if reached is not None and reached < result["steps"] else "missed")
+        elif kind != PEER:
+            found.append("met" if statistics.fmean(losses) <= MOST * peer else "missed")
+    return found
 
 
 def table(result: Mapping[str, Any], device_type: str) -> str:
     """What a person reads, in Markdown."""
     rates = ", ".join(f"{rate:g}: {loss:.4f}" for rate, loss in result["rates"].items())
-    lines = [
-        f"\noptimizer_loss, {result['case']}: {result['steps']} steps on {device_type}; {PEER} by rate: {rates}",
-        "",
-    ]
-    lines += [f"| lr {result['best_rate']:g} | mean loss | over {PEER} | of each seed |", "|---|---|---|---|"]
-    peer = statistics.fmean(result["losses"][PEER])
+    heading = f"\noptimizer_loss, {result['case']}: {result['steps']} steps on {device_type}; {PEER} by rate: {rates}"
+    columns = [f"lr {result['best_rate']:g}", "mean loss", f"over {PEER}", "spread", "of each seed", "its loss at step"]
+    lines = [heading, "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    peer = statistics.fmean(result["losses"][PEER]) if PEER in result["losses"] else None
     for kind, losses in result["losses"].items():
         mean = statistics.fmean(losses)
         of_seeds = ", ".join(f"{loss:.4f}" for loss in losses)
-        lines.append(f"| {kind} | {mean:.4f} | {mean / peer - 1:+.2%} | {of_seeds} |")
+        over = "" if peer is None else f"{mean / peer - 1:+.2%}"
+        reached = None if peer is None else steps_to_peer(result, kind)
+        spread = f"{max(losses) / min(losses) - 1:.2%}"
+        lines.append(f"| {kind} | {mean:.4f} | {over} | {spread} | {of_seeds} | {reached or ''} |")
     return "\n".join(lines)
 
 

@@ -190,7 +190,13 @@ class PausedFit(L.Callback):
     """A `Trainer.fit` in a thread of its own that stands still at the start of a batch, between blocks."""
 
     def __init__(
-        self, module: L.LightningModule, strategy: Strategy, work: Trained, device: torch.device, num: int
+        self,
+        module: L.LightningModule,
+        strategy: Strategy,
+        work: Trained,
+        device: torch.device,
+        num: int,
+        max_norm: float | None = MAX_NORM,
     ) -> None:
         logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
         warnings.filterwarnings("ignore", module="lightning")
@@ -202,7 +208,7 @@ class PausedFit(L.Callback):
             accelerator="gpu" if device.type == "cuda" else "cpu",
             devices=num,
             precision=work.precision,  # type: ignore[arg-type]
-            gradient_clip_val=MAX_NORM,
+            gradient_clip_val=max_norm,
             max_epochs=-1,
             log_every_n_steps=50,
             enable_progress_bar=False,

@@ -2,19 +2,43 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
+
+import pytest
 import torch
 
-from tests.benchmarks.fine_tune import Adapters, cases, table
-from tests.benchmarks.frame import measure, summarize
+from tests.benchmarks.fine_tune import IMPLEMENTATIONS, Adapters, cases, run_case, table
+
+OURS, PEERS = f"ours, {Adapters(2)}", [f"transformers and peft, {Adapters()}, {each}" for each in IMPLEMENTATIONS]
 
 
-def test_contenders_do_the_same_work() -> None:
-    """`measure` compares their losses behind the first steps."""
-    (compared,) = cases("cpu", quick=True)
-    result = {"benchmark": "fine_tune", **summarize(compared, measure(compared, torch.device("cpu")))}
-    assert f"| transformers and peft, {Adapters()} | 1 (peer)" in table(result, "cpu")
+class Ends:
+    """Ends its process."""
+
+    def __init__(self, device: torch.device) -> None:
+        os._exit(3)
+
+
+def test_contenders_do_the_same_work(capsys: pytest.CaptureFixture[str]) -> None:
+    """Their losses behind the first steps are compared; a peer that fails is left out."""
+    (compared,) = cases("cpu", quick=True, experts=["grouped_mm", "eager"])
+    result = run_case(replace(compared, contenders={**compared.contenders, PEERS[1]: Ends}), "cpu")
+    printed = capsys.readouterr().out
+    assert result["peer"] in PEERS
+    assert [*result["contenders"]] == [OURS, PEERS[0], PEERS[2]]
+    assert f"| {result['peer']} | 1 (peer)" in table({"benchmark": "fine_tune", **result}, "cpu")
+    assert result["failed"] == {PEERS[1]: "failed with exit code 3"}
+    assert all(f"  {name}: " in printed for name in (OURS, *PEERS))
+
+
+def test_a_contender_has_its_time() -> None:
+    (compared,) = cases("cpu", quick=True, experts=[], seconds=1)
+    with pytest.raises(RuntimeError, match=r"nothing to compare, as there failed .*not done in 1 s"):
+        run_case(compared, "cpu")
 
 
 def test_ours_with_experts_is_judged_by_every_peer() -> None:
-    of_gpu = cases("cuda", quick=False)
-    assert [[*case.limits] for case in of_gpu] == [[f"ours, {Adapters(2)}"]] * 3
+    of_gpu = cases("cuda", quick=False, layers=4, experts=["eager"])
+    assert [[*case.limits] for case in of_gpu] == [[f"ours, {Adapters(2)}"]] * 2
+    assert {case.conditions["layers"] for case in of_gpu} == {4}

@@ -2,30 +2,72 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
-from tests.benchmarks.optimizer_loss import KINDS, OF_100M, PEER, cases, table, verdicts
+from tests.benchmarks.optimizer_loss import (
+    KINDS,
+    MUON,
+    OF_100M,
+    PEER,
+    SMALL,
+    LossCase,
+    cases,
+    run_case,
+    table,
+    verdicts,
+)
 
 RESULT = {
     "case": "tiny",
     "steps": 1000,
     "rates": {0.001: 1.3, 0.003: 1.2},
     "best_rate": 0.003,
-    "losses": {PEER: [1.2, 1.4], "8-bit states": [1.25, 1.36], "bfloat16 states": [1.3, 1.32]},
+    "losses": {PEER: [1.2, 1.4], "8-bit states": [1.25, 1.36], "in backward": [1.3, 1.32], MUON: [1.2, 1.3]},
+    "curves": {
+        PEER: [[(500, 1.5), (1000, 1.2)], [(500, 1.6), (1000, 1.4)]],
+        "8-bit states": [[(500, 1.5), (1000, 1.25)], [(500, 1.5), (1000, 1.36)]],
+        "in backward": [[(500, 1.5), (1000, 1.3)], [(500, 1.5), (1000, 1.32)]],
+        MUON: [[(500, 1.24), (1000, 1.2)], [(500, 1.35), (1000, 1.3)]],
+    },
 }
 
 
 def test_means_over_seeds_are_judged() -> None:
-    assert verdicts(RESULT) == ["met", "missed"]
+    """Muon by the steps to the peer's loss."""
+    assert verdicts(RESULT) == ["met", "missed", "met"]
     text = table(RESULT, "cuda")
-    assert "| 8-bit states | 1.3050 | +0.38% | 1.2500, 1.3600 |" in text
+    assert "| 8-bit states | 1.3050 | +0.38% | 8.80% | 1.2500, 1.3600 |  |" in text
+    assert "| Muon, float32 | 1.2500 | -3.85% | 8.33% | 1.2000, 1.3000 | 500 |" in text
     assert "0.001: 1.3000, 0.003: 1.2000" in text
+    assert verdicts({**RESULT, "curves": {**RESULT["curves"], MUON: RESULT["curves"][PEER]}})[-1] == "missed"
 
 
-def test_cases_by_device() -> None:
+def test_cases_by_device_and_options() -> None:
     assert [case.name for case in cases("cuda", quick=False)] == ["tiny", "100M"]
     assert [case.name for case in cases("cpu", quick=False)] == ["tiny"]
     assert all(case.kinds == tuple(KINDS) for case in cases("cuda", quick=False))
+    chosen = cases("cuda", quick=False, methods=[MUON], rates=[0.1], steps=7, jobs=3)
+    assert {(case.kinds, case.rates, case.steps, case.jobs) for case in chosen} == {((MUON,), (0.1,), 7, 3)}
+    with pytest.raises(ValueError, match=r"unknown methods Adam; choose from AdamW, float32, 8-bit states"):
+        cases("cuda", quick=False, methods=["Adam"])
+
+
+def test_runs_of_several_processes_write_their_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first seed of the best rate is not trained again, and a rate that is too large is not the best."""
+    monkeypatch.setenv("OUT", str(tmp_path))
+    rates = (1e30, 1e-3)
+    case = LossCase(
+        name="small", config=SMALL, steps=2, rows=2, length=32, rates=rates, repeats=2, kinds=(PEER,), jobs=2
+    )
+    result = run_case(case, "cpu")
+    rows = [json.loads(line) for line in (tmp_path / "optimizer_loss-small.jsonl").read_text().splitlines()]
+    assert sorted((row["rate"], row["seed"]) for row in rows) == [(1e-3, 0), (1e-3, 1), (1e30, 0)]
+    assert result["best_rate"] == 1e-3
+    of_seeds = {row["seed"]: row["loss"] for row in rows if row["rate"] == 1e-3}
+    assert result["losses"][PEER] == [of_seeds[0], of_seeds[1]]
 
 
 def test_the_large_model_has_about_100_million_parameters() -> None:

@@ -63,10 +63,15 @@ class Work:
         return self.num_rows * self.sequence_length
 
     def network(self, device: torch.device) -> Qwen3MoeForCausalLM:
-        """Always the same weights."""
+        """Always the same weights, made on the device and in the dtype."""
         torch.manual_seed(0)
-        with device:
-            return Qwen3MoeForCausalLM(self.config).to(self.dtype)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+        try:
+            with device:
+                return Qwen3MoeForCausalLM(self.config).to(self.dtype)
+        finally:
+            torch.set_default_dtype(before)
 
     def batches(self, device: torch.device) -> DataLoader:
         """On the host, more than any run takes."""
@@ -200,7 +205,22 @@ class Loop:
         pass
 
 
-class Ours(Loop):
+class OwnLoop(Loop):
+    """Of a `Qwen3MoeForCausalLM`."""
+
+    def mean_loss(self, batch: Mapping[str, Tensor]) -> Tensor:
+        return self.network(batch["input_ids"], labels=batch["labels"], reduction="sum").loss / self.work.num_tokens
+
+
+class TransformersLoop(Loop):
+    """Of a model of transformers."""
+
+    def mean_loss(self, batch: Mapping[str, Tensor]) -> Tensor:
+        labels = batch["labels"]
+        return self.network(batch["input_ids"], labels=labels, shift_labels=labels, use_cache=False).loss
+
+
+class Ours(OwnLoop):
     """`Qwen3MoeForCausalLM` and `StochasticAdamW`, which divides by what clipping asks for."""
 
     def __init__(self, work: Work, device: torch.device, parallel: ParallelConfig | None = None) -> None:
@@ -208,16 +228,12 @@ class Ours(Loop):
         parallelize_qwen3_moe(network, None, parallel or ParallelConfig())
         super().__init__(work, network, _optimizer(network, work.dtype), device)
 
-    def mean_loss(self, batch: Mapping[str, Tensor]) -> Tensor:
-        loss = self.network(batch["input_ids"], labels=batch["labels"], reduction="sum").loss
-        return loss / self.work.num_tokens
-
     def clip(self) -> None:
         factor = clip_factor(gradient_norm(self.network.parameters()), MAX_NORM)
         self.optimizer.grad_scale = 1 / factor  # type: ignore[attr-defined]
 
 
-class Transformers(Loop):
+class Transformers(TransformersLoop):
     """Of the same weights."""
 
     def __init__(self, work: Work, compiles: bool, device: torch.device, attention: str = "sdpa") -> None:
@@ -227,16 +243,14 @@ class Transformers(Loop):
                 layer.compile()
         super().__init__(work, network, AdamW(network.parameters(), lr=1e-4, fused=device.type == "cuda"), device)
 
-    def mean_loss(self, batch: Mapping[str, Tensor]) -> Tensor:
-        labels = batch["labels"]
-        return self.network(batch["input_ids"], labels=labels, shift_labels=labels, use_cache=False).loss
-
     def clip(self) -> None:
         nn.utils.clip_grad_norm_(self.network.parameters(), MAX_NORM)
 
 
-def transformers_of(work: Work, device: torch.device, attention: str = "sdpa") -> nn.Module:
-    """Transformers' model with the weights of `work.network`."""
+def transformers_of(
+    work: Work, device: torch.device, attention: str = "sdpa", experts: str = "grouped_mm"
+) -> nn.Module:
+    """Transformers' model, which takes over the weights of `work.network`."""
     from transformers import Qwen3MoeConfig as TheirConfig
     from transformers import Qwen3MoeForCausalLM as Their
 
@@ -244,10 +258,11 @@ def transformers_of(work: Work, device: torch.device, attention: str = "sdpa") -
     del values["vocab_splits"]
     rope = {"rope_type": "default", "rope_theta": values.pop("rope_theta")}
     values["mlp_only_layers"] = list(values["mlp_only_layers"])
-    config = TheirConfig(**values, rope_parameters=rope, experts_implementation="grouped_mm")
-    with device:
+    config = TheirConfig(**values, rope_parameters=rope, experts_implementation=experts)
+    with torch.device("meta"):
         network = Their._from_config(config, attn_implementation=attention, dtype=work.dtype)
-    network.load_state_dict(work.network(device).state_dict())
+    network.load_state_dict(work.network(device).state_dict(), assign=True)
+    network.model.rotary_emb = type(network.model.rotary_emb)(config).to(device)  # its tables are in no state dict
     return network.train()
 
 

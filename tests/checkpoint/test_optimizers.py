@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from lightning_d9d.checkpoint import (
     save_directory,
 )
 from lightning_d9d.mesh import MeshConfig, MeshDomains
+from lightning_d9d.optim import MuonAdamW, StochasticAdamW
 from tests.harness.compare import assert_bitwise_equal, assert_close_named
 from tests.harness.ranks import RankContext
 
@@ -326,6 +328,52 @@ def test_a_missing_tensor(tmp_path: Path) -> None:
     save_directory(tmp_path / "checkpoint", tensors, {}, named_values=named_values)
     with pytest.raises(StateError, match=r"optimizers.0.2.weight.exp_avg is not in the checkpoint"):
         load(tmp_path / "checkpoint", network, AdamW(network.parameters()))
+
+
+EIGHT_BITS = partial(StochasticAdamW, state_dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "problem"),
+    [
+        (SGD, AdamW, "it has no betas, eps for AdamW: another kind of optimizer was saved"),
+        (AdamW, SGD, "was saved with exp_avg, exp_avg_sq, step, and SGD keeps momentum_buffer: another kind"),
+        (MuonAdamW, AdamW, "was saved with momentum, step, and AdamW keeps exp_avg, exp_avg_sq, .*: another kind"),
+        (MuonAdamW, StochasticAdamW, "was saved with momentum, step, and StochasticAdamW keeps exp_avg"),
+        (AdamW, MuonAdamW, "was saved with exp_avg, exp_avg_sq, step, and MuonAdamW keeps momentum, step"),
+        (EIGHT_BITS, AdamW, r"exp_avg_scale.*StochasticAdamW\(state_dtype=torch.float32\) takes its eight bits, or"),
+        (
+            AdamW,
+            EIGHT_BITS,
+            r"saved as torch.float32, and would lose digits .*StochasticAdamW\(state_dtype=torch.float",
+        ),
+        (AdamW, Adam, None),
+        (AdamW, StochasticAdamW, None),
+        (StochasticAdamW, AdamW, None),
+        (EIGHT_BITS, StochasticAdamW, None),
+    ],
+)
+def test_the_state_of_another_optimizer(tmp_path: Path, first: Any, second: Any, problem: str | None) -> None:
+    """It goes on where nothing is lost, and is refused where something would be."""
+    network, other = (nn.Linear(4, 3) for _ in range(2))
+    saved, loaded = first(network.parameters(), lr=0.1), second(other.parameters(), lr=0.2)
+    step_with_ones(network, saved)
+    save(tmp_path / "checkpoint", network, saved)
+    if problem is None:
+        load(tmp_path / "checkpoint", other, loaded)
+        assert loaded.param_groups[0]["lr"] == 0.1
+        step_with_ones(other, loaded)
+        assert all(bool(parameter.isfinite().all()) for parameter in other.parameters())
+        assert {int(state["step"]) for state in loaded.state.values()} == {2}
+        return
+    with pytest.raises(StateError, match=f"{problem}.*callbacks.InitialWeights"):
+        load(tmp_path / "checkpoint", other, loaded)
+
+
+def step_with_ones(network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in network.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
 
 
 def test_a_scheduler_fits_other_groups() -> None:

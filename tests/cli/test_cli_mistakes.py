@@ -415,29 +415,17 @@ def test_dtypes_of_commands_are_those_of_weights_in_files() -> None:
     assert sorted(DTYPES) == sorted(str(dtype).removeprefix("torch.") for dtype in DTYPE_NAMES)
 
 
-NAMED = "print(type(lightning.Trainer('cpu', 'd9d', logger=False).strategy).__name__)"
-"""Imported with `lightning`, the strategy has a name for Trainers."""
-
-
-def printed_by(code: str) -> list[str]:
-    """The lines of a fresh process."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
-
-
-def test_the_name_of_the_strategy_is_known_after_lightning() -> None:
-    assert printed_by(f"import lightning, lightning_d9d; {NAMED}")[-1] == "D9DStrategy"
-
-
 def test_the_package_has_its_names_though_it_imports_them_late() -> None:
     code = (
         "import sys, lightning_d9d, lightning_d9d.schedule; assert 'torch' not in sys.modules; "
         "from lightning_d9d import *; from lightning_d9d import callbacks; "
-        "assert {*lightning_d9d.__all__} <= {*dir(lightning_d9d)} & {*globals()}; print(D9DStrategy.__name__)"
+        "assert {*lightning_d9d.__all__} <= {*dir(lightning_d9d)} & {*globals()}; print(D9DStrategy.__name__); "
+        "import lightning; print(type(lightning.Trainer('cpu', 'd9d', logger=False).strategy).__name__)"
     )
-    printed = printed_by(f"{code}; import lightning; {NAMED}")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    printed = done.stdout.splitlines()
     assert (printed[0], printed[-1]) == ("D9DStrategy", "D9DStrategy")
     with pytest.raises(AttributeError, match="module 'lightning_d9d' has no attribute 'nothing'"):
         _ = lightning_d9d.nothing

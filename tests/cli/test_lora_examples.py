@@ -60,7 +60,7 @@ def test_settings_of_the_run() -> None:
 
 def test_what_differs_for_a_tiny_model() -> None:
     cli, tiny = build(*LORA), build(*LORA, *TINY)
-    assert (tiny.datamodule.sequence_length, tiny.datamodule.global_batch_size, tiny.trainer.max_steps) == (128, 8, 60)
+    assert (tiny.datamodule.sequence_length, tiny.datamodule.global_batch_size, tiny.trainer.max_steps) == (128, 8, 30)
     assert tiny.model.peft == cli.model.peft
     assert tiny.trainer.strategy.parallel == cli.trainer.strategy.parallel
     optimizers = [each.config["fit"]["model"]["init_args"]["optimizer"] for each in (cli, tiny)]

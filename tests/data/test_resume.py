@@ -27,6 +27,10 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_d9d import StateError
 from lightning_d9d.data import (
     DataRank,
+    EpochSampler,
+    GroupedOrder,
+    PackedOrder,
+    PermutedOrder,
     can_replay,
     can_resume_by_sampler,
     make_replayed,
@@ -311,6 +315,38 @@ def test_the_rest_of_an_epoch_is_dealt_out_to_other_ranks(chain: tuple[tuple[int
     assert sum(map(len, seen)) <= ROWS + chain[-1][0]
     if len({num_ranks * size for num_ranks, size in chain}) == 1:
         assert seen[:-1] == expected[:-1]
+
+
+class Rows(Numbers):
+    """Asked for single samples, or for rows of them."""
+
+    def __getitem__(self, index: int | tuple[int, ...]) -> int:
+        return super().__getitem__(index if isinstance(index, int) else index[0])
+
+
+LEAVING_OUT: dict[str, Callable[[int, int], DistributedSampler]] = {
+    "torch's": lambda num_ranks, rank: DistributedSampler(Rows(), num_ranks, rank, seed=3, drop_last=True),
+    "permuted": lambda num_ranks, rank: EpochSampler(PermutedOrder(ROWS), num_ranks, rank, seed=3),
+    "grouped": lambda num_ranks, rank: EpochSampler(GroupedOrder(range(1, ROWS + 1), 4), num_ranks, rank, seed=3),
+    "packed": lambda num_ranks, rank: EpochSampler(PackedOrder([9] * ROWS, 10), num_ranks, rank, seed=3),
+}
+"""Samplers that leave out samples which do not divide by ranks."""
+
+
+@pytest.mark.parametrize("chain", [((1, 4), (4, 1)), ((4, 1), (2, 2), (1, 4)), ((2, 2), (2, 2), (4, 1))])
+@pytest.mark.parametrize("name", LEAVING_OUT)
+def test_steps_of_samplers_that_leave_out_the_rest_stay(name: str, chain: tuple[tuple[int, int], ...]) -> None:
+    def loaders(num_ranks: int, size: int) -> list[DataLoader]:
+        samplers = [LEAVING_OUT[name](num_ranks, rank) for rank in range(num_ranks)]
+        return [DataLoader(Rows(), size, sampler=sampler, drop_last=True) for sampler in samplers]
+
+    expected, _ = read_on(loaders(*chain[0]), None, None)
+    states, seen = None, []
+    for number, (num_ranks, size) in enumerate(chain):
+        steps, states = read_on(loaders(num_ranks, size), states, 2 if number + 1 < len(chain) else None)
+        seen += steps
+    assert len(expected) == ROWS // 4
+    assert seen == expected
 
 
 def test_other_ranks_and_samples_that_nobody_knows_how_to_deal_out() -> None:

@@ -66,7 +66,9 @@ def test_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     leftover = tmp_path / "checkpoints" / "last.ckpt"
     leftover.parent.mkdir()
     leftover.write_text("of an earlier run")
-    result = run(EXAMPLES / "quickstart.py", "--max_steps", "5", "--output", tmp_path, output=tmp_path)
+    options = ("--max_steps", "5", "--output", str(tmp_path))
+    script = "examples.qwen3_moe.quickstart"
+    result = run_command(*options, folder=EXAMPLES.parents[1], variables={}, module=script, seconds=TIMEOUT_SECONDS)
     assert result.returncode == 0, result.stderr
     milestones = [
         "training starts at step 0 of 5",
@@ -100,16 +102,14 @@ def test_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert (tmp_path / "yaml" / "export" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", *FIT),
-        (*FIT, "--config", str(EXAMPLES / "pipeline.yaml")),
-    ],
-    ids=["data, torchrun", "pipeline, lightning"],
-)
-def test_yaml_on_two_processes(command: tuple[str, ...], tmp_path: Path):
-    result = run("-m", *command, *SHORT, output=tmp_path)
+@pytest.mark.parametrize("launcher", ["torchrun", "lightning"])
+def test_yaml_on_two_processes(launcher: str, tmp_path: Path):
+    if launcher == "torchrun":
+        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
+        result = run(*torchrun, *FIT, *SHORT, output=tmp_path)
+    else:
+        pipeline = (*FIT[1:], "--config", str(EXAMPLES / "pipeline.yaml"), *SHORT)
+        result = run_command(*pipeline, folder=tmp_path, variables={"QUICKSTART_OUTPUT": str(tmp_path)})
     assert result.returncode == 0, result.stderr
     assert "All distributed processes registered. Starting with 2 processes" in result.stderr
     assert "max_steps=4` reached" in result.stderr

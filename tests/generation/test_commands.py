@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from lightning_d9d.generation import ByteTokenizer, generate, load_model, load_t
 from lightning_d9d.generation.commands import main_evaluate, main_generate
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3MoePretraining, save_huggingface
 from tests.generation.test_cache import CONFIG
+from tests.harness import warm
 from tests.strategy.plain import trainer
 from tests.strategy.staged import Staged, staged_rows
 
@@ -84,8 +84,7 @@ def test_the_shell_command(
     folder, _ = trained
     generate = ["generate", str(folder / "export"), "--prompt", "-"]
     generate += ["--temperature", "0.8", "--top-k", "20", "--max-new-tokens", "10", "--device", "cpu"]
-    command = [sys.executable, "-m", "lightning_d9d.cli", *generate]
-    one = subprocess.run(command, input="def run", capture_output=True, text=True, timeout=240)
+    one = warm.run_command(*generate, folder=tmp_path, variables={}, text="def run")
     assert one.returncode == 0, one.stderr
     assert one.stdout.startswith("def run")
     monkeypatch.setattr(sys, "stdin", io.StringIO("def run"))

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness import warm
+
 pytestmark = pytest.mark.jobs
 
 ROOT = Path(__file__).parents[2]
@@ -148,7 +150,7 @@ def command(directory: Path, source: str, *arguments: str) -> list[str]:
 
 def environment(directory: Path) -> dict[str, str]:
     variables = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200", "TMPDIR": str(directory)}
-    return os.environ | variables
+    return os.environ | variables | {warm.PRELOADED: "tests.harness.worker"}
 
 
 def run(directory: Path, source: str, *arguments: str) -> str:

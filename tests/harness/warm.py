@@ -6,6 +6,7 @@ test needs it. Its forks begin at once.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import multiprocessing
 import os
@@ -13,21 +14,23 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-_PRELOADED = "tests.harness.preloaded"
+PRELOADED = "LIGHTNING_D9D_TESTS_PRELOADED"
+"""Names the variable with the module whose imports are made, for tests whose ranks need less than most."""
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 def context() -> ForkServerContext:
     """Return what starts such processes: `context().Process(...)`, as in `multiprocessing`."""
     forking = multiprocessing.get_context("forkserver")
-    forking.set_forkserver_preload([_PRELOADED])
+    forking.set_forkserver_preload([os.environ.get(PRELOADED, "tests.harness.preloaded")])
     return forking
 
 
@@ -56,40 +59,71 @@ def start_as_usual() -> None:
 
 
 def run_command(
-    *arguments: str, folder: Path, variables: Mapping[str, str], seconds: float = 120
+    *arguments: str,
+    folder: Path,
+    variables: Mapping[str, str],
+    module: str = "lightning_d9d.cli",
+    text: str = "",
+    seconds: float = 120,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python -m lightning_d9d.cli ARGUMENTS` in a process that does not begin with the imports.
+    """Run `python -m MODULE ARGUMENTS` in a process that does not begin with the imports.
 
     Args:
         arguments: Of the command.
         folder: Where it runs, and looks for modules first.
         variables: Of its environment, beside those of this process.
+        module: What runs.
+        text: What it can read.
         seconds: When it is killed.
     """
-    outputs = folder / "stdout.txt", folder / "stderr.txt"
-    process = context().Process(target=_run_command, args=(arguments, folder, {**os.environ, **variables}, outputs))
-    process.start()
-    process.join(seconds)
-    process.kill()
-    process.join()
-    texts = [output.read_text() for output in outputs]
-    for output in outputs:
-        output.unlink()
+    with tempfile.TemporaryDirectory() as directory:
+        streams = [Path(directory, name) for name in ("stdin", "stdout", "stderr")]
+        streams[0].write_text(text)
+        command = (module, arguments, folder, {**os.environ, **variables}, *streams)
+        process = context().Process(target=run_module, args=command)
+        process.start()
+        process.join(seconds)
+        process.kill()
+        process.join()
+        texts = [stream.read_text() for stream in streams[1:]]
     assert process.exitcode is not None
     return subprocess.CompletedProcess(arguments, process.exitcode, *texts)
 
 
-def _run_command(
-    arguments: tuple[str, ...], folder: Path, environment: Mapping[str, str], outputs: tuple[Path, Path]
+def run_module(
+    name: str,
+    arguments: Sequence[str],
+    folder: Path,
+    environment: Mapping[str, str],
+    stdin: Path,
+    stdout: Path,
+    stderr: Path,
 ) -> None:
+    """Run `python -m NAME ARGUMENTS`: the target of a process.
+
+    Args:
+        name: Of a module.
+        arguments: Of its command line.
+        folder: Where it runs, and looks for modules first.
+        environment: All its variables.
+        stdin: What it reads.
+        stdout: Gets what it prints.
+        stderr: Gets its errors.
+    """
     start_as_usual()
     _take(environment)
-    _redirect(*outputs)
+    with stdin.open() as file:
+        os.dup2(file.fileno(), 0)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    _redirect(stdout, stderr)
     os.chdir(folder)
     sys.path.insert(0, str(folder))
     warnings.simplefilter("default")
-    sys.argv = ["lightning-d9d", *arguments]
-    runpy.run_module("lightning_d9d.cli", run_name="__main__", alter_sys=True)
+    sys.argv = [name, *arguments]
+    try:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    finally:
+        atexit._run_exitfuncs()  # which are left out where a fork ends
 
 
 def _end_with_pytest() -> None:

@@ -10,8 +10,8 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,8 @@ ENDING_SECONDS = SHUTDOWN_SECONDS + 58.0  # a busy machine may take long to noti
 JOB_SECONDS = 180.0
 MARKER = "SHUTDOWN_TEST_JOB"
 
-LAUNCHER = [sys.executable]
-UNTIL_ALL_END = ["bash", "-c", 'set -o pipefail; "$0" "$@" | cat', *LAUNCHER]
-"""The launching rank does not wait for others that have trained to the end as well; `cat` ends when all have."""
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+JOB = "tests.loop.shutdown_job"
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
 
 
 @dataclass
@@ -75,47 +73,61 @@ class Ended:
 
 
 def run_job(
-    command: list[str], directory: Path, *cases: str, when_ready: Callable[[subprocess.Popen], None] | None = None
+    directory: Path, *cases: str, launcher: Sequence[str] = (), when_ready: Callable[[int], None] | None = None
 ) -> Ended:
-    """A job started by a launcher, in a session of its own. Checks that it leaves no process."""
+    """A job whose launcher has made its imports, in a session of its own. Checks that it leaves no process.
+
+    Args:
+        directory: Of the records.
+        cases: What it runs.
+        launcher: A module and its arguments; by default the job's first rank launches the other.
+        when_ready: Gets the launcher when a rank says so.
+    """
+    module, *arguments = (*launcher, JOB, str(directory), *cases)
+    output, errors = directory / "output", directory / "errors.txt"
+    os.mkfifo(output)
+    with watched_job() as environment:
+        command = (module, arguments, ROOT, environment, Path(os.devnull), output, errors)
+        job = warm.context().Process(target=start_launcher, args=command)
+        job.start()
+        assert job.pid is not None
+        limit = threading.Timer(JOB_SECONDS, os.killpg, (job.pid, signal.SIGKILL))
+        limit.start()
+        try:
+            with output.open() as lines:
+                if when_ready is not None:
+                    assert any("ready" in line for line in lines)
+                    when_ready(job.pid)
+                job.join()
+        finally:
+            limit.cancel()
+            limit.join()
+            print(said := errors.read_text())
+    assert job.exitcode is not None
+    return Ended.of(directory, [job.exitcode], [said])
+
+
+def start_launcher(*command: Any) -> None:
+    """`warm.run_module` in a session of its own."""
+    os.setsid()
+    warm.run_module(*command)
+
+
+@contextmanager
+def watched_job() -> Iterator[dict[str, str]]:
+    """The environment of a job, which is to have ended with all of its processes at the end."""
     marker = uuid.uuid4().hex
-    environment = {
-        **os.environ,
-        MARKER: marker,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-        "PYTHONUNBUFFERED": "1",
-    }
-    with (directory / "errors.txt").open("w") as errors:
-        job = subprocess.Popen(
-            [*command, "-m", "tests.loop.shutdown_job", str(directory), *cases],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            cwd=ROOT,
-            start_new_session=True,
-        )
-    limit = threading.Timer(JOB_SECONDS, os.killpg, (job.pid, signal.SIGKILL))
-    limit.start()
+    variables = {MARKER: marker, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     try:
-        if when_ready is not None:
-            assert job.stdout is not None
-            assert any("ready" in line for line in job.stdout)
-            when_ready(job)
-        job.wait()
-        left = processes_with(marker)
-        ended = Ended.of(directory, [job.returncode], [])
+        yield {**os.environ, **variables}
+        assert not processes_with(marker)
     finally:
-        limit.cancel()
-        limit.join()
         for process in processes_with(marker):
             os.kill(process, signal.SIGKILL)
-        output = (directory / "errors.txt").read_text()
-        print(output)
-    assert not left
-    ended.outputs.append(output)
-    return ended
+
+
+def request_end(process: int) -> None:
+    os.kill(process, signal.SIGTERM)
 
 
 def processes_with(marker: str) -> list[int]:
@@ -175,8 +187,12 @@ def test_ranks_ignore_ctrl_c_and_a_process_waits_for_threads_of_gloo_at_its_exit
 
     A thread that let go of a tensor while the interpreter ends would abort it.
     """
-    without_ctrl_c = ["bash", "-c", 'trap "" INT; exec "$0" "$@"', *UNTIL_ALL_END]
-    ended = run_job(without_ctrl_c, tmp_path, "interrupt_ignored", "busy_at_exit")
+    without_ctrl_c = f"trap '' INT; exec {sys.executable} -m {JOB} {tmp_path} interrupt_ignored busy_at_exit"
+    command = ["bash", "-c", without_ctrl_c]
+    with watched_job() as environment:  # rank 0 does not wait for one that has trained to the end; this does
+        job = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=JOB_SECONDS)
+    print(job.stderr)
+    ended = Ended.of(tmp_path, [job.returncode], [job.stderr])
     assert ended.exit_codes == [0]
     assert ended.values("interrupt_ignored", "train") == [[0, 1, 2, 3]] * 2
     assert ended.values("interrupt_ignored", "end") == [[None]] * 2
@@ -284,7 +300,7 @@ def test_rank_blocked_in_a_collective_is_ended(tmp_path):
 
 
 def test_launched_ranks_stop_then_fail(tmp_path):
-    ended = run_job(LAUNCHER, tmp_path, "term", "interrupt_group", "raise_in_train")
+    ended = run_job(tmp_path, "term", "interrupt_group", "raise_in_train")
     ended.check_stopped("term", "train", "SIGTERMException(143)")
     ended.check_stopped("interrupt_group", "train", "SystemExit(1)")
     assert ended.exit_codes == [1]
@@ -293,28 +309,28 @@ def test_launched_ranks_stop_then_fail(tmp_path):
 
 
 def test_launching_rank_fails(tmp_path):
-    ended = run_job(LAUNCHER, tmp_path, "raise_in_train_on_0")
+    ended = run_job(tmp_path, "raise_in_train_on_0")
     assert ended.exit_codes == [1]
     assert "[rank 1] rank 0 failed: ValueError: bad row on rank 0\nTraceback" in ended.outputs[0]
     ended.check_quick("raise_in_train_on_0")
 
 
 def test_launched_rank_is_killed(tmp_path):
-    ended = run_job(LAUNCHER, tmp_path, "kill")
+    ended = run_job(tmp_path, "kill")
     assert ended.exit_codes == [1]
     assert "rank 1 failed: its process ended with exit code -9" in ended.outputs[0]
     ended.check_quick("kill")
 
 
 def test_sigterm_to_the_launching_rank(tmp_path):
-    ended = run_job(LAUNCHER, tmp_path, "endless", when_ready=lambda job: job.send_signal(signal.SIGTERM))
+    ended = run_job(tmp_path, "endless", when_ready=request_end)
     ended.check_stopped("endless", "train", "SIGTERMException(143)")
     assert ended.exit_codes == [128 + signal.SIGTERM]
     ended.check_quick("endless")
 
 
 def test_torchrun_ranks_stop_then_fail(tmp_path):
-    ended = run_job(TORCHRUN, tmp_path, "term_on_1", "interrupt", "raise_in_train")
+    ended = run_job(tmp_path, "term_on_1", "interrupt", "raise_in_train", launcher=TORCHRUN)
     ended.check_stopped("term_on_1", "train", "SIGTERMException(143)")
     ended.check_stopped("interrupt", "train", "SystemExit(1)")
     assert ended.exit_codes == [1]
@@ -323,7 +339,7 @@ def test_torchrun_ranks_stop_then_fail(tmp_path):
 
 
 def test_sigterm_to_torchrun(tmp_path):
-    ended = run_job(TORCHRUN, tmp_path, "endless", when_ready=lambda job: job.send_signal(signal.SIGTERM))
+    ended = run_job(tmp_path, "endless", when_ready=request_end, launcher=TORCHRUN)
     ended.check_stopped("endless", "train", "SIGTERMException(143)")
     assert ended.exit_codes != [0]
     ended.check_quick("endless")

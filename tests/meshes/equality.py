@@ -142,7 +142,7 @@ def on_mesh(
     rank: RankContext,
     strategy: D9DStrategy,
     config: Qwen3MoeConfig = CONFIG,
-    steps: int = 3,
+    steps: int = 2,
     data: Data = PLAIN,
     peft: PeftMethod | None = None,
     **options: Any,
@@ -168,7 +168,7 @@ def on_mesh(
 
 def on_one_process(
     config: Qwen3MoeConfig = CONFIG,
-    steps: int = 3,
+    steps: int = 2,
     accumulated: int = 1,
     dtype: torch.dtype = torch.float64,
     data: Data = PLAIN,

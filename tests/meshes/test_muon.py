@@ -41,7 +41,8 @@ def on_one_process() -> dict[str, Tensor]:
         groups.setdefault((decays, name not in words, parts), []).append(parameter)
     optimizer = MuonAdamW(
         [
-            {"params": parameters, "matrices": matrices, "num_parts": parts} | ({} if decays else {"weight_decay": 0.0})
+            {"params": parameters, "matrices": None if matrices else False, "num_parts": parts}
+            | ({} if decays else {"weight_decay": 0.0})
             for (decays, matrices, parts), parameters in groups.items()
         ],
         **HYPERPARAMETERS,

@@ -22,6 +22,7 @@ from lightning_d9d.generation.sources import load_model
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3MoePretraining, save_huggingface
 from lightning_d9d.models.qwen3_moe.module import ARGUMENTS_KEY
 from lightning_d9d.modules import BalanceConfig
+from lightning_d9d.strategy.optimizers import first_names
 from tests.harness.compare import assert_bitwise_equal, assert_tensors_close
 from tests.strategy.plain import trainer
 
@@ -55,23 +56,26 @@ class Endless(IterableDataset):
         yield from rows(8)
 
 
-def test_learning_rate_warms_up_and_decays_and_vectors_do_not() -> None:
+def test_learning_rate_warms_up_and_decays_and_vectors_and_embeddings_do_not() -> None:
     class Watch(Qwen3MoePretraining):
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             rates.append(optimizer.param_groups[0]["lr"])
-            groups[:] = [{p.ndim for p in group["params"]} for group in optimizer.param_groups]
+            names = first_names(self.state_dict(keep_vars=True))
+            groups[:] = [
+                {names[parameter]: parameter.ndim for parameter in g["params"]} for g in optimizer.param_groups
+            ]
             decays[:] = [group["weight_decay"] for group in optimizer.param_groups]
 
     rates: list[float] = []
-    groups: list[set[int]] = []
+    groups: list[dict[str, int]] = []
     decays: list[float] = []
     module = Watch(CONFIG, learning_rate=0.5, weight_decay=0.1, warmup_steps=2, final_learning_rate_fraction=0.2)
     trainer(D9DStrategy(), max_epochs=1).fit(module, DataLoader(rows(12), batch_size=2))
     cosine = [0.5 * (0.2 + 0.8 * (1 + math.cos(math.pi * step / 4)) / 2) for step in range(4)]
     assert rates == pytest.approx([0.25, 0.5, *cosine])
     assert decays == [0.1, 0.0]
-    assert min(groups[0]) >= 2
-    assert groups[1] == {1}
+    assert min(groups[0].values()) >= 2
+    assert [name for name, ndim in groups[1].items() if ndim > 1] == ["model.embed_tokens.weight"]
 
 
 def test_documents_longer_than_the_window_are_refused() -> None:

@@ -27,7 +27,7 @@ from lightning_d9d.ops import (
     rope_qk,
     swiglu,
 )
-from lightning_d9d.ops.compile_ahead import only_compiles, wait_for_kernels
+from lightning_d9d.ops.compile_ahead import THREAD_PREFIX, only_compiles
 from lightning_d9d.ops.operator import define
 
 Call = tuple[bool, str, torch.Size, tuple[int, ...], bool]
@@ -70,6 +70,13 @@ def operator_of(
     gradient_op = define(f"{name}_backward", "(Tensor dy, bool option) -> Tensor", double_gradient, new)
     schema = "(Tensor x, bool option) -> Tensor"
     return define(name, schema, double, new, setup_context=keep, backward=differentiate, compiles_ahead=compiles_ahead)
+
+
+def wait_for_kernels() -> None:
+    """Return when all that is being compiled ahead has been."""
+    for thread in threading.enumerate():
+        if thread.name.startswith(THREAD_PREFIX):
+            thread.join()
 
 
 def leaf(*size: int) -> Tensor:

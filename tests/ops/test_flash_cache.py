@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ def untold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, "")  # so that what the package sets is taken back
         monkeypatch.delenv(name)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(flash_attention, "find_spec", lambda name: ModuleSpec(name, None))
     monkeypatch.setattr(flash_attention, "_keep_compiled", flash_attention._keep_compiled.__wrapped__)
 
 
@@ -41,3 +43,10 @@ def test_a_cache_that_cannot_be_made_is_left_out(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     flash_attention.flash_attention_package()
     assert f"{NAME}_ENABLED" not in os.environ
+
+
+def test_without_the_package_nothing_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_attention, "find_spec", lambda name: None)
+    flash_attention.flash_attention_package()
+    assert f"{NAME}_DIR" not in os.environ
+    assert not list(tmp_path.iterdir())

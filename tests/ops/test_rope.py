@@ -1,5 +1,6 @@
 """`rope` and `norm_rope`, also of pairs, on their kernels (Triton's interpreter without a GPU) and on torch's."""
 
+from functools import cache
 from itertools import combinations, product
 
 import pytest
@@ -304,6 +305,24 @@ def far_apart(tensor: torch.Tensor, dim: int) -> torch.Tensor:
     return tensor.new_empty(last + 1).as_strided(tensor.shape, strides).copy_(tensor)
 
 
+def of_rows(device, has_norm, moved=(), dim=0):
+    """Results and gradients of a pair, some of whose tensors have their rows far apart along `dim`."""
+    tensors = {name: tensor.half() for name, tensor in inputs(3, 3, 4, 8, 4, 4).items()}
+    tensors |= {"dq": tensors["q"].cos(), "dk": tensors["k"].cos()}
+    near = {name: tensor.to(device) for name, tensor in tensors.items() if has_norm or "weight" not in name}
+    options = {"eps": 1e-6} if has_norm else {}
+    at = {name: far_apart(tensor, dim) if name in moved else tensor for name, tensor in near.items()}
+    gradients = [at.pop(name) for name in ("dq", "dk")]
+    leaves = [each.detach().requires_grad_() for name, each in at.items() if name not in ("cos", "sin")]
+    at |= zip([name for name in at if name not in ("cos", "sin")], leaves, strict=True)
+    with using_kernels("triton"):
+        turned = chosen(has_norm, True)[0](**at, **options)
+        return [*turned, *torch.autograd.grad(turned, leaves, gradients)]
+
+
+of_near_rows = cache(of_rows)
+
+
 @DEVICES
 @BOTH
 @pytest.mark.parametrize(
@@ -312,19 +331,7 @@ def far_apart(tensor: torch.Tensor, dim: int) -> torch.Tensor:
     ids=str,
 )
 def test_rows_far_apart(device, has_norm, names, dim):
-    tensors = {name: tensor.half() for name, tensor in inputs(3, 3, 4, 8, 4, 4).items()}
-    tensors |= {"dq": tensors["q"].cos(), "dk": tensors["k"].cos()}
-    near = {name: tensor.to(device) for name, tensor in tensors.items() if has_norm or "weight" not in name}
-    options, results = {"eps": 1e-6} if has_norm else {}, []
-    for moved in ([], names):
-        at = {name: far_apart(tensor, dim) if name in moved else tensor for name, tensor in near.items()}
-        gradients = [at.pop(name) for name in ("dq", "dk")]
-        leaves = [each.detach().requires_grad_() for name, each in at.items() if name not in ("cos", "sin")]
-        at |= zip([name for name in at if name not in ("cos", "sin")], leaves, strict=True)
-        with using_kernels("triton"):
-            turned = chosen(has_norm, True)[0](**at, **options)
-            results.append([*turned, *torch.autograd.grad(turned, leaves, gradients)])
-    for of_near, of_far in zip(*results, strict=True):
+    for of_near, of_far in zip(of_near_rows(device, has_norm), of_rows(device, has_norm, names, dim), strict=True):
         assert_bitwise_equal("far", of_far, of_near)
 
 

@@ -36,11 +36,11 @@ grouped_gemm_module = sys.modules["lightning_d9d.ops.grouped_gemm"]  # the packa
 
 
 @contextmanager
-def compiler(backend: str = "aot_eager") -> Generator[None]:
-    """That refuses what it cannot take whole."""
+def compiler(backend: str = "aot_eager", *, whole: bool = True) -> Generator[None]:
+    """That refuses what it cannot take whole, unless parts will do."""
     torch._dynamo.reset()
     counters.clear()
-    with mock.patch.object(compiling.torch, "compile", partial(torch.compile, backend=backend, fullgraph=True)):
+    with mock.patch.object(compiling.torch, "compile", partial(torch.compile, backend=backend, fullgraph=whole)):
         compiling._compiled.cache_clear()
         yield
     compiling._compiled.cache_clear()

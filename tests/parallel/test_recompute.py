@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.tensor import DTensor, Replicate
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
@@ -34,6 +32,7 @@ from lightning_d9d.ops.linear import split_linears
 from lightning_d9d.parallel import parallelize, recompute, recompute_activations
 from tests.harness.compare import assert_bitwise_equal, assert_tensors_close
 from tests.harness.ranks import RankContext
+from tests.parallel.kept import bytes_kept, loss_of
 
 KINDS = ["full", "selective", "attention", "every_2"]
 LAYERS, HIDDEN, EXPERTS = 3, 16, 4
@@ -108,12 +107,6 @@ def of_kind(kind: str) -> ParallelConfig:
     return ParallelConfig(recompute=kind)
 
 
-def loss_of(output: Any) -> Tensor:
-    if isinstance(output, Tensor):
-        return output
-    return output.loss if output.router_loss is None else output.loss + output.router_loss
-
-
 def train(model: nn.Module, inputs: dict[str, Any], split: bool = False) -> dict[str, Any]:
     """The loss and all gradients of one forward and backward."""
     torch.manual_seed(5)
@@ -150,44 +143,6 @@ class Counting(TorchDispatchMode):
 
     def __getitem__(self, name: str) -> int:
         return sum(count for op, count in self.calls.items() if name in op)
-
-
-class Living(TorchDispatchMode):
-    """The memory of tensors made inside, but for that of `known` ones."""
-
-    def __init__(self, known: Iterable[Tensor]) -> None:
-        super().__init__()
-        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.known = {tensor.untyped_storage()._cdata for tensor in known}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for part in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(part, Tensor) and part.untyped_storage()._cdata not in self.known:
-                storage = part.untyped_storage()
-                self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        return result
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(size for reference, size in self.storages.values() if not reference.expired())
-
-
-def bytes_kept(model: nn.Module, inputs: dict[str, Any]) -> int:
-    """What a forward leaves for its backward, beside its loss, inputs and parameters."""
-    tensors = [each for each in inputs.values() if isinstance(each, Tensor)]
-    parameters = list(model.parameters())
-    with Living([*parameters, *model.buffers(), *tensors]) as living:
-        loss = loss_of(model(**inputs))
-    gc.disable()
-    try:
-        kept = living.num_bytes - loss.nbytes
-        torch.autograd.grad(loss, parameters)
-        del loss
-        assert living.num_bytes == 0  # nothing waits for the garbage collector
-        return kept
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -379,6 +334,8 @@ def test_which_modules() -> None:
         "every_2": ["layers.0", "layers.2"],
         "every_1": ["layers.0", "layers.1", "layers.2"],
         "every_3": ["layers.0"],
+        "2_of_3": ["layers.0", "layers.1"],
+        "2_of_2": ["layers.0", "layers.1", "layers.2"],
         "attention": ["layers.0.attention", "layers.1.attention", "layers.2.attention"],
         "none": [],
     }.items():

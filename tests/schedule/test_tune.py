@@ -48,7 +48,7 @@ LAYER = LayerCosts(
 
 
 def scaled(layer: LayerCosts, factor: float) -> LayerCosts:
-    return LayerCosts(**{name: value * factor for name, value in vars(layer).items()})
+    return LayerCosts(**{name: value and value * factor for name, value in vars(layer).items()})
 
 
 EMBEDDING, HEAD = scaled(LAYER, 0.05), scaled(LAYER, 2.5)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import pytest
 import torch
 
 from lightning_d9d.state.progress import Progress
-from lightning_d9d.state.threads import in_threads
+from lightning_d9d.state.threads import in_threads, uncollected
 
 SMALL, LARGE = 10, 2**23
 
@@ -47,6 +48,36 @@ def test_the_first_error_is_raised_and_what_has_not_begun_is_not() -> None:
     with pytest.raises(ValueError, match=r"^0$"):
         in_threads(fail, {str(i): LARGE for i in range(1000)}, Counting())
     assert len(begun) < 1000
+
+
+def test_the_largest_come_first() -> None:
+    order: list[str] = []
+    is_done = threading.Event()
+
+    def note(name: str) -> None:
+        order.append(name)
+        if name != "large":
+            assert is_done.wait(60)
+        else:
+            is_done.set()
+
+    in_threads(note, dict.fromkeys(map(str, range(9)), LARGE) | {"large": 100 * LARGE}, Counting())
+    assert "large" in order[:2]
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_the_collector_rests_and_is_as_before(was_enabled: bool) -> None:
+    before = gc.isenabled()
+    (gc.enable if was_enabled else gc.disable)()
+    try:
+        with uncollected():
+            assert not gc.isenabled()
+        assert gc.isenabled() == was_enabled
+        with pytest.raises(ZeroDivisionError), uncollected():
+            _ = 1 / 0
+        assert gc.isenabled() == was_enabled
+    finally:
+        (gc.enable if before else gc.disable)()
 
 
 @pytest.mark.parametrize("inference", [False, True])

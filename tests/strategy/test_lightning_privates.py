@@ -11,6 +11,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+import textwrap
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -29,6 +30,7 @@ from lightning.pytorch.loops import evaluation_loop, fetchers, fit_loop, predict
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.launchers import launcher, subprocess_script
 from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.strategies.strategy import Strategy
 from lightning.pytorch.trainer.connectors import data_connector, signal_connector
 from lightning.pytorch.trainer.connectors.logger_connector import result
 from lightning.pytorch.utilities import combined_loader, model_summary
@@ -196,6 +198,30 @@ def _lazy_init_strategy() -> Any:
     return _AcceleratorConnector._lazy_init_strategy
 
 
+def test_teardown_has_no_other_parts() -> None:
+    """`RankHooks.teardown` does the same for a D9DModule, but for the two moves to the CPU."""
+    statements = []
+    for each in (ParallelStrategy, Strategy):
+        function = ast.parse(textwrap.dedent(inspect.getsource(each.teardown))).body[0]
+        assert isinstance(function, ast.FunctionDef)
+        statements += [ast.unparse(part) for part in function.body if not _is_text(part)]
+    assert [each for each in statements if not each.startswith("assert")] == [
+        "self.cluster_environment.teardown()",
+        "super().teardown()",
+        "_optimizers_to_device(self.optimizers, torch.device('cpu'))",
+        "if self.lightning_module is not None:\n"
+        "    log.debug(f'{self.__class__.__name__}: moving model to CPU')\n"
+        "    self.lightning_module.cpu()",
+        "self.precision_plugin.teardown()",
+        "self.accelerator.teardown()",
+        "self.checkpoint_io.teardown()",
+    ]
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
 @pytest.mark.parametrize("name", [*USED, *INHERITED])
 def test_lightning_still_has(name: str) -> None:
     assert (USED | INHERITED)[name](), f"Lightning {L.__version__} has changed {name}; see where lightning_d9d uses it"
@@ -245,8 +271,6 @@ def test_every_inherited_attribute_is_listed() -> None:
 
 
 def _set_by_strategy() -> set[str]:
-    from lightning.pytorch.strategies.strategy import Strategy
-
     sources = inspect.getsource(Strategy.__init__) + inspect.getsource(ParallelStrategy.__init__)
     return {name for name in vars(D9DStrategy()) if f"self.{name}" in sources}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -192,10 +191,10 @@ def test_a_schedule_that_follows_a_metric() -> None:
 
 
 @pytest.mark.parametrize("scheduler", [partial(CosineAnnealingLR, T_max=9), partial(FALLING, total_steps=9)])
-def test_a_schedule_longer_than_the_run_is_said(scheduler: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "lightning_d9d"):
-        trainer_of(max_steps=3).fit(Embedded(optimizer=partial(SGD, lr=1e-3), lr_scheduler=scheduler))
-    assert "=9) is longer than the run, which has 3 optimizer steps" in caplog.text
+def test_a_schedule_longer_than_the_run_is_refused(scheduler: Any) -> None:
+    module = Embedded(optimizer=partial(SGD, lr=1e-3), lr_scheduler=scheduler)
+    with pytest.raises(ConfigError, match=r"=9\) is longer than the run, which has 3 .*let the run have 9"):
+        trainer_of(max_steps=3).fit(module)
 
 
 class OwnOptimizer(Embedded):

@@ -56,7 +56,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "short last window": {"accumulate_grad_batches": 3},
     "limited": {"limit_train_batches": 5},
     "validation within": {"val_check_interval": 4},
-    "by steps": {"max_epochs": -1, "max_steps": 20},
+    "by steps": {"max_epochs": -1, "max_steps": 12},
     "workers that stay": {"num_workers": 1},
 }
 
@@ -77,7 +77,7 @@ def fit(
         ModelCheckpoint(folder, "{step}-validated", monitor="val_loss" if staged else "val", save_top_k=-1),
         ModelCheckpoint(folder, "{step}-ended", every_n_epochs=1, save_on_train_epoch_end=True, save_top_k=-1),
     ]
-    options = {"max_epochs": 3, **options}
+    options = {"max_epochs": 2, **options}
     workers: dict[str, Any] = {"num_workers": options.pop("num_workers", 0)}
     workers["persistent_workers"] = workers["num_workers"] > 0
     run = trainer(
@@ -129,9 +129,9 @@ def test_a_plain_module(tmp_path: Path) -> None:
 def test_a_file_goes_on_under_lightnings_own_strategy(tmp_path: Path) -> None:
     fit(DroppingPlain, tmp_path, {}, 3, None)
     for strategy in ("auto", D9DStrategy()):
-        run = trainer(strategy, max_epochs=3)
+        run = trainer(strategy, max_epochs=2)
         run.fit(DroppingPlain(), DataLoader(rows(4 * EPOCH), batch_size=4), ckpt_path=tmp_path / "step=3.ckpt")
-        assert run.global_step == 3 * EPOCH
+        assert run.global_step == 2 * EPOCH
 
 
 @pytest.mark.parametrize("mode", ["sharded", "consolidated"])
@@ -163,8 +163,9 @@ def test_two_ranks(rank: RankContext, make: Any) -> None:
 
 def test_resumed_at_the_end_of_an_epoch_and_again_in_the_next(tmp_path: Path) -> None:
     """Lightning itself would not count the second epoch as begun, and train one too many after the second time."""
-    whole, run = fit(Dropping, tmp_path / "0", {}, EPOCH, None)
-    fit(Dropping, tmp_path / "1", {}, EPOCH + 3, tmp_path / "0" / f"step={EPOCH}.ckpt")
-    resumed, again = fit(Dropping, tmp_path / "2", {}, None, tmp_path / "1" / f"step={EPOCH + 3}.ckpt")
+    epochs = {"max_epochs": 3}
+    whole, run = fit(Dropping, tmp_path / "0", epochs, EPOCH, None)
+    fit(Dropping, tmp_path / "1", epochs, EPOCH + 3, tmp_path / "0" / f"step={EPOCH}.ckpt")
+    resumed, again = fit(Dropping, tmp_path / "2", epochs, None, tmp_path / "1" / f"step={EPOCH + 3}.ckpt")
     assert again.global_step == run.global_step
     assert resumed.losses == whole.losses[EPOCH + 3 :]

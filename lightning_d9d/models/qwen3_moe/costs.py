@@ -13,9 +13,9 @@ def model_costs(config: Qwen3MoeConfig, sequence_length: int, bytes_per_element:
 
     Operations are those of matrix products (two for each multiplication) and of attention, causal: half of the full
     square, and in its backward two and a half times the forward, for scores are computed again. Each token is computed
-    by its own experts, but all experts' weights are held. Activations are what the modules keep without recomputation.
-    A tied head counts with a matrix of its own, which the last rank has a copy of. Its logits are one chunk, whose
-    gradient is kept for a weight backward; with more of them, none is kept, and they are computed again.
+    by its own experts, but all experts' weights are held. Activations are what the modules keep. A tied head counts
+    with a matrix of its own, which the last rank has a copy of. Its logits are one chunk, whose gradient is kept for a
+    weight backward; with more of them, none is kept, and they are computed again.
 
     Args:
         config: Of the model.
@@ -77,6 +77,8 @@ def _layer(config: Qwen3MoeConfig, sequence_length: int, bytes_per_element: int,
     # x, normed x; q and k before and after norm and rope, v; what was attended. Then x, normed x, copies for experts;
     # gate, up, silu(gate), their product, and that with the experts' weights where there are any.
     kept = 4 * hidden + 3 * queries + 3 * keys + copied + (5 if is_sparse else 4) * wide + 4 * shared + gated
+    # The layer's input, and results: of the four projections, attention, the router, gate and up, the shared expert.
+    selective = 2 * hidden + 2 * queries + 2 * keys + router + 2 * wide + 2 * shared + gated
     # Inputs of products, and gradients of their outputs.
     inputs = hidden + queries + hidden + copied + wide + shared
     gradients = queries + 2 * keys + hidden + router + 2 * wide + (copied if is_sparse else hidden) + 2 * shared + gated
@@ -99,6 +101,9 @@ def _layer(config: Qwen3MoeConfig, sequence_length: int, bytes_per_element: int,
         backward_input_bytes=tokens * moved_back,
         weight_bytes=bytes_per_element * num_weights,
         activation_bytes=tokens * kept,
+        selective_bytes=tokens * selective,
+        attention_bytes=tokens * (kept - 3 * queries - 3 * keys),
         split_activation_bytes=tokens * (inputs + gradients),
         output_bytes=tokens * hidden,
+        dispatch_bytes=tokens * copied,
     )

@@ -38,6 +38,7 @@ from lightning_d9d.state import (
 )
 from lightning_d9d.state.format import reading, write_bytes
 from lightning_d9d.state.places import MAX_SMALL_BYTES, Place, check_link, names_in, place_of, read_small
+from lightning_d9d.state.threads import uncollected
 
 _COPIED = {".json", ".txt", ".model", ".jinja"}
 """Endings of the small files beside weights."""
@@ -48,6 +49,7 @@ _EMBEDDING_TENSOR, _HEAD_TENSOR = f"{_EMBEDDING}weight", f"{_HEAD}weight"
 
 
 @torch.no_grad()
+@uncollected()
 def load_huggingface(
     model: nn.Module | Sequence[nn.Module],
     directory: str | Path,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import math
 import re
@@ -35,7 +36,7 @@ from lightning_d9d.modules import (
     expert_load,
     update_expert_bias,
 )
-from lightning_d9d.optim import ParameterGroup, parameter_groups
+from lightning_d9d.optim import OptimizerSettings, ParameterGroup
 from lightning_d9d.optim.settings import LRSchedulerFactory, OptimizerFactory
 from lightning_d9d.parallel import ParallelConfig
 from lightning_d9d.peft import PeftMethod, inject
@@ -145,7 +146,7 @@ class Qwen3MoePretraining(D9DModule):
         preset: A size by name: a mixture "tiny", "30b-a3b" or "235b-a22b", or a dense model "tiny-dense", "0.6b",
             "1.7b", "4b", "8b", "14b" or "32b". Or the path of a Hugging Face `config.json`, or of its directory.
         learning_rate: Peak learning rate of AdamW.
-        weight_decay: On matrices; vectors (norms, biases) have none.
+        weight_decay: On matrices but embeddings; these and vectors (norms, biases) have none.
         betas: Of AdamW.
         warmup_steps: Steps of linear warm-up; then cosine decay over the Trainer's steps.
         final_learning_rate_fraction: Where the cosine ends, as a fraction of the peak.
@@ -417,14 +418,15 @@ class Qwen3MoePretraining(D9DModule):
         return {name: value for name in _OF_ADAMW if (value := getattr(self, name)) != defaults[name].default}
 
     def default_optimizer(self) -> Optimizer:
-        """AdamW, fused where torch has it for the device."""
-        return AdamW(
-            parameter_groups(self, self.weight_decay),
+        """AdamW, fused where torch has it for the device, with the groups of an optimizer in settings."""
+        adamw = functools.partial(
+            AdamW,
             lr=self.learning_rate,
             betas=self.betas,
             weight_decay=self.weight_decay,
             fused=self.device.type == "cuda",
         )
+        return OptimizerSettings(adamw).make_optimizer(self.named_for_optimizer())
 
     def default_lr_scheduler(self, optimizer: Optimizer, total_steps: int | None) -> LRScheduler:
         """Warm-up and cosine decay.

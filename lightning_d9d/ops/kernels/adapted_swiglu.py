@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_d9d.ops.kernels.compiling import jit
-from lightning_d9d.ops.kernels.thin_products import num_parts, padded, rows_of_expert
-from lightning_d9d.ops.rows import ceil_div
+from lightning_d9d.ops.kernels.thin_products import num_parts, rows_of_expert
+from lightning_d9d.ops.rows import ceil_div, padded_for_products
 
 _ROWS = 64
 _COLUMNS = 64
@@ -62,8 +62,8 @@ def forward(
             rank_out,
             ROWS=_ROWS,
             COLUMNS=_COLUMNS_FORWARD,
-            RANK=padded(rank),
-            RANK_OUT=padded(rank_out),
+            RANK=padded_for_products(rank),
+            RANK_OUT=padded_for_products(rank_out),
             num_warps=_num_warps(rank, rank_out),
             num_stages=_NUM_STAGES,
         )
@@ -111,8 +111,8 @@ def backward(
             rank_out,
             ROWS=_ROWS,
             COLUMNS=_COLUMNS,
-            RANK=padded(rank),
-            RANK_OUT=padded(rank_out),
+            RANK=padded_for_products(rank),
+            RANK_OUT=padded_for_products(rank_out),
             num_warps=_num_warps(rank, rank_out),
             num_stages=_NUM_STAGES,
         )

@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_d9d.ops.attention_masks import Masks
 from lightning_d9d.ops.kernels.attention_plan import SIZES, Blocks, ids_from, plan_blocks
 from lightning_d9d.ops.kernels.compiling import jit
-from lightning_d9d.ops.rows import ceil_div, gpu_properties, next_power_of_2, num_programs
+from lightning_d9d.ops.rows import ceil_div, gpu_properties, num_programs, padded_for_products
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
@@ -84,7 +84,7 @@ def backward(
             num_queries,
             heads,
             HEAD_DIM=q.shape[-1],
-            WIDTH=_width(q),
+            WIDTH=padded_for_products(q.shape[-1]),
             ROWS=64,
         )
         tensors = grad_out, q, k, v, numbers
@@ -192,13 +192,8 @@ def _strides(*tensors: Tensor) -> list[int]:
     return [stride for tensor in tensors for stride in tensor.stride()[:3]]
 
 
-def _width(q: Tensor) -> int:
-    """Of blocks: a power of two, of which products take 16 at least."""
-    return max(16, next_power_of_2(q.shape[-1]))
-
-
 def _blocks_of(q: Tensor, kernel: Literal["forward", "dq", "dk_dv"]) -> Blocks:
-    width = _width(q)
+    width = padded_for_products(q.shape[-1])
     if q.dtype == torch.float32:
         return Blocks(32, 32, 4, 2)
     if _shared_memory(q.device) < _LARGE_MEMORY or width > 128:
@@ -218,7 +213,7 @@ def _shared_memory(device: torch.device) -> int:
 def _constants(q: Tensor, num_columns: int, masks: Masks, blocks: Blocks) -> dict[str, Any]:
     return {
         "HEAD_DIM": q.shape[-1],
-        "WIDTH": _width(q),
+        "WIDTH": padded_for_products(q.shape[-1]),
         "CAUSAL": masks.causal,
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
         "ROWS": blocks.rows,

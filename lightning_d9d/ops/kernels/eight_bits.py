@@ -12,6 +12,7 @@ from torch import Tensor
 from triton import knobs
 
 from lightning_d9d.ops.eight_bits import AVERAGE, BLOCK, CUT, LEAST_SQUARE, SQUARE
+from lightning_d9d.ops.kernels.compiling import jit
 from lightning_d9d.ops.kernels.stochastic import _index, _philox, _pointer, _store, _widened, _words
 from lightning_d9d.ops.philox import OTHER_SPREAD, SPREAD
 
@@ -124,7 +125,7 @@ def _bases(magnitudes, ROOM: tl.constexpr, BELOW: tl.constexpr, MOST: tl.constex
     return tl.minimum(tl.maximum(((largest + ROOM) >> 23) - BELOW, 1), MOST)
 
 
-@triton.jit(do_not_specialize=["seed"])
+@jit(do_not_specialize=["seed"])
 def _adamw(
     parts, gradients, chunks, scalars, found_inf, seed,
     beta2, one_minus_beta1, one_minus_beta2, eps,

@@ -17,10 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_d9d.ops.kernels.compiling import jit
-from lightning_d9d.ops.rows import ceil_div, next_power_of_2
+from lightning_d9d.ops.rows import ceil_div, next_power_of_2, padded_for_products
 
-LEAST_RANK = 16
-"""The fewest columns of a product that tensor cores take; others are zero."""
 _ROWS = 64
 _COLUMNS = 128
 """The columns of a tile where rows are added to or added up."""
@@ -30,11 +28,6 @@ _COLUMNS_READ = 64
 _MORE_PROGRAMS = 4
 """An expert has so many times the programs that equal experts would need. Larger ones then take no longer."""
 _BLOCK = 1024
-
-
-def padded(rank: int) -> int:
-    """Columns of a tile that holds so many."""
-    return max(LEAST_RANK, next_power_of_2(rank))
 
 
 def num_parts(num_rows: int, num_experts: int, rows: int) -> int:
@@ -65,7 +58,7 @@ def project(x: Tensor, matrices: Tensor, offsets: Tensor, sources: Tensor | None
             rank,
             ROWS=_ROWS_READ,
             COLUMNS=_COLUMNS_READ,
-            RANK=padded(rank),
+            RANK=padded_for_products(rank),
             num_warps=4,
             num_stages=4,
         )
@@ -89,7 +82,7 @@ def accumulate(rows: Tensor, h: Tensor, matrices: Tensor, offsets: Tensor, scale
             h.shape[1],
             ROWS=_ROWS,
             COLUMNS=_COLUMNS,
-            RANK=padded(h.shape[1]),
+            RANK=padded_for_products(h.shape[1]),
             num_warps=8,
         )
 
@@ -99,7 +92,7 @@ def gradient(h: Tensor, x: Tensor, offsets: Tensor, sources: Tensor | None, scal
 
     With `sources` a row is `x[sources[row]]`. Elements of a row of `x` are side by side. There are columns and groups.
     """
-    (num_experts, rank, width), n = result.shape, padded(result.shape[1])
+    (num_experts, rank, width), n = result.shape, padded_for_products(result.shape[1])
     with torch.cuda.device_of(result):
         _gradient[(ceil_div(width, _COLUMNS) * num_experts,)](
             h,

@@ -1,0 +1,272 @@
+"""Files of tokens as rows for training: mixtures of texts, documents with borders, any size."""
+
+from __future__ import annotations
+
+import glob
+import json
+from collections import Counter
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_d9d.data.epoch_sampler import EpochSampler
+from lightning_d9d.data.litdata_rows import LitDataRows, is_litdata
+from lightning_d9d.data.permutation import PermutedOrder
+from lightning_d9d.data.token_files import BorderToken, TokenFile, bin_path
+from lightning_d9d.data.token_rows import Mixture, Span, TokenRows, spread
+from lightning_d9d.datamodules.rows import RowsDataModule
+from lightning_d9d.errors import ConfigError, printable
+from lightning_d9d.log import logger
+
+Files = str | list[str] | dict[str, float]
+
+
+class TokenDataModule(RowsDataModule):
+    """Files of tokens, a part of them held out for validation and test.
+
+    It reads Megatron's `.bin` with `.idx`, nanoGPT's `.bin` (uint16 without a header) and llm.c's `.bin`, as
+    `lightning-d9d prepare-data` and others write them. They are mapped into memory, and may be larger than it.
+
+    Documents lie behind each other in rows of `sequence_length`. With borders, a row's `document_ids` keep them apart,
+    and the last token of each has no label. Training rows are shuffled by `seed` and epoch. The order takes no memory,
+    and is the same for any number of workers. A step's rows are the same for any number of data ranks too, if
+    `global_batch_size` is given. Under `D9DStrategy` a resumed run goes on behind the last row that was trained on,
+    also with other numbers of workers or data ranks.
+
+    Args:
+        files: A path; or several, which are one text; or texts with the weight of each. A path may be a pattern such as
+            `data/part-*.bin`, and its files are one text. A folder that litdata has written for its `TokensLoader` is a
+            text of its own. With weights an epoch has as many rows as all texts have
+            together, in these proportions: texts with more weight than rows come several times.
+        sequence_length: Tokens in a row.
+        batch_size: Rows in a batch of one data rank; 16 by default.
+        global_batch_size: Rows of an optimizer step, on all ranks and in all accumulated batches, in place of
+            `batch_size`.
+        validation_fraction: Share of each text that is held out, between 0 and 1: whole documents at the end of its
+            last files. By default 0.01, or nothing where there are `validation_files`.
+        validation_files: Files that are held out in place of a share; every row of them counts once.
+        borders: Whether documents are kept apart.
+        first_token: Id of the token that begins each document, in files that do not say where documents are.
+        last_token: Id of the token that ends each document there.
+        seed: Of the order.
+        num_workers: Loader processes of each rank; 0 reads in the training process.
+
+    Raises:
+        ConfigError: A value is out of range, or a file is missing, damaged or of another tokenizer. Or there is too
+            little text for one batch on every data rank.
+    """
+
+    def __init__(
+        self,
+        files: Files,
+        sequence_length: int = 1024,
+        batch_size: int | None = None,
+        global_batch_size: int | None = None,
+        validation_fraction: float | None = None,
+        validation_files: str | list[str] | None = None,
+        borders: bool = True,
+        first_token: int | None = None,
+        last_token: int | None = None,
+        seed: int = 0,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__(sequence_length, batch_size, global_batch_size, seed, num_workers)
+        if validation_fraction is not None and validation_files is not None:
+            raise ConfigError(
+                f"validation_fraction={validation_fraction} and validation_files of TokenDataModule both say what is "
+                "held out; give one"
+            )
+        if validation_fraction is not None and not 0 < validation_fraction < 1:
+            raise ConfigError(
+                f"validation_fraction={validation_fraction} of TokenDataModule must lie between 0 and 1, e.g. 0.01"
+            )
+        if first_token is not None and last_token is not None:
+            raise ConfigError(
+                f"first_token={first_token} and last_token={last_token} of TokenDataModule both say where documents "
+                "meet; give one"
+            )
+        token = last_token if first_token is None else first_token
+        if token is not None and not borders:
+            raise ConfigError(f"borders=False of TokenDataModule makes no use of the token {token}; leave one out")
+        self.files = files
+        self.validation_files = validation_files
+        self.validation_fraction = 0.01 if validation_fraction is None else validation_fraction
+        self.borders = borders
+        self._border = None if token is None else BorderToken(token, is_first=first_token is not None)
+        self._training: Mixture | None = None
+        self._held_out: list[TokenRows | LitDataRows] = []
+
+    def setup(self, stage: str | None = None) -> None:
+        """Opens the files, once, and says what is in them. Every rank does so."""
+        if self._training is not None:
+            return
+        training: list[TokenRows | LitDataRows] = []
+        held_out_rows: list[TokenRows | LitDataRows] = []
+        paths = [self.files] if isinstance(self.files, str) else list(self.files)
+        texts = paths if isinstance(self.files, dict) or any(map(is_litdata, paths)) else [paths]
+        for text in texts:
+            if isinstance(text, str) and is_litdata(text):
+                rows, held_out_part = self._open_litdata(text)
+                training.append(rows)
+                held_out_rows.append(held_out_part)
+                continue
+            name, spans = self._open([text] if isinstance(text, str) else text, "files")
+            if self.validation_files is None:
+                spans, held_out = _split(spans, self.validation_fraction)
+                held_out_rows.append(self._rows(f"the held-out part of {name}", held_out))
+            training.append(self._rows(name, spans))
+        if self.validation_files is not None:
+            given = self.validation_files
+            opened = self._open([given] if isinstance(given, str) else given, "validation_files")
+            held_out_rows.append(self._rows(*opened))
+        weights = list(self.files.values()) if isinstance(self.files, dict) else None
+        self._training, self._held_out = Mixture(training, weights), held_out_rows
+        self._describe(training)
+
+    def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        """This data rank's training rows; an incomplete last batch is left out."""
+        rows, size = self._opened(self._training), self.rows_of_rank
+        rank = self.data_rank
+        sampler = EpochSampler(PermutedOrder(len(rows)), rank["num_replicas"], rank["rank"], self.seed)
+        self._require(len(rows), size * sampler.num_replicas, "training")
+        return DataLoader(rows, size, sampler=sampler, drop_last=True, num_workers=self.num_workers)
+
+    def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        """This data rank's held-out rows, in one mixed order, so that `limit_val_batches` takes a fair sample."""
+        self._opened(self._training)
+        rank = self.data_rank
+        self._require(sum(map(len, self._held_out)), rank["num_replicas"], "held-out")
+        share = _Share(Mixture(self._held_out), **rank)
+        return DataLoader(share, self.rows_of_rank, num_workers=self.num_workers)
+
+    def test_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        """Held-out rows, as in validation."""
+        return self.val_dataloader()
+
+    def _open(self, paths: Sequence[str], setting: str) -> tuple[str, list[Span]]:
+        """Open the files that paths and patterns name, in the order of their names."""
+        if not paths:
+            raise ConfigError(f"{setting} of TokenDataModule is empty; name a file of tokens")
+        found = [path for each in paths for path in _matching(each, setting)]
+        if twice := [str(path) for path, count in Counter(found).items() if count > 1]:
+            raise ConfigError(f"{setting} of TokenDataModule names {', '.join(twice)} more than once; leave one out")
+        spans = []
+        for path in found:
+            has_index = path.with_suffix(".idx").is_file()
+            file = TokenFile(path, None if has_index else self._border)
+            self._check_tokenizer(path)
+            spans.append(Span(file, 0, len(file)))
+        if self._border is not None and not any(span.file.border for span in spans):
+            raise ConfigError(
+                f"the token {self._border.token} has no effect: all of {', '.join(paths)} say where documents begin; "
+                "leave first_token and last_token out"
+            )
+        return ", ".join(paths), spans
+
+    def _open_litdata(self, folder: str) -> tuple[LitDataRows, LitDataRows]:
+        """Open a folder of litdata; its last blocks are held out unless there are validation files."""
+        if self.borders and self._border is None:
+            raise ConfigError(
+                f"{folder} does not say where documents begin. Name the token that ends or begins each (last_token or "
+                "first_token), or let documents see each other with borders=False"
+            )
+        about = (folder, self.sequence_length, self._border, self._vocab_size)
+        num_blocks = len(LitDataRows(*about))
+        cut = num_blocks - (0 if self.validation_files else int(num_blocks * self.validation_fraction))
+        return LitDataRows(*about, blocks=range(cut)), LitDataRows(*about, blocks=range(cut, num_blocks))
+
+    def _rows(self, name: str, spans: Sequence[Span]) -> TokenRows:
+        return TokenRows(name, spans, self.sequence_length, self.borders, self._vocab_size)
+
+    @property
+    def _vocab_size(self) -> int | None:
+        """The vocabulary of the model that is trained; None if it does not tell."""
+        module = self.trainer and self.trainer.lightning_module
+        return getattr(getattr(module, "config", None), "vocab_size", None)
+
+    def _check_tokenizer(self, path: Path) -> None:
+        """Compare what `prepare-data` notes about the tokenizer with the model."""
+        notes, vocab_size = path.with_suffix(".json"), self._vocab_size
+        if vocab_size is None or not notes.is_file():
+            return
+        try:
+            about = json.loads(notes.read_text(encoding="utf-8"))
+            num_ids, tokenizer = int(about["vocab_size"]), str(about["tokenizer"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return  # somebody else's file
+        if num_ids > vocab_size:
+            raise ConfigError(
+                f"{path} was made by the tokenizer {tokenizer!r}, whose ids go up to {num_ids - 1}, but the model has "
+                f"vocab_size={vocab_size}. Prepare the data with the model's tokenizer, or raise vocab_size"
+            )
+
+    def _describe(self, texts: Sequence[TokenRows | LitDataRows]) -> None:
+        if self.trainer is not None and not self.trainer.is_global_zero:
+            return
+        shares = dict(zip(self._opened(self._training).texts, self._opened(self._training).shares, strict=True))
+        for rows in texts:
+            files = {id(span.file): span.file for span in rows.spans} if isinstance(rows, TokenRows) else {}
+            num_documents = num_split = num_empty = 0
+            for lengths in chain.from_iterable(file.document_lengths() for file in files.values()):
+                num_documents += len(lengths)
+                num_split += int((lengths > self.sequence_length).sum())
+                num_empty += int((lengths == 0).sum())
+            logger.info(
+                "%s: %d training rows, %d in an epoch; %d tokens at ends of files left out; %d documents in its .idx, "
+                "%d longer than a row, which are split, %d empty",
+                *(printable(rows.name), len(rows), shares.get(rows, 0), rows.num_left_out),
+                *(num_documents, num_split, num_empty),
+            )
+
+    def _require(self, num_rows: int, needed: int, kind: str) -> None:
+        if num_rows < needed:
+            raise ConfigError(
+                f"the {kind} text has {num_rows} rows of sequence_length={self.sequence_length} tokens, but {needed} "
+                f"are needed (batch_size={self.rows_of_rank}, {self.data_rank['num_replicas']} data ranks). Give more "
+                "text, lower sequence_length or the batch size, or change what is held out"
+            )
+
+    def _opened(self, mixture: Mixture | None) -> Mixture:
+        if mixture is None:
+            raise RuntimeError("TokenDataModule has opened no file yet: call setup() first (a Trainer does).")
+        return mixture
+
+
+class _Share(Dataset[dict[str, Tensor]]):
+    """One data rank's part of some rows in an order that mixes them; what does not divide is left out."""
+
+    def __init__(self, rows: Mixture, num_replicas: int, rank: int) -> None:
+        self._rows = rows
+        self._places = range(rank, len(rows) // num_replicas * num_replicas, num_replicas)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self._rows[spread(self._places[index], len(self._rows))]
+
+
+def _matching(path: str, setting: str) -> list[Path]:
+    """Return the token files that a path or a pattern names."""
+    if not glob.has_magic(path):
+        return [bin_path(path)]
+    found = sorted(map(Path, glob.glob(str(Path(path).expanduser()), recursive=True)))
+    chosen = list(dict.fromkeys(bin_path(each) for each in found if each.suffix in (".bin", ".idx")))
+    if not chosen:
+        raise ConfigError(f"{setting} of TokenDataModule: no .bin file matches {path!r}; correct the path")
+    return chosen
+
+
+def _split(spans: Sequence[Span], fraction: float) -> tuple[list[Span], list[Span]]:
+    """Divide a text into a part for training and the end that is held out, where a document begins."""
+    left = int(sum(span.stop - span.start for span in spans) * (1 - fraction))
+    training, held_out = [], []
+    for span in spans:
+        border = span.stop if left >= span.stop else span.file.next_document(max(0, left))
+        training.append(Span(span.file, 0, border))
+        held_out.append(Span(span.file, border, span.stop))
+        left -= span.stop
+    return [span for span in training if span.stop], [span for span in held_out if span.stop > span.start]

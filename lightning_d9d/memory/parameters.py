@@ -1,0 +1,121 @@
+"""Bytes of weights, gradients and optimizer states, from the parameters that this rank has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RAdam
+
+from lightning_d9d.mesh.sharding import local
+from lightning_d9d.ops.eight_bits import scale_shape
+from lightning_d9d.optim import MuonAdamW, StochasticAdamW
+from lightning_d9d.optim.state_dtypes import SCALES, dtype_of_states, has_codes
+from lightning_d9d.parallel.data import num_shards
+
+_STEP_BYTES = 4
+"""The step that optimizers count for each parameter, a float32 scalar."""
+
+
+def weight_bytes(tensors: Iterable[Tensor]) -> int:
+    """Count the bytes of what this rank holds of parameters and buffers, each once. Local."""
+    held = {id(tensor): local(tensor) for tensor in tensors}
+    return sum(tensor.nbytes for tensor in held.values())
+
+
+def gradient_bytes(
+    parameters: Iterable[nn.Parameter],
+    dtype_of: Callable[[nn.Parameter], torch.dtype] = lambda parameter: parameter.dtype,
+    gathered: Collection[nn.Parameter] = (),
+) -> int:
+    """Count the bytes of all gradients that this rank has at once. Local.
+
+    Args:
+        parameters: Those that are frozen have none.
+        dtype_of: Returns the dtype in which the gradient of a parameter is kept.
+        gathered: Of these, gradients are those of whole parameters, not of this rank's shards of FSDP2.
+    """
+    return sum(
+        local(parameter).numel()
+        * (num_shards(parameter) if parameter in gathered else 1)
+        * dtype_of(parameter).itemsize
+        for parameter in parameters
+        if parameter.requires_grad
+    )
+
+
+def gathered_bytes(parameters: Iterable[nn.Parameter], dtype: torch.dtype | None) -> int:
+    """Count the bytes of fully sharded parameters when they are gathered. Local.
+
+    Args:
+        parameters: Sharded over any axes; those of tensor and expert parallelism stay sharded.
+        dtype: The dtype in which they are gathered. None: their own.
+    """
+    return sum(
+        local(parameter).numel() * num_shards(parameter) * (dtype or parameter.dtype).itemsize
+        for parameter in parameters
+    )
+
+
+def state_bytes(optimizer: Optimizer, *, eight_bits: bool = False) -> int | None:
+    """Count the bytes of the states that an optimizer is going to have, of parameters that are trained. Local.
+
+    Known are torch's Adam, AdamW, NAdam, RAdam and SGD, and this package's StochasticAdamW and MuonAdamW.
+
+    Args:
+        optimizer: It need not have stepped.
+        eight_bits: Count what `StochasticAdamW(state_dtype=torch.uint8)` would have in its place.
+
+    Returns:
+        The number of bytes; None for another optimizer. Subclasses count as other ones.
+    """
+    count = _of_stochastic_adamw if eight_bits else _STATES.get(type(optimizer))
+    if count is None:
+        return None
+    return sum(
+        count(parameter, {**group, "state_dtype": torch.uint8} if eight_bits else group)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.requires_grad
+    )
+
+
+def _of_adam(parameter: Tensor, group: Mapping[str, Any]) -> int:
+    return (3 if group.get("amsgrad") else 2) * local(parameter).nbytes + _STEP_BYTES
+
+
+def _of_nadam(parameter: Tensor, group: Mapping[str, Any]) -> int:
+    return 2 * local(parameter).nbytes + 2 * _STEP_BYTES  # and the product of momenta
+
+
+def _of_sgd(parameter: Tensor, group: Mapping[str, Any]) -> int:
+    return local(parameter).nbytes if group["momentum"] else 0
+
+
+def _of_muon(parameter: Tensor, group: Mapping[str, Any]) -> int:
+    return (1 if group["matrices"] and parameter.ndim >= 2 else 2) * local(parameter).nbytes
+
+
+def _of_stochastic_adamw(parameter: Tensor, group: Mapping[str, Any]) -> int:
+    dtype, held = group["state_dtype"], local(parameter)
+    averages = 2 * held.numel() * dtype_of_states(parameter, dtype).itemsize + _STEP_BYTES
+    if not has_codes(parameter, dtype) or held.numel() == 0:
+        return averages
+    return averages + len(SCALES) * _numel(scale_shape(tuple(held.shape)))  # blocks lie on one rank each
+
+
+def _numel(shape: Iterable[int]) -> int:
+    return torch.Size(shape).numel()
+
+
+_STATES: dict[type[Optimizer], Callable[[Tensor, Mapping[str, Any]], int]] = {
+    Adam: _of_adam,
+    AdamW: _of_adam,
+    RAdam: _of_adam,
+    NAdam: _of_nadam,
+    SGD: _of_sgd,
+    MuonAdamW: _of_muon,
+    StochasticAdamW: _of_stochastic_adamw,
+}

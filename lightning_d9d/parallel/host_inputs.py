@@ -1,0 +1,102 @@
+"""Inputs of recomputed blocks that wait in the host's memory for their backward.
+
+[Note: copies beside the computation] A block's input is copied to pinned memory when its forward begins. Copies have a
+stream of their own, which waits for the stream that made the input. When a backward comes to a block, its input is
+brought back. The copy for the block before begins then, and goes on while this block is computed again. So two inputs
+are on the device at a time, and only that of a batch's last block is waited for. Memory that both streams use is freed
+for others when both are done with it.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+
+class _Waiting:
+    """A tensor that waits in the host's memory.
+
+    Args:
+        tensor: On any device.
+        before: The tensor that was sent before it, and is needed after it.
+    """
+
+    def __init__(self, tensor: Tensor, before: weakref.ref[_Waiting] | None) -> None:
+        self._device = tensor.device
+        self._before = before
+        self._back: Tensor | None = None
+        self._arrived: torch.cuda.Event | None = None
+        self._was_taken = False
+        self._host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        self._copy(tensor, self._host)
+
+    def take(self) -> Tensor:
+        """Return the tensor on its device, and begin to bring back the one that is needed next."""
+        back = self._begin()
+        arrived, self._back, self._arrived, self._was_taken = self._arrived, None, None, True
+        before = None if self._before is None else self._before()
+        if before is not None and not before._was_taken:  # as a block's other input may be
+            before._begin()
+        if arrived is not None:
+            torch.cuda.current_stream(self._device).wait_event(arrived)
+        return back
+
+    def _begin(self) -> Tensor:
+        if self._back is None:
+            self._back = torch.empty_like(self._host, device=self._device)
+            self._arrived = self._copy(self._host, self._back)
+        return self._back
+
+    def _copy(self, source: Tensor, target: Tensor) -> torch.cuda.Event | None:
+        """Copy behind what the current stream has been given, on the stream of copies; without waiting on CUDA."""
+        if self._device.type != "cuda":
+            target.copy_(source)
+            return None
+        stream = _stream_of_copies(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+            (source if source.is_cuda else target).record_stream(stream)
+            event = torch.cuda.Event()
+            event.record(stream)
+        return event
+
+
+@functools.cache
+def _stream_of_copies(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+_latest: weakref.ref[_Waiting] | None = None
+"""The one that was sent last."""
+
+
+def inputs_on_host(inputs: Collection[object]) -> AbstractContextManager[object]:
+    """Open around a checkpoint, whose inputs then wait in the host's memory. [Note: copies beside the computation].
+
+    Args:
+        inputs: Those of the checkpoint. Tensors that require a gradient are sent; others, such as tables that all
+            blocks share, stay.
+    """
+    sent = {each.untyped_storage().data_ptr() for each in inputs if type(each) is Tensor and each.requires_grad}
+    if not sent:
+        return nullcontext()
+
+    def pack(tensor: Tensor) -> Tensor | _Waiting:
+        global _latest
+        if tensor.untyped_storage().data_ptr() not in sent:
+            return tensor
+        waiting = _Waiting(tensor.detach(), _latest)
+        _latest = weakref.ref(waiting)
+        return waiting
+
+    def unpack(packed: Tensor | _Waiting) -> Tensor:
+        return packed.take() if isinstance(packed, _Waiting) else packed
+
+    return saved_tensors_hooks(pack, unpack)

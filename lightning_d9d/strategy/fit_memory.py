@@ -1,0 +1,228 @@
+"""Says before a fit that it cannot fit into a rank's memory, and after memory ran out what was there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Adam, AdamW, Optimizer
+
+from lightning_d9d import memory
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.loop.display import say
+from lightning_d9d.memory import Activations, StepMemory, StepSettings
+from lightning_d9d.memory.activations import StageLayers
+from lightning_d9d.memory.step import gib
+from lightning_d9d.mesh.agreement import Ranks
+from lightning_d9d.mesh.sharding import local
+from lightning_d9d.optim import StochasticAdamW
+from lightning_d9d.parallel import ParallelConfig
+from lightning_d9d.parallel.fsdp import parameter_groups
+from lightning_d9d.pipeline.executor import SplitBatch
+from lightning_d9d.pipeline.microbatch import num_tokens
+from lightning_d9d.pipeline.types import StageInfo
+from lightning_d9d.strategy.gradient_sync import GradientSync
+from lightning_d9d.strategy.module import D9DModule
+
+_BELOW = 0.9
+"""Advice is for so much of the memory, or of what was needed: buffers and fragments come on top."""
+
+
+class FitMemory:
+    """Compares what the steps of a fit take of this rank's memory with what there is.
+
+    Args:
+        module: On its device, attached to a Trainer.
+        optimizers: The module's.
+        gradients: Knows how gradients are kept.
+        parallel: The configuration.
+        device: The rank's. Nothing is refused on the CPU.
+        bucket_bytes: An update inside of the backward comes when gradients take as much.
+        steps_in_backward: Whether updates are inside of the backward.
+        check_in_backward: Raises `ConfigError` where they cannot be; None: they cannot.
+        activation_dtype: The dtype of activations; None: that of the parameters.
+        keeps_gathered: Whether fully sharded stages stay gathered over a batch.
+    """
+
+    def __init__(
+        self,
+        module: L.LightningModule,
+        optimizers: Sequence[Optimizer],
+        gradients: GradientSync,
+        parallel: ParallelConfig,
+        device: torch.device,
+        *,
+        bucket_bytes: int,
+        steps_in_backward: bool = False,
+        check_in_backward: Callable[[], None] | None = None,
+        activation_dtype: torch.dtype | None = None,
+        keeps_gathered: bool = False,
+    ) -> None:
+        self._module = module
+        self._optimizers = optimizers
+        self._gradients = gradients
+        self._parallel = parallel
+        self._device = device
+        self._bucket_bytes = bucket_bytes
+        self._check_in_backward = check_in_backward
+        self._activation_dtype = activation_dtype
+        self._keeps_gathered = keeps_gathered
+        self._settings = StepSettings(recompute=parallel.recompute, step_in_backward=steps_in_backward)
+        self._split: SplitBatch | None = None
+        self._step: StepMemory | None = None
+        """As of the last check."""
+        self._has_noted = False
+
+    @property
+    def _available(self) -> int | None:
+        return None if self._parallel.offload else memory.device_bytes(self._device)
+
+    def check(self, split: SplitBatch | None = None) -> None:
+        """Refuse a step that cannot fit, and say if it is close. Collective over all ranks.
+
+        Args:
+            split: The first batch; None: before there is one, so without activations.
+
+        Raises:
+            ConfigError: The step cannot fit on some rank; on every rank.
+        """
+        self._split = split
+        if self._available is None:
+            return
+        if split is not None:
+            self._settings = replace(self._settings, num_rows=split.rows[0] or 1)
+        note = None
+        with Ranks().agreed("the fit cannot begin"):
+            step = self._step = self.step()
+            can = self._can_step_in_backward
+            note = memory.refuse_too_large(step, self._settings, self._available, can_step_in_backward=can)
+        if note is not None and not self._has_noted:
+            self._has_noted = True
+            say(self._module.trainer, note)
+
+    def note(self, error: BaseException) -> None:
+        """Add to an error that says that memory ran out what was there, and which settings take less. Local."""
+        if not isinstance(error, torch.OutOfMemoryError):
+            return
+        states = (value for each in self._optimizers for state in each.state.values() for value in state.values())
+        there = {
+            "weights": memory.weight_bytes(self._tensors),
+            "gradients": sum(local(each.grad).nbytes for each in self._parameters if each.grad is not None),
+            "states": sum(local(value).nbytes for value in states if isinstance(value, Tensor)),
+        }
+        if self._device.type == "cuda":
+            most = torch.cuda.max_memory_allocated(self._device)
+            there["activations and buffers, at most"] = max(0, most - sum(there.values()))
+        error.add_note("memory had " + ", ".join(f"{name} {gib(num_bytes)}" for name, num_bytes in there.items()))
+        if self._step is None or self._available is None:
+            return
+        needed = self._step.of(self._settings)
+        least = max(needed.certain, needed.total)
+        advice = memory.advice(
+            self._step, self._settings, int(_BELOW * min(self._available, least)), self._can_step_in_backward
+        )
+        error.add_note(f"by arithmetic a step needs {gib(least)} or more: {needed}; {advice}")
+
+    def step(self) -> StepMemory:
+        """Return what a step needs on this rank, as a function of settings. Local."""
+        # Nobody knows which gradients are there at once where the module steps its optimizers itself.
+        gradients = self._gradients.num_bytes if self._module.automatic_optimization else 0
+        accumulates = self._split is not None and len(self._split.microbatches) > 1
+        accumulates_batches = self._module.trainer.accumulate_grad_batches > 1  # type: ignore[attr-defined]
+        if (accumulates or accumulates_batches) and gradients > 0:
+            gradients = max(gradients, self._gradients.num_accumulated_bytes)
+        largest = max((memory.gradient_bytes([each]) for each in self._parameters), default=0)
+        states = [memory.state_bytes(each) for each in self._optimizers]
+        known = [each for each in states if each is not None]
+        return StepMemory(
+            weights=memory.weight_bytes(self._tensors),
+            gradients=gradients,
+            gradients_in_backward=min(gradients, max(2 * self._bucket_bytes, largest)),
+            states=sum(known) if len(known) == len(states) else None,
+            eight_bit_states=self._eight_bit_states(),
+            gathered=self._gathered_bytes(),
+            activations=self._activations(),
+            accumulates=accumulates,
+            accumulates_batches=accumulates_batches,
+        )
+
+    @property
+    def _parameters(self) -> Sequence[nn.Parameter]:
+        return self._gradients.parameters
+
+    @property
+    def _tensors(self) -> list[Tensor]:
+        return [*self._parameters, *self._module.buffers()]
+
+    @property
+    def _can_step_in_backward(self) -> bool:
+        if self._check_in_backward is None:
+            return False
+        try:
+            self._check_in_backward()
+        except ConfigError:
+            return False
+        return True
+
+    def _eight_bit_states(self) -> int | None:
+        """Bytes of states in eight bits, where `StochasticAdamW` can take the place of the optimizers."""
+        if any(type(each) not in (Adam, AdamW, StochasticAdamW) for each in self._optimizers):
+            return None
+        if any(each.dtype not in (torch.bfloat16, torch.float32) for each in self._parameters):
+            return None
+        return sum(memory.state_bytes(each, eight_bits=True) or 0 for each in self._optimizers)
+
+    def _gathered_bytes(self) -> int:
+        """Bytes of gathered units: all that are kept, or one and the next."""
+        dtype = self._parallel.dtypes[0]
+        units = [unit for unit in self._module.modules() if isinstance(unit, FSDPModule)]
+        sizes = [
+            memory.gathered_bytes(
+                [each for group in parameter_groups(unit) for each in group.sharded_parameters], dtype
+            )
+            for unit in units
+        ]
+        return sum(sizes) if self._keeps_gathered else sum(sorted(sizes)[-2:])
+
+    def _activations(self) -> Activations | None:
+        """Activations of the first batch; None where nobody says, or they are not what costs are made for."""
+        module, split = self._module, self._split
+        changed = self._parallel.compile or self._parallel.cuda_graphs
+        is_frozen = any(not each.requires_grad for each in self._parameters)
+        if not isinstance(module, D9DModule) or split is None or changed or is_frozen:
+            return None
+        tokens, rows = num_tokens(split.microbatches[0]), split.rows[0] or 1
+        dtypes = {each.dtype for each in self._parameters if each.is_floating_point()}
+        itemsize = min(each.itemsize for each in {*dtypes, self._activation_dtype or torch.float64})
+        costs = module.model_costs(tokens // rows, itemsize) if tokens >= rows else None
+        if costs is None:
+            return None
+        pipeline, mesh = module.pipeline, module.pipeline.mesh
+        stages = _layers_of(module, len(costs.layers))
+        if stages is None:
+            return None
+        has_remote = mesh is not None and mesh.config.expert_parallel > 1
+        return Activations(
+            costs=costs,
+            stages=stages,
+            num_stages=len(pipeline.placement),
+            actions=pipeline.program(len(split.microbatches)),
+            num_slices=pipeline.tokens.num_slices,
+            sends_to_experts=has_remote,
+        )
+
+
+def _layers_of(module: D9DModule, num_layers: int) -> Mapping[int, StageLayers] | None:
+    """The layers of this rank's stages; None where a stage does not say which it has."""
+    found = {}
+    for info, (index, stage) in zip(module.pipeline.stages, module.indexed_stages.items(), strict=True):
+        built = getattr(stage, "stage", info)  # as models keep it whose layers are not split evenly
+        layers = range(num_layers) if info.num_stages == 1 else built.layers if isinstance(built, StageInfo) else None
+        if layers is None:
+            return None
+        found[index] = StageLayers(layers=layers, is_first=info.is_first, is_last=info.is_last)
+    return found

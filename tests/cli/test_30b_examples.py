@@ -1,0 +1,146 @@
+"""The files that train all of Qwen3-30B-A3B: what they build and need, and the same with a tiny model."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import ByteLevelBPETokenizer
+from torch.optim import Optimizer
+from transformers import PreTrainedTokenizerFast
+
+from lightning_d9d import D9DStrategy
+from lightning_d9d.memory import Activations, StepMemory, StepSettings, gradient_bytes, state_bytes, weight_bytes
+from lightning_d9d.memory.activations import StageLayers
+from lightning_d9d.memory.step import GIB
+from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM, save_huggingface
+from lightning_d9d.models.qwen3_moe.costs import model_costs
+from lightning_d9d.optim import StochasticAdamW
+from lightning_d9d.schedule import OneForwardOneBackward
+from tests.cli.test_cli import build, callbacks
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples" / "qwen3_moe"
+NAMES = ["one_gpu", "two_gpus"]
+ROWS = 4
+
+
+def configured(name: str) -> tuple[str, str]:
+    return "--config", str(EXAMPLES / f"30b_a3b_{name}.yaml")
+
+
+@pytest.fixture
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that the files name, without weights."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base").mkdir()
+    config = Qwen3MoeConfig.preset("30b-a3b").to_dict()
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+@pytest.mark.usefixtures("base")
+def test_settings_on_one_gpu() -> None:
+    cli = build(*configured("one_gpu"))
+    strategy, trainer = cli.trainer.strategy, cli.trainer
+    assert isinstance(strategy, D9DStrategy)
+    assert strategy.step_in_backward
+    assert strategy.microbatch_count.is_one
+    assert (strategy.parallel.recompute, trainer.precision, trainer.gradient_clip_val) == ("full", "bf16-true", None)
+    assert strategy.checkpoint_config.asynchronous
+    assert (cli.model.pretrained, cli.datamodule.tokenizer, cli.datamodule.sequence_length) == ("base", "base", 4096)
+    assert optimizer_of(cli).defaults["state_dtype"] == "uint8"
+    assert callbacks(cli)["HuggingFaceExport"].directory == Path("30b_a3b_one_gpu_output/export")
+
+
+@pytest.mark.usefixtures("base")
+def test_settings_on_two_gpus() -> None:
+    cli = build(*configured("two_gpus"), "--trainer.devices", "2")
+    strategy, trainer = cli.trainer.strategy, cli.trainer
+    degrees = strategy.mesh_config.resolve(2)
+    assert (degrees.data_parallel_replicate, degrees.expert_parallel, degrees.data_parallel_shard) == (2, 2, 1)
+    assert not strategy.step_in_backward
+    assert strategy.grad_sync.dtype == "bfloat16"
+    assert (strategy.parallel.recompute, trainer.precision, trainer.gradient_clip_val) == ("full", "bf16-true", 1.0)
+    assert optimizer_of(cli).defaults["state_dtype"] == "bfloat16"
+
+
+def optimizer_of(cli: object) -> Optimizer:
+    settings = cli.config["fit"]["model"]["init_args"]["optimizer"]  # type: ignore[attr-defined]
+    assert settings["class_path"].rpartition(".")[2] == "StochasticAdamW"
+    weight = torch.nn.Parameter(torch.zeros(2, 2))
+    return StochasticAdamW([weight], **{k: v for k, v in settings["init_args"].items() if k != "params"})
+
+
+@pytest.mark.usefixtures("base")
+@pytest.mark.parametrize("name", NAMES)
+def test_it_fits_by_arithmetic(name: str) -> None:
+    """Less than the 140 GiB of an H200, with what arithmetic leaves out."""
+    config = Qwen3MoeConfig.preset("30b-a3b")
+    with torch.device("meta"):
+        model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
+    of_rank = [
+        parameter
+        for key, parameter in model.named_parameters()
+        if name == "one_gpu" or ".experts." not in key or int(key.split(".")[2]) % 2 == 0  # half of all experts
+    ]
+    dtype = torch.uint8 if name == "one_gpu" else torch.bfloat16
+    states = state_bytes(StochasticAdamW(of_rank, state_dtype=dtype))
+    activations = Activations(
+        costs=model_costs(config, 4096, 2),
+        stages={0: StageLayers(layers=range(48), is_first=True, is_last=True)},
+        num_stages=1,
+        actions=OneForwardOneBackward().program(1, 1).ranks[0],
+        sends_to_experts=name == "two_gpus",
+    )
+    step = StepMemory(
+        weights=weight_bytes(of_rank),
+        gradients=gradient_bytes(of_rank),
+        gradients_in_backward=max(gradient_bytes([each]) for each in of_rank),
+        states=states,
+        eight_bit_states=None,
+        activations=activations,
+    )
+    settings = StepSettings(recompute="full", num_rows=ROWS, step_in_backward=name == "one_gpu")
+    assert 110 * GIB < step.of(settings).total < 130 * GIB
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tiny model in the form of Hugging Face, with a tokenizer, and a text."""
+    monkeypatch.chdir(tmp_path)
+    texts = [path.read_text() for path in sorted(EXAMPLES.glob("*.py"))] * 4
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(texts, vocab_size=320, special_tokens=["<|end|>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token="<|end|>")
+    config = dataclasses.replace(Qwen3MoeConfig.preset("tiny"), vocab_size=len(tokenizer), num_hidden_layers=2)
+    torch.manual_seed(0)
+    save_huggingface(Qwen3MoeForCausalLM(config), tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    return tmp_path
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("name", NAMES)
+def test_a_tiny_model_trains(tiny: Path, name: str) -> None:
+    command = [sys.executable, "-m", "lightning_d9d.cli", "fit", *configured(name), *configured("tiny")]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    result = subprocess.run(command, cwd=tiny, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    output = tiny / f"30b_a3b_{name}_output"
+    (metrics,) = output.glob("lightning_logs/version_*/metrics.csv")
+    with metrics.open() as file:
+        losses = [float(row["train_loss"]) for row in csv.DictReader(file) if row["train_loss"]]
+    assert len(losses) == 20
+    assert losses[-1] < losses[0] - 0.5
+    described = json.loads((output / "export" / "config.json").read_text())
+    assert described["model_type"] == "qwen3_moe"
+    assert list((output / "export").glob("*.safetensors"))
