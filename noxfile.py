@@ -130,6 +130,14 @@ def lightning_suite(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def litdata(session: nox.Session) -> None:
+    """Tests with litdata. Not in the other sessions: it brings torchvision and clients of clouds."""
+    _install(session, "test")
+    session.install("-q", "litdata", "-c", CONSTRAINTS)
+    session.run("pytest", "-m", "litdata", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session(default=False)
 def mpi(session: nox.Session) -> None:
     """Tests with mpi4py. Not in the other sessions: every process that makes a Trainer would start MPI."""
     _install(session, "test")

@@ -91,6 +91,8 @@ NEEDS = {
     "mpi": Need(_has_mpi, "no mpi4py or no mpiexec", "needs mpi4py and mpiexec; `nox -s mpi` installs them"),
     "nv_grouped_gemm": Need(lambda: _has("grouped_gemm"), "no nv-grouped-gemm", "needs the package nv-grouped-gemm"),
     "quack": Need(lambda: _has("quack.gemm_interface"), "no quack-kernels", "needs the package quack-kernels"),
+    "datasets": Need(lambda: _has("datasets"), "no datasets", "needs the package datasets, of the extra data"),
+    "litdata": Need(lambda: _has("litdata"), "no litdata", "needs the package litdata; `nox -s litdata` installs it"),
     "flash_attn_4": Need(lambda: _is_installed("flash-attn-4"), "no flash-attn-4", "needs the package flash-attn-4"),
 }
 
