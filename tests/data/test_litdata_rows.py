@@ -17,6 +17,7 @@ from lightning_d9d.datamodules import TokenDataModule
 from lightning_d9d.errors import ConfigError
 
 END = 0
+pytestmark = pytest.mark.litdata
 
 
 def document(number: int) -> Iterator[Tensor]:
