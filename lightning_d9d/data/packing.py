@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.ops.linear_cross_entropy import IGNORED
 
-IGNORED = -100
-"""The label that does not count."""
 _POOL = 64
 """Groups of rows that are sorted by length together: more make lengths in a group more alike."""
 

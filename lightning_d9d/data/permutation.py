@@ -65,12 +65,12 @@ class PermutedOrder:
     def __len__(self) -> int:
         return self._num_samples
 
-    def __call__(self, seed: int, epoch: int) -> Permutation:
+    def __call__(self, seed: int, epoch: int) -> PermutedEpoch:
         """Return the samples in the order of an epoch; nothing is computed yet."""
-        return Permutation(self._num_samples, seed, epoch, range(self._num_samples))
+        return PermutedEpoch(self._num_samples, seed, epoch, range(self._num_samples))
 
 
-class Permutation(Sequence[int]):
+class PermutedEpoch(Sequence[int]):
     """The samples of one epoch of a `PermutedOrder`. Slices are of this class, too, and compute nothing.
 
     Args:
@@ -90,10 +90,10 @@ class Permutation(Sequence[int]):
     @overload
     def __getitem__(self, index: int) -> int: ...
     @overload
-    def __getitem__(self, index: slice) -> Permutation: ...
-    def __getitem__(self, index: int | slice) -> int | Permutation:
+    def __getitem__(self, index: slice) -> PermutedEpoch: ...
+    def __getitem__(self, index: int | slice) -> int | PermutedEpoch:
         if isinstance(index, slice):
-            return Permutation(*self._about, places=self._places[index])
+            return PermutedEpoch(*self._about, places=self._places[index])
         return self._samples(self._places[index : index + 1 or None])[0]
 
     def __iter__(self) -> Iterator[int]:

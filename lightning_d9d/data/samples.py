@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_d9d.data.chat_masks import ChatTokens
-from lightning_d9d.data.packing import IGNORED, packed_row, padded_rows
+from lightning_d9d.data.packing import packed_row, padded_rows
+from lightning_d9d.ops.linear_cross_entropy import IGNORED
 
 
 class Samples(Sequence[tuple[Tensor, Tensor]]):

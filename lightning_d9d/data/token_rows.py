@@ -16,9 +16,8 @@ from torch.utils.data import Dataset
 
 from lightning_d9d.data.token_files import TokenFile
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.ops.linear_cross_entropy import IGNORED
 
-IGNORED = -100
-"""The label that does not count."""
 _GOLDEN = 0.6180339887498949
 
 

@@ -12,33 +12,6 @@ from lightning_d9d.errors import ConfigError
 from lightning_d9d.strategy.strategy import D9DStrategy
 
 
-def check_sizes(
-    owner: str, batch_size: int | None, global_batch_size: int | None, num_workers: int, **others: int
-) -> None:
-    """See that the sizes of a data module are such.
-
-    Args:
-        owner: The data module, for people.
-        batch_size: Rows in a batch of a rank, or None.
-        global_batch_size: Rows of an optimizer step, or None.
-        num_workers: Loader processes of a rank.
-        others: Further sizes, at least 1.
-
-    Raises:
-        ConfigError: A number is too small, or both batch sizes are given.
-    """
-    if batch_size is not None and global_batch_size is not None:
-        raise ConfigError(
-            f"batch_size={batch_size} and global_batch_size={global_batch_size} of {owner} both say how large batches "
-            "are; give one"
-        )
-    for name, value in {**others, "batch_size": batch_size, "global_batch_size": global_batch_size}.items():
-        if value is not None and value < 1:
-            raise ConfigError(f"{name}={value} of {owner} must be at least 1.")
-    if num_workers < 0:
-        raise ConfigError(f"num_workers={num_workers} of {owner} must be at least 0.")
-
-
 def rows_of_rank(global_batch_size: int, trainer: L.Trainer | None) -> int:
     """Return how many rows each data rank reads at once, so that an optimizer step has `global_batch_size`. Local.
 

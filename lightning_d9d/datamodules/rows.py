@@ -1,30 +1,55 @@
-"""How large the batches of a data module are, and which data rank it reads for."""
+"""The settings, checks and loaders that data modules of rows of tokens share."""
 
 from __future__ import annotations
 
-import lightning as L
+from typing import Any, TypeVar
 
+import lightning as L
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_d9d.data import DataRank
 from lightning_d9d.datamodules.batch_size import rows_of_rank
 from lightning_d9d.errors import ConfigError
 
+Loader = DataLoader[dict[str, Tensor]]
+_Read = TypeVar("_Read")
+
 
 class RowsDataModule(L.LightningDataModule):
-    """The settings that data modules of equally long rows share, checked.
+    """The settings that data modules of rows of tokens share, checked.
+
+    On a GPU batches come from pinned memory, so that their copies do not make the host wait.
 
     Args:
         sequence_length: Tokens in a row.
         batch_size: Rows in a batch of one data rank; 16 by default.
         global_batch_size: Rows of an optimizer step, on all ranks and in all accumulated batches, in place of
             `batch_size`.
+        validation_fraction: Share of the data that is held out, between 0 and 1.
+        default_fraction: This share where none is given.
+        validation_files: What is held out in place of a share, if anything.
         seed: Of the order.
         num_workers: Loader processes of each rank; 0 reads in the training process.
+        sizes: Further ones, at least 1.
 
     Raises:
-        ConfigError: A value is out of range, or both sizes are given.
+        ConfigError: A value is out of range, or two say the same.
     """
 
     def __init__(
-        self, sequence_length: int, batch_size: int | None, global_batch_size: int | None, seed: int, num_workers: int
+        self,
+        *,
+        sequence_length: int,
+        batch_size: int | None,
+        global_batch_size: int | None,
+        validation_fraction: float | None,
+        default_fraction: float = 0.05,
+        validation_files: Any = None,
+        seed: int,
+        num_workers: int,
+        **sizes: int,
     ) -> None:
         super().__init__()
         owner = type(self).__name__
@@ -33,17 +58,33 @@ class RowsDataModule(L.LightningDataModule):
                 f"batch_size={batch_size} and global_batch_size={global_batch_size} of {owner} both say how "
                 "large batches are; give one"
             )
-        sizes = {"sequence_length": sequence_length, "batch_size": batch_size, "global_batch_size": global_batch_size}
-        for name, value in sizes.items():
+        sizes |= {"sequence_length": sequence_length}
+        given = {"batch_size": batch_size, "global_batch_size": global_batch_size}
+        for name, value in (sizes | given).items():
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value} of {owner} must be at least 1.")
         if num_workers < 0:
             raise ConfigError(f"num_workers={num_workers} of {owner} must be at least 0.")
+        if validation_fraction is not None and validation_files is not None:
+            raise ConfigError(
+                f"validation_fraction={validation_fraction} and the validation files {validation_files!r} of {owner} "
+                "both say what is held out; give one"
+            )
+        fraction = default_fraction if validation_fraction is None else validation_fraction
+        if not 0 < fraction < 1:
+            raise ConfigError(
+                f"validation_fraction={fraction} of {owner} must lie between 0 and 1, e.g. {default_fraction}."
+            )
         self.sequence_length = sequence_length
         self.batch_size = 16 if batch_size is None and global_batch_size is None else batch_size
         self.global_batch_size = global_batch_size
+        self.validation_fraction = fraction
         self.seed = seed
         self.num_workers = num_workers
+
+    def test_dataloader(self) -> Loader:
+        """Return `val_dataloader()`."""
+        return self.val_dataloader()
 
     @property
     def rows_of_rank(self) -> int:
@@ -58,7 +99,34 @@ class RowsDataModule(L.LightningDataModule):
         return self.batch_size
 
     @property
-    def data_rank(self) -> dict[str, int]:
-        """The data rank that this process reads for, as `rank`, and how many there are, as `num_replicas`."""
+    def data_rank(self) -> DataRank:
+        """The data rank that this process reads for."""
         # Not left to Lightning, whose sampler takes its seed from the job instead of from the data module.
-        return (self.trainer and self.trainer.distributed_sampler_kwargs) or {"num_replicas": 1, "rank": 0}
+        ranks = self.trainer and self.trainer.distributed_sampler_kwargs
+        return DataRank(ranks["rank"], ranks["num_replicas"]) if ranks else DataRank()
+
+    def _loader(self, dataset: Dataset[dict[str, Tensor]], sampler: DistributedSampler[Any], trains: bool) -> Loader:
+        """Make the loader of this data rank; an incomplete last batch is left out in training.
+
+        Raises:
+            ConfigError: There are too few rows: for one batch on every data rank or, where it does not train, for one
+                row.
+        """
+        num_rows, rows, num_ranks = len(sampler.dataset), self.rows_of_rank, sampler.num_replicas  # type: ignore[arg-type]
+        num_needed = num_ranks * (rows if trains else 1)
+        if num_rows < num_needed:
+            raise ConfigError(
+                f"the {'training' if trains else 'held-out'} data of {type(self).__name__} are {num_rows} rows of "
+                f"sequence_length={self.sequence_length}, but {num_needed} are needed (batch_size={rows}, {num_ranks} "
+                "data ranks). Give more data, lower sequence_length or the batch size, or change what is held out"
+            )
+        is_on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
+        return DataLoader(
+            dataset, rows, sampler=sampler, drop_last=trains, num_workers=self.num_workers, pin_memory=is_on_gpu
+        )
+
+    def _required(self, read: _Read | None) -> _Read:
+        """Return what `setup` has read."""
+        if read is None:
+            raise RuntimeError(f"{type(self).__name__} has read nothing yet: call setup() first (a Trainer does).")
+        return read

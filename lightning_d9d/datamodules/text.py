@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import Dataset, Subset
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_d9d.datamodules.rows import RowsDataModule
+from lightning_d9d.datamodules.rows import Loader, RowsDataModule
 from lightning_d9d.errors import ConfigError, printable, reason
 from lightning_d9d.log import logger
 
@@ -80,14 +80,16 @@ class ByteTextDataModule(RowsDataModule):
         num_workers: int = 0,
         global_batch_size: int | None = None,
     ) -> None:
-        super().__init__(sequence_length, batch_size, global_batch_size, seed, num_workers)
-        if not 0 < validation_fraction < 1:
-            raise ConfigError(
-                f"validation_fraction={validation_fraction} of ByteTextDataModule must lie between 0 and 1, e.g. 0.05."
-            )
+        super().__init__(
+            sequence_length=sequence_length,
+            batch_size=batch_size,
+            global_batch_size=global_batch_size,
+            validation_fraction=validation_fraction,
+            seed=seed,
+            num_workers=num_workers,
+        )
         self.directory = directory
         self.pattern = pattern
-        self.validation_fraction = validation_fraction
         self.train_tokens: Tensor | None = None
         """The training text, `[num_bytes]` uint8, after `setup`."""
         self.validation_tokens: Tensor | None = None
@@ -109,47 +111,27 @@ class ByteTextDataModule(RowsDataModule):
     @property
     def unigram_entropy(self) -> float:
         """Nats per byte of the training text: the loss of a model that knows how often each byte occurs, no more."""
-        return unigram_entropy(self._require_text(self.train_tokens))
+        return unigram_entropy(self._required(self.train_tokens))
 
-    def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+    def train_dataloader(self) -> Loader:
         """This data rank's training windows; an incomplete last batch is left out."""
-        return self._dataloader(ByteWindows(self._require_text(self.train_tokens), self.sequence_length), shuffle=True)
+        return self._dataloader(ByteWindows(self._required(self.train_tokens), self.sequence_length), shuffle=True)
 
-    def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+    def val_dataloader(self) -> Loader:
         """This data rank's held-out windows, in one mixed order, so that `limit_val_batches` takes a fair sample."""
-        windows = ByteWindows(self._require_text(self.validation_tokens), self.sequence_length)
+        windows = ByteWindows(self._required(self.validation_tokens), self.sequence_length)
         order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(self.seed))
         return self._dataloader(Subset(windows, order.tolist()), shuffle=False)
 
-    def test_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        """As `val_dataloader`."""
-        return self.val_dataloader()
-
-    def predict_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+    def predict_dataloader(self) -> Loader:
         """This data rank's held-out windows without labels, in the order of the text."""
-        tokens = self._require_text(self.validation_tokens)
+        tokens = self._required(self.validation_tokens)
         return self._dataloader(ByteWindows(tokens, self.sequence_length, labels=False), shuffle=False)
 
-    def _dataloader(
-        self, windows: ByteWindows | Subset[dict[str, Tensor]], shuffle: bool
-    ) -> DataLoader[dict[str, Tensor]]:
-        ranks, rows = self.data_rank, self.rows_of_rank
-        num_needed = ranks["num_replicas"] * (rows if shuffle else 1)
-        if len(windows) < num_needed:
-            raise ConfigError(
-                f"The {'training' if shuffle else 'held-out'} text has {len(windows)} windows of sequence_length="
-                f"{self.sequence_length} bytes, but {num_needed} are needed (batch_size={rows}, "
-                f"{ranks['num_replicas']} data ranks); give more text (directory={self.directory!r}, pattern="
-                f"{self.pattern!r}), lower sequence_length or batch_size, or change validation_fraction="
-                f"{self.validation_fraction}."
-            )
-        sampler = DistributedSampler(windows, shuffle=shuffle, seed=self.seed, drop_last=True, **ranks)
-        return DataLoader(windows, batch_size=rows, sampler=sampler, drop_last=shuffle, num_workers=self.num_workers)
-
-    def _require_text(self, tokens: Tensor | None) -> Tensor:
-        if tokens is None:
-            raise RuntimeError("ByteTextDataModule has read no text yet: call setup() first (a Trainer does).")
-        return tokens
+    def _dataloader(self, windows: ByteWindows | Subset[dict[str, Tensor]], shuffle: bool) -> Loader:
+        rank, num_ranks = self.data_rank
+        sampler = DistributedSampler(windows, num_ranks, rank, shuffle, self.seed, drop_last=True)
+        return self._loader(windows, sampler, trains=shuffle)
 
 
 def source_directory(directory: str | None) -> Path:

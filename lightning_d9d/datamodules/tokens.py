@@ -10,14 +10,14 @@ from itertools import chain
 from pathlib import Path
 
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import ConcatDataset
 
 from lightning_d9d.data.epoch_sampler import EpochSampler
 from lightning_d9d.data.litdata_rows import LitDataRows, is_litdata
 from lightning_d9d.data.permutation import PermutedOrder
 from lightning_d9d.data.token_files import BorderToken, TokenFile, bin_path
-from lightning_d9d.data.token_rows import Mixture, Span, TokenRows, spread
-from lightning_d9d.datamodules.rows import RowsDataModule
+from lightning_d9d.data.token_rows import Mixture, Span, TokenRows
+from lightning_d9d.datamodules.rows import Loader, RowsDataModule
 from lightning_d9d.errors import ConfigError, printable
 from lightning_d9d.log import logger
 
@@ -73,16 +73,16 @@ class TokenDataModule(RowsDataModule):
         seed: int = 0,
         num_workers: int = 0,
     ) -> None:
-        super().__init__(sequence_length, batch_size, global_batch_size, seed, num_workers)
-        if validation_fraction is not None and validation_files is not None:
-            raise ConfigError(
-                f"validation_fraction={validation_fraction} and validation_files of TokenDataModule both say what is "
-                "held out; give one"
-            )
-        if validation_fraction is not None and not 0 < validation_fraction < 1:
-            raise ConfigError(
-                f"validation_fraction={validation_fraction} of TokenDataModule must lie between 0 and 1, e.g. 0.01"
-            )
+        super().__init__(
+            sequence_length=sequence_length,
+            batch_size=batch_size,
+            global_batch_size=global_batch_size,
+            validation_fraction=validation_fraction,
+            default_fraction=0.01,
+            validation_files=validation_files,
+            seed=seed,
+            num_workers=num_workers,
+        )
         if first_token is not None and last_token is not None:
             raise ConfigError(
                 f"first_token={first_token} and last_token={last_token} of TokenDataModule both say where documents "
@@ -93,7 +93,6 @@ class TokenDataModule(RowsDataModule):
             raise ConfigError(f"borders=False of TokenDataModule makes no use of the token {token}; leave one out")
         self.files = files
         self.validation_files = validation_files
-        self.validation_fraction = 0.01 if validation_fraction is None else validation_fraction
         self.borders = borders
         self._border = None if token is None else BorderToken(token, is_first=first_token is not None)
         self._training: Mixture | None = None
@@ -126,25 +125,19 @@ class TokenDataModule(RowsDataModule):
         self._training, self._held_out = Mixture(training, weights), held_out_rows
         self._describe(training)
 
-    def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+    def train_dataloader(self) -> Loader:
         """This data rank's training rows; an incomplete last batch is left out."""
-        rows, size = self._opened(self._training), self.rows_of_rank
-        rank = self.data_rank
-        sampler = EpochSampler(PermutedOrder(len(rows)), rank["num_replicas"], rank["rank"], self.seed)
-        self._require(len(rows), size * sampler.num_replicas, "training")
-        return DataLoader(rows, size, sampler=sampler, drop_last=True, num_workers=self.num_workers)
+        return self._dataloader(self._required(self._training), trains=True)
 
-    def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+    def val_dataloader(self) -> Loader:
         """This data rank's held-out rows, in one mixed order, so that `limit_val_batches` takes a fair sample."""
-        self._opened(self._training)
-        rank = self.data_rank
-        self._require(sum(map(len, self._held_out)), rank["num_replicas"], "held-out")
-        share = _Share(Mixture(self._held_out), **rank)
-        return DataLoader(share, self.rows_of_rank, num_workers=self.num_workers)
+        self._required(self._training)
+        return self._dataloader(ConcatDataset(self._held_out), trains=False)
 
-    def test_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        """Held-out rows, as in validation."""
-        return self.val_dataloader()
+    def _dataloader(self, rows: Mixture | ConcatDataset[dict[str, Tensor]], trains: bool) -> Loader:
+        rank, num_ranks = self.data_rank
+        sampler = EpochSampler(PermutedOrder(len(rows)), num_ranks, rank, self.seed, shuffle=trains)
+        return self._loader(rows, sampler, trains)
 
     def _open(self, paths: Sequence[str], setting: str) -> tuple[str, list[Span]]:
         """Open the files that paths and patterns name, in the order of their names."""
@@ -206,7 +199,7 @@ class TokenDataModule(RowsDataModule):
     def _describe(self, texts: Sequence[TokenRows | LitDataRows]) -> None:
         if self.trainer is not None and not self.trainer.is_global_zero:
             return
-        shares = dict(zip(self._opened(self._training).texts, self._opened(self._training).shares, strict=True))
+        shares = dict(zip(self._required(self._training).texts, self._required(self._training).shares, strict=True))
         for rows in texts:
             files = {id(span.file): span.file for span in rows.spans} if isinstance(rows, TokenRows) else {}
             num_documents = num_split = num_empty = 0
@@ -220,33 +213,6 @@ class TokenDataModule(RowsDataModule):
                 *(printable(rows.name), len(rows), shares.get(rows, 0), rows.num_left_out),
                 *(num_documents, num_split, num_empty),
             )
-
-    def _require(self, num_rows: int, needed: int, kind: str) -> None:
-        if num_rows < needed:
-            raise ConfigError(
-                f"the {kind} text has {num_rows} rows of sequence_length={self.sequence_length} tokens, but {needed} "
-                f"are needed (batch_size={self.rows_of_rank}, {self.data_rank['num_replicas']} data ranks). Give more "
-                "text, lower sequence_length or the batch size, or change what is held out"
-            )
-
-    def _opened(self, mixture: Mixture | None) -> Mixture:
-        if mixture is None:
-            raise RuntimeError("TokenDataModule has opened no file yet: call setup() first (a Trainer does).")
-        return mixture
-
-
-class _Share(Dataset[dict[str, Tensor]]):
-    """One data rank's part of some rows in an order that mixes them; what does not divide is left out."""
-
-    def __init__(self, rows: Mixture, num_replicas: int, rank: int) -> None:
-        self._rows = rows
-        self._places = range(rank, len(rows) // num_replicas * num_replicas, num_replicas)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return self._rows[spread(self._places[index], len(self._rows))]
 
 
 def _matching(path: str, setting: str) -> list[Path]:

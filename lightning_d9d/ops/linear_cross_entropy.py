@@ -47,6 +47,8 @@ from lightning_d9d.ops.linear_cross_entropy_chunks import (
 from lightning_d9d.ops.sharded_weights import is_sharded, local_shard
 from lightning_d9d.ops.weight_gradients import AT_ONCE, WeightGradients, receiver
 
+IGNORED = -100
+"""The label that does not count, as in torch."""
 Reduction = Literal["none", "sum"]
 _Later = tuple[WeightGradients, Tensor]
 
@@ -60,7 +62,7 @@ class LossOptions(NamedTuple):
     """Factor of the squared log-sum-exp."""
     label_smoothing: float = 0.0
     """From 0 to 1."""
-    ignore_index: int = -100
+    ignore_index: int = IGNORED
     """A label without a loss."""
 
     def capped(self, logits: Tensor) -> Tensor:

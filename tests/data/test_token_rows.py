@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from lightning_d9d.data.token_files import BorderToken, TokenFile, TokenFileWriter
-from lightning_d9d.data.token_rows import IGNORED, Mixture, Span, TokenRows, spread
+from lightning_d9d.data.token_rows import Mixture, Span, TokenRows, spread
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.ops.linear_cross_entropy import IGNORED
 
 LENGTHS = [3, 0, 1, 9, 4, 0, 2, 5]
 

@@ -6,7 +6,6 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from lightning_d9d import ConfigError, D9DStrategy, MeshConfig
 from lightning_d9d.datamodules import ChatDataModule
 from lightning_d9d.models.qwen3_moe import Qwen3MoeForCausalLM, Qwen3MoePretraining
 from tests.data.chats import chat, make_tokenizer, write_chats
+from tests.datamodules.runs import run_of
 from tests.harness.compare import assert_close_named, assert_tensors_close
 from tests.harness.ranks import RankContext
 from tests.harness.tolerances import Kind
@@ -39,11 +39,7 @@ def data(
 ) -> ChatDataModule:
     options = {"sequence_length": LENGTH, "batch_size": ROWS // num_ranks, **options}
     module = ChatDataModule(path, make_tokenizer(family), **options)
-    module.trainer = SimpleNamespace(  # type: ignore[assignment]
-        distributed_sampler_kwargs={"num_replicas": num_ranks, "rank": rank},
-        accumulate_grad_batches=1,
-        strategy=SimpleNamespace(root_device=torch.device(device)),
-    )
+    module.trainer = run_of(num_ranks, rank, device)
     module.setup()
     return module
 
@@ -228,7 +224,8 @@ def test_files_that_are_refused(tmp_path: Path, name: str, content: bytes | None
 
 def test_too_few_chats(file: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"The training chats make \d+ rows, but 512 are needed .*batch_size=256, 2 d"
+        ConfigError,
+        match=r"training data of ChatDataModule are \d+ rows of .*, but 512 are needed .*batch_size=256, 2 d",
     ):
         data(str(file), num_ranks=2, batch_size=256).train_dataloader()
     with pytest.raises(ConfigError, match=r"no chat can be trained on: .*samples too long for their first turn: 120"):

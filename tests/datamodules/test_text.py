@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -18,6 +17,7 @@ from lightning_d9d import D9DStrategy
 from lightning_d9d.datamodules import ByteTextDataModule, ByteWindows, unigram_entropy
 from lightning_d9d.datamodules.text import source_directory, text_files
 from lightning_d9d.errors import ConfigError
+from tests.datamodules.runs import run_of
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_order_depends_on_seed_and_epoch_alone(folder: Path):
 def test_data_ranks_share_the_windows(folder: Path):
     def rows_of(rank: int, num_ranks: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
         module = data(folder)
-        module.trainer = SimpleNamespace(distributed_sampler_kwargs={"num_replicas": num_ranks, "rank": rank})  # type: ignore[assignment]
+        module.trainer = run_of(num_ranks, rank)
         return rows(module.train_dataloader()), rows(module.val_dataloader())
 
     (train, validation), parts = rows_of(0, 1), [rows_of(rank, 3) for rank in range(3)]
@@ -135,9 +135,9 @@ def test_held_out_windows(folder: Path):
         ({"validation_fraction": 1.0}, "validation_fraction=1.0.*between 0 and 1"),
         (
             {"sequence_length": 1000},
-            r"training text has 3 windows of sequence_length=1000.*batch_size=4.*lower sequence_length",
+            r"training data of ByteTextDataModule are 3 rows .*=1000.*batch_size=4.*lower sequence_length",
         ),
-        ({"validation_fraction": 0.001}, "held-out text has 0 windows.*validation_fraction=0.001"),
+        ({"validation_fraction": 0.001}, "held-out data of ByteTextDataModule are 0 rows"),
     ],
 )
 def test_bad_input(folder: Path, arguments: dict[str, Any], message: str):

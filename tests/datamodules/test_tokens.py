@@ -18,6 +18,7 @@ from lightning_d9d.data import Span, TokenFile, TokenFileWriter, TokenRows
 from lightning_d9d.datamodules import TokenDataModule
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.models.qwen3_moe import Qwen3MoePretraining
+from tests.datamodules.runs import run_of
 from tests.datamodules.token_job import GLOBAL_BATCH, rows_of_steps, train
 from tests.harness.jobs import end_job, run_job, start_job
 from tests.harness.ranks import RankContext
@@ -45,11 +46,7 @@ def data(
 ) -> TokenDataModule:
     module = TokenDataModule(files, **{"sequence_length": 8, "batch_size": 4, "validation_fraction": 0.1} | options)
     config = SimpleNamespace() if vocab_size is None else SimpleNamespace(vocab_size=vocab_size)
-    module.trainer = SimpleNamespace(  # type: ignore[assignment]
-        distributed_sampler_kwargs={"num_replicas": num_ranks, "rank": rank},
-        is_global_zero=True,
-        lightning_module=SimpleNamespace(config=config),
-    )
+    module.trainer = run_of(num_ranks, rank, is_global_zero=True, lightning_module=SimpleNamespace(config=config))
     module.setup()
     return module
 
@@ -145,8 +142,11 @@ def test_files_without_an_index(tmp_path: Path) -> None:
         ({"weights": [0.0, 0.0]}, "sum to 0"),
         ({"weights": [1.0, -1.0]}, "must be finite numbers, at least 0"),
         ({"sequence_length": 10**6}, "has no whole row; give more text, or lower sequence_length"),
-        ({"batch_size": 1000}, r"training text has \d+ rows of sequence_length=8 tokens, but 1000 are needed"),
-        ({"validation_fraction": 1e-9}, "held-out text has 0 rows of sequence_length=8"),
+        (
+            {"batch_size": 1000},
+            r"training data of TokenDataModule are \d+ rows of sequence_length=8, but 1000 are needed",
+        ),
+        ({"validation_fraction": 1e-9}, "held-out data of TokenDataModule are 0 rows of sequence_length=8"),
         ({"validation_fraction": 1.5}, "validation_fraction=1.5 of TokenDataModule must lie between"),
         ({"validation_files": "b"}, "both say what is held out"),
         ({"first_token": 1, "last_token": 2}, "both say where documents meet"),

@@ -11,11 +11,9 @@ from torch import Tensor
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.modules import document_positions
+from lightning_d9d.ops.linear_cross_entropy import IGNORED
 from lightning_d9d.pipeline.host_copy import HostCopy
 from lightning_d9d.pipeline.trees import described, with_children
-
-IGNORED = -100
-"""The label that does not count."""
 
 _IDS = ("input_ids", "labels", "position_ids", "document_ids")
 _OF_TOKENS = (*_IDS, "attention_mask", "pooling_mask")

@@ -36,6 +36,7 @@ from lightning_d9d.modules import (
     expert_load,
     update_expert_bias,
 )
+from lightning_d9d.ops.linear_cross_entropy import IGNORED
 from lightning_d9d.optim import OptimizerSettings, ParameterGroup
 from lightning_d9d.optim.settings import LRSchedulerFactory, OptimizerFactory
 from lightning_d9d.parallel import ParallelConfig
@@ -166,7 +167,7 @@ class Qwen3MoePretraining(D9DModule):
     """
 
     sequence_dims: ClassVar = dict.fromkeys(("input_ids", "labels", "position_ids", "document_ids", "pooling_mask"), 1)
-    sequence_padding: ClassVar = {"labels": -100, "document_ids": -1}
+    sequence_padding: ClassVar = {"labels": IGNORED, "document_ids": -1}
     prediction_dim = 1
 
     def __init__(
@@ -352,7 +353,7 @@ class Qwen3MoePretraining(D9DModule):
 
     def microbatch_weight(self, microbatch: Any) -> Tensor:
         """The number of labels that count."""
-        return (microbatch["labels"] != -100).sum()
+        return (microbatch["labels"] != IGNORED).sum()
 
     def predict_output(self, output: Any) -> Tensor:
         """Logits `[batch, seq, vocab]`."""
