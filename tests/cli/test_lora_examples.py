@@ -50,7 +50,7 @@ def test_settings_of_the_run() -> None:
     strategy, trainer = cli.trainer.strategy, cli.trainer
     assert isinstance(strategy, D9DStrategy)
     assert strategy.checkpoint_config.trainable_only
-    assert (strategy.parallel.recompute, trainer.precision, trainer.max_epochs) == ("full", "bf16-true", 1)
+    assert (strategy.parallel.recompute, trainer.precision, trainer.max_epochs) == ("3_of_4", "bf16-true", 1)
     assert (cli.model.pretrained, cli.datamodule.tokenizer, cli.datamodule.sequence_length) == ("base", "base", 4096)
     assert isinstance(trainer.logger, CSVLogger)
     exported = callbacks(cli)["AdapterExport"]
