@@ -11,7 +11,7 @@ from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RAdam
 
 from lightning_d9d.mesh.sharding import local
 from lightning_d9d.ops.eight_bits import scale_shape
-from lightning_d9d.optim import MuonAdamW, StochasticAdamW
+from lightning_d9d.optim import MuonAdamW, StochasticAdamW, muon
 from lightning_d9d.optim.state_dtypes import SCALES, dtype_of_states, has_codes
 from lightning_d9d.parallel.data import num_shards
 
@@ -95,7 +95,8 @@ def _of_sgd(parameter: Tensor, group: Mapping[str, Any]) -> int:
 
 
 def _of_muon(parameter: Tensor, group: Mapping[str, Any]) -> int:
-    return (1 if group["matrices"] and parameter.ndim >= 2 else 2) * local(parameter).nbytes
+    num_states = 1 if muon.is_matrix(parameter, group) else 2
+    return num_states * local(parameter).numel() * muon.dtype_of_states(parameter).itemsize
 
 
 def _of_stochastic_adamw(parameter: Tensor, group: Mapping[str, Any]) -> int:

@@ -132,17 +132,17 @@ class MuonAdamW(Optimizer):
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             for parameter in parameters:
                 _check_gradient(parameter)
-            matrices = [parameter for parameter in parameters if _is_matrix(parameter, group)]
+            matrices = [parameter for parameter in parameters if is_matrix(parameter, group)]
             for dtype in dict.fromkeys(parameter.dtype for parameter in matrices):
                 self._step_matrices([each for each in matrices if each.dtype == dtype], group)
             for parameter in parameters:
-                if not _is_matrix(parameter, group):
+                if not is_matrix(parameter, group):
                     self._step_adamw(parameter, group)
         return result
 
     def state_keys(self, group: Mapping[str, Any], parameter: Tensor) -> set[str]:
         """Return which states a parameter of a group has. Local."""
-        return {"step", "momentum"} if _is_matrix(parameter, group) else {"step", "exp_avg", "exp_avg_sq"}
+        return {"step", "momentum"} if is_matrix(parameter, group) else {"step", "exp_avg", "exp_avg_sq"}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
         """Load a state, as any optimizer of torch does; it stays in float32 beside bfloat16 weights."""
@@ -157,13 +157,13 @@ class MuonAdamW(Optimizer):
             for parameter, index in zip(group["params"], saved["params"], strict=True):
                 for key, value in given["state"].get(index, {}).items():
                     if isinstance(value, Tensor):
-                        self.state[parameter][key] = value.to(parameter.device, _dtype_of_states(parameter))
+                        self.state[parameter][key] = value.to(parameter.device, dtype_of_states(parameter))
 
     def _begun(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state of a parameter, for one step more."""
         state = self.state[parameter]
         if not state:
-            dtype, keys = _dtype_of_states(parameter), self.state_keys(group, parameter) - {"step"}
+            dtype, keys = dtype_of_states(parameter), self.state_keys(group, parameter) - {"step"}
             state |= {"step": 0} | {key: torch.zeros_like(parameter, dtype=dtype) for key in sorted(keys)}
         state["step"] += 1
         return state
@@ -184,7 +184,7 @@ class MuonAdamW(Optimizer):
 
         for parameter, direction in zip(parameters, on_whole_matrices(directions, parameters, update), strict=True):
             scale = _SCALE * math.sqrt(max(parameter.shape[-2] // num_parts, parameter.shape[-1]))
-            self._move(parameter, direction.to(_dtype_of_states(parameter)) * (lr * scale), group)
+            self._move(parameter, direction.to(dtype_of_states(parameter)) * (lr * scale), group)
 
     def _step_adamw(self, parameter: Tensor, group: Mapping[str, Any]) -> None:
         state, (first, second), lr = self._begun(parameter, group), group["betas"], group["lr"]
@@ -226,11 +226,13 @@ def _round_in_place(parameter: Tensor, values: Tensor, seed: int) -> None:
     weight.copy_(round_stochastic_(torch.empty_like(whole, dtype=weight.dtype), whole, seed, offset)[held])
 
 
-def _dtype_of_states(parameter: Tensor) -> torch.dtype:
+def dtype_of_states(parameter: Tensor) -> torch.dtype:
+    """Return the dtype of a parameter's states. Local."""
     return torch.promote_types(parameter.dtype, torch.float32)
 
 
-def _is_matrix(parameter: Tensor, group: Mapping[str, Any]) -> bool:
+def is_matrix(parameter: Tensor, group: Mapping[str, Any]) -> bool:
+    """Tell whether a parameter of a group is updated by Muon, not AdamW. Local."""
     return group["matrices"] is not False and parameter.ndim >= 2
 
 
@@ -259,7 +261,7 @@ def _check(group: Mapping[str, Any]) -> None:
                 f"MuonAdamW: a parameter of shape {shape} is a vector in a group with matrices=True. Leave that out, "
                 "so that AdamW updates it, or give it to another group"
             )
-        if _is_matrix(parameter, group) and parameter.shape[-2] % group["num_parts"]:
+        if is_matrix(parameter, group) and parameter.shape[-2] % group["num_parts"]:
             raise ConfigError(
                 f"MuonAdamW: num_parts={group['num_parts']} does not divide the {shape[-2]} rows of a parameter of "
                 f"shape {shape}; leave it out for that one"

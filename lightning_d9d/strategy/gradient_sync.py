@@ -57,7 +57,7 @@ class GradientSync:
         self._mesh = mesh
         self._summed_by_module = summed_by_module
         self._in_backward = in_backward
-        self._reduce_dtype = reduce_dtype
+        self._unit_dtype = reduce_dtype
         self._needs: tuple[bool, list[bool]] | None = None
         reduces_each = config.reduce == "every_microbatch"
         self._sharded = {
@@ -95,7 +95,7 @@ class GradientSync:
 
         def dtype_of(parameter: nn.Parameter) -> torch.dtype:
             if parameter in sharded:
-                return torch.promote_types(parameter.dtype, self._reduce_dtype or torch.float32)
+                return torch.promote_types(parameter.dtype, self._unit_dtype or torch.float32)
             return in_buckets.get(parameter, parameter.dtype)
 
         return gradient_bytes(self.parameters, dtype_of)

@@ -77,6 +77,7 @@ def test_the_model_is_the_trained_one(trained: tuple[Path, float], source: str, 
     assert capsys.readouterr().out == f"def {expected}\n"
 
 
+@pytest.mark.jobs
 def test_the_shell_command(
     trained: tuple[Path, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

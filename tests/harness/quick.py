@@ -17,7 +17,7 @@ import pytest
 
 DURATIONS = Path(__file__).parents[1] / "durations.json"
 SLOW_SECONDS = 0.1
-QUICK_SECONDS = 60.0
+QUICK_SECONDS = 90.0
 """What the quick tests of one process may take in each of two streams. Starting and collecting come on top."""
 EQUALITY = "tests/meshes/test_equality.py::test_a_mesh_trains_as_one_process_does"
 SPINE = (

@@ -69,7 +69,7 @@ def stepped(optimizer: Optimizer) -> int:
     ("name", "dtype"),
     [
         *((name, torch.float32) for name in OPTIMIZERS),
-        *((name, torch.bfloat16) for name in OPTIMIZERS if name != "muon"),  # which takes none
+        *((name, torch.bfloat16) for name in OPTIMIZERS),
     ],
     ids=str,
 )
