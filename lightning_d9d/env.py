@@ -23,6 +23,8 @@ _OPTIONAL = {
     "quack": ("quack-kernels", "quack"),
     "transformers": ("transformers", "hf"),
     "datasets": ("datasets", "data"),
+    "pyarrow": ("pyarrow", "parquet"),
+    "litdata": ("litdata", "litdata"),
     "plotly": ("plotly", "viz"),
     "matplotlib": ("matplotlib", "viz"),
 }

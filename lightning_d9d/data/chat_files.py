@@ -60,7 +60,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         import pyarrow.parquet as parquet  # pyright: ignore[reportMissingImports]: an extra
     except ImportError as error:
-        raise ConfigError(f"{path} needs pyarrow: {_INSTALL}") from error
+        raise ConfigError(f"{path} needs pyarrow: {_INSTALL.format('parquet')}") from error
     number = 0
     try:
         with parquet.ParquetFile(path) as file:
@@ -76,7 +76,7 @@ def _read_saved(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         from datasets import load_from_disk  # pyright: ignore[reportMissingImports]: an extra
     except ImportError as error:
-        raise ConfigError(f"the directory {path} needs datasets: {_INSTALL}") from error
+        raise ConfigError(f"the directory {path} needs datasets: {_INSTALL.format('data')}") from error
     try:
         table = load_from_disk(str(path))
     except (OSError, ValueError) as error:
@@ -88,4 +88,4 @@ def _read_saved(path: Path) -> Iterator[tuple[str, Any]]:
         yield f"{path}: row {number}", row
 
 
-_INSTALL = "pip install 'lightning-d9d[data]', or write the chats as JSON lines"
+_INSTALL = "pip install 'lightning-d9d[{}]', or write the chats as JSON lines"

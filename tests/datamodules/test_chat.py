@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -267,6 +268,19 @@ def test_tables_have_the_samples_of_json_lines(
     assert len(found) == len(expected)
     for index in range(len(found)):
         assert torch.equal(found[index][1], expected[index][1])
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "extra"), [("a.parquet", "pyarrow", "parquet"), ("saved", "datasets", "data")]
+)
+def test_packages_that_are_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, package: str, extra: str
+) -> None:
+    (tmp_path / "a.parquet").touch()
+    (tmp_path / "saved").mkdir()
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=rf"needs {package}: pip install 'lightning-d9d\[{extra}\]', or write"):
+        data(str(tmp_path / name))
 
 
 @pytest.mark.datasets
