@@ -81,7 +81,7 @@ def test_damaged_optimizer_state_is_found_before_a_weight_has_changed(tmp_path: 
 class TwoGroups(Plain):
     def configure_optimizers(self) -> Any:
         first, *rest = self.parameters()
-        return torch.optim.SGD([{"params": [first]}, {"params": rest}], lr=0.1, momentum=0.9)
+        return torch.optim.AdamW([{"params": [first]}, {"params": rest}])
 
 
 @pytest.mark.parametrize("mode", ["sharded", "consolidated"])
