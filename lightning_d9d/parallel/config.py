@@ -26,18 +26,11 @@ class ParallelConfig:
     backwards always keep them."""
 
     recompute: str = "none"
-    """What is computed again in the backward instead of kept.
-
-    | value | what |
-    |---|---|
-    | "none" | nothing |
-    | "full" | all of each block |
-    | "offload" | as "full"; the block's input waits in the host's memory, copied beside the computation |
-    | "selective" | each block but for matrix products, attention, routing and all-to-alls |
-    | "attention" | each attention module |
-    | "every_2" or another number | all of every second block |
-    | "3_of_4" or other numbers | all of the first three of every four blocks |
-    """
+    """What is not kept from forward to backward, but computed again. With "none" all is kept. With "full" each block is
+    computed again. With "offload" it is, too, and its input waits in the host's memory, copied beside the computation.
+    With "selective" all of a block is but for matrix products, attention, routing and all-to-alls. With "attention"
+    each attention module is. With "every_2", or another number, every second block is. With "3_of_4", or other numbers,
+    the first three of every four blocks are."""
 
     compile: bool = False
     """Whether `torch.compile` compiles each block. Recomputation is of whole blocks then. In split backwards compiled
