@@ -122,7 +122,12 @@ class RowsDataModule(L.LightningDataModule):
             )
         is_on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
         return DataLoader(
-            dataset, rows, sampler=sampler, drop_last=trains, num_workers=self.num_workers, pin_memory=is_on_gpu
+            dataset,
+            batch_size=rows,  # by its name, as Lightning makes a loader of predictions from this one
+            sampler=sampler,
+            drop_last=trains,
+            num_workers=self.num_workers,
+            pin_memory=is_on_gpu,
         )
 
     def _required(self, read: _Read | None) -> _Read:
