@@ -201,7 +201,7 @@ class EpochPlace:
         except RuntimeError as error:
             raise StateError(f"checkpoint {path!r} is of a run with other training dataloaders: {error}") from error
         if num_read == 0:
-            for each, state in zip(loader.flattened, states, strict=True):
+            for each, state in zip(loader.flattened, states, strict=False):  # no states: saved before training began
                 if not is_place_of_sampler(state) and _stopped_early(fit_loop, each):
                     end_resuming(each)
                     iter(each)  # what is left of an epoch that is over
