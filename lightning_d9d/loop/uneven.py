@@ -12,11 +12,11 @@ lengths are known and equal nothing is done. Elsewhere ranks look one batch ahea
 from __future__ import annotations
 
 import copy
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from time import perf_counter  # by name: a test of a callback may replace that of the module
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -257,11 +257,11 @@ class TrainingLoader(_AlignedLoader):
         return self._agreed_length
 
     def __next__(self) -> Any:
-        start = time.perf_counter()
+        start = perf_counter()
         try:
             return self._next_item()
         finally:
-            self.wait_seconds += time.perf_counter() - start
+            self.wait_seconds += perf_counter() - start
 
     def _next_item(self) -> Any:
         if self._waits:
