@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from time import perf_counter
 from typing import Any
 
 import lightning as L
@@ -31,7 +31,7 @@ class DataWait(L.Callback):
     ) -> None:
         """Begin to measure where it was stopped, by a validation say."""
         if self._since is None:
-            self._since = (time.perf_counter(), data_wait_seconds(trainer))
+            self._since = (perf_counter(), data_wait_seconds(trainer))
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -39,7 +39,7 @@ class DataWait(L.Callback):
         """Log every `log_every_n_steps` batches. Collective over all ranks."""
         if self._since is None or (batch_idx + 1) % trainer.log_every_n_steps:  # type: ignore[attr-defined]
             return
-        (start, waited_before), now, waited = self._since, time.perf_counter(), data_wait_seconds(trainer)
+        (start, waited_before), now, waited = self._since, perf_counter(), data_wait_seconds(trainer)
         share = torch.tensor((waited - waited_before) / (now - start) if now > start else 0.0)
         pl_module.log("data_wait", share, on_step=True, on_epoch=False, sync_dist=True, reduce_fx="max", batch_size=1)
         self._since = (now, waited)

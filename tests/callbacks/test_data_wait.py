@@ -70,7 +70,7 @@ def shares(clock: Clock, seconds: float, devices: int = 1, streams: bool = False
     )
     with pytest.MonkeyPatch.context() as monkeypatch:
         for module in ("callbacks.data_wait", "loop.uneven"):
-            monkeypatch.setattr(f"lightning_d9d.{module}.time.perf_counter", lambda: clock.now)
+            monkeypatch.setattr(f"lightning_d9d.{module}.perf_counter", lambda: clock.now)
         run.fit(Ticking(clock), DataLoader(Stream(data) if streams else data))
     return seeing.shares
 
