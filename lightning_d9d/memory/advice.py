@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lightning_d9d.errors import ConfigError
-from lightning_d9d.memory.step import RankMemory, StepMemory, StepSettings, gib
+from lightning_d9d.memory.step import StepMemory, StepSettings, gib
 
 _MARGIN = 1.05
 """A step is refused if arithmetic says so many times the memory that there is."""
@@ -47,7 +47,7 @@ def refuse_too_large(
     memory = step.of(settings)
     if memory.certain > available or memory.total >= _MARGIN * available:
         raise ConfigError(
-            f"a training step needs {gib(max(memory.certain, memory.total))} on this device, which has "
+            f"a training step needs {gib(memory.total)} on this device, which has "
             f"{gib(available)}: {memory}; {advice(step, settings, available, can_step_in_backward)}"
         )
     if memory.total > _CLOSE * available:
@@ -69,13 +69,9 @@ def advice(step: StepMemory, settings: StepSettings, available: int, can_step_in
     """
     for candidate in _nearest(step, settings, can_step_in_backward):
         memory = step.of(candidate)
-        if max(memory.certain, memory.total) <= available:
-            return f"by arithmetic it fits with {_changes(settings, candidate)} ({_sum(memory)})"
+        if memory.total <= available:
+            return f"by arithmetic it fits with {_changes(settings, candidate)} ({gib(memory.total)})"
     return "no setting is known that makes it fit; take a smaller model or shorter sequences"
-
-
-def _sum(memory: RankMemory) -> str:
-    return gib(max(memory.certain, memory.total))
 
 
 def _nearest(step: StepMemory, settings: StepSettings, can_step_in_backward: bool) -> Iterator[StepSettings]:

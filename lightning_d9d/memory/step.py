@@ -33,7 +33,7 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """The sum of what is there at once; parts that are unknown count 0."""
+        """The sum of what is there at once, `certain` or more; parts that are unknown count 0."""
         moving = max(self.activations or 0, self.gradients + self.beside_gradients)
         return self.weights + (self.states or 0) + moving + self.buffers
 

@@ -121,11 +121,10 @@ class FitMemory:
         if self._step is None or self._available is None:
             return
         needed = self._step.of(self._settings)
-        least = max(needed.certain, needed.total)
         advice = memory.advice(
-            self._step, self._settings, int(_BELOW * min(self._available, least)), self._can_step_in_backward
+            self._step, self._settings, int(_BELOW * min(self._available, needed.total)), self._can_step_in_backward
         )
-        error.add_note(f"by arithmetic a step needs {gib(least)} or more: {needed}; {advice}")
+        error.add_note(f"by arithmetic a step needs {gib(needed.total)} or more: {needed}; {advice}")
 
     def step(self) -> StepMemory:
         """Return what a step needs on this rank, as a function of settings. Local."""
