@@ -12,22 +12,25 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import multiprocessing, nn
+from torch import Tensor, multiprocessing, nn
 from torch.optim import AdamW
 
 from lightning_d9d import ParallelConfig
-from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig
+from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, save_huggingface
 from lightning_d9d.models.qwen3_moe.plan import parallelize_qwen3_moe
 from lightning_d9d.optim import StochasticAdamW
 from lightning_d9d.peft import LoRA, inject
+from tests.benchmarks.first_import import importing_first
 from tests.benchmarks.frame import LOSS_TOLERANCE, Case, rank_main, summarize
 from tests.benchmarks.train_step import OwnLoop, TransformersLoop, Work, more_of_ours, table, transformers_of
 
@@ -92,6 +95,8 @@ def case(
     theirs = {
         f"transformers and peft, {of_peer}, {each}": partial(Theirs, work, of_peer, each) for each in implementations
     }
+    if find_spec("unsloth"):  # an import would replace parts of transformers for all
+        theirs[f"unsloth, {of_peer}"] = partial(Unsloth, work, of_peer)
     return Case(
         name=name,
         contenders={**ours, **theirs},
@@ -135,7 +140,9 @@ def _measured_alone(case: Case, device_type: str, seconds: float) -> dict[str, A
     """What `frame.measure` gives for the one contender of a case, or why there is nothing."""
     (name,) = case.contenders
     with tempfile.TemporaryDirectory() as directory:
-        process = multiprocessing.get_context("spawn").Process(target=rank_main, args=(0, case, device_type, directory))
+        first = "unsloth" if name.startswith("unsloth") else ""
+        arguments = (first, pickle.dumps((rank_main, 0, case, device_type, directory)))
+        process = multiprocessing.get_context("spawn").Process(target=importing_first, args=arguments)
         process.start()
         process.join(seconds)
         if process.is_alive():
@@ -183,6 +190,45 @@ class Theirs(TransformersLoop):
         )
         network = get_peft_model(network, config, autocast_adapter_dtype=False)
         super().__init__(work, network, AdamW(_trained(network), lr=0.0, fused=device.type == "cuda"), device)
+
+
+class Unsloth(TransformersLoop):
+    """Unsloth's model of the same weights, by way of a directory, as it takes no other."""
+
+    def __init__(self, work: Work, adapters: Adapters, device: torch.device) -> None:
+        from unsloth import FastLanguageModel  # `importing_first` has imported it before transformers
+
+        with tempfile.TemporaryDirectory() as directory:
+            save_huggingface(work.network(device), directory, files=_smallest_tokenizer())
+            network, _ = FastLanguageModel.from_pretrained(
+                directory, max_seq_length=work.sequence_length, dtype=work.dtype, load_in_4bit=False, load_in_16bit=True
+            )
+        targets = [*ATTENTION, *(["gate_up_proj", "down_proj"] if adapters.rank_of_experts else [])]
+        network = FastLanguageModel.get_peft_model(
+            network,
+            r=RANK,
+            lora_alpha=2 * RANK,
+            lora_dropout=0,
+            target_modules=targets,
+            use_gradient_checkpointing="unsloth",
+        )
+        network = FastLanguageModel.for_training(network)
+        super().__init__(work, network, AdamW(_trained(network), lr=0.0, fused=device.type == "cuda"), device)
+
+    def mean_loss(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Its loss shifts labels by itself, so each row has one label less."""
+        ids, labels = batch["input_ids"], batch["labels"]
+        return self.network(ids, labels=torch.cat([ids[:, :1], labels[:, :-1]], dim=1)).loss
+
+
+def _smallest_tokenizer() -> dict[str, bytes]:
+    """Files of a tokenizer of one word. Return names and contents."""
+    words = {"type": "WordLevel", "vocab": {"<unk>": 0}, "unk_token": "<unk>"}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>", "pad_token": "<unk>"}
+    settings["eos_token"] = "<unk>"
+    tokenizer = {"version": "1.0", "added_tokens": [], "model": words}
+    files = {"tokenizer.json": tokenizer, "tokenizer_config.json": settings}
+    return {name: json.dumps(values).encode() for name, values in files.items()}
 
 
 def _trained(network: nn.Module) -> list[nn.Parameter]:
