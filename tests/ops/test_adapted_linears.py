@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_d9d.ops import adapted_linears
 from lightning_d9d.ops.adapted_linears import MOST_LAYERS
-from tests.harness.compare import assert_bitwise_equal
+from tests.harness.compare import assert_tensors_close
 from tests.ops.grid import DEVICES, LAYOUTS, check_op, dtypes
 
 IN, WIDTHS, RANKS, SCALES = 24, (40, 8, 16), (3, 1, 8), (0.7, 2.0, 1.0)
@@ -82,6 +82,7 @@ def test_the_operator_is_what_torch_takes_it_for(num_layers: int, device: str) -
 
 @DEVICES
 def test_compiled_whole(device: str) -> None:
+    """A GPU may take another product: what a compiled backward gets from a sum has other strides."""
     tensors = {name: each.to(device) for name, each in inputs(3, 5).items()}
     results = []
     for function in (torch.compile(joined, backend="aot_eager", fullgraph=True), joined):
@@ -89,5 +90,5 @@ def test_compiled_whole(device: str) -> None:
         ys = function(**leaves)
         trained = [leaf for leaf in leaves.values() if leaf.requires_grad]
         results.append([*ys, *torch.autograd.grad(sum(y.sum() for y in ys), trained)])
-    for ours, theirs in zip(*results, strict=True):
-        assert_bitwise_equal("compiled", ours, theirs)
+    ours, theirs = ({str(place): each for place, each in enumerate(all_of)} for all_of in results)
+    assert_tensors_close(ours, theirs)
