@@ -147,11 +147,15 @@ class ExpertBalance(DrawnByRows):
     def _turns(self, num_tokens: int, top_k: int, logits: Tensor) -> Tensor:
         """Forced choices: the copies of all tokens take turns one after the other.
 
-        First those of the first rank that shares the sequences, then those of the second and so on.
+        First those of the first rank that shares the sequences, then those of the second and so on. The experts of a
+        token are far from each other where `top_k` divides their number: as many ranks as possible have some of them.
         """
-        num_copies = num_tokens * top_k
+        num_copies, num_experts = num_tokens * top_k, logits.shape[-1]
         copies = torch.arange(num_copies, device=logits.device) + self.sequence_rank * num_copies
-        return copies.remainder(logits.shape[-1]).view(num_tokens, top_k)
+        turns = copies.remainder(num_experts)
+        if num_experts % top_k == 0:
+            turns = turns % top_k * (num_experts // top_k) + turns // top_k
+        return turns.view(num_tokens, top_k)
 
     def _loss(self, logits: Tensor, routes: Routes) -> Tensor | None:
         config = self.config

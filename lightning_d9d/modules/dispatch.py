@@ -9,23 +9,23 @@ from torch import Tensor
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.legal import divisors, nearest
 from lightning_d9d.ops import Permutation, all_to_all_rows, moe_unpermute
-from lightning_d9d.ops.moe_permute import sort_by_expert, sort_by_source
+from lightning_d9d.ops.moe_permute import sort_by_expert
 
 MAX_ROWS = torch.iinfo(torch.int32).max
 """The most rows that the offsets of grouped products can count."""
 
 
 class Exchange(NamedTuple):
-    """How rows came from other ranks."""
+    """How tokens came from other ranks."""
 
     sent: list[int]
-    """Number of rows to each rank."""
+    """Number of tokens to each rank."""
 
     received: list[int]
-    """Number of rows from each rank."""
+    """Number of tokens from each rank."""
 
-    by_expert: Permutation
-    """From the order in which they came, by source, to the one by expert."""
+    to_ranks: Permutation
+    """From this rank's tokens to those that it sent: one for each rank with experts of the token."""
 
 
 class DispatchedTokens(NamedTuple):
@@ -41,10 +41,10 @@ class DispatchedTokens(NamedTuple):
     """The row after the last one of each of this rank's experts, int32, shape `[local experts]`."""
 
     copies: Permutation
-    """From this rank's tokens to their copies, sorted by expert and, within an expert, by token."""
+    """From tokens that are here to their copies, sorted by expert and, within an expert, by token."""
 
     exchange: Exchange | None = None
-    """How the rows came from the ranks of their tokens, if not from here."""
+    """How the tokens came here, where they are not this rank's alone."""
 
 
 class Dispatch(Protocol):
@@ -99,10 +99,14 @@ class LocalDispatch:
 class AllToAllDispatch:
     """`Dispatch` to experts that are spread over the ranks of a process group, evenly and in order.
 
-    Rank r of n holds the experts from r/n to (r + 1)/n of all. Three exchanges bring the tokens there: one small
-    message of fixed size, with which every rank learns what all others will send; the rows; their weights. A fourth
-    brings the results back. The rows of an expert are ordered by rank, then by token, so all is deterministic. The host
-    reads how many rows go where, once a call, and waits for nothing else.
+    Rank r of n holds the experts from r/n to (r + 1)/n of all. A token goes to each rank at most once, however many of
+    its experts are there, with the numbers and weights of all its experts. The rank makes the copies for its experts,
+    and sums their results in float32. One row of the tokens' dtype goes back, and the token's rank sums these.
+
+    Three exchanges bring tokens there: one small message of fixed size, with which every rank learns what all others
+    will send; the tokens; their experts and weights. A fourth brings the results back. The rows of an expert are
+    ordered by rank, then by token, so all is deterministic. The host reads how many rows go where, once a call, and
+    waits for nothing else.
 
     Both methods, and their backward, are collective, also for ranks without tokens. All ranks agree on which of `x` and
     `weights` require gradients, and on their dtypes.
@@ -132,44 +136,61 @@ class AllToAllDispatch:
         Raises:
             ConfigError: A rank sends or receives more rows than int32 can count; on every rank.
         """
-        copies = sort_by_expert(indices, self.num_experts)
-        by_rank = self._gather(copies.counts.long()).unflatten(1, (self.num_ranks, -1))
-        traffic = by_rank.sum(-1)
+        experts_of_rank = self.num_experts // self.num_ranks
+        ranks = indices // experts_of_rank
+        to_ranks = sort_by_expert(_without_repetitions(ranks, self.num_ranks), self.num_ranks + 1)
+        copies = (ranks.view(-1, 1) == torch.arange(self.num_ranks, device=ranks.device)).sum(0)
+        traffic = self._gather(torch.stack([to_ranks.counts[:-1], copies]))
         on_host = traffic.to("cpu", non_blocking=True)
         is_on_host = torch.cuda.current_stream().record_event() if traffic.is_cuda else None
-
-        # While the host waits. Too many rows may find no memory, and then every rank raises below.
-        if indices.numel() <= MAX_ROWS:
-            x, weights = copies.copy(x), copies.spread(weights)
+        # While the host waits. Numbers of experts are exact in float32.
+        wide = torch.promote_types(weights.dtype, torch.float32)
+        notes = torch.cat([weights.to(wide), indices.to(wide)], dim=1)
         if is_on_host is not None:
             is_on_host.synchronize()
-        sent, received = self._splits(on_host.tolist())
+        sent, received, num_rows = self._splits(on_host.tolist())
 
-        x = all_to_all_rows(x, received, sent, self.group_name)
-        weights = all_to_all_rows(weights, received, sent, self.group_name)
-        by_expert = sort_by_source(by_rank[:, self.rank], len(x))
-        exchange = Exchange(sent, received, by_expert)
-        return DispatchedTokens(by_expert.copy(x), by_expert.copy(weights), by_expert.offsets, copies, exchange)
+        to_ranks = to_ranks._replace(num_rows=sum(sent))
+        x = all_to_all_rows(to_ranks.copy(x), received, sent, self.group_name)
+        notes = all_to_all_rows(to_ranks.copy(notes), received, sent, self.group_name)
+        of_tokens, experts = notes.split(indices.shape[1], dim=1)
+        own = experts.detach().to(indices.dtype) - self.rank * experts_of_rank
+        own = torch.where((own >= 0) & (own < experts_of_rank), own, experts_of_rank)
+        to_experts = sort_by_expert(own, experts_of_rank + 1)._replace(num_rows=num_rows)
+        of_rows = to_experts.spread(of_tokens).to(weights.dtype)
+        offsets = to_experts.offsets[:-1]
+        return DispatchedTokens(to_experts.copy(x), of_rows, offsets, to_experts, Exchange(sent, received, to_ranks))
 
     def combine(self, results: Tensor, tokens: DispatchedTokens) -> Tensor:
         """See `Dispatch`. Collective."""
         assert tokens.exchange is not None, "these tokens were dispatched by another class"
-        sent, received, by_expert = tokens.exchange
-        return tokens.copies.sum(all_to_all_rows(by_expert.sum(results), sent, received, self.group_name))
+        sent, received, to_ranks = tokens.exchange
+        return to_ranks.sum(all_to_all_rows(tokens.copies.sum(results), sent, received, self.group_name))
 
     def _gather(self, message: Tensor) -> Tensor:
         """Every rank's message. As an all-to-all, so that a recomputation keeps it where it keeps those."""
         once = [1] * self.num_ranks
-        return all_to_all_rows(message.expand(self.num_ranks, -1), once, once, self.group_name)
+        return all_to_all_rows(message.expand(self.num_ranks, *message.shape), once, once, self.group_name)
 
-    def _splits(self, traffic: list[list[int]]) -> tuple[list[int], list[int]]:
-        """How many rows this rank sends to each and receives from each, if all is well on all ranks."""
-        columns = list(zip(*traffic, strict=True))
-        for verb, totals in (("sends", map(sum, zip(*columns, strict=True))), ("receives", map(sum, columns))):
+    def _splits(self, traffic: list[list[list[int]]]) -> tuple[list[int], list[int], int]:
+        """How many tokens this rank sends to each and receives from each, and how many copies it makes of these.
+
+        Args:
+            traffic: By sending rank, the numbers of tokens to each rank, and those of their copies there.
+        """
+        tokens, copies = zip(*traffic, strict=True)
+        arriving = [*map(sum, zip(*copies, strict=True))]
+        for verb, totals in (("sends", map(sum, copies)), ("receives", arriving)):
             for rank, total in zip(self.ranks, totals, strict=True):
                 if total > MAX_ROWS:
                     raise _too_many(f"rank {rank} {verb} {total} copies of tokens (tokens * top_k)")
-        return list(traffic[self.rank]), list(columns[self.rank])
+        return list(tokens[self.rank]), [each[self.rank] for each in tokens], arriving[self.rank]
+
+
+def _without_repetitions(ranks: Tensor, none: int) -> Tensor:
+    """Ranks of tokens' experts `[tokens, top_k]`, where a rank that came before in its row is replaced by `none`."""
+    is_equal = ranks.unsqueeze(2) == ranks.unsqueeze(1)  # [tokens, top_k, top_k]
+    return torch.where(is_equal.tril(-1).any(2), none, ranks)
 
 
 def _too_many(what: str) -> ConfigError:

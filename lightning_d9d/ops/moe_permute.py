@@ -10,7 +10,11 @@ from lightning_d9d.ops.operator import define
 
 
 class Permutation(NamedTuple):
-    """Where the copies of tokens are among rows that are grouped by expert; all on the device."""
+    """Where the copies of tokens are among rows that are grouped by expert; all on the device.
+
+    There may be fewer rows than `places` has elements: a place that is `num_rows` or more has no copy. So the last groups
+    can be left out.
+    """
 
     places: Tensor
     """Of each token the rows of its copies, int32 `[tokens, top_k]`."""
@@ -44,8 +48,8 @@ class Permutation(NamedTuple):
         return _sum_op(rows, places, weights, *padding, runs_triton(rows))
 
     def sources(self) -> Tensor:
-        """Return the token of each row, int32 `[rows]`, where nothing is padded."""
-        assert self.num_rows == self.places.numel(), "padding has no token"
+        """Return the token of each row, int32 `[rows]`, where nothing is padded and no group left out."""
+        assert self.num_rows == self.places.numel(), "padding has no token, and what is left out has no row"
         return (_sources_op if runs_triton(self.places) else _sources_reference)(self.places)
 
     @property
@@ -108,18 +112,6 @@ def sort_by_expert(indices: Tensor, num_experts: int, multiple: int = 1) -> Perm
     return Permutation(places, counts, offsets, num_rows)
 
 
-def sort_by_source(counts: Tensor, num_rows: int) -> Permutation:
-    """From rows that are sorted by source, then expert, to rows sorted by expert, then source.
-
-    Args:
-        counts: How many rows came from each source for each expert, int64 `[sources, experts]`.
-        num_rows: Their sum.
-    """
-    sort = _sort_sources_op if runs_triton(counts) else sort_sources_reference
-    places, counts, offsets = sort(counts, num_rows)
-    return Permutation(places, counts, offsets, num_rows)
-
-
 def copy_tokens(x: Tensor, places: Tensor) -> Tensor:
     """Return rows of tokens' copies, as `Permutation.copy` without padding on kernels, without derivatives."""
     return _copy(x, places, None, None, None, places.numel(), True)
@@ -163,17 +155,6 @@ def sort_reference(indices: Tensor, num_experts: int, multiple: int) -> tuple[Te
     return places.view_as(indices).int(), counts.int(), offsets.int()
 
 
-def sort_sources_reference(counts: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Places, counts and offsets of a `Permutation`."""
-    of_experts, flat = counts.t(), counts.flatten()
-    starts = flat.cumsum(0).view_as(counts) - counts
-    sorted_starts = of_experts.flatten().cumsum(0).view_as(of_experts) - of_experts
-    shifts = (sorted_starts.t() - starts).flatten().repeat_interleave(flat, output_size=num_rows)
-    places = torch.arange(num_rows, device=counts.device) + shifts
-    summed = counts.sum(0)
-    return places.view(-1, 1).int(), summed.int(), summed.cumsum(0).int()
-
-
 def _sources_reference(places: Tensor) -> Tensor:
     tokens = torch.arange(places.numel(), device=places.device) // places.shape[1]
     return torch.empty_like(places.flatten()).scatter_(0, places.flatten().long(), tokens.int())
@@ -184,13 +165,18 @@ def _weighted(rows: Tensor, weights: Tensor) -> Tensor:
 
 
 def _copied(x: Tensor, places: Tensor, weights: Tensor | None, num_rows: int) -> Tensor:
-    rows = x.new_zeros(num_rows, *x.shape[1:])
     copies = x.unsqueeze(1)
-    rows[places] = copies if weights is None else _weighted(copies, weights).to(x.dtype)
-    return rows
+    copies = copies if weights is None else _weighted(copies, weights).to(x.dtype)
+    is_partial = num_rows < places.numel()
+    rows = x.new_zeros(num_rows + is_partial, *x.shape[1:])
+    rows[places.clamp(max=num_rows) if is_partial else places] = copies
+    return rows[:num_rows].clone() if is_partial else rows
 
 
 def _gathered(rows: Tensor, places: Tensor) -> Tensor:
+    """Rows by place `[tokens, top_k, ...]`; zero where there is none."""
+    if len(rows) < places.numel():
+        places, rows = places.clamp(max=len(rows)), torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
     return rows.index_select(0, places.flatten()).view(*places.shape, *rows.shape[1:])
 
 
@@ -216,19 +202,6 @@ def _sort(indices: Tensor, num_experts: int, multiple: int) -> tuple[Tensor, Ten
 
     results = _new_places(indices, num_experts, multiple)
     kernels.sort(indices, multiple, *results)
-    return results
-
-
-def _new_source_places(counts: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    of_experts = counts.new_empty(counts.shape[1], dtype=torch.int32)
-    return counts.new_empty(num_rows, 1, dtype=torch.int32), of_experts, torch.empty_like(of_experts)
-
-
-def _sort_sources(counts: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    from lightning_d9d.ops.kernels import moe_permute as kernels
-
-    results = _new_source_places(counts, num_rows)
-    kernels.sort_sources(counts, *results)
     return results
 
 
@@ -372,12 +345,6 @@ def _sum_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
 
 _sort_op = define(
     "moe_sort", "(Tensor indices, SymInt num_experts, SymInt multiple) -> (Tensor, Tensor, Tensor)", _sort, _new_places
-)
-_sort_sources_op = define(
-    "moe_sort_sources",
-    "(Tensor counts, SymInt num_rows) -> (Tensor, Tensor, Tensor)",
-    _sort_sources,
-    _new_source_places,
 )
 _sources_op = define("moe_sources", "(Tensor places) -> Tensor", _sources, _new_sources)
 _copy_op = define(

@@ -71,7 +71,6 @@ _KEPT_OPS = {
     _aten.topk.default,
     torch.ops.lightning_d9d.moe_route.default,
     torch.ops.lightning_d9d.moe_sort.default,
-    torch.ops.lightning_d9d.moe_sort_sources.default,
     torch.ops.lightning_d9d.all_to_all_rows.default,
     torch.ops.lightning_d9d.scatter_sum.default,
     torch.ops.lightning_d9d.attention.default,

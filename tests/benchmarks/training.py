@@ -218,8 +218,9 @@ SENT = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "point_to_po
 def account(work: Work, way: Way) -> Account:
     """Of n ranks in a ring each sends (n - 1)/n of the whole to gather or to scatter it, and twice that to all-reduce.
 
-    Rows go to the experts and back, and their gradients the same way; their weights, float32, go there, and gradients
-    of them back. Before that every rank tells every other, in int64, the numbers of its rows and one more.
+    Tokens go to each rank with some of their experts and back, and gradients the same way. Numbers and weights of their
+    experts, float32, go there, and gradients of these back. Before that every rank tells every other in int64 how many
+    tokens and copies each gets. Forced experts of a token are on as many ranks as there are, or as it has experts.
 
     Ranks of tensor parallelism gather the tokens of attention, of a dense MLP, of the head and of the gradients of what
     they scatter; they scatter as often. Of each token they gather some numbers for its loss.
@@ -253,9 +254,9 @@ def account(work: Work, way: Way) -> Account:
     widths = [wide if adds_up or each > 1 or num > 1 else width for _, each, num in parts]
     in_buckets = [adds_up or num > 1 if each == 1 else False for _, each, num in parts]
     gradients = [each * width for each, width in zip(held, widths, strict=True)]
-    rows = num_sparse * work.num_tokens * config.num_experts_per_tok
-    row_bytes = 4 * hidden * width + 2 * wide
-    counts = num_sparse * work.num_microbatches * (config.num_experts + 1) * 8
+    rows = num_sparse * work.num_tokens * min(config.num_experts_per_tok, mesh.expert_parallel)
+    row_bytes = 4 * hidden * width + 2 * 2 * config.num_experts_per_tok * wide
+    counts = num_sparse * work.num_microbatches * 2 * mesh.expert_parallel * 8
     # Of tensor parallelism
     num_cut = 2 * (num_layers + num_layers - num_sparse + 1)
     gathered = num_cut * tp * work.num_tokens * hidden * width * share_sent(tp)

@@ -84,12 +84,18 @@ def test_forced_experts_take_turns(normalize: bool) -> None:
     router = make_router(BalanceConfig(forced=True), normalize=normalize)
     x = tokens(3, 3)
     indices, weights, _ = router(x)
-    assert indices.flatten().tolist() == [copy % NUM_EXPERTS for copy in range(9 * TOP_K)]
+    assert indices.tolist() == [[token % 3, token % 3 + 3] for token in range(9)]  # NUM_EXPERTS / TOP_K apart
     assert router.balance.tokens_per_expert.tolist() == [3] * NUM_EXPERTS
     expected = (x.flatten(0, 1) @ router.weight.t()).softmax(-1).gather(1, indices)
     expected = expected / expected.sum(-1, keepdim=True) if normalize else expected
     assert_close_named("weights", weights, expected, kind=Kind.OUTPUT)
     assert_bitwise_equal("again", router(x)[1], weights)
+
+
+def test_forced_experts_that_top_k_does_not_divide_take_turns() -> None:
+    balance = ExpertBalance(5, BalanceConfig(forced=True))
+    indices, _, _ = balance(torch.zeros(4, 5), 2, normalize=True)
+    assert indices.flatten().tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
 
 
 def test_experts_of_no_probability_have_finite_weights() -> None:
@@ -428,7 +434,7 @@ def test_forced_experts_take_turns_over_ranks(rank: RankContext) -> None:
     moe = make_moe(BalanceConfig(forced=True)).to(rank.device)
     spread_sequences(moe, rank.group)
     moe(tokens(1, 2).to(rank.device))
-    expected = [[1, 1, 1, 1, 0, 0], [1, 1, 0, 0, 1, 1]]
+    expected = [[1, 1, 0, 1, 1, 0], [1, 0, 1, 1, 0, 1]]
     assert moe.gate.balance.tokens_per_expert.tolist() == expected[rank.rank]
 
 

@@ -168,6 +168,30 @@ def test_rows_of_an_expert_are_ordered_by_rank_and_token(rank: RankContext) -> N
     assert received.offsets.dtype == torch.int32
 
 
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("routing", ["natural", "one expert", "experts of one rank"])
+def test_a_token_goes_to_a_rank_at_most_once(rank: RankContext, routing: str) -> None:
+    """Also with all its experts there; the numbers and weights of its experts are beside it."""
+    dispatch = AllToAllDispatch(NUM_EXPERTS, rank.group)
+    x, indices, weights, _ = on_device(make_tokens(rank.rank, routing, top_k=2), rank)
+    splits = []
+    all_to_all_single = dist.all_to_all_single
+
+    def counted(result: Tensor, rows: Tensor, received: list[int], sent: list[int], **options: object) -> object:
+        splits.append((tuple(rows.shape[1:]), sent))
+        return all_to_all_single(result, rows, received, sent, **options)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(dist, "all_to_all_single", counted)
+        tokens = dispatch.dispatch(x, indices, weights)
+        dispatch.combine(tokens.x, tokens)
+    ranks = indices // (NUM_EXPERTS // 4)
+    num_tokens = [int((ranks == each).any(1).sum()) for each in range(4)]
+    assert splits[:3] == [((2, 4), [1] * 4), ((HIDDEN,), num_tokens), ((2 * 2,), num_tokens)]
+    _, (width, back) = splits[2:]
+    assert (width, sum(back)) == ((HIDDEN,), len(tokens.copies.places))
+
+
 def keep_exchanges(context: object, operator: object, *_: object, **__: object) -> CheckpointPolicy:
     is_exchange = operator is torch.ops.lightning_d9d.all_to_all_rows.default
     return CheckpointPolicy.MUST_SAVE if is_exchange else CheckpointPolicy.PREFER_RECOMPUTE

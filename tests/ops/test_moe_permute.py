@@ -14,7 +14,6 @@ from lightning_d9d.ops.moe_permute import (
     moe_permute_reference,
     moe_unpermute_reference,
     sort_by_expert,
-    sort_by_source,
     sort_reference,
 )
 from lightning_d9d.ops.multihot import indices_from_multihot, multihot_from_indices
@@ -235,21 +234,36 @@ def test_there_is_room_for_the_most_padding() -> None:
 
 
 @DEVICES
-@KERNELS
-@pytest.mark.parametrize(
-    "counts", [[[3, 0, 2], [0, 0, 4], [1, 5, 0]], [[7]], [[0, 0], [0, 0]], [[1100, 2], [3, 1500]]], ids=str
-)
-def test_rows_of_several_sources(device: str, counts: list[list[int]], kernels: Any) -> None:
-    labels = [(e, s, i) for s, row in enumerate(counts) for e, size in enumerate(row) for i in range(size)]
-    given = torch.tensor(counts, device=device).repeat_interleave(2, 0)[::2]  # as a slice of a larger message
-    with using_kernels(kernels), unwritten_memory_is_nan():
-        places, summed, offsets, num_rows = sort_by_source(given, len(labels))
-    ranks = {label: row for row, label in enumerate(sorted(labels))}
-    assert places.flatten().tolist() == [ranks[label] for label in labels]
-    assert summed.tolist() == torch.tensor(counts).sum(0).tolist()
-    assert offsets.tolist() == torch.tensor(counts).sum(0).cumsum(0).tolist()
-    assert num_rows == len(labels)
-    assert places.dtype == summed.dtype == offsets.dtype == torch.int32
+@pytest.mark.parametrize("num_groups", [0, 2, 5])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_last_groups_that_are_left_out(device: str, num_groups: int, weighted: bool) -> None:
+    """Their copies are not made, and nothing is added for them, forward and backward."""
+    tensors = make(7, 48, 6, 2)
+    whole = sort_by_expert(tensors["indices"], 6)
+    num_rows = int(whole.counts[:num_groups].sum())
+    is_there = (tensors["indices"] < num_groups).float()
+    of_rows = torch.randn(num_rows, 48, generator=torch.Generator().manual_seed(2))
+
+    def copied(x: Tensor, weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+        part = sort_by_expert(indices, 6)._replace(num_rows=num_rows)
+        return part.copy(x), part.spread(weights)
+
+    def copied_whole(x: Tensor, weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+        rows, spread, _ = moe_permute_reference(x, indices, weights, 6)
+        return rows[:num_rows], spread[:num_rows]
+
+    def summed(rows: Tensor, indices: Tensor, weights: Tensor | None = None) -> Tensor:
+        return moe_unpermute(rows, sort_by_expert(indices, 6)._replace(num_rows=num_rows), weights)
+
+    def summed_whole(rows: Tensor, indices: Tensor, weights: Tensor | None = None) -> Tensor:
+        rows = torch.cat([rows, rows.new_zeros(14 - num_rows, 48)])
+        there = None if weights is None else weights * is_there.to(weights)
+        return moe_unpermute_reference(rows, sort_by_expert(indices, 6), there)
+
+    for dtype in dtypes(device):
+        check_op(copied, copied_whole, tensors, dtype, device, wide=["weights"])
+        given = {"rows": of_rows, "indices": tensors["indices"]} | ({"weights": tensors["weights"]} if weighted else {})
+        check_op(summed, summed_whole, given, dtype, device, wide=["weights"])
 
 
 @DEVICES
@@ -286,7 +300,6 @@ def test_under_the_compiler(device: str) -> None:
             (ops.moe_sum_rows, (rows, places, weights, counts, offsets, True)),
             (ops.moe_copy_and_dot_rows, (x.detach(), rows.detach(), places, weights.detach(), counts, offsets, True)),
             (ops.moe_sort, (tensors["indices"], 5, 4)),
-            (ops.moe_sort_sources, (torch.tensor([[1, 2], [0, 4]], device=device), 7)),
         ):
             checks = ("test_schema", "test_autograd_registration", "test_faketensor")
             torch.library.opcheck(op, arguments, test_utils=checks)

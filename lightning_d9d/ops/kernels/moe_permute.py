@@ -23,6 +23,8 @@ from torch import Tensor
 from lightning_d9d.ops.kernels.compiling import jit
 from lightning_d9d.ops.rows import ceil_div, next_power_of_2, num_programs
 
+NUMBERS = ["num_tokens", "num_rows"]
+"""Differ from step to step where tokens come from other ranks: a kernel is not compiled again for other divisors."""
 _NUM_WARPS = 4
 _TILE_BYTES = 4096
 """Of a program's tile: two accesses of 16 bytes for each thread, times the number of copies in flight."""
@@ -93,26 +95,6 @@ def sort(indices: Tensor, multiple: int, places: Tensor, counts: Tensor, offsets
     )
 
 
-def sort_sources(counts: Tensor, places: Tensor, summed: Tensor, offsets: Tensor) -> None:
-    """Writes the last three."""
-    num_sources, num_experts = counts.shape
-    if counts.numel() == 0:
-        return
-    _place_groups[(counts.numel(), 4)](
-        counts,
-        counts.stride(0),
-        counts.stride(1),
-        places,
-        summed,
-        offsets,
-        num_sources,
-        num_experts,
-        GROUPS=next_power_of_2(counts.numel()),
-        BLOCK=1024,
-        num_warps=_NUM_WARPS,
-    )
-
-
 def fill_sources(places: Tensor, sources: Tensor) -> None:
     """Writes the last."""
     if places.numel():
@@ -134,6 +116,7 @@ def copy_rows(x: Tensor, places: Tensor, weights: Tensor | None, rows: Tensor) -
         None if weights is None else weights.contiguous(),
         rows,
         *matrix.shape,
+        len(rows),
         TOP_K=places.shape[1],
         HAS_WEIGHTS=weights is not None,
         STORE_CACHE=".cs" if is_streamed else "",
@@ -168,6 +151,7 @@ def sum_rows(rows: Tensor, places: Tensor, weights: Tensor | None, sums: Tensor)
         None if weights is None else weights.contiguous(),
         sums,
         *target.shape,
+        len(rows),
         TOP_K=places.shape[1],
         HAS_WEIGHTS=weights is not None,
         **tile,
@@ -192,6 +176,7 @@ def dot_rows(x: Tensor, rows: Tensor, places: Tensor, products: Tensor) -> None:
         places,
         products,
         *x.shape,
+        len(rows),
         TOP_K=places.shape[1],
         **tile,
         num_warps=_NUM_WARPS,
@@ -221,6 +206,7 @@ def copy_and_dot_rows(
         copies,
         products,
         width,
+        len(rows),
         TOP_K=top_k,
         KS=ks,
         COLUMNS=columns,
@@ -324,47 +310,13 @@ def _finish(
 
 
 @jit
-def _place_groups(
-    counts,
-    stride,
-    expert_stride,
-    places,
-    summed,
-    offsets,
-    num_sources,
-    num_experts,
-    GROUPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """A program moves a part of the rows of one source and expert, which stay side by side."""
-    group = tl.program_id(0)
-    source, expert = group // num_experts, group % num_experts
-    groups = tl.arange(0, GROUPS)
-    sources, experts = groups // num_experts, groups % num_experts
-    is_group = groups < num_sources * num_experts
-    sizes = tl.load(counts + sources.to(tl.int64) * stride + experts * expert_stride, mask=is_group, other=0)
-    sizes = sizes.to(tl.int32)
-    is_before = (experts < expert) | ((experts == expert) & (sources < source))
-    origin = tl.sum(tl.where(groups < group, sizes, 0), 0)
-    target = tl.sum(tl.where(is_before, sizes, 0), 0)
-    size = tl.sum(tl.where(groups == group, sizes, 0), 0)
-    for start in range(tl.program_id(1) * BLOCK, size, tl.num_programs(1) * BLOCK):
-        rows = start + tl.arange(0, BLOCK)
-        tl.store(places + origin + rows, target + rows, mask=rows < size)
-    if (source == 0) & (tl.program_id(1) == 0):
-        of_expert = tl.sum(tl.where(experts == expert, sizes, 0), 0)
-        tl.store(summed + expert, of_expert)
-        tl.store(offsets + expert, target + of_expert)
-
-
-@jit
 def _fill_sources(places, sources, num_copies, top_k, BLOCK: tl.constexpr):
     copies = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = copies < num_copies
     tl.store(sources + tl.load(places + copies, mask=mask, other=0), copies // top_k, mask=mask)
 
 
-@jit
+@jit(do_not_specialize=NUMBERS)
 def _copy(
     x,
     stride,
@@ -373,6 +325,7 @@ def _copy(
     rows,
     num_tokens,
     width,
+    num_rows,
     TOP_K: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     STORE_CACHE: tl.constexpr,
@@ -390,7 +343,8 @@ def _copy(
         if HAS_WEIGHTS:
             weight = tl.load(weights + tokens * TOP_K + k, mask=is_token, other=0.0).to(tl.float32)
             copies = (values.to(tl.float32) * weight[:, None]).to(values.dtype)
-        tl.store(rows + place[:, None] * width + columns[None, :], copies, mask=mask, cache_modifier=STORE_CACHE)
+        is_row = mask & (place < num_rows)[:, None]
+        tl.store(rows + place[:, None] * width + columns[None, :], copies, mask=is_row, cache_modifier=STORE_CACHE)
 
 
 @jit
@@ -412,7 +366,7 @@ def _clear(counts, offsets, rows, num_rows, width, num_experts, TAIL: tl.constex
             tl.store(rows + (tl.zeros([COLUMNS], tl.int64) + row) * width + at, zeros, mask=at < width)
 
 
-@jit
+@jit(do_not_specialize=NUMBERS)
 def _sum(
     rows,
     stride,
@@ -421,6 +375,7 @@ def _sum(
     sums,
     num_tokens,
     width,
+    num_rows,
     TOP_K: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -433,7 +388,8 @@ def _sum(
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for k in tl.static_range(TOP_K):
         place = tl.load(places + tokens * TOP_K + k, mask=is_token, other=0).to(tl.int64)
-        copies = tl.load(rows + place[:, None] * stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        is_row = mask & (place < num_rows)[:, None]
+        copies = tl.load(rows + place[:, None] * stride + columns[None, :], mask=is_row, other=0.0).to(tl.float32)
         if HAS_WEIGHTS:
             weight = tl.load(weights + tokens * TOP_K + k, mask=is_token, other=0.0).to(tl.float32)
             copies = copies * weight[:, None]
@@ -441,7 +397,7 @@ def _sum(
     tl.store(sums + tokens[:, None] * width + columns[None, :], total, mask=mask)
 
 
-@jit
+@jit(do_not_specialize=NUMBERS)
 def _dot(
     x,
     x_stride,
@@ -451,6 +407,7 @@ def _dot(
     products,
     num_tokens,
     width,
+    num_rows,
     TOP_K: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -464,12 +421,13 @@ def _dot(
             columns = start + tl.arange(0, COLUMNS)
             mask = is_token[:, None] & (columns < width)[None, :]
             own = tl.load(x + tokens[:, None] * x_stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-            copies = tl.load(rows + place[:, None] * stride + columns[None, :], mask=mask, other=0.0)
+            is_row = mask & (place < num_rows)[:, None]
+            copies = tl.load(rows + place[:, None] * stride + columns[None, :], mask=is_row, other=0.0)
             total += own * copies.to(tl.float32)
         tl.store(products + tokens * TOP_K + k, tl.sum(total, 1), mask=is_token)
 
 
-@jit
+@jit(do_not_specialize=NUMBERS[1:])
 def _copy_and_dot(
     x,
     x_stride,
@@ -480,6 +438,7 @@ def _copy_and_dot(
     copies,
     products,
     width,
+    num_rows,
     TOP_K: tl.constexpr,
     KS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -487,15 +446,15 @@ def _copy_and_dot(
 ):
     token = tl.program_id(0).to(tl.int64)
     ks = tl.arange(0, KS)
-    place = tl.load(places + token * TOP_K + ks, mask=ks < TOP_K, other=0).to(tl.int64)[:, None]
+    place = tl.load(places + token * TOP_K + ks, mask=ks < TOP_K, other=0).to(tl.int64)
     weight = tl.load(weights + token * TOP_K + ks, mask=ks < TOP_K, other=0.0).to(tl.float32)[:, None]
     total = tl.zeros([KS, COLUMNS], tl.float32)
     for part in range(PARTS):
         columns = part * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        mask = (ks < TOP_K)[:, None] & (columns < width)
+        mask = ((ks < TOP_K) & (place < num_rows))[:, None] & (columns < width)
         own = tl.load(x + token * x_stride + columns, mask=columns < width, other=0.0)
-        of_rows = tl.load(rows + place * stride + columns, mask=mask, other=0.0)
+        of_rows = tl.load(rows + place[:, None] * stride + columns, mask=mask, other=0.0)
         wide = own.to(tl.float32)
-        tl.store(copies + place * width + columns, (wide * weight).to(own.dtype), mask=mask)
+        tl.store(copies + place[:, None] * width + columns, (wide * weight).to(own.dtype), mask=mask)
         total += wide * of_rows.to(tl.float32)
     tl.store(products + token * TOP_K + ks, tl.sum(total, 1), mask=ks < TOP_K)
