@@ -83,7 +83,7 @@ def _allocations(device: torch.device) -> dict[str, int]:
 
 
 def _traced(contender: Contender) -> list[dict[str, Any]]:
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         contender.run(STEPS)
         torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as directory:
