@@ -34,6 +34,7 @@ NAMES = (
     "streaming",
     "saving",
     "step_in_backward",
+    "muon",
     "optimizer_loss",
 )
 SELECTIONS = {

@@ -13,6 +13,7 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_module
 from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
@@ -140,6 +141,35 @@ def test_stochastic_rounding_gives_the_same_bits(state_dtype: torch.dtype) -> No
         assert {each.dtype for each in module.parameters()} == {torch.bfloat16}
         weights.append(module.state_dict())
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
+
+
+class Reads(TorchDispatchMode):
+    """Counts values of tensors that the host reads, for which it would wait for a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.uint8])
+def test_the_host_reads_nothing_in_a_part(state_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is far ahead of the device, which is told by a tensor whether the step is left out."""
+    step, reads = StepInBackward._step, []
+
+    def watched(self: StepInBackward, parameters: Any) -> None:
+        with Reads() as mode:
+            step(self, parameters)
+        reads.append(mode.count)
+
+    monkeypatch.setattr(StepInBackward, "_step", watched)
+    rows = [{"x": row["x"].float(), "y": row["y"]} for row in staged_rows(12)[4:]]
+    L.seed_everything(7, verbose=False)
+    module = Deep(make=partial(StochasticAdamW, lr=0.01, state_dtype=state_dtype))
+    fit(module, cut={"parallel": ParallelConfig(kernels="triton")}, rows=rows, precision="bf16-true")
+    assert len(reads) == 2 * 2  # parts of two steps; the second step is left out or not on the device
+    assert sum(reads) == 0
 
 
 class Wide(Deep):
