@@ -1,8 +1,10 @@
 """Muon for matrices and AdamW for the rest, in one optimizer.
 
 [Note: plain products] An iteration is x' = (a + b g + c g^2) x with the Gram matrix g = x x^T. Sums of matrices would
-cost passes over memory beside the products. So the square is completed, and numbers are added to diagonals alone. For
-y = c^(1/4) x and h = y y^T the iteration is y' = ((h + b / (2 sqrt(c)))^2 + a - b^2 / (4 c)) y: three plain products.
+cost passes over memory beside the products. So the square is completed, and numbers are added to diagonals alone. With
+y = c^(1/4) x and h = y y^T it is three plain products:
+
+    y' = ((h + b / (2 sqrt(c)))^2 + a - b^2 / (4 c)) y
 """
 
 from __future__ import annotations

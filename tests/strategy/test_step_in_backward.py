@@ -155,7 +155,7 @@ class Reads(TorchDispatchMode):
 
 @pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.uint8])
 def test_the_host_reads_nothing_in_a_part(state_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is far ahead of the device, which is told by a tensor whether the step is left out."""
+    """It is far ahead of the device, where a tensor says whether the step is left out."""
     step, reads = StepInBackward._step, []
 
     def watched(self: StepInBackward, parameters: Any) -> None:
