@@ -92,6 +92,8 @@ class MultiTensorAdamW:
 
     def __init__(self) -> None:
         self._tables: dict[Hashable, _Table] = {}
+        self._bases: dict[tuple[torch.device, tuple[float, float]], Tensor] = {}
+        """Decay rates on their device."""
 
     @torch.no_grad()
     def __call__(self, tensors: Sequence[AdamWTensors], scalars: Scalars) -> None:
@@ -103,7 +105,11 @@ class MultiTensorAdamW:
         if not tensors:
             return
         found_inf = None if scalars.found_inf is None else scalars.found_inf.to(kind.device, non_blocking=True)
-        factors = _factors(tensors, scalars)
+        bases = self._bases.get((kind.device, scalars.betas))
+        if bases is None:
+            bases = torch.tensor(scalars.betas, dtype=torch.float64, device=kind.device)
+            self._bases[kind.device, scalars.betas] = bases
+        factors = _factors(tensors, scalars, bases)
         if not runs_triton(*tensors[0][:4]):
             if found_inf is None or not found_inf.item():
                 for each, own in zip(tensors, factors, strict=True):
@@ -292,15 +298,21 @@ class _Table:
         return self._gradients
 
 
-def _factors(tensors: Sequence[AdamWTensors], scalars: Scalars) -> Tensor:
-    """What differs between parameters, float32 `[tensors, 5]`: each column as the kernel takes it."""
+def _factors(tensors: Sequence[AdamWTensors], scalars: Scalars, betas: Tensor) -> Tensor:
+    """What differs between parameters, float32 `[tensors, 5]`: each column as the kernel takes it.
+
+    Args:
+        tensors: Of one device.
+        scalars: Of the step.
+        betas: Float64 on that device.
+    """
     steps = torch.stack([each.step for each in tensors]).double()
-    beta1, beta2 = scalars.betas
+    first, second = (1 - betas ** steps.unsqueeze(1)).unbind(1)
     one = torch.ones_like(steps)
     scale = scalars.grad_scale
     columns = (
-        scalars.lr / (1 - beta1**steps),
-        (1 - beta2**steps).rsqrt(),
+        scalars.lr / first,
+        second.rsqrt(),
         one * (1 - scalars.lr * scalars.weight_decay),
         one if scale is None else one / scale.to(steps.device, non_blocking=True),
         steps,

@@ -1,4 +1,11 @@
-"""Muon for matrices and AdamW for the rest, in one optimizer."""
+"""Muon for matrices and AdamW for the rest, in one optimizer.
+
+[Note: plain products] An iteration is x' = (a + b g + c g^2) x with the Gram matrix g = x x^T. Sums of matrices would
+cost passes over memory beside the products. So the square is completed, and numbers are added to diagonals alone. With
+y = c^(1/4) x and h = y y^T it is three plain products:
+
+    y' = ((h + b / (2 sqrt(c)))^2 + a - b^2 / (4 c)) y
+"""
 
 from __future__ import annotations
 
@@ -14,10 +21,10 @@ from torch.optim.optimizer import ParamsT
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh.sharding import local, local_ranges, sharding_of
 from lightning_d9d.ops.stochastic import round_stochastic_
-from lightning_d9d.optim.whole_matrices import on_whole_matrices
+from lightning_d9d.optim.whole_matrices import is_whole, on_whole_matrices
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""The polynomial that each iteration applies to singular values; Muon's author found it."""
+"""The polynomial that each iteration applies to singular values; Muon's author found it. [Note: plain products]."""
 _ITERATIONS = 5
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 _SCALE = 0.2
@@ -34,15 +41,18 @@ def orthogonalized(matrices: Tensor) -> Tensor:
         Matrices of the same shape and dtype; those of zeros stay. Singular values come to lie between about 0.7 and
         1.2, unless they are far below the matrix's norm.
     """
+    a, b, c = _COEFFICIENTS
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if is_tall else matrices
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    a, b, c = _COEFFICIENTS
-    x = x.reshape(-1, *x.shape[-2:])
-    for _ in range(_ITERATIONS):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    x = x.view(*matrices.shape[:-2], *x.shape[-2:])
+    y = x * (c**0.25 / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7))
+    y = y.reshape(-1, *y.shape[-2:])
+    for iteration in range(_ITERATIONS):  # [Note: plain products]
+        gram = y @ y.mT
+        gram.diagonal(dim1=-2, dim2=-1).add_(b / (2 * math.sqrt(c)))
+        step = gram @ gram
+        step.diagonal(dim1=-2, dim2=-1).add_(a - b * b / (4 * c))
+        y = (step if iteration < _ITERATIONS - 1 else step.mul_(c**-0.25)) @ y
+    x = y.view(*matrices.shape[:-2], *y.shape[-2:])
     return x.mT if is_tall else x
 
 
@@ -133,8 +143,12 @@ class MuonAdamW(Optimizer):
             for parameter in parameters:
                 _check_gradient(parameter)
             matrices = [parameter for parameter in parameters if is_matrix(parameter, group)]
-            for dtype in dict.fromkeys(parameter.dtype for parameter in matrices):
-                self._step_matrices([each for each in matrices if each.dtype == dtype], group)
+            for parameter in matrices:
+                if is_whole(parameter):  # one at a time, which takes the least memory
+                    self._step_matrices([parameter], group)
+            cut = [parameter for parameter in matrices if not is_whole(parameter)]
+            for dtype in dict.fromkeys(parameter.dtype for parameter in cut):
+                self._step_matrices([each for each in cut if each.dtype == dtype], group)
             for parameter in parameters:
                 if not is_matrix(parameter, group):
                     self._step_adamw(parameter, group)
@@ -174,17 +188,18 @@ class MuonAdamW(Optimizer):
         for parameter in parameters:
             average = local(self._begun(parameter, group)["momentum"])
             assert parameter.grad is not None
-            gradient = local(parameter.grad).to(average.dtype)
-            average.mul_(momentum).add_(gradient)
-            direction = gradient + momentum * average
-            directions.append(direction if parameter.dtype == torch.float64 else direction.bfloat16())
+            gradient = local(parameter.grad)
+            torch.add(gradient, average, alpha=momentum, out=average)
+            dtype = torch.float64 if parameter.dtype == torch.float64 else torch.bfloat16
+            direction = torch.empty_like(average, dtype=dtype)
+            directions.append(torch.add(gradient, average, alpha=momentum, out=direction))
 
         def update(_: int, whole: Tensor) -> Tensor:
             return orthogonalized(whole.unflatten(-2, (num_parts, -1))).flatten(-3, -2)
 
         for parameter, direction in zip(parameters, on_whole_matrices(directions, parameters, update), strict=True):
             scale = _SCALE * math.sqrt(max(parameter.shape[-2] // num_parts, parameter.shape[-1]))
-            self._move(parameter, direction.to(dtype_of_states(parameter)) * (lr * scale), group)
+            self._move(parameter, direction, lr * scale, group)
 
     def _step_adamw(self, parameter: Tensor, group: Mapping[str, Any]) -> None:
         state, (first, second), lr = self._begun(parameter, group), group["betas"], group["lr"]
@@ -194,16 +209,19 @@ class MuonAdamW(Optimizer):
         average.lerp_(gradient, 1 - first)
         square.mul_(second).addcmul_(gradient, gradient, value=1 - second)
         root = square.sqrt().div_(math.sqrt(1 - second**step)).add_(group["eps"])
-        self._move(parameter, average / root * (lr / (1 - first**step)), group)
+        self._move(parameter, average / root, lr / (1 - first**step), group)
 
-    def _move(self, parameter: Tensor, update: Tensor, group: Mapping[str, Any]) -> None:
-        """Let a weight decay, and subtract an update."""
+    def _move(self, parameter: Tensor, direction: Tensor, size: float | Tensor, group: Mapping[str, Any]) -> None:
+        """Let a weight decay, and take a step of a size against a direction."""
         weight, rest = local(parameter), 1 - group["lr"] * group["weight_decay"]
-        if weight.dtype == torch.bfloat16:
-            moved = weight.float().mul_(rest).sub_(update)
-            _round_in_place(parameter, moved, group["seed"] << 32 | self.state[parameter]["step"])
+        is_rounded = weight.dtype == torch.bfloat16
+        moved = (weight.float() if is_rounded else weight).mul_(rest)
+        if isinstance(size, Tensor):
+            moved.addcmul_(direction.to(moved.dtype), -size.to(moved.dtype))
         else:
-            weight.mul_(rest).sub_(update)
+            moved.add_(direction, alpha=-size)
+        if is_rounded:
+            _round_in_place(parameter, moved, group["seed"] << 32 | self.state[parameter]["step"])
 
 
 def _round_in_place(parameter: Tensor, values: Tensor, seed: int) -> None:

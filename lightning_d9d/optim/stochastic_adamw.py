@@ -132,8 +132,11 @@ class StochasticAdamW(Optimizer):
                 continue
             tensors = [self._tensors(parameter, group["state_dtype"]) for parameter in parameters]
             for device in {each.step.device for each in tensors}:
-                advance = 1 if found_inf is None else 1 - found_inf.to(device, non_blocking=True).reshape(())
-                torch._foreach_add_([each.step for each in tensors if each.step.device == device], advance)
+                steps = [each.step for each in tensors if each.step.device == device]
+                if found_inf is None:
+                    torch._foreach_add_(steps, 1)
+                else:  # without alpha torch would read the tensor on the host
+                    torch._foreach_add_(steps, 1 - found_inf.to(device, non_blocking=True).reshape(()), alpha=1)
             hyperparameters = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay", "seed")}
             self._updates[parameters[0]](
                 tensors, Scalars(**hyperparameters, grad_scale=grad_scale, found_inf=found_inf)

@@ -58,6 +58,11 @@ def on_whole_matrices(parts: Sequence[Tensor], like: Sequence[Tensor], function:
     return [results[index] for index in range(len(parts))]
 
 
+def is_whole(parameter: Tensor) -> bool:
+    """Tell whether this rank has whole matrices, so that nothing is sent. Local."""
+    return not _cutting_axes(parameter)
+
+
 def _cutting_axes(parameter: Tensor) -> list[int]:
     """Return the axes of its mesh that shard one of its last two dims."""
     if not isinstance(parameter, DTensor):

@@ -27,6 +27,7 @@ from lightning_d9d.pipeline.microbatch import num_tokens
 from lightning_d9d.pipeline.types import StageInfo
 from lightning_d9d.strategy.gradient_sync import GradientSync
 from lightning_d9d.strategy.module import D9DModule
+from lightning_d9d.strategy.step_in_backward import part_bytes
 
 _BELOW = 0.9
 """Advice is for so much of the memory, or of what was needed: buffers and fragments come on top."""
@@ -41,7 +42,7 @@ class FitMemory:
         gradients: Knows how gradients are kept.
         parallel: The configuration.
         device: The rank's. Nothing is refused on the CPU.
-        bucket_bytes: An update inside of the backward comes when gradients take as much.
+        bucket_bytes: The size of a full bucket; see `part_bytes`.
         steps_in_backward: Whether updates are inside of the backward.
         check_in_backward: Raises `ConfigError` where they cannot be; None: they cannot.
         activation_dtype: The dtype of activations; None: that of the parameters.
@@ -140,7 +141,7 @@ class FitMemory:
         return StepMemory(
             weights=memory.weight_bytes(self._tensors),
             gradients=gradients,
-            gradients_in_backward=min(gradients, max(2 * self._bucket_bytes, largest)),
+            gradients_in_backward=min(gradients, max(2 * part_bytes(self._parameters, self._bucket_bytes), largest)),
             states=sum(known) if len(known) == len(states) else None,
             eight_bit_states=self._eight_bit_states(),
             gathered=self._gathered_bytes(),

@@ -2,22 +2,24 @@
 
 [Note: parts of a step] The last backward of an accumulation window completes gradients. A gradient is complete when
 autograd or FSDP2 has put it in place, or the sum of its bucket is there. Complete parameters are collected until their
-gradients take `limit_bytes`. Then the optimizer steps with groups that have these parameters alone, and their gradients
+gradients take `part_bytes`. Then the optimizer steps with groups that have these parameters alone, and their gradients
 are freed. What is left when the backward ends is updated by the one ordinary step, which Lightning and schedules count.
 Left are parameters in the last, smaller part, those that several stages have, and those that are summed afterwards.
 
-[Note: streams] FSDP2 calls hooks on the stream of its reduction. Each stream collects parts of its own, updates them
-there, and the stream of the backward waits for the others at the end.
+[Note: streams] FSDP2 calls hooks on the stream of its reduction, so each stream collects parts of its own. On CUDA they
+are updated on one more stream, beside the products of the backward: it waits until the gradients of a part are there.
+Their memory belongs to the stream that made them. That one waits for the update when its next part is complete, and
+then frees them. So two parts are there at most, however far the host is ahead. The backward ends with all updates.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import torch
@@ -32,6 +34,8 @@ from lightning_d9d.strategy.torn import TornWeights
 from lightning_d9d.strategy.window import cast_gradients, scale_gradients
 from lightning_d9d.sync.norm import SquaredNorms, clip_gradients_by_value
 
+_MOST_PARTS = 64
+"""So many parts have all gradients of a large model: each costs some launches, and the memory of its gradients."""
 _EACH_ALONE = {ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop}
 """Optimizers of torch whose update of a parameter depends on no other; a subclass may do something else."""
 
@@ -43,10 +47,10 @@ class StepInBackward:
         optimizer: The only one.
         steps: Knows whether it skips on the device.
         torn: Hears when the first part is updated, and when the step is over.
-        limit_bytes: A part is updated when its gradients take as much.
+        bucket_bytes: The size of a full bucket; see `part_bytes`.
     """
 
-    def __init__(self, optimizer: Optimizer, steps: OptimizerStep, torn: TornWeights, limit_bytes: int) -> None:
+    def __init__(self, optimizer: Optimizer, steps: OptimizerStep, torn: TornWeights, bucket_bytes: int) -> None:
         self.torn = torn
         self.gone = SquaredNorms()
         """Squares of the gradients that this step has freed, if `keeps_norm`."""
@@ -59,15 +63,16 @@ class StepInBackward:
         """The same on the host, if the optimizer cannot look on the device."""
         self._optimizer = optimizer
         self._steps = steps
-        self._limit_bytes = limit_bytes
+        self._bucket_bytes = self._part_bytes = bucket_bytes
         self._is_active = False
         self._factor: Tensor | None = None
         self._found_inf: Tensor | None = None
         self._group_of: dict[nn.Parameter, int] = {}
         self._taken: set[nn.Parameter] = set()
         self._parts: dict[torch.cuda.Stream | None, _Part] = {}
-        self._streams: set[torch.cuda.Stream] = set()
-        """Those that have updated something in this backward."""
+        self._under_way: dict[torch.cuda.Stream, _Update] = {}
+        """The last update of each stream's gradients, which are still there. [Note: streams]."""
+        self._own_streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def begin(self, skip: Tensor | None, factor: Tensor | None) -> None:
         """The last batch of a window begins. The host waits once where the optimizer does not skip on the device.
@@ -78,6 +83,7 @@ class StepInBackward:
         """
         groups = self._optimizer.param_groups
         self._group_of = {parameter: index for index, group in enumerate(groups) for parameter in group["params"]}
+        self._part_bytes = part_bytes(self._group_of, self._bucket_bytes)
         self._taken.clear()
         self._parts.clear()
         self.gone.clear()
@@ -113,7 +119,7 @@ class StepInBackward:
         part = self._parts.setdefault(stream, _Part())
         part.parameters.append(parameter)
         part.num_bytes += gradient.nbytes
-        if part.num_bytes >= self._limit_bytes:
+        if part.num_bytes >= self._part_bytes:
             del self._parts[stream]
             self._update(part.parameters, stream)
 
@@ -124,16 +130,57 @@ class StepInBackward:
                 self.take(parameter)
 
     def end_backward(self) -> None:
-        """Let the stream wait for updates on others; what is left has its gradient. [Note: streams]."""
+        """Let the stream wait for all updates; what is left has its gradient. [Note: streams]."""
         self._is_active = False
         self._parts.clear()
-        for stream in self._streams:
-            torch.cuda.current_stream(stream.device).wait_stream(stream)
-        self._streams.clear()
+        for stream in [*self._under_way]:
+            torch.cuda.current_stream(stream.device).wait_event(self._under_way[stream].end)
+            self._free(stream)
+
+    def fail(self, error: BaseException) -> None:
+        """The backward has failed: note that weights are torn, if they are, and wait as at its end."""
+        self.torn.note(error)
+        with suppress(RuntimeError):  # a device that is lost cannot wait either
+            self.end_backward()
 
     @torch.no_grad()
     def _update(self, parameters: Sequence[nn.Parameter], stream: torch.cuda.Stream | None) -> None:
-        """Do the optimizer's step for these alone, on the current stream, and free their gradients."""
+        """Do the optimizer's step for these alone, and take their gradients from them. [Note: streams]."""
+        if stream is None:
+            self._step(parameters)
+            return
+        gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        own = self._stream_of_updates(stream)
+        own.wait_stream(stream)
+        if all(parameter in self._optimizer.state for parameter in parameters):
+            with torch.cuda.stream(own):
+                self._step(parameters)
+        else:  # states are made where the memory of activations has become free
+            stream.wait_stream(own)
+            self._step(parameters)
+            own.wait_stream(stream)
+        self._free(stream)
+        end = torch.cuda.Event()
+        end.record(own)
+        self._under_way[stream] = _Update(end, gradients)
+
+    def _stream_of_updates(self, stream: torch.cuda.Stream) -> torch.cuda.Stream:
+        """Return the one for gradients that are complete on a stream."""
+        if stream.device not in self._own_streams:
+            self._own_streams[stream.device] = torch.cuda.Stream(stream.device)
+        return self._own_streams[stream.device]
+
+    def _free(self, stream: torch.cuda.Stream) -> None:
+        """Free the gradients of a stream's last update, when it is over."""
+        update = self._under_way.pop(stream, None)
+        if update is None:
+            return
+        stream.wait_event(update.end)
+        for gradient in update.gradients:
+            gradient.record_stream(stream)  # memory of another stream's must not be used again before
+
+    def _step(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Update parameters on the current stream."""
         gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
         if self._factor is not None:
             scale_gradients(gradients, self._factor)
@@ -147,10 +194,6 @@ class StepInBackward:
             type(self._optimizer).step(self._optimizer)  # without the wrapper by which schedules count steps
         for parameter in parameters:
             parameter.grad = None
-        if stream is not None:
-            self._streams.add(stream)
-            for gradient in gradients:
-                gradient.record_stream(stream)  # memory of another stream's must not be used again before
 
     @contextmanager
     def _only(self, parameters: Sequence[nn.Parameter]) -> Generator[None]:
@@ -171,6 +214,11 @@ class StepInBackward:
                 groups[index]["params"] = members
 
 
+def part_bytes(parameters: Iterable[Tensor], bucket_bytes: int) -> int:
+    """Return how many bytes of gradients are updated together: those of a bucket, or more in a large model. Local."""
+    return max(bucket_bytes, sum(local(parameter).nbytes for parameter in parameters) // _MOST_PARTS)
+
+
 @dataclass
 class _Part:
     """Complete parameters that are updated together."""
@@ -178,6 +226,14 @@ class _Part:
     parameters: list[nn.Parameter] = field(default_factory=list)
     num_bytes: int = 0
     """The size of their gradients."""
+
+
+class _Update(NamedTuple):
+    """The update of a part, on a stream of its own."""
+
+    end: torch.cuda.Event
+    gradients: list[Tensor]
+    """Read until then."""
 
 
 class CompleteGradients:

@@ -225,7 +225,7 @@ class TrainStep:
                 if data_parallel is not None:
                     data_parallel.drop()
                 if self.in_backward is not None:
-                    self.in_backward.torn.note(error)
+                    self.in_backward.fail(error)
                 raise
         if data_parallel is not None:
             data_parallel.finish()

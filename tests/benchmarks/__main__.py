@@ -34,6 +34,7 @@ NAMES = (
     "streaming",
     "saving",
     "step_in_backward",
+    "muon",
     "optimizer_loss",
 )
 SELECTIONS = {
@@ -41,6 +42,7 @@ SELECTIONS = {
     "ops": ("ops", "sizes"),
     "train_step": ("peers",),
     "fine_tune": ("layers", "experts", "seconds"),
+    "step_in_backward": ("layers",),
     "optimizer_loss": ("methods", "rates", "steps", "jobs"),
 }
 """Options of single benchmarks."""
@@ -89,7 +91,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--ops", nargs="+", help="of `ops`")
     parser.add_argument("--sizes", nargs="+", type=float, help="of `ops`, as multiples of the shape; default: 1")
     parser.add_argument("--peers", choices=("best", "all"), default="all", help="of `train_step`")
-    parser.add_argument("--layers", type=int, help="of `fine_tune`: of the model")
+    parser.add_argument("--layers", type=int, help="of `fine_tune` and `step_in_backward`: of the model")
     parser.add_argument("--experts", nargs="+", help="of `fine_tune`: implementations of transformers")
     parser.add_argument("--seconds", type=int, help="of `fine_tune`: that a contender has")
     parser.add_argument("--methods", nargs="+", help="of `optimizer_loss`")

@@ -24,7 +24,7 @@ _SCALE = 100
 
 def adamw(name: str, sizes: Sizes, layers: int, dtype: torch.dtype, state_dtype: torch.dtype) -> OpCase:
     """Make a case of states in float32 or bfloat16."""
-    shapes = _shapes(sizes) * max(1, layers)
+    shapes = shapes_of_layer(sizes) * max(1, layers)
     count = sum(map(math.prod, shapes))
 
     def inputs(make: Inputs) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def adamw(name: str, sizes: Sizes, layers: int, dtype: torch.dtype, state_dtype:
 
 def adamw_in_eight_bits(sizes: Sizes, layers: int) -> OpCase:
     """Make a case of states in eight bits, beside ours in bfloat16 and other packages' in eight bits."""
-    shapes = _shapes(sizes) * layers
+    shapes = shapes_of_layer(sizes) * layers
     matrices, vectors = (sum(math.prod(s) for s in shapes if (len(s) > 1) == wanted) for wanted in (True, False))
 
     def inputs(make: Inputs) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def _whole(shape: Sequence[int]) -> Place:
     return Place(tuple(shape), tuple(map(range, shape)))
 
 
-def _shapes(sizes: Sizes) -> list[tuple[int, ...]]:
+def shapes_of_layer(sizes: Sizes) -> list[tuple[int, ...]]:
     """Sizes of the weights of a layer."""
     q, kv, dim = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim, sizes.hidden
     of_attention = [(q, dim), (kv, dim), (kv, dim), (dim, q), (sizes.head_dim,), (sizes.head_dim,)]

@@ -97,6 +97,22 @@ def test_scalars_are_taken_as_torch_takes_them() -> None:
     assert_tensors_close(*({str(i): p for i, p in enumerate(own)} for own in (ours, theirs)))
 
 
+@pytest.mark.gpu
+@ALL_DTYPES
+def test_the_host_waits_for_nothing(state_dtype: torch.dtype) -> None:
+    own = [nn.Parameter(each.detach().cuda()) for each in parameters()]
+    optimizer = StochasticAdamW(own, state_dtype=state_dtype)
+    optimizer.grad_scale, optimizer.found_inf = (torch.tensor(value, device="cuda") for value in (2.0, 0.0))  # type: ignore[attr-defined]
+    steps(optimizer, own, 0, 2)
+    give_gradients(own, 2)
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
 @ALL_DTYPES
 def test_long_runs_stay_near_float32_where_nearest_rounding_stands_still(state_dtype: torch.dtype) -> None:
     """Weights near 1 move by 1e-4 a step towards 0.9 or 1.1, which is a fortieth of what bfloat16 resolves there."""

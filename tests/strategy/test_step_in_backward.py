@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_module
 from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
@@ -19,6 +21,7 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_d9d import ConfigError, D9DStrategy, GradSyncConfig, MeshConfig, ParallelConfig, StageInfo, StateError
 from lightning_d9d.mesh.sharding import local
 from lightning_d9d.optim import MuonAdamW, StochasticAdamW
+from lightning_d9d.strategy.step_in_backward import StepInBackward
 from tests.harness.compare import assert_tensors_close
 from tests.harness.ranks import RankContext
 from tests.strategy.plain import trainer
@@ -138,6 +141,76 @@ def test_stochastic_rounding_gives_the_same_bits(state_dtype: torch.dtype) -> No
         assert {each.dtype for each in module.parameters()} == {torch.bfloat16}
         weights.append(module.state_dict())
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
+
+
+class Reads(TorchDispatchMode):
+    """Counts values of tensors that the host reads, for which it would wait for a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.uint8])
+def test_the_host_reads_nothing_in_a_part(state_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is far ahead of the device, where a tensor says whether the step is left out."""
+    step, reads = StepInBackward._step, []
+
+    def watched(self: StepInBackward, parameters: Any) -> None:
+        with Reads() as mode:
+            step(self, parameters)
+        reads.append(mode.count)
+
+    monkeypatch.setattr(StepInBackward, "_step", watched)
+    rows = [{"x": row["x"].float(), "y": row["y"]} for row in staged_rows(12)[4:]]
+    L.seed_everything(7, verbose=False)
+    module = Deep(make=partial(StochasticAdamW, lr=0.01, state_dtype=state_dtype))
+    fit(module, cut={"parallel": ParallelConfig(kernels="triton")}, rows=rows, precision="bf16-true")
+    assert len(reads) == 2 * 2  # parts of two steps; the second step is left out or not on the device
+    assert sum(reads) == 0
+
+
+class Wide(Deep):
+    """Layers of 2 MiB in bfloat16, and the memory that a step takes beside what was there."""
+
+    def __init__(self) -> None:
+        super().__init__(make=partial(StochasticAdamW, lr=0.01))
+        self.most_bytes: list[int] = []
+
+    def configure_stage(self, stage: StageInfo) -> nn.Module:
+        layers = [each for _ in range(NUM_LAYERS) for each in (nn.Linear(1024, 1024), nn.Tanh())]
+        return nn.Sequential(nn.Linear(WIDTH, 1024), *layers, nn.Linear(1024, 4))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        self.before = torch.cuda.memory_allocated()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.most_bytes.append(torch.cuda.max_memory_allocated() - self.before)
+
+
+@pytest.mark.gpu
+def test_gradients_are_kept_until_a_slow_update_has_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host is far ahead of updates, and the backward takes the memory that they free."""
+    step, modules = StepInBackward._step, []
+
+    def slow_step(self: StepInBackward, parameters: Any) -> None:
+        torch.cuda._sleep(10_000_000)
+        step(self, parameters)
+
+    monkeypatch.setattr(StepInBackward, "_step", slow_step)
+    for inside in (True, False):
+        L.seed_everything(7, verbose=False)
+        modules.append(Wide())
+        strategy = D9DStrategy(step_in_backward=inside, grad_sync=GradSyncConfig(bucket_mb=2.0))
+        run = trainer(strategy, 1, "cuda", precision="bf16-true", max_epochs=1)
+        run.fit(modules[-1], DataLoader(ROWS, batch_size=4))  # type: ignore[arg-type]
+    ours, theirs = modules
+    assert all(map(torch.equal, ours.state_dict().values(), theirs.state_dict().values()))
+    assert max(theirs.most_bytes[1:]) > 2 * max(ours.most_bytes[1:])
 
 
 def test_elements_are_clipped_in_parts() -> None:
