@@ -208,11 +208,19 @@ def test_settings_that_are_refused(options: dict[str, Any], message: str) -> Non
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", b'{"messages": [\n', r"a\.jsonl:1 is not JSON: .*Write each chat in one line"),
-        ("a.jsonl", b'\n\n{"messages": "\xff"}\n', r"a\.jsonl:3 is not JSON: .*utf-8"),
-        ("a.jsonl", b'{"text": "a"}\n', r"a\.jsonl:1 has no 'messages', but \['text'\]"),
-        ("a.jsonl", b"\n", r"a\.jsonl of ChatDataModule has no chat"),
-        ("a.csv", b"a", r"a\.csv is not a file of chats: give JSON lines \(\.jsonl, \.json\), Parquet"),
+        (
+            "a.jsonl",
+            b'{"messages": [\n',
+            r"a\.jsonl, line 1 is not JSON: Expecting value; mend the line, or leave it out",
+        ),
+        ("a.jsonl", b'\n\n{"messages": "\xff"}\n', r"a\.jsonl, line 3 is not JSON: .*utf-8"),
+        ("a.jsonl", b'{"text": "a"}\n', r"a\.jsonl, line 1 has no 'messages', but \['text'\]"),
+        ("a.jsonl", b"\n", r"a\.jsonl has no chat"),
+        (
+            "a.csv",
+            b"a",
+            r"a\.csv is not a file of chats: give JSON lines \(\.jsonl, \.ndjson, \.json\), a table \(\.parquet",
+        ),
         ("b/a.jsonl", None, r"a\.jsonl cannot be read: it does not exist"),
     ],
 )
@@ -294,7 +302,7 @@ def test_tables_that_are_refused(tmp_path: Path) -> None:
         data(str(tmp_path))
     broken = tmp_path / "broken.parquet"
     broken.write_bytes(b"PAR1 and no more")
-    with pytest.raises(ConfigError, match=r"broken\.parquet cannot be read behind row 0"):
+    with pytest.raises(ConfigError, match=r"broken\.parquet cannot be read as parquet"):
         data(str(broken))
 
 
