@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,10 @@ BYTES = "bytes"
 _END_OF_BYTES = 0
 """The token that ends a document of bytes, as in `ByteTextDataModule`."""
 _BATCH_CHARACTERS = 1 << 20
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model"),
+)
 
 
 @dataclass
@@ -104,6 +108,13 @@ class Settings:
     begins: bool
 
 
+def description(settings: Settings) -> dict[str, Any]:
+    """Return all that tokens follow from beside the texts, with a hash of the tokenizer's files. Local."""
+    files = [Path(settings.tokenizer) / name for name in _TOKENIZER_FILES]
+    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path.is_file()}
+    return {**asdict(settings), "files": digests}
+
+
 _encoders: dict[Settings, Encoder] = {}
 """Encoders of this process, so that a tokenizer is read once."""
 
@@ -147,7 +158,13 @@ def main(chosen: argparse.Namespace) -> int | None:
     return None
 
 
-def prepare(output: str | Path, sources: Sequence[str], settings: Settings, num_processes: int = 1) -> Counts:
+def prepare(
+    output: str | Path,
+    sources: Sequence[str],
+    settings: Settings,
+    num_processes: int = 1,
+    tell: Callable[[], None] = lambda: None,
+) -> Counts:
     """Makes a file of tokens, or goes on with one that was not finished.
 
     Args:
@@ -155,6 +172,7 @@ def prepare(output: str | Path, sources: Sequence[str], settings: Settings, num_
         sources: Files.
         settings: What tokens follow from. If they, or the files, are others than before, everything is made again.
         num_processes: That tokenize at the same time; 1 is this one.
+        tell: Called whenever a piece of the texts is done.
 
     Raises:
         ConfigError: A text is invalid or cannot be read, all are empty, or a process died.
@@ -172,6 +190,7 @@ def prepare(output: str | Path, sources: Sequence[str], settings: Settings, num_
         prepare_one = functools.partial(_prepare_numbered, parts=parts, settings=settings)
         for number in map_in_processes(prepare_one, [(each, pieces[each]) for each in missing], num_processes):
             bar.update(pieces[number].num_bytes)
+            tell()
     counts = [Counts(**json.loads(_notes(parts, number).read_text())) for number in range(len(pieces))]
     total = sum(counts, Counts())
     if total.documents == 0:
@@ -239,9 +258,7 @@ def _batches(reader: DocumentReader, piece: Piece, counts: Counts) -> Iterator[l
 def _open_parts(parts: Path, sources: Sequence[str], settings: Settings) -> None:
     """Make the folder of parts, or keep one that was made of the same texts with the same settings."""
     stats = [(str(Path(source).resolve()), os.stat(source).st_size, os.stat(source).st_mtime_ns) for source in sources]
-    tokenizer = Path(settings.tokenizer) / "tokenizer.json"
-    digest = hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.is_file() else None
-    about = json.dumps([stats, asdict(settings), digest])
+    about = json.dumps([stats, description(settings)])
     noted = parts / "settings.json"
     if noted.is_file() and noted.read_text() == about:
         return

@@ -6,6 +6,7 @@ makes progress, however large the data are, and what fails there fails on all.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import secrets
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from lightning_d9d.errors import ConfigError, RankError, printable, reason
 from lightning_d9d.mesh.agreement import Ranks
@@ -23,7 +25,7 @@ VARIABLE = "LIGHTNING_D9D_CACHE"
 """The environment variable that names the folder where no setting does."""
 _TURN_SECONDS = 5.0
 """Ranks hear of each other at least so often."""
-SILENT_SECONDS = 1800.0
+SILENT_SECONDS = 7200.0
 """The longest time that a rank may make a file without progress."""
 _CHUNK = 1 << 24
 
@@ -63,7 +65,8 @@ def made_once(
         found = name(tell)
         with _writable(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        make(folder / found, tell)
+        with _alone(folder / f"{found}.lock", tell):
+            make(folder / found, tell)
         return found
 
     names = _run_on([0], work, ranks)
@@ -164,6 +167,29 @@ def replacing(path: Path) -> Iterator[Path]:
             part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+@contextmanager
+def _alone(path: Path, tell: Progress) -> Iterator[None]:
+    """Wait until no other job makes the file. The system lets go of a lock when its process ends, in whatever way."""
+    with _writable(path.parent):
+        lock = path.open("wb")
+    with lock:
+        while not _try_lock(lock):
+            time.sleep(0.2)
+            tell()
+        yield
+
+
+def _try_lock(file: BinaryIO) -> bool:
+    """Return whether the lock was taken, or the file system has none. Forks of this process do not have it."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:
+        return True
+    return True
 
 
 @contextmanager

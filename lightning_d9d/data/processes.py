@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -61,5 +63,13 @@ def map_in_processes(
 
 def _begin(begin: Callable[[], Any] | None) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     if begin is not None:
         begin()
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its parent was killed, for which a pool's process would wait for ever."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
