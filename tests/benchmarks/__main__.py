@@ -35,6 +35,7 @@ NAMES = (
     "saving",
     "step_in_backward",
     "optimizer_loss",
+    "data",
 )
 SELECTIONS = {
     "pipeline": ("schedules", "microbatches"),
@@ -42,6 +43,7 @@ SELECTIONS = {
     "train_step": ("peers",),
     "fine_tune": ("layers", "experts", "seconds"),
     "optimizer_loss": ("methods", "rates", "steps", "jobs"),
+    "data": ("file_gib",),
 }
 """Options of single benchmarks."""
 
@@ -96,6 +98,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--rates", nargs="+", type=float, help="of `optimizer_loss`; a single one is taken untried")
     parser.add_argument("--steps", type=int, help="of `optimizer_loss`")
     parser.add_argument("--jobs", type=int, help="of `optimizer_loss`: runs at a time on one device")
+    parser.add_argument("--file_gib", type=float, help="of `data`: size of the file of tokens; default: 40")
     parser.add_argument("--quick", action="store_true", help="small and short: shows that it runs, judges nothing")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(NAMES):
