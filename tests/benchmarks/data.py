@@ -42,6 +42,7 @@ SYNTHETIC, REAL = "synthetic data", "file of tokens"
 NUM_WORKERS = 2
 _GIB = 1 << 30
 _IDS_AT_A_TIME = 1 << 25
+_MOST_TAKEN = 160 * _GIB
 _folders: list[tempfile.TemporaryDirectory[str]] = []
 
 
@@ -132,9 +133,10 @@ def available_memory() -> int:
     """Bytes that this process and the system's copies of files can take."""
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     found = int(fields["MemAvailable"].split()[0]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.is_file() and (text := limit.read_text().strip()) != "max":
-        found = min(found, int(text) - int(used.read_text()))
+    for names in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+        limit, used = (Path("/sys/fs/cgroup", name) for name in names)
+        if limit.is_file() and (text := limit.read_text().strip()) != "max":
+            found = min(found, int(text) - int(used.read_text()))
     return found
 
 
@@ -152,7 +154,7 @@ def memory_taken(num_bytes: int) -> Iterator[None]:
     """Another process holds so many bytes, and is the first that the system ends if they were too many.
 
     Raises:
-        RuntimeError: It could not, or was ended.
+        MemoryError: It could not, or was ended.
     """
     if num_bytes <= 0:
         yield
@@ -162,10 +164,10 @@ def memory_taken(num_bytes: int) -> Iterator[None]:
         assert holder.stdout is not None
         try:
             if holder.stdout.readline() != "held\n":
-                raise RuntimeError(f"{num_bytes} bytes of memory could not be held")
+                raise MemoryError(f"{num_bytes} bytes of memory could not be held")
             yield
             if holder.poll() is not None:
-                raise RuntimeError(f"the system has ended the process that held {num_bytes} bytes")
+                raise MemoryError(f"the system has ended the process that held {num_bytes} bytes")
         finally:
             holder.kill()
 
@@ -209,8 +211,13 @@ def run_case(case: Case | LoaderCase, device_type: str) -> dict[str, Any]:
         return frame.run_case(case, device_type)
     path = Path(case.path)
     size, before = path.stat().st_size, available_memory()
-    taken = before - size // 2 if case.fills_memory else 0
-    with memory_taken(taken):
+    taken = min(before - size // 2, _MOST_TAKEN) if case.fills_memory else 0
+    try:
+        with memory_taken(taken):
+            left = available_memory()
+            rounds = [measure(case, seed) for seed in range(case.repeats)]
+    except MemoryError as error:
+        print(f"{error}; the file may be smaller than the memory", flush=True)
         left = available_memory()
         rounds = [measure(case, seed) for seed in range(case.repeats)]
     return {
@@ -245,7 +252,10 @@ def measure(case: LoaderCase, seed: int) -> tuple[float, float]:
     return case.num_batches * num_tokens / seconds, num_read / (2 * num_tokens * (case.num_batches + ahead))
 
 
-def _num_read(pid: int) -> int:
+def _num_read(pid: int) -> float:
+    """Bytes that a process has had a disk read; not a number where the system does not tell."""
+    if not Path(f"/proc/{pid}/io").is_file():
+        return float("nan")
     lines = Path(f"/proc/{pid}/io").read_text().splitlines()
     return next(int(line.partition(":")[2]) for line in lines if line.startswith("read_bytes"))
 

@@ -37,5 +37,5 @@ def test_memory_is_held() -> None:
 
 
 def test_a_process_that_cannot_hold_it() -> None:
-    with pytest.raises(RuntimeError, match="bytes of memory could not be held"), memory_taken(1 << 60):
+    with pytest.raises(MemoryError, match="bytes of memory could not be held"), memory_taken(1 << 60):
         pass
