@@ -171,7 +171,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _alone(path: Path, tell: Progress) -> Iterator[None]:
-    """Wait until no other job makes the file. The system lets go of a lock when its process ends, in whatever way."""
+    """Wait until no other job makes the file. The lock of a process ends with it, in whatever way."""
     with _writable(path.parent):
         lock = path.open("wb")
     with lock:

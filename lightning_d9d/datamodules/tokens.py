@@ -6,9 +6,11 @@ import glob
 import json
 from collections import Counter
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 
+import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset
 
@@ -19,6 +21,7 @@ from lightning_d9d.data.records import has_records
 from lightning_d9d.data.token_files import BorderToken, TokenFile, bin_path
 from lightning_d9d.data.token_rows import Mixture, Span, TokenRows
 from lightning_d9d.datamodules.rows import Loader, RowsDataModule
+from lightning_d9d.datamodules.text import unigram_entropy
 from lightning_d9d.datamodules.texts import Texts
 from lightning_d9d.errors import ConfigError, printable
 from lightning_d9d.log import logger
@@ -27,6 +30,7 @@ from lightning_d9d.mesh.agreement import Ranks
 _TOKENS = (".bin", ".idx")
 _TEXTS = (".txt", ".md")
 """Suffixes of texts, beside those of records; with a tokenizer all files are texts but those of tokens."""
+_COUNTED_TOKENS = 1 << 22
 Files = str | list[str] | dict[str, float]
 
 
@@ -149,6 +153,16 @@ class TokenDataModule(RowsDataModule):
         if self._texts is not None:
             self._texts.check_used()
         self._describe(training)
+
+    @cached_property
+    def unigram_entropy(self) -> float:
+        """Nats per token of the training text: the loss of a model that knows how often each token occurs, no more.
+
+        At most four million tokens are counted, in rows that are spread evenly over the text.
+        """
+        rows = self._required(self._training)
+        number = min(len(rows), max(1, _COUNTED_TOKENS // self.sequence_length))
+        return unigram_entropy(torch.cat([rows[index * len(rows) // number]["input_ids"] for index in range(number)]))
 
     def train_dataloader(self) -> Loader:
         """This data rank's training rows; an incomplete last batch is left out."""
