@@ -108,6 +108,7 @@ class ChatDataModule(RowsDataModule):
         if self.train_samples is not None:
             return
         tokenizer = pretrained_tokenizer(self.tokenizer) if isinstance(self.tokenizer, str) else self.tokenizer
+        self._check_vocabulary(tokenizer)
         self._padding_id = getattr(tokenizer, "pad_token_id", None) or 0
         chats = self._tokenized(self.train, tokenizer)
         if self.validation is not None:
@@ -133,6 +134,14 @@ class ChatDataModule(RowsDataModule):
     def predict_dataloader(self) -> Loader:
         """Return `val_dataloader()`."""
         return self.val_dataloader()
+
+    def _check_vocabulary(self, tokenizer: Any) -> None:
+        vocab_size = self._vocab_size
+        if vocab_size is not None and (last := max(tokenizer.get_vocab().values())) >= vocab_size:
+            raise ConfigError(
+                f"ids of the tokenizer of ChatDataModule go up to {last}, but the model has vocab_size={vocab_size}; "
+                "give the model's tokenizer, or raise vocab_size"
+            )
 
     def _tokenized(self, paths: str | Sequence[str], tokenizer: Any) -> TokenizedChats:
         files = [paths] if isinstance(paths, str) else list(paths)

@@ -228,12 +228,6 @@ class TokenDataModule(RowsDataModule):
     def _rows(self, name: str, spans: Sequence[Span]) -> TokenRows:
         return TokenRows(name, spans, self.sequence_length, self.borders, self._vocab_size)
 
-    @property
-    def _vocab_size(self) -> int | None:
-        """The vocabulary of the model that is trained; None if it does not tell."""
-        module = self.trainer and self.trainer.lightning_module
-        return getattr(getattr(module, "config", None), "vocab_size", None)
-
     def _check_tokenizer(self, path: Path) -> None:
         """Compare what `prepare-data` notes about the tokenizer with the model."""
         notes, vocab_size = path.with_suffix(".json"), self._vocab_size

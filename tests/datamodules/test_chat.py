@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -243,6 +244,16 @@ def test_too_few_chats(file: Path) -> None:
         ChatDataModule(str(file), make_tokenizer("chatml")).train_dataloader()
     with pytest.raises(ConfigError, match="the tokenizer '/nowhere' cannot be read"):
         ChatDataModule(str(file), "/nowhere").setup()
+
+
+def test_a_tokenizer_that_is_larger_than_the_model(file: Path) -> None:
+    module, last = ChatDataModule(str(file), make_tokenizer("chatml")), len(make_tokenizer("chatml")) - 1
+    config = SimpleNamespace(vocab_size=last)
+    module.trainer = run_of(1, 0, lightning_module=SimpleNamespace(config=config))
+    with pytest.raises(ConfigError, match=rf"ids of the tokenizer of ChatDataModule go up to {last}, but .*={last};"):
+        module.setup()
+    config.vocab_size += 1
+    module.setup()
 
 
 def table(chats: list[dict[str, Any]]) -> Any:

@@ -6,6 +6,7 @@ Documents are chats, packed or padded, or those of a file of tokens, where rows 
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -76,15 +77,16 @@ def batches(packing: bool) -> list[dict[str, Tensor]]:
     return found
 
 
-def rows_of_tokens(folder: Path) -> dict[str, Tensor]:
+def rows_of_tokens() -> dict[str, Tensor]:
     """Four rows of a file of documents, of which some are longer than a row."""
-    writer = TokenFileWriter(folder / "tokens")
     numbers = torch.Generator().manual_seed(0)
-    writer.add(torch.randint(320, (length,), generator=numbers).tolist() for length in (20, 5, 90, 1, 30, 2, 60, 70))
-    writer.finish()
-    file = TokenFile(folder / "tokens")
-    rows = TokenRows("tokens", [Span(file, 0, len(file))], ROW_LENGTH, borders=True)
-    return default_collate([rows[index] for index in range(4)])
+    with tempfile.TemporaryDirectory() as folder:
+        writer = TokenFileWriter(Path(folder, "tokens"))
+        writer.add(torch.randint(320, (size,), generator=numbers).tolist() for size in (20, 5, 90, 1, 30, 3, 60, 70))
+        writer.finish()
+        file = TokenFile(writer.path)
+        rows = TokenRows("tokens", [Span(file, 0, len(file))], ROW_LENGTH, borders=True)
+        return default_collate([rows[index] for index in range(4)])
 
 
 def documents(whole: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -157,31 +159,43 @@ def alone(given: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, dict[str, Te
     return found
 
 
+def chats_alone() -> list[tuple[Tensor, dict[str, Tensor]]]:
+    return alone(list(samples()))
+
+
+def documents_alone() -> list[tuple[Tensor, dict[str, Tensor]]]:
+    return alone(documents(rows_of_tokens()))
+
+
 ON_MESHES = [pytest.param(mesh, marks=pytest.mark.ranks(2 if MESHES[mesh] else 1)) for mesh in MESHES]
 
 
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("mesh", ON_MESHES)
 def test_each_chat_is_as_alone(rank: RankContext, mesh: str, packing: bool) -> None:
-    compare(rank, mesh, list(samples()), batches(packing))
+    compare(rank, mesh, rank.from_first_rank(chats_alone), batches(packing))
 
 
 @pytest.mark.parametrize("mesh", ON_MESHES)
 def test_each_document_of_a_file_of_tokens_is_as_alone(rank: RankContext, mesh: str) -> None:
-    whole = rank.from_first_rank(rows_of_tokens, rank.tmp_dir)
+    whole = rows_of_tokens()
     assert len(documents(whole)) == 10  # of eight: one has no label, and three are in two rows
-    compare(rank, mesh, documents(whole), batches_of_tokens(whole))
+    compare(rank, mesh, rank.from_first_rank(documents_alone), batches_of_tokens(whole))
 
 
-def compare(rank: RankContext, mesh: str, given: list[tuple[Tensor, Tensor]], steps: list[dict[str, Tensor]]) -> None:
+def compare(
+    rank: RankContext,
+    mesh: str,
+    expected: list[tuple[Tensor, dict[str, Tensor]]],
+    steps: list[dict[str, Tensor]],
+) -> None:
     """Compare the step of each document with the document alone."""
-    expected = rank.from_first_rank(alone, given)
     L.seed_everything(1, verbose=False)
     module = OneAtATime(steps)
     strategy = D9DStrategy(mesh=MeshConfig(**MESHES[mesh]))
     run = trainer(strategy, rank.world_size, rank.device.type, precision="64-true", max_epochs=1, gradient_clip_val=1e9)
     run.fit(module)
-    assert len(module.seen.losses) == len(given)
+    assert len(module.seen.losses) == len(expected)
     for index, (loss, gradients) in enumerate(expected):
         actual = module.seen.gradients[index]
         assert_close_named(f"loss {index}", module.seen.losses[index], loss, kind=Kind.LOSS, tolerance=TOLERANCE)
