@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import threading
 from pathlib import Path
@@ -80,6 +82,25 @@ def test_nobody_waits_for_a_rank_without_progress(rank: RankContext) -> None:
         with pytest.raises(RuntimeError, match="has made no progress for 0 seconds"):
             made(rank.tmp_dir / "shared", Endless())
     end.set()
+
+
+def test_jobs_wait_for_each_other_and_not_for_a_killed_one(tmp_path: Path) -> None:
+    locked, taken = os.pipe()
+    waiting: list[int] = []
+    if (child := os.fork()) == 0:
+        with cache._alone(tmp_path / "a.lock", lambda: None):
+            os.write(taken, b"x")
+            signal.pause()
+    os.read(locked, 1)
+
+    def other_is_there() -> None:
+        waiting.append(1)
+        if len(waiting) == 2:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+    with cache._alone(tmp_path / "a.lock", other_is_there):
+        assert len(waiting) == 2
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:

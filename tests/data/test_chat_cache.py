@@ -59,7 +59,7 @@ def test_the_second_time_nothing_is_tokenized(tmp_path: Path, num_tokenized: lis
         lines.write(json.dumps(chat("more", "words")))
     assert len(read(tmp_path, moved).num_samples) == 21
     assert len(num_tokenized) == 20 + 20 + 20 + 21
-    assert len(list((tmp_path / "cache").iterdir())) == 4
+    assert len(list((tmp_path / "cache").glob("*.pt"))) == 4
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "foreign"])
@@ -68,7 +68,7 @@ def test_a_damaged_file_is_made_again(
 ) -> None:
     file = write_chats(tmp_path / "a.jsonl", 20)
     first = contents(read(tmp_path, file))
-    (kept,) = (tmp_path / "cache").iterdir()
+    (kept,) = (tmp_path / "cache").glob("*.pt")
     content = bytearray(kept.read_bytes())
     if damage == "cut":
         del content[-100:]
