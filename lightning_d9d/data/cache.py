@@ -72,12 +72,19 @@ def made_once(
     names = _run_on([0], work, ranks)
     agreed = names[0]
     assert agreed is not None
+    made_by: set[int] = {0}
     while True:
         seen = ranks.all_gather((socket.gethostname(), (folder / agreed).is_file()))
-        hosts = [host for host, is_there in seen if not is_there]
-        if not hosts:
+        without = [rank for rank, (_, is_there) in enumerate(seen) if not is_there]
+        if not without:
             return folder / agreed
-        makers = [[host if not there else None for host, there in seen].index(host) for host in dict.fromkeys(hosts)]
+        if again := made_by.intersection(without):
+            raise ConfigError(f"rank {min(again)} has made {folder / agreed} and does not find it; give another folder")
+        makers = [
+            next(rank for rank in without if seen[rank][0] == host)
+            for host in dict.fromkeys(seen[rank][0] for rank in without)
+        ]
+        made_by.update(makers)
         names = _run_on(makers, work, ranks)
         if other := next((rank for rank, found in enumerate(names) if found not in (None, agreed)), None):
             raise ConfigError(

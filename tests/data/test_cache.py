@@ -111,6 +111,11 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
         made(tmp_path / "file" / "in", Maker())
 
 
+def test_a_folder_that_loses_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"rank 0 has made {tmp_path}/a and does not find it; give another folder"):
+        made_once(tmp_path, lambda tell: "a", lambda path, tell: None, Ranks())
+
+
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("before")
 
