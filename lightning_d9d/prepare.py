@@ -8,15 +8,13 @@ their names.
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
-import multiprocessing
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,9 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from lightning_d9d.data.documents import DocumentReader, Piece, has_column, matching
+from lightning_d9d.data.documents import DocumentReader, matching
+from lightning_d9d.data.processes import map_in_processes
+from lightning_d9d.data.records import Piece, has_records
 from lightning_d9d.data.token_files import TokenFile, TokenFileWriter, bin_path, smallest_dtype
 from lightning_d9d.errors import ConfigError
 
@@ -32,6 +32,10 @@ BYTES = "bytes"
 _END_OF_BYTES = 0
 """The token that ends a document of bytes, as in `ByteTextDataModule`."""
 _BATCH_CHARACTERS = 1 << 20
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model"),
+)
 
 
 @dataclass
@@ -104,6 +108,13 @@ class Settings:
     begins: bool
 
 
+def description(settings: Settings) -> dict[str, Any]:
+    """Return all that tokens follow from beside the texts, with a hash of the tokenizer's files. Local."""
+    files = [Path(settings.tokenizer) / name for name in _TOKENIZER_FILES]
+    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path.is_file()}
+    return {**asdict(settings), "files": digests}
+
+
 _encoders: dict[Settings, Encoder] = {}
 """Encoders of this process, so that a tokenizer is read once."""
 
@@ -127,9 +138,9 @@ def main(chosen: argparse.Namespace) -> int | None:
         ConfigError: A text is invalid or cannot be read, an option has no effect, or the output exists.
     """
     sources = matching(chosen.sources)
-    if chosen.column is not None and not any(map(has_column, sources)):
+    if chosen.column is not None and not any(map(has_records, sources)):
         raise ConfigError(f"--column {chosen.column} has no effect: none of the files has fields; leave it out")
-    if chosen.lines and all(map(has_column, sources)):
+    if chosen.lines and all(map(has_records, sources)):
         raise ConfigError("--lines has no effect: none of the files is plain text; leave it out")
     if chosen.processes is not None and chosen.processes < 1:
         raise ConfigError(f"--processes must be at least 1, not {chosen.processes}")
@@ -147,7 +158,13 @@ def main(chosen: argparse.Namespace) -> int | None:
     return None
 
 
-def prepare(output: str | Path, sources: Sequence[str], settings: Settings, num_processes: int = 1) -> Counts:
+def prepare(
+    output: str | Path,
+    sources: Sequence[str],
+    settings: Settings,
+    num_processes: int = 1,
+    tell: Callable[[], None] = lambda: None,
+) -> Counts:
     """Makes a file of tokens, or goes on with one that was not finished.
 
     Args:
@@ -155,6 +172,7 @@ def prepare(output: str | Path, sources: Sequence[str], settings: Settings, num_
         sources: Files.
         settings: What tokens follow from. If they, or the files, are others than before, everything is made again.
         num_processes: That tokenize at the same time; 1 is this one.
+        tell: Called whenever a piece of the texts is done.
 
     Raises:
         ConfigError: A text is invalid or cannot be read, all are empty, or a process died.
@@ -169,8 +187,10 @@ def prepare(output: str | Path, sources: Sequence[str], settings: Settings, num_
         total=sum(piece.num_bytes for piece in pieces), unit="B", unit_scale=True, disable=not sys.stderr.isatty()
     ) as bar:
         bar.update(sum(pieces[each].num_bytes for each in range(len(pieces)) if each not in set(missing)))
-        for number in _work(pieces, missing, parts, settings, min(num_processes, len(missing))):
+        prepare_one = functools.partial(_prepare_numbered, parts=parts, settings=settings)
+        for number in map_in_processes(prepare_one, [(each, pieces[each]) for each in missing], num_processes):
             bar.update(pieces[number].num_bytes)
+            tell()
     counts = [Counts(**json.loads(_notes(parts, number).read_text())) for number in range(len(pieces))]
     total = sum(counts, Counts())
     if total.documents == 0:
@@ -196,34 +216,10 @@ def _join(parts: Sequence[Path], target: Path, vocab_size: int) -> None:
     writer.finish()
 
 
-def _work(
-    pieces: Sequence[Piece], missing: Sequence[int], parts: Path, settings: Settings, num_processes: int
-) -> Iterator[int]:
-    """Yield the number of each piece that has been made."""
-    if num_processes <= 1:
-        for number in missing:
-            _prepare_piece(pieces[number], number, parts, settings)
-            yield number
-        return
-    # A fork has what is imported and the tokenizer; nothing in this process has threads that it would miss.
-    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-    with ProcessPoolExecutor(num_processes, context, initializer=_single_threaded) as pool:
-        futures = {pool.submit(_prepare_piece, pieces[each], each, parts, settings): each for each in missing}
-        try:
-            for future in as_completed(futures):
-                future.result()
-                yield futures[future]
-        except BrokenProcessPool as error:
-            raise ConfigError(
-                "a process that tokenized has died, for lack of memory perhaps; run the same command with fewer "
-                "--processes: it goes on where it was"
-            ) from error
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def _single_threaded() -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+def _prepare_numbered(numbered: tuple[int, Piece], parts: Path, settings: Settings) -> int:
+    number, piece = numbered
+    _prepare_piece(piece, number, parts, settings)
+    return number
 
 
 def _prepare_piece(piece: Piece, number: int, parts: Path, settings: Settings) -> None:
@@ -262,9 +258,7 @@ def _batches(reader: DocumentReader, piece: Piece, counts: Counts) -> Iterator[l
 def _open_parts(parts: Path, sources: Sequence[str], settings: Settings) -> None:
     """Make the folder of parts, or keep one that was made of the same texts with the same settings."""
     stats = [(str(Path(source).resolve()), os.stat(source).st_size, os.stat(source).st_mtime_ns) for source in sources]
-    tokenizer = Path(settings.tokenizer) / "tokenizer.json"
-    digest = hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.is_file() else None
-    about = json.dumps([stats, asdict(settings), digest])
+    about = json.dumps([stats, description(settings)])
     noted = parts / "settings.json"
     if noted.is_file() and noted.read_text() == about:
         return

@@ -15,8 +15,9 @@ import pytest
 from lightning_d9d import prepare
 from lightning_d9d.cli import main
 from lightning_d9d.cli.commands import parse
-from lightning_d9d.data import TokenFile, TokenFileWriter, documents
-from lightning_d9d.data.documents import DocumentReader, Piece
+from lightning_d9d.data import TokenFile, TokenFileWriter, records
+from lightning_d9d.data.documents import DocumentReader
+from lightning_d9d.data.records import Piece
 from lightning_d9d.errors import ConfigError
 
 TEXTS = ["one and one", "", "zwei ä", "three, " * 5, "x"]
@@ -26,7 +27,7 @@ TEXTS = ["one and one", "", "zwei ä", "three, " * 5, "x"]
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, with `TEXTS` as JSON lines, in small pieces."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(documents, "PIECE_BYTES", 30)
+    monkeypatch.setattr(records, "PIECE_BYTES", 30)
     Path("a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     return tmp_path
 

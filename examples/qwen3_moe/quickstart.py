@@ -2,8 +2,9 @@
 
     python examples/qwen3_moe/quickstart.py
 
-The training is interrupted on the way and resumed from its checkpoint. In the end the model writes a bit of Python, and
-the output folder has the checkpoint, a picture of the losses and the model in Hugging Face's layout.
+The sources become a file of tokens first, one for each byte. The training is interrupted on the way and resumed from
+its checkpoint. In the end the model writes a bit of Python, and the output folder has the tokens, the checkpoint, a
+picture of the losses and the model in Hugging Face's layout.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+import sysconfig
 import time
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 
 from lightning_d9d import D9DStrategy
 from lightning_d9d.callbacks import HuggingFaceExport, LossCurve, TextSample
-from lightning_d9d.datamodules import ByteTextDataModule
+from lightning_d9d.datamodules import TokenDataModule
 from lightning_d9d.models.qwen3_moe import Qwen3MoePretraining
 
 FULL_LENGTH = 240  # optimizer steps of 8 x 256 bytes
@@ -71,7 +73,15 @@ def train(options: argparse.Namespace, callbacks: list[L.Callback], resume_from:
     )
     L.seed_everything(0, verbose=False)
     module = Qwen3MoePretraining(preset="tiny", learning_rate=3e-3, warmup_steps=30)
-    data = ByteTextDataModule(sequence_length=256, batch_size=8)
+    data = TokenDataModule(
+        f"{sysconfig.get_path('stdlib')}/*.py",
+        tokenizer="bytes",
+        cache_folder=str(options.output / "tokens"),
+        sequence_length=256,
+        batch_size=8,
+        borders=False,  # as in the text: sources see those before them
+        validation_fraction=0.05,
+    )
     trainer.fit(module, data, ckpt_path=resume_from, weights_only=True)
     return trainer
 

@@ -93,7 +93,9 @@ def prepare_parser() -> argparse.ArgumentParser:
     parser = _Parser("prepare-data", "Turns texts into a .bin and an .idx of tokens, for TokenDataModule and others.")
     parser.add_argument("output", help="path of the files to make, without .bin and .idx")
     parser.add_argument(
-        "sources", nargs="+", help="UTF-8 texts, .jsonl, .parquet or .arrow files, or patterns in quotes ('a/**/*.txt')"
+        "sources",
+        nargs="+",
+        help="UTF-8 texts, .jsonl, .parquet or .arrow files, directories of `datasets`, or patterns ('a/**/*.txt')",
     )
     parser.add_argument("--tokenizer", required=True, help="directory or name of one on Hugging Face's hub, or 'bytes'")
     parser.add_argument("--column", help="field or column that has the text (text)")

@@ -1,12 +1,14 @@
 """What batches are read from.
 
 `token_files.py` reads and writes files of tokens, `token_rows.py` makes rows and mixtures of them, and
-`permutation.py` shuffles without memory. `documents.py` reads texts, and `shards.py` has datasets around others.
-`chat_files.py` reads chats, `chat_masks.py` makes tokens of them, and `samples.py` keeps these. `packing.py` says which
-samples are in a row, and `epoch_sampler.py` deals rows out to data ranks. `resume.py`: going on in the middle of an
-epoch; `workers.py`: random numbers.
+`permutation.py` shuffles without memory. `records.py` reads JSON lines, tables and saved datasets. `documents.py` finds
+texts in them, and `chat_files.py` chats. `shards.py` has datasets around others. `chat_masks.py` makes tokens of chats,
+`samples.py` keeps these, and `chat_cache.py` does so in files of
+`cache.py`. `packing.py` says which samples are in a row, and `epoch_sampler.py` deals rows out to
+data ranks. `resume.py`: going on in the middle of an epoch; `workers.py`: random numbers.
 """
 
+from lightning_d9d.data.chat_cache import TokenizedChats, tokenized_chats
 from lightning_d9d.data.chat_files import read_chats
 from lightning_d9d.data.chat_masks import ChatReport, ChatTokenizer, ChatTokens
 from lightning_d9d.data.epoch_sampler import EpochOrder, EpochSampler
@@ -51,6 +53,7 @@ __all__ = [
     "TokenFile",
     "TokenFileWriter",
     "TokenRows",
+    "TokenizedChats",
     "can_replay",
     "can_resume_by_sampler",
     "end_resuming",
@@ -65,5 +68,6 @@ __all__ = [
     "resumes_at",
     "seed_order",
     "seed_workers",
+    "tokenized_chats",
     "without_resuming",
 ]

@@ -11,7 +11,7 @@ import json
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -51,6 +51,35 @@ class ChatReport:
     """Turns that do not count: they do not follow their prompt in the text."""
     endless_turns: int = 0
     """Turns that do not count: no end-of-turn token closes them."""
+    rendered_roles: set[str] = field(default_factory=set)
+    """Roles of chats that the template took."""
+    refusals: dict[str, str] = field(default_factory=dict)
+    """The first refusal of each role, with its place."""
+
+    def __add__(self, later: ChatReport) -> ChatReport:
+        counts = [each.name for each in fields(self) if each.type == "int"]
+        return ChatReport(
+            **{name: getattr(self, name) + getattr(later, name) for name in counts},
+            rendered_roles=self.rendered_roles | later.rendered_roles,
+            refusals=later.refusals | self.refusals,
+        )
+
+    def check(self) -> None:
+        """See that chats were usable at all, once all are rendered.
+
+        Raises:
+            ConfigError: The template refused every chat that has some role, or no chat gave a sample.
+        """
+        if unknown := {role: said for role, said in self.refusals.items() if role not in self.rendered_roles}:
+            role, said = next(iter(unknown.items()))
+            raise ConfigError(
+                f"the chat template takes none of the chats with the role {role!r} ({said}). {_OTHER_TEMPLATE}"
+            )
+        if self.samples == 0:
+            raise ConfigError(
+                f"no chat can be trained on: {self}. Turns of the assistant must close with a special token "
+                "and fit into a row. Where the template has {% generation %}, its marks must contain that token"
+            )
 
     def __str__(self) -> str:
         """A line for the log, which names what occurred."""
@@ -96,9 +125,6 @@ class ChatTokenizer:
         self._tokenizer = tokenizer
         self._max_length = max_length
         self._closing = {*tokenizer.get_added_vocab().values(), *tokenizer.all_special_ids}
-        self._rendered_roles: set[str] = set()
-        self._refusals: dict[str, str] = {}
-        """The first of each role, with its place."""
         if not self._closing:
             raise ConfigError("the tokenizer has no special tokens, so that none can close the assistant's turns")
         if not tokenizer.chat_template:
@@ -107,13 +133,13 @@ class ChatTokenizer:
                 "the instruction-tuned model of the same family"
             )
 
-    def __call__(self, chat: Mapping[str, Any], place: str) -> list[ChatTokens]:
+    def __call__(self, chat: Mapping[str, Any], place: object) -> list[ChatTokens]:
         """Tokens of a chat: one sample, none, or several where the template makes others of earlier turns.
 
         Args:
             chat: With `messages`, a list of mappings with `role` and `content`. All other fields of a message are
                 passed on to the template, and so are the chat's `tools`, a list or the JSON of one.
-            place: Where the chat comes from, for people.
+            place: Where the chat comes from, for people: as text.
 
         Raises:
             ConfigError: The chat has another form, or the template leaves out what a role says.
@@ -128,30 +154,22 @@ class ChatTokenizer:
         except Exception as error:  # a template may raise anything
             self.report.refused += 1
             for role in _roles(messages):
-                self._refusals.setdefault(role, f"{place}: {error}")
+                if role not in self.report.refusals:
+                    self.report.refusals[role] = f"{place}: {error}"
             return []
-        self._rendered_roles |= _roles(messages)
+        self.report.rendered_roles |= _roles(messages)
         kept = [sample for sample in samples if sample is not None]
         self.report.samples += len(kept)
         self.report.split += len(samples) > 1
         return kept
 
     def finish(self) -> ChatReport:
-        """Check that chats were usable at all, once all are rendered.
+        """Return what became of the chats, once all are rendered.
 
         Raises:
-            ConfigError: The template refused every chat that has some role, or no chat gave a sample.
+            ConfigError: The chats were not usable, see `ChatReport.check`.
         """
-        if unknown := {role: said for role, said in self._refusals.items() if role not in self._rendered_roles}:
-            role, said = next(iter(unknown.items()))
-            raise ConfigError(
-                f"the chat template takes none of the chats with the role {role!r} ({said}). {_OTHER_TEMPLATE}"
-            )
-        if self.report.samples == 0:
-            raise ConfigError(
-                f"no chat can be trained on: {self.report}. Turns of the assistant must close with a special token "
-                "and fit into a row. Where the template has {% generation %}, its marks must contain that token"
-            )
+        self.report.check()
         return self.report
 
     # Rendering
@@ -164,11 +182,11 @@ class ChatTokenizer:
     def _has_marks(self, tools: Any) -> bool:
         return _MARK.search(self._tokenizer.get_chat_template(None, tools)) is not None
 
-    def _check_roles(self, messages: Sequence[Mapping[str, Any]], tools: Any, place: str) -> None:
+    def _check_roles(self, messages: Sequence[Mapping[str, Any]], tools: Any, place: object) -> None:
         """See, at the first chat of each role, that the template renders what it says."""
         for index, message in enumerate(messages):
             role, content = message["role"], message["content"]
-            if role in self._rendered_roles or not isinstance(content, str) or not content.strip():
+            if role in self.report.rendered_roles or not isinstance(content, str) or not content.strip():
                 continue
             probed = [*messages[:index], {**message, "content": _PROBE}, *messages[index + 1 :]]
             if _PROBE not in self._render(probed, tools):
@@ -253,7 +271,7 @@ def _roles(messages: Iterable[Mapping[str, Any]]) -> set[str]:
     return {message["role"] for message in messages}
 
 
-def _messages_of(chat: Any, place: str) -> list[dict[str, Any]]:
+def _messages_of(chat: Any, place: object) -> list[dict[str, Any]]:
     """The messages without entries that are None, which tables have in columns that others fill."""
     if not isinstance(chat, Mapping) or "messages" not in chat:
         found = sorted(chat) if isinstance(chat, Mapping) else type(chat).__name__
@@ -270,7 +288,7 @@ def _messages_of(chat: Any, place: str) -> list[dict[str, Any]]:
     return cleaned
 
 
-def _tools_of(chat: Mapping[str, Any], place: str) -> Any:
+def _tools_of(chat: Mapping[str, Any], place: object) -> Any:
     tools = chat.get("tools")
     if isinstance(tools, str):
         try:

@@ -25,34 +25,81 @@ class Samples(Sequence[tuple[Tensor, Tensor]]):
     """
 
     def __init__(self, samples: Iterable[ChatTokens]) -> None:
-        tokens, counted, ends = array("i"), bytearray(), [0]
+        arrays = SampleArrays()
         for sample in samples:
-            tokens.extend(sample.input_ids)
-            counted.extend(sample.is_counted)
-            ends.append(len(tokens))
-        self._tokens = torch.frombuffer(tokens, dtype=torch.int32) if tokens else torch.empty(0, dtype=torch.int32)
-        self._is_counted = torch.frombuffer(counted, dtype=torch.bool) if counted else torch.empty(0, dtype=torch.bool)
-        self._ends = torch.tensor(ends)
+            arrays.add(sample)
+        self._tokens, self._is_counted, lengths = arrays.tensors()
+        self._ends = lengths.cumsum(0)
+        self._starts = self._ends - lengths
+
+    @classmethod
+    def of(cls, tokens: Tensor, is_counted: Tensor, lengths: Tensor) -> Samples:
+        """Return the samples of arrays.
+
+        Args:
+            tokens: Of all samples, one behind the other, `[num_tokens]` int32.
+            is_counted: For each of them, bool.
+            lengths: Tokens of each sample, `[num_samples]` int64.
+        """
+        found = cls(())
+        found._tokens, found._is_counted = tokens, is_counted
+        found._ends = lengths.cumsum(0)
+        found._starts = found._ends - lengths
+        return found
+
+    def subset(self, chosen: Tensor) -> Samples:
+        """Return the samples of some indices, `[num_chosen]` int64, which share memory with these."""
+        found = Samples(())
+        found._tokens, found._is_counted = self._tokens, self._is_counted
+        found._starts, found._ends = self._starts[chosen], self._ends[chosen]
+        return found
 
     def __len__(self) -> int:
-        return len(self._ends) - 1
+        return len(self._ends)
 
     @property
     def lengths(self) -> list[int]:
         """Tokens of each sample that are read."""
-        return (self._ends.diff() - 1).tolist()
+        return (self._ends - self._starts - 1).tolist()
 
     @property
     def num_counted(self) -> int:
         """The tokens of all samples that count."""
-        return int(self._is_counted.sum())
+        return sum(int((self[index][1] != IGNORED).sum()) for index in range(len(self)))
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        start, end = self._ends[index : index + 2].tolist()
+        start, end = int(self._starts[index]), int(self._ends[index])
         tokens = self._tokens[start:end].long()
         return tokens[:-1], tokens[1:].where(self._is_counted[start + 1 : end], IGNORED)
+
+
+class SampleArrays:
+    """Samples that are gathered: growing arrays of tokens, marks and lengths, which go from process to process."""
+
+    def __init__(self) -> None:
+        self.tokens, self.is_counted, self.lengths = array("i"), bytearray(), array("q")
+
+    def add(self, sample: ChatTokens) -> None:
+        """Append a sample."""
+        self.tokens.extend(sample.input_ids)
+        self.is_counted.extend(sample.is_counted)
+        self.lengths.append(len(sample.input_ids))
+
+    def extend(self, later: SampleArrays) -> None:
+        """Append the samples of others."""
+        self.tokens.extend(later.tokens)
+        self.is_counted.extend(later.is_counted)
+        self.lengths.extend(later.lengths)
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return tokens (int32), marks (bool) and lengths (int64), which share memory with the arrays."""
+        kinds = (self.tokens, torch.int32), (self.is_counted, torch.bool), (self.lengths, torch.int64)
+        tensors = [
+            torch.frombuffer(each, dtype=dtype) if len(each) else torch.empty(0, dtype=dtype) for each, dtype in kinds
+        ]
+        return tensors[0], tensors[1], tensors[2]
 
 
 class PackedRows(Dataset[dict[str, Tensor]]):

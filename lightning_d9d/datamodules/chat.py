@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 
-from lightning_d9d.data.chat_files import read_chats
-from lightning_d9d.data.chat_masks import ChatReport, ChatTokenizer, ChatTokens
+from lightning_d9d.data.cache import folder_of_cache
+from lightning_d9d.data.chat_cache import TokenizedChats, tokenized_chats
 from lightning_d9d.data.epoch_sampler import EpochSampler
 from lightning_d9d.data.packing import GroupedOrder, PackedOrder
 from lightning_d9d.data.samples import PackedRows, PaddedRows, Samples
 from lightning_d9d.datamodules.rows import Loader, RowsDataModule
 from lightning_d9d.errors import ConfigError, printable
 from lightning_d9d.generation.sources import pretrained_tokenizer
+from lightning_d9d.mesh.agreement import Ranks
 
 
 class ChatDataModule(RowsDataModule):
@@ -32,7 +33,9 @@ class ChatDataModule(RowsDataModule):
     ranks, if it has as many. Under `D9DStrategy` a resumed run goes on with the batch that an uninterrupted one would
     have read.
 
-    Every rank reads all files when training begins, and keeps all tokens, 5 bytes each.
+    One rank of a machine, or of those that share `cache_folder`, tokenizes the chats when training begins, in several
+    processes. The samples are kept there, 5 bytes a token, and all ranks map them into memory. Later runs find them by
+    the content of the files, the tokenizer with its template, and `sequence_length`.
 
     Args:
         train: Path of a file or several: JSON lines (`.jsonl`, `.json`), Parquet (`.parquet`), or a directory that
@@ -49,6 +52,8 @@ class ChatDataModule(RowsDataModule):
         validation_fraction: Share of the chats of `train` that is held out, between 0 and 1. 0.05 by default.
         seed: Seed of the shuffling, and of which chats are held out.
         num_workers: Loader processes of each rank; 0 makes rows in the training process.
+        cache_folder: Keeps the samples. By default the folder that the variable `LIGHTNING_D9D_CACHE` names, or
+            `~/.cache/lightning_d9d`.
 
     Raises:
         ConfigError: A value is out of range or without effect, or a file or a chat is not as it must be. Or there are
@@ -68,6 +73,7 @@ class ChatDataModule(RowsDataModule):
         validation_fraction: float | None = None,
         seed: int = 0,
         num_workers: int = 0,
+        cache_folder: str | None = None,
     ) -> None:
         if packing and pad_to_multiple_of is not None:
             raise ConfigError(
@@ -90,6 +96,7 @@ class ChatDataModule(RowsDataModule):
         self.validation = validation
         self.packing = packing
         self.pad_to_multiple_of = multiple
+        self.cache_folder = cache_folder
         self.train_samples: Samples | None = None
         """The samples that are trained on, after `setup`."""
         self.validation_samples: Samples | None = None
@@ -97,20 +104,24 @@ class ChatDataModule(RowsDataModule):
         self._padding_id = 0
 
     def setup(self, stage: str | None = None) -> None:
-        """Reads the files and makes tokens of them, once; every rank reads all of them."""
+        """Makes tokens of the files, or maps those that were made before. Collective in a Trainer."""
         if self.train_samples is not None:
             return
         tokenizer = pretrained_tokenizer(self.tokenizer) if isinstance(self.tokenizer, str) else self.tokenizer
+        self._check_vocabulary(tokenizer)
         self._padding_id = getattr(tokenizer, "pad_token_id", None) or 0
         chats = self._tokenized(self.train, tokenizer)
         if self.validation is not None:
-            self.validation_samples = _joined(self._tokenized(self.validation, tokenizer))
-        else:
-            mixed = torch.randperm(len(chats), generator=torch.Generator().manual_seed(self.seed)).tolist()
-            num_held_out = int(len(chats) * self.validation_fraction)
-            self.validation_samples = _joined(chats[index] for index in sorted(mixed[:num_held_out]))
-            chats = [chats[index] for index in sorted(mixed[num_held_out:])]
-        self.train_samples = _joined(chats)
+            self.validation_samples = self._tokenized(self.validation, tokenizer).samples
+            self.train_samples = chats.samples
+            return
+        num_chats = len(chats.num_samples)
+        is_held_out = torch.zeros(num_chats, dtype=torch.bool)
+        mixed = torch.randperm(num_chats, generator=torch.Generator().manual_seed(self.seed))
+        is_held_out[mixed[: int(num_chats * self.validation_fraction)]] = True
+        of_samples = is_held_out.repeat_interleave(chats.num_samples)
+        self.validation_samples = chats.samples.subset(of_samples.nonzero().flatten())
+        self.train_samples = chats.samples.subset((~of_samples).nonzero().flatten())
 
     def train_dataloader(self) -> Loader:
         """This data rank's rows for training; an incomplete last batch is left out."""
@@ -124,16 +135,20 @@ class ChatDataModule(RowsDataModule):
         """Return `val_dataloader()`."""
         return self.val_dataloader()
 
-    def _tokenized(self, paths: str | Sequence[str], tokenizer: Any) -> list[list[ChatTokens]]:
-        """Return the samples of each chat."""
-        files = [paths] if isinstance(paths, str) else list(paths)
-        tokenize = ChatTokenizer(tokenizer, self.sequence_length + 1)  # the last token is a label only
-        chats = [tokenize(chat, place) for place, chat in read_chats(files)]
-        if not chats:
+    def _check_vocabulary(self, tokenizer: Any) -> None:
+        vocab_size = self._vocab_size
+        if vocab_size is not None and (last := max(tokenizer.get_vocab().values())) >= vocab_size:
             raise ConfigError(
-                f"{', '.join(map(str, files))} of ChatDataModule has no chat; correct the path, or give chats"
+                f"ids of the tokenizer of ChatDataModule go up to {last}, but the model has vocab_size={vocab_size}; "
+                "give the model's tokenizer, or raise vocab_size"
             )
-        _say(", ".join(map(str, files)), tokenize.finish())
+
+    def _tokenized(self, paths: str | Sequence[str], tokenizer: Any) -> TokenizedChats:
+        files = [paths] if isinstance(paths, str) else list(paths)
+        folder = folder_of_cache(self.cache_folder)
+        # The last token is a label only. Without a Trainer nobody else need be there.
+        chats = tokenized_chats(files, tokenizer, self.sequence_length + 1, folder, Ranks(alone=self.trainer is None))
+        rank_zero_info(printable(f"{', '.join(files)}: {chats.report}"))
         return chats
 
     def _dataloader(self, samples: Samples, trains: bool) -> Loader:
@@ -149,11 +164,3 @@ class ChatDataModule(RowsDataModule):
             order = GroupedOrder(samples.lengths, self.rows_of_rank * num_ranks * accumulated)
             dataset = PaddedRows(samples, self.pad_to_multiple_of, self._padding_id)
         return self._loader(dataset, EpochSampler(order, num_ranks, rank, self.seed, shuffle=trains), trains)
-
-
-def _joined(chats: Iterable[Sequence[ChatTokens]]) -> Samples:
-    return Samples(sample for chat in chats for sample in chat)
-
-
-def _say(files: str, report: ChatReport) -> None:
-    rank_zero_info(printable(f"{files}: {report}"))

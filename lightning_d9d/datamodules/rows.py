@@ -105,6 +105,12 @@ class RowsDataModule(L.LightningDataModule):
         ranks = self.trainer and self.trainer.distributed_sampler_kwargs
         return DataRank(ranks["rank"], ranks["num_replicas"]) if ranks else DataRank()
 
+    @property
+    def _vocab_size(self) -> int | None:
+        """The vocabulary of the model that is trained; None if it does not tell."""
+        module = self.trainer and self.trainer.lightning_module
+        return getattr(getattr(module, "config", None), "vocab_size", None)
+
     def _loader(self, dataset: Dataset[dict[str, Tensor]], sampler: DistributedSampler[Any], trains: bool) -> Loader:
         """Make the loader of this data rank; an incomplete last batch is left out in training.
 

@@ -163,6 +163,6 @@ def read_text(files: Iterable[Path]) -> Tensor:
 
 
 def unigram_entropy(tokens: Tensor) -> float:
-    """Entropy of the frequencies of single bytes in `tokens` (`[num_bytes]` uint8), in nats per byte."""
+    """Entropy of the frequencies of single tokens in `tokens` (`[num_tokens]` integers), in nats per token."""
     counts = torch.bincount(tokens, minlength=256).double()
     return torch.special.entr(counts / counts.sum()).sum().item()

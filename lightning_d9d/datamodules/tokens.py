@@ -6,21 +6,31 @@ import glob
 import json
 from collections import Counter
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 
+import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset
 
 from lightning_d9d.data.epoch_sampler import EpochSampler
 from lightning_d9d.data.litdata_rows import LitDataRows, is_litdata
 from lightning_d9d.data.permutation import PermutedOrder
+from lightning_d9d.data.records import has_records
 from lightning_d9d.data.token_files import BorderToken, TokenFile, bin_path
 from lightning_d9d.data.token_rows import Mixture, Span, TokenRows
 from lightning_d9d.datamodules.rows import Loader, RowsDataModule
+from lightning_d9d.datamodules.text import unigram_entropy
+from lightning_d9d.datamodules.texts import Texts
 from lightning_d9d.errors import ConfigError, printable
 from lightning_d9d.log import logger
+from lightning_d9d.mesh.agreement import Ranks
 
+_TOKENS = (".bin", ".idx")
+_TEXTS = (".txt", ".md")
+"""Suffixes of texts, beside those of records; with a tokenizer all files are texts but those of tokens."""
+_COUNTED_TOKENS = 1 << 22
 Files = str | list[str] | dict[str, float]
 
 
@@ -28,7 +38,10 @@ class TokenDataModule(RowsDataModule):
     """Files of tokens, a part of them held out for validation and test.
 
     It reads Megatron's `.bin` with `.idx`, nanoGPT's `.bin` (uint16 without a header) and llm.c's `.bin`, as
-    `lightning-d9d prepare-data` and others write them. They are mapped into memory, and may be larger than it.
+    `lightning-d9d prepare-data` and others write them. They are mapped into memory, and may be larger than it. With a
+    tokenizer it reads texts, too: JSON lines, Parquet, Arrow, directories that `datasets` saved, and UTF-8 files. One
+    rank of a machine makes a file of tokens of them, in several processes, as `prepare-data` does. It is kept in
+    `cache_folder`, where later runs find it by the content of the texts, the tokenizer and `column`.
 
     Documents lie behind each other in rows of `sequence_length`. With borders, a row's `document_ids` keep them apart,
     and the last token of each has no label. Training rows are shuffled by `seed` and epoch. The order takes no memory,
@@ -53,6 +66,11 @@ class TokenDataModule(RowsDataModule):
         last_token: Id of the token that ends each document there.
         seed: Of the order.
         num_workers: Loader processes of each rank; 0 reads in the training process.
+        tokenizer: For texts: a directory or a name that `transformers` knows, or "bytes". Its end-of-text token ends
+            each document.
+        column: The field or column that has the text, "text" by default.
+        cache_folder: Keeps the tokens of texts. By default the folder that the variable `LIGHTNING_D9D_CACHE` names, or
+            `~/.cache/lightning_d9d`.
 
     Raises:
         ConfigError: A value is out of range, or a file is missing, damaged or of another tokenizer. Or there is too
@@ -72,6 +90,9 @@ class TokenDataModule(RowsDataModule):
         last_token: int | None = None,
         seed: int = 0,
         num_workers: int = 0,
+        tokenizer: str | None = None,
+        column: str | None = None,
+        cache_folder: str | None = None,
     ) -> None:
         super().__init__(
             sequence_length=sequence_length,
@@ -91,7 +112,13 @@ class TokenDataModule(RowsDataModule):
         token = last_token if first_token is None else first_token
         if token is not None and not borders:
             raise ConfigError(f"borders=False of TokenDataModule makes no use of the token {token}; leave one out")
+        if tokenizer is None and (column is not None or cache_folder is not None):
+            raise ConfigError(
+                f"column={column!r} and cache_folder={cache_folder!r} of TokenDataModule are for texts, which need a "
+                "tokenizer; name one"
+            )
         self.files = files
+        self._texts = None if tokenizer is None else Texts(tokenizer, column, cache_folder)
         self.validation_files = validation_files
         self.borders = borders
         self._border = None if token is None else BorderToken(token, is_first=first_token is not None)
@@ -123,7 +150,19 @@ class TokenDataModule(RowsDataModule):
             held_out_rows.append(self._rows(*opened))
         weights = list(self.files.values()) if isinstance(self.files, dict) else None
         self._training, self._held_out = Mixture(training, weights), held_out_rows
+        if self._texts is not None:
+            self._texts.check_used()
         self._describe(training)
+
+    @cached_property
+    def unigram_entropy(self) -> float:
+        """Nats per token of the training text: the loss of a model that knows how often each token occurs, no more.
+
+        At most four million tokens are counted, in rows that are spread evenly over the text.
+        """
+        rows = self._required(self._training)
+        number = min(len(rows), max(1, _COUNTED_TOKENS // self.sequence_length))
+        return unigram_entropy(torch.cat([rows[index * len(rows) // number]["input_ids"] for index in range(number)]))
 
     def train_dataloader(self) -> Loader:
         """This data rank's training rows; an incomplete last batch is left out."""
@@ -143,9 +182,14 @@ class TokenDataModule(RowsDataModule):
         """Open the files that paths and patterns name, in the order of their names."""
         if not paths:
             raise ConfigError(f"{setting} of TokenDataModule is empty; name a file of tokens")
-        found = [path for each in paths for path in _matching(each, setting)]
+        found = [path for each in paths for path in _matching(each, setting, self._texts is not None)]
         if twice := [str(path) for path, count in Counter(found).items() if count > 1]:
             raise ConfigError(f"{setting} of TokenDataModule names {', '.join(twice)} more than once; leave one out")
+        texts = [path for path in found if self._is_text(path)]
+        if texts and self._texts is not None:
+            place = found.index(texts[0])
+            found = [path for path in found if path not in texts]
+            found.insert(place, self._texts.prepared(texts, Ranks(alone=self.trainer is None)))
         spans = []
         for path in found:
             has_index = path.with_suffix(".idx").is_file()
@@ -158,6 +202,16 @@ class TokenDataModule(RowsDataModule):
                 "leave first_token and last_token out"
             )
         return ", ".join(paths), spans
+
+    def _is_text(self, path: Path) -> bool:
+        """Return whether a file or directory has texts in place of tokens."""
+        is_text = has_records(path) or path.suffix in _TEXTS or (self._texts is not None and path.suffix not in _TOKENS)
+        if is_text and self._texts is None:
+            raise ConfigError(
+                f"{path} has texts; name the tokenizer that makes tokens of them (tokenizer of TokenDataModule), or "
+                "prepare it with lightning-d9d prepare-data"
+            )
+        return is_text
 
     def _open_litdata(self, folder: str) -> tuple[LitDataRows, LitDataRows]:
         """Open a folder of litdata; its last blocks are held out unless there are validation files."""
@@ -173,12 +227,6 @@ class TokenDataModule(RowsDataModule):
 
     def _rows(self, name: str, spans: Sequence[Span]) -> TokenRows:
         return TokenRows(name, spans, self.sequence_length, self.borders, self._vocab_size)
-
-    @property
-    def _vocab_size(self) -> int | None:
-        """The vocabulary of the model that is trained; None if it does not tell."""
-        module = self.trainer and self.trainer.lightning_module
-        return getattr(getattr(module, "config", None), "vocab_size", None)
 
     def _check_tokenizer(self, path: Path) -> None:
         """Compare what `prepare-data` notes about the tokenizer with the model."""
@@ -215,12 +263,17 @@ class TokenDataModule(RowsDataModule):
             )
 
 
-def _matching(path: str, setting: str) -> list[Path]:
-    """Return the token files that a path or a pattern names."""
+def _matching(path: str, setting: str, has_tokenizer: bool) -> list[Path]:
+    """Return the files that a path or a pattern names; without a tokenizer a pattern's files of tokens alone."""
+    given = Path(path).expanduser()
     if not glob.has_magic(path):
-        return [bin_path(path)]
-    found = sorted(map(Path, glob.glob(str(Path(path).expanduser()), recursive=True)))
-    chosen = list(dict.fromkeys(bin_path(each) for each in found if each.suffix in (".bin", ".idx")))
+        is_text = has_records(given) or (given.suffix not in _TOKENS and given.is_file())
+        return [given if is_text else bin_path(path)]
+    found = sorted(map(Path, glob.glob(str(given), recursive=True)))
+    chosen = [
+        bin_path(each) if each.suffix in _TOKENS else each for each in found if each.is_file() or has_records(each)
+    ]
+    chosen = [each for each in dict.fromkeys(chosen) if has_tokenizer or each.suffix in _TOKENS]
     if not chosen:
         raise ConfigError(f"{setting} of TokenDataModule: no .bin file matches {path!r}; correct the path")
     return chosen

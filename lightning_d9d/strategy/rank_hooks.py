@@ -12,6 +12,7 @@ from lightning.pytorch.strategies.parallel import ParallelStrategy
 
 from lightning_d9d.loop.launch import Launcher, check_launcher_is_noticed
 from lightning_d9d.mesh import Axis, MeshConfig, MeshDomains
+from lightning_d9d.strategy.batch_copies import BatchCopies, moves_itself
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.ranks import JobRanks, TimeoutConfig
 
@@ -147,6 +148,18 @@ class RankHooks(ParallelStrategy):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return whether all ranks decide so or, without `all`, any. Collective over all ranks."""
         return self.ranks.agree(decision, all)
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Move a batch to the device, on a GPU from pinned memory by `BatchCopies`. Local.
+
+        A module or data module that has a `transfer_batch_to_device` of its own moves it itself.
+        """
+        device = device or self.root_device
+        module = self.lightning_module
+        trainer: Any = module and module._trainer
+        if device.type == "cuda" and not moves_itself(module, getattr(trainer, "datamodule", None)):
+            batch = BatchCopies.to(device).begin(batch)
+        return super().batch_to_device(batch, device, dataloader_idx)
 
     def teardown(self) -> None:
         """End a run as Lightning does, but leave a D9DModule and the states of its optimizers on their device. Local.

@@ -36,6 +36,7 @@ NAMES = (
     "step_in_backward",
     "muon",
     "optimizer_loss",
+    "data",
 )
 SELECTIONS = {
     "pipeline": ("schedules", "microbatches"),
@@ -44,6 +45,7 @@ SELECTIONS = {
     "fine_tune": ("layers", "experts", "seconds"),
     "step_in_backward": ("layers",),
     "optimizer_loss": ("methods", "rates", "steps", "jobs"),
+    "data": ("file_gib",),
 }
 """Options of single benchmarks."""
 
@@ -98,6 +100,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--rates", nargs="+", type=float, help="of `optimizer_loss`; a single one is taken untried")
     parser.add_argument("--steps", type=int, help="of `optimizer_loss`")
     parser.add_argument("--jobs", type=int, help="of `optimizer_loss`: runs at a time on one device")
+    parser.add_argument("--file_gib", type=float, help="of `data`: size of the file of tokens; default: 40")
     parser.add_argument("--quick", action="store_true", help="small and short: shows that it runs, judges nothing")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(NAMES):

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from lightning_d9d.data import documents
-from lightning_d9d.data.documents import DocumentReader, Piece, matching
+from lightning_d9d.data import records
+from lightning_d9d.data.documents import DocumentReader, matching
+from lightning_d9d.data.records import Piece
 from lightning_d9d.errors import ConfigError
 
 TEXTS = ["one", "zwei ä\n", "", "three " * 9, "4\u2028", "five"]
@@ -29,7 +30,7 @@ def json_lines(path: Path, values: list[Any], end: str = "\n") -> Path:
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 20, 10**6])
 @pytest.mark.parametrize("end", ["", "\n", "\n\n"])
 def test_json_lines_in_pieces_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, end: str) -> None:
-    monkeypatch.setattr(documents, "PIECE_BYTES", size)
+    monkeypatch.setattr(records, "PIECE_BYTES", size)
     path = json_lines(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS], end)
     assert read(path) == TEXTS
     pieces = DocumentReader().pieces(str(path))
@@ -59,13 +60,32 @@ def test_parquet_and_arrow(tmp_path: Path) -> None:
             writer.write_table(table, max_chunksize=4)
     for name in ("a.parquet", "file.arrow", "stream.arrow"):
         assert read(tmp_path / name, column="content") == TEXTS
-    with pytest.raises(ConfigError, match=r"a\.parquet has no column 'text' but content, id; see --column"):
+    with pytest.raises(ConfigError, match=r"a\.parquet has no column 'text' but content, id; name another column"):
         read(tmp_path / "a.parquet")
     with pytest.raises(ConfigError, match=r"a\.parquet, row 0 of group 0 has no text in 'id', but 0"):
         read(tmp_path / "a.parquet", column="id")
     (tmp_path / "b.parquet").write_bytes(b"PAR1 nothing")
     with pytest.raises(ConfigError, match=r"b\.parquet cannot be read as parquet"):
         read(tmp_path / "b.parquet")
+
+
+@pytest.mark.datasets
+def test_a_saved_dataset_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pyarrow as pa
+    from datasets import Dataset
+
+    Dataset(pa.table({"text": TEXTS, "id": list(range(6))}), fingerprint="texts").save_to_disk(tmp_path / "saved")
+    size = (tmp_path / "saved/data-00000-of-00001.arrow").stat().st_size
+    monkeypatch.setattr(records, "PIECE_BYTES", size // 3)
+    pieces = DocumentReader().pieces(str(tmp_path / "saved"))
+    assert len(pieces) > 2
+    assert sum(piece.num_bytes for piece in pieces) <= size
+    assert read(tmp_path / "saved") == TEXTS
+    assert matching([str(tmp_path / "s*")]) == [str(tmp_path / "saved")]
+    with pytest.raises(ConfigError, match="saved has no column 'story' but text, id; name another column"):
+        read(tmp_path / "saved", column="story")
+    with pytest.raises(ConfigError, match="saved, row 0 has no text in 'id', but 0"):
+        read(tmp_path / "saved", column="id")
 
 
 def test_tables_name_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +99,7 @@ def test_tables_name_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ("line", "message"),
     [
         ('{"text": "a"', r"a\.jsonl, line 3 is not JSON: Expecting ',' delimiter"),
-        ('{"txt": "a"}', r"a\.jsonl, line 3 has no field 'text' \(it has 'txt'\); name another by --column"),
+        ('{"txt": "a"}', r"a\.jsonl, line 3 has no field 'text' \(it has 'txt'\); name another column"),
         ("[1]", r"line 3 has no field 'text' \(it is no mapping\)"),
         ('{"text": null}', "line 3 has no text in 'text', but None"),
         ('{"text": "\\ud800"}', "line 3 has half of a surrogate pair"),
@@ -87,7 +107,7 @@ def test_tables_name_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_invalid_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, message: str) -> None:
-    monkeypatch.setattr(documents, "PIECE_BYTES", 20)
+    monkeypatch.setattr(records, "PIECE_BYTES", 20)
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "first"}\n\n' + line.encode("latin-1") + b'\n{"text": "last"}\n')
     with pytest.raises(ConfigError, match=f"{message}.*--skip-invalid"):

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -208,11 +209,19 @@ def test_settings_that_are_refused(options: dict[str, Any], message: str) -> Non
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", b'{"messages": [\n', r"a\.jsonl:1 is not JSON: .*Write each chat in one line"),
-        ("a.jsonl", b'\n\n{"messages": "\xff"}\n', r"a\.jsonl:3 is not JSON: .*utf-8"),
-        ("a.jsonl", b'{"text": "a"}\n', r"a\.jsonl:1 has no 'messages', but \['text'\]"),
-        ("a.jsonl", b"\n", r"a\.jsonl of ChatDataModule has no chat"),
-        ("a.csv", b"a", r"a\.csv is not a file of chats: give JSON lines \(\.jsonl, \.json\), Parquet"),
+        (
+            "a.jsonl",
+            b'{"messages": [\n',
+            r"a\.jsonl, line 1 is not JSON: Expecting value; mend the line, or leave it out",
+        ),
+        ("a.jsonl", b'\n\n{"messages": "\xff"}\n', r"a\.jsonl, line 3 is not JSON: .*utf-8"),
+        ("a.jsonl", b'{"text": "a"}\n', r"a\.jsonl, line 1 has no 'messages', but \['text'\]"),
+        ("a.jsonl", b"\n", r"a\.jsonl has no chat"),
+        (
+            "a.csv",
+            b"a",
+            r"a\.csv is not a file of chats: give JSON lines \(\.jsonl, \.ndjson, \.json\), a table \(\.parquet",
+        ),
         ("b/a.jsonl", None, r"a\.jsonl cannot be read: it does not exist"),
     ],
 )
@@ -235,6 +244,16 @@ def test_too_few_chats(file: Path) -> None:
         ChatDataModule(str(file), make_tokenizer("chatml")).train_dataloader()
     with pytest.raises(ConfigError, match="the tokenizer '/nowhere' cannot be read"):
         ChatDataModule(str(file), "/nowhere").setup()
+
+
+def test_a_tokenizer_that_is_larger_than_the_model(file: Path) -> None:
+    module, last = ChatDataModule(str(file), make_tokenizer("chatml")), len(make_tokenizer("chatml")) - 1
+    config = SimpleNamespace(vocab_size=last)
+    module.trainer = run_of(1, 0, lightning_module=SimpleNamespace(config=config))
+    with pytest.raises(ConfigError, match=rf"ids of the tokenizer of ChatDataModule go up to {last}, but .*={last};"):
+        module.setup()
+    config.vocab_size += 1
+    module.setup()
 
 
 def table(chats: list[dict[str, Any]]) -> Any:
@@ -294,7 +313,7 @@ def test_tables_that_are_refused(tmp_path: Path) -> None:
         data(str(tmp_path))
     broken = tmp_path / "broken.parquet"
     broken.write_bytes(b"PAR1 and no more")
-    with pytest.raises(ConfigError, match=r"broken\.parquet cannot be read behind row 0"):
+    with pytest.raises(ConfigError, match=r"broken\.parquet cannot be read as parquet"):
         data(str(broken))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +19,9 @@ from lightning_d9d.data import Span, TokenFile, TokenFileWriter, TokenRows
 from lightning_d9d.datamodules import TokenDataModule
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.models.qwen3_moe import Qwen3MoePretraining
+from tests.datamodules.rows_job import GLOBAL_BATCH, rows_of_steps, tokens, train
 from tests.datamodules.runs import run_of
-from tests.datamodules.token_job import GLOBAL_BATCH, rows_of_steps, train
-from tests.harness.jobs import end_job, run_job, start_job
+from tests.harness.jobs import run_job
 from tests.harness.ranks import RankContext
 from tests.strategy.plain import trainer
 
@@ -204,7 +205,7 @@ def test_a_file_larger_than_memory(tmp_path: Path) -> None:
 
 def run(folder: Path, files: dict[str, float], num_ranks: int, num_workers: int = 0, **options: Any) -> list[Any]:
     folder.mkdir()
-    run_job(num_ranks, folder, train, folder, files, num_ranks, num_workers, options)
+    run_job(num_ranks, folder, train, folder, partial(tokens, files, num_workers), num_ranks, options)
     return rows_of_steps(folder)
 
 
@@ -223,19 +224,6 @@ def test_steps_are_equal_on_any_number_of_ranks_and_after_resuming(tmp_path: Pat
     for num_ranks, step in ((1, 6), (2, 21)):  # in the first epoch, and in the second
         saved = tmp_path / str(num_ranks) / f"step={step}.ckpt"
         assert run(tmp_path / f"from {step}", files, 1, resumed=saved) == whole[step:]
-
-
-@pytest.mark.jobs
-def test_after_sigkill(tmp_path: Path, files: dict[str, float]) -> None:
-    killed = tmp_path / "killed"
-    killed.mkdir()
-    codes = end_job(start_job(1, killed, train, killed, files, 1, 1, {"killed_at": 7}), seconds=120)
-    assert codes == [-9]
-    before = rows_of_steps(killed)
-    assert len(before) == 8
-    after = run(tmp_path / "after", files, 1, resumed=killed / "step=6.ckpt")
-    assert after[:2] == before[6:]
-    assert run(tmp_path / "whole", files, 1) == before[:6] + after
 
 
 # Ranks

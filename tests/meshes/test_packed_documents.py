@@ -1,8 +1,13 @@
-"""Loss and gradients of each chat of a batch are those of the chat alone, packed or padded, on every kind of mesh."""
+"""Loss and gradients of each document of a batch are those of the document alone, on every kind of mesh.
+
+Documents are chats, packed or padded, or those of a file of tokens, where rows cut them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -12,7 +17,17 @@ from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_d9d import D9DStrategy, MeshConfig
-from lightning_d9d.data import ChatTokenizer, PackedOrder, PackedRows, PaddedRows, Samples
+from lightning_d9d.data import (
+    ChatTokenizer,
+    PackedOrder,
+    PackedRows,
+    PaddedRows,
+    Samples,
+    Span,
+    TokenFile,
+    TokenFileWriter,
+    TokenRows,
+)
 from lightning_d9d.models.qwen3_moe import Qwen3MoePretraining
 from tests.data.chats import chat, make_tokenizer
 from tests.harness.compare import assert_close_named, assert_tensors_close
@@ -62,6 +77,41 @@ def batches(packing: bool) -> list[dict[str, Tensor]]:
     return found
 
 
+def rows_of_tokens() -> dict[str, Tensor]:
+    """Four rows of a file of documents, of which some are longer than a row."""
+    numbers = torch.Generator().manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        writer = TokenFileWriter(Path(folder, "tokens"))
+        writer.add(torch.randint(320, (size,), generator=numbers).tolist() for size in (20, 5, 90, 1, 30, 3, 60, 70))
+        writer.finish()
+        file = TokenFile(writer.path)
+        rows = TokenRows("tokens", [Span(file, 0, len(file))], ROW_LENGTH, borders=True)
+        return default_collate([rows[index] for index in range(4)])
+
+
+def documents(whole: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Tokens and labels of the part of each document that a row has, if any counts."""
+    parts = [(row, whole["document_ids"][row] == number) for row, number in _numbered(whole)]
+    return [(whole["input_ids"][row][place], whole["labels"][row][place]) for row, place in parts]
+
+
+def batches_of_tokens(whole: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """All rows, and in the batch of each document only its labels."""
+    found = []
+    for row, number in _numbered(whole):
+        labels = torch.full_like(whole["labels"], -100)
+        place = whole["document_ids"][row] == number
+        labels[row][place] = whole["labels"][row][place]
+        found.append({**whole, "labels": labels})
+    return found
+
+
+def _numbered(whole: dict[str, Tensor]) -> list[tuple[int, int]]:
+    """Row and number of each document that has a label."""
+    rows = zip(whole["document_ids"], whole["labels"], strict=True)
+    return [(row, number) for row, (ids, labels) in enumerate(rows) for number in ids[labels != -100].unique().tolist()]
+
+
 def test_several_chats_share_a_row() -> None:
     packed = batches(packing=True)[0]["document_ids"]
     assert len(packed) % 2 == 0
@@ -87,8 +137,8 @@ class OneAtATime(Watched):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-def alone() -> list[tuple[Tensor, dict[str, Tensor]]]:
-    """Loss and gradients of each chat in one process, with nothing beside it."""
+def alone(given: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    """Loss and gradients of each document in one process, with nothing beside it."""
     L.seed_everything(1, verbose=False)
     module = Qwen3MoePretraining(MODEL)
     torch.set_default_dtype(torch.float64)
@@ -97,7 +147,7 @@ def alone() -> list[tuple[Tensor, dict[str, Tensor]]]:
     finally:
         torch.set_default_dtype(torch.float32)
     found = []
-    for input_ids, labels in samples():
+    for input_ids, labels in given:
         module.model.zero_grad()
         loss = module.model(input_ids[None], labels[None], reduction="sum").loss / (labels != -100).sum()
         loss.backward()
@@ -109,18 +159,43 @@ def alone() -> list[tuple[Tensor, dict[str, Tensor]]]:
     return found
 
 
+def chats_alone() -> list[tuple[Tensor, dict[str, Tensor]]]:
+    return alone(list(samples()))
+
+
+def documents_alone() -> list[tuple[Tensor, dict[str, Tensor]]]:
+    return alone(documents(rows_of_tokens()))
+
+
+ON_MESHES = [pytest.param(mesh, marks=pytest.mark.ranks(2 if MESHES[mesh] else 1)) for mesh in MESHES]
+
+
 @pytest.mark.parametrize("packing", [True, False])
-@pytest.mark.parametrize(
-    "mesh", [pytest.param(mesh, marks=pytest.mark.ranks(2 if MESHES[mesh] else 1)) for mesh in MESHES]
-)
+@pytest.mark.parametrize("mesh", ON_MESHES)
 def test_each_chat_is_as_alone(rank: RankContext, mesh: str, packing: bool) -> None:
-    expected = rank.from_first_rank(alone)
+    compare(rank, mesh, rank.from_first_rank(chats_alone), batches(packing))
+
+
+@pytest.mark.parametrize("mesh", ON_MESHES)
+def test_each_document_of_a_file_of_tokens_is_as_alone(rank: RankContext, mesh: str) -> None:
+    whole = rows_of_tokens()
+    assert len(documents(whole)) == 10  # of eight: one has no label, and three are in two rows
+    compare(rank, mesh, rank.from_first_rank(documents_alone), batches_of_tokens(whole))
+
+
+def compare(
+    rank: RankContext,
+    mesh: str,
+    expected: list[tuple[Tensor, dict[str, Tensor]]],
+    steps: list[dict[str, Tensor]],
+) -> None:
+    """Compare the step of each document with the document alone."""
     L.seed_everything(1, verbose=False)
-    module = OneAtATime(batches(packing))
+    module = OneAtATime(steps)
     strategy = D9DStrategy(mesh=MeshConfig(**MESHES[mesh]))
     run = trainer(strategy, rank.world_size, rank.device.type, precision="64-true", max_epochs=1, gradient_clip_val=1e9)
     run.fit(module)
-    assert len(module.seen.losses) == len(CHATS)
+    assert len(module.seen.losses) == len(expected)
     for index, (loss, gradients) in enumerate(expected):
         actual = module.seen.gradients[index]
         assert_close_named(f"loss {index}", module.seen.losses[index], loss, kind=Kind.LOSS, tolerance=TOLERANCE)

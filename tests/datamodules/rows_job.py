@@ -1,10 +1,11 @@
-"""A job that trains on files of tokens and writes down which rows each step has read."""
+"""A job that trains on tokens or chats and writes down which rows each step has read."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_d9d import D9DStrategy
-from lightning_d9d.datamodules import TokenDataModule
+from lightning_d9d.datamodules import ChatDataModule, TokenDataModule
+from lightning_d9d.datamodules.rows import RowsDataModule
+from tests.data.chats import make_tokenizer
 from tests.strategy.plain import trainer
 
 SEQUENCE_LENGTH, GLOBAL_BATCH = 8, 8
@@ -43,14 +46,26 @@ class Reader(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def train(output: Path, files: dict[str, float], num_ranks: int, num_workers: int, options: dict[str, Any]) -> None:
+def tokens(files: dict[str, float], num_workers: int) -> TokenDataModule:
+    """Rows of files of tokens, for `train`."""
+    return TokenDataModule(
+        files, SEQUENCE_LENGTH, global_batch_size=GLOBAL_BATCH, seed=3, num_workers=num_workers, validation_fraction=0.1
+    )
+
+
+def chats(path: str, packing: bool, num_workers: int) -> ChatDataModule:
+    """Rows of chats, for `train`."""
+    options = {"sequence_length": 96, "global_batch_size": GLOBAL_BATCH, "seed": 3, "packing": packing}
+    return ChatDataModule(path, make_tokenizer("chatml"), num_workers=num_workers, **options)
+
+
+def train(output: Path, data: Callable[[], RowsDataModule], num_ranks: int, options: dict[str, Any]) -> None:
     """One rank of the job.
 
     Args:
         output: Gets rows and checkpoints.
-        files: Of the data module.
+        data: Makes the data module.
         num_ranks: Data ranks.
-        num_workers: Of each.
         options: `max_steps`, `resumed` (a checkpoint), `killed_at` (a step) and `accumulated` batches.
     """
     saving = ModelCheckpoint(output, "{step}", every_n_train_steps=3, save_top_k=-1)
@@ -64,10 +79,7 @@ def train(output: Path, files: dict[str, float], num_ranks: int, num_workers: in
         limit_val_batches=0,
         accumulate_grad_batches=options.get("accumulated", 1),
     )
-    data = TokenDataModule(
-        files, SEQUENCE_LENGTH, global_batch_size=GLOBAL_BATCH, seed=3, num_workers=num_workers, validation_fraction=0.1
-    )
-    run.fit(Reader(output, options.get("killed_at")), datamodule=data, ckpt_path=options.get("resumed"))
+    run.fit(Reader(output, options.get("killed_at")), datamodule=data(), ckpt_path=options.get("resumed"))
 
 
 def rows_of_steps(output: Path) -> list[list[Any]]:

@@ -1,0 +1,210 @@
+"""Files that are made once for all ranks of a machine, or of all machines that share a folder, and kept for later runs.
+
+One rank makes the file, while all ranks tell each other in short turns that they live. So the others wait as long as it
+makes progress, however large the data are, and what fails there fails on all.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from lightning_d9d.errors import ConfigError, RankError, printable, reason
+from lightning_d9d.mesh.agreement import Ranks
+
+VARIABLE = "LIGHTNING_D9D_CACHE"
+"""The environment variable that names the folder where no setting does."""
+_TURN_SECONDS = 5.0
+"""Ranks hear of each other at least so often."""
+SILENT_SECONDS = 7200.0
+"""The longest time that a rank may make a file without progress."""
+_CHUNK = 1 << 24
+
+Progress = Callable[[], None]
+"""Called by what makes a file whenever it is a little further."""
+
+
+def folder_of_cache(given: str | Path | None) -> Path:
+    """Return the folder of files that are kept: a given one, that of the environment, or the user's own. Local."""
+    if given is not None:
+        return Path(given).expanduser()
+    if named := os.environ.get(VARIABLE):
+        return Path(named).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_d9d"
+
+
+def made_once(
+    folder: Path, name: Callable[[Progress], str], make: Callable[[Path, Progress], None], ranks: Ranks
+) -> Path:
+    """Return a file that is made unless the folder has it. Collective over `ranks`.
+
+    The first rank makes it. Where others do not see it, as the folder is not shared, the first rank of each machine
+    makes it there.
+
+    Args:
+        folder: Where it is kept.
+        name: Returns its name, which follows from all that the file follows from. Called where it is made only.
+        make: Makes the file of a path, all at once, unless it is there and whole.
+        ranks: Who needs it.
+
+    Raises:
+        ConfigError: Some rank failed, machines have other sources, or the folder cannot be written to. The same on all.
+        RankError: A rank made no progress for `SILENT_SECONDS`.
+    """
+
+    def work(tell: Progress) -> str:
+        found = name(tell)
+        with _writable(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        with _alone(folder / f"{found}.lock", tell):
+            make(folder / found, tell)
+        return found
+
+    names = _run_on([0], work, ranks)
+    agreed = names[0]
+    assert agreed is not None
+    made_by: set[int] = {0}
+    while True:
+        seen = ranks.all_gather((socket.gethostname(), (folder / agreed).is_file()))
+        without = [rank for rank, (_, is_there) in enumerate(seen) if not is_there]
+        if not without:
+            return folder / agreed
+        if again := made_by.intersection(without):
+            raise ConfigError(f"rank {min(again)} has made {folder / agreed} and does not find it; give another folder")
+        makers = [
+            next(rank for rank in without if seen[rank][0] == host)
+            for host in dict.fromkeys(seen[rank][0] for rank in without)
+        ]
+        made_by.update(makers)
+        names = _run_on(makers, work, ranks)
+        if other := next((rank for rank, found in enumerate(names) if found not in (None, agreed)), None):
+            raise ConfigError(
+                f"rank {other} on {seen[other][0]} has other files, another tokenizer or other versions than rank 0; "
+                "copy them to all machines"
+            )
+
+
+def _run_on(makers: Sequence[int], work: Callable[[Progress], str], ranks: Ranks) -> list[str | None]:
+    """Return what work returns on some ranks, and None for the others. Collective."""
+    if ranks.alone:
+        return [work(lambda: None)]
+    job = _Job(work) if ranks.rank in makers else None
+    while any(ranks.all_gather(job is not None and job.is_busy(_TURN_SECONDS))):
+        pass
+    return ranks.together("data cannot be prepared", lambda: None if job is None else job.result())
+
+
+class _Job:
+    """Work in a thread of its own, which ends with the process."""
+
+    def __init__(self, work: Callable[[Progress], str]) -> None:
+        self._work = work
+        self._value: str | None = None
+        self._error: Exception | None = None
+        self._progress = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="prepares data", daemon=True)
+        self._thread.start()
+
+    def is_busy(self, seconds: float) -> bool:
+        """Wait a while for the end; return whether it is still to come."""
+        self._thread.join(seconds)
+        return self._thread.is_alive() and time.monotonic() - self._progress < SILENT_SECONDS
+
+    def result(self) -> str | None:
+        """Return what the work has returned, or raise what it has raised."""
+        if self._thread.is_alive():
+            raise RankError(f"the preparation of data has made no progress for {SILENT_SECONDS:.0f} seconds")
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def _run(self) -> None:
+        try:
+            self._value = self._work(self._tell)
+        except Exception as error:
+            self._error = error
+
+    def _tell(self) -> None:
+        self._progress = time.monotonic()
+
+
+def digest_of_files(paths: Sequence[str | Path], tell: Progress) -> str:
+    """Return a hash of what files have in them, those of directories in the order of their names. Local.
+
+    Raises:
+        ConfigError: A file cannot be read.
+    """
+    digest = hashlib.sha256()
+    for path in map(Path, paths):
+        for each in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            try:
+                if path.is_dir() and not each.is_file():
+                    continue
+                with each.open("rb") as file:
+                    content = hashlib.sha256()
+                    while chunk := file.read(_CHUNK):
+                        content.update(chunk)
+                        tell()
+            except OSError as error:
+                raise ConfigError(f"{each} cannot be read: {reason(error)}") from error
+            digest.update(content.digest() + str(path.suffix).encode())
+    return digest.hexdigest()
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a name beside a path, whose file gets the path's name at the end of the block if nothing is raised. Local.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    part = path.with_name(f".{path.name}.{secrets.token_hex(5)}.part")
+    try:
+        with _writable(path.parent):
+            yield part
+            part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+@contextmanager
+def _alone(path: Path, tell: Progress) -> Iterator[None]:
+    """Wait until no other job makes the file. The lock of a process ends with it, in whatever way."""
+    with _writable(path.parent):
+        lock = path.open("wb")
+    with lock:
+        while not _try_lock(lock):
+            time.sleep(0.2)
+            tell()
+        yield
+
+
+def _try_lock(file: BinaryIO) -> bool:
+    """Return whether the lock was taken, or the file system has none. Forks of this process do not have it."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:
+        return True
+    return True
+
+
+@contextmanager
+def _writable(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{printable(str(folder))} keeps prepared data and cannot be written to: {reason(error)}. Name another "
+            f"folder with cache_folder, or for all runs with the variable {VARIABLE}"
+        ) from error
