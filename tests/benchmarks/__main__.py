@@ -35,6 +35,7 @@ NAMES = (
     "saving",
     "step_in_backward",
     "optimizer_loss",
+    "whole_model",
 )
 SELECTIONS = {
     "pipeline": ("schedules", "microbatches"),
@@ -42,6 +43,7 @@ SELECTIONS = {
     "train_step": ("peers",),
     "fine_tune": ("layers", "experts", "seconds"),
     "optimizer_loss": ("methods", "rates", "steps", "jobs"),
+    "whole_model": ("layers", "gpus", "parts", "steps", "tokens", "rows", "recompute", "states"),
 }
 """Options of single benchmarks."""
 
@@ -89,13 +91,19 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--ops", nargs="+", help="of `ops`")
     parser.add_argument("--sizes", nargs="+", type=float, help="of `ops`, as multiples of the shape; default: 1")
     parser.add_argument("--peers", choices=("best", "all"), default="all", help="of `train_step`")
-    parser.add_argument("--layers", type=int, help="of `fine_tune`: of the model")
+    parser.add_argument("--layers", type=int, help="of `fine_tune` and `whole_model`: of the model")
     parser.add_argument("--experts", nargs="+", help="of `fine_tune`: implementations of transformers")
     parser.add_argument("--seconds", type=int, help="of `fine_tune`: that a contender has")
     parser.add_argument("--methods", nargs="+", help="of `optimizer_loss`")
     parser.add_argument("--rates", nargs="+", type=float, help="of `optimizer_loss`; a single one is taken untried")
-    parser.add_argument("--steps", type=int, help="of `optimizer_loss`")
+    parser.add_argument("--steps", type=int, help="of `optimizer_loss` and `whole_model`")
     parser.add_argument("--jobs", type=int, help="of `optimizer_loss`: runs at a time on one device")
+    parser.add_argument("--gpus", type=int, choices=(1, 2), help="of `whole_model`")
+    parser.add_argument("--parts", nargs="+", help="of `whole_model`; default: all")
+    parser.add_argument("--tokens", type=int, help="of `whole_model`: in a row")
+    parser.add_argument("--rows", type=int, help="of `whole_model`: in a batch of a GPU")
+    parser.add_argument("--recompute", help="of `whole_model`, as `ParallelConfig.recompute`")
+    parser.add_argument("--states", choices=("bfloat16", "uint8"), help="of `whole_model`: dtype of optimizer states")
     parser.add_argument("--quick", action="store_true", help="small and short: shows that it runs, judges nothing")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(NAMES):
