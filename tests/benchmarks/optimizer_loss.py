@@ -133,7 +133,7 @@ def cases(
     steps: int | None = None,
     jobs: int | None = None,
 ) -> list[LossCase]:
-    """The tiny model, and on a GPU two of 100 million and 1 billion parameters; with `quick` a smaller one for some steps."""
+    """The tiny model, and on a GPU two of 100 million and 1 billion parameters; with `quick` a smaller one."""
     if quick:
         found = [LossCase(name="small", config=SMALL, steps=2, rows=2, length=32, rates=(1e-3,), repeats=1)]
     else:
