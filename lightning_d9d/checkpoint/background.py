@@ -20,7 +20,8 @@ from lightning_d9d.checkpoint.tensors import PiecesToSave
 
 K = TypeVar("K")
 THREAD_NAME = "lightning_d9d_checkpoint"
-_BLOCK_BYTES = 2**28
+_BLOCK_BYTES = 2**32
+"""Bytes of pinned memory that are taken at once, unless there is less to copy, or a tensor is larger."""
 _ALIGNMENT = 64
 
 
@@ -156,32 +157,67 @@ class BackgroundSaver:
 class HostCopies:
     """Memory on the host for copies of tensors, which is kept for later copies of as many of the same shapes.
 
-    From a GPU it is pinned. Torch rounds what it pins up to powers of two, so many tensors share a block of that size.
+    From a GPU it is pinned, in the blocks of `placed`.
     """
 
     def __init__(self) -> None:
         self._copies: dict[Any, Tensor] = {}
-        self._block = torch.empty(0, dtype=torch.uint8)
 
     def of(self, tensors: Mapping[K, Tensor]) -> dict[K, Tensor]:
         """Copies, which the next call overwrites. The host waits for them."""
         described = {key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()}
         if described != {key: (tensor.shape, tensor.dtype) for key, tensor in self._copies.items()}:
             self._copies = {}
-            self._copies = {key: self._room_for(tensor) for key, tensor in tensors.items()}
-            self._block = torch.empty(0, dtype=torch.uint8)
+            self._copies = _rooms(tensors)
         for key, tensor in tensors.items():
             self._copies[key].copy_(tensor, non_blocking=True)
         for device in {tensor.device for tensor in tensors.values() if tensor.device.type != "cpu"}:
             torch.accelerator.synchronize(device)
         return dict(self._copies)
 
-    def _room_for(self, tensor: Tensor) -> Tensor:
-        if tensor.device.type == "cpu":
-            return torch.empty(tensor.shape, dtype=tensor.dtype)
-        num_bytes = tensor.numel() * tensor.itemsize
-        if self._block.numel() < num_bytes:
-            self._block = torch.empty(max(num_bytes, _BLOCK_BYTES), dtype=torch.uint8, pin_memory=True)
-        room = self._block[:num_bytes].view(tensor.dtype).view(tensor.shape)
-        self._block = self._block[-(-num_bytes // _ALIGNMENT) * _ALIGNMENT :]
-        return room
+
+def _rooms(tensors: Mapping[K, Tensor]) -> dict[K, Tensor]:
+    """Memory for a copy of each."""
+    sizes = {key: tensor.numel() * tensor.itemsize for key, tensor in tensors.items() if tensor.device.type != "cpu"}
+    block_sizes, places = placed(sizes)
+    blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in block_sizes]
+    rooms = {}
+    for key, tensor in tensors.items():
+        if key in places:
+            block, start = places[key]
+            room = blocks[block][start : start + sizes[key]]
+            rooms[key] = room.view(tensor.dtype).view(tensor.shape)
+        else:
+            rooms[key] = torch.empty(tensor.shape, dtype=tensor.dtype)
+    return rooms
+
+
+def placed(sizes: Mapping[K, int]) -> tuple[list[int], dict[K, tuple[int, int]]]:
+    """Places for tensors in blocks of pinned memory. Local.
+
+    Torch rounds what it pins up to powers of two, so blocks are such powers. Tensors are placed in them from the
+    largest to the smallest, each where it fits first.
+
+    Args:
+        sizes: Bytes of each tensor.
+
+    Returns:
+        The bytes of each block; of each tensor the index of its block, and where it begins there.
+    """
+    blocks, ends, places = list[int](), list[int](), dict[K, tuple[int, int]]()
+    rest = sum(sizes.values())
+    for key in sorted(sizes, key=lambda key: -sizes[key]):
+        size = -(-sizes[key] // _ALIGNMENT) * _ALIGNMENT
+        block = next((i for i, end in enumerate(ends) if end + size <= blocks[i]), len(blocks))
+        if block == len(blocks):
+            blocks.append(max(_power_of_two(size), _power_of_two(min(rest, _BLOCK_BYTES) + 1) // 2))
+            ends.append(0)
+        places[key] = block, ends[block]
+        ends[block] += size
+        rest -= sizes[key]
+    return blocks, places
+
+
+def _power_of_two(number: int) -> int:
+    """The smallest power of two that is not below a number."""
+    return 1 << max(0, number - 1).bit_length()

@@ -103,6 +103,11 @@ class ChatDataModule(RowsDataModule):
         """The held-out samples, after `setup`."""
         self._padding_id = 0
 
+    @property
+    def batch_shape(self) -> tuple[int, int] | None:
+        """Rows and tokens in each, as `RowsDataModule` has them; None without packing, as rows may be shorter."""
+        return super().batch_shape if self.packing else None
+
     def setup(self, stage: str | None = None) -> None:
         """Makes tokens of the files, or maps those that were made before. Collective in a Trainer."""
         if self.train_samples is not None:

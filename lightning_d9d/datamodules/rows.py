@@ -99,6 +99,11 @@ class RowsDataModule(L.LightningDataModule):
         return self.batch_size
 
     @property
+    def batch_shape(self) -> tuple[int, int] | None:
+        """Rows in a batch of this data rank, and tokens in each row; None where rows may be shorter."""
+        return self.rows_of_rank, self.sequence_length
+
+    @property
     def data_rank(self) -> DataRank:
         """The data rank that this process reads for."""
         # Not left to Lightning, whose sampler takes its seed from the job instead of from the data module.

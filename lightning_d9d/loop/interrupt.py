@@ -140,7 +140,8 @@ def last_checkpoint(trainer: L.Trainer, wanted: Literal["last", "auto"], command
     savers = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
     folders = [str(each.dirpath) for each in savers if each.dirpath is not None]
     where = f"no last*.ckpt is in {', '.join(folders)}" if folders else "no ModelCheckpoint has a dirpath to look in"
-    remedies = [] if any(each.save_last for each in savers) else ["let a ModelCheckpoint have save_last: true"]
+    saves_last = any(each.save_last or (each.filename or "").startswith("last") for each in savers)
+    remedies = [] if saves_last else ["let a ModelCheckpoint have save_last: true"]
     remedies += ["give the path of a checkpoint"]
     remedies += ["begin without one by --ckpt_path auto"] if command == "fit" else []
     raise ConfigError(f"--ckpt_path {wanted}: {where}; {', or '.join(remedies)}")

@@ -79,6 +79,14 @@ class Activations:
                 went_back.add(part.stage)
         return Kept(*(int(num_rows * each / self.num_slices) for each in (most, beside)))
 
+    def input_bytes(self, num_rows: int) -> int:
+        """Count the inputs of all blocks, when most are kept from forward to backward."""
+        per_stage = [0.0] * self.num_stages
+        for index, stage in self.stages.items():
+            per_stage[index] = sum(layer.output_bytes for layer in self._layers_of(stage))
+        most = max((num_bytes for _, _, num_bytes in live(self.actions, Costs(activation=per_stage))), default=0.0)
+        return int(num_rows * most / self.num_slices)
+
     def dispatch_bytes(self, num_rows: int) -> int:
         """Count the buffer of tokens that are sent to experts on other ranks, of one layer at a time."""
         if not self.sends_to_experts:

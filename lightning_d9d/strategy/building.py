@@ -28,6 +28,7 @@ from lightning_d9d.schedule import Auto, Choice
 from lightning_d9d.strategy.auto import choose
 from lightning_d9d.strategy.batches import BatchSplitter
 from lightning_d9d.strategy.configuration import check_callbacks, check_degrees_of
+from lightning_d9d.strategy.context import RunContext
 from lightning_d9d.strategy.effects import Beside, check_effects
 from lightning_d9d.strategy.eval_step import EvalStep
 from lightning_d9d.strategy.fit_memory import FitMemory
@@ -38,8 +39,10 @@ from lightning_d9d.strategy.optimizer_step import OptimizerStep, check_parameter
 from lightning_d9d.strategy.precision import check_precision
 from lightning_d9d.strategy.rank_model import RankModel
 from lightning_d9d.strategy.ranks import JobRanks
+from lightning_d9d.strategy.setup_memory import SetupMemory
 from lightning_d9d.strategy.sharding import check_sharding, is_sharded, prepare_blocks, shard_blocks
 from lightning_d9d.strategy.staged_training import StagedTraining
+from lightning_d9d.strategy.staging import Staging
 from lightning_d9d.strategy.step_in_backward import StepInBackward, check_step_in_backward
 from lightning_d9d.strategy.tied import TiedParameters
 from lightning_d9d.strategy.torn import TornWeights
@@ -143,6 +146,24 @@ def alignment(
         run_dummy=run_dummy,
         resumes=resumes,
     )
+
+
+def run_context_of(
+    staging: Staging, ranks: JobRanks, settings: Mapping[str, object], parallel: ParallelConfig, precision: Precision
+) -> RunContext:
+    """Return what a D9DModule is to know before it builds its stages. Local.
+
+    Args:
+        staging: This rank's place in the pipeline.
+        ranks: The ranks of the job.
+        settings: The values of `D9DStrategy`'s arguments, by name.
+        parallel: The configuration in effect.
+        precision: The Trainer's plugin.
+    """
+    assert staging.pipeline is not None
+    device = torch.device("cpu") if parallel.offload else ranks.device
+    memory = SetupMemory(settings, parallel, precision, staging.microbatch_count, ranks.device)
+    return RunContext.of(staging.pipeline, device, parallel, ranks.seed, memory)
 
 
 def choose_for(

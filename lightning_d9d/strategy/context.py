@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_d9d.parallel import ParallelConfig
 from lightning_d9d.strategy.pipeline import Pipeline
@@ -21,6 +22,18 @@ class Evaluation(Protocol):
 
     def predict(self, batch: Any, *, share: bool | None = None) -> Any:
         """Run a batch and return the module's `predict_output`."""
+        ...
+
+
+class StageMemory(Protocol):
+    """Knows the memory that a fit takes, as `setup_memory.SetupMemory` does."""
+
+    def check(self, module: Any, stages: Sequence[nn.Module]) -> None:
+        """Refuse the stages of a module, on the meta device, if a fit cannot hold them. Collective."""
+        ...
+
+    def note(self, error: BaseException) -> None:
+        """Add to an error that memory ran out what takes less. Local."""
         ...
 
 
@@ -43,11 +56,42 @@ class RunContext:
     """Whether the strategy calls `load_pretrained_once`. It knows whether a checkpoint is going to be loaded."""
     is_stock: bool = False
     """Whether this is for one of Lightning's own strategies. They run whole stages as they are."""
+    memory: StageMemory | None = None
+    """Says whether a fit can hold the stages."""
 
     @classmethod
-    def of(cls, pipeline: Pipeline, device: torch.device, parallel: ParallelConfig, seed: int) -> RunContext:
+    def of(
+        cls,
+        pipeline: Pipeline,
+        device: torch.device,
+        parallel: ParallelConfig,
+        seed: int,
+        memory: StageMemory,
+    ) -> RunContext:
         """Return the context that `D9DStrategy` gives a module. It says itself when to load pretrained weights."""
-        return cls(pipeline=pipeline, device=device, parallel=parallel, seed=seed, loads_pretrained=True)
+        return cls(
+            pipeline=pipeline,
+            device=device,
+            parallel=parallel,
+            seed=seed,
+            loads_pretrained=True,
+            memory=memory,
+        )
+
+    @property
+    def seed_of_job(self) -> int:
+        """The seed that initial weights follow from."""
+        return torch.initial_seed() if self.seed is None else self.seed
+
+    def check_memory(self, module: Any, stages: Sequence[nn.Module]) -> None:
+        """Refuse stages on the meta device if a fit cannot hold them. Collective where the strategy asks for it."""
+        if self.memory is not None:
+            self.memory.check(module, stages)
+
+    def note(self, error: BaseException) -> None:
+        """Add to an error that memory ran out before training what takes less. Local."""
+        if self.memory is not None:
+            self.memory.note(error)
 
     @classmethod
     def stock(cls, device: torch.device) -> RunContext:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import lightning as L
 import torch
@@ -25,7 +26,6 @@ from lightning_d9d.parallel.fsdp import parameter_groups
 from lightning_d9d.pipeline.executor import SplitBatch
 from lightning_d9d.pipeline.microbatch import num_tokens
 from lightning_d9d.pipeline.types import StageInfo
-from lightning_d9d.strategy.gradient_sync import GradientSync
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.step_in_backward import part_bytes
 
@@ -33,12 +33,50 @@ _BELOW = 0.9
 """Advice is for so much of the memory, or of what was needed: buffers and fragments come on top."""
 
 
+class Gradients(Protocol):
+    """The gradients of this rank, as `GradientSync` has them."""
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """This rank's."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """All gradients at the end of a step."""
+        ...
+
+    @property
+    def num_accumulated_bytes(self) -> int:
+        """Gradients before a step's last microbatch."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchShape:
+    """The shape of a batch of this rank."""
+
+    rows: int
+    """Rows of a microbatch."""
+    tokens: int
+    """Tokens in a row, on this rank; 0: unknown."""
+    num_microbatches: int
+
+    @classmethod
+    def of(cls, split: SplitBatch) -> BatchShape:
+        """Return the shape of a batch that is there."""
+        rows = split.rows[0] or 1
+        return cls(
+            rows=rows, tokens=num_tokens(split.microbatches[0]) // rows, num_microbatches=len(split.microbatches)
+        )
+
+
 class FitMemory:
     """Compares what the steps of a fit take of this rank's memory with what there is.
 
     Args:
         module: On its device, attached to a Trainer.
-        optimizers: The module's.
+        optimizers: The module's; None: unknown.
         gradients: Knows how gradients are kept.
         parallel: The configuration.
         device: The rank's. Nothing is refused on the CPU.
@@ -52,8 +90,8 @@ class FitMemory:
     def __init__(
         self,
         module: L.LightningModule,
-        optimizers: Sequence[Optimizer],
-        gradients: GradientSync,
+        optimizers: Sequence[Optimizer] | None,
+        gradients: Gradients,
         parallel: ParallelConfig,
         device: torch.device,
         *,
@@ -73,29 +111,34 @@ class FitMemory:
         self._activation_dtype = activation_dtype
         self._keeps_gathered = keeps_gathered
         self._settings = StepSettings(recompute=parallel.recompute, step_in_backward=steps_in_backward)
-        self._split: SplitBatch | None = None
+        self._shape: BatchShape | None = None
         self._step: StepMemory | None = None
         """As of the last check."""
         self._has_noted = False
 
     @property
+    def num_rows(self) -> int | None:
+        """Rows of a microbatch; None: unknown."""
+        return self._settings.num_rows
+
+    @property
     def _available(self) -> int | None:
         return None if self._parallel.offload else memory.device_bytes(self._device)
 
-    def check(self, split: SplitBatch | None = None) -> None:
+    def check(self, shape: BatchShape | None = None) -> None:
         """Refuse a step that cannot fit, and say if it is close. Collective over all ranks.
 
         Args:
-            split: The first batch; None: before there is one, so without activations.
+            shape: The shape of the first batch; None: unknown, so activations do not count.
 
         Raises:
             ConfigError: The step cannot fit on some rank; on every rank.
         """
-        self._split = split
+        self._shape = shape
         if self._available is None:
             return
-        if split is not None:
-            self._settings = replace(self._settings, num_rows=split.rows[0] or 1)
+        if shape is not None:
+            self._settings = replace(self._settings, num_rows=shape.rows)
         note = None
         with Ranks().agreed("the fit cannot begin"):
             step = self._step = self.step()
@@ -109,7 +152,7 @@ class FitMemory:
         """Add to an error that says that memory ran out what was there, and which settings take less. Local."""
         if not isinstance(error, torch.OutOfMemoryError):
             return
-        states = (value for each in self._optimizers for state in each.state.values() for value in state.values())
+        states = (value for each in self._optimizers or () for state in each.state.values() for value in state.values())
         there = {
             "weights": memory.weight_bytes(self._tensors),
             "gradients": sum(local(each.grad).nbytes for each in self._parameters if each.grad is not None),
@@ -119,6 +162,10 @@ class FitMemory:
             most = torch.cuda.max_memory_allocated(self._device)
             there["activations and buffers, at most"] = max(0, most - sum(there.values()))
         error.add_note("memory had " + ", ".join(f"{name} {gib(num_bytes)}" for name, num_bytes in there.items()))
+        self.advise(error)
+
+    def advise(self, error: BaseException) -> None:
+        """Add to an error what a step needs, and which settings take less. Local."""
         if self._step is None or self._available is None:
             return
         needed = self._step.of(self._settings)
@@ -131,12 +178,12 @@ class FitMemory:
         """Return what a step needs on this rank, as a function of settings. Local."""
         # Nobody knows which gradients are there at once where the module steps its optimizers itself.
         gradients = self._gradients.num_bytes if self._module.automatic_optimization else 0
-        accumulates = self._split is not None and len(self._split.microbatches) > 1
+        accumulates = self._shape is not None and self._shape.num_microbatches > 1
         accumulates_batches = self._module.trainer.accumulate_grad_batches > 1  # type: ignore[attr-defined]
         if (accumulates or accumulates_batches) and gradients > 0:
             gradients = max(gradients, self._gradients.num_accumulated_bytes)
         largest = max((memory.gradient_bytes([each]) for each in self._parameters), default=0)
-        states = [memory.state_bytes(each) for each in self._optimizers]
+        states = [None] if self._optimizers is None else [memory.state_bytes(each) for each in self._optimizers]
         known = [each for each in states if each is not None]
         return StepMemory(
             weights=memory.weight_bytes(self._tensors),
@@ -170,6 +217,8 @@ class FitMemory:
 
     def _eight_bit_states(self) -> int | None:
         """Bytes of states in eight bits, where `StochasticAdamW` can take the place of the optimizers."""
+        if self._optimizers is None:
+            return None
         if any(type(each) not in (Adam, AdamW, StochasticAdamW) for each in self._optimizers):
             return None
         if any(each.dtype not in (torch.bfloat16, torch.float32) for each in self._parameters):
@@ -190,15 +239,14 @@ class FitMemory:
 
     def _activations(self) -> Activations | None:
         """Activations of the first batch; None where nobody says, or they are not what costs are made for."""
-        module, split = self._module, self._split
+        module, shape = self._module, self._shape
         changed = self._parallel.compile or self._parallel.cuda_graphs
         is_frozen = any(not each.requires_grad for each in self._parameters)
-        if not isinstance(module, D9DModule) or split is None or changed or is_frozen:
+        if not isinstance(module, D9DModule) or shape is None or changed or is_frozen:
             return None
-        tokens, rows = num_tokens(split.microbatches[0]), split.rows[0] or 1
         dtypes = {each.dtype for each in self._parameters if each.is_floating_point()}
         itemsize = min(each.itemsize for each in {*dtypes, self._activation_dtype or torch.float64})
-        costs = module.model_costs(tokens // rows, itemsize) if tokens >= rows else None
+        costs = module.model_costs(shape.tokens, itemsize) if shape.tokens > 0 else None
         if costs is None:
             return None
         pipeline, mesh = module.pipeline, module.pipeline.mesh
@@ -210,7 +258,7 @@ class FitMemory:
             costs=costs,
             stages=stages,
             num_stages=len(pipeline.placement),
-            actions=pipeline.program(len(split.microbatches)),
+            actions=pipeline.program(shape.num_microbatches),
             num_slices=pipeline.tokens.num_slices,
             sends_to_experts=has_remote,
         )

@@ -209,9 +209,8 @@ class D9DModule(OptimizedModule):
                 split_for_heads(self.stages, self.pipeline.mesh)
             return
         context = self.context
-        seed = torch.initial_seed() if context.seed is None else context.seed
         for stage, recorded in self._on_meta(infos):
-            self._warn_of_lost(materialize(stage, context.device, seed, recorded))
+            self._warn_of_lost(materialize(stage, context.device, context.seed_of_job, recorded))
             self.stages.append(stage)
         self._built, self._spread = infos, self._spread_now
         share_equal_names(self.stages)
@@ -304,6 +303,7 @@ class D9DModule(OptimizedModule):
             self.parallelize_stage(stage, self.pipeline.mesh, self.context.parallel)
             if self.pipeline.tokens.sequence.size > 1:
                 check_context(stage)
+        self.context.check_memory(self, stages)
         return list(zip(stages, values, strict=True))
 
     def _warn_of_lost(self, names: list[str]) -> None:
@@ -347,7 +347,7 @@ class D9DModule(OptimizedModule):
         """The seed that initial weights follow from; None where `load_pretrained` may load others."""
         if type(self).load_pretrained is not D9DModule.load_pretrained and getattr(self, "pretrained", "") is not None:
             return None
-        return torch.initial_seed() if self.context.seed is None else self.context.seed
+        return self.context.seed_of_job
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what `CheckpointConfig(trainable_only=True)` left out; call it where you override it."""

@@ -126,17 +126,22 @@ class OptimizedModule(L.LightningModule):
         """Return the parameters by name. Local."""
         raise NotImplementedError(f"{type(self).__name__} must implement named_for_optimizer()")
 
+    def make_optimizer(self) -> Optimizer:
+        """Build the optimizer of the settings, or the default one, for the parameters that there are now. Local.
+
+        Raises:
+            ConfigError: Settings do not fit the module.
+        """
+        settings = self.optimizer_settings
+        return self.default_optimizer() if settings is None else settings.make_optimizer(self.named_for_optimizer())
+
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Build optimizer and schedule of the settings, or the default ones. Lightning calls it on every rank.
 
         Raises:
             ConfigError: Settings do not fit the module or the run.
         """
-        settings = self.optimizer_settings
-        if settings is None:
-            optimizer = self.default_optimizer()
-        else:
-            optimizer = settings.make_optimizer(self.named_for_optimizer())
+        settings, optimizer = self.optimizer_settings, self.make_optimizer()
         is_scheduled = settings is None or settings.lr_scheduler is not None
         scheduler = self.make_lr_scheduler(optimizer, optimizer_steps(self.trainer) if is_scheduled else None)
         if scheduler is None:

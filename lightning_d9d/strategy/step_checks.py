@@ -9,7 +9,7 @@ from lightning_d9d.mesh import Axis
 from lightning_d9d.mesh.agreement import Ranks
 from lightning_d9d.mesh.collectives import first_difference
 from lightning_d9d.pipeline.executor import SplitBatch
-from lightning_d9d.strategy.fit_memory import FitMemory
+from lightning_d9d.strategy.fit_memory import BatchShape, FitMemory
 from lightning_d9d.strategy.gradient_sync import GradientSync
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.same_batches import SameBatches
@@ -47,7 +47,7 @@ class StepChecks:
     def split(self, split: SplitBatch, forward_context: Any) -> None:
         """Check, with the first batch, that it fits into the memory and that stages take parts of sequences."""
         if self.is_first_batch:
-            self._memory.check(split)
+            self._memory.check(BatchShape.of(split))
         self._sequences.check(split.microbatches[0], forward_context)
         self.is_first_batch = False
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import lightning as L
-import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_info
@@ -49,6 +48,7 @@ from lightning_d9d.strategy.building import (
     choose_for,
     describe_gradients,
     place_model,
+    run_context_of,
     training_by_hand,
 )
 from lightning_d9d.strategy.checkpoint_files import AtomicFileIO, with_atomic_files
@@ -59,7 +59,6 @@ from lightning_d9d.strategy.configuration import (
     check_equal_configuration,
     check_module,
 )
-from lightning_d9d.strategy.context import RunContext
 from lightning_d9d.strategy.effects import Beside
 from lightning_d9d.strategy.eval_step import EvalStep
 from lightning_d9d.strategy.loading import load_pretrained
@@ -284,10 +283,10 @@ class D9DStrategy(RankHooks):
 
     def _tell_module(self) -> None:
         """Let the module know where it runs, before it builds its stages. Local."""
-        module, pipeline = self.lightning_module, self.pipeline
-        if isinstance(module, D9DModule) and pipeline is not None:
-            device = torch.device("cpu") if self.parallel.offload else self.root_device
-            module.run_context = RunContext.of(pipeline, device, self.parallel_in_effect, self.ranks.seed)
+        module = self.lightning_module
+        if isinstance(module, D9DModule) and self.pipeline is not None:
+            given = self.settings(), self.parallel_in_effect, self.precision_plugin
+            module.run_context = run_context_of(self.staging, self.ranks, *given)
 
     @property
     def precision_plugin(self) -> Precision:
@@ -559,8 +558,8 @@ class D9DStrategy(RankHooks):
         """See to it that other ranks hear of it, that ranks launched here end too, and say how a fit goes on."""
         super().on_exception(exception)
         set_exit_code(exception)
-        if self._training is not None:
-            self._training.note(exception)
+        if (knows_memory := self._training or getattr(self.lightning_module, "run_context", None)) is not None:
+            knows_memory.note(exception)
         if self._shutdown is not None:
             self._shutdown.watch.report(exception)  # where a tuner had put the Trainer's callbacks away
         else:

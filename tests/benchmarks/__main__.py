@@ -37,6 +37,7 @@ NAMES = (
     "muon",
     "optimizer_loss",
     "data",
+    "whole_model",
 )
 SELECTIONS = {
     "pipeline": ("schedules", "microbatches"),
@@ -46,6 +47,7 @@ SELECTIONS = {
     "step_in_backward": ("layers",),
     "optimizer_loss": ("methods", "rates", "steps", "jobs"),
     "data": ("file_gib",),
+    "whole_model": ("layers", "gpus", "parts", "steps", "tokens", "rows", "recompute", "states"),
 }
 """Options of single benchmarks."""
 
@@ -93,14 +95,20 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--ops", nargs="+", help="of `ops`")
     parser.add_argument("--sizes", nargs="+", type=float, help="of `ops`, as multiples of the shape; default: 1")
     parser.add_argument("--peers", choices=("best", "all"), default="all", help="of `train_step`")
-    parser.add_argument("--layers", type=int, help="of `fine_tune` and `step_in_backward`: of the model")
+    parser.add_argument("--layers", type=int, help="of `fine_tune`, `step_in_backward`, `whole_model`: of the model")
     parser.add_argument("--experts", nargs="+", help="of `fine_tune`: implementations of transformers")
     parser.add_argument("--seconds", type=int, help="of `fine_tune`: that a contender has")
     parser.add_argument("--methods", nargs="+", help="of `optimizer_loss`")
     parser.add_argument("--rates", nargs="+", type=float, help="of `optimizer_loss`; a single one is taken untried")
-    parser.add_argument("--steps", type=int, help="of `optimizer_loss`")
+    parser.add_argument("--steps", type=int, help="of `optimizer_loss` and `whole_model`")
     parser.add_argument("--jobs", type=int, help="of `optimizer_loss`: runs at a time on one device")
     parser.add_argument("--file_gib", type=float, help="of `data`: size of the file of tokens; default: 40")
+    parser.add_argument("--gpus", type=int, choices=(1, 2), help="of `whole_model`")
+    parser.add_argument("--parts", nargs="+", help="of `whole_model`; default: all")
+    parser.add_argument("--tokens", type=int, help="of `whole_model`: in a row")
+    parser.add_argument("--rows", type=int, help="of `whole_model`: in a batch of a GPU")
+    parser.add_argument("--recompute", help="of `whole_model`, as `ParallelConfig.recompute`")
+    parser.add_argument("--states", choices=("bfloat16", "uint8"), help="of `whole_model`: dtype of optimizer states")
     parser.add_argument("--quick", action="store_true", help="small and short: shows that it runs, judges nothing")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(NAMES):

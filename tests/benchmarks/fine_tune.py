@@ -1,8 +1,11 @@
-"""Steps of LoRA on some layers of Qwen3-MoE and one GPU, against transformers with peft.
+"""Steps of fine-tuning on some layers of Qwen3-MoE and one GPU, against transformers.
 
-All contenders have equal frozen weights, in bf16 on a GPU, and take the same tokens: forward, loss, backward, AdamW of
-the adapters. All recompute each block. Transformers has SDPA, and every implementation of experts that is asked for;
-the fastest is the peer. The learning rate is 0, so the adapters change no loss, and losses are compared.
+With LoRA the peers have peft. All parameters are trained with states in eight bits: of `StochasticAdamW` here, of
+torchao's and bitsandbytes' AdamW there.
+
+All contenders have equal weights, frozen but for adapters with LoRA, in bf16 on a GPU. They take the same tokens:
+forward, loss, backward, AdamW. All recompute each block. Transformers has SDPA, and every implementation of experts
+that is asked for; the fastest is the peer. The learning rate is 0, so nothing changes a loss, and losses are compared.
 
 Contenders run one after the other, each in a process of its own and for so long at most: memory has one at a time. Each
 is printed when it is measured.
@@ -18,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +45,10 @@ EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 IMPLEMENTATIONS = ("grouped_mm", "batched_mm", "eager")
 """Of experts, in transformers."""
 RANK = 16
+EIGHT_BITS = ("torchao", "bitsandbytes")
+"""Packages with an AdamW for transformers whose states are in eight bits."""
+LEAST_OF_WHOLE = 1.3
+"""Tokens/s of ours with all parameters, of the best peer's."""
 LEAST_OF_PEER = 1.5
 """Tokens/s of ours with adapters of attention and experts, of the best peer's, whatever that adapts."""
 MOST_SECONDS = 150
@@ -77,7 +85,31 @@ def cases(
     return [
         case("peft on attention", work, Adapters(), of_ours, experts, limit, seconds, **rounds),
         case("peft on experts, too", work, Adapters(2), of_ours[-1:], experts, limit, seconds, **rounds),
+        of_all("all parameters", work, EIGHT_BITS, experts[0], 1 / LEAST_OF_WHOLE, seconds, **rounds),
     ]
+
+
+def of_all(
+    name: str,
+    work: Work,
+    packages: Sequence[str],
+    implementation: str,
+    limit: float | None,
+    seconds: int,
+    **rounds: Any,
+) -> Case:
+    """Ours and a peer for each package with an AdamW of eight bits, all parameters trained."""
+    ours = {"ours, states in eight bits": partial(OursWhole, work)}
+    theirs = {f"transformers, AdamW of {each}": partial(TheirsWhole, work, each, implementation) for each in packages}
+    return Case(
+        name=name,
+        contenders={**ours, **theirs},
+        peer=next(iter(theirs)),
+        limits={} if limit is None else dict.fromkeys(ours, limit),
+        afterwards=partial(more_of_ours, work),
+        conditions={**work.conditions(), "recomputed": "each block", "seconds": seconds},
+        **rounds,
+    )
 
 
 def case(
@@ -229,6 +261,25 @@ def _smallest_tokenizer() -> dict[str, bytes]:
     tokenizer = {"version": "1.0", "added_tokens": [], "model": words}
     files = {"tokenizer.json": tokenizer, "tokenizer_config.json": settings}
     return {name: json.dumps(values).encode() for name, values in files.items()}
+
+
+class OursWhole(OwnLoop):
+    """`Qwen3MoeForCausalLM` with all parameters trained."""
+
+    def __init__(self, work: Work, device: torch.device) -> None:
+        network = work.network(device)
+        parallelize_qwen3_moe(network, None, ParallelConfig(recompute="full"))
+        super().__init__(work, network, StochasticAdamW(network.parameters(), lr=0.0, state_dtype=torch.uint8), device)
+
+
+class TheirsWhole(TransformersLoop):
+    """Transformers' model of the same weights, with all parameters trained by an AdamW of a package."""
+
+    def __init__(self, work: Work, package: str, implementation: str, device: torch.device) -> None:
+        network: Any = transformers_of(work, device, experts=implementation)
+        network.gradient_checkpointing_enable({"use_reentrant": False})
+        adamw = import_module(f"{package}.optim").AdamW8bit
+        super().__init__(work, network, adamw(network.parameters(), lr=0.0), device)
 
 
 def _trained(network: nn.Module) -> list[nn.Parameter]:

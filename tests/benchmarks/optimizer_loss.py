@@ -71,6 +71,8 @@ OF_100M = replace(
     num_experts=16,
     moe_intermediate_size=384,
 )
+OF_1B = replace(Qwen3MoeConfig.preset("30b-a3b"), num_hidden_layers=10, num_experts=16, vocab_size=OF_100M.vocab_size)
+"""Of the full width."""
 SMALL = replace(
     Qwen3MoeConfig.preset("tiny"),
     hidden_size=32,
@@ -103,6 +105,17 @@ class LossCase:
     """Of a run."""
 
 
+WIDE = LossCase(
+    name="1B",
+    config=OF_1B,
+    steps=200,
+    rates=(3e-4,),
+    repeats=2,
+    kinds=(PEER, "in backward", "8-bit states, in backward"),
+)
+"""The ways of the examples that train all of Qwen3-30B-A3B, on a model of its width."""
+
+
 class Run(NamedTuple):
     """One training run of a case."""
 
@@ -120,14 +133,13 @@ def cases(
     steps: int | None = None,
     jobs: int | None = None,
 ) -> list[LossCase]:
-    """The tiny model, and on a GPU one of 100 million parameters; with `quick` a smaller one for some steps."""
+    """The tiny model, and on a GPU two of 100 million and 1 billion parameters; with `quick` a smaller one."""
     if quick:
         found = [LossCase(name="small", config=SMALL, steps=2, rows=2, length=32, rates=(1e-3,), repeats=1)]
     else:
         found = [LossCase(name="tiny", config=Qwen3MoeConfig.preset("tiny"), rates=(1e-3, 3e-3, 6e-3))]
-        found += (
-            [LossCase(name="100M", config=OF_100M, rows=32, rates=(1e-4, 2e-4, 5e-4))] if device_type == "cuda" else []
-        )
+        of_100m = LossCase(name="100M", config=OF_100M, rows=32, rates=(1e-4, 2e-4, 5e-4))
+        found += [of_100m, WIDE] if device_type == "cuda" else []
     if unknown := set(methods or ()) - set(KINDS):
         raise ValueError(f"unknown methods {', '.join(sorted(unknown))}; choose from {', '.join(KINDS)}")
     given = {"kinds": methods and tuple(methods), "rates": rates and tuple(rates), "steps": steps, "jobs": jobs}

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.benchmarks.fine_tune import IMPLEMENTATIONS, Adapters, cases, run_case, table
+from tests.benchmarks.fine_tune import IMPLEMENTATIONS, Adapters, OursWhole, cases, run_case, table
+from tests.benchmarks.train_step import QUICK
 
 OURS, PEERS = f"ours, {Adapters(2)}", [f"transformers and peft, {Adapters()}, {each}" for each in IMPLEMENTATIONS]
 
@@ -40,5 +41,17 @@ def test_a_contender_has_its_time() -> None:
 
 def test_ours_with_experts_is_judged_by_every_peer() -> None:
     of_gpu = cases("cuda", quick=False, layers=4, experts=["eager"])
-    assert [[*case.limits] for case in of_gpu] == [[f"ours, {Adapters(2)}"]] * 2
+    assert [[*case.limits] for case in of_gpu] == [[f"ours, {Adapters(2)}"]] * 2 + [["ours, states in eight bits"]]
     assert {case.conditions["layers"] for case in of_gpu} == {4}
+
+
+def test_all_parameters_with_states_in_eight_bits() -> None:
+    """Nobody trains with a rate of 0, so the loss of ours is that of its weights."""
+    contender = OursWhole(QUICK, torch.device("cpu"))
+    contender.run(2)
+    states = contender.optimizer.state.values()
+    assert any(value.dtype == torch.uint8 for state in states for value in state.values())
+    before = contender.loss()
+    other = OursWhole(QUICK, torch.device("cpu"))
+    other.run(2)
+    assert other.loss() == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import resource
 import threading
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 from lightning_d9d import StateError
 from lightning_d9d.checkpoint import BackgroundSaver, directory, open_directory, remove_directory
-from lightning_d9d.checkpoint.background import HostCopies
+from lightning_d9d.checkpoint.background import HostCopies, placed
 from tests.harness.ranks import RankContext
 
 
@@ -122,6 +123,22 @@ def test_what_cannot_be_saved_is_refused_at_once(rank: RankContext) -> None:
             saver.save_directory(rank.tmp_dir / "a", {}, {}, named_values={"n": wrong})
         saver.wait()
     assert os.listdir(rank.tmp_dir) == []
+
+
+def test_pinned_blocks_have_little_room_that_nobody_takes() -> None:
+    """Of the experts of Qwen3-30B-A3B each has 768 and 384 MiB, and half as much for each of two states."""
+    mib = 2**20
+    of_layer = [768, 384, 384, 384, 192, 192, 16, 16, 8, 8, 1, 1, 1]
+    sizes = {(layer, i): size * mib for layer in range(48) for i, size in enumerate(of_layer)}
+    sizes |= {"head": 622_329_856, "step": 4, "empty": 0}
+    blocks, places = placed(sizes)
+    assert all(size & (size - 1) == 0 for size in blocks)
+    assert sum(blocks) < 1.02 * sum(sizes.values())
+    by_place = sorted((place, sizes[key]) for key, place in places.items())
+    for (place, size), (following, _) in itertools.pairwise(by_place):
+        assert place[1] + size <= (following[1] if following[0] == place[0] else blocks[place[0]])
+    assert placed({"small": 100})[0] == [128]
+    assert placed({})[0] == []
 
 
 @pytest.mark.gpu

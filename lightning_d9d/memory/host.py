@@ -1,0 +1,94 @@
+"""The memory that a fit takes of the host, which all ranks of a machine share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.memory.step import gib
+
+_CLOSE = 0.9
+_MEMORY_FILES = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+_REMEDIES = {
+    "checkpoint": "CheckpointConfig(asynchronous=False), which copies nothing",
+    "offloaded": "ParallelConfig(offload=False), or more ranks that share the weights",
+    "inputs": 'ParallelConfig(recompute="full"), which keeps them on the device',
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostMemory:
+    """Bytes that the ranks of a machine take of the host for certain. Workers of loaders are not counted."""
+
+    checkpoint: int = 0
+    """Copies of weights and optimizer states that are saved in the background."""
+    offloaded: int = 0
+    """Weights, gradients and states that stay in the host's memory."""
+    inputs: int = 0
+    """Inputs of blocks that wait there for their backward."""
+
+    @property
+    def total(self) -> int:
+        """The sum of all."""
+        return sum(getattr(self, each.name) for each in fields(self))
+
+    @property
+    def _parts(self) -> dict[str, int]:
+        return {each.name: getattr(self, each.name) for each in fields(self) if getattr(self, each.name)}
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {gib(value)}" for name, value in self._parts.items())
+
+    @property
+    def remedy(self) -> str:
+        """The setting that frees most."""
+        parts = self._parts
+        return _REMEDIES[max(parts, key=lambda name: parts[name])]
+
+
+def host_bytes() -> tuple[int, int] | None:
+    """Return the host's memory, or what this process's group may take of it, and what is available now. Local.
+
+    Returns:
+        Both in bytes; None where the system does not say.
+    """
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        sizes = {name: 1024 * int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+        total, available = sizes["MemTotal"], sizes["MemAvailable"]
+    except (OSError, KeyError, ValueError, IndexError):
+        return None
+    for path in _MEMORY_FILES:
+        try:
+            total = min(total, int(path.read_text()))
+        except (OSError, ValueError):  # there is none, or it says "max"
+            continue
+    return total, min(total, available)
+
+
+def check_host(needed: HostMemory, total: int, available: int) -> str | None:
+    """Refuse a fit whose host is too small for what it keeps there. Local.
+
+    Args:
+        needed: By all ranks of the machine.
+        total: Bytes that the host has.
+        available: Bytes that nobody has taken.
+
+    Returns:
+        A note if it may be too close to fit, else None.
+
+    Raises:
+        ConfigError: The host has less memory than is needed.
+    """
+    if needed.total > total:
+        raise ConfigError(
+            f"the fit needs {gib(needed.total)} of the host's memory, which has {gib(total)}: {needed}; give "
+            f"{needed.remedy}"
+        )
+    if needed.total > _CLOSE * available:
+        return (
+            f"the fit needs at least {gib(needed.total)} of the host's memory, of which {gib(available)} are free: "
+            f"{needed}. If the host runs out of memory, give {needed.remedy}"
+        )
+    return None

@@ -1,0 +1,71 @@
+"""What `whole_model` changes in the examples, and what it says of a run. `tests/cli/test_30b_examples.py` trains."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_d9d.datamodules import TokenDataModule
+from lightning_d9d.models.qwen3_moe import Qwen3MoeForCausalLM, load_huggingface
+from tests.benchmarks.whole_model import PARTS, cases, measure_disk, settings, summary, table, verdicts
+from tests.benchmarks.whole_model_job import rows_of, write_tokens, write_weights
+
+
+def test_parts_decide_what_the_jobs_do() -> None:
+    (case,) = cases("cuda", quick=False, layers=20, tokens=65_536, recompute="offload")
+    train, resume = (settings(replace(case, rows=1), Path("folder"), "cuda", part) for part in ("train", "resume"))
+    assert (case.config.num_hidden_layers, case.judges, case.num_processes) == (20, False, 1)
+    assert train["model"]["init_args"]["pretrained"] == "base"
+    assert train["trainer"]["strategy"]["init_args"]["parallel"]["recompute"] == "offload"
+    assert train["data"]["init_args"]["sequence_length"] == 65_536
+    assert [each["class_path"].rpartition(".")[2] for each in train["trainer"]["callbacks"]] == [
+        "Probe",
+        "ModelCheckpoint",
+    ]
+    assert resume["trainer"]["callbacks"][-1]["class_path"] == "HuggingFaceExport"
+    (alone,) = cases("cuda", quick=False, gpus=2, parts=["train"], states="uint8")
+    of_two = settings(replace(alone, rows=4), Path("folder"), "cuda", "train")
+    assert of_two["model"]["init_args"]["pretrained"] is None
+    assert of_two["model"]["init_args"]["optimizer"]["init_args"]["state_dtype"] == "uint8"
+    assert "checkpoint" not in of_two["trainer"]["strategy"]["init_args"]
+    assert alone.judges
+    with pytest.raises(ValueError, match="unknown parts save; choose from disk, directory"):
+        cases("cuda", quick=False, parts=["save"])
+
+
+def rows(difference: float) -> list[dict[str, Any]]:
+    """Of 20 steps of a second each, but for the first; from the 16th on in both jobs."""
+    trained = [
+        {"part": "train", "what": f"step {step}", "seconds": 9.0 if step < 6 else 1.0, "loss": 12 - step / 10}
+        for step in range(1, 21)
+    ]
+    resumed = [{**row, "part": "resume", "loss": row["loss"] + difference} for row in trained[15:]]
+    return [*trained, {"part": "train", "what": "checkpoint written", "seconds": 2.0, "bytes": 2**31}, *resumed]
+
+
+def test_losses_of_a_resumed_run_are_judged_by_what_was_learned() -> None:
+    (case,) = cases("cuda", quick=False)
+    case = replace(case, rows=4)
+    found = summary(case, rows(0.01))
+    assert found["tokens_per_s"]["median"] == 16_384
+    assert verdicts(found) == ["met", "met"]
+    assert verdicts(summary(case, rows(0.1))) == ["met", "missed"]
+    text = table({"case": case.name, **found}, "cuda")
+    assert "16384 tokens/s a GPU" in text
+    assert "| train | checkpoint written | 2.0 | 2.00 |" in text
+
+
+def test_files_that_jobs_read(tmp_path: Path) -> None:
+    (case,) = cases("cpu", quick=True, layers=1)
+    assert case.parts == PARTS
+    measure_disk(tmp_path, 2**24)
+    write_weights(tmp_path, case.config, "cpu")
+    load_huggingface(Qwen3MoeForCausalLM(case.config), tmp_path / "base")
+    write_tokens(tmp_path / "tokens", case.config.vocab_size, num_rows=8, length=64)
+    data = TokenDataModule(str(tmp_path / "tokens"), sequence_length=64, batch_size=4, borders=False)
+    data.setup("fit")
+    assert len(data.train_dataloader()) == 2
+    assert [row["what"] for row in rows_of(tmp_path)] == ["raw write", "raw read", "weights drawn", "weights written"]

@@ -1,0 +1,315 @@
+"""The examples that train all of Qwen3-30B-A3B, as they stand, on made-up weights: every part of a run measured.
+
+    python -m tests.benchmarks whole_model --gpus 1 --layers 20
+
+Weights are written by this package's exporter. A job trains from `examples/qwen3_moe/30b_a3b_one_gpu.yaml`, or that for
+two GPUs, and saves a checkpoint while it goes on. A second job resumes from it; its losses are compared. It exports.
+Each row is printed as soon as it is known.
+
+Only what has to differ from the YAML differs: data are made-up tokens, there is one checkpoint a quarter before the
+end, and the learning rate is one of made-up weights. `--tokens`, `--rows`, `--recompute` and `--states` replace more.
+
+Disks are small, so files go when they are not needed any more: the weights when they are read, the checkpoint before
+the export. Without the part `directory` weights are drawn on the device, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from torch import multiprocessing
+
+from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig
+from tests.benchmarks.frame import spread
+from tests.benchmarks.whole_model_job import report, rows_of, write_config, write_tokens, write_weights
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples" / "qwen3_moe"
+PARTS = ("disk", "directory", "train", "resume", "export")
+"""In this order. `resume` makes `train` save, and `export` is at the end of the last job."""
+FIRST_STEPS = 5
+"""Are left out of the median."""
+MOST_OF_FALL = 0.05
+"""Difference of the losses of a resumed run, as a share of what training took off the loss."""
+LEAST_TOKENS_PER_S = {1: 13_000, 2: 12_000}
+"""Of a GPU, for the whole model, by number of GPUs."""
+_BLOCK = 2**24
+_RAW_BYTES = 2**33
+_MAX_SECONDS = 580
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCase:
+    """A model, a machine, and what is measured."""
+
+    name: str
+    config: Qwen3MoeConfig
+    num_processes: int
+    parts: tuple[str, ...] = PARTS
+    steps: int = 20
+    tokens: int = 4096
+    rows: int | None = None
+    """Of a batch of a GPU; None: as in the YAML, or fewer if they are longer."""
+    recompute: str | None = None
+    states: str | None = None
+    raw_bytes: int = _RAW_BYTES
+    judges: bool = False
+    conditions: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def step_of_checkpoint(self) -> int:
+        """A quarter before the end, and the only one: twice as many steps are not taken."""
+        return self.steps - self.steps // 4
+
+
+def cases(
+    device_type: str,
+    quick: bool,
+    *,
+    layers: int | None = None,
+    gpus: int = 1,
+    parts: Sequence[str] = PARTS,
+    steps: int = 20,
+    tokens: int | None = None,
+    rows: int | None = None,
+    recompute: str | None = None,
+    states: str | None = None,
+) -> list[ModelCase]:
+    """The 30b-a3b geometry with some of its layers, or all; on a CPU a tiny one."""
+    if unknown := set(parts) - set(PARTS):
+        raise ValueError(f"unknown parts {', '.join(sorted(unknown))}; choose from {', '.join(PARTS)}")
+    is_tiny = quick or device_type == "cpu"
+    config = Qwen3MoeConfig.preset("tiny" if is_tiny else "30b-a3b")
+    given = {"tokens": tokens, "rows": rows, "recompute": recompute, "states": states}
+    case = ModelCase(
+        name=f"{layers or config.num_hidden_layers} layers on {gpus} {'GPU' if gpus == 1 else 'GPUs'}",
+        config=replace(config, num_hidden_layers=layers or config.num_hidden_layers),
+        num_processes=gpus,
+        parts=tuple(parts),
+        steps=steps,
+        judges=not is_tiny and layers in (None, config.num_hidden_layers),
+        **({"tokens": 64, "raw_bytes": 2**24} if is_tiny else {}),
+    )
+    return [replace(case, **{name: value for name, value in given.items() if value is not None})]
+
+
+def run_case(case: ModelCase, device_type: str) -> dict[str, Any]:
+    """Run the parts one after the other.
+
+    Raises:
+        RuntimeError: A job failed or took too long.
+    """
+    print(f"\nwhole_model, {case.name}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="whole_model") as directory:
+        folder = Path(directory)
+        if "disk" in case.parts:
+            measure_disk(folder, case.raw_bytes)
+        if "directory" in case.parts:
+            with least_memory(folder, "directory"):
+                _in_process(write_weights, folder, case.config, device_type)
+        else:
+            write_config(folder / "base", case.config)
+        rows = case.rows or max(1, _yaml(case)["data"]["init_args"]["batch_size"] * 4096 // max(4096, case.tokens))
+        num_rows = case.steps * rows * case.num_processes
+        write_tokens(folder / "tokens", case.config.vocab_size, num_rows, case.tokens)
+        case = replace(case, rows=rows)
+        if "train" in case.parts or "resume" in case.parts:
+            _run_job(case, folder, device_type, "train")
+        if "resume" in case.parts:
+            _run_job(case, folder, device_type, "resume")
+        return {"case": case.name, "contenders": {}, **summary(case, rows_of(folder))}
+
+
+def measure_disk(folder: Path, num_bytes: int) -> None:
+    """Write and read a file, a block after the other, past the memory of the system."""
+    path, block = folder / "raw", os.urandom(_BLOCK)
+    begin = time.perf_counter()
+    with path.open("wb", buffering=0) as file:
+        for _ in range(num_bytes // _BLOCK):
+            file.write(block)
+        os.fsync(file.fileno())
+    report(folder, "disk", "raw write", time.perf_counter() - begin, bytes=num_bytes)
+    forget(folder)
+    begin = time.perf_counter()
+    with path.open("rb", buffering=0) as file:
+        while file.read(_BLOCK):
+            pass
+    report(folder, "disk", "raw read", time.perf_counter() - begin, bytes=num_bytes)
+    path.unlink()
+
+
+def forget(folder: Path) -> None:
+    """Write all files below a folder to the disk, and let the system forget what is in them."""
+    for path in folder.glob("**/*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+@contextmanager
+def least_memory(folder: Path, part: str) -> Iterator[None]:
+    """Report how much less memory the host had available meanwhile than before; files that it remembers count not."""
+    before, done = _available(), threading.Event()
+    least = [before]
+
+    def watch() -> None:
+        while not done.wait(0.2):
+            least.append(min(least.pop(), _available()))
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        report(folder, part, "most memory taken from the host", host_bytes=before - least[0], of_bytes=before)
+
+
+def _available() -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+
+
+def _in_process(target: Callable[..., None], *arguments: Any) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=target, args=arguments)
+    process.start()
+    process.join(_MAX_SECONDS)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    if process.exitcode:
+        raise RuntimeError(f"{target.__name__} failed or took more than {_MAX_SECONDS} s: {process.exitcode}")
+
+
+def _run_job(case: ModelCase, folder: Path, device_type: str, part: str) -> None:
+    """Train by the command line, as a user does."""
+    forget(folder)
+    path = folder / f"{part}.yaml"
+    path.write_text(yaml.safe_dump(settings(case, folder, device_type, part)))
+    command = [sys.executable, "-m", "lightning_d9d.cli", "fit", "--config", str(path)]
+    if part == "resume":
+        command += ["--ckpt_path", str(folder / "output" / "checkpoints" / "last.ckpt")]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    begin = time.perf_counter()
+    with least_memory(folder, part):
+        result = subprocess.run(command, cwd=folder, env=environment, timeout=_MAX_SECONDS, check=False)
+    if result.returncode:
+        raise RuntimeError(f"{case.name}: {part} ended with exit code {result.returncode}")
+    report(folder, part, "all of the job", time.perf_counter() - begin)
+
+
+def _yaml(case: ModelCase) -> dict[str, Any]:
+    name = {1: "one_gpu", 2: "two_gpus"}[case.num_processes]
+    return yaml.safe_load((EXAMPLES / f"30b_a3b_{name}.yaml").read_text())
+
+
+def settings(case: ModelCase, folder: Path, device_type: str, part: str) -> dict[str, Any]:
+    """Return the example's YAML with what differs in this part of the benchmark."""
+    found = _yaml(case)
+    model, trainer = found["model"]["init_args"], found["trainer"]
+    model["optimizer"]["init_args"]["lr"] = 3e-4
+    model["lr_scheduler"]["init_args"]["warmup_steps"] = 1
+    if case.states is not None:
+        model["optimizer"]["init_args"]["state_dtype"] = case.states
+    if "directory" not in case.parts:
+        model["pretrained"] = None
+    data = {"files": str(folder / "tokens"), "sequence_length": case.tokens, "batch_size": case.rows}
+    found["data"] = {"class_path": "TokenDataModule", "init_args": data | {"borders": False}}
+    if case.recompute is not None:
+        trainer["strategy"]["init_args"]["parallel"]["recompute"] = case.recompute
+    trainer |= {"accelerator": device_type, "default_root_dir": str(folder / "output"), "max_steps": case.steps}
+    trainer |= {"limit_val_batches": 0, "enable_progress_bar": False, "enable_model_summary": False}
+    saves, exports = trainer["callbacks"]
+    saves["init_args"]["every_n_train_steps"] = case.step_of_checkpoint
+    is_last = part == "resume" or "resume" not in case.parts
+    probe = {"folder": str(folder), "part": part, "keeps_checkpoints": part == "train"}
+    trainer["callbacks"] = [{"class_path": "tests.benchmarks.whole_model_job.Probe", "init_args": probe}]
+    if "resume" in case.parts:
+        trainer["callbacks"].append(saves)
+    else:
+        trainer["enable_checkpointing"] = False
+        del trainer["strategy"]["init_args"]["checkpoint"]
+    if "export" in case.parts and is_last:
+        trainer["callbacks"].append(exports)
+    return found
+
+
+def summary(case: ModelCase, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what the rows say: tokens/s, losses, and verdicts."""
+    found: dict[str, Any] = {"rows": list(rows), "verdicts": []}
+    steps = {
+        part: {int(row["what"].split()[1]): row for row in rows if row["part"] == part and row["what"][:5] == "step "}
+        for part in ("train", "resume")
+    }
+    trained = [row for step, row in steps["train"].items() if step > FIRST_STEPS and "kind" not in row]
+    if trained:
+        low, median, high = spread([row["seconds"] for row in trained])
+        tokens = case.tokens * (case.rows or 1)
+        found["tokens_per_s"] = {"median": tokens / median, "low": tokens / high, "high": tokens / low}
+        least = LEAST_TOKENS_PER_S[case.num_processes]
+        if case.judges:
+            found["verdicts"].append("met" if tokens / median >= least else "missed")
+    if steps["resume"]:
+        pairs = [(steps["train"][step]["loss"], row["loss"]) for step, row in steps["resume"].items()]
+        fall = steps["train"][1]["loss"] - steps["train"][case.steps]["loss"]
+        difference = max(abs(ours - theirs) for ours, theirs in pairs)
+        found["resumed"] = {
+            "steps": len(pairs),
+            "difference_of_first": abs(pairs[0][0] - pairs[0][1]),
+            "difference": difference,
+            "fall": fall,
+        }
+        found["verdicts"].append("met" if difference <= MOST_OF_FALL * fall else "missed")
+    return found
+
+
+def verdicts(result: Mapping[str, Any]) -> list[str]:
+    """Of tokens/s of the whole model, and of the losses of a resumed run."""
+    return list(result["verdicts"])
+
+
+def table(result: Mapping[str, Any], device_type: str) -> str:
+    """What a person reads, in Markdown. Steps are summed up."""
+    lines = [f"\nwhole_model, {result['case']}", "", "| part | what | s | GiB | GB/s |", "|---|---|---|---|---|"]
+    for row in result["rows"]:
+        if row["what"].startswith("step "):
+            continue
+        sizes = ", ".join(
+            f"{name.removesuffix('bytes').replace('_', ' ')}{value / 2**30:.2f}"
+            for name, value in row.items()
+            if name.endswith("bytes")
+        )
+        rate = f"{row['bytes_per_s'] / 1e9:.2f}" if "bytes_per_s" in row else ""
+        seconds = f"{row['seconds']:.1f}" if "seconds" in row else ""
+        lines.append(f"| {row['part']} | {row['what']} | {seconds} | {sizes} | {rate} |")
+    if "tokens_per_s" in result and device_type == "cuda":
+        speed = result["tokens_per_s"]
+        quartiles = f"{speed['low']:.0f} .. {speed['high']:.0f}"
+        lines.append(f"\n{speed['median']:.0f} tokens/s a GPU (quartiles {quartiles})")
+    if "resumed" in result:
+        resumed = result["resumed"]
+        lines.append(
+            f"\nresumed: losses of {resumed['steps']} steps differ by {resumed['difference']:.2g} at most, the first "
+            f"by {resumed['difference_of_first']:.2g}; training took {resumed['fall']:.3g} off the loss"
+        )
+    return "\n".join([*lines, f"\n{', '.join(result['verdicts'])}"])
+
+
+def write(result: Mapping[str, Any], directory: Path, device_type: str) -> None:
+    """The table as a file."""
+    name = str(result["case"]).replace(" ", "-")
+    (directory / f"whole_model-{name}.md").write_text(table(result, device_type) + "\n")
