@@ -12,8 +12,8 @@ from lightning_d9d.ops.operator import define
 class Permutation(NamedTuple):
     """Where the copies of tokens are among rows that are grouped by expert; all on the device.
 
-    There may be fewer rows than `places` has elements: a place that is `num_rows` or more has no copy. So the last groups
-    can be left out.
+    There may be fewer rows than `places` has elements: a place that is `num_rows` or more has no copy. So the last
+    groups can be left out.
     """
 
     places: Tensor

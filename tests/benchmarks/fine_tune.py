@@ -20,8 +20,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
