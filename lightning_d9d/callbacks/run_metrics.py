@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import asdict, dataclass, fields
 from fnmatch import fnmatchcase
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning as L
 import torch
@@ -27,7 +28,8 @@ from lightning_d9d.waits import observed_by
 _GIB = 2**30
 
 
-class _Numbers(NamedTuple):
+@dataclass(frozen=True)
+class _Numbers:
     """A rank's numbers: of the batches since it sent last, and as things stand."""
 
     seconds: Any
@@ -275,10 +277,11 @@ class RunMetrics(L.Callback):
             allocated=torch.cuda.memory_allocated(module.device) / _GIB if on_cuda else 0.0,
             peak=torch.cuda.max_memory_allocated(module.device) / _GIB if on_cuda else 0.0,
             **{str(convention): flops for convention, flops in interval.flops.items()},
-            **(parts or StepParts(0.0, 0.0, 0.0, 0.0))._asdict(),
+            **asdict(parts or StepParts()),
         )
         rates = {_initial_rate(group): group["lr"] for group in _param_groups(trainer)}
-        report.send([*numbers, *(rates.get(rate, -math.inf) for rate in self._rates)])
+        own = [getattr(numbers, each.name) for each in fields(numbers)]
+        report.send([*own, *(rates.get(rate, -math.inf) for rate in self._rates)])
         self._sent_step = trainer.global_step
         self._has_padding = interval.padding is not None
         if report.weight is not None:
@@ -289,8 +292,8 @@ class RunMetrics(L.Callback):
     def _values(self, trainer: L.Trainer, module: D9DModule, rows: Tensor) -> dict[str, Tensor]:
         """Make of the rows of all ranks what is logged. Local, without a host sync."""
         assert isinstance(trainer.strategy, D9DStrategy)
-        size = len(_Numbers._fields)
-        of = _Numbers._make(rows[:, :size].unbind(1))
+        size = len(fields(_Numbers))
+        of = _Numbers(*rows[:, :size].unbind(1))
         seconds = of.seconds.max()
         # Ranks that share a batch have all counted it.
         num_readers = len(rows) / trainer.strategy.ranks.dp_size
@@ -308,7 +311,7 @@ class RunMetrics(L.Callback):
         values |= self._flops_values(module, of, num_readers)
         if self._has_parts:  # of the ranks whose devices are through with the step
             measured = of.num_measured.sum()
-            values |= {f"step/{name}_seconds": getattr(of, name).sum() / measured for name in StepParts._fields}
+            values |= {f"step/{name}_seconds": getattr(of, name).sum() / measured for name in asdict(StepParts())}
         if module.device.type == "cuda":
             values |= {"memory/now_gib": of.allocated.max(), "memory/peak_gib": of.peak.max()}
         for index, rate in enumerate(self._rates):

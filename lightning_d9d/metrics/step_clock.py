@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from time import perf_counter
-from typing import NamedTuple
 
 import torch
 
 _Moment = float | torch.cuda.Event
 
 
-class StepParts(NamedTuple):
+@dataclass(frozen=True)
+class StepParts:
     """Seconds of one optimizer step on one rank; together they are the whole step."""
 
-    data: float
+    data: float = 0.0
     """The device, or the host where it computes, had nothing to do for lack of a batch."""
-    host: float
+    host: float = 0.0
     """It had nothing to do between batches for another reason: hooks, logging, the copy of a batch."""
-    compute: float
+    compute: float = 0.0
     """It computed, or waited inside of a step for the host to come up with work."""
-    communication: float
+    communication: float = 0.0
     """It waited for other ranks."""
 
 
