@@ -5,9 +5,11 @@ trained model, or its adapters, as a Hugging Face directory; these act at the en
 one with weights of a checkpoint. `predictions.py` writes what `predict` predicts. `pipeline_timeline.py` measures one
 step of a pipeline, `start_times.py` the start of a fit, and `data_wait.py` the wait for batches. `run_metrics.py` logs
 how fast a fit is and where its time goes. `garbage_collection.py` collects Python's garbage on all ranks together.
-`weight_averages.py` averages weights over the steps of a fit.
+`background_loggers.py` keeps loggers from ending or stalling a fit, and goes on with their runs. `weight_averages.py`
+averages weights over the steps of a fit.
 """
 
+from lightning_d9d.callbacks.background_loggers import BackgroundLoggers
 from lightning_d9d.callbacks.data_wait import DataWait
 from lightning_d9d.callbacks.export import AdapterExport, HuggingFaceExport
 from lightning_d9d.callbacks.garbage_collection import GarbageCollection
@@ -22,6 +24,7 @@ from lightning_d9d.callbacks.weight_averages import WeightAverages
 
 __all__ = [
     "AdapterExport",
+    "BackgroundLoggers",
     "DataWait",
     "GarbageCollection",
     "HuggingFaceExport",
