@@ -137,6 +137,14 @@ def litdata(session: nox.Session) -> None:
     session.run("pytest", "-m", "litdata", *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
+@nox.session(default=False, python="3.11")
+def loggers(session: nox.Session) -> None:
+    """Tests with TensorBoard, W&B, MLflow and Aim. Not in the other sessions: they bring servers and databases."""
+    _install(session, "test", "aim")
+    session.install("-q", "tensorboard", "wandb", "mlflow-skinny")
+    session.run("pytest", "-m", "loggers", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
 @nox.session(default=False)
 def mpi(session: nox.Session) -> None:
     """Tests with mpi4py. Not in the other sessions: every process that makes a Trainer would start MPI."""

@@ -80,8 +80,8 @@ MUTATIONS = [
     Mutation(
         "the total weight is this rank's",
         "lightning_d9d/strategy/train_step.py",
-        "            dist.all_reduce(sums, group=self.group)",
-        "            pass",
+        "                dist.all_reduce(message, group=report.group_or(self.group))",
+        "                pass",
         f"{STEP} -k two_ranks_with_uneven",
     ),
     Mutation(

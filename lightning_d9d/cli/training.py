@@ -28,6 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 # Imported so that their classes can be named without a module path: `model: Qwen3MoePretraining`.
 import lightning_d9d.callbacks
 import lightning_d9d.datamodules
+import lightning_d9d.loggers
 import lightning_d9d.models.qwen3_moe  # noqa: F401
 from lightning_d9d.callbacks import PredictionWriter
 from lightning_d9d.cli import refuse

@@ -24,6 +24,7 @@ _ALONE = ("validate_loop", "test_loop", "predict_loop")
 _SIGNALS = "_signal_connector"
 _PRECISION = "strategy.precision_plugin"
 _AGREE = "ranks agree on should_stop where Lightning is going to ask for it"
+_IN_THREAD = "a logger that fails or hangs neither ends nor stalls a fit"
 _ABSENT = object()
 
 
@@ -196,6 +197,42 @@ PATCHES = (
         "the loss is shown one step late, without a host sync",
         "trainer.connectors.logger_connector.logger_connector._LoggerConnector.progress_bar_metrics",
         "return self._progress_bar_metrics",
+    ),
+    # loggers: logger_threads.py, logger_runs.py
+    Patch(
+        "__class__",
+        ("loggers",),
+        "a logger begins no new run before it is known which one it goes on with",
+        "trainer.call._call_setup_hook",
+        'if hasattr(logger, "experiment"):',
+    ),
+    Patch(
+        "log_metrics",
+        ("loggers",),
+        _IN_THREAD,
+        "trainer.connectors.logger_connector.logger_connector._LoggerConnector.log_metrics",
+        "logger.log_metrics(metrics=scalar_metrics, step=step)",
+    ),
+    Patch(
+        "save",
+        ("loggers",),
+        _IN_THREAD,
+        "trainer.connectors.logger_connector.logger_connector._LoggerConnector.log_metrics",
+        "logger.save()",
+    ),
+    Patch(
+        "log_hyperparams",
+        ("loggers",),
+        _IN_THREAD,
+        "loggers.utilities._log_hyperparams",
+        "logger.log_hyperparams(hparams_initial)",
+    ),
+    Patch(
+        "finalize",
+        ("loggers",),
+        _IN_THREAD,
+        "trainer.call._call_teardown_hook",
+        'logger.finalize("success")',
     ),
 )
 

@@ -21,6 +21,7 @@ from lightning_d9d.errors import ConfigError
 from lightning_d9d.modules.initial_values import Constant, DrawnByRows
 from lightning_d9d.ops import Routes, moe_route
 from lightning_d9d.ops.once import add_once_, sum_once
+from lightning_d9d.waits import waiting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,7 +253,8 @@ def update_expert_bias(
     counters = [balance.tokens_per_expert for balance in balances.values()]
     summed = torch.cat(counters)
     if dist.is_available() and dist.is_initialized():
-        dist.all_reduce(summed, group=group)
+        with waiting():
+            dist.all_reduce(summed, group=group)
     totals = summed.split([len(counter) for counter in counters])
     for balance, counts in zip(balances.values(), totals, strict=True):
         if balance.bias is not None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.ops.operator import define
+from lightning_d9d.waits import waiting
 
 # Torch 2.12 and before know them by the second names alone, which later ones deprecate.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -110,7 +111,9 @@ def _gather(x: Tensor, dim: int, group_name: str, sums_gradients: bool) -> Tenso
     # A message has the ranks as its first dim. Where no dim before is longer than 1, that is the order of the whole.
     is_in_order = x.shape[:dim].numel() == 1
     parts = whole if is_in_order else torch.empty_like(whole)
-    all_gather_single(parts.view(-1), x.contiguous().view(-1), group=group_named(group_name))
+    flat = x.contiguous().view(-1)
+    with waiting():
+        all_gather_single(parts.view(-1), flat, group=group_named(group_name))
     if not is_in_order:
         size = group_size(group_name)
         whole.unflatten(dim, (size, -1)).copy_(parts.view(size, *x.shape).movedim(0, dim))
@@ -126,7 +129,8 @@ def _new_shard(x: Tensor, dim: int, group_name: str) -> Tensor:
 def _scatter(x: Tensor, dim: int, group_name: str) -> Tensor:
     part = _new_shard(x, dim, group_name)
     parts = x.unflatten(dim, (group_size(group_name), -1)).movedim(dim % x.dim(), 0).contiguous()
-    reduce_scatter_single(part.view(-1), parts.view(-1), group=group_named(group_name))
+    with waiting():
+        reduce_scatter_single(part.view(-1), parts.view(-1), group=group_named(group_name))
     return part
 
 
@@ -136,7 +140,8 @@ def _new_sum(x: Tensor, group_name: str, sums_gradients: bool) -> Tensor:
 
 def _sum(x: Tensor, group_name: str, sums_gradients: bool) -> Tensor:
     result = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(result, group=group_named(group_name))
+    with waiting():
+        dist.all_reduce(result, group=group_named(group_name))
     return result
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_d9d.ops.collectives import group_named
 from lightning_d9d.ops.operator import define
+from lightning_d9d.waits import waiting
 
 
 def add_once_(total: Tensor, values: Tensor) -> None:
@@ -39,7 +40,8 @@ def _add(total: Tensor, values: Tensor) -> None:
 def _sum(values: Tensor, group_name: str) -> Tensor:
     result = values.clone()
     if not _is_repeated():
-        dist.all_reduce(result, group=group_named(group_name))
+        with waiting():
+            dist.all_reduce(result, group=group_named(group_name))
     return result
 
 

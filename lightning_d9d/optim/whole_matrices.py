@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_d9d.mesh.sharding import local, local_ranges
+from lightning_d9d.waits import waiting
 
 Function = Callable[[int, Tensor], Tensor]
 """Takes the index of a tensor in its list and the whole matrices; the result has their shape and dtype."""
@@ -143,7 +144,8 @@ class _RoundTrip:
         sizes_out = [sum(shape.numel() for shape in each) for each in expected]
         received = flat.new_empty(sum(sizes_out))
         sizes_in = [sum(part.numel() for part in each) for each in sent]
-        dist.all_to_all_single(received, flat, sizes_out, sizes_in, group=self.group)
+        with waiting():
+            dist.all_to_all_single(received, flat, sizes_out, sizes_in, group=self.group)
         found = []
         for shapes, buffer in zip(expected, received.split(sizes_out), strict=True):
             parts = buffer.split([shape.numel() for shape in shapes])

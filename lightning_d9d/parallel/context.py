@@ -32,6 +32,7 @@ from lightning_d9d.ops.attention_block import attention_block, attention_block_b
 from lightning_d9d.ops.attention_masks import Masks
 from lightning_d9d.ops.collectives import all_gather_single, group_named, reduce_scatter_single
 from lightning_d9d.ops.operator import define
+from lightning_d9d.waits import waiting
 
 
 @dataclass(frozen=True)
@@ -354,7 +355,8 @@ def _gather_attention_backward(
         by_rank = dkv[block.ranks, ..., block.keys, :]
         by_rank.copy_(dkv_part.unflatten(-2, (len(by_rank), -1)).movedim(-3, 0))
     summed = torch.empty_like(dkv[0])
-    reduce_scatter_single(summed, dkv.flatten(0, 1), group=blocks.group)
+    with waiting():
+        reduce_scatter_single(summed, dkv.flatten(0, 1), group=blocks.group)
     return _in_form_of((q, k, v), (dq, *summed))
 
 
@@ -365,7 +367,8 @@ def _gather(tensor: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
 
     def wait() -> Tensor:
         assert work is not None
-        work.wait()
+        with waiting():
+            work.wait()
         return gathered
 
     return wait
@@ -439,8 +442,9 @@ def _pass_on(tensor: Tensor, blocks: _Blocks) -> Callable[[], Tensor]:
     works = dist.batch_isend_irecv(messages)
 
     def wait() -> Tensor:
-        for work in works:
-            work.wait()
+        with waiting():
+            for work in works:
+                work.wait()
         return received
 
     return wait

@@ -17,8 +17,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
+from lightning_d9d.waits import waiting
+
 ACCUMULATES_IN_LEAF = isinstance(getattr(FSDPParam, "unsharded_accumulated_grad", None), property)
 """Whether unreduced gradients add up in `.grad` of the unsharded parameter (torch 2.15), or in a tensor beside it."""
+
+_WAITS = ("wait_for_unshard", "finalize_backward")
+"""Methods of FSDP2's groups in which computation waits for what was gathered, and for the last reductions."""
 
 
 class _TrainedParameters:
@@ -56,11 +61,14 @@ class ParameterGroup:
                 each.sharded_param.grad_dtype = None  # lets .grad be wider than the parameter
         original = type(self._group).post_backward
         self._group.post_backward = functools.partial(_post_backward, self._group, reduced, original, keeps_wide)
+        for name in _WAITS:
+            setattr(self._group, name, functools.partial(_wait, getattr(type(self._group), name), self._group))
 
     def restore(self) -> None:
         """Undo `reduce_all` and `keep_after_forward`."""
         self.keep_after_forward(False)
-        vars(self._group).pop("post_backward", None)
+        for name in ("post_backward", *_WAITS):
+            vars(self._group).pop(name, None)
 
     def keep_after_forward(self, keeps: bool) -> None:
         """Keep what is gathered after a forward, or reshard as `fully_shard` was asked to."""
@@ -187,6 +195,11 @@ def fully_sharded(module: nn.Module) -> set[nn.Parameter]:
     """The parameters that FSDP2 reduces, in their sharded form."""
     units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
     return {parameter for unit in units for group in parameter_groups(unit) for parameter in group.sharded_parameters}
+
+
+def _wait(original: Callable[[Any], None], group: Any) -> None:
+    with waiting():
+        original(group)
 
 
 def _post_backward(

@@ -17,6 +17,7 @@ from lightning_d9d.coordination.ahead import BatchPlan
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.loop.display import describe_run
 from lightning_d9d.loop.interrupt import refuse_saves
+from lightning_d9d.loop.logger_runs import BeforeLoggers
 from lightning_d9d.loop.none_batches import RefuseNoneBatches
 from lightning_d9d.loop.patches import Patches
 from lightning_d9d.loop.progress import LateProgress
@@ -54,7 +55,9 @@ from lightning_d9d.sync.buckets import GradSyncConfig
 def check_run(
     settings: Mapping[str, object], defaults: Mapping[str, object], beside: Beside, plugin: Precision
 ) -> None:
-    """Refuse a configuration that cannot work, or a part of it that would do nothing. Local.
+    """Refuse a configuration that cannot work, or a part of it that would do nothing. Collective over all ranks.
+
+    Callbacks that ask for it hear that loggers begin next.
 
     Args:
         settings: The values of `D9DStrategy`'s arguments, by name.
@@ -70,6 +73,9 @@ def check_run(
     check_callbacks(trainer.callbacks, beside.mesh)  # type: ignore[attr-defined]
     check_precision(plugin, is_d9d=isinstance(module, D9DModule))
     check_effects(settings, defaults, beside)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, BeforeLoggers):
+            callback.before_loggers(trainer)
 
 
 def check_loader(loader: object, module: L.LightningModule, ranks: JobRanks, *, is_staged: bool) -> None:

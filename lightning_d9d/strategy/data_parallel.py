@@ -19,6 +19,7 @@ from lightning_d9d.strategy.step_in_backward import CompleteGradients, StepInBac
 from lightning_d9d.strategy.tied import TiedParameter
 from lightning_d9d.strategy.whole_gradients import WholeGradients
 from lightning_d9d.sync.buckets import BucketGroup, GradientBuckets, GradSyncConfig, bucket_dtype
+from lightning_d9d.waits import waiting
 
 
 class DataParallelStages:
@@ -258,7 +259,8 @@ def _sum_together(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None
     device = device_of_messages(group)
     for alike in by_dtype.values():
         message = torch.cat([gradient.reshape(-1).to(device) for gradient in alike])
-        dist.all_reduce(message, group=group)
+        with waiting():
+            dist.all_reduce(message, group=group)
         sums = message.split([gradient.numel() for gradient in alike])
         torch._foreach_copy_(alike, [part.view_as(gradient) for part, gradient in zip(sums, alike, strict=True)])
 

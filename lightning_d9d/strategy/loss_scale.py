@@ -14,6 +14,7 @@ from lightning_d9d.coordination.ahead import BatchPlan
 from lightning_d9d.pipeline.executor import LossScale, SplitBatch, naming_batch
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.window import inverse
+from lightning_d9d.waits import waiting
 
 
 class LossScaling:
@@ -44,7 +45,8 @@ class LossScaling:
             return None
         total = torch.stack([weight.detach().double().reshape(()) for weight in weights])[: split.num_counted].sum()
         if self._group is not None:
-            dist.all_reduce(total, group=self._group)
+            with waiting():
+                dist.all_reduce(total, group=self._group)
         return total
 
     def scale(

@@ -30,6 +30,8 @@ from lightning_d9d.schedule import (
     add_data_parallel,
     compute_parts,
 )
+from lightning_d9d.strategy.batch_report import BatchReport
+from lightning_d9d.waits import waiting
 
 T = TypeVar("T")
 
@@ -72,6 +74,8 @@ class Pipeline:
         self.readers: dist.ProcessGroup | None = None
         """The ranks that read the same batches; None where it is one."""
         self.messages: Messages | None = None
+        self.batch_report = BatchReport(mesh, device)
+        """What a fit tells of its batches beside loss and metrics, to whoever watches it."""
         if mesh is not None:
             sizes = mesh.sizes
             is_whole = sizes[Axis.DP] * sizes[Axis.CP] == mesh.config.world_size
@@ -189,7 +193,8 @@ class Pipeline:
     def sum(self, values: Tensor) -> Tensor:
         """The sum over the ranks of the pipeline, in place. Collective over them."""
         if self.group is not None:
-            dist.all_reduce(values, group=self.group)
+            with waiting():
+                dist.all_reduce(values, group=self.group)
         return values
 
     def share(self, value: T) -> T:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -69,6 +70,8 @@ class StagedTraining(Training):
 
     def run(self, own: Callable[[], Any], inputs: Sequence[Any], settings: BatchSettings) -> Tensor:
         """Run the schedule of a batch. Its gradients wait for `backward`."""
+        if self._module.pipeline.batch_report.logs_every_norm and not settings.clips_by_norm:
+            settings = replace(settings, logs_norm=True)
         self.settings = settings
         if (in_backward := self._train_step.in_backward) is not None:
             in_backward.keeps_norm, in_backward.max_value = settings.logs_norm, settings.max_value
@@ -86,6 +89,9 @@ class StagedTraining(Training):
         self._train_step.restore(is_last=self.is_last_batch)
         if self.settings.logs_norm and self.is_last_batch:
             self._module.log("grad_norm", self._train_step.norm(self.gradients.parameters), batch_size=1)
+        if self.is_last_batch:
+            for name, parameters in self._module.pipeline.batch_report.norm_groups.items():
+                self._module.log(f"grad_norm/{name}", self._train_step.norm(parameters), batch_size=1)
 
     def clip(self, parameters: Iterable[Any], max_norm: float) -> None:
         """Clip gradients by their norm over all ranks, which is logged."""

@@ -56,6 +56,7 @@ from lightning_d9d.strategy.step_checks import StepChecks
 from lightning_d9d.strategy.step_in_backward import StepInBackward
 from lightning_d9d.strategy.window import Window, cast_gradients, inverse, scale_gradients
 from lightning_d9d.sync.norm import clip_factor, clip_gradients_by_norm
+from lightning_d9d.waits import waiting
 
 
 class TrainStep:
@@ -102,6 +103,7 @@ class TrainStep:
         """Whether division and clipping are left to the optimizer. [Note: one factor]."""
         self.factor: Tensor | None = None
         """What gradients are still to be multiplied by: float32 on the device. None: nothing."""
+        self.pipeline.batch_report.skipped = optimizer_step.skipped
         self._reports = Reports("train", self.pipeline, self.group)
 
     def run(
@@ -236,9 +238,12 @@ class TrainStep:
         schema, values = self._reports.of(totals)
         if schema.loss_is_mean and totals.loss is not None:  # each rank's mean counts equally, as in DDP
             values[0] = torch.stack([values[0, 0] / values[0, 1], values.new_ones(())])
-        sums = self.pipeline.sum(values)
+        report = self.pipeline.batch_report
+        message = self.pipeline.sum(report.attach(values))
         if self.group is not None:
-            dist.all_reduce(sums, group=self.group)
+            with waiting():
+                dist.all_reduce(message, group=report.group_or(self.group))
+        sums = report.detach(message, values.shape[0], not schema.loss_is_mean)
         self.window.add(None if schema.loss_is_mean else sums[0, 1])
         if not schema.loss_is_mean:
             self.optimizer_step.empty.add_batch(sums[0, 1])

@@ -36,6 +36,8 @@ class BatchSettings:
     """The limit of gradients that are clipped one by one; None: they are not."""
     logs_norm: bool = False
     """True if the norm of the gradients is logged although nothing clips by it."""
+    clips_by_norm: bool = False
+    """True if gradients are clipped by their norm, which is logged then."""
     plan: BatchPlan = NOTHING_AGREED
     """The agreement of data ranks on it."""
 
@@ -49,6 +51,7 @@ class BatchSettings:
             accumulated_batches=trainer.accumulate_grad_batches,
             clips_values=clips_values,
             max_value=trainer.gradient_clip_val if clips_values else None,
+            clips_by_norm=clips_by_norm,
             logs_norm=not clips_by_norm and every > 0 and (trainer.global_step + 1) % every == 0,
             plan=plan,
         )

@@ -93,6 +93,11 @@ NEEDS = {
     "quack": Need(lambda: _has("quack.gemm_interface"), "no quack-kernels", "needs the package quack-kernels"),
     "datasets": Need(lambda: _has("datasets"), "no datasets", "needs the package datasets, of the extra data"),
     "litdata": Need(lambda: _has("litdata"), "no litdata", "needs the package litdata; `nox -s litdata` installs it"),
+    "loggers": Need(
+        lambda: all(map(_has, ("tensorboard", "wandb", "mlflow", "aim"))),
+        "not all of tensorboard, wandb, mlflow, aim",
+        "needs tensorboard, wandb, mlflow and aim; `nox -s loggers` installs them",
+    ),
     "flash_attn_4": Need(lambda: _is_installed("flash-attn-4"), "no flash-attn-4", "needs the package flash-attn-4"),
 }
 

@@ -47,6 +47,8 @@ NAMES = [
     Name("group", "fsdp_params"),
     Name("group", "post_forward_mesh_info"),
     Name("group", "post_backward"),
+    Name("group", "wait_for_unshard"),
+    Name("group", "finalize_backward"),
     Name("group", "reduce_grads"),
     Name("group", "_init_mp_dtypes"),
     Name("group", "_init_reduce_scatter_param_order", first=(2, 15)),

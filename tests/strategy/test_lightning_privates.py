@@ -26,6 +26,7 @@ from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixi
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, RichModelSummary, RichProgressBar
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.core import saving
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loops import evaluation_loop, fetchers, fit_loop, prediction_loop, training_epoch_loop
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.launchers import launcher, subprocess_script
@@ -52,7 +53,9 @@ def parameters_of(function: Callable[..., Any]) -> list[str]:
 
 
 def trainer() -> L.Trainer:
-    return L.Trainer(accelerator="cpu", logger=False, callbacks=[ModelCheckpoint()], enable_progress_bar=False)
+    return L.Trainer(
+        accelerator="cpu", logger=CSVLogger("unused"), callbacks=[ModelCheckpoint()], enable_progress_bar=False
+    )
 
 
 DataConnector = data_connector._DataConnector
@@ -82,6 +85,15 @@ USED: dict[str, Callable[[], bool]] = {
     "_results": lambda: isinstance(trainer().validate_loop._results, result._ResultCollection),
     # loop/progress.py
     "_logger_connector": lambda: trainer()._logger_connector is not None,
+    # loop/logger_runs.py
+    "_version": lambda: CSVLogger("unused", version=3)._version == 3 == TensorBoardLogger("unused", version=3)._version,
+    "_experiment": lambda: (
+        CSVLogger("unused")._experiment is None
+        and calls(CSVLogger.experiment.fget, "ExperimentWriter(log_dir=self.log_dir)")
+    ),
+    "_id": lambda: calls(WandbLogger.version.fget, "self._id"),
+    "_wandb_init": lambda: calls(WandbLogger.experiment.fget, "wandb.init(**self._wandb_init)"),
+    "_run_id": lambda: calls(MLFlowLogger.experiment.fget, "self._mlflow_client.get_run(self._run_id)"),
     "_progress_bar_metrics": lambda: trainer()._logger_connector._progress_bar_metrics == {},
     # loop/display.py gives the Trainer's callbacks other classes
     "_get_train_description": lambda: (
@@ -308,6 +320,9 @@ SET_ELSEWHERE = {
     "apart.__dict__[kind]": "likewise",
     "vars(block)[_SHARDED_WITH]": "a block of a module",
     "vars(optimizer).pop(name, None)": "an optimizer of torch",
+    "vars(logger).pop(name, None)": "what loop/logger_threads.py replaces ends with the logger's run, behind the fit",
+    "own._version": "a logger goes on with the run of a checkpoint",
+    "own._experiment": "likewise",
 }
 """What is set outside of `loop/patches.py`: Lightning or its users do so, or it is not Lightning's."""
 

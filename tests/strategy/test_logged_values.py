@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import SumMetric
+from torchmetrics.classification import BinaryAccuracy, BinaryAUROC
 
 from lightning_d9d import D9DStrategy, MeshConfig
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoePretraining
@@ -57,6 +58,8 @@ class Logging(Qwen3MoePretraining):
     def __init__(self) -> None:
         super().__init__(CONFIG)
         self.count = SumMetric()
+        self.scores = {"accuracy": BinaryAccuracy(), "auroc": BinaryAUROC()}
+        self.kept = nn.ModuleDict(self.scores)  # AUROC keeps all scores, which ranks gather
         self.reduced: list[Tensor] = []
 
     def read(self, count: int) -> DataLoader:
@@ -95,9 +98,12 @@ class Logging(Qwen3MoePretraining):
         self.log("mean_id", ids.mean(), sync_dist=True, batch_size=len(ids))
         self.log("num_rows", float(len(ids)), sync_dist=True, reduce_fx="sum")
         self.count.update(len(ids))
+        for metric in self.scores.values():
+            metric.update(ids.mean(1) / 32, batch["labels"][:, -1] % 2)
 
     def on_validation_epoch_end(self) -> None:
         self.log("counted", self.count)
+        self.log_dict(self.scores)  # type: ignore[arg-type]  # of metrics, as they are
 
     def on_train_epoch_end(self) -> None:
         self.log("mean_rank", float(self.global_rank), sync_dist=True)
@@ -125,6 +131,7 @@ def check_mesh(rank: RankContext, name: str) -> None:
     for key, value in expected.items():
         assert_close_named(key, ours[key], value, kind=Kind.LOSS)
     assert expected["num_rows"] == VALIDATION_ROWS
+    assert 0 < expected["auroc"] < 1
     assert expected["sum_of_ids"] == sum(float(row["input_ids"].sum()) for row in rows(TRAINING_ROWS)[BATCH:])
     assert_close_named("reduced", reduced, expected_reduced, kind=Kind.LOSS)
     on_ranks = rank.all_gather_object((ours, reduced))

@@ -1,0 +1,10 @@
+"""Numbers about a run, apart from Lightning.
+
+`flops.py` counts the operations of a step in the usual conventions, and knows the peak of GPUs. `step_clock.py` splits
+the time of a step.
+"""
+
+from lightning_d9d.metrics.flops import Convention, StepFlops, peak_flops
+from lightning_d9d.metrics.step_clock import StepClock, StepParts
+
+__all__ = ["Convention", "StepClock", "StepFlops", "StepParts", "peak_flops"]

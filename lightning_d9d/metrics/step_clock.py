@@ -1,0 +1,103 @@
+"""The time of one optimizer step, split into what it was spent on, without making the host wait."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+
+_Moment = float | torch.cuda.Event
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """Seconds of one optimizer step on one rank; together they are the whole step."""
+
+    data: float = 0.0
+    """The device, or the host where it computes, had nothing to do for lack of a batch."""
+    host: float = 0.0
+    """It had nothing to do between batches for another reason: hooks, logging, the copy of a batch."""
+    compute: float = 0.0
+    """It computed, or waited inside of a step for the host to come up with work."""
+    communication: float = 0.0
+    """It waited for other ranks."""
+
+
+class StepClock:
+    """Notes when batches of one optimizer step begin and end, and when computation waits for other ranks.
+
+    On CUDA these are moments of the device's stream: two events a batch, and two a wait. Elsewhere they are moments of
+    the host. Batches follow each other; one step is measured, and then `parts` has the result.
+
+    Args:
+        device: That computes.
+        waited: Seconds for which the host had waited for batches until now, the end of the step before.
+    """
+
+    def __init__(self, device: torch.device, waited: float) -> None:
+        self._on_cuda = device.type == "cuda"
+        self._waited = -waited
+        self._batches = [self._now()]
+        """The end of the step before, then beginning and end of each batch."""
+        self._waits: list[_Moment] = []
+        """Beginning and end of each wait."""
+        self._is_waiting = False
+
+    def begin_batch(self) -> None:
+        """The step of a batch begins. Local."""
+        self._batches.append(self._now())
+
+    def end_batch(self) -> None:
+        """The step of a batch ends. Local."""
+        self._batches.append(self._now())
+
+    def begin_wait(self) -> None:
+        """Computation waits for other ranks from here on. Local."""
+        if self._on_cuda and torch.cuda.is_current_stream_capturing():
+            return
+        self._is_waiting = True
+        self._waits.append(self._now())
+
+    def end_wait(self) -> None:
+        """Computation goes on. Local."""
+        if self._is_waiting:
+            self._is_waiting = False
+            self._waits.append(self._now())
+
+    def finish(self, waited: float) -> None:
+        """The optimizer step ends with the last batch.
+
+        Args:
+            waited: Seconds for which the host has waited for batches until now.
+        """
+        self._waited += waited
+
+    def parts(self) -> StepParts | None:
+        """Return the result, or None while the device is not through with the step. Local; waits for nothing."""
+        last = self._batches[-1]
+        if isinstance(last, torch.cuda.Event) and not last.query():
+            return None
+        idle, busy = _sum_of_pairs(self._batches), _sum_of_pairs(self._batches[1:])
+        data = min(idle, max(0.0, self._waited))
+        communication = min(busy, _sum_of_pairs(self._waits))
+        return StepParts(data, idle - data, busy - communication, communication)
+
+    def _now(self) -> _Moment:
+        if not self._on_cuda:
+            return perf_counter()
+        moment = torch.cuda.Event(enable_timing=True)
+        moment.record()
+        return moment
+
+
+def _sum_of_pairs(moments: Sequence[_Moment]) -> float:
+    """Seconds from the first moment to the second, from the third to the fourth, and so on."""
+    return sum(_seconds(*pair) for pair in zip(moments[::2], moments[1::2], strict=False))
+
+
+def _seconds(start: _Moment, end: _Moment) -> float:
+    if isinstance(start, torch.cuda.Event):
+        return start.elapsed_time(end) / 1e3  # type: ignore[arg-type]  # which is one, too
+    return end - start  # type: ignore[operator]

@@ -1,0 +1,100 @@
+"""The report of a batch beside its loss and metrics, without a message of its own.
+
+[Note: rows of ranks] The sums of loss and metrics go over all ranks of a pipeline, and then over those with other
+tokens. Numbers of single ranks go along: a row for each rank, in which only that rank has written. Then everybody has
+all rows, and takes sums, means and extremes from them. Ranks of tensor parallelism, which compute the same loss, are
+not among those sums. Where there are some, a batch with such rows is summed over them, too, and only the first of them
+adds its loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_d9d.mesh import Axis, MeshDomains
+
+
+class BatchReport:
+    """Carries numbers of each rank to all ranks, and adds up what batches weigh. Idle unless opened.
+
+    Args:
+        mesh: Of several ranks; None for one process.
+        device: Where numbers are summed.
+    """
+
+    def __init__(self, mesh: MeshDomains | None, device: torch.device) -> None:
+        self.logs_every_norm = False
+        """Whether the norm of the gradients is logged in every step."""
+        self.norm_groups: Mapping[str, Sequence[nn.Parameter]] = {}
+        """By name, parameters of which the norm of the gradients is logged; some ranks may have none of a group."""
+        self.skipped: Tensor | None = None
+        """How many optimizer steps of the fit were left out: int64 on the device. None: no fit has begun."""
+        self.weight: Tensor | None = None
+        """Of all batches since `open`, on all ranks: float64. None: losses are means, or nothing has run."""
+        self.rows: Tensor | None = None
+        """What ranks sent last, `[ranks, numbers]` float64 on the device; None: nothing yet."""
+        self._mesh = mesh
+        self._device = device
+        self._is_open = False
+        self._group: dist.ProcessGroup | None = None
+        self._ours: Tensor | None = None
+
+    def open(self) -> None:
+        """Begin to watch a fit. Collective over all ranks."""
+        self._is_open = True
+        self.weight = self.rows = self._ours = None
+        if self._mesh is not None and self._mesh.sizes[Axis.TP] > 1:
+            self._group = self._mesh.group(Axis.DP, Axis.CP, Axis.TP)
+
+    def close(self) -> None:
+        """End to watch. Local."""
+        self._is_open = self.logs_every_norm = False
+        self.norm_groups = {}
+        self._ours = self._group = None
+
+    def send(self, numbers: Sequence[float | Tensor]) -> None:
+        """Send numbers with the report of the next batch. All ranks send as many, with the same batch. Local."""
+        rank, size = (0, 1) if self._mesh is None else (dist.get_rank(), dist.get_world_size())
+        rows = torch.zeros(size, len(numbers), dtype=torch.float64)
+        rows[rank] = torch.tensor([0.0 if isinstance(each, Tensor) else each for each in numbers], dtype=torch.float64)
+        self._ours = rows.to(self._device, non_blocking=True)
+        for index, number in enumerate(numbers):
+            if isinstance(number, Tensor):
+                self._ours[rank, index] = number
+
+    def attach(self, sums: Tensor) -> Tensor:
+        """Return the message of a batch. [Note: rows of ranks]. Local.
+
+        Args:
+            sums: `[values, 2]` float64 of this rank.
+        """
+        if self._ours is None:
+            return sums
+        if self._group is not None and self._mesh is not None and self._mesh.coordinates[Axis.TP] > 0:
+            sums = torch.zeros_like(sums)
+        return torch.cat([sums.flatten(), self._ours.flatten()])
+
+    def group_or(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """Return the ranks over which the message is summed last, by default those of `group`. Local."""
+        return group if self._ours is None or self._group is None else self._group
+
+    def detach(self, message: Tensor, num_values: int, weighs: bool) -> Tensor:
+        """Return the sums of loss and metrics, `[values, 2]`, and keep the rest. Local.
+
+        Args:
+            message: Summed over ranks.
+            num_values: The loss and the metrics.
+            weighs: Whether the weight of the loss, which comes first, is that of tokens, and no mean's.
+        """
+        if self._ours is not None:
+            flat = message.flatten()
+            self.rows = flat[2 * num_values :].view_as(self._ours)
+            message = flat[: 2 * num_values].view(-1, 2)
+            self._ours = None
+        if self._is_open and weighs:
+            self.weight = message[0, 1].clone() if self.weight is None else self.weight + message[0, 1]
+        return message
