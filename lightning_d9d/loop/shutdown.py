@@ -10,9 +10,11 @@ import functools
 import itertools
 import os
 import signal
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from subprocess import Popen
 from types import FrameType
 from typing import Any, Protocol
@@ -28,8 +30,11 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_d9d.coordination.watchdog import SAME_NUMBER, RankWatch, end_processes
+from lightning_d9d.coordination.hangs import HangWatch
+from lightning_d9d.coordination.processes import end_processes
+from lightning_d9d.coordination.watchdog import SAME_NUMBER, RankWatch
 from lightning_d9d.errors import ConfigError, RankError
+from lightning_d9d.log import logger
 from lightning_d9d.loop.interrupt import refuse_saves
 from lightning_d9d.loop.patches import Patches
 from lightning_d9d.loop.uneven import catch_up
@@ -52,6 +57,19 @@ class SavesOfRun(Protocol):
         ...
 
 
+class Limits(Protocol):
+    """What `TimeoutConfig` says."""
+
+    @property
+    def init_seconds(self) -> float: ...  # noqa: D102
+    @property
+    def shutdown_seconds(self) -> float: ...  # noqa: D102
+    @property
+    def report_signal(self) -> str | None: ...  # noqa: D102
+    @property
+    def report_directory(self) -> str | None: ...  # noqa: D102
+
+
 class Shutdown:
     """Attaches a `RankWatch` to a Trainer.
 
@@ -71,31 +89,31 @@ class Shutdown:
         patches: Those of the run.
         trainer: Inside fit, validate, test or predict, with the process group joined.
         saves: Knows of accumulation windows, and saves what SLURM puts back into the queue.
-        shutdown_seconds: `TimeoutConfig.shutdown_seconds`.
-        wait_seconds: How long to wait at the end of the run for the other ranks.
+        limits: The `TimeoutConfig`.
     """
 
-    def __init__(
-        self, patches: Patches, trainer: L.Trainer, saves: SavesOfRun, shutdown_seconds: float, wait_seconds: float
-    ) -> None:
+    def __init__(self, patches: Patches, trainer: L.Trainer, saves: SavesOfRun, limits: Limits) -> None:
         assert dist.group.WORLD is not None
         self._patches = patches
         self._trainer = trainer
         self._saves = saves
-        self._shutdown_seconds = shutdown_seconds
+        self._limits = limits
         self._interrupted = False
         self._wakeup_before = -1
         self._with_signals_before: Shutdown | None = None
+        hangs = hang_watch(trainer, limits)
         store = dist.group.WORLD.get_group_store().clone()  # type: ignore[attr-defined]  # a connection of its own
         self.watch = RankWatch(
             dist.PrefixStore(f"lightning_d9d/run_{next(_run_numbers)}", store),
             trainer.global_rank,
             trainer.world_size,
-            shutdown_seconds,
-            wait_seconds,
+            limits.shutdown_seconds,
+            limits.init_seconds,
             _children,
             self._stop_exception,
+            hangs,
         )
+        hangs.meets_at = lambda: self.watch.meets_at
         patches.insert_callback(_Reporter(self.watch, patches))
         fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
         patches.replace(fit_loop, "run", self._run_fit_loop)
@@ -110,7 +128,14 @@ class Shutdown:
         patches.replace(connector, "_sigterm_notifier_fn", _do_nothing)  # the watch reads signals from its pipe
         patches.replace(connector, "register_signal_handlers", self._register_signal_handlers)
         _adopt_children(trainer.strategy.launcher, trainer.global_rank)
+        self._read_signals(hangs)
+        hangs.start()
         self.watch.start()
+
+    def meet(self) -> None:
+        """Let ranks know of each other's processes, so that one can report where all are. Collective."""
+        assert self.watch.hangs is not None
+        self.watch.hangs.places = all_gather_object(self.watch.hangs.place)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shutdown:
         """There is one for a run; copies of its Trainer share it."""
@@ -122,8 +147,10 @@ class Shutdown:
             self.watch.close()
         finally:
             self._stop_reading_signals()
+            if self.watch.hangs is not None:
+                self.watch.hangs.close()
             if not self.watch.ended_normally:
-                end_children_at_exit(None, self.watch.rank, self._shutdown_seconds)
+                end_children_at_exit(None, self.watch.rank, self._limits.shutdown_seconds)
 
     def _run_fit_loop(self) -> None:
         loop = self._trainer.fit_loop
@@ -193,7 +220,6 @@ class Shutdown:
             raise
 
     def _register_signal_handlers(self) -> None:
-        global _with_signals
         connector = self._trainer._signal_connector
         environment = self._trainer._accelerator_connector.cluster_environment
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
@@ -201,12 +227,32 @@ class Shutdown:
             self.watch.is_inside_of_window = lambda: self._saves.is_inside_of_window
             self._patches.replace(connector, "_slurm_sigusr_handler_fn", _do_nothing)  # the watch reads that, too
         type(connector).register_signal_handlers(connector)  # for SIGTERM
-        if threading.current_thread() is threading.main_thread():
-            # Ignored: so shells start what a script runs beside itself.
-            if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-                signal.signal(signal.SIGINT, self._on_interrupt)  # Lightning puts back the one before, as for SIGTERM
-            self._wakeup_before = signal.set_wakeup_fd(self.watch.signal_pipe, warn_on_full_buffer=False)
-            self._with_signals_before, _with_signals = _with_signals, self  # of a Trainer that this one runs inside of
+        is_main = threading.current_thread() is threading.main_thread()
+        # Ignored: so shells start what a script runs beside itself.
+        if is_main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, self._on_interrupt)  # Lightning puts back the one before, as for SIGTERM
+        self.watch.reads_stops = True
+
+    def _read_signals(self, hangs: HangWatch) -> None:
+        """Let the watch read signals; those that stop ranks when Lightning has registered its handlers."""
+        global _with_signals
+        self.watch.reads_stops = False
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if hangs.signal_number and signal.getsignal(hangs.signal_number) in (
+            signal.SIG_DFL,
+            signal.SIG_IGN,
+            _do_nothing,
+        ):
+            signal.signal(hangs.signal_number, _do_nothing)
+            hangs.register_signal()
+        elif hangs.signal_number:
+            logger.warning(
+                "%s has a handler of another's, and asks for no report: set TimeoutConfig.report_signal to another one",
+                signal.Signals(hangs.signal_number).name,
+            )
+        self._wakeup_before = signal.set_wakeup_fd(self.watch.signal_pipe, warn_on_full_buffer=False)
+        self._with_signals_before, _with_signals = _with_signals, self  # of a Trainer that this one runs inside of
 
     def _stop_reading_signals(self) -> None:
         global _with_signals
@@ -245,6 +291,28 @@ class _Reporter(L.Callback):
         self._watch.report(exception)
         if self._watch.failure is not None:
             refuse_saves(self._patches, trainer)  # ranks are at different places, and some will not come
+
+
+def hang_watch(trainer: L.Trainer, limits: Limits) -> HangWatch:
+    """Make what reports where ranks are, in a directory that this rank can write. Local.
+
+    Args:
+        trainer: Of the run.
+        limits: Say where and on which signal.
+    """
+    root = str(limits.report_directory or trainer.default_root_dir)
+    directory = Path(tempfile.gettempdir() if "://" in root else root)
+    there = next(each for each in (directory.absolute(), *directory.absolute().parents) if each.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        logger.warning(
+            "reports of hangs cannot be written to %s, but to %s: set TimeoutConfig.report_directory",
+            directory,
+            tempfile.gettempdir(),
+        )
+        directory = Path(tempfile.gettempdir())
+    number = 0 if limits.report_signal is None else signal.Signals[limits.report_signal]
+    several = trainer.num_nodes > 1
+    return HangWatch(trainer.global_rank, limits.init_seconds, directory, several_nodes=several, signal_number=number)
 
 
 def _do_nothing(signum: int, frame: FrameType | None) -> None:

@@ -215,6 +215,7 @@ def fit(
         devices,
         device,
         enable_checkpointing=True,
+        default_root_dir=directory,
         callbacks=callbacks,
         max_epochs=1,
         precision=MODULES[kind].precision,
