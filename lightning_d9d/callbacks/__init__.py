@@ -4,7 +4,7 @@
 trained model, or its adapters, as a Hugging Face directory; these act at the end of `fit`. `initial_weights.py` begins
 one with weights of a checkpoint. `predictions.py` writes what `predict` predicts. `pipeline_timeline.py` measures one
 step of a pipeline, `start_times.py` the start of a fit, and `data_wait.py` the wait for batches. `weight_averages.py`
-averages weights over the steps of a fit.
+averages weights over the steps of a fit. `stragglers.py` names slow ranks.
 """
 
 from lightning_d9d.callbacks.data_wait import DataWait
@@ -14,6 +14,7 @@ from lightning_d9d.callbacks.loss_curve import LossCurve
 from lightning_d9d.callbacks.pipeline_timeline import MeasuredStep, PipelineTimeline
 from lightning_d9d.callbacks.predictions import PredictionWriter
 from lightning_d9d.callbacks.start_times import StartTimes
+from lightning_d9d.callbacks.stragglers import Stragglers
 from lightning_d9d.callbacks.text_sample import TextSample
 from lightning_d9d.callbacks.weight_averages import WeightAverages
 
@@ -27,6 +28,7 @@ __all__ = [
     "PipelineTimeline",
     "PredictionWriter",
     "StartTimes",
+    "Stragglers",
     "TextSample",
     "WeightAverages",
 ]

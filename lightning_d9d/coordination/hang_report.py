@@ -12,6 +12,7 @@ _DIFFER_BY_RANK = ("all_to_all", "alltoall", "gather", "scatter", "send", "recv"
 _GATHERS_EQUAL = ("all_gather", "reduce_scatter")
 
 
+_LONGEST_NAME = 48
 _BUSY = 0.05
 """A thread that computes gets more of a processor than this, however many others do."""
 
@@ -48,10 +49,15 @@ class _Wait:
 
     def __str__(self) -> str:
         return (
-            f"{self.call}, number {self.call.number} of group {self.group!r} ({ranks_in_words(self.ranks)}), in which "
-            f"{ranks_in_words(self.waiting)} {'waits' if len(self.waiting) == 1 else 'wait'} since "
+            f"{self.call}, number {self.call.number} of group {_short(self.group)} ({ranks_in_words(self.ranks)}), in "
+            f"which {ranks_in_words(self.waiting)} {'waits' if len(self.waiting) == 1 else 'wait'} since "
             f"{self.call.seconds:.1f} s"
         )
+
+
+def _short(name: str) -> str:
+    """The name of a group in the mesh; one that serves many axes has a long one."""
+    return repr(name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}...")
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
@@ -85,8 +91,10 @@ def diagnose(known: Known) -> list[str]:
         missing = "" if oldest is None else f" did not come to {oldest}"
         lines.append(f"{_named(known, rank)}{missing}: {_where(known, rank)}")
     if not lines and is_waiting:
-        lines += [f"{ranks_in_words(wait.missing)} did not come to {wait}" for wait in waits if wait.missing]
-        lines.append("ranks wait for each other: they call the collectives of these groups in different orders")
+        oldest_first = sorted(waits, key=lambda wait: -wait.call.seconds)
+        lines += [f"{ranks_in_words(wait.missing)} did not come to {wait}" for wait in oldest_first if wait.missing]
+        lines.append("ranks wait for each other: one left a collective out, or they call them in different orders")
+        lines += [f"{_named(known, rank)}: {_where(known, rank)}" for rank in sorted(is_waiting)]
     if not lines:
         lines += _outside(known)
     return lines or ["no rank waits for another one now"]
@@ -161,8 +169,8 @@ def _mismatches(known: Known, waits: Sequence[_Wait]) -> list[str]:
         if len(calls) > 1:
             each = "; ".join(f"{ranks_in_words(ranks)} {call}" for call, ranks in calls.items())
             lines.append(
-                f"number {wait.call.number} of group {wait.group!r} ({ranks_in_words(wait.ranks)}) is not the same on "
-                f"all ranks: {each}"
+                f"number {wait.call.number} of group {_short(wait.group)} ({ranks_in_words(wait.ranks)}) is not the "
+                f"same on all ranks: {each}"
             )
             lines += [f"{_named(known, rank)}: {_where(known, rank)}" for rank in wait.ranks if rank in known.snapshots]
     return lines
@@ -214,7 +222,7 @@ def _table(known: Known) -> list[str]:
             else:
                 lines.append(f"  rank {rank}: {'no answer' if snapshot is None else 'none'}")
         if not all(line.endswith(": none") for line in lines):
-            rows += [f"group {name!r}, torch's {group!r}, {ranks_in_words(ranks)}", *lines]
+            rows += [f"group {_short(name)}, torch's {group!r}, {ranks_in_words(ranks)}", *lines]
     return rows
 
 

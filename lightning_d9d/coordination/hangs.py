@@ -49,7 +49,7 @@ _AGAIN_SECONDS = 10.0
 """A signal that comes sooner after a report belongs to it, as where a scheduler sends it to all ranks."""
 _POLL_SECONDS = 0.05
 _MAX_STACKS, _MAX_REASON = 200_000, 1000
-_HELD = "a call in C holds its interpreter"
+_HELD = "its threads do not answer (a call in C may hold the interpreter, or its network is down); it is"
 
 _registered: list[HangWatch] = []
 """Of a Trainer, and of one that runs inside of it."""
@@ -127,12 +127,16 @@ class HangWatch:
         self._progress_at = time.monotonic()
         self._stalled: Snapshot | None = None
         self._stalled_at = 0.0
+        self._has_warned = False
         self._left: Snapshot | None = None
         self._busy: float | None = None
         self._used = (0.0, 0.0)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread; let a process that the system or C++ aborts print its stacks."""
+        with suppress(RuntimeError, ValueError, OSError, AttributeError):  # stderr may be no file
+            if not faulthandler.is_enabled():
+                faulthandler.enable()
         self._thread.start()
 
     def register_signal(self) -> None:
@@ -164,7 +168,7 @@ class HangWatch:
     def progress(self) -> None:
         """Take note that the main thread gets on."""
         self._progress_at = time.monotonic()
-        self._stalled = None
+        self._stalled, self._has_warned = None, False
 
     def leave(self, error: BaseException) -> None:
         """Take note that the main thread has left a wait for others with an error."""
@@ -361,7 +365,8 @@ class HangWatch:
             now = time.monotonic()
             is_due = now > self._stalled_at + self.limit_seconds / 10
             if is_due and now > self._progress_at + 0.8 * self.limit_seconds:
-                self._stalled, self._stalled_at = self._take(), now
+                self._stalled_at = now
+                self._look_at_stall(self._take())
             if os.fstat(self._stacks.fileno()).st_size:  # of a time when it was slow, or of an earlier report
                 self._stacks.seek(0)
                 self._stacks.truncate()
@@ -369,6 +374,18 @@ class HangWatch:
                 faulthandler.dump_traceback_later(HELD_SECONDS, file=self._stacks)
         if self._several_nodes:
             faulthandler.cancel_dump_traceback_later()
+
+    def _look_at_stall(self, snapshot: Snapshot) -> None:
+        pending = snapshot.pending
+        if not pending and (not snapshot.waits_for_ranks or (self._stalled is not None and self._stalled.pending)):
+            return  # it computes, or leaves a wait with an error
+        self._stalled = snapshot
+        is_doomed = any(
+            call.operation.startswith("nccl") and call.seconds > 0.9 * self.limit_seconds for call in pending
+        )
+        if is_doomed and not self._has_warned and self.places:  # torch is going to end the process without a word to us
+            self._has_warned = True
+            self._asked = f"rank {self.rank} waits for {pending[0].seconds:.0f} s of {self.limit_seconds:g} s"
 
     def _measure(self) -> None:
         """How busy the main thread was since the last time."""
@@ -416,7 +433,7 @@ def _read(path: str) -> str:
 def _held_at(stacks: str) -> str:
     """Name the call in the main thread's innermost frame: threads stand in the order in which they began, reversed."""
     frames = re.findall(r'File "(.*)", line (\d+) in (.*)', stacks.rpartition("hread 0x")[2])
-    return f"{_HELD}, {f'at {frames[0][0]}:{frames[0][1]} in {frames[0][2]}' if frames else 'outside of Python'}"
+    return f"{_HELD} {f'at {frames[0][0]}:{frames[0][1]} in {frames[0][2]}' if frames else 'outside of Python'}"
 
 
 def forget_in_child() -> None:

@@ -134,11 +134,6 @@ def is_silence(error: BaseException) -> bool:
     return is_connection_error(error) or isinstance(error, LateError)
 
 
-def is_timeout(error: BaseException) -> bool:
-    """Return whether others did not answer in time, while nothing says that a process or a connection ended."""
-    return is_silence(error) and (isinstance(error, LateError) or "timed out" in str(error).lower())
-
-
 def _is_failure(value: Any) -> bool:
     return (
         isinstance(value, dict)

@@ -95,6 +95,11 @@ class Snapshot:
         return _build(value_of(key, content, _is_snapshot))
 
     @property
+    def pending(self) -> list[Call]:
+        """The collectives that are under way."""
+        return [call for call in self.calls if call.is_pending]
+
+    @property
     def waits_for_ranks(self) -> bool:
         """True if its main thread is inside a call that waits for others."""
         inner = self.main.frames[:8]

@@ -78,7 +78,6 @@ from lightning_d9d.coordination.messages import (
     is_signal,
     is_silence,
     is_stop,
-    is_timeout,
     say,
     value_of,
 )
@@ -302,9 +301,9 @@ class RankWatch:
         self._reported = True
         if self._stop_raised:
             return
-        own = Failure.of(self.rank, error)
-        if self.hangs is not None and is_timeout(error):
+        if self.hangs is not None and is_silence(error):
             self.hangs.leave(error)
+        own = Failure.of(self.rank, error)
         with self._changed:
             if is_connection_error(error):  # most likely a consequence: the cause may be on its way
                 self._changed.wait_for(lambda: self.failure is not None, self._patience)
@@ -322,7 +321,7 @@ class RankWatch:
             note_first(error, str(first))
         elif is_silence(error):
             error.add_note(self._who_is_silent())
-        if self.hangs is not None and is_timeout(error):
+        if self.hangs is not None and is_silence(error):
             has_store, is_first = first.summary != DOES_NOT_ANSWER, first.rank == self.rank
             self.hangs.explain(
                 error, str(first), self._wake if has_store else None, self._shutdown_seconds / 2, is_first

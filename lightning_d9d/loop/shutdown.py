@@ -30,6 +30,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_d9d.coordination.hang_report import ranks_in_words
 from lightning_d9d.coordination.hangs import HangWatch
 from lightning_d9d.coordination.processes import end_processes
 from lightning_d9d.coordination.watchdog import SAME_NUMBER, RankWatch
@@ -64,6 +65,8 @@ class Limits(Protocol):
     def init_seconds(self) -> float: ...  # noqa: D102
     @property
     def shutdown_seconds(self) -> float: ...  # noqa: D102
+    @property
+    def groups_seconds(self) -> float: ...  # noqa: D102
     @property
     def report_signal(self) -> str | None: ...  # noqa: D102
     @property
@@ -103,8 +106,10 @@ class Shutdown:
         self._with_signals_before: Shutdown | None = None
         hangs = hang_watch(trainer, limits)
         store = dist.group.WORLD.get_group_store().clone()  # type: ignore[attr-defined]  # a connection of its own
+        self.store = dist.PrefixStore(f"lightning_d9d/run_{next(_run_numbers)}", store)
+        """Only for this run."""
         self.watch = RankWatch(
-            dist.PrefixStore(f"lightning_d9d/run_{next(_run_numbers)}", store),
+            self.store,
             trainer.global_rank,
             trainer.world_size,
             limits.shutdown_seconds,
@@ -132,10 +137,38 @@ class Shutdown:
         hangs.start()
         self.watch.start()
 
-    def meet(self) -> None:
-        """Let ranks know of each other's processes, so that one can report where all are. Collective."""
+    @contextmanager
+    def making_groups(self) -> Iterator[None]:
+        """Open around what makes process groups, for which ranks that have met need seconds. Collective.
+
+        A rank that has not come, or not ended, after `TimeoutConfig.groups_seconds` fails the job. At the end ranks
+        tell each other of their processes, so that one can report where all are.
+        """
         assert self.watch.hangs is not None
-        self.watch.hangs.places = all_gather_object(self.watch.hangs.place)
+        limit = threading.Timer(self._limits.groups_seconds, self._miss_groups)
+        limit.daemon = True
+        self.store.set(f"groups/begun/{self.watch.rank}", "")
+        limit.start()
+        try:
+            yield
+            self.watch.hangs.places = all_gather_object(self.watch.hangs.place)
+            self.store.set(f"groups/made/{self.watch.rank}", "")
+        finally:
+            limit.cancel()
+
+    def _miss_groups(self) -> None:
+        ranks = range(self._trainer.world_size)
+        for state, what in (("begun", "did not come to make process groups"), ("made", "did not make its groups")):
+            missing = [rank for rank in ranks if not self.store.check([f"groups/{state}/{rank}"])]
+            if missing:
+                self.watch.report(
+                    RankError(
+                        f"{ranks_in_words(missing)} {what} within TimeoutConfig.groups_seconds="
+                        f"{self._limits.groups_seconds:g} s after all had met: a process hangs, or the network between "
+                        "their hosts is down"
+                    )
+                )
+                return
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shutdown:
         """There is one for a run; copies of its Trainer share it."""
@@ -223,7 +256,12 @@ class Shutdown:
         connector = self._trainer._signal_connector
         environment = self._trainer._accelerator_connector.cluster_environment
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
-            self.watch.requeue_signal = environment.requeue_signal or signal.SIGUSR1
+            requeue = self.watch.requeue_signal = environment.requeue_signal or signal.SIGUSR1
+            if self._limits.report_signal == signal.Signals(requeue).name:
+                raise ConfigError(
+                    f"TimeoutConfig.report_signal={self._limits.report_signal!r} puts the job back into SLURM's queue: "
+                    "choose another, or another requeue_signal of SLURMEnvironment"
+                )
             self.watch.is_inside_of_window = lambda: self._saves.is_inside_of_window
             self._patches.replace(connector, "_slurm_sigusr_handler_fn", _do_nothing)  # the watch reads that, too
         type(connector).register_signal_handlers(connector)  # for SIGTERM

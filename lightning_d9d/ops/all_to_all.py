@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_d9d.ops.collectives import group_named
 from lightning_d9d.ops.operator import define
+from lightning_d9d.waits import clock
 
 
 def all_to_all_rows(rows: Tensor, received: Sequence[int], sent: Sequence[int], group_name: str) -> Tensor:
@@ -35,7 +36,8 @@ def _new_rows(rows: Tensor, received: Sequence[int], sent: Sequence[int], group_
 
 def _exchange(rows: Tensor, received: Sequence[int], sent: Sequence[int], group_name: str) -> Tensor:
     result = _new_rows(rows, received, sent, group_name)
-    dist.all_to_all_single(result, rows.contiguous(), list(received), list(sent), group=group_named(group_name))
+    with clock.waiting(rows.device):
+        dist.all_to_all_single(result, rows.contiguous(), list(received), list(sent), group=group_named(group_name))
     return result
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.ops.operator import define
+from lightning_d9d.waits import clock
 
 # Torch 2.12 and before know them by the second names alone, which later ones deprecate.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -136,7 +137,8 @@ def _new_sum(x: Tensor, group_name: str, sums_gradients: bool) -> Tensor:
 
 def _sum(x: Tensor, group_name: str, sums_gradients: bool) -> Tensor:
     result = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(result, group=group_named(group_name))
+    with clock.waiting(result.device):
+        dist.all_reduce(result, group=group_named(group_name))
     return result
 
 

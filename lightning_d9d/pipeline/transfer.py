@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh.groups import abandon
 from lightning_d9d.pipeline.trees import Skeleton, in_words, others, take_apart
+from lightning_d9d.waits import clock
 
 
 class Link(NamedTuple):
@@ -252,10 +253,11 @@ class Messages:
     def _wait(self, work: dist.Work, what: str) -> None:
         seconds = self.limit_seconds()
         try:
-            if self.device.type == "cpu" and seconds is not None:  # gloo's own limit is the first of the group
-                work.wait(timedelta(seconds=seconds))
-            else:
-                work.wait()
+            with clock.waiting(self.device):
+                if self.device.type == "cpu" and seconds is not None:  # gloo's own limit is the first of the group
+                    work.wait(timedelta(seconds=seconds))
+                else:
+                    work.wait()
         except RuntimeError as error:
             error.add_note(f"while waiting {what}")
             raise

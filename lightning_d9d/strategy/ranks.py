@@ -21,6 +21,7 @@ from lightning_d9d.log import name_rank
 from lightning_d9d.loop.launch import choose_network_interface, local_store
 from lightning_d9d.mesh import Axis, MeshConfig, MeshDomains
 from lightning_d9d.mesh.native_threads import guard_native_threads
+from lightning_d9d.waits import clock
 
 T = TypeVar("T")
 
@@ -44,6 +45,10 @@ class TimeoutConfig:
     """How long ranks have to stop together after Ctrl-C, SIGTERM or another rank's failure before each is ended. Raise
     it where a checkpoint must be finished first."""
 
+    groups_seconds: float = 120
+    """How long ranks that have met may need to make their process groups; then the job ends, and the ranks that are not
+    ready are named."""
+
     report_signal: str | None = "SIGUSR2"
     """The signal on which ranks write a [report](../how-to/debug-a-hang.md) of where all are, and go on; None for none.
     One rank has to get it."""
@@ -53,7 +58,7 @@ class TimeoutConfig:
     `default_root_dir`. All nodes must see it."""
 
     def __post_init__(self) -> None:
-        for name in ("init_seconds", "step_seconds", "shutdown_seconds"):
+        for name in ("init_seconds", "step_seconds", "shutdown_seconds", "groups_seconds"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"TimeoutConfig.{name}={getattr(self, name)!r} must be greater than 0 seconds")
         if self.report_signal is not None and self.report_signal not in _REPORT_SIGNALS:
@@ -243,10 +248,10 @@ class JobRanks:
             operation = getattr(dist.ReduceOp, "AVG" if operation.upper() == "MEAN" else operation.upper())
         if group is None:
             group = dist.group.WORLD if any(operation == each for each in _BLIND_TO_COPIES) else self.data_group
+        with clock.waiting(tensor.device):  # gloo has no mean
+            dist.all_reduce(tensor, dist.ReduceOp.SUM if operation == dist.ReduceOp.AVG else operation, group)
         if operation != dist.ReduceOp.AVG:
-            dist.all_reduce(tensor, op=operation, group=group)
             return tensor
-        dist.all_reduce(tensor, group=group)  # gloo has no mean
         mean = tensor / dist.get_world_size(group)
         return tensor.copy_(mean) if mean.dtype == tensor.dtype else mean
 

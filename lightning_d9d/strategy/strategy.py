@@ -278,9 +278,9 @@ class D9DStrategy(RankHooks):
             self.ranks.join(self.cluster_environment, self.num_nodes)
         if self.is_distributed:
             self._shutdown = Shutdown(patches, trainer, self._checkpoints.saves, self.timeouts)
-            self.ranks.spread()
-            check_equal_configuration(self.settings(), trainer)
-            self._shutdown.meet()
+            with self._shutdown.making_groups():
+                self.ranks.spread()
+                check_equal_configuration(self.settings(), trainer)
 
     def _tell_module(self) -> None:
         """Let the module know where it runs, before it builds its stages. Local."""

@@ -56,6 +56,7 @@ from lightning_d9d.strategy.step_checks import StepChecks
 from lightning_d9d.strategy.step_in_backward import StepInBackward
 from lightning_d9d.strategy.window import Window, cast_gradients, inverse, scale_gradients
 from lightning_d9d.sync.norm import clip_factor, clip_gradients_by_norm
+from lightning_d9d.waits import clock
 
 
 class TrainStep:
@@ -238,7 +239,8 @@ class TrainStep:
             values[0] = torch.stack([values[0, 0] / values[0, 1], values.new_ones(())])
         sums = self.pipeline.sum(values)
         if self.group is not None:
-            dist.all_reduce(sums, group=self.group)
+            with clock.waiting(sums.device):
+                dist.all_reduce(sums, group=self.group)
         self.window.add(None if schema.loss_is_mean else sums[0, 1])
         if not schema.loss_is_mean:
             self.optimizer_step.empty.add_batch(sums[0, 1])

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh.sharding import local
 from lightning_d9d.ops.sharded_weights import as_gradient
+from lightning_d9d.waits import clock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,9 +141,10 @@ class _Bucket:
     def wait(self, divisor: float = 1.0) -> None:
         """Wait for the sum, divide it, and hand gradients that other ranks made to parameters unused here."""
         if self.work is not None:
-            self.work.wait()
-            self.work = None
             flat = self.take_buffer()
+            with clock.waiting(flat.device):
+                self.work.wait()
+            self.work = None
             if divisor != 1:
                 flat[: self.num_elements].div_(divisor)
             if not all(self.used):

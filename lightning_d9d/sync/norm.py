@@ -26,6 +26,7 @@ from torch import Tensor
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh.collectives import device_of_messages
 from lightning_d9d.mesh.sharding import Sharding, local, sharding_of
+from lightning_d9d.waits import clock
 
 
 class SquaredNorms(dict[Sharding | None, Tensor]):
@@ -204,7 +205,8 @@ def _sum_over(group: dist.ProcessGroup, part: Tensor, norm_type: float) -> Tenso
     if group.size() == 1:
         return part
     if norm_type != math.inf:
-        dist.all_reduce(part, group=group)
+        with clock.waiting(part.device):
+            dist.all_reduce(part, group=group)
         return part
     # Backends may lose NaN in a maximum. The bits of floats that are not negative are ordered as integers, NaN on top;
     # a NaN may have a sign, which abs() leaves on CUDA.
