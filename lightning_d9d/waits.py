@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from time import perf_counter
 
 import torch
@@ -18,6 +19,8 @@ class WaitClock:
     def __init__(self) -> None:
         self._num_users = 0
         self._seconds = 0.0
+        self.queued = 0.0
+        """How much of these waits was one for a processor as well, after the others had come."""
         self._under_way: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
@@ -42,9 +45,10 @@ class WaitClock:
             ends[1].record()
             self._under_way.append(ends)
         else:
-            begin = perf_counter()
+            begin, queued = perf_counter(), seconds_in_queue()
             yield
             self._seconds += perf_counter() - begin
+            self.queued += seconds_in_queue() - queued
 
     @property
     def seconds(self) -> float:
@@ -53,6 +57,14 @@ class WaitClock:
             begin, end = self._under_way.pop(0)
             self._seconds += begin.elapsed_time(end) / 1000
         return self._seconds
+
+
+def seconds_in_queue() -> float:
+    """Return how long this thread has waited for a processor; 0 where the system does not say. Local."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
 
 
 clock = WaitClock()

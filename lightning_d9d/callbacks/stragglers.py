@@ -22,7 +22,7 @@ from lightning_d9d.log import logger
 from lightning_d9d.loop.uneven import data_wait_seconds
 from lightning_d9d.mesh import Axis
 from lightning_d9d.pictures import write_picture
-from lightning_d9d.waits import clock
+from lightning_d9d.waits import clock, seconds_in_queue
 
 
 class Stragglers(L.Callback):
@@ -30,16 +30,17 @@ class Stragglers(L.Callback):
 
     Every `every_n_steps` batches each rank leaves its times in the job's store: what it computed, how long it waited
     for data, and for other ranks. Rank 0 reads them a batch or so later, compares the ranks of equal pipeline stages,
-    and logs a line. There is no collective, and no wait for the device. A rank is named by two reports in a row; see
-    `lightning_d9d.coordination.stragglers.Comparison`. All ranks must have the callback.
+    and logs a line. It needs neither a collective nor a wait for the device. A rank is named by two reports in a row:
+    see `lightning_d9d.coordination.stragglers.Comparison`. All ranks must have the callback.
 
     On Linux the time that a rank waits for a processor, because other programs of its host use it, is not taken for
     computing. Waits for others that are measured are those for gradients, norms, messages of a pipeline, experts, and
-    values that are summed. What a fully sharded model waits for inside of torch counts as computing, so its ranks look alike.
+    values that are summed. What a fully sharded model waits for inside of torch counts as computing: its ranks look
+    alike.
 
     Args:
         every_n_steps: Batches of a report, a multiple of 10.
-        threshold: The share of a step by which a rank must be slower.
+        threshold: A rank must be slower by this share of what the others do by themselves in a step.
         path: A picture of all reports, written by rank 0 when the fit ends: .png, .svg (matplotlib) or .html (plotly).
 
     Attributes:
@@ -74,7 +75,7 @@ class Stragglers(L.Callback):
         ranks = getattr(trainer.strategy, "ranks", None)
         if ranks is None or ranks.world_size == ranks.size(Axis.PP):
             raise ConfigError(
-                "Stragglers compares ranks of D9DStrategy that hold the same stages, and here are no two: leave the "
+                "Stragglers compares ranks of D9DStrategy that hold the same stages, which this run has not: leave the "
                 "callback out"
             )
         if self.path is not None:
@@ -93,7 +94,7 @@ class Stragglers(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Take the times of a batch; every `every_n_steps` leave them to rank 0. Local."""
-        now = (perf_counter(), data_wait_seconds(trainer), clock.seconds, seconds_in_queue())
+        now = (perf_counter(), data_wait_seconds(trainer), clock.seconds, seconds_in_queue() - clock.queued)
         if self._since is not None:
             whole, *waits = (after - before for after, before in zip(now, self._since, strict=True))
             self._steps.append((max(0.0, whole - sum(waits)), *waits))
@@ -143,7 +144,7 @@ class Stragglers(L.Callback):
         self._clock.close()
 
     def _rows(self) -> list[tuple[str, Sequence[Sequence[float]]]]:
-        """Of each part a name, and milliseconds of a step by rank and report."""
+        """Return of each part its name, and milliseconds of a step by rank and report."""
         ranks = range(len(self.reports[0]))
         return [
             (part, [[1000 * report[rank].mean(part) for report in self.reports] for rank in ranks])
@@ -175,11 +176,3 @@ class Stragglers(L.Callback):
             for rank, row in enumerate(rows):
                 figure.add_trace(go.Scatter(x=ends, y=row, name=f"{part}, rank {rank}"), row=index, col=1)
         figure.write_html(path)
-
-
-def seconds_in_queue() -> float:
-    """Return how long this thread has waited for a processor; 0 where the system does not say. Local."""
-    try:
-        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, IndexError):
-        return 0.0

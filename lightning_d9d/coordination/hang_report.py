@@ -23,7 +23,7 @@ class Silent:
 
     reason: str
     stacks: str = ""
-    """What the C library of Python wrote of its threads, which needs no interpreter."""
+    """Stacks that C wrote, which needs no interpreter."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def _mismatches(known: Known, waits: Sequence[_Wait]) -> list[str]:
 
 
 def _compared(call: Call) -> str:
-    """As text, what must be equal on all ranks."""
+    """Return as text what must be equal on all ranks."""
     name = call.operation
     differs = any(word in name for word in _DIFFER_BY_RANK) and not any(word in name for word in _GATHERS_EQUAL)
     return name if differs else str(call)

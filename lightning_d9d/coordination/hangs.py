@@ -1,13 +1,13 @@
 """`HangWatch`: on request, or when a wait for other ranks ends in an error, one file says where all ranks are.
 
-Ranks answer through the store. A thread of its own looks where the main thread is before a time limit passes, because
-the error that follows tears down what it waited for. It uses no store, which may be what does not answer.
+Ranks answer through the store. A thread of its own looks where the main thread is before a time limit passes, as the
+error that follows tears that down. It uses no store, which may be what does not answer.
 
 [Note: ranks that do not answer] Where a C call holds the interpreter, no thread of a rank can answer. Python's
-`faulthandler` needs no interpreter: its handler of the report's signal, in C, writes all stacks into a file that the
-rank opened at the start. A rank of the same host sends the signal and reads the file. In a job of several nodes a timer
-in C, which the thread winds up again and again, writes the same without a signal. A process that is stopped or gone is
-recognized by its state, which the system shows to its host.
+`faulthandler` needs no interpreter. Its handler of the report's signal is in C, and writes all stacks into a file that
+the rank opened at the start. A rank of the same host sends the signal and reads the file. In a job of several nodes a
+timer in C, which the thread winds up again and again, writes the same without a signal. A process that is stopped or
+gone is recognized by its state, which the system shows to its host.
 
 [Note: without a store] The store usually lives in rank 0's process. If that does not answer, ranks leave their
 snapshots as files in the directory of the report; the first to create the report collects them.
@@ -30,14 +30,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch.distributed as dist
 
 from lightning_d9d.coordination import snapshots
 from lightning_d9d.coordination.hang_report import Known, Silent, diagnose, report_text
 from lightning_d9d.coordination.messages import ForeignValueError, is_count, say, value_of
-from lightning_d9d.coordination.snapshots import Snapshot
+from lightning_d9d.coordination.snapshots import Call, Snapshot
 
 ANSWER_SECONDS = 10.0
 """How long a report waits, at most, for the ranks."""
@@ -52,7 +52,7 @@ _MAX_STACKS, _MAX_REASON = 200_000, 1000
 _HELD = "its threads do not answer (a call in C may hold the interpreter, or its network is down); it is"
 
 _registered: list[HangWatch] = []
-"""Of a Trainer, and of one that runs inside of it."""
+"""One of a Trainer, and one of another that runs inside of it."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,15 @@ class Place:
     """The signal on which it does so; 0 for none."""
     moment: str
     """When the run began."""
+
+    @staticmethod
+    def is_valid(value: Any) -> bool:
+        """Return whether JSON holds the fields of one."""
+        return (
+            isinstance(value, dict)
+            and value.keys() == set(Place.__annotations__)
+            and all(type(each) is (int if name in ("process", "signal") else str) for name, each in value.items())
+        )
 
 
 @dataclass(frozen=True)
@@ -231,7 +240,7 @@ class HangWatch:
     # For the thread that talks to the store
 
     def ask(self) -> None:
-        """A signal asked for a report."""
+        """Ask for a report, since a signal does."""
         if self.places and time.monotonic() > self._last_at + _AGAIN_SECONDS:
             self._asked = f"{signal.Signals(self.signal_number).name} came to rank {self.rank}"
 
@@ -328,7 +337,7 @@ class HangWatch:
         return None
 
     def _look_at(self, place: Place, *, is_late: bool) -> Silent | None:
-        """What a rank of the same host shows without answering; None while it may answer yet."""
+        """Look at the process of a rank that has not answered; None while it may yet."""
         if place.host != self.places[self.rank].host:
             stacks = _read(place.stacks) if is_late and self._several_nodes else ""
             return Silent(_held_at(stacks), stacks) if stacks else None
@@ -380,12 +389,10 @@ class HangWatch:
         if not pending and (not snapshot.waits_for_ranks or (self._stalled is not None and self._stalled.pending)):
             return  # it computes, or leaves a wait with an error
         self._stalled = snapshot
-        is_doomed = any(
-            call.operation.startswith("nccl") and call.seconds > 0.9 * self.limit_seconds for call in pending
-        )
-        if is_doomed and not self._has_warned and self.places:  # torch is going to end the process without a word to us
+        late = [call for call in pending if call.seconds > self.limit_seconds * _late_share(call)]
+        if late and not self._has_warned and self.places:
             self._has_warned = True
-            self._asked = f"rank {self.rank} waits for {pending[0].seconds:.0f} s of {self.limit_seconds:g} s"
+            self._asked = f"rank {self.rank} waits for others since {late[0].seconds:.0f} s"
 
     def _measure(self) -> None:
         """How busy the main thread was since the last time."""
@@ -400,6 +407,15 @@ class HangWatch:
             return tempfile.TemporaryFile(buffering=0)
         directory = self.directory if self._several_nodes and os.access(self.directory, os.W_OK) else None
         return tempfile.NamedTemporaryFile(buffering=0, prefix=".stacks-", dir=directory)  # type: ignore[return-value]
+
+
+def _late_share(call: Call) -> float:
+    """Return the share of the time limit after which a report is asked for although no error has come.
+
+    torch ends a process whose call on NCCL is late, and its ranks say nothing any more. On gloo the group is not one of
+    ours, and has a longer limit.
+    """
+    return 0.9 if call.operation.startswith("nccl") else 1.2
 
 
 def _is_question(value: object) -> bool:

@@ -27,6 +27,8 @@ NUM_CALLS = 8
 _NUM_FRAMES = 60
 _LIBRARIES = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"])
 _OWN = str(Path(__file__).parents[1])
+_HANDLER = "_do_nothing"
+"""Python's handler of the report's signal: a long call in C that looks for signals is in it when it is asked."""
 _WAITS = ("torch/distributed/distributed_c10d.py", "pipeline/transfer.py", "coordination/watchdog.py")
 """Ends of the files of functions that wait for other ranks."""
 
@@ -39,7 +41,7 @@ class Call:
     """A collective that a rank has called."""
 
     group: str
-    """torch's name of the process group, the same on its ranks."""
+    """The name that torch gives the process group, the same on its ranks."""
     number: int
     """It is the group's nth collective on this rank, counted from 1."""
     operation: str
@@ -66,14 +68,14 @@ class Stack:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a rank shows of itself."""
+    """The state of a rank, as it sees itself."""
 
     rank: int
     main: Stack
-    """Of the thread that trains."""
+    """The thread that trains."""
     others: list[Stack] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
-    """In the order in which they were called."""
+    """The last ones, in the order in which they were called."""
     groups: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
     """By torch's name: what a group is called in the mesh, and its ranks."""
     meets_at: str | None = None
@@ -159,7 +161,8 @@ def take(
 def _frames(frame: FrameType | None) -> list[Frame]:
     found: list[Frame] = []
     while frame is not None and len(found) < _NUM_FRAMES:
-        found.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        if found or frame.f_code.co_name != _HANDLER:
+            found.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
         frame = frame.f_back
     return found
 
@@ -183,7 +186,7 @@ def _groups() -> dict[str, tuple[str, list[int]]]:
 
 
 def _calls() -> list[Call]:
-    """Of all recorders that this build of torch has; gloo's and NCCL's are two."""
+    """Read all recorders that this build of torch has; gloo and NCCL have one each."""
     entries: list[dict[str, Any]] = []
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         dump = getattr(_distributed_c10d, name, None)

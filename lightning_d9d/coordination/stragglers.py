@@ -10,21 +10,23 @@ from statistics import median
 from typing import Any
 
 PARTS = ("compute", "data")
-"""What a rank does by itself, and is compared. Other programs on its host come and go."""
+"""Parts of a step that a rank does by itself, which are compared. Other programs on its host come and go."""
 ALL_PARTS = (*PARTS, "link", "queue")
 NUM_BLOCKS = 10
 """A report has so many blocks of steps."""
 NUM_REPORTS = 2
 """A rank is named by what this many reports have in common."""
+_MOST_COMPARED = 64
+"""A median over more ranks costs more and says the same."""
 _SHARE_OF_BLOCKS = 0.75
-"""In so many blocks at least the rank must be slow: a burst of other work fills fewer."""
+"""The rank must be slow in so many blocks at least: a burst of other work fills fewer."""
 _NUM_DEVIATIONS = 3.0
 """The median must be above zero by so many of its own standard deviations."""
 
 
 @dataclass(frozen=True)
 class Times:
-    """What a rank did in a report: seconds of a step, the median of each block."""
+    """The seconds of a step of one rank in a report, the median of each block."""
 
     host: str
     stage: int
@@ -38,12 +40,13 @@ class Times:
     queue: list[float]
     """The wait for a processor that other programs use; 0 where the system does not say."""
 
-    def step(self, block: int) -> float:
-        """The whole step."""
-        return sum(getattr(self, part)[block] for part in ALL_PARTS)
+    @property
+    def work(self) -> list[float]:
+        """The seconds of both parts that the rank does by itself."""
+        return [sum(parts) for parts in zip(*(getattr(self, part) for part in PARTS), strict=True)]
 
     def mean(self, part: str) -> float:
-        """The mean of a part's blocks."""
+        """Return the mean of a part's blocks."""
         return sum(getattr(self, part)) / NUM_BLOCKS
 
     @staticmethod
@@ -65,26 +68,28 @@ class Straggler:
     host: str
     part: str
     excess: float
-    """By this share of a step the part takes longer than the median of the other ranks."""
+    """The part takes longer than the median of the other ranks by this share of their own time."""
 
     def __str__(self) -> str:
         what = "waits for data" if self.part == "data" else "computes"
         return (
-            f"rank {self.rank} on {self.host} is slow: in each step it {what} for {self.excess:.0%} of the step longer "
-            "than the other ranks of its stages"
+            f"rank {self.rank} on {self.host} is slow: in each step it {what} longer than the other ranks of its "
+            f"stages, by {self.excess:.0%} of their own time"
         )
 
 
 class Comparison:
     """Compares ranks report by report.
 
-    A rank's excess in a block is its time less the median of the other ranks of its stages in the same block, as a
-    share of the step: what slows all of them is none. It is named if its excess in the last two reports is above the
-    threshold in the median, above half of it in three quarters of the blocks, and beyond three standard deviations of
-    that median, as its median absolute deviation tells.
+    A rank's excess in a block is its time less the median of the other ranks of its stages in the same block. It is a
+    share of what these others do by themselves. So what slows all ranks makes no excess.
+
+    The blocks of the last two reports decide. A rank is named if the median of its excess is above the threshold. The
+    median must also be beyond three of its own standard deviations, as the median absolute deviation tells. And three
+    quarters of the blocks must be above half of the threshold.
 
     Args:
-        threshold: A share of a step.
+        threshold: A share of the others' own time in a step.
     """
 
     def __init__(self, threshold: float) -> None:
@@ -99,19 +104,11 @@ class Comparison:
         """
         found = []
         for rank, own in enumerate(report):
-            others = [each for other, each in enumerate(report) if each.stage == own.stage and other != rank]
-            if not others:
-                continue
-            for part in PARTS:
-                values = getattr(own, part)
+            usual = _usual(report, own.stage, rank)
+            for part in PARTS if usual else ():
+                pairs = zip(getattr(own, part), usual[part], usual["work"], strict=True)
                 history = self._excess[rank, part]
-                history.append(
-                    [
-                        (values[block] - median(getattr(each, part)[block] for each in others))
-                        / max(median(each.step(block) for each in [own, *others]), 1e-9)
-                        for block in range(NUM_BLOCKS)
-                    ]
-                )
+                history.append([(value - other) / max(work, 1e-9) for value, other, work in pairs])
                 excess = self._slow([each for blocks in history for each in blocks])
                 if len(history) == NUM_REPORTS and excess is not None:
                     found.append(Straggler(rank, own.host, part, excess))
@@ -126,3 +123,12 @@ class Comparison:
             middle > self.threshold and middle > _NUM_DEVIATIONS * error and num_above >= _SHARE_OF_BLOCKS * len(excess)
         )
         return middle if is_slow else None
+
+
+def _usual(report: Sequence[Times], stage: int, rank: int) -> dict[str, list[float]]:
+    """Return by part the median of each block over the other ranks of a stage; nothing where it is alone."""
+    ranks = [each for other, each in enumerate(report) if each.stage == stage and other != rank][:_MOST_COMPARED]
+    if not ranks:
+        return {}
+    parts = {part: [getattr(each, part) for each in ranks] for part in (*PARTS, "work")}
+    return {part: [median(block) for block in zip(*values, strict=True)] for part, values in parts.items()}

@@ -8,12 +8,14 @@ from __future__ import annotations
 import atexit
 import functools
 import itertools
+import json
 import os
 import signal
 import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from subprocess import Popen
 from types import FrameType
@@ -31,7 +33,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_d9d.coordination.hang_report import ranks_in_words
-from lightning_d9d.coordination.hangs import HangWatch
+from lightning_d9d.coordination.hangs import HangWatch, Place
+from lightning_d9d.coordination.messages import LateError, value_of
 from lightning_d9d.coordination.processes import end_processes
 from lightning_d9d.coordination.watchdog import SAME_NUMBER, RankWatch
 from lightning_d9d.errors import ConfigError, RankError
@@ -59,7 +62,7 @@ class SavesOfRun(Protocol):
 
 
 class Limits(Protocol):
-    """What `TimeoutConfig` says."""
+    """Limits and reports, as in `TimeoutConfig`."""
 
     @property
     def init_seconds(self) -> float: ...  # noqa: D102
@@ -144,31 +147,32 @@ class Shutdown:
         A rank that has not come, or not ended, after `TimeoutConfig.groups_seconds` fails the job. At the end ranks
         tell each other of their processes, so that one can report where all are.
         """
-        assert self.watch.hangs is not None
-        limit = threading.Timer(self._limits.groups_seconds, self._miss_groups)
+        hangs = self.watch.hangs
+        assert hangs is not None
+        limit = threading.Timer(self._limits.groups_seconds, self._miss_groups, [hangs])
         limit.daemon = True
-        self.store.set(f"groups/begun/{self.watch.rank}", "")
+        self.store.set(f"place/{self.watch.rank}", json.dumps(asdict(hangs.place)))
         limit.start()
         try:
             yield
-            self.watch.hangs.places = all_gather_object(self.watch.hangs.place)
-            self.store.set(f"groups/made/{self.watch.rank}", "")
+            hangs.places = all_gather_object(hangs.place)
         finally:
             limit.cancel()
 
-    def _miss_groups(self) -> None:
-        ranks = range(self._trainer.world_size)
-        for state, what in (("begun", "did not come to make process groups"), ("made", "did not make its groups")):
-            missing = [rank for rank in ranks if not self.store.check([f"groups/{state}/{rank}"])]
-            if missing:
-                self.watch.report(
-                    RankError(
-                        f"{ranks_in_words(missing)} {what} within TimeoutConfig.groups_seconds="
-                        f"{self._limits.groups_seconds:g} s after all had met: a process hangs, or the network between "
-                        "their hosts is down"
-                    )
-                )
-                return
+    def _miss_groups(self, hangs: HangWatch) -> None:
+        """End the job from another thread; the report names who hangs, once all have come."""
+        keys = [f"place/{rank}" for rank in range(self._trainer.world_size)]
+        missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+        if not missing:
+            found = zip(keys, self.store.multi_get(keys), strict=True)
+            hangs.places = [Place(**value_of(key, content, Place.is_valid)) for key, content in found]
+        what = f"{ranks_in_words(missing)} did not come to make" if missing else "ranks did not make their"
+        self.watch.report(
+            LateError(
+                f"{what} process groups within TimeoutConfig.groups_seconds={self._limits.groups_seconds:g} s after all "
+                "had met: a process hangs, or the network between their hosts is down"
+            )
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shutdown:
         """There is one for a run; copies of its Trainer share it."""

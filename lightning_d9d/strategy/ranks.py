@@ -46,7 +46,7 @@ class TimeoutConfig:
     it where a checkpoint must be finished first."""
 
     groups_seconds: float = 120
-    """How long ranks that have met may need to make their process groups; then the job ends, and the ranks that are not
+    """How long ranks that have met may need to make their process groups. Then the job ends, and those that are not
     ready are named."""
 
     report_signal: str | None = "SIGUSR2"

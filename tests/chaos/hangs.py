@@ -1,6 +1,6 @@
 """All hangs of `tests/strategy/hangs.py`, one after the other: `python -m tests.chaos.hangs [WORD...]`.
 
-Prints each with the seconds from the fault to the end of the job, or what went wrong, and writes the table of the page if
+Prints each with the seconds from the fault to the end of the job, or what went wrong. Writes the table of the page if
 all went well.
 """
 

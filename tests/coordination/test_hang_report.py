@@ -37,8 +37,8 @@ def test_a_rank_in_a_loop_is_named() -> None:
         )
     )
     assert lines == [
-        "rank 2 (node, process 2) did not come to gloo:all_reduce(Float[3]), number 12 of group 'world' (ranks 0 to 2), "
-        "in which ranks 0, 1 wait since 5.5 s: it is at /job/train.py:7 in loop, its main thread computes"
+        "rank 2 (node, process 2) did not come to gloo:all_reduce(Float[3]), number 12 of group 'world' (ranks 0 to "
+        "2), in which ranks 0, 1 wait since 5.5 s: it is at /job/train.py:7 in loop, its main thread computes"
     ]
 
 

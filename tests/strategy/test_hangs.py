@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.strategy.fault_table import PAGE
+from lightning_d9d import ConfigError, TimeoutConfig
+from tests.harness import warm
+from tests.loop.test_launchers import free_port
+from tests.strategy import hangs
+from tests.strategy.fault_table import JOB_SECONDS, PAGE, Job
 from tests.strategy.hangs import HANGS, page_rows
 
 IN_CI = ("endless Python loop", "C call that holds the interpreter", "another order")
@@ -17,6 +21,48 @@ IN_CI = ("endless Python loop", "C call that holds the interpreter", "another or
 @pytest.mark.parametrize("name", IN_CI)
 def test_a_job_that_hangs_says_where_it_is(name: str, tmp_path: Path) -> None:
     HANGS[name].run(tmp_path)
+
+
+@pytest.mark.jobs
+def test_a_signal_asks_for_a_report_and_the_job_goes_on(tmp_path: Path) -> None:
+    ended = Job(1, hangs.ask_for_report, 0, "", ()).run(tmp_path, "forward")
+    assert ended.exit_codes == [0, 0]
+    (report,) = tmp_path.glob("hang-*.txt")
+    said = report.read_text()
+    assert "Written because SIGUSR2 came to rank 1" in said
+    assert re.search(r"rank 1 \(.*\) did not come to .*hangs.py:\d+ in ask_for_report", said)
+    assert "stacks and collectives of all ranks are in" in ended.outputs[1]
+
+
+@pytest.mark.jobs
+def test_a_rank_that_does_not_make_its_groups_is_named_within_seconds(tmp_path: Path) -> None:
+    """While collectives have ten minutes."""
+    port = free_port(range(25000, 32000))
+    ranks = [
+        warm.context().Process(target=hangs.run_without_groups, args=(tmp_path, number, port)) for number in range(2)
+    ]
+    try:
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join(JOB_SECONDS)
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.exitcode for rank in ranks] == [1, 1]
+    for number in range(2):
+        assert (
+            "did not make their process groups within TimeoutConfig.groups_seconds=1 s"
+            in (tmp_path / f"{number}.txt").read_text()
+        )
+    (report,) = tmp_path.glob("hang-*.txt")
+    assert re.search(r"rank 1 \(.*\) did not come to .*hangs.py:\d+ in wait_for_data", report.read_text())
+
+
+@pytest.mark.parametrize("signal", ["SIGTERM", "usr2", 12])
+def test_a_signal_that_means_something_else_is_refused(signal: str) -> None:
+    with pytest.raises(ConfigError, match=r"report_signal=.* must be None or one of SIGUSR1"):
+        TimeoutConfig(report_signal=signal)
 
 
 def test_the_page_shows_the_table_of_hangs() -> None:
