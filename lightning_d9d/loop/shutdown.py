@@ -106,6 +106,7 @@ class Shutdown:
         self._limits = limits
         self._interrupted = False
         self._wakeup_before = -1
+        self._put_back: tuple[int, Any] | None = None
         self._with_signals_before: Shutdown | None = None
         hangs = hang_watch(trainer, limits)
         store = dist.group.WORLD.get_group_store().clone()  # type: ignore[attr-defined]  # a connection of its own
@@ -169,8 +170,8 @@ class Shutdown:
         what = f"{ranks_in_words(missing)} did not come to make" if missing else "ranks did not make their"
         self.watch.report(
             LateError(
-                f"{what} process groups within TimeoutConfig.groups_seconds={self._limits.groups_seconds:g} s after all "
-                "had met: a process hangs, or the network between their hosts is down"
+                f"{what} process groups within TimeoutConfig.groups_seconds={self._limits.groups_seconds:g} s after "
+                "all had met: a process hangs, or the network between their hosts is down"
             )
         )
 
@@ -183,9 +184,9 @@ class Shutdown:
         try:
             self.watch.close()
         finally:
-            self._stop_reading_signals()
             if self.watch.hangs is not None:
                 self.watch.hangs.close()
+            self._stop_reading_signals()
             if not self.watch.ended_normally:
                 end_children_at_exit(None, self.watch.rank, self._limits.shutdown_seconds)
 
@@ -286,7 +287,7 @@ class Shutdown:
             signal.SIG_IGN,
             _do_nothing,
         ):
-            signal.signal(hangs.signal_number, _do_nothing)
+            self._put_back = hangs.signal_number, signal.signal(hangs.signal_number, _do_nothing)
             hangs.register_signal()
         elif hangs.signal_number:
             logger.warning(
@@ -300,6 +301,8 @@ class Shutdown:
         global _with_signals
         if _with_signals is self:
             signal.set_wakeup_fd(self._wakeup_before)
+            if self._put_back is not None:
+                signal.signal(*self._put_back)
             _with_signals = self._with_signals_before
 
     def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
