@@ -261,12 +261,8 @@ class Shutdown:
         connector = self._trainer._signal_connector
         environment = self._trainer._accelerator_connector.cluster_environment
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
-            requeue = self.watch.requeue_signal = environment.requeue_signal or signal.SIGUSR1
-            if self._limits.report_signal == signal.Signals(requeue).name:
-                raise ConfigError(
-                    f"TimeoutConfig.report_signal={self._limits.report_signal!r} puts the job back into SLURM's queue: "
-                    "choose another, or another requeue_signal of SLURMEnvironment"
-                )
+            self.watch.requeue_signal = environment.requeue_signal or signal.SIGUSR1
+            check_report_signal(self._limits.report_signal, self.watch.requeue_signal)
             self.watch.is_inside_of_window = lambda: self._saves.is_inside_of_window
             self._patches.replace(connector, "_slurm_sigusr_handler_fn", _do_nothing)  # the watch reads that, too
         type(connector).register_signal_handlers(connector)  # for SIGTERM
@@ -338,6 +334,23 @@ class _Reporter(L.Callback):
             refuse_saves(self._patches, trainer)  # ranks are at different places, and some will not come
 
 
+def check_report_signal(report_signal: str | None, requeue_signal: int) -> None:
+    """Refuse to ask for a report by the signal on which a job goes back into SLURM's queue. Local.
+
+    Args:
+        report_signal: `TimeoutConfig.report_signal`.
+        requeue_signal: The other one.
+
+    Raises:
+        ConfigError: They are the same.
+    """
+    if report_signal == signal.Signals(requeue_signal).name:
+        raise ConfigError(
+            f"TimeoutConfig.report_signal={report_signal!r} puts the job back into SLURM's queue: choose another, or "
+            "another requeue_signal of SLURMEnvironment"
+        )
+
+
 def hang_watch(trainer: L.Trainer, limits: Limits) -> HangWatch:
     """Make what reports where ranks are, in a directory that this rank can write. Local.
 
@@ -346,12 +359,12 @@ def hang_watch(trainer: L.Trainer, limits: Limits) -> HangWatch:
         limits: Say where and on which signal.
     """
     root = str(limits.report_directory or trainer.default_root_dir)
-    directory = Path(tempfile.gettempdir() if "://" in root else root)
+    directory = Path(root)
     there = next(each for each in (directory.absolute(), *directory.absolute().parents) if each.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK)):
+    if "://" in root or not (there.is_dir() and os.access(there, os.W_OK)):
         logger.warning(
             "reports of hangs cannot be written to %s, but to %s: set TimeoutConfig.report_directory",
-            directory,
+            root,
             tempfile.gettempdir(),
         )
         directory = Path(tempfile.gettempdir())

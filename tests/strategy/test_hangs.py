@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
+import signal
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from lightning_d9d import ConfigError, TimeoutConfig
+from lightning_d9d import ConfigError, D9DStrategy, TimeoutConfig
+from lightning_d9d.loop.shutdown import check_report_signal, hang_watch
 from tests.harness import warm
 from tests.loop.test_launchers import free_port
 from tests.strategy import hangs
 from tests.strategy.fault_table import JOB_SECONDS, PAGE, Job
 from tests.strategy.hangs import HANGS, page_rows
+from tests.strategy.plain import trainer
 
 IN_CI = ("endless Python loop", "C call that holds the interpreter", "another order")
 
@@ -59,10 +63,25 @@ def test_a_rank_that_does_not_make_its_groups_is_named_within_seconds(tmp_path: 
     assert re.search(r"rank 1 \(.*\) did not come to .*hangs.py:\d+ in wait_for_data", report.read_text())
 
 
-@pytest.mark.parametrize("signal", ["SIGTERM", "usr2", 12])
-def test_a_signal_that_means_something_else_is_refused(signal: str) -> None:
+@pytest.mark.parametrize("name", ["SIGTERM", "usr2", 12])
+def test_a_signal_that_means_something_else_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=r"report_signal=.* must be None or one of SIGUSR1"):
-        TimeoutConfig(report_signal=signal)
+        TimeoutConfig(report_signal=name)
+
+
+def test_the_signal_of_a_requeue_is_refused() -> None:
+    check_report_signal("SIGUSR2", signal.SIGUSR1)
+    with pytest.raises(ConfigError, match="report_signal='SIGUSR1' puts the job back into SLURM's queue"):
+        check_report_signal("SIGUSR1", signal.SIGUSR1)
+
+
+@pytest.mark.parametrize("place", ["a file", "https://nowhere/reports"])
+def test_reports_that_cannot_be_beside_the_run(place: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a file").touch()
+    directory = place if "://" in place else str(tmp_path / place / "reports")
+    watch = hang_watch(trainer(D9DStrategy()), TimeoutConfig(report_directory=directory))
+    assert str(watch.directory) == tempfile.gettempdir()
+    assert f"reports of hangs cannot be written to {directory}, but to" in caplog.text
 
 
 def test_the_page_shows_the_table_of_hangs() -> None:
