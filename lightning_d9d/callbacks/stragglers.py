@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -16,7 +15,7 @@ import lightning as L
 
 from lightning_d9d.callbacks.export import make_folder
 from lightning_d9d.coordination.messages import value_of
-from lightning_d9d.coordination.stragglers import ALL_PARTS, NUM_BLOCKS, Comparison, Straggler, Times
+from lightning_d9d.coordination.stragglers import ALL_PARTS, NUM_BLOCKS, Comparison, Straggler, Times, of_block
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.log import logger
 from lightning_d9d.loop.uneven import data_wait_seconds
@@ -111,7 +110,7 @@ class Stragglers(L.Callback):
     def _times(self, trainer: L.Trainer) -> Times:
         size = self.every_n_steps // NUM_BLOCKS
         blocks = [self._steps[begin : begin + size] for begin in range(0, self.every_n_steps, size)]
-        parts = [[median(step[part] for step in block) for block in blocks] for part in range(len(ALL_PARTS))]
+        parts = [[of_block([step[part] for step in block]) for block in blocks] for part in range(len(ALL_PARTS))]
         ranks: Any = trainer.strategy.ranks  # type: ignore[attr-defined]
         stage = ranks.mesh.coordinates[Axis.PP] if ranks.size(Axis.PP) > 1 else 0
         return Times(socket.gethostname(), stage, *parts)

@@ -18,15 +18,15 @@ NUM_REPORTS = 2
 """A rank is named by what this many reports have in common."""
 _MOST_COMPARED = 64
 """A median over more ranks costs more and says the same."""
-_SHARE_OF_BLOCKS = 0.75
+_SHARE_OF_BLOCKS = 0.7
 """The rank must be slow in so many blocks at least: a burst of other work fills fewer."""
-_NUM_DEVIATIONS = 3.0
+_NUM_DEVIATIONS = 2.0
 """The median must be above zero by so many of its own standard deviations."""
 
 
 @dataclass(frozen=True)
 class Times:
-    """The seconds of a step of one rank in a report, the median of each block."""
+    """The seconds of a step of one rank in a report, by block; see `of_block`."""
 
     host: str
     stage: int
@@ -85,8 +85,8 @@ class Comparison:
     share of what these others do by themselves. So what slows all ranks makes no excess.
 
     The blocks of the last two reports decide. A rank is named if the median of its excess is above the threshold. The
-    median must also be beyond three of its own standard deviations, as the median absolute deviation tells. And three
-    quarters of the blocks must be above half of the threshold.
+    median must also be beyond two of its own standard deviations, as the median absolute deviation tells. And seven
+    tenths of the blocks must be above half of the threshold.
 
     Args:
         threshold: A share of the others' own time in a step.
@@ -123,6 +123,11 @@ class Comparison:
             middle > self.threshold and middle > _NUM_DEVIATIONS * error and num_above >= _SHARE_OF_BLOCKS * len(excess)
         )
         return middle if is_slow else None
+
+
+def of_block(steps: Sequence[float]) -> float:
+    """Return the upper quartile: what takes some of a step's time for another makes steps too short, not too long."""
+    return sorted(steps)[3 * len(steps) // 4]
 
 
 def _usual(report: Sequence[Times], stage: int, rank: int) -> dict[str, list[float]]:

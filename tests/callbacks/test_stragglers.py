@@ -16,7 +16,7 @@ from tests.harness.ranks import RankContext
 from tests.strategy.plain import Plain, rows, trainer
 
 NUM_STEPS = 42  # times begin with the second batch, and the last report is read a batch later at most
-EXTRA_SECONDS = 0.02
+EXTRA_SECONDS = 0.01
 
 
 def work(seconds: float) -> None:
@@ -55,8 +55,8 @@ def test_the_slow_rank_and_its_part_are_named(rank: RankContext, part: str) -> N
     is_slow = rank.rank == 1
     stragglers = Stragglers(every_n_steps=10, path=rank.tmp_dir / "pictures" / "ranks.png")
     run = trainer(D9DStrategy(), 2, str(rank.device), max_epochs=1, callbacks=[stragglers])
-    data = Rows(rows(2 * NUM_STEPS), is_slow and part == "data")
-    run.fit(SlowStep(is_slow and part == "compute"), DataLoader(data, batch_size=1))
+    data = Rows(rows(4 * NUM_STEPS), is_slow and part == "data")
+    run.fit(SlowStep(is_slow and part == "compute"), DataLoader(data, batch_size=2))
     if rank.rank == 0:
         assert len(stragglers.reports) == len(stragglers.found) == 4
         assert stragglers.found[0] == []
