@@ -26,13 +26,15 @@ class _Waiting(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         self.depth += 1
-        if _observers and self.depth == 1:
-            _observers[-1].begin_wait()
+        if self.depth == 1:
+            for observer in _observers:
+                observer.begin_wait()
 
     def __exit__(self, *_: object) -> None:
         self.depth -= 1
-        if _observers and self.depth == 0:
-            _observers[-1].end_wait()
+        if self.depth == 0:
+            for observer in _observers:
+                observer.end_wait()
 
 
 _WAITING = _Waiting()
@@ -48,7 +50,7 @@ def waiting() -> AbstractContextManager[None]:
 
 @contextmanager
 def observed_by(observer: WaitObserver) -> Generator[None]:
-    """Tell an observer of waits while open. Of several, the one that came last. Local."""
+    """Tell an observer of waits while open. Local."""
     _observers.append(observer)
     try:
         yield

@@ -4,9 +4,9 @@
 trained model, or its adapters, as a Hugging Face directory; these act at the end of `fit`. `initial_weights.py` begins
 one with weights of a checkpoint. `predictions.py` writes what `predict` predicts. `pipeline_timeline.py` measures one
 step of a pipeline, `start_times.py` the start of a fit, and `data_wait.py` the wait for batches. `run_metrics.py` logs
-how fast a fit is and where its time goes. `garbage_collection.py` collects Python's garbage on all ranks together.
-`background_loggers.py` keeps loggers from ending or stalling a fit, and goes on with their runs. `weight_averages.py`
-averages weights over the steps of a fit.
+how fast a fit is and where its time goes. `stragglers.py` names slow ranks. `garbage_collection.py` collects Python's
+garbage on all ranks together. `background_loggers.py` keeps loggers from ending or stalling a fit, and goes on with
+their runs. `weight_averages.py` averages weights over the steps of a fit.
 """
 
 from lightning_d9d.callbacks.background_loggers import BackgroundLoggers
@@ -19,6 +19,7 @@ from lightning_d9d.callbacks.pipeline_timeline import MeasuredStep, PipelineTime
 from lightning_d9d.callbacks.predictions import PredictionWriter
 from lightning_d9d.callbacks.run_metrics import RunMetrics
 from lightning_d9d.callbacks.start_times import StartTimes
+from lightning_d9d.callbacks.stragglers import Stragglers
 from lightning_d9d.callbacks.text_sample import TextSample
 from lightning_d9d.callbacks.weight_averages import WeightAverages
 
@@ -35,6 +36,7 @@ __all__ = [
     "PredictionWriter",
     "RunMetrics",
     "StartTimes",
+    "Stragglers",
     "TextSample",
     "WeightAverages",
 ]

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_d9d.errors import printable
+from lightning_d9d.errors import RankError, printable
 
 SAY_SECONDS = 1.0
 """How long a message may take; who reads the other end of a pipe may have stopped."""
@@ -25,6 +25,10 @@ _MAX_SUMMARY, _MAX_TRACEBACK = 10_000, 100_000
 
 class ForeignValueError(ValueError):
     """The store has something under a key of this job that none of its ranks wrote."""
+
+
+class LateError(RankError):
+    """The others did not come in time."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,31 @@ def is_count(value: Any) -> bool:
 def is_signal(value: Any) -> bool:
     """Return whether it is the number of a signal."""
     return type(value) is int and value in {int(each) for each in signal.Signals}
+
+
+def is_stop(value: Any) -> bool:
+    """Return whether it is a rank and the signal that it got."""
+    return isinstance(value, list) and len(value) == 2 and is_count(value[0]) and is_signal(value[1])
+
+
+def is_position(value: Any) -> bool:
+    """Return whether it is numbers of batches, of training and of evaluation."""
+    return isinstance(value, list) and len(value) == 2 and all(map(is_count, value))
+
+
+def is_end(value: Any) -> bool:
+    """Return whether it is where a rank has ended an epoch: batches, whether there is more to do, the rank."""
+    return isinstance(value, list) and len(value) == 3 and isinstance(value[1], bool) and all(map(is_count, value[::2]))
+
+
+def is_connection_error(error: BaseException) -> bool:
+    """Return whether a collective failed because a peer went away. Gloo raises plain RuntimeErrors."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
+
+
+def is_silence(error: BaseException) -> bool:
+    """Return whether it says that others did not answer, but not why."""
+    return is_connection_error(error) or isinstance(error, LateError)
 
 
 def _is_failure(value: Any) -> bool:

@@ -61,13 +61,27 @@ import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from subprocess import Popen, TimeoutExpired
+from subprocess import Popen
 from typing import Any
 
 import torch.distributed as dist
 
 from lightning_d9d.coordination.early_stop import EarlyStop
-from lightning_d9d.coordination.messages import Failure, count, is_count, is_signal, say, value_of
+from lightning_d9d.coordination.hangs import HangWatch
+from lightning_d9d.coordination.messages import (
+    Failure,
+    LateError,
+    count,
+    is_connection_error,
+    is_end,
+    is_position,
+    is_signal,
+    is_silence,
+    is_stop,
+    say,
+    value_of,
+)
+from lightning_d9d.coordination.processes import end_processes
 from lightning_d9d.errors import RankError, note_first
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -83,10 +97,6 @@ DOES_NOT_ANSWER = "it does not answer; its process or the network is down"
 SAME_NUMBER = "give every rank the same number of batches: a DistributedSampler, drop_last, or limit_train_batches"
 
 
-class _LateError(RankError):
-    """The others did not come in time."""
-
-
 class RankWatch:
     """Watches one run (fit, validate, ...) of one rank. The public methods are for the thread that runs it.
 
@@ -98,6 +108,7 @@ class RankWatch:
         wait_seconds: How long to wait for other ranks at the end of epochs, evaluations and the run; may be set again.
         children: Ranks that this process started, with their processes.
         stop_exception: Makes what `begin_*_batch` raises from the signal's number.
+        hangs: Reports where the ranks are, if given.
     """
 
     def __init__(
@@ -109,8 +120,12 @@ class RankWatch:
         wait_seconds: float,
         children: Sequence[tuple[int, Popen]],
         stop_exception: Callable[[int], BaseException],
+        hangs: HangWatch | None = None,
     ) -> None:
         self.rank = rank
+        self.hangs = hangs
+        self._progress = (lambda: None) if hangs is None else hangs.progress
+        self.reads_stops = True  # signals that stop ranks are heeded
         self.failure: Failure | None = None
         self.wait_seconds = wait_seconds
         self.requeue_signal: int | None = None
@@ -142,7 +157,8 @@ class RankWatch:
         self._own_failure: Failure | None = None
         self._has_heard = self._asks_who_heard = False
         self._silent_ranks: list[int] | None = None
-        self._meets_at: str | None = None
+        self.meets_at: str | None = None
+        """What the main thread waits at the end of, for the other ranks."""
         self._num_met = {"epoch": 0, "evaluation": 0}
         self._counted_at = ""
         self._reached = (0, False)  # training batches with data, and whether there is more to do after the last of them
@@ -159,6 +175,12 @@ class RankWatch:
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
+
+    def set_limit(self, seconds: float) -> None:
+        """Let ranks wait for each other for so long from now on."""
+        self.wait_seconds = seconds
+        if self.hangs is not None:
+            self.hangs.limit_seconds = seconds
 
     # For the main thread
 
@@ -189,6 +211,7 @@ class RankWatch:
         self._begin(position)
 
     def _begin(self, position: tuple[int, int]) -> None:
+        self._progress()
         with self._changed:
             while self._stop is not None and self._last_position is None and self.failure is None:
                 self._changed.wait()
@@ -220,6 +243,7 @@ class RankWatch:
 
     def begin_train_step(self) -> None:
         """Count a training batch whose data are there."""
+        self._progress()
         self._has_data = True
         self._reached = (self._reached[0] + 1, False)
 
@@ -260,12 +284,13 @@ class RankWatch:
 
     def _meet(self, point: str, may_leave: Callable[[], bool] = lambda: False) -> None:
         """Wait at the end of an epoch or of an evaluation until all ranks are there, unless this one `may_leave`."""
-        self._meets_at = point
+        self._progress()
+        self.meets_at = point
         self._wake()
         if not self._changed.wait_for(
-            lambda: self._meets_at is None or self.failure is not None or may_leave(), self.wait_seconds
+            lambda: self.meets_at is None or self.failure is not None or may_leave(), self.wait_seconds
         ):
-            raise _LateError(f"rank {self.rank} waited {self.wait_seconds:g} s for others at the end of an {point}")
+            raise LateError(f"rank {self.rank} waited {self.wait_seconds:g} s for others at the end of an {point}")
         if self.failure is not None:
             raise RankError(str(self.failure))
 
@@ -276,9 +301,11 @@ class RankWatch:
         self._reported = True
         if self._stop_raised:
             return
+        if self.hangs is not None and is_silence(error):
+            self.hangs.leave(error)
         own = Failure.of(self.rank, error)
         with self._changed:
-            if _is_connection_error(error):  # most likely a consequence: the cause may be on its way
+            if is_connection_error(error):  # most likely a consequence: the cause may be on its way
                 self._changed.wait_for(lambda: self.failure is not None, self._patience)
             if self.failure is None:
                 self._own_failure = own
@@ -288,12 +315,17 @@ class RankWatch:
             self._lose_store()
         first = self.failure
         assert first is not None
-        if isinstance(error, RankError) and not isinstance(error, _LateError):
+        if isinstance(error, RankError) and not isinstance(error, LateError):
             return
         if first.rank != self.rank and first.summary != own.summary:
             note_first(error, str(first))
-        elif _is_connection_error(error) or isinstance(error, _LateError):
+        elif is_silence(error):
             error.add_note(self._who_is_silent())
+        if self.hangs is not None and is_silence(error):
+            has_store, is_first = first.summary != DOES_NOT_ANSWER, first.rank == self.rank
+            self.hangs.explain(
+                error, str(first), self._wake if has_store else None, self._shutdown_seconds / 2, is_first
+            )
 
     def _lose_store(self) -> None:
         """The thread did not publish in time: it is stuck inside the store."""
@@ -331,7 +363,7 @@ class RankWatch:
             self._arrived = True
             self._wake()
             if not self._changed.wait_for(lambda: self._closed or self.failure is not None, self.wait_seconds):
-                late = _LateError(f"rank {self.rank} waited {self.wait_seconds:g} s for others at the end of its run")
+                late = LateError(f"rank {self.rank} waited {self.wait_seconds:g} s for others at the end of its run")
                 self.report(late)  # the run's callback that reports is gone
                 raise late
             if self.failure is not None:  # for the others to read it
@@ -358,10 +390,10 @@ class RankWatch:
             with self._talking:
                 if not self._left:
                     self._talk()
-            if time.monotonic() > self._deadline:
+            if time.monotonic() > self._deadline and not (self.hangs is not None and self.hangs.is_writing):
                 self._end_process()
             asks = self._stop is not None or self._early_stop.is_open
-            waits_for_others = self._arrived or self._meets_at is not None or asks
+            waits_for_others = self._arrived or self.meets_at is not None or asks
             self._sleep(max(HURRY_SECONDS if waits_for_others else POLL_SECONDS, self._world_size / 4000))
         atexit.unregister(self._be_silent)
 
@@ -384,8 +416,11 @@ class RankWatch:
         poll.register(self._pipe, select.POLLIN)
         if poll.poll(1000 * seconds):
             for number in os.read(self._pipe, 4096):
-                if self._requested is None and (number in STOP_SIGNALS or number == self.requeue_signal):
+                is_stop_signal = self.reads_stops and (number in STOP_SIGNALS or number == self.requeue_signal)
+                if self._requested is None and is_stop_signal:
                     self._requested = number
+                elif number and self.hangs is not None and number == self.hangs.signal_number:
+                    self.hangs.ask()
 
     def _talk(self) -> None:
         try:
@@ -395,10 +430,12 @@ class RankWatch:
                 self._agree_on_stop()
                 self._early_stop.agree()
                 self._compare_epochs()
+            if self.hangs is not None and not self._closed:
+                self.hangs.talk(self._store)
             if self.failure is not None and not self._left:
                 self._count_who_heard()
-            if self.failure is None and self._meets_at is not None:
-                self._agree_on_meeting(self._meets_at)
+            if self.failure is None and self.meets_at is not None:
+                self._agree_on_meeting(self.meets_at)
             if self._arrived and not self._closed:
                 self._agree_on_end()
             if self._closed:
@@ -449,7 +486,7 @@ class RankWatch:
     def _fail(self, failure: Failure) -> None:
         with self._changed:
             self.failure = failure
-            self._end_within_shutdown_seconds()
+            self._deadline = min(self._deadline, time.monotonic() + self._shutdown_seconds)
             self._changed.notify_all()
         if failure.rank != self.rank and self._own_failure is None:
             is_lowest_left = self.rank == (1 if failure.rank == 0 else 0)
@@ -461,12 +498,12 @@ class RankWatch:
                 self._store.compare_set("stop", "", json.dumps([self.rank, self._requested]))
             elif not self._store.check(["stop"]):
                 return
-            by, number = self._get("stop", _is_stop)
+            by, number = self._get("stop", is_stop)
             with self._changed:
                 self._stop = number
                 position = self._position
                 if number != self.requeue_signal:
-                    self._end_within_shutdown_seconds()
+                    self._deadline = min(self._deadline, time.monotonic() + self._shutdown_seconds)
             self._store.set(f"position/{self.rank}", json.dumps(position))
             if self.rank == 0:
                 self._say(f"{signal.Signals(number).name} on rank {by}: all ranks stop before the same batch")
@@ -474,10 +511,10 @@ class RankWatch:
             positions = [f"position/{rank}" for rank in range(self._world_size)]
             if self.rank == 0 and self._store.check(positions):
                 found = zip(positions, self._store.multi_get(positions), strict=True)
-                last = max(value_of(key, content, _is_position) for key, content in found)
+                last = max(value_of(key, content, is_position) for key, content in found)
                 self._store.set("last_position", json.dumps(last))
             if self._store.check(["last_position"]):
-                train_batches, evaluation_batches = self._get("last_position", _is_position)
+                train_batches, evaluation_batches = self._get("last_position", is_position)
                 with self._changed:
                     self._last_position = (train_batches, evaluation_batches)
                     self._changed.notify_all()
@@ -485,11 +522,11 @@ class RankWatch:
     def _compare_epochs(self) -> None:
         key = f"epoch_end/{self._num_met['epoch']}"
         with self._changed:
-            ends, own = self._meets_at == "epoch", (*self._reached, self.rank)
+            ends, own = self.meets_at == "epoch", (*self._reached, self.rank)
         if ends:
-            first = tuple(value_of(key, self._store.compare_set(key, "", json.dumps(own)), _is_end))
+            first = tuple(value_of(key, self._store.compare_set(key, "", json.dumps(own)), is_end))
         elif self._store.check([key]):
-            first = tuple(self._get(key, _is_end))
+            first = tuple(self._get(key, is_end))
         else:
             return
         (least, _, short), (_, _, long) = sorted([own, first])
@@ -510,7 +547,7 @@ class RankWatch:
         if num_here >= self._world_size:
             with self._changed:
                 self._num_met[point] += 1
-                self._meets_at = None
+                self.meets_at = None
                 self._changed.notify_all()
 
     def _agree_on_end(self) -> None:
@@ -520,7 +557,7 @@ class RankWatch:
                 self._counted = True
                 self._changed.notify_all()
         if self.rank == 0 and count(self._store, "num_arrived") == self._world_size:
-            stop = self._get("stop", _is_stop)[1] if self._store.check(["stop"]) else None
+            stop = self._get("stop", is_stop)[1] if self._store.check(["stop"]) else None
             self._store.set("closed", json.dumps(stop))
         if self._store.check(["closed"]):
             stop = self._get("closed", lambda value: value is None or is_signal(value))
@@ -537,11 +574,7 @@ class RankWatch:
             or count(self._store, "num_left") == self._world_size
         )
 
-    def _end_within_shutdown_seconds(self) -> None:
-        self._deadline = min(self._deadline, time.monotonic() + self._shutdown_seconds)
-
     def _get(self, key: str, is_valid: Callable[[Any], bool]) -> Any:
-        """Return a value of the store, or raise `ForeignValueError`."""
         return value_of(key, self._store.get(key), is_valid)
 
     def _end_process(self) -> None:
@@ -563,32 +596,3 @@ class RankWatch:
 
     def _say(self, text: str) -> None:
         say(f"[rank {self.rank}] {text}")
-
-
-def _is_stop(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and is_count(value[0]) and is_signal(value[1])
-
-
-def _is_position(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(map(is_count, value))
-
-
-def _is_end(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 3 and isinstance(value[1], bool) and all(map(is_count, value[::2]))
-
-
-def end_processes(processes: Sequence[Popen], patience_seconds: float) -> None:
-    """Wait until processes have ended, and kill those that have not in time, or all if the user does not wait."""
-    deadline = time.monotonic() + patience_seconds
-    for process in processes:
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except (TimeoutExpired, KeyboardInterrupt):
-            deadline = 0.0
-            process.kill()
-            process.wait()
-
-
-def _is_connection_error(error: BaseException) -> bool:
-    """Return whether a collective failed because a peer went away. Gloo raises plain RuntimeErrors."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))

@@ -8,11 +8,15 @@ from __future__ import annotations
 import atexit
 import functools
 import itertools
+import json
 import os
 import signal
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
 from subprocess import Popen
 from types import FrameType
 from typing import Any, Protocol
@@ -28,8 +32,13 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_d9d.coordination.watchdog import SAME_NUMBER, RankWatch, end_processes
+from lightning_d9d.coordination.hang_report import ranks_in_words
+from lightning_d9d.coordination.hangs import HangWatch, Place
+from lightning_d9d.coordination.messages import LateError, value_of
+from lightning_d9d.coordination.processes import end_processes
+from lightning_d9d.coordination.watchdog import SAME_NUMBER, RankWatch
 from lightning_d9d.errors import ConfigError, RankError
+from lightning_d9d.log import logger
 from lightning_d9d.loop.interrupt import refuse_saves
 from lightning_d9d.loop.patches import Patches
 from lightning_d9d.loop.uneven import catch_up
@@ -52,6 +61,21 @@ class SavesOfRun(Protocol):
         ...
 
 
+class Limits(Protocol):
+    """Limits and reports, as in `TimeoutConfig`."""
+
+    @property
+    def init_seconds(self) -> float: ...  # noqa: D102
+    @property
+    def shutdown_seconds(self) -> float: ...  # noqa: D102
+    @property
+    def groups_seconds(self) -> float: ...  # noqa: D102
+    @property
+    def report_signal(self) -> str | None: ...  # noqa: D102
+    @property
+    def report_directory(self) -> str | None: ...  # noqa: D102
+
+
 class Shutdown:
     """Attaches a `RankWatch` to a Trainer.
 
@@ -71,31 +95,34 @@ class Shutdown:
         patches: Those of the run.
         trainer: Inside fit, validate, test or predict, with the process group joined.
         saves: Knows of accumulation windows, and saves what SLURM puts back into the queue.
-        shutdown_seconds: `TimeoutConfig.shutdown_seconds`.
-        wait_seconds: How long to wait at the end of the run for the other ranks.
+        limits: The `TimeoutConfig`.
     """
 
-    def __init__(
-        self, patches: Patches, trainer: L.Trainer, saves: SavesOfRun, shutdown_seconds: float, wait_seconds: float
-    ) -> None:
+    def __init__(self, patches: Patches, trainer: L.Trainer, saves: SavesOfRun, limits: Limits) -> None:
         assert dist.group.WORLD is not None
         self._patches = patches
         self._trainer = trainer
         self._saves = saves
-        self._shutdown_seconds = shutdown_seconds
+        self._limits = limits
         self._interrupted = False
         self._wakeup_before = -1
+        self._put_back: tuple[int, Any] | None = None
         self._with_signals_before: Shutdown | None = None
+        hangs = hang_watch(trainer, limits)
         store = dist.group.WORLD.get_group_store().clone()  # type: ignore[attr-defined]  # a connection of its own
+        self.store = dist.PrefixStore(f"lightning_d9d/run_{next(_run_numbers)}", store)
+        """Only for this run."""
         self.watch = RankWatch(
-            dist.PrefixStore(f"lightning_d9d/run_{next(_run_numbers)}", store),
+            self.store,
             trainer.global_rank,
             trainer.world_size,
-            shutdown_seconds,
-            wait_seconds,
+            limits.shutdown_seconds,
+            limits.init_seconds,
             _children,
             self._stop_exception,
+            hangs,
         )
+        hangs.meets_at = lambda: self.watch.meets_at
         patches.insert_callback(_Reporter(self.watch, patches))
         fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
         patches.replace(fit_loop, "run", self._run_fit_loop)
@@ -110,7 +137,43 @@ class Shutdown:
         patches.replace(connector, "_sigterm_notifier_fn", _do_nothing)  # the watch reads signals from its pipe
         patches.replace(connector, "register_signal_handlers", self._register_signal_handlers)
         _adopt_children(trainer.strategy.launcher, trainer.global_rank)
+        self._read_signals(hangs)
+        hangs.start()
         self.watch.start()
+
+    @contextmanager
+    def making_groups(self) -> Iterator[None]:
+        """Open around what makes process groups, for which ranks that have met need seconds. Collective.
+
+        A rank that has not come, or not ended, after `TimeoutConfig.groups_seconds` fails the job. At the end ranks
+        tell each other of their processes, so that one can report where all are.
+        """
+        hangs = self.watch.hangs
+        assert hangs is not None
+        limit = threading.Timer(self._limits.groups_seconds, self._miss_groups, [hangs])
+        limit.daemon = True
+        self.store.set(f"place/{self.watch.rank}", json.dumps(asdict(hangs.place)))
+        limit.start()
+        try:
+            yield
+            hangs.places = all_gather_object(hangs.place)
+        finally:
+            limit.cancel()
+
+    def _miss_groups(self, hangs: HangWatch) -> None:
+        """End the job from another thread; the report names who hangs, once all have come."""
+        keys = [f"place/{rank}" for rank in range(self._trainer.world_size)]
+        missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+        if not missing:
+            found = zip(keys, self.store.multi_get(keys), strict=True)
+            hangs.places = [Place(**value_of(key, content, Place.is_valid)) for key, content in found]
+        what = f"{ranks_in_words(missing)} did not come to make" if missing else "ranks did not make their"
+        self.watch.report(
+            LateError(
+                f"{what} process groups within TimeoutConfig.groups_seconds={self._limits.groups_seconds:g} s after "
+                "all had met: a process hangs, or the network between their hosts is down"
+            )
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shutdown:
         """There is one for a run; copies of its Trainer share it."""
@@ -121,9 +184,11 @@ class Shutdown:
         try:
             self.watch.close()
         finally:
+            if self.watch.hangs is not None:
+                self.watch.hangs.close()
             self._stop_reading_signals()
             if not self.watch.ended_normally:
-                end_children_at_exit(None, self.watch.rank, self._shutdown_seconds)
+                end_children_at_exit(None, self.watch.rank, self._limits.shutdown_seconds)
 
     def _run_fit_loop(self) -> None:
         loop = self._trainer.fit_loop
@@ -193,25 +258,47 @@ class Shutdown:
             raise
 
     def _register_signal_handlers(self) -> None:
-        global _with_signals
         connector = self._trainer._signal_connector
         environment = self._trainer._accelerator_connector.cluster_environment
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
             self.watch.requeue_signal = environment.requeue_signal or signal.SIGUSR1
+            check_report_signal(self._limits.report_signal, self.watch.requeue_signal)
             self.watch.is_inside_of_window = lambda: self._saves.is_inside_of_window
             self._patches.replace(connector, "_slurm_sigusr_handler_fn", _do_nothing)  # the watch reads that, too
         type(connector).register_signal_handlers(connector)  # for SIGTERM
-        if threading.current_thread() is threading.main_thread():
-            # Ignored: so shells start what a script runs beside itself.
-            if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-                signal.signal(signal.SIGINT, self._on_interrupt)  # Lightning puts back the one before, as for SIGTERM
-            self._wakeup_before = signal.set_wakeup_fd(self.watch.signal_pipe, warn_on_full_buffer=False)
-            self._with_signals_before, _with_signals = _with_signals, self  # of a Trainer that this one runs inside of
+        is_main = threading.current_thread() is threading.main_thread()
+        # Ignored: so shells start what a script runs beside itself.
+        if is_main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, self._on_interrupt)  # Lightning puts back the one before, as for SIGTERM
+        self.watch.reads_stops = True
+
+    def _read_signals(self, hangs: HangWatch) -> None:
+        """Let the watch read signals; those that stop ranks when Lightning has registered its handlers."""
+        global _with_signals
+        self.watch.reads_stops = False
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if hangs.signal_number and signal.getsignal(hangs.signal_number) in (
+            signal.SIG_DFL,
+            signal.SIG_IGN,
+            _do_nothing,
+        ):
+            self._put_back = hangs.signal_number, signal.signal(hangs.signal_number, _do_nothing)
+            hangs.register_signal()
+        elif hangs.signal_number:
+            logger.warning(
+                "%s has a handler of another's, and asks for no report: set TimeoutConfig.report_signal to another one",
+                signal.Signals(hangs.signal_number).name,
+            )
+        self._wakeup_before = signal.set_wakeup_fd(self.watch.signal_pipe, warn_on_full_buffer=False)
+        self._with_signals_before, _with_signals = _with_signals, self  # of a Trainer that this one runs inside of
 
     def _stop_reading_signals(self) -> None:
         global _with_signals
         if _with_signals is self:
             signal.set_wakeup_fd(self._wakeup_before)
+            if self._put_back is not None:
+                signal.signal(*self._put_back)
             _with_signals = self._with_signals_before
 
     def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
@@ -245,6 +332,45 @@ class _Reporter(L.Callback):
         self._watch.report(exception)
         if self._watch.failure is not None:
             refuse_saves(self._patches, trainer)  # ranks are at different places, and some will not come
+
+
+def check_report_signal(report_signal: str | None, requeue_signal: int) -> None:
+    """Refuse to ask for a report by the signal on which a job goes back into SLURM's queue. Local.
+
+    Args:
+        report_signal: `TimeoutConfig.report_signal`.
+        requeue_signal: The other one.
+
+    Raises:
+        ConfigError: Both are the same signal.
+    """
+    if report_signal == signal.Signals(requeue_signal).name:
+        raise ConfigError(
+            f"TimeoutConfig.report_signal={report_signal!r} puts the job back into SLURM's queue: choose another, or "
+            "another requeue_signal of SLURMEnvironment"
+        )
+
+
+def hang_watch(trainer: L.Trainer, limits: Limits) -> HangWatch:
+    """Make what reports where ranks are, in a directory that this rank can write. Local.
+
+    Args:
+        trainer: Of the run.
+        limits: Say where and on which signal.
+    """
+    root = str(limits.report_directory or trainer.default_root_dir)
+    directory = Path(root)
+    there = next(each for each in (directory.absolute(), *directory.absolute().parents) if each.exists())
+    if "://" in root or not (there.is_dir() and os.access(there, os.W_OK)):
+        logger.warning(
+            "reports of hangs cannot be written to %s, but to %s: set TimeoutConfig.report_directory",
+            root,
+            tempfile.gettempdir(),
+        )
+        directory = Path(tempfile.gettempdir())
+    number = 0 if limits.report_signal is None else signal.Signals[limits.report_signal]
+    several = trainer.num_nodes > 1
+    return HangWatch(trainer.global_rank, limits.init_seconds, directory, several_nodes=several, signal_number=number)
 
 
 def _do_nothing(signum: int, frame: FrameType | None) -> None:

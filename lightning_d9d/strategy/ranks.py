@@ -21,13 +21,18 @@ from lightning_d9d.log import name_rank
 from lightning_d9d.loop.launch import choose_network_interface, local_store
 from lightning_d9d.mesh import Axis, MeshConfig, MeshDomains
 from lightning_d9d.mesh.native_threads import guard_native_threads
+from lightning_d9d.waits import waiting
 
 T = TypeVar("T")
 
 
+_REPORT_SIGNALS = ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT")
+"""Signals that mean nothing else to ranks, but for those that a job is put back into a queue with."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TimeoutConfig:
-    """How long ranks wait for each other."""
+    """How long ranks wait for each other, and where they report who keeps them waiting."""
 
     init_seconds: float = 1800
     """Timeout of collectives until the first optimizer step of a run is done: ranks may start, load and compile at
@@ -40,10 +45,27 @@ class TimeoutConfig:
     """How long ranks have to stop together after Ctrl-C, SIGTERM or another rank's failure before each is ended. Raise
     it where a checkpoint must be finished first."""
 
+    groups_seconds: float = 120
+    """How long ranks that have met may need to make their process groups. Then the job ends, and those that are not
+    ready are named."""
+
+    report_signal: str | None = "SIGUSR2"
+    """The signal on which ranks write a [report](../how-to/debug-a-hang.md) of where all are, and go on; None for none.
+    One rank has to get it."""
+
+    report_directory: str | None = None
+    """Where reports are written, also those of ranks that waited for too long; by default the Trainer's
+    `default_root_dir`. All nodes must see it."""
+
     def __post_init__(self) -> None:
-        for name in ("init_seconds", "step_seconds", "shutdown_seconds"):
+        for name in ("init_seconds", "step_seconds", "shutdown_seconds", "groups_seconds"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"TimeoutConfig.{name}={getattr(self, name)!r} must be greater than 0 seconds")
+        if self.report_signal is not None and self.report_signal not in _REPORT_SIGNALS:
+            raise ConfigError(
+                f"TimeoutConfig.report_signal={self.report_signal!r} must be None or one of "
+                f"{', '.join(_REPORT_SIGNALS)}"
+            )
 
 
 _BLIND_TO_COPIES = (dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN)
@@ -226,10 +248,10 @@ class JobRanks:
             operation = getattr(dist.ReduceOp, "AVG" if operation.upper() == "MEAN" else operation.upper())
         if group is None:
             group = dist.group.WORLD if any(operation == each for each in _BLIND_TO_COPIES) else self.data_group
+        with waiting():  # gloo has no mean
+            dist.all_reduce(tensor, dist.ReduceOp.SUM if operation == dist.ReduceOp.AVG else operation, group)
         if operation != dist.ReduceOp.AVG:
-            dist.all_reduce(tensor, op=operation, group=group)
             return tensor
-        dist.all_reduce(tensor, group=group)  # gloo has no mean
         mean = tensor / dist.get_world_size(group)
         return tensor.copy_(mean) if mean.dtype == tensor.dtype else mean
 

@@ -276,10 +276,10 @@ class D9DStrategy(RankHooks):
         with ending_with_launcher():
             self.ranks.join(self.cluster_environment, self.num_nodes)
         if self.is_distributed:
-            seconds = self.timeouts.shutdown_seconds, self.timeouts.init_seconds
-            self._shutdown = Shutdown(patches, trainer, self._checkpoints.saves, *seconds)
-            self.ranks.spread()
-            check_equal_configuration(self.settings(), trainer)
+            self._shutdown = Shutdown(patches, trainer, self._checkpoints.saves, self.timeouts)
+            with self._shutdown.making_groups():
+                self.ranks.spread()
+                check_equal_configuration(self.settings(), trainer)
 
     def _tell_module(self) -> None:
         """Let the module know where it runs, before it builds its stages. Local."""
@@ -414,7 +414,7 @@ class D9DStrategy(RankHooks):
         if self.skip_nonfinite:
             self._attached.log("skipped_steps", self._fit.optimizer_step.skipped.float(), batch_size=1)
         if self.ranks.set_step_timeout() and self._shutdown is not None:
-            self._shutdown.watch.wait_seconds = self.timeouts.step_seconds
+            self._shutdown.watch.set_limit(self.timeouts.step_seconds)
         return result
 
     @contextmanager

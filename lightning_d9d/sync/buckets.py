@@ -141,10 +141,10 @@ class _Bucket:
     def wait(self, divisor: float = 1.0) -> None:
         """Wait for the sum, divide it, and hand gradients that other ranks made to parameters unused here."""
         if self.work is not None:
+            flat = self.take_buffer()
             with waiting():
                 self.work.wait()
             self.work = None
-            flat = self.take_buffer()
             if divisor != 1:
                 flat[: self.num_elements].div_(divisor)
             if not all(self.used):

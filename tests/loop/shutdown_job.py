@@ -255,6 +255,8 @@ def leftovers() -> list[str]:
         found.append("SIGTERM handler")
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         found.append("SIGINT handler")
+    if signal.getsignal(signal.SIGUSR2) is not signal.SIG_DFL:
+        found.append("SIGUSR2 handler")
     if (descriptor := signal.set_wakeup_fd(-1)) != -1:
         found.append(f"wakeup descriptor {descriptor}")
     return found
@@ -270,6 +272,7 @@ def fit(case: Case) -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        default_root_dir=_current[0],
         limit_val_batches=1.0 if case.num_validation_batches is None else case.num_validation_batches,
         **{"max_steps": -1, "val_check_interval": 1, **case.trainer},
     )

@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_d9d.coordination.watchdog import RankWatch, end_processes
+from lightning_d9d.coordination.processes import end_processes
+from lightning_d9d.coordination.watchdog import RankWatch
 from lightning_d9d.errors import RankError
 from tests.harness import warm
 

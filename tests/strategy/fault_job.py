@@ -215,6 +215,7 @@ def fit(
         devices,
         device,
         enable_checkpointing=True,
+        default_root_dir=directory,
         callbacks=callbacks,
         max_epochs=1,
         precision=MODULES[kind].precision,
@@ -246,6 +247,20 @@ def run_rank(
         fault: The same on all ranks.
         loop: The Trainer's method.
     """
+    be_rank(directory, number, num_ranks, port)
+    act = fault.act
+
+    def act_and_tell(value: Any) -> Any:
+        (directory / "acted").write_text(str(time.monotonic()))
+        return act(value)
+
+    fault.act = act_and_tell
+    checkpoint = saved(directory / BEFORE, SAVE_EVERY) if fault.phase == "load" else None
+    fit(directory, num_ranks, kind=kind, fault=fault, checkpoint=checkpoint, loop=loop)
+
+
+def be_rank(directory: Path, number: int, num_ranks: int, port: int) -> None:
+    """Make this process a rank, as torchrun would; see `run_rank`."""
     with (directory / f"{number}.txt").open("w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
@@ -257,12 +272,3 @@ def run_rank(
         LOCAL_RANK=str(number),
         GROUP_RANK="0",
     )
-    act = fault.act
-
-    def act_and_tell(value: Any) -> Any:
-        (directory / "acted").write_text(str(time.monotonic()))
-        return act(value)
-
-    fault.act = act_and_tell
-    checkpoint = saved(directory / BEFORE, SAVE_EVERY) if fault.phase == "load" else None
-    fit(directory, num_ranks, kind=kind, fault=fault, checkpoint=checkpoint, loop=loop)

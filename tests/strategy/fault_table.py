@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -60,10 +61,10 @@ class Job:
         saved = f"; saved and good: step {', '.join(map(str, self.steps))}" if self.steps else ""
         return f"{who}: `{texts}`{saved}"
 
-    def run(self, directory: Path, phase: str) -> Ended:
-        """Start the ranks and wait until all have ended that do; print what they said."""
+    def run(self, directory: Path, phase: str, rank: int | None = -1) -> Ended:
+        """Start the ranks and wait until all have ended that do; print what they said. `rank` acts, None for all."""
         port = free_port(range(25000, 32000))
-        fault = Fault(phase.split()[0], self.rank, self.act, self.skip)
+        fault = Fault(phase.split()[0], self.rank if rank == -1 else rank, self.act, self.skip)
         ranks = [
             warm.context().Process(
                 target=job.run_rank, args=(directory, number, self.num_ranks, port, self.kind, fault, self.loop)
@@ -74,7 +75,7 @@ class Job:
         try:
             for rank in ranks:
                 rank.start()
-            for number in [*self.others, *([] if self.act is job.stop else [self.rank])]:
+            for number in [*self.others, *([] if self.exit_code == -signal.SIGKILL else [self.rank])]:
                 wait([ranks[number].sentinel], max(0.0, deadline - time.monotonic()))
             ended = time.monotonic()
         finally:

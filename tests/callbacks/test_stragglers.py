@@ -1,0 +1,90 @@
+"""`Stragglers` in a real fit: which rank it names, and for what."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_d9d import ConfigError, D9DStrategy
+from lightning_d9d.callbacks import Stragglers
+from tests.harness.ranks import RankContext
+from tests.strategy.plain import Plain, rows, trainer
+
+NUM_STEPS = 42  # times begin with the second batch, and the last report is read a batch later at most
+EXTRA_SECONDS = 0.01
+
+
+def work(seconds: float) -> None:
+    """Use the processor for so long, whatever else runs."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+class SlowStep(Plain):
+    def __init__(self, is_slow: bool) -> None:
+        super().__init__()
+        self.is_slow = is_slow
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        work(EXTRA_SECONDS * self.is_slow)
+        return super().training_step(batch, batch_idx)
+
+
+class Rows(Dataset[Tensor]):
+    def __init__(self, rows: Any, is_slow: bool) -> None:
+        self.rows, self.is_slow = rows, is_slow
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        work(EXTRA_SECONDS * self.is_slow)
+        return self.rows[index]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("part", ["compute", "data"])
+def test_the_slow_rank_and_its_part_are_named(rank: RankContext, part: str) -> None:
+    torch.manual_seed(0)
+    is_slow = rank.rank == 1
+    stragglers = Stragglers(every_n_steps=10, path=rank.tmp_dir / "pictures" / "ranks.png")
+    run = trainer(D9DStrategy(), 2, str(rank.device), max_epochs=1, callbacks=[stragglers])
+    data = Rows(rows(4 * NUM_STEPS), is_slow and part == "data")
+    run.fit(SlowStep(is_slow and part == "compute"), DataLoader(data, batch_size=2))
+    if rank.rank == 0:
+        assert len(stragglers.reports) == len(stragglers.found) == 4
+        assert stragglers.found[0] == []
+        for found in stragglers.found[1:]:
+            assert [(each.rank, each.part) for each in found] == [(1, part)]
+        waited = [sum(times.mean("link") for times in report) for report in zip(*stragglers.reports, strict=True)]
+        assert waited[0] > waited[1]
+        assert stragglers.path is not None
+        assert stragglers.path.read_bytes().startswith(b"\x89PNG")
+    else:
+        assert stragglers.reports == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every_n_steps": 25}, "every_n_steps=25. must be a multiple of 10"),
+        ({"every_n_steps": 0}, "every_n_steps=0. must be a multiple of 10"),
+        ({"threshold": 0}, "threshold=0. must be greater than 0"),
+        ({"path": "ranks.gif"}, "must end in .png, .svg or .html"),
+    ],
+)
+def test_settings_that_cannot_be(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Stragglers(**options)
+
+
+def test_one_process_has_nothing_to_compare() -> None:
+    run = trainer(D9DStrategy(), max_steps=1, callbacks=[Stragglers()])
+    with pytest.raises(ConfigError, match="which this run has not: leave the callback out"):
+        run.fit(Plain(), DataLoader(rows(2)))

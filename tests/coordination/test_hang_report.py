@@ -1,0 +1,136 @@
+"""What the report says of ranks that wait: from snapshots as ranks make them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from lightning_d9d.coordination.hang_report import Known, Silent, diagnose, ranks_in_words, report_text
+from lightning_d9d.coordination.messages import ForeignValueError
+from lightning_d9d.coordination.snapshots import NUM_CALLS, Call, Snapshot, Stack, last_calls
+
+WAITS = Stack("main", [("/lib/torch/distributed/distributed_c10d.py", 9, "all_reduce"), ("/job/train.py", 5, "step")])
+LOOPS = Stack("main", [("/job/train.py", 7, "loop")])
+GROUPS = {"0": ("world", [0, 1, 2]), "1": ("dp", [0, 1]), "2": ("pp", [1, 2])}
+
+
+def call(group: str, number: int, *, pending: bool = True, seconds: float = 4.0, size: int = 3) -> Call:
+    return Call(group, number, "gloo:all_reduce", [[size]], ["Float"], pending, seconds)
+
+
+def known(*snapshots: Snapshot, silent: dict[int, Silent] | None = None) -> Known:
+    return Known([f"node, process {rank}" for rank in range(3)], {each.rank: each for each in snapshots}, silent or {})
+
+
+def snapshot(rank: int, main: Stack, *calls: Call, busy: float | None = None) -> Snapshot:
+    return Snapshot(rank, main, [], list(calls), GROUPS, None, busy)
+
+
+def test_a_rank_in_a_loop_is_named() -> None:
+    lines = diagnose(
+        known(
+            snapshot(0, WAITS, call("0", 12)),
+            snapshot(1, WAITS, call("0", 12, seconds=5.5)),
+            snapshot(2, LOOPS, call("0", 11, pending=False), busy=0.9),
+        )
+    )
+    assert lines == [
+        "rank 2 (node, process 2) did not come to gloo:all_reduce(Float[3]), number 12 of group 'world' (ranks 0 to "
+        "2), in which ranks 0, 1 wait since 5.5 s: it is at /job/train.py:7 in loop, its main thread computes"
+    ]
+
+
+def test_a_rank_that_waits_for_the_one_at_fault_is_not_named() -> None:
+    """Rank 0 waits for rank 1, which waits for rank 2, which is stopped."""
+    lines = diagnose(
+        known(
+            snapshot(0, WAITS, call("1", 4)),
+            snapshot(1, WAITS, call("1", 3, pending=False), call("2", 8)),
+            silent={2: Silent("its process is stopped (SIGSTOP)")},
+        )
+    )
+    assert lines == [
+        "rank 2 (node, process 2) did not come to gloo:all_reduce(Float[3]), number 8 of group 'pp' (ranks 1, 2), in "
+        "which rank 1 waits since 4.0 s: its process is stopped (SIGSTOP)"
+    ]
+
+
+def test_ranks_that_wait_for_each_other() -> None:
+    lines = diagnose(
+        known(
+            snapshot(0, WAITS, call("1", 4, seconds=5)),
+            snapshot(1, WAITS, call("0", 9), call("1", 3, pending=False)),
+            snapshot(2, WAITS, call("0", 9)),
+        )
+    )
+    assert [line.partition(", in which")[0] for line in lines[:2]] == [
+        "rank 1 did not come to gloo:all_reduce(Float[3]), number 4 of group 'dp' (ranks 0, 1)",
+        "rank 0 did not come to gloo:all_reduce(Float[3]), number 9 of group 'world' (ranks 0 to 2)",
+    ]
+    assert lines[2].startswith("ranks wait for each other")
+
+
+def test_another_shape_of_the_same_collective() -> None:
+    lines = diagnose(known(*(snapshot(rank, WAITS, call("0", 9, size=3 + (rank == 1))) for rank in range(3))))
+    assert lines[0] == (
+        "number 9 of group 'world' (ranks 0 to 2) is not the same on all ranks: ranks 0, 2 gloo:all_reduce(Float[3]); "
+        "rank 1 gloo:all_reduce(Float[4])"
+    )
+
+
+def test_messages_without_numbers() -> None:
+    lines = diagnose(known(snapshot(0, WAITS), snapshot(1, LOOPS), snapshot(2, WAITS)))
+    assert lines == [
+        "rank 1 (node, process 1) waits for no other rank: it is at /job/train.py:7 in loop; ranks 0, 2 wait"
+    ]
+
+
+def test_ranks_that_get_on() -> None:
+    assert diagnose(known(*(snapshot(rank, LOOPS) for rank in range(3)))) == ["no rank waits for another one now"]
+
+
+def test_the_report_has_the_stacks_of_all_ranks() -> None:
+    ranks = known(snapshot(0, WAITS, call("0", 12)), snapshot(1, LOOPS), silent={2: Silent("gone", "written by C")})
+    text = report_text(ranks, "SIGUSR2 came to rank 1", diagnose(ranks), "now")
+    assert "Written because SIGUSR2 came to rank 1" in text
+    assert (
+        "  rank 0: number 12, gloo:all_reduce(Float[3]), under way since 4.0 s\n  rank 1: none\n  rank 2: no answer"
+        in text
+    )
+    assert (
+        "rank 1 (node, process 1): it is at /job/train.py:7 in loop\n  thread main\n    /job/train.py:7 in loop" in text
+    )
+    assert text.endswith("rank 2 (node, process 2): gone\nwritten by C\n")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([3], "rank 3"),
+        ([1, 0], "ranks 0, 1"),
+        ([0, 1, 2, 5], "ranks 0 to 2, 5"),
+        ([2, 4, 5, 6, 9], "ranks 2, 4 to 6, 9"),
+    ],
+)
+def test_ranks_in_words(ranks: list[int], text: str) -> None:
+    assert ranks_in_words(ranks) == text
+
+
+def test_the_last_calls_are_kept_and_all_that_are_pending() -> None:
+    calls = [call("0", 1), *(call("0", number, pending=False) for number in range(2, 30)), call("1", 1, pending=False)]
+    assert [each.number for each in last_calls(calls)] == [1, *range(30 - NUM_CALLS, 30), 1]
+
+
+def test_a_snapshot_is_the_same_behind_the_store() -> None:
+    sent = snapshot(0, WAITS, call("0", 12), busy=0.5)
+    assert Snapshot.from_json("hang/1/0", sent.to_json().encode()) == sent
+    assert replace(sent, meets_at="epoch").waits_for_ranks
+
+
+@pytest.mark.parametrize("change", [{"rank": -1}, {"main": []}, {"calls": [{}]}, {"groups": {"0": 1}}, {"busy": "x"}])
+def test_a_snapshot_that_no_rank_wrote(change: dict[str, object]) -> None:
+    content = json.dumps({**json.loads(snapshot(0, WAITS).to_json()), **change}).encode()
+    with pytest.raises(ForeignValueError, match="under 'hang/1/0', which no rank of this job wrote"):
+        Snapshot.from_json("hang/1/0", content)
