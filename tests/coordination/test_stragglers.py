@@ -67,6 +67,12 @@ def test_the_part_is_named() -> None:
     )
 
 
+def test_a_rank_that_computes_longer_and_waits_less_for_data_keeps_nobody_waiting() -> None:
+    comparison = Comparison(0.1)
+    for _ in range(3):
+        assert comparison.add([even(compute=[1.5] * 10), even(data=[0.5] * 10)]) == []
+
+
 def test_a_burst_on_one_rank_is_no_straggler() -> None:
     comparison = Comparison(0.1)
     for _ in range(4):
