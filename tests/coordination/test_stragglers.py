@@ -29,14 +29,14 @@ def reports(first: int, slow: int | None = None) -> list[list[Times]]:
 
 
 def test_no_rank_of_an_even_run_is_named() -> None:
-    """In 200 reports and more: of the run, and of the same beginning half a report later."""
-    num_reports = 0
+    """In the recorded run, and in the same beginning half a report later.
+
+    The settings were chosen on this recording. It shows that they still hold there, not how often others are named.
+    """
     for first in (0, STEPS // 2):
         comparison = Comparison(0.1)
         found = [comparison.add(report) for report in reports(first)]
         assert not any(found)
-        num_reports += len(found)
-    assert num_reports >= 200
 
 
 @pytest.mark.parametrize("slow", [0, 1])
