@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_d9d.waits import waiting
+
 END = 2**62
 """Place of a rank whose data have ended."""
 NOTHING = END + 1
@@ -85,7 +87,8 @@ class Agreement:
         """Return what all ranks have sent last. Waits for the message; the same again until the next `tell`."""
         if self._heard is None:
             assert self._work is not None
-            self._work.wait()
+            with waiting():
+                self._work.wait()
             sent: list[tuple[int, int]] = [tuple(value.tolist()) for value in self._values]  # type: ignore[misc]
             place = min(sent)[0]
             here = [num_microbatches for theirs, num_microbatches in sent if theirs == place]

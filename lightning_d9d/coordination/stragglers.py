@@ -86,7 +86,8 @@ class Comparison:
 
     The blocks of the last two reports decide. A rank is named if the median of its excess is above the threshold. The
     median must also be beyond two of its own standard deviations, as the median absolute deviation tells. And seven
-    tenths of the blocks must be above half of the threshold.
+    tenths of the blocks must be above half of the threshold. All this must hold for one part, and for both together: a
+    rank that computes longer and waits less for data keeps nobody waiting.
 
     Args:
         threshold: A share of the others' own time in a step.
@@ -104,14 +105,14 @@ class Comparison:
         """
         found = []
         for rank, own in enumerate(report):
-            usual = _usual(report, own.stage, rank)
-            for part in PARTS if usual else ():
+            usual, slow = _usual(report, own.stage, rank), dict[str, float | None]()
+            for part in (*PARTS, "work") if usual else ():
                 pairs = zip(getattr(own, part), usual[part], usual["work"], strict=True)
                 history = self._excess[rank, part]
                 history.append([(value - other) / max(work, 1e-9) for value, other, work in pairs])
-                excess = self._slow([each for blocks in history for each in blocks])
-                if len(history) == NUM_REPORTS and excess is not None:
-                    found.append(Straggler(rank, own.host, part, excess))
+                slow[part] = self._slow([each for blocks in history for each in blocks])
+            if slow.get("work") is not None and len(self._excess[rank, "work"]) == NUM_REPORTS:
+                found += [Straggler(rank, own.host, part, excess) for part in PARTS if (excess := slow[part])]
         return found
 
     def _slow(self, excess: Sequence[float]) -> float | None:

@@ -342,7 +342,7 @@ def check_report_signal(report_signal: str | None, requeue_signal: int) -> None:
         requeue_signal: The other one.
 
     Raises:
-        ConfigError: Both are the same signal.
+        ConfigError: One signal is to do both.
     """
     if report_signal == signal.Signals(requeue_signal).name:
         raise ConfigError(

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_d9d.errors import RankError
+from lightning_d9d.waits import waiting
 
 T = TypeVar("T")
 _CHUNK_BYTES = 64 * 2**20
@@ -104,7 +105,8 @@ def first_difference(lines: Sequence[str], group: dist.ProcessGroup | None = Non
 def all_gather_object(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Every rank's picklable value, in the order of ranks, on every rank. Collective."""
     values = [value] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
+    with waiting():
+        dist.all_gather_object(values, value, group=group)
     return values
 
 
@@ -225,6 +227,7 @@ def _from_bytes(part: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Ten
 
 def _broadcast_chunk(tensors: list[Tensor], group: dist.ProcessGroup | None, source: int) -> None:
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    dist.broadcast(flat, src=source, group=group)
+    with waiting():
+        dist.broadcast(flat, src=source, group=group)
     for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
         tensor.copy_(part.view(tensor.shape))

@@ -29,14 +29,14 @@ def reports(first: int, slow: int | None = None) -> list[list[Times]]:
 
 
 def test_no_rank_of_an_even_run_is_named() -> None:
-    """In 200 reports and more: of the run, and of the same beginning half a report later."""
-    num_reports = 0
+    """In the recorded run, and in the same beginning half a report later.
+
+    The settings were chosen on this recording. It shows that they still hold there, not how often others are named.
+    """
     for first in (0, STEPS // 2):
         comparison = Comparison(0.1)
         found = [comparison.add(report) for report in reports(first)]
         assert not any(found)
-        num_reports += len(found)
-    assert num_reports >= 200
 
 
 @pytest.mark.parametrize("slow", [0, 1])
@@ -65,6 +65,12 @@ def test_the_part_is_named() -> None:
         "rank 1 on node is slow: in each step it waits for data longer than the other ranks of its stages, by 50% of "
         "their own time"
     )
+
+
+def test_a_rank_that_computes_longer_and_waits_less_for_data_keeps_nobody_waiting() -> None:
+    comparison = Comparison(0.1)
+    for _ in range(3):
+        assert comparison.add([even(compute=[1.5] * 10), even(data=[0.5] * 10)]) == []
 
 
 def test_a_burst_on_one_rank_is_no_straggler() -> None:
