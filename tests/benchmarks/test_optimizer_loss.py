@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.benchmarks import optimizer_loss
 from tests.benchmarks.optimizer_loss import (
     KINDS,
     MUON,
@@ -19,6 +20,7 @@ from tests.benchmarks.optimizer_loss import (
     table,
     verdicts,
 )
+from tests.harness import warm
 
 RESULT = {
     "case": "tiny",
@@ -58,6 +60,7 @@ def test_cases_by_device_and_options() -> None:
 def test_runs_of_several_processes_write_their_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first seed of the best rate is not trained again, and a rate that is too large is not the best."""
     monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setattr(optimizer_loss, "get_context", lambda method: warm.context())
     rates = (1e30, 1e-3)
     case = LossCase(
         name="small", config=SMALL, steps=2, rows=2, length=32, rates=rates, repeats=2, kinds=(PEER,), jobs=2

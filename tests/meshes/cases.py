@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import pytest
 
 from lightning_d9d import MeshConfig, ParallelConfig
 from lightning_d9d.peft import FullTune, LoRA, PeftMethod, Stack
@@ -250,3 +253,11 @@ CASES = [
     Case("pp2 rep2 ep2", peft=LAYERS),
     Case("pp2 shard2 ep2", peft=WITH_NORMS, schedule="dual_pipe_v", accumulated=2),
 ]
+
+
+def parameters(cases: Iterable[Case]) -> list[Any]:
+    """Return what pytest is to run of each case: its ranks, and whether only with the many meshes."""
+    marks = {True: (), False: (pytest.mark.meshes,)}
+    return [
+        pytest.param(case, id=str(case), marks=[pytest.mark.ranks(case.num_ranks), *marks[case.fast]]) for case in cases
+    ]

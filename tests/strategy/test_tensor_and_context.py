@@ -167,8 +167,8 @@ def test_a_module_that_was_built_whole_is_spread(rank: RankContext, mesh: dict[s
 @pytest.mark.parametrize(
     ("config", "meshes"),
     [
-        (SMALL, [SHARD2 | TP2, TP4, SHARD2 | CP2, TP2 | CP2, {"data_parallel_shard": 4}]),
-        (SHARED_HEADS, [SHARD2 | TP2, TP4, SHARD2 | TP2]),
+        (SMALL, [SHARD2 | TP2, SHARD2 | CP2, TP2 | CP2, {"data_parallel_shard": 4}]),
+        (SHARED_HEADS, [SHARD2 | TP2, TP4]),
     ],
     ids=["2 heads", "1 head"],
 )
@@ -415,7 +415,7 @@ def test_options_have_the_effect_that_they_have_on_replicas(rank: RankContext, c
     "mesh",
     [
         pytest.param(TP2, marks=pytest.mark.ranks(2), id="tp"),
-        pytest.param(SHARD2 | TP2, marks=pytest.mark.ranks(4), id="shard, tp"),
+        pytest.param(SHARD2 | TP2, marks=[pytest.mark.ranks(4), pytest.mark.meshes], id="shard, tp"),
         pytest.param(CP2, marks=pytest.mark.ranks(2), id="cp"),
     ],
 )
@@ -505,7 +505,7 @@ def test_a_model_of_ones_own(rank: RankContext, mesh: dict[str, int], without_at
     torch.set_default_dtype(torch.float32)
     (stage,), expected = one.stages, []
     optimizer = one.configure_optimizers()
-    for _ in range(3):
+    for _ in range(2):
         divisor = batch["labels"].numel() if mean else (batch["labels"] != -100).sum()
         loss = stage(batch["input_ids"], labels=batch["labels"]) / divisor
         expected.append(loss.detach())
@@ -520,7 +520,7 @@ def test_a_model_of_ones_own(rank: RankContext, mesh: dict[str, int], without_at
     data: Any = DataLoader([mine], None)  # type: ignore[arg-type]
     L.seed_everything(SEED, verbose=False)
     module = own_model(without_attention, mean)
-    run = trainer(strategy, 4, rank.device.type, max_epochs=3, **{**QUIET, "gradient_clip_val": None})
+    run = trainer(strategy, 4, rank.device.type, max_epochs=2, **{**QUIET, "gradient_clip_val": None})
     run.fit(module, data)
     for ours, theirs in zip(module.losses, expected, strict=True):
         assert_close_named("loss", ours, theirs, kind=Kind.LOSS)
