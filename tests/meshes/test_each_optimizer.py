@@ -32,7 +32,7 @@ MESHES = {
     "rep2-shard2": MeshConfig(data_parallel_replicate=2, data_parallel_shard=2),
     "rep4-ep4": MeshConfig(data_parallel_replicate=4, expert_parallel=4),
 }
-FAST = {("pp2", "SGD"), ("tp2", "Adam"), ("shard4", "MuonAdamW")}
+FAST = {("pp2", "SGD"), ("tp2", "Adam")}
 
 
 def on_one_process(name: str) -> dict[str, Tensor]:
@@ -46,7 +46,7 @@ def on_one_process(name: str) -> dict[str, Tensor]:
 
 
 def cases() -> list:
-    """Few in CI, where other files have shorter runs of most."""
+    """Few in CI, where other files have shorter runs of most, and `test_muon.py` has Muon's."""
     marks = {True: (), False: (pytest.mark.meshes,)}
     return [
         pytest.param(

@@ -27,7 +27,7 @@ from tests.harness.compare import assert_close_named, assert_tensors_close
 from tests.harness.ranks import RankContext
 from tests.harness.tolerances import Kind, Tolerance
 from tests.meshes.cases import LAYERS
-from tests.meshes.equality import CONFIG, Data, Steps, on_mesh, on_one_process
+from tests.meshes.equality import CONFIG, Steps, on_mesh, on_one_process
 from tests.ops.grid import DEVICES
 from tests.parallel.test_compiling import compiler
 from tests.peft.test_inject import with_values
@@ -36,7 +36,6 @@ SMALL = dataclasses.replace(CONFIG, num_hidden_layers=2)
 METHOD = LoRA(rank=4, alpha=6, rank_of_experts=3)
 IDS = torch.arange(42).view(2, 21) * 5 % CONFIG.vocab_size
 TINY = dataclasses.replace(SMALL, num_hidden_layers=1, num_experts=4)
-SHORT = Data(2)
 """For ranks: the interpreter runs every program of a kernel by itself."""
 TWO_STEPS = Tolerance(relative=5e-5)
 """In float32."""
@@ -98,7 +97,7 @@ def test_split_backward(kind: str, device: str) -> None:
 
 def of_one_process() -> Steps:
     L.seed_everything(1, verbose=False)
-    return on_one_process(TINY, steps=2, peft=METHOD, data=SHORT)
+    return on_one_process(TINY, steps=2, peft=METHOD)
 
 
 def compare_steps(actual: Steps, expected: Steps, tolerance: Tolerance) -> None:
@@ -116,7 +115,7 @@ def test_experts_over_ranks(rank: RankContext) -> None:
         mesh=MeshConfig(data_parallel_replicate=2, expert_parallel=2),
         parallel=ParallelConfig(kernels="triton", recompute="full"),
     )
-    actual = on_mesh(rank, strategy, TINY, steps=2, peft=METHOD, data=SHORT, precision="32-true")
+    actual = on_mesh(rank, strategy, TINY, steps=2, peft=METHOD, precision="32-true")
     compare_steps(actual, expected, TWO_STEPS)
 
 
