@@ -31,7 +31,7 @@ QUICK_WALL_SECONDS = 120
 FOLDERS = Path(__file__).parent
 STARTUP = FOLDERS / "harness" / "startup"
 """Of Python in every process: see its `sitecustomize.py`."""
-FIRST_HALF = ("benchmarks", "callbacks", "checkpoint", "cli", "generation", "ops")
+FIRST_HALF = ("benchmarks", "callbacks", "checkpoint", "cli", "generation", "ops", "optim", "peft")
 """The folders whose tests of one process take about half of the time of all."""
 
 

@@ -126,7 +126,12 @@ def test_all_loops_give_what_one_process_does(
     ("mesh", "config"),
     [
         pytest.param(TP2, SHARED_HEADS, marks=pytest.mark.ranks(2), id="tp, heads in common"),
-        pytest.param(SHARD2 | TP2, SHARED_HEADS, marks=pytest.mark.ranks(4), id="shard, tp, heads in common"),
+        pytest.param(
+            SHARD2 | TP2,
+            SHARED_HEADS,
+            marks=[pytest.mark.ranks(4), pytest.mark.meshes],
+            id="shard, tp, heads in common",
+        ),
         pytest.param(CP2, SMALL, marks=pytest.mark.ranks(2), id="cp"),
     ],
 )
@@ -492,8 +497,11 @@ def own_model(without_attention: bool = False, mean: bool = False) -> Any:
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("mesh", "without_attention", "mean"),
-    [(PP2 | TP2, True, False), (TP2 | CP2, False, True), (SHARD2 | TP2, False, False)],
-    ids=["pp, tp", "tp, cp, mean", "shard, tp"],
+    [
+        pytest.param(PP2 | TP2, True, False, id="pp, tp"),
+        pytest.param(TP2 | CP2, False, True, id="tp, cp, mean"),
+        pytest.param(SHARD2 | TP2, False, False, marks=pytest.mark.meshes, id="shard, tp"),
+    ],
 )
 def test_a_model_of_ones_own(rank: RankContext, mesh: dict[str, int], without_attention: bool, mean: bool) -> None:
     """That of the page; also where heads are shared, but a stage of the pipeline has none."""
