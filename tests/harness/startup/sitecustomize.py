@@ -5,4 +5,4 @@ The garbage collector looks seldom. What tests and imports leave behind is small
 
 import gc
 
-gc.set_threshold(50_000, 20, 50)
+gc.set_threshold(20_000)
