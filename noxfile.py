@@ -53,9 +53,12 @@ def quick(session: nox.Session) -> None:
 def meshes(session: nox.Session) -> None:
     """Every mesh, and every number of microbatches, against one process on the CPU. With GPUs: with `--device cuda`."""
     _install(session, "test")
-    session.run(
-        "pytest", "tests/meshes", "tests/pipeline/test_executor.py", *session.posargs, env={"OMP_NUM_THREADS": "1"}
+    others = (
+        *("tests/pipeline/test_executor.py", "tests/benchmarks/test_training.py"),
+        *("tests/models/test_qwen3_moe_states.py", "tests/strategy/test_tensor_and_context.py"),
+        "tests/peft/test_kernels.py",
     )
+    session.run("pytest", "tests/meshes", *others, *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session(default=False)

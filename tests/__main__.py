@@ -11,6 +11,7 @@ other often, and jobs for their time limits: together they fill the cores. What 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
@@ -28,7 +29,9 @@ WITHOUT_GPU = "not gpu and not meshes"
 RANKS, JOBS, ONE_PROCESS = "ranks", "jobs and not ranks", "not ranks and not jobs"
 QUICK_WALL_SECONDS = 120
 FOLDERS = Path(__file__).parent
-FIRST_HALF = ("benchmarks", "callbacks", "checkpoint", "cli", "generation", "ops")
+STARTUP = FOLDERS / "harness" / "startup"
+"""Of Python in every process: see its `sitecustomize.py`."""
+FIRST_HALF = ("benchmarks", "callbacks", "checkpoint", "cli", "generation", "ops", "optim", "peft")
 """The folders whose tests of one process take about half of the time of all."""
 
 
@@ -45,13 +48,15 @@ def run(arguments: list[str], kinds: Sequence[tuple[str, list[str]]] = ()) -> in
     def command(kind: str, more: list[str]) -> list[str]:
         return [sys.executable, "-m", "pytest", *arguments, "-m", f"{kind} and {WITHOUT_GPU}", *more]
 
+    path = os.pathsep.join([str(STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path}
     with ExitStack() as stack:
         outputs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in beside]
         started = [
-            stack.enter_context(subprocess.Popen(command(*each), stdout=output, stderr=output))
+            stack.enter_context(subprocess.Popen(command(*each), env=environment, stdout=output, stderr=output))
             for each, output in zip(beside, outputs, strict=True)
         ]
-        ended = {subprocess.run(command(last, more), check=False).returncode}
+        ended = {subprocess.run(command(last, more), env=environment, check=False).returncode}
         for process, output in zip(started, outputs, strict=True):
             ended.add(process.wait())
             output.seek(0)

@@ -10,6 +10,7 @@ import torch
 
 from tests.benchmarks.fine_tune import IMPLEMENTATIONS, Adapters, OursWhole, cases, run_case, table
 from tests.benchmarks.train_step import QUICK
+from tests.harness import warm
 
 OURS, PEERS = f"ours, {Adapters(2)}", [f"transformers and peft, {Adapters()}, {each}" for each in IMPLEMENTATIONS]
 
@@ -21,8 +22,9 @@ class Ends:
         os._exit(3)
 
 
-def test_contenders_do_the_same_work(capsys: pytest.CaptureFixture[str]) -> None:
+def test_contenders_do_the_same_work(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Their losses behind the first steps are compared; a peer that fails is left out."""
+    monkeypatch.setattr("tests.benchmarks.fine_tune.multiprocessing.get_context", lambda method: warm.context())
     (compared,) = cases("cpu", quick=True, experts=["grouped_mm", "eager"])
     result = run_case(replace(compared, contenders={**compared.contenders, PEERS[1]: Ends}), "cpu")
     printed = capsys.readouterr().out

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from tests.benchmarks import optimizer_loss
 from tests.benchmarks.optimizer_loss import (
     KINDS,
     MUON,
@@ -20,6 +23,7 @@ from tests.benchmarks.optimizer_loss import (
     table,
     verdicts,
 )
+from tests.harness import warm
 
 RESULT = {
     "case": "tiny",
@@ -56,9 +60,18 @@ def test_cases_by_device_and_options() -> None:
         cases("cuda", quick=False, methods=["Adam"])
 
 
+def write_to(directory: str) -> None:
+    """In a process of the pool, which is a fork that has made its imports."""
+    os.environ["OUT"] = directory
+
+
 def test_runs_of_several_processes_write_their_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first seed of the best rate is not trained again, and a rate that is too large is not the best."""
-    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setattr(
+        optimizer_loss,
+        "ProcessPoolExecutor",
+        lambda jobs, _: ProcessPoolExecutor(jobs, warm.context(), write_to, (str(tmp_path),)),
+    )
     rates = (1e30, 1e-3)
     case = LossCase(
         name="small", config=SMALL, steps=2, rows=2, length=32, rates=rates, repeats=2, kinds=(PEER,), jobs=2

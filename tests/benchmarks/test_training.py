@@ -44,7 +44,7 @@ def sent_bytes(entry: Entry, rank: int) -> float:
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("num_microbatches", [pytest.param(1, marks=pytest.mark.meshes), 2])
 def test_gradients_are_those_of_copies_and_bytes_those_computed(rank: RankContext, num_microbatches: int) -> None:
     # Each rank of four has four tokens of a row, whose eight copies go to each expert once, as in the whole row.
     work = replace(QUICK, num_ranks=4, num_microbatches=num_microbatches, sequence_length=16)

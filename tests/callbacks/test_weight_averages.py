@@ -117,8 +117,7 @@ def test_averages_in_bfloat16_move_by_small_steps() -> None:
     assert slope.item() == pytest.approx(1, abs=0.1)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("mode", ["sharded", "consolidated"])
+@pytest.mark.parametrize(("mode", "asynchronous"), [("sharded", True), ("consolidated", False)])
 def test_a_checkpoint_has_averages_beside_the_weights(tmp_path: Path, mode: Any, asynchronous: bool) -> None:
     checkpoint = CheckpointConfig(mode=mode, asynchronous=asynchronous)
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -25,6 +22,7 @@ from lightning_d9d.models.qwen3_moe.costs import model_costs
 from lightning_d9d.optim import StochasticAdamW
 from lightning_d9d.schedule import OneForwardOneBackward
 from tests.cli.test_cli import build, callbacks
+from tests.harness.warm import python_path, run_command
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "qwen3_moe"
@@ -131,9 +129,8 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.jobs
 @pytest.mark.parametrize("name", NAMES)
 def test_a_tiny_model_trains(tiny: Path, name: str) -> None:
-    command = [sys.executable, "-m", "lightning_d9d.cli", "fit", *configured(name), *configured("tiny")]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    result = subprocess.run(command, cwd=tiny, env=environment, capture_output=True, text=True, check=False)
+    variables = {"PYTHONPATH": python_path()}
+    result = run_command("fit", *configured(name), *configured("tiny"), folder=tiny, variables=variables)
     assert result.returncode == 0, result.stderr
     output = tiny / f"30b_a3b_{name}_output"
     (metrics,) = output.glob("lightning_logs/version_*/metrics.csv")

@@ -18,6 +18,7 @@ from lightning_d9d.cli import D9DCLI, SUBCOMMANDS, main
 from lightning_d9d.cli.commands import DTYPES
 from lightning_d9d.models.qwen3_moe.presets import PRESETS
 from lightning_d9d.state import DTYPE_NAMES
+from tests.harness import warm
 
 RUN = """\
 model:
@@ -272,7 +273,7 @@ def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Runs the command line in a process that says at its end whether torch was imported."""
     program = "import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); import runpy; "
     program += "runpy.run_module('lightning_d9d.cli', run_name='__main__')"
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **variables}
+    environment = {**os.environ, "PYTHONPATH": warm.python_path(), **variables}
     command = [sys.executable, "-c", program, *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
@@ -422,7 +423,7 @@ def test_the_package_has_its_names_though_it_imports_them_late() -> None:
         "assert {*lightning_d9d.__all__} <= {*dir(lightning_d9d)} & {*globals()}; print(D9DStrategy.__name__); "
         "import lightning; print(type(lightning.Trainer('cpu', 'd9d', logger=False).strategy).__name__)"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": warm.python_path()}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     printed = done.stdout.splitlines()

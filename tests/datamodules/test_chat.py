@@ -370,7 +370,7 @@ def test_a_resumed_run_has_the_rows_of_an_uninterrupted_one(file: Path, tmp_path
 @pytest.mark.parametrize("packing", [True, False])
 def test_other_data_ranks_go_on_with_the_same_steps(rank: RankContext, packing: bool) -> None:
     """Two data ranks save in the middle of the second epoch; one and four go on."""
-    file = str(rank.from_first_rank(write_chats, rank.tmp_dir / "chats.jsonl"))
+    file = str(rank.from_first_rank(write_chats, rank.tmp_dir / "chats.jsonl", 48))
 
     def steps(data_ranks: int, path: Path | None = None, callbacks: Any = ()) -> dict[int, list[Row]]:
         options: dict[str, Any] = {"global_batch_size": ROWS, "packing": packing, "sequence_length": LENGTH}
@@ -390,5 +390,5 @@ def test_other_data_ranks_go_on_with_the_same_steps(rank: RankContext, packing: 
     saved_at = num_steps // 2 + 2
     whole = steps(2, callbacks=[SaveOnce(saved_at, path)])
     assert len(whole) == num_steps
-    for data_ranks in (1, 2, 4):
+    for data_ranks in (1, 4):
         assert steps(data_ranks, path) == {step: rows for step, rows in whole.items() if step >= saved_at}

@@ -131,7 +131,7 @@ def test_empty_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
 
 def test_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name, value in {
-        "QUICKSTART_MAX_STEPS": "5",
+        "QUICKSTART_MAX_STEPS": "2",
         "QUICKSTART_OUTPUT": str(tmp_path),
         "OMP_NUM_THREADS": "1",
         "JUPYTER_PLATFORM_DIRS": "1",
@@ -142,7 +142,7 @@ def test_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     NotebookClient(notebook, timeout=TIMEOUT_SECONDS, resources={"metadata": {"path": str(EXAMPLES)}}).execute()
     assert_results(tmp_path / "notebook", "loss_curve.png", "huggingface")
     printed = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", ()))
-    assert "stopped at step 5, validation loss" in printed
+    assert "stopped at step 2, validation loss" in printed
     assert "\ndef " in printed.replace("\r", "")
     assert "perplexity " in printed
 

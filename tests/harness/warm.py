@@ -53,6 +53,11 @@ def run_rank(connection: Connection, environment: Mapping[str, str], output: Pat
     worker.main(connection)
 
 
+def python_path() -> str:
+    """Return what PYTHONPATH is to be for a process that imports the tests, wherever it runs."""
+    return os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def start_as_usual() -> None:
     """Let this process start others as if it were no fork of the server: workers of a dataloader are forked from it."""
     multiprocessing.set_start_method(None, force=True)

@@ -233,7 +233,7 @@ def test_mpi(tmp_path):
     result = subprocess.run(
         [mpiexec, "-n", "2", *job],
         cwd=ROOT,
-        env=environment | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env=environment | {"PYTHONPATH": warm.python_path(), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=2 * JOB_SECONDS,

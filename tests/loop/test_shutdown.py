@@ -118,7 +118,7 @@ def start_launcher(*command: Any) -> None:
 def watched_job() -> Iterator[dict[str, str]]:
     """The environment of a job, which is to have ended with all of its processes at the end."""
     marker = uuid.uuid4().hex
-    variables = {MARKER: marker, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    variables = {MARKER: marker, "OMP_NUM_THREADS": "1", "PYTHONPATH": warm.python_path(), "PYTHONUNBUFFERED": "1"}
     try:
         yield {**os.environ, **variables}
         assert not processes_with(marker)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import pytest
 
 from lightning_d9d import MeshConfig, ParallelConfig
 from lightning_d9d.peft import FullTune, LoRA, PeftMethod, Stack
@@ -159,7 +162,7 @@ CASES = [
     Case("pp2 rep2 shard2 ep2", schedule="dual_pipe_v", accumulated=2),
     Case("pp2 rep2 shard2 ep4", schedule="zero_bubble_v", tied=True),
     Case("pp4 shard2 ep2", schedule="zero_bubble"),
-    # tensors, whose ranks have slices of the sequences
+    # tensors, whose ranks have slices of the sequences; `test_tensor_and_context.py` has four ranks in CI
     Case("tp2", fast=True),
     Case("tp2", heads=(4, 2), tied=True),
     Case("tp2", data=Data(6, packed=True), parallel=RECOMPUTED[0], fast=True),
@@ -168,7 +171,7 @@ CASES = [
     Case("tp4", heads=(4, 1), data=TOKENS_8),
     Case("tp4", heads=(8, 4), data=TOKENS_8, accumulated=2),
     Case("rep2 tp2", tied=True),
-    Case("shard2 tp2", fast=True),
+    Case("shard2 tp2"),
     Case("shard2 tp4", heads=(4, 2), data=TOKENS_8),
     Case("rep2 shard2 tp2", microbatch_size=2, reduce="every_microbatch"),
     Case("rep4 tp2 ep4"),
@@ -181,7 +184,7 @@ CASES = [
         Case("pp2 rep2 tp2 ep4", schedule=schedule)
         for schedule in ("1f1b", "interleaved_1f1b", "zero_bubble_v", "dual_pipe_v")
     ),
-    Case("pp2 tp2", schedule="zero_bubble_v", tied=True, fast=True),
+    Case("pp2 tp2", schedule="zero_bubble_v", tied=True),
     # sequences, of which ranks have two chunks
     *(
         Case("cp2", data=TOKENS_8, heads=(2, 2), parallel=each, fast=each is not RING)
@@ -201,7 +204,7 @@ CASES = [
     Case("rep2 cp2 ep2", data=TOKENS_8, fast=True),
     Case("rep2 cp2 ep4", data=TOKENS_8, parallel=ParallelConfig(context="ring", recompute="selective")),
     Case("shard2 cp2 cprep2 ep2", data=TOKENS_8),
-    Case("cp2 tp2", data=TOKENS_8, fast=True),
+    Case("cp2 tp2", data=TOKENS_8),
     Case("cp2 tp2", data=PACKED, heads=(8, 4), parallel=HEADS),
     Case("rep2 cp2 tp2 ep4", data=TOKENS_8),
     Case("shard2 cp2 tp2 ep2", data=PACKED, heads=(4, 2), tied=True, parallel=RING),
@@ -250,3 +253,11 @@ CASES = [
     Case("pp2 rep2 ep2", peft=LAYERS),
     Case("pp2 shard2 ep2", peft=WITH_NORMS, schedule="dual_pipe_v", accumulated=2),
 ]
+
+
+def parameters(cases: Iterable[Case]) -> list[Any]:
+    """Return what pytest is to run of each case: its ranks, and whether only with the many meshes."""
+    marks = {True: (), False: (pytest.mark.meshes,)}
+    return [
+        pytest.param(case, id=str(case), marks=[pytest.mark.ranks(case.num_ranks), *marks[case.fast]]) for case in cases
+    ]

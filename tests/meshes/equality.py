@@ -125,7 +125,7 @@ class Watched(Qwen3MoePretraining):
 
 
 def optimizer_of(module: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameter_groups(module, WEIGHT_DECAY), lr=LEARNING_RATE, eps=EPS)
+    return torch.optim.AdamW(parameter_groups(module, WEIGHT_DECAY), lr=LEARNING_RATE, eps=EPS, fused=True)
 
 
 def whole(tensor: Tensor) -> Tensor:

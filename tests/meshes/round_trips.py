@@ -66,7 +66,7 @@ ROUND_TRIPS = [
     RoundTrip("", "shard2", frozen=True, asynchronous=True),
     RoundTrip("shard2 ep2", "pp2", schedules=("1f1b", "zero_bubble_v"), tied=True, asynchronous=True, fast=True),
     RoundTrip("pp2", "tp2", tied=True, frozen=True),
-    RoundTrip("tp2", "cp2", frozen=True, fast=True),
+    RoundTrip("tp2", "cp2", frozen=True),
     RoundTrip("cp2", "rep2 shard2 ep4", tied=True, asynchronous=True),
     RoundTrip("pp2 shard2 ep2", "rep2", schedules=("dual_pipe_v", "1f1b"), frozen=True),
     RoundTrip("shard4 ep2", "pp2 tp2", schedules=("1f1b", "zero_bubble_v"), tied=True),

@@ -12,7 +12,7 @@ from lightning_d9d.peft import PeftMethod
 from tests.harness.compare import assert_close_named, assert_tensors_close
 from tests.harness.ranks import RankContext
 from tests.harness.tolerances import Kind, Tolerance
-from tests.meshes.cases import CASES, Case
+from tests.meshes.cases import CASES, Case, parameters
 from tests.meshes.equality import Data, Steps, on_mesh, on_one_process
 
 SEVERAL_STEPS = Tolerance(relative=1e-9)
@@ -24,14 +24,7 @@ def expected_of(config: Qwen3MoeConfig, accumulated: int, data: Data, peft: Peft
     return on_one_process(config, accumulated=accumulated, data=data, peft=peft)
 
 
-def parameters() -> list:
-    marks = {True: (), False: (pytest.mark.meshes,)}
-    return [
-        pytest.param(case, id=str(case), marks=[pytest.mark.ranks(case.num_ranks), *marks[case.fast]]) for case in CASES
-    ]
-
-
-@pytest.mark.parametrize("case", parameters())
+@pytest.mark.parametrize("case", parameters(CASES))
 def test_a_mesh_trains_as_one_process_does(rank: RankContext, case: Case) -> None:
     expected = rank.from_first_rank(expected_of, case.model, case.accumulated, case.data, case.peft)
     L.seed_everything(SEED, verbose=False)

@@ -16,12 +16,12 @@ from lightning_d9d.strategy.saving import CheckpointConfig
 from tests.harness.compare import assert_bitwise_equal, assert_tensors_close
 from tests.harness.ranks import RankContext
 from tests.harness.tolerances import Tolerance
-from tests.meshes.cases import LAYERS, Case
+from tests.meshes.cases import LAYERS, Case, parameters
 from tests.meshes.equality import CLIP, Watched, on_one_process, whole
 from tests.meshes.test_step_in_backward import Inside
 from tests.strategy.plain import trainer
 
-STEPS, SAVED_AFTER, SEED = 5, 3, 1
+STEPS, SAVED_AFTER, SEED = 4, 3, 1
 EXACT = Tolerance(relative=1e-9)
 
 
@@ -113,13 +113,6 @@ def check(rank: RankContext, actual: dict[str, Tensor], expected: dict[str, Tens
     assert set().union(*rank.all_gather_object(set(actual))) == expected.keys()
 
 
-def cases() -> list:
-    return [
-        pytest.param(case, id=str(case), marks=[pytest.mark.ranks(case.num_ranks), *marks_of(case.fast)])
-        for case in CASES
-    ]
-
-
 def marks_of(fast: bool) -> list:
     return [] if fast else [pytest.mark.meshes]
 
@@ -131,7 +124,7 @@ def routes() -> list:
     return [pytest.param(*route, id="-".join(route), marks=marks_of(route in fast)) for route in found]
 
 
-@pytest.mark.parametrize("case", cases())
+@pytest.mark.parametrize("case", parameters(CASES))
 def test_a_mesh_averages_as_one_process_does(rank: RankContext, case: Case) -> None:
     """Tied parameters once; beside adapters, these alone."""
     expected = rank.from_first_rank(expected_of, case, SETTINGS)
@@ -194,7 +187,8 @@ def test_validation_on_a_mesh_has_the_averages_and_leaves_the_weights(rank: Rank
     def trained(*callbacks: L.Callback) -> tuple[list[dict[str, Tensor]], Tensor]:
         L.seed_everything(SEED, verbose=False)
         module = Validated(case.model, STEPS)
-        options = {"precision": "64-true", "max_epochs": 1, "use_distributed_sampler": False, "val_check_interval": 1}
+        options = {"precision": "64-true", "max_epochs": 1, "use_distributed_sampler": False}
+        options |= {"val_check_interval": 1, "limit_val_batches": 1}
         run = trainer(D9DStrategy(**case.strategy_options), 2, rank.device.type, callbacks=[*callbacks], **options)
         run.fit(module)
         return module.seen.weights, run.callback_metrics["val_loss"]

@@ -122,7 +122,11 @@ def test_experts_over_ranks(rank: RankContext) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     "mesh",
-    [{"data_parallel_shard": 2}, {"tensor_parallel": 2}, {"data_parallel_replicate": 2, "expert_parallel": 2}],
+    [
+        {"data_parallel_shard": 2},
+        pytest.param({"tensor_parallel": 2}, marks=pytest.mark.meshes),
+        {"data_parallel_replicate": 2, "expert_parallel": 2},
+    ],
     ids=str,
 )
 def test_compiled_blocks_on_ranks(rank: RankContext, mesh: dict[str, int]) -> None:

@@ -204,7 +204,7 @@ def test_zero_bubble_with_several_stages_a_rank(k: int) -> None:
 @pytest.mark.parametrize("name", TABLE)
 def test_forward_only(name: str) -> None:
     schedule = TABLE[name].schedule
-    for p in range(1, 17):
+    for p in (1, 2, 3, 4, 8, 13):
         for n in (1, 2, p, 2 * p + 1, 33):
             program = schedule.forward_only(p, n)
             assert program.is_forward_only

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness import warm
 from tests.loop.launcher_job import SHUTDOWN_SECONDS, STEP_SECONDS
 from tests.loop.test_launchers import free_port, read, run_ranks
 
@@ -100,7 +101,7 @@ class Ended:
 
 def run_and_cut(nodes: list[Node], directory: Path, *cases: str) -> Ended:
     """torchrun on each node, one rank a node; when rank 0 says that it is ready, its cable is pulled."""
-    variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": warm.python_path(), "PYTHONUNBUFFERED": "1"}
     outputs = [directory / f"node{number}.txt" for number in range(2)]
     jobs = []
     for number, node in enumerate(nodes):
