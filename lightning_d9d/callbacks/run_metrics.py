@@ -78,7 +78,8 @@ class RunMetrics(L.Callback):
     """Logs speed, the parts of a step, memory, learning rates and gradient norms of a `D9DModule` under `D9DStrategy`.
 
     Values are logged every `log_every_n_steps` steps of the Trainer, and are equal on every rank. They cost no message
-    and no host sync, as numbers of ranks travel with the report of a batch. Speeds are those of all steps since the
+    of their own, as numbers of ranks travel with the report of a batch. The host does not wait for the device to
+    compute them; Lightning reads them from there when it hands them to loggers. Speeds are those of all steps since the
     last ones, up to the step before, without time for validation. One step of each interval is measured in parts. See
     [Read a run](../how-to/read-a-run.md) for each name. All ranks must have the callback.
 

@@ -103,7 +103,7 @@ class Stragglers(L.Callback):
             whole, *waits = (after - before for after, before in zip(now, self._since, strict=True))
             self._steps.append((max(0.0, whole - sum(waits)), *waits))
         self._since = now
-        store = trainer.strategy._shutdown.store  # type: ignore[attr-defined]  # of `D9DStrategy` on several ranks
+        store = trainer.strategy.shutdown.store  # type: ignore[attr-defined]  # of `D9DStrategy` on several ranks
         with suppress(RuntimeError):  # the store has gone: the ranks hear of it otherwise
             if len(self._steps) == self.every_n_steps:
                 store.set(f"times/{self._number}/{trainer.global_rank}", json.dumps(asdict(self._times(trainer))))

@@ -390,7 +390,9 @@ class RankWatch:
             with self._talking:
                 if not self._left:
                     self._talk()
-            if time.monotonic() > self._deadline and not (self.hangs is not None and self.hangs.is_writing):
+            if self.hangs is not None and self.hangs.is_writing:  # the main thread leaves with what it says
+                self._deadline = max(self._deadline, time.monotonic() + self._shutdown_seconds)
+            if time.monotonic() > self._deadline:
                 self._end_process()
             asks = self._stop is not None or self._early_stop.is_open
             waits_for_others = self._arrived or self.meets_at is not None or asks

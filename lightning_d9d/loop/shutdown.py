@@ -266,6 +266,9 @@ class Shutdown:
             self.watch.is_inside_of_window = lambda: self._saves.is_inside_of_window
             self._patches.replace(connector, "_slurm_sigusr_handler_fn", _do_nothing)  # the watch reads that, too
         type(connector).register_signal_handlers(connector)  # for SIGTERM
+        if self._put_back is not None:  # Lightning would put back ours, which it has found
+            number, before = self._put_back
+            connector._original_handlers[signal.Signals(number)] = before
         is_main = threading.current_thread() is threading.main_thread()
         # Ignored: so shells start what a script runs beside itself.
         if is_main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:

@@ -143,7 +143,7 @@ class D9DStrategy(RankHooks):
         self._training: Training | None = None
         self._evaluation: EvalStep | None = None
         self._optimizer_step: OptimizerStep | None = None
-        self._shutdown: Shutdown | None = None
+        self.shutdown: Shutdown | None = None
         self._interruption: Interruption | None = None
         self._patches: Patches | None = None
         self._kernels = ExitStack()
@@ -276,8 +276,8 @@ class D9DStrategy(RankHooks):
         with ending_with_launcher():
             self.ranks.join(self.cluster_environment, self.num_nodes)
         if self.is_distributed:
-            self._shutdown = Shutdown(patches, trainer, self._checkpoints.saves, self.timeouts)
-            with self._shutdown.making_groups():
+            self.shutdown = Shutdown(patches, trainer, self._checkpoints.saves, self.timeouts)
+            with self.shutdown.making_groups():
                 self.ranks.spread()
                 check_equal_configuration(self.settings(), trainer)
 
@@ -374,8 +374,8 @@ class D9DStrategy(RankHooks):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Lightning calls it for batches that are not None."""
         super().on_train_batch_start(batch, batch_idx)
-        if self._shutdown is not None:
-            self._shutdown.watch.begin_train_step()
+        if self.shutdown is not None:
+            self.shutdown.watch.begin_train_step()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """One batch: a D9DModule's schedule, or a plain module's own `training_step`."""
@@ -413,8 +413,8 @@ class D9DStrategy(RankHooks):
         result = self._fit.step(optimizer, wrapped, own, **kwargs)
         if self.skip_nonfinite:
             self._attached.log("skipped_steps", self._fit.optimizer_step.skipped.float(), batch_size=1)
-        if self.ranks.set_step_timeout() and self._shutdown is not None:
-            self._shutdown.watch.set_limit(self.timeouts.step_seconds)
+        if self.ranks.set_step_timeout() and self.shutdown is not None:
+            self.shutdown.watch.set_limit(self.timeouts.step_seconds)
         return result
 
     @contextmanager
@@ -465,8 +465,8 @@ class D9DStrategy(RankHooks):
     @contextmanager
     def _evaluating(self) -> Generator[None]:
         """Open around the step of a batch of validation, test or prediction."""
-        if self._shutdown is not None:
-            self._shutdown.begin_evaluation_batch()
+        if self.shutdown is not None:
+            self.shutdown.begin_evaluation_batch()
         if self._interruption is not None:
             self._interruption.check()
         with nullcontext() if self._rank_model is None else self._rank_model.evaluating():
@@ -525,8 +525,8 @@ class D9DStrategy(RankHooks):
         Raises:
             RankError: A rank has failed. A tuner restores what it had saved nevertheless.
         """
-        if self._shutdown is not None and self._shutdown.watch.failure is not None:
-            raise RankError(str(self._shutdown.watch.failure))  # that rank will not come to a collective
+        if self.shutdown is not None and self.shutdown.watch.failure is not None:
+            raise RankError(str(self.shutdown.watch.failure))  # that rank will not come to a collective
         module, io, fits = self.lightning_module, self.checkpoint_io, self._is_fitting
         return self._checkpoints.load(checkpoint_path, weights_only, io, module, self._prepare_to_load, fits=fits)
 
@@ -560,8 +560,8 @@ class D9DStrategy(RankHooks):
         set_exit_code(exception)
         if (knows_memory := self._training or getattr(self.lightning_module, "run_context", None)) is not None:
             knows_memory.note(exception)
-        if self._shutdown is not None:
-            self._shutdown.watch.report(exception)  # where a tuner had put the Trainer's callbacks away
+        if self.shutdown is not None:
+            self.shutdown.watch.report(exception)  # where a tuner had put the Trainer's callbacks away
         else:
             end_children_at_exit(self.launcher, self.global_rank, self.timeouts.shutdown_seconds)
         if isinstance(exception, KeyboardInterrupt | SIGTERMException) and self._is_fitting:
@@ -590,7 +590,7 @@ class D9DStrategy(RankHooks):
             patches, self._patches = self._patches, None
             if patches is not None:
                 patches.undo()
-            shutdown, self._shutdown = self._shutdown, None
+            shutdown, self.shutdown = self.shutdown, None
             if shutdown is not None:
                 shutdown.close()
 

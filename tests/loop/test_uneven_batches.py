@@ -391,8 +391,12 @@ def check_resumed(make: Any, batches: list[Any], folder: Path, accumulate: int, 
 @pytest.mark.ranks(2, timeout_seconds=240)
 @pytest.mark.parametrize(
     ("make", "num_batches", "accumulate"),
-    [*((make, 2, 1) for make in RESUMABLE), *((make, 1, 2) for make in ("a DataLoader", "counted batches"))],
-)  # the states of the others are restored in the same place
+    [
+        *((make, 2, 1) for make in RESUMABLE),
+        *((make, 1, 2) for make in ("a DataLoader", "counted batches")),
+        pytest.param("a StatefulDataLoader", 1, 2, marks=pytest.mark.meshes),  # restored in the place of the others
+    ],
+)
 def test_a_run_goes_on_in_the_middle_of_an_epoch(
     rank: RankContext, make: str, num_batches: int, accumulate: int
 ) -> None:

@@ -72,6 +72,7 @@ USED: dict[str, Callable[[], bool]] = {
         parameters_of(EvaluationLoop._store_dataloader_outputs) == []
         and calls(EvaluationLoop._store_dataloader_outputs, "update_eval_epoch_metrics()")
     ),
+    "_original_handlers": lambda: calls(SignalConnector.teardown, "in self._original_handlers.items()"),
     # and reads these
     "_signal_connector": lambda: isinstance(trainer()._signal_connector, SignalConnector),
     "_accelerator_connector": lambda: (
@@ -86,7 +87,9 @@ USED: dict[str, Callable[[], bool]] = {
     # loop/progress.py
     "_logger_connector": lambda: trainer()._logger_connector is not None,
     # loop/logger_runs.py
-    "_version": lambda: CSVLogger("unused", version=3)._version == 3 == TensorBoardLogger("unused", version=3)._version,
+    "_version": lambda: (
+        CSVLogger("unused", version=3)._version == 3 and calls(TensorBoardLogger.version.fget, "self._version")
+    ),
     "_experiment": lambda: (
         CSVLogger("unused")._experiment is None
         and calls(CSVLogger.experiment.fget, "ExperimentWriter(log_dir=self.log_dir)")
@@ -321,6 +324,7 @@ SET_ELSEWHERE = {
     "vars(block)[_SHARDED_WITH]": "a block of a module",
     "vars(optimizer).pop(name, None)": "an optimizer of torch",
     "vars(logger).pop(name, None)": "what loop/logger_threads.py replaces ends with the logger's run, behind the fit",
+    "connector._original_handlers[signal.Signals(number)]": "Lightning puts handlers back, but not those of this package",
     "own._version": "a logger goes on with the run of a checkpoint",
     "own._experiment": "likewise",
 }
