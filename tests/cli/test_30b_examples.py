@@ -53,7 +53,8 @@ def test_settings_on_one_gpu() -> None:
     assert strategy.microbatch_count.is_one
     assert (strategy.parallel.recompute, trainer.precision, trainer.gradient_clip_val) == ("full", "bf16-true", None)
     assert strategy.checkpoint_config.asynchronous
-    assert (cli.model.pretrained, cli.datamodule.tokenizer, cli.datamodule.sequence_length) == ("base", "base", 4096)
+    data = cli.config["fit"]["data"]["init_args"]
+    assert (cli.model.pretrained, data["tokenizer"], cli.datamodule.sequence_length) == ("base", "base", 4096)
     assert optimizer_of(cli).defaults["state_dtype"] == "uint8"
     assert callbacks(cli)["HuggingFaceExport"].directory == Path("30b_a3b_one_gpu_output/export")
 

@@ -324,7 +324,7 @@ SET_ELSEWHERE = {
     "vars(block)[_SHARDED_WITH]": "a block of a module",
     "vars(optimizer).pop(name, None)": "an optimizer of torch",
     "vars(logger).pop(name, None)": "what loop/logger_threads.py replaces ends with the logger's run, behind the fit",
-    "connector._original_handlers[signal.Signals(number)]": "Lightning puts handlers back, but not those of this package",
+    "connector._original_handlers[signal.Signals(number)]": "Lightning puts back what it has found",
     "own._version": "a logger goes on with the run of a checkpoint",
     "own._experiment": "likewise",
 }
