@@ -90,10 +90,14 @@ def fit_by_cli(**options: Any) -> tuple[L.Trainer, Model]:
     return cli.trainer, cli.model
 
 
+_folder: list[str] = []
+"""Where `main` writes, and reports of ranks that wait in vain are."""
+
+
 def fit_until_cut() -> tuple[L.Trainer, Model]:
     timeouts = TimeoutConfig(step_seconds=STEP_SECONDS, shutdown_seconds=SHUTDOWN_SECONDS)
-    strategy = D9DStrategy(timeouts=timeouts)
-    return fit(Model(num_steps=10**5), num_nodes=2, strategy=strategy, callbacks=[SaysWhenReady()])
+    options: dict[str, Any] = {"strategy": D9DStrategy(timeouts=timeouts), "default_root_dir": _folder[0]}
+    return fit(Model(num_steps=10**5), num_nodes=2, callbacks=[SaysWhenReady()], **options)
 
 
 class Signalled(L.Callback):
@@ -132,6 +136,7 @@ def answers(host: str, port: int) -> bool:
 
 
 def main(directory: str, *names: str) -> None:
+    _folder[:] = [directory]
     said: dict[str, Any] = {}
     for name in names:
         trainer, model = CASES[name]()
