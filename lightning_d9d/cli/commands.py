@@ -1,4 +1,4 @@
-"""The arguments of convert, prepare-data, doctor, generate and evaluate, which are read before torch is imported."""
+"""The arguments of subcommands that are not Lightning's, which are read before torch is imported."""
 
 from __future__ import annotations
 
@@ -113,6 +113,15 @@ def doctor_parser() -> argparse.ArgumentParser:
     return _Parser("doctor", "Checks this machine, or the ranks of a job, and says what to mend.")
 
 
+def report_parser() -> argparse.ArgumentParser:
+    """Makes the parser of `report`."""
+    parser = _Parser("report", "Draws what a run has logged to CSV or TensorBoard files, as one page of HTML.")
+    parser.add_argument("directory", help="where the run wrote: lightning_logs/version_0, or a folder above it")
+    parser.add_argument("--output", help="the page, which ends in .html (report.html in the directory)")
+    parser.add_argument("--pictures", help="folder for a PNG file of each chart, beside those in the page")
+    return parser
+
+
 def generate_parser() -> argparse.ArgumentParser:
     """Makes the parser of `generate`."""
     parser = _model_parser("generate", "Writes what a model makes of a prompt: greedily, or drawn with a temperature.")
@@ -154,6 +163,7 @@ PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "convert": convert_parser,
     "prepare-data": prepare_parser,
     "doctor": doctor_parser,
+    "report": report_parser,
     "generate": generate_parser,
     "evaluate": evaluate_parser,
 }
@@ -180,7 +190,7 @@ def parse(name: str, arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def check_paths(name: str, parsed: argparse.Namespace) -> None:
-    """Looks for the model and the texts that a subcommand is to read.
+    """Looks for the model, the texts or the directory that a subcommand is to read.
 
     Args:
         name: The subcommand.
@@ -190,7 +200,7 @@ def check_paths(name: str, parsed: argparse.Namespace) -> None:
         MistakeError: One does not exist.
     """
     kinds = {action.dest: action.help for action in PARSERS[name]()._actions}
-    kinds_read = ("source", "text", "adapter")
+    kinds_read = ("source", "text", "adapter", "directory")
     read = [(kind, path) for kind in kinds_read for path in _listed(getattr(parsed, kind, None) or [])]
     for kind, path in read:
         if "://" not in path and not Path(path).exists():

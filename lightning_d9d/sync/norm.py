@@ -164,7 +164,7 @@ def _norm(
         raise ConfigError(f"norm_type={norm_type} must be greater than 0; the usual ones are 2.0 and float('inf')")
     by_groups: dict[frozenset[dist.ProcessGroup], tuple[list[dist.ProcessGroup], list[Tensor], list[Tensor]]] = {}
     for sharding, gradients in by_sharding.items():
-        groups = _sharding_groups(sharding)
+        groups = sharding_groups(sharding)
         _, same_groups, squares = by_groups.setdefault(frozenset(groups), (groups, [], []))
         same_groups.extend(gradients)
         squares += [gone[sharding]] if sharding in gone else []
@@ -216,7 +216,7 @@ def _sum_over(group: dist.ProcessGroup, part: Tensor, norm_type: float) -> Tenso
     return bits.view(torch.float64)
 
 
-def _sharding_groups(sharding: Sharding | None) -> list[dist.ProcessGroup]:
+def sharding_groups(sharding: Sharding | None) -> list[dist.ProcessGroup]:
     """Of the axes along which ranks hold different elements."""
     if sharding is None:
         return []
