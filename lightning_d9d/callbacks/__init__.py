@@ -1,13 +1,16 @@
 """Lightning callbacks.
 
-`loss_curve.py` draws the losses of a fit, `text_sample.py` prints what a byte-level model writes, `export.py` leaves a
-trained model, or its adapters, as a Hugging Face directory; these act at the end of `fit`. `initial_weights.py` begins
-one with weights of a checkpoint. `predictions.py` writes what `predict` predicts. `pipeline_timeline.py` measures one
-step of a pipeline, `start_times.py` the start of a fit, and `data_wait.py` the wait for batches. `run_metrics.py` logs
-how fast a fit is and where its time goes, and `progress_lines.py` lines where no progress bar is seen.
-`stragglers.py` names slow ranks. `garbage_collection.py` collects Python's garbage on all ranks together.
-`background_loggers.py` keeps loggers from ending or stalling a fit, and goes on with their runs. `weight_averages.py`
-averages weights over the steps of a fit, and `histograms.py` shows how their values are spread.
+- Before a fit: `initial_weights.py` begins with weights of a checkpoint.
+- Behind a fit: `loss_curve.py` draws its losses, `text_sample.py` prints what a byte-level model writes, and `export.py`
+  leaves a trained model, or its adapters, as a Hugging Face directory.
+- Of weights: `weight_averages.py` averages them over steps, and `histograms.py` shows how their values are spread.
+- Of speed: `run_metrics.py` logs how fast a fit is and where its time goes. `start_times.py` measures its start,
+  `data_wait.py` the wait for batches. `step_profile.py` traces chosen steps and the memory, and draws pipelines by
+  `measured_step.py`, as `pipeline_timeline.py` does of one step. `stragglers.py` names slow ranks.
+- Of its course: `progress_lines.py` writes lines where no progress bar is seen. `background_loggers.py` keeps loggers
+  from ending or stalling a fit, and goes on with their runs. `garbage_collection.py` collects Python's garbage on all
+  ranks together.
+- Of predictions: `predictions.py` writes what `predict` predicts.
 """
 
 from lightning_d9d.callbacks.background_loggers import BackgroundLoggers
@@ -17,11 +20,13 @@ from lightning_d9d.callbacks.garbage_collection import GarbageCollection
 from lightning_d9d.callbacks.histograms import Histograms
 from lightning_d9d.callbacks.initial_weights import InitialWeights
 from lightning_d9d.callbacks.loss_curve import LossCurve
-from lightning_d9d.callbacks.pipeline_timeline import MeasuredStep, PipelineTimeline
+from lightning_d9d.callbacks.measured_step import MeasuredStep
+from lightning_d9d.callbacks.pipeline_timeline import PipelineTimeline
 from lightning_d9d.callbacks.predictions import PredictionWriter
 from lightning_d9d.callbacks.progress_lines import ProgressLines
 from lightning_d9d.callbacks.run_metrics import RunMetrics
 from lightning_d9d.callbacks.start_times import StartTimes
+from lightning_d9d.callbacks.step_profile import StepProfile
 from lightning_d9d.callbacks.stragglers import Stragglers
 from lightning_d9d.callbacks.text_sample import TextSample
 from lightning_d9d.callbacks.weight_averages import WeightAverages
@@ -41,6 +46,7 @@ __all__ = [
     "ProgressLines",
     "RunMetrics",
     "StartTimes",
+    "StepProfile",
     "Stragglers",
     "TextSample",
     "WeightAverages",

@@ -191,8 +191,16 @@ class AdapterExport(DirectoryExport):
 
 def make_folder(trainer: L.Trainer, folder: Path, callback: str) -> None:
     """On rank 0, make the folder that a callback will write to; `ConfigError` before the training if it cannot."""
-    if not trainer.is_global_zero:
-        return
+    if trainer.is_global_zero:
+        make_local_folder(folder, callback)
+
+
+def make_local_folder(folder: Path, callback: str) -> None:
+    """Make the folder that a callback will write to. Local.
+
+    Raises:
+        ConfigError: The folder cannot be made, or this user may not write there.
+    """
     with _usable(callback):
         make_directory(folder)
     if not os.access(folder, os.W_OK):

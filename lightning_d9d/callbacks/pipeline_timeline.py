@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import platform
 from collections import defaultdict
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,50 +14,17 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_d9d.callbacks.export import make_folder
+from lightning_d9d.callbacks.measured_step import MeasuredStep, executor_of
 from lightning_d9d.errors import ConfigError, ScheduleError
 from lightning_d9d.loop.display import say
 from lightning_d9d.mesh.collectives import all_gather_object
-from lightning_d9d.pipeline.executor import Executor
 from lightning_d9d.pipeline.microbatch import num_tokens
 from lightning_d9d.pipeline.timeline import ActivationBytes, Timeline
-from lightning_d9d.schedule import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Forward,
-    MeasuredCosts,
-    MeasuredStage,
-    Simulation,
-    Span,
-    bubble_ratio,
-    mean_costs,
-    plot,
-    simulate,
-)
+from lightning_d9d.schedule import Backward, BackwardInput, BackwardWeight, Forward, MeasuredCosts, MeasuredStage
 from lightning_d9d.schedule.spans import mean_times, message_time
 from lightning_d9d.strategy.batches import BatchSplitter
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.strategy import D9DStrategy
-
-
-@dataclass(frozen=True)
-class MeasuredStep:
-    """A step as it ran, and as the simulator runs it with its mean costs."""
-
-    spans: tuple[Span, ...]
-    """Of the compute actions of all ranks of the pipeline, in seconds."""
-    simulation: Simulation
-    """With the mean time of each stage and kind of action, and of a message."""
-
-    @property
-    def bubble_ratio(self) -> float:
-        """The share of time in which ranks computed nothing, from the first action to the last, 0 to 1."""
-        return bubble_ratio(self.spans)
-
-    @property
-    def seconds(self) -> float:
-        """From the start of the first action to the end of the last."""
-        return max(span.end for span in self.spans) - min(span.start for span in self.spans)
 
 
 class _Stage(NamedTuple):
@@ -134,7 +99,7 @@ class PipelineTimeline(L.Callback):
         step = trainer.global_step - self._first_step
         if self.measured is not None or step not in (self.step - 1, self.step):
             return
-        module, executor = _of(trainer, pl_module)
+        module, executor = executor_of(trainer, pl_module)
         if step < self.step:
             self._activations = executor.observer = ActivationBytes(module.stages, module.device)
         else:
@@ -144,19 +109,16 @@ class PipelineTimeline(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Looks away; after the measured step writes what was seen. Collective over the pipeline then."""
-        module, executor = _of(trainer, pl_module)
+        module, executor = executor_of(trainer, pl_module)
         executor.observer = None
         if self._timeline is None:
             return
         timeline, self._timeline = self._timeline, None
-        spans = timeline.spans()
+        self.measured = MeasuredStep.of(timeline, module)
         stages = self._gather_stages(module)
-        pipeline = module.pipeline
-        num_microbatches = sum(isinstance(span.action, Forward) and span.action.stage == 0 for span in spans)
-        program = pipeline.schedule.program(pipeline.num_ranks, num_microbatches)
-        self.measured = MeasuredStep(tuple(spans), simulate(program, mean_costs(spans, pipeline.placement)))
         if trainer.is_global_zero:
-            self._write(trainer)
+            self.measured.write(self.directory, trainer.global_step)
+            say(trainer, f"Pipeline in step {trainer.global_step}: {self.measured.bubbles}; see {self.directory}")
             self._write_costs(module, batch, stages)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -174,28 +136,6 @@ class PipelineTimeline(L.Callback):
         for theirs in [ours] if group is None else all_gather_object(ours, group):
             known |= theirs
         return [known[stage] for stage in sorted(known)]
-
-    def _write(self, trainer: L.Trainer) -> None:
-        assert self.measured is not None
-        step = trainer.global_step
-        measured, simulation = self.measured, self.measured.simulation
-        begin = min(span.start for span in measured.spans)
-        spans = [Span(rank, action, start - begin, end - begin) for rank, action, start, end in measured.spans]
-        bubbles = f"bubble {measured.bubble_ratio:.1%}, {simulation.bubble_ratio:.1%} simulated with its mean costs"
-        title = f"step {step} in ms: {bubbles}"
-        in_ms = [Span(rank, action, 1e3 * start, 1e3 * end) for rank, action, start, end in spans]
-        for ending in ("png", "svg", "html"):
-            plot(in_ms, self.directory / f"timeline.{ending}", title)
-        values = {
-            "step": step,
-            "bubble_ratio": measured.bubble_ratio,
-            "simulated_bubble_ratio": simulation.bubble_ratio,
-            "seconds": measured.seconds,
-            "simulated_seconds": simulation.step_time,
-            "spans": [[rank, str(action), start, end] for rank, action, start, end in spans],
-        }
-        (self.directory / "timeline.json").write_text(json.dumps(values) + "\n", encoding="utf-8")
-        say(trainer, f"Pipeline in step {step}: {bubbles}; see {self.directory}")
 
     def _write_costs(self, module: D9DModule, batch: Any, stages: list[_Stage]) -> None:
         assert self.measured is not None
@@ -224,14 +164,6 @@ class PipelineTimeline(L.Callback):
             rank_zero_warn(f"PipelineTimeline writes no costs.json: {error}")
         else:
             measured.write(self.directory / "costs.json")
-
-
-def _of(trainer: L.Trainer, module: L.LightningModule) -> tuple[D9DModule, Executor]:
-    assert isinstance(module, D9DModule)
-    assert isinstance(trainer.strategy, D9DStrategy)
-    executor = trainer.strategy.executor
-    assert executor is not None
-    return module, executor
 
 
 def _layers(stage: nn.Module) -> tuple[int, int] | None:

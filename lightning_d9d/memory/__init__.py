@@ -3,7 +3,8 @@
 `parameters.py` counts weights, gradients and optimizer states of parameters as this rank has them. `activations.py`
 counts what a model's layers keep, from their `ModelCosts`. `step.py` puts both together for settings that a user can
 change. `advice.py` compares them with the memory that there is, and finds the nearest settings that fit. `host.py` has
-the memory that ranks take of their host. Nothing here communicates.
+the memory that ranks take of their host. Nothing here communicates. `snapshots.py` writes what lies in a GPU's memory,
+also when it runs out.
 """
 
 from lightning_d9d.memory.activations import Activations

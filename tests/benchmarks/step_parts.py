@@ -1,8 +1,8 @@
 """What a training step consists of, and what each part would take with the best kernels of libraries alone.
 
-The step is profiled once. Time on the device is that of kernels, by the operator that launched them and its shapes,
-or by their own name where there is none, as in the optimizer. The ideal of a part is measured in the same process:
-products by themselves, attention by itself, and what moves memory at the rate of a copy that moves its bytes once.
+The step is profiled once, and summed up by `lightning_d9d.metrics.profiled_steps`. The ideal of a part is measured in
+the same process: products by themselves, attention by itself, and what moves memory at the rate of a copy that moves
+its bytes once.
 """
 
 from __future__ import annotations
@@ -16,46 +16,23 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from lightning_d9d.metrics.profiled import (
+    ATTENTION,
+    EXPERTS,
+    GAPS,
+    HEAD,
+    NORMS,
+    OPTIMIZER,
+    PERMUTES,
+    PRODUCTS,
+    profiled_steps,
+)
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig
 from lightning_d9d.ops import attention, grouped_gemm
 
-ATTENTION, PROJECTIONS, EXPERTS, HEAD = "attention", "projections and router", "experts' products", "head and loss"
-COPIES, NORMS, ADAMW, CLIPPING = (
-    "permute, SwiGLU, unpermute",
-    "norms, rope, residuals",
-    "AdamW",
-    "norm of the gradients",
-)
-REST = "all else"
-PARTS = (ATTENTION, PROJECTIONS, EXPERTS, HEAD, COPIES, NORMS, ADAMW, CLIPPING, REST)
-GAPS = "device waits"
-
-_OPERATORS = (
-    ("Optimizer", ADAMW),
-    ("_foreach_norm", CLIPPING),
-    ("_foreach", ADAMW),
-    ("attention", ATTENTION),
-    ("FlashAttn", ATTENTION),
-    ("grouped", EXPERTS),
-    ("linear_cross_entropy", HEAD),
-    ("moe_route", REST),
-    ("moe_", COPIES),
-    ("swiglu", COPIES),
-    ("norm", NORMS),
-    ("rope", NORMS),
-)
-_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::linear")
 _COPY_BYTES = 2**31
 _CHUNK = 2048
 """Tokens of a chunk of logits."""
-
-
-def part_of(operator: str, shapes: list[Any], vocab_size: int) -> str:
-    """Which part of the step an operator belongs to; `shapes` are those of its tensors."""
-    if operator in _PRODUCTS:
-        is_head = any(vocab_size in shape for shape in shapes if isinstance(shape, list | tuple))
-        return HEAD if is_head else PROJECTIONS
-    return next((part for name, part in _OPERATORS if name in operator), REST)
 
 
 def measure(step: Callable[[], None], config: Qwen3MoeConfig, num_rows: int, sequence_length: int) -> dict[str, Any]:
@@ -73,26 +50,13 @@ def measure(step: Callable[[], None], config: Qwen3MoeConfig, num_rows: int, seq
         step()
         _synchronize()
         step_seconds = time.perf_counter() - start
-    seconds = dict.fromkeys(PARTS, 0.0)
-    operators, of_kernels = [], 0.0
-    for event in profiler.key_averages(group_by_input_shape=True):
-        its_seconds = 1e-6 * (event.self_device_time_total if on_cuda else event.self_cpu_time_total)
-        if event.device_type == torch.autograd.DeviceType.CPU:
-            seconds[part_of(event.key, event.input_shapes, config.vocab_size)] += its_seconds
-            operators.append((event.key, str(event.input_shapes), event.count, its_seconds))
-        elif not event.is_user_annotation:
-            of_kernels += its_seconds
-            if "adamw" in event.key:  # launched by no operator, so nothing else counts them
-                seconds[ADAMW] += its_seconds
-                operators.append((event.key, "", event.count, its_seconds))
-    seconds[REST] += max(0.0, of_kernels - sum(seconds.values()))
+    found = profiled_steps(profiler, step_seconds, vocab_size=config.vocab_size)
     ideal = ideals(config, num_rows, sequence_length)
-    parts: dict[str, dict[str, float]] = {name: {"seconds": seconds[name]} for name in PARTS}
-    for name, value in ideal.items():
+    parts: dict[str, dict[str, float]] = {name: {"seconds": seconds} for name, seconds in found.parts.items()}
+    for name, value in {**ideal, GAPS: 0.0}.items():
         parts[name]["ideal"] = value
-    parts[GAPS] = {"seconds": max(0.0, step_seconds - sum(seconds.values())), "ideal": 0.0}
-    operators.sort(key=lambda each: -each[3])
-    return {"parts": parts, "operators": operators[:10], "step_seconds": step_seconds}
+    operators = [tuple(each) for each in found.operators]
+    return {"parts": parts, "operators": operators, "step_seconds": step_seconds}
 
 
 def ideals(config: Qwen3MoeConfig, num_rows: int, sequence_length: int) -> dict[str, float]:
@@ -137,15 +101,15 @@ def ideals(config: Qwen3MoeConfig, num_rows: int, sequence_length: int) -> dict[
     logits = 2 * tokens * config.vocab_size
     return {
         ATTENTION: layers * both_passes(attention, q, k, v),
-        PROJECTIONS: layers
+        PRODUCTS: layers
         * (
             product(tokens, hidden, wide) + product(tokens, heads * head_dim, hidden) + product(tokens, hidden, experts)
         ),
         EXPERTS: layers * (grouped(hidden, 2 * inner) + grouped(inner, hidden)),
         HEAD: chunks * product(_CHUNK, hidden, config.vocab_size) + per_byte * logits,
-        COPIES: layers * per_byte * copies,
+        PERMUTES: layers * per_byte * copies,
         NORMS: layers * per_byte * norms,
-        ADAMW: per_byte * 7 * config.num_parameters,
+        OPTIMIZER: per_byte * 7 * config.num_parameters,
     }
 
 

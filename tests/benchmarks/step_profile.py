@@ -18,6 +18,7 @@ from unittest.mock import patch
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from lightning_d9d.metrics.profiled import LONG_GAP, Kernel, device_use, short
 from lightning_d9d.ops.stochastic_adamw import MultiTensorAdamW
 from lightning_d9d.strategy.step_in_backward import StepInBackward
 from tests.benchmarks.frame import Contender
@@ -31,9 +32,7 @@ _TIMED: dict[str, tuple[type, str]] = {
 _COUNTS = ("num_device_alloc", "num_device_free", "num_alloc_retries", "num_sync_all_streams")
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _HOST = ("cuda_runtime", "cuda_driver")
-_SHOWN, _LONG_GAP = 30, 20e-6
-_NAME = 70
-"""Characters of a kernel's name that are shown."""
+_SHOWN = 30
 
 
 def profiles(contenders: Mapping[str, Contender], device: torch.device) -> dict[str, dict[str, Any]]:
@@ -105,28 +104,20 @@ def of_trace(events: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]:
     """
     kernels = _by_name((each for each in events if each.get("cat") in _DEVICE), steps)
     calls = _by_name((each for each in events if each.get("cat") in _HOST), steps)
-    on_device = sorted((each for each in events if each.get("cat") in _DEVICE), key=lambda each: each["ts"])
-    streams: dict[str, float] = defaultdict(float)
-    gaps: list[tuple[float, str, str]] = []
-    end, last, busy = None, "", 0.0
-    for each in on_device:
-        streams[str(each["args"].get("stream", each["tid"]))] += each["dur"] / steps / 1e3
-        begin, until = each["ts"], each["ts"] + each["dur"]
-        if end is not None and begin > end:
-            gaps.append((begin - end, last, each["name"]))
-        busy += max(0.0, until - max(begin, begin if end is None else end))
-        if end is None or until > end:
-            end, last = until, each["name"]
-    gaps.sort(key=lambda gap: -gap[0])
+    use = device_use(
+        Kernel(each["name"], str(each["args"].get("stream", each["tid"])), each["ts"], each["ts"] + each["dur"])
+        for each in events
+        if each.get("cat") in _DEVICE
+    )
     return {
         "kernels": kernels,
         "calls": calls,
-        "streams": dict(streams),
-        "busy_ms": busy / steps / 1e3,
-        "idle_ms": sum(gap[0] for gap in gaps) / steps / 1e3,
-        "long_gaps": sum(gap[0] > 1e6 * _LONG_GAP for gap in gaps) / steps,
-        "launches": sum(each["calls"] for each in kernels.values()),
-        "gaps": gaps[:10],
+        "streams": {stream: its / steps / 1e3 for stream, its in use.streams.items()},
+        "busy_ms": use.busy / steps / 1e3,
+        "idle_ms": use.idle / steps / 1e3,
+        "long_gaps": use.num_long_gaps / steps,
+        "launches": use.num_kernels / steps,
+        "gaps": use.gaps,
     }
 
 
@@ -145,7 +136,7 @@ def table(profiles: Mapping[str, Mapping[str, Any]]) -> str:
     first = profiles[names[0]]
     scalars = {"step_ms": "ms", "launched_ms": "ms until the host has launched it"}
     scalars |= {"launches": "kernels", "busy_ms": "ms with a kernel", "idle_ms": "ms without"}
-    scalars["long_gaps"] = f"gaps of more than {1e6 * _LONG_GAP:.0f} us"
+    scalars["long_gaps"] = f"gaps of more than {LONG_GAP:.0f} us"
     for key, text in scalars.items():
         if key in first:
             lines.append(_row([text, *(f"{profiles[name][key]:.2f}" for name in names)]))
@@ -161,7 +152,7 @@ def table(profiles: Mapping[str, Mapping[str, Any]]) -> str:
         if "gaps" in profiles[name]:
             of_streams = ", ".join(f"stream {key}: {ms:.2f} ms" for key, ms in profiles[name]["streams"].items())
             lines += ["", f"{name}: {of_streams}. Longest gaps:", ""]
-            lines += [f"- {us:.0f} us, {last[:_NAME]} -> {then[:_NAME]}" for us, last, then in profiles[name]["gaps"]]
+            lines += [f"- {us:.0f} us, {short(last)} -> {short(then)}" for us, last, then in profiles[name]["gaps"]]
     return "\n".join(lines)
 
 
@@ -176,7 +167,7 @@ def _compared(by_contender: Mapping[str, Mapping[str, Mapping[str, float]]], hea
     lines.append(_row(["---"] * (1 + 2 * len(names))))
     for _, key, values in rows[:_SHOWN]:
         numbers = [f"{each['ms']:.3f}" for each in values] + [f"{each['calls']:.1f}" for each in values]
-        lines.append(_row([key[:_NAME].replace("|", "/"), *numbers]))
+        lines.append(_row([short(key), *numbers]))
     total = [f"{sum(each['ms'] for each in by_contender[name].values()):.3f}" for name in names]
     return [*lines, _row(["all", *total, *[""] * len(names)])]
 
