@@ -40,7 +40,7 @@ class Stragglers(L.Callback):
     alike.
 
     Args:
-        every_n_steps: Batches of a report, a multiple of 12. A report must last longer than what disturbs a rank.
+        every_n_steps: Batches of a report, a multiple of 48. A report must last longer than what disturbs a rank.
         threshold: A rank must be slower by this share of what the others do by themselves in a step.
         path: A picture of all reports, written by rank 0 when the fit ends: .png, .svg (matplotlib) or .html (plotly).
 

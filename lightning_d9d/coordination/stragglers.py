@@ -14,13 +14,13 @@ from typing import Any
 PARTS = ("compute", "data")
 """Parts of a step that a rank does by itself, which are compared. Other programs on its host come and go."""
 ALL_PARTS = (*PARTS, "link", "queue")
-NUM_BLOCKS = 12
+NUM_BLOCKS = 48
 """A report has so many blocks of steps."""
 NUM_REPORTS = 2
 """A rank is named by what this many reports have in common."""
 MOST_FALSE_NAMES = 1e-4
 """A report of ranks that are alike has a name with at most this probability."""
-_MOST_COMPARED = 64
+_MOST_COMPARED = 16
 """A median over more ranks costs more and says the same."""
 
 
@@ -85,10 +85,14 @@ class Comparison:
     share of what these others do by themselves. So what slows all ranks makes no excess. Both parts together count: a
     rank that computes longer and waits less for data keeps nobody waiting.
 
-    The blocks of the last two reports decide. A rank is named if the median of its excess is above the threshold. The
-    lower end of a confidence interval for this median must be above half of the threshold, too. Its ends are order
-    statistics, so the distribution does not matter; `num_slow_blocks` says what does. The part that is named is the one
-    with the larger median.
+    The blocks of the last two reports decide. A rank is named if all this holds:
+
+    - The median of its excess is above the threshold.
+    - The lower end of a confidence interval for this median is above half of it. Its ends are order statistics, so the
+      distribution does not matter; `num_slow_blocks` says what does.
+    - So is the median of each half of a report: a burst of other work comes and goes.
+
+    The part that is named is the one with the larger median.
 
     Args:
         threshold: A share of the others' own time in a step.
@@ -109,14 +113,18 @@ class Comparison:
             return []
         found = []
         for rank, own in enumerate(report):
-            work = sorted(self._excess(rank, "work"))
-            if not work or median(work) <= self.threshold:
-                continue
-            if work[len(work) - num_slow_blocks(len(report))] > self.threshold / 2:
+            work = self._excess(rank, "work")
+            if work and self._is_slow(work, num_slow_blocks(len(report))):
                 medians = {part: median(self._excess(rank, part)) for part in PARTS}
                 part = max(PARTS, key=medians.__getitem__)
                 found.append(Straggler(rank, own.host, part, medians[part]))
         return found
+
+    def _is_slow(self, excess: Sequence[float], needed: int) -> bool:
+        half = NUM_BLOCKS // 2
+        halves = [excess[begin : begin + half] for begin in range(0, len(excess), half)]
+        lower_end = sorted(excess)[len(excess) - needed]
+        return median(excess) > self.threshold and min(lower_end, *map(median, halves)) > self.threshold / 2
 
     def _excess(self, rank: int, part: str) -> list[float]:
         """Return that of each block; nothing where no other rank does the same work."""

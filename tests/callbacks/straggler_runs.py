@@ -1,7 +1,7 @@
 """Real runs of two ranks, and whom `Stragglers` names: `python -m tests.callbacks.straggler_runs even.json`.
 
-With `--slow 1` rank 1 has a fifth more to do in each step. The run makes reports of single steps. They are put together
-again for reports of other lengths, and `Comparison` sees these. `--only-read` does that for files of earlier runs.
+With `--slow 1` rank 1 has a fifth more to do in each step. Blocks of its reports are single steps. They are put
+together for reports of other lengths, and `Comparison` sees these. `--only-read` does that for files of earlier runs.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -56,18 +57,19 @@ def run(file: Path, seconds: float, num_rounds: int, slow: int | None) -> None:
 
 def reports(steps: list[list[dict[str, Any]]], every_n_steps: int) -> Iterator[list[Times]]:
     """Those that the run would have made every so many steps."""
+    ranks = [
+        {part: [step for report in steps for step in report[rank][part]] for part in ALL_PARTS}
+        for rank in range(len(steps[0]))
+    ]
     size = every_n_steps // NUM_BLOCKS
-    for begin in range(0, len(steps) - size + 1, size):
-        report = []
-        for rank in range(len(steps[0])):
-            several = [steps[number][rank] for number in range(begin, begin + size)]
-            parts = {part: [step for each in several for step in each[part]] for part in ALL_PARTS}
-            blocks = {
-                part: [of_block(values[place : place + size]) for place in range(0, every_n_steps, size)]
-                for part, values in parts.items()
-            }
-            report.append(Times(several[0]["host"], several[0]["stage"], **blocks))
-        yield report
+    for begin in range(0, len(ranks[0]["compute"]) - every_n_steps + 1, every_n_steps):
+        places = range(begin, begin + every_n_steps, size)
+        yield [
+            Times(
+                "node", 0, **{part: [of_block(parts[part][place : place + size]) for place in places] for part in parts}
+            )
+            for parts in ranks
+        ]
 
 
 def show(file: Path) -> None:
@@ -75,13 +77,16 @@ def show(file: Path) -> None:
     found = json.loads(file.read_text())
     steps = found["steps"]
     means = [
-        {part: 1000 * sum(sum(report[rank][part]) for report in steps) / len(steps) / NUM_BLOCKS for part in ALL_PARTS}
+        {part: 1000 * fmean(step for report in steps for step in report[rank][part]) for part in ALL_PARTS}
         for rank in range(len(steps[0]))
     ]
-    print(f"{file}: {len(steps) * NUM_BLOCKS} steps, load {found['load']}, slow: {found['slow']}")
+    print(
+        f"{file}: {sum(len(report[0]['compute']) for report in steps)} steps, "
+        f"load {found['load']}, slow: {found['slow']}"
+    )
     for rank, parts in enumerate(means):
         print(f"rank {rank}: " + ", ".join(f"{part} {value:.2f} ms" for part, value in parts.items()))
-    for every_n_steps in (24, 48, 96, 192):
+    for every_n_steps in (48, 96, 192, 384):
         comparison = Comparison(THRESHOLD)
         named = [[each.rank for each in comparison.add(report)] for report in reports(steps, every_n_steps)][1:]
         right = sum(each == [found["slow"]] for each in named)

@@ -10,7 +10,7 @@ from itertools import islice
 
 from lightning_d9d.coordination.stragglers import NUM_BLOCKS, Comparison, Times, of_block
 
-THRESHOLD, STEPS_OF_BLOCK = 0.1, 8  # those of a `Stragglers()` without arguments
+THRESHOLD, STEPS_OF_BLOCK = 0.1, 2  # those of a `Stragglers()` without arguments
 SLOWER = 0.2
 
 Noise = Callable[[random.Random], Iterator[float]]
@@ -83,17 +83,16 @@ def share_named(noise: Noise, num_ranks: int, num_reports: int, slower: float = 
 
 
 ROWS = {
-    "steps of 5 %": independent(0.05),
     "steps of 10 %": independent(0.1),
-    "steps of 15 %": independent(0.15),
-    "steps of 10 %, heavy tails": independent(0.1, has_heavy_tails=True),
+    "steps of 14 %, so blocks of 10 %": independent(0.14),
+    "steps of 20 %": independent(0.2),
     "steps of 20 %, heavy tails": independent(0.2, has_heavy_tails=True),
-    "blocks of 5 %, that last 3 blocks": drifting(0.05, 3),
-    "blocks of 5 %, that last a report": drifting(0.05, 12),
-    "bursts of a quarter of a report": bursts(3, 0.2),
-    "bursts of half a report": bursts(6, 0.2),
-    "bursts of a report": bursts(12, 0.2),
-    "bursts of two reports": bursts(24, 0.2),
+    "blocks of 5 %, that last 6 blocks": drifting(0.05, 6),
+    "blocks of 5 %, that last half a report": drifting(0.05, 24),
+    "blocks of 5 %, that last a report": drifting(0.05, 48),
+    "bursts of a quarter of a report": bursts(12, 0.1),
+    "bursts of a report": bursts(48, 0.1),
+    "bursts of two reports": bursts(96, 0.1),
 }
 
 

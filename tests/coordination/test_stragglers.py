@@ -20,7 +20,7 @@ from lightning_d9d.coordination.stragglers import (
 from tests.coordination.noise import SLOWER, Noise, bursts, drifting, independent, share_named
 
 
-@pytest.mark.parametrize("num_ranks", [2, 5, 6, 64, 1677])
+@pytest.mark.parametrize("num_ranks", [2, 3, 64, 1024, 100_000])
 def test_the_rule_names_no_rank_of_an_even_run_but_with_the_probability_that_it_says(num_ranks: int) -> None:
     """Ranks that are alike, of independent blocks: a block is above the median of the others in half of all cases."""
     num_blocks = NUM_REPORTS * NUM_BLOCKS
@@ -33,19 +33,15 @@ def test_the_rule_names_no_rank_of_an_even_run_but_with_the_probability_that_it_
     assert probability(needed) <= MOST_FALSE_NAMES < probability(needed - 1)
 
 
-def test_among_very_many_ranks_all_blocks_must_be_slow() -> None:
-    assert num_slow_blocks(100_000) == NUM_REPORTS * NUM_BLOCKS
-
-
 @pytest.mark.parametrize(
     ("noise", "num_ranks", "num_reports"),
     [
-        pytest.param(independent(0.1), 2, 600, id="independent-2"),
-        pytest.param(independent(0.1), 64, 5, id="independent-64"),
-        pytest.param(independent(0.2, has_heavy_tails=True), 3, 200, id="heavy tails-3"),
-        pytest.param(drifting(0.05, 2), 2, 1000, id="drifting-2"),
-        pytest.param(bursts(3, share=0.2), 2, 400, id="short bursts-2"),
-        pytest.param(bursts(6, share=0.2), 4, 200, id="bursts-4"),
+        pytest.param(independent(0.14), 2, 400, id="independent-2"),
+        pytest.param(independent(0.14), 64, 4, id="independent-64"),
+        pytest.param(independent(0.2, has_heavy_tails=True), 3, 100, id="heavy tails-3"),
+        pytest.param(drifting(0.05, 6), 2, 400, id="drifting-2"),
+        pytest.param(bursts(12, share=0.1), 2, 200, id="short bursts-2"),
+        pytest.param(bursts(24, share=0.1), 4, 50, id="bursts-4"),
     ],
 )
 def test_no_rank_of_an_even_run_is_named_under_noise(noise: Noise, num_ranks: int, num_reports: int) -> None:
@@ -54,8 +50,8 @@ def test_no_rank_of_an_even_run_is_named_under_noise(noise: Noise, num_ranks: in
 
 @pytest.mark.parametrize(("num_ranks", "has_heavy_tails"), [(2, False), (3, True), (16, True)])
 def test_a_rank_slower_by_a_fifth_is_named_by_two_reports(num_ranks: int, has_heavy_tails: bool) -> None:
-    """Steps vary by a tenth."""
-    assert share_named(independent(0.1, has_heavy_tails), num_ranks, 400 // num_ranks, SLOWER) >= 0.95
+    """Blocks vary by a tenth."""
+    assert share_named(independent(0.14, has_heavy_tails), num_ranks, 160 // num_ranks, SLOWER) >= 0.95
 
 
 def test_a_rank_slower_by_less_than_the_threshold_is_not_named() -> None:
@@ -96,7 +92,7 @@ def test_a_rank_that_computes_longer_and_waits_less_for_data_keeps_nobody_waitin
 def test_a_burst_on_one_rank_is_no_straggler() -> None:
     comparison = Comparison(0.1)
     for _ in range(4):
-        assert comparison.add([even(), even(compute=[1.0] * 3 + [3.0] * (NUM_BLOCKS - 3))]) == []
+        assert comparison.add([even(), even(compute=[1.0] * 14 + [3.0] * (NUM_BLOCKS - 14))]) == []
 
 
 def test_ranks_of_other_stages_are_not_compared() -> None:
