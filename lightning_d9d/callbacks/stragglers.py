@@ -31,7 +31,8 @@ class Stragglers(L.Callback):
     Every `every_n_steps` batches each rank leaves its times in the job's store: what it computed, how long it waited
     for data, and for other ranks. Rank 0 reads them a batch or so later, compares the ranks of equal pipeline stages,
     and logs a line. It needs neither a collective nor a wait for the device. A rank is named by two reports in a row:
-    see `lightning_d9d.coordination.stragglers.Comparison`. All ranks must have the callback.
+    see `lightning_d9d.coordination.stragglers.Comparison`. Single steps that are far too long do not count. All ranks
+    must have the callback.
 
     On Linux the time that a rank waits for a processor, because other programs of its host use it, is not taken for
     computing. Waits for others that are measured are those for gradients, norms, messages of a pipeline, experts, and
@@ -39,7 +40,7 @@ class Stragglers(L.Callback):
     alike.
 
     Args:
-        every_n_steps: Batches of a report, a multiple of 10.
+        every_n_steps: Batches of a report, a multiple of 48. A report must last longer than what disturbs a rank.
         threshold: A rank must be slower by this share of what the others do by themselves in a step.
         path: A picture of all reports, written by rank 0 when the fit ends: .png, .svg (matplotlib) or .html (plotly).
 
@@ -51,7 +52,7 @@ class Stragglers(L.Callback):
         ConfigError: A bad value, one process, or no two ranks that do the same work.
     """
 
-    def __init__(self, every_n_steps: int = 50, threshold: float = 0.1, path: str | Path | None = None) -> None:
+    def __init__(self, every_n_steps: int = 96, threshold: float = 0.1, path: str | Path | None = None) -> None:
         if every_n_steps < NUM_BLOCKS or every_n_steps % NUM_BLOCKS:
             raise ConfigError(f"Stragglers(every_n_steps={every_n_steps}) must be a multiple of {NUM_BLOCKS}")
         if not threshold > 0:

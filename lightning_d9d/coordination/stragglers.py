@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from functools import cache, cached_property
+from itertools import islice
+from statistics import median, median_high
 from typing import Any
 
 PARTS = ("compute", "data")
 """Parts of a step that a rank does by itself, which are compared. Other programs on its host come and go."""
 ALL_PARTS = (*PARTS, "link", "queue")
-NUM_BLOCKS = 10
+NUM_BLOCKS = 48
 """A report has so many blocks of steps."""
 NUM_REPORTS = 2
 """A rank is named by what this many reports have in common."""
-_MOST_COMPARED = 64
+MOST_FALSE_NAMES = 1e-4
+"""A report of ranks that are alike has a name with at most this probability."""
+_MOST_COMPARED = 16
 """A median over more ranks costs more and says the same."""
-_SHARE_OF_BLOCKS = 0.7
-"""The rank must be slow in so many blocks at least: a burst of other work fills fewer."""
-_NUM_DEVIATIONS = 2.0
-"""The median must be above zero by so many of its own standard deviations."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Times:
     queue: list[float]
     """The wait for a processor that other programs use; 0 where the system does not say."""
 
-    @property
+    @cached_property
     def work(self) -> list[float]:
         """The seconds of both parts that the rank does by itself."""
         return [sum(parts) for parts in zip(*(getattr(self, part) for part in PARTS), strict=True)]
@@ -82,12 +82,17 @@ class Comparison:
     """Compares ranks report by report.
 
     A rank's excess in a block is its time less the median of the other ranks of its stages in the same block. It is a
-    share of what these others do by themselves. So what slows all ranks makes no excess.
-
-    The blocks of the last two reports decide. A rank is named if the median of its excess is above the threshold. The
-    median must also be beyond two of its own standard deviations, as the median absolute deviation tells. And seven
-    tenths of the blocks must be above half of the threshold. All this must hold for one part, and for both together: a
+    share of what these others do by themselves. So what slows all ranks makes no excess. Both parts together count: a
     rank that computes longer and waits less for data keeps nobody waiting.
+
+    The blocks of the last two reports decide. A rank is named if all this holds:
+
+    - The median of its excess is above the threshold.
+    - The lower end of a confidence interval for this median is above half of it. Its ends are order statistics, so the
+      distribution does not matter; `num_slow_blocks` says what does.
+    - So is the median of each half of a report: a burst of other work comes and goes.
+
+    The part that is named is the one with the larger median.
 
     Args:
         threshold: A share of the others' own time in a step.
@@ -95,7 +100,7 @@ class Comparison:
 
     def __init__(self, threshold: float) -> None:
         self.threshold = threshold
-        self._excess: dict[tuple[int, str], deque[list[float]]] = defaultdict(lambda: deque(maxlen=NUM_REPORTS))
+        self._reports: deque[Sequence[Times]] = deque(maxlen=NUM_REPORTS)
 
     def add(self, report: Sequence[Times]) -> list[Straggler]:
         """Return the ranks that are slow as of this report.
@@ -103,38 +108,62 @@ class Comparison:
         Args:
             report: One for each rank.
         """
+        self._reports.append(report)
+        if len(self._reports) < NUM_REPORTS:
+            return []
         found = []
         for rank, own in enumerate(report):
-            usual, slow = _usual(report, own.stage, rank), dict[str, float | None]()
-            for part in (*PARTS, "work") if usual else ():
-                pairs = zip(getattr(own, part), usual[part], usual["work"], strict=True)
-                history = self._excess[rank, part]
-                history.append([(value - other) / max(work, 1e-9) for value, other, work in pairs])
-                slow[part] = self._slow([each for blocks in history for each in blocks])
-            if slow.get("work") is not None and len(self._excess[rank, "work"]) == NUM_REPORTS:
-                found += [Straggler(rank, own.host, part, excess) for part in PARTS if (excess := slow[part])]
+            work = self._excess(rank, "work")
+            if work and self._is_slow(work, num_slow_blocks(len(report))):
+                medians = {part: median(self._excess(rank, part)) for part in PARTS}
+                part = max(PARTS, key=medians.__getitem__)
+                found.append(Straggler(rank, own.host, part, medians[part]))
         return found
 
-    def _slow(self, excess: Sequence[float]) -> float | None:
-        middle = median(excess)
-        deviation = 1.4826 * median(abs(each - middle) for each in excess)
-        error = 1.2533 * deviation / math.sqrt(len(excess))
-        num_above = sum(each > self.threshold / 2 for each in excess)
-        is_slow = (
-            middle > self.threshold and middle > _NUM_DEVIATIONS * error and num_above >= _SHARE_OF_BLOCKS * len(excess)
-        )
-        return middle if is_slow else None
+    def _is_slow(self, excess: Sequence[float], needed: int) -> bool:
+        half = NUM_BLOCKS // 2
+        halves = [excess[begin : begin + half] for begin in range(0, len(excess), half)]
+        lower_end = sorted(excess)[len(excess) - needed]
+        return median(excess) > self.threshold and min(lower_end, *map(median, halves)) > self.threshold / 2
+
+    def _excess(self, rank: int, part: str) -> list[float]:
+        """Return that of each block; nothing where no other rank does the same work."""
+        found = []
+        for report in self._reports:
+            stage = report[rank].stage
+            alike = (each for other, each in enumerate(report) if each.stage == stage and other != rank)
+            others = list(islice(alike, _MOST_COMPARED))
+            blocks = zip(getattr(report[rank], part), _usual(others, part), _usual(others, "work"), strict=False)
+            found += [(own - usual) / max(work, 1e-9) for own, usual, work in blocks]
+        return found
+
+
+@cache
+def num_slow_blocks(num_ranks: int) -> int:
+    """Return in how many of all n blocks the excess of a rank that is named must be above half of the threshold.
+
+    Let ranks be alike: in a block the times of a stage are exchangeable, and blocks are independent. Then a rank is
+    above the higher median of the others with a probability of at most 1/2. The number X of such blocks has
+    `P(X >= k) <= sum(C(n, i) for i in k..n) / 2**n`, as in the sign test. The smallest k for which this is at most
+    `MOST_FALSE_NAMES / num_ranks` is needed (Bonferroni), or all blocks. If k blocks are above a value, so is
+    the order statistic n - k + 1, the lower end of the interval. See Thompson, Annals of Mathematical Statistics 7,
+    1936.
+    """
+    num_blocks = NUM_REPORTS * NUM_BLOCKS
+    tail, needed = 1, num_blocks
+    while (tail + math.comb(num_blocks, needed - 1)) * num_ranks <= MOST_FALSE_NAMES * 2**num_blocks:
+        needed -= 1
+        tail += math.comb(num_blocks, needed)
+    return needed
 
 
 def of_block(steps: Sequence[float]) -> float:
-    """Return the upper quartile: what takes some of a step's time for another makes steps too short, not too long."""
-    return sorted(steps)[3 * len(steps) // 4]
+    """Return the interquartile mean: single steps that are far too long or too short do not count."""
+    cut = len(steps) // 4
+    middle = sorted(steps)[cut : len(steps) - cut]
+    return sum(middle) / len(middle)
 
 
-def _usual(report: Sequence[Times], stage: int, rank: int) -> dict[str, list[float]]:
-    """Return by part the median of each block over the other ranks of a stage; nothing where it is alone."""
-    ranks = [each for other, each in enumerate(report) if each.stage == stage and other != rank][:_MOST_COMPARED]
-    if not ranks:
-        return {}
-    parts = {part: [getattr(each, part) for each in ranks] for part in (*PARTS, "work")}
-    return {part: [median(block) for block in zip(*values, strict=True)] for part, values in parts.items()}
+def _usual(ranks: Sequence[Times], part: str) -> list[float]:
+    """Return the higher median of each block over ranks; nothing without ranks."""
+    return [median_high(block) for block in zip(*(getattr(each, part) for each in ranks), strict=True)]
