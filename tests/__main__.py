@@ -5,24 +5,28 @@
   if nothing is said.
 
 Tests of ranks, of jobs and of one process run side by side, those of one process in two streams. Ranks wait for each
-other often, and jobs for their time limits: together they fill the cores. What runs beside prints when all is over.
+other often, and jobs for their time limits: together they fill the cores. Each stream is a fork of this process, which
+makes the long imports once. What runs beside prints when all is over.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
+import gc
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from tests.changed import changed_files, files_above
+from tests.harness import warm
 from tests.harness.quick import SPINE
 
 WITHOUT_GPU = "not gpu and not meshes"
@@ -46,23 +50,60 @@ def run(arguments: list[str], kinds: Sequence[tuple[str, list[str]]] = ()) -> in
     *beside, (last, more) = kinds or [(kind, []) for kind in (RANKS, JOBS, ONE_PROCESS)]
 
     def command(kind: str, more: list[str]) -> list[str]:
-        return [sys.executable, "-m", "pytest", *arguments, "-m", f"{kind} and {WITHOUT_GPU}", *more]
+        return [*arguments, "-m", f"{kind} and {WITHOUT_GPU}", *more]
 
-    path = os.pathsep.join([str(STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path}
+    make_imports()
     with ExitStack() as stack:
         outputs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in beside]
-        started = [
-            stack.enter_context(subprocess.Popen(command(*each), env=environment, stdout=output, stderr=output))
-            for each, output in zip(beside, outputs, strict=True)
-        ]
-        ended = {subprocess.run(command(last, more), env=environment, check=False).returncode}
+        started = [start(command(*each), output.fileno()) for each, output in zip(beside, outputs, strict=True)]
+        ended = {exit_code(start(command(last, more)))}
         for process, output in zip(started, outputs, strict=True):
-            ended.add(process.wait())
+            ended.add(exit_code(process))
             output.seek(0)
             print(output.read())
     # What was asked for may be of one kind.
     return max(ended - {pytest.ExitCode.NO_TESTS_COLLECTED} if len(ended) > 1 else ended)
+
+
+def make_imports() -> None:
+    """Import what most tests need, with the interpreter of Triton where there is no GPU."""
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])])
+    import_module("tests.harness.startup.sitecustomize")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # the other way of asking leaves forks without CUDA
+        if not import_module("torch").cuda.is_available():
+            os.environ["TRITON_INTERPRET"] = "1"
+    import_module("tests.harness.preloaded")
+    atexit.register(gc.unfreeze)  # or extensions report at the end that their objects were not freed
+
+
+def start(arguments: list[str], output: int | None = None) -> int:
+    """Run pytest in a fork of this process, which writes to `output`. Return its number."""
+    sys.stdout.flush()
+    if process := os.fork():
+        return process
+    status = int(pytest.ExitCode.INTERNAL_ERROR)
+    try:
+        if output is not None:
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+        warm.fork_server()
+        for name in [name for name in sys.modules if name.startswith("tests.")]:
+            del sys.modules[name]  # pytest imports them with its own asserts
+        sys.argv = ["pytest", *arguments]
+        status = int(
+            pytest.main([*arguments, "-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"])
+        )
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def exit_code(process: int) -> int:
+    """Wait for a process, and return how it ended."""
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
 def everything(arguments: list[str]) -> int:

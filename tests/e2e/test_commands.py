@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
+import lightning
 import nbformat
 import pytest
 import torch
@@ -18,7 +16,7 @@ from nbclient import NotebookClient
 from lightning_d9d.cli import main
 from lightning_d9d.state import read_tensors
 from tests.harness.compare import assert_close_named
-from tests.harness.warm import run_command
+from tests.harness.warm import python_path, run_command
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "qwen3_moe"
 FIT = ("lightning_d9d.cli", "fit", "--config", str(EXAMPLES / "tiny.yaml"))
@@ -39,20 +37,6 @@ TIMEOUT_SECONDS = 600
 """For a command: longer than a busy machine needs."""
 
 pytestmark = [pytest.mark.jobs, pytest.mark.timeout(2 * TIMEOUT_SECONDS)]
-
-
-def run(*command: str | Path, output: Path) -> subprocess.CompletedProcess[str]:
-    """Runs `python ...` until every process that it started has ended: each of them holds the pipes open."""
-    environment = os.environ | {"QUICKSTART_OUTPUT": str(output), "OMP_NUM_THREADS": "1"}
-    arguments = [sys.executable, *map(str, command)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(arguments, env=environment, start_new_session=True, **pipes) as process:
-        try:
-            stdout, stderr = process.communicate(timeout=TIMEOUT_SECONDS)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-    return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
 
 
 def assert_results(folder: Path, picture: str, export: str) -> None:
@@ -104,12 +88,14 @@ def test_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 @pytest.mark.parametrize("launcher", ["torchrun", "lightning"])
 def test_yaml_on_two_processes(launcher: str, tmp_path: Path):
+    options = {"folder": tmp_path, "seconds": TIMEOUT_SECONDS}
+    variables = {"QUICKSTART_OUTPUT": str(tmp_path), "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
     if launcher == "torchrun":
-        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
-        result = run(*torchrun, *FIT, *SHORT, output=tmp_path)
+        arguments = ("--standalone", "--nproc-per-node", "2", "-m", *FIT, *SHORT)
+        result = run_command(*arguments, module="torch.distributed.run", variables=variables, **options)
     else:
-        pipeline = (*FIT[1:], "--config", str(EXAMPLES / "pipeline.yaml"), *SHORT)
-        result = run_command(*pipeline, folder=tmp_path, variables={"QUICKSTART_OUTPUT": str(tmp_path)})
+        arguments = (*FIT[1:], "--config", str(EXAMPLES / "pipeline.yaml"), *SHORT)
+        result = run_command(*arguments, variables=variables, **options)
     assert result.returncode == 0, result.stderr
     assert "All distributed processes registered. Starting with 2 processes" in result.stderr
     assert "max_steps=4` reached" in result.stderr
@@ -129,7 +115,8 @@ def test_empty_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "Traceback" not in said
 
 
-def test_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Its commands run in this process, which takes less time."""
     for name, value in {
         "QUICKSTART_MAX_STEPS": "2",
         "QUICKSTART_OUTPUT": str(tmp_path),
@@ -139,12 +126,17 @@ def test_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setenv(name, value)
     notebook = nbformat.read(EXAMPLES / "quickstart.ipynb", as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells)
+    commands = [line for line in notebook.cells.pop().source.splitlines() if line.startswith("!")]
     NotebookClient(notebook, timeout=TIMEOUT_SECONDS, resources={"metadata": {"path": str(EXAMPLES)}}).execute()
     assert_results(tmp_path / "notebook", "loss_curve.png", "huggingface")
     printed = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", ()))
     assert "stopped at step 2, validation loss" in printed
-    assert "\ndef " in printed.replace("\r", "")
-    assert "perplexity " in printed
+    for line, said in zip(commands, ("def ", "perplexity "), strict=True):
+        words = shlex.split(line.format(sys=sys, output=tmp_path / "notebook", L=lightning))
+        assert words[:3] == [f"!{sys.executable}", "-m", "lightning_d9d.cli"]
+        monkeypatch.setattr(sys, "argv", ["lightning-d9d", *words[3:]])
+        main()
+        assert capsys.readouterr().out.startswith(said)
 
 
 def test_predict_writes_files_unless_it_is_left_out(

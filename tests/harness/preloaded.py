@@ -4,10 +4,15 @@ The garbage collector looks at none of it, there and in forks. A look would chan
 """
 
 import gc
+import os
 from importlib import import_module
+
+from tests.harness.interpreter import quicken_interpreter
 
 gc.disable()
 for name in ("lightning_d9d.cli.training", "tests.harness.worker"):
     import_module(name)
+if os.environ.get("TRITON_INTERPRET") == "1":
+    quicken_interpreter()
 gc.freeze()
 gc.enable()

@@ -17,10 +17,12 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
-from multiprocessing import forkserver
+from contextlib import suppress
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from unittest.mock import patch
 
 PRELOADED = "LIGHTNING_D9D_TESTS_PRELOADED"
 """Names the variable with the module whose imports are made, for tests whose ranks need less than most."""
@@ -32,6 +34,27 @@ def context() -> ForkServerContext:
     forking = multiprocessing.get_context("forkserver")
     forking.set_forkserver_preload([os.environ.get(PRELOADED, "tests.harness.preloaded")])
     return forking
+
+
+def fork_server() -> None:
+    """Start the server of `context` as a fork of this process, which has made the imports and has started nothing."""
+
+    def fork(path: bytes, arguments: Sequence[str], passed: Sequence[int]) -> int:
+        if process := os.fork():
+            return process
+        try:
+            for number in map(int, os.listdir("/dev/fd")):  # as where another program starts
+                with suppress(OSError):
+                    if number not in passed and not os.get_inheritable(number):
+                        os.close(number)
+            exec(arguments[-1], {})
+        finally:
+            os._exit(0)
+
+    context()
+    resource_tracker.ensure_running()
+    with patch("multiprocessing.util.spawnv_passfds", fork):
+        forkserver.ensure_running()
 
 
 def run_rank(connection: Connection, environment: Mapping[str, str], output: Path | None) -> None:
