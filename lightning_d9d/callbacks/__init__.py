@@ -1,8 +1,8 @@
 """Lightning callbacks.
 
 - Before a fit: `initial_weights.py` begins with weights of a checkpoint.
-- Behind a fit: `loss_curve.py` draws its losses, `text_sample.py` prints what a byte-level model writes, and `export.py`
-  leaves a trained model, or its adapters, as a Hugging Face directory.
+- At the end of a fit: `loss_curve.py` draws its losses, and `text_sample.py` prints what a byte-level model writes.
+  `export.py` leaves a trained model, or its adapters, as a Hugging Face directory.
 - Of weights: `weight_averages.py` averages them over steps, and `histograms.py` shows how their values are spread.
 - Of speed: `run_metrics.py` logs how fast a fit is and where its time goes. `start_times.py` measures its start,
   `data_wait.py` the wait for batches. `step_profile.py` traces chosen steps and the memory, and draws pipelines by
