@@ -100,34 +100,40 @@ class Histograms(L.Callback):
         for theirs in [] if group is None else all_gather_object(counts, group):
             counts |= theirs
         if trainer.is_global_zero:
+            histograms = {name: _filled(each) for name, each in counts.items() if each.sum() > 0}
             for logger in trainer.loggers:
-                for name, each in counts.items():
-                    if each.sum() > 0:
-                        _log(logger, name, each, step)
+                _log(logger, histograms, step)
 
 
-def _log(logger: Logger, name: str, counts: Tensor, step: int) -> None:
-    """Log the bins from the first to the last that has something."""
+def _filled(counts: Tensor) -> tuple[list[float], Tensor]:
+    """Return the bins from the first to the last that has something: their borders and counts."""
     filled = counts.nonzero().flatten()
     first, last = int(filled[0]), int(filled[-1])
-    borders = [2 * BORDERS[0], *BORDERS, 2 * BORDERS[-1]][first : last + 2]
-    taken = counts[first : last + 1]
+    borders = [2 * BORDERS[0], *BORDERS, 2 * BORDERS[-1]]
+    return borders[first : last + 2], counts[first : last + 1]
+
+
+def _log(logger: Logger, histograms: dict[str, tuple[list[float], Tensor]], step: int) -> None:
     if isinstance(logger, TensorBoardLogger):
-        limits = torch.tensor(borders, dtype=torch.float64)
-        middles = (limits[1:] + limits[:-1]) / 2
-        logger.experiment.add_histogram_raw(
-            name,
-            min=borders[0],
-            max=borders[-1],
-            num=int(taken.sum()),
-            sum=float((taken * middles).sum()),
-            sum_squares=float((taken * middles**2).sum()),
-            bucket_limits=borders[1:],
-            bucket_counts=taken.tolist(),
-            global_step=step,
-        )
+        for name, (borders, counts) in histograms.items():
+            limits = torch.tensor(borders, dtype=torch.float64)
+            middles = (limits[1:] + limits[:-1]) / 2
+            logger.experiment.add_histogram_raw(
+                name,
+                min=borders[0],
+                max=borders[-1],
+                num=int(counts.sum()),
+                sum=float((counts * middles).sum()),
+                sum_squares=float((counts * middles**2).sum()),
+                bucket_limits=borders[1:],
+                bucket_counts=counts.tolist(),
+                global_step=step,
+            )
     elif isinstance(logger, WandbLogger):
         import wandb  # type: ignore[import-not-found]
 
-        histogram = wandb.Histogram(np_histogram=(taken.numpy(), borders))
-        logger.experiment.log({name: histogram, "trainer/global_step": step})
+        values = {
+            name: wandb.Histogram(np_histogram=(counts.numpy(), borders))
+            for name, (borders, counts) in histograms.items()
+        }
+        logger.experiment.log(values | {"trainer/global_step": step})  # in one call, which is a step of W&B's

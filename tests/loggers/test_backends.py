@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger, WandbLogger
 
 from lightning_d9d import ConfigError, D9DStrategy
-from lightning_d9d.callbacks import BackgroundLoggers
+from lightning_d9d.callbacks import BackgroundLoggers, Histograms
 from lightning_d9d.loggers import AimLogger
 from tests.strategy.plain import Plain, loader, trainer
 
@@ -95,6 +96,30 @@ def test_wandb_offline(tmp_path: Path) -> None:
                 steps.append(int(items["trainer/global_step"]))
     assert len(runs) == 1
     assert steps == [0, 1, 2, 3]
+
+
+@pytest.mark.loggers
+def test_histograms_in_wandb(tmp_path: Path) -> None:
+    import wandb
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    logger = WandbLogger(project="project", save_dir=tmp_path, offline=True)
+    module, name = Plain(), "weights/net.0.weight"
+    size = module.net[0].weight.numel()
+    trainer(D9DStrategy(), logger=logger, callbacks=[Histograms(2, "net.0.weight", None)], max_epochs=1).fit(
+        module, loader(16)
+    )
+    wandb.finish()
+    steps = []
+    (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    for data in records_in(path):
+        history = Record.FromString(data).history
+        items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in history.item}
+        if f"{name}/values" in items:
+            steps.append(items["trainer/global_step"])
+            assert sum(items[f"{name}/values"]) == size
+            assert len(items[f"{name}/bins"]) == len(items[f"{name}/values"]) + 1
+    assert steps == [0, 2]
 
 
 @pytest.mark.loggers
