@@ -224,8 +224,8 @@ def profiled_steps(
         if event.name in _HOST_WAITS:
             host_waits += event.time_range.elapsed_us()
         part = part_of(event.name, event.input_shapes or (), vocab_size)
-        if event.is_user_annotation and (on_cuda or part is REST):
-            continue  # on a CPU the own time of most ranges is that of Python between operators
+        if event.is_user_annotation and (on_cuda or event.name != WAIT):
+            continue  # on a CPU the own time of other ranges is that of Python between operators
         if on_cuda:
             its = 0.0
             for launched in event.kernels:
