@@ -207,25 +207,31 @@ def profiled_steps(
     on_cuda = profiler.use_device == "cuda"
     parts = dict.fromkeys(PARTS, 0.0)
     found: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0])
-    unclaimed: Counter[str] = Counter()
+    events = profiler.events() or ()
+    kernels = [
+        Kernel(event.name, str(event.device_resource_id), event.time_range.start, event.time_range.end)
+        for event in events
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
+    ]
+    unclaimed: dict[str, float] = defaultdict(float)
     """By name, microseconds of kernels less what operators have launched of them."""
-    kernels: list[Kernel] = []
+    for kernel in kernels:
+        unclaimed[kernel.name] += kernel.end - kernel.begin
     host_waits = 0.0
-    for event in profiler.events() or ():
+    for event in events:
         if event.device_type == DeviceType.CUDA:
-            if not event.is_user_annotation:
-                begin, end = event.time_range.start, event.time_range.end
-                kernels.append(Kernel(event.name, str(event.device_resource_id), begin, end))
-                unclaimed[event.name] += end - begin
             continue
         if event.name in _HOST_WAITS:
             host_waits += event.time_range.elapsed_us()
         part = part_of(event.name, event.input_shapes or (), vocab_size)
-        if event.is_user_annotation and (on_cuda or part is REST):
-            continue  # on a CPU the own time of most ranges is that of Python between operators
+        if event.is_user_annotation and (on_cuda or event.name != WAIT):
+            continue  # on a CPU the own time of other ranges is that of Python between operators
         if on_cuda:
-            its = sum(kernel.duration for kernel in event.kernels)
-            unclaimed.subtract({kernel.name: kernel.duration for kernel in event.kernels})
+            its = 0.0
+            for launched in event.kernels:
+                claimed = min(launched.duration, unclaimed[launched.name])
+                unclaimed[launched.name] -= claimed
+                its += claimed
         else:
             its = event.self_cpu_time_total
         parts[part] += its

@@ -97,12 +97,13 @@ def test_a_profile_of_a_gpu() -> None:
     """A kernel is that of the operator that launched it, or of its own name; ranges count nothing."""
     events = [
         operator("aten::mm", ("nvjet", 100.0)),
-        operator("lightning_d9d::moe_copy_rows", ("_copy", 20.0)),
+        operator("lightning_d9d::moe_copy_rows", ("_copy", 12.0), ("_copy", 8.0)),
         operator("c10d::allreduce_", ("ncclDevKernel_AllReduce", 200.0)),
         operator("0F0", ("0F0", 120.0), is_range=True),
         operator("cudaStreamSynchronize", wall=40.0),
         kernel("nvjet", 0, 100),
-        kernel("_copy", 100, 120),
+        kernel("_copy", 100, 112),
+        kernel("_copy", 112, 120),
         kernel("ncclDevKernel_AllReduce", 50, 250, stream=20),
         kernel("0F0", 0, 120, is_range=True),
         kernel("_adamw", 300, 350),
@@ -115,7 +116,7 @@ def test_a_profile_of_a_gpu() -> None:
     assert found.operators[0][:3] == ("c10d::allreduce_", "", 1)
     use = found.device
     assert use is not None
-    assert (use.num_kernels, use.busy, use.idle, use.num_long_gaps) == (5, 310, 50, 1)
+    assert (use.num_kernels, use.busy, use.idle, use.num_long_gaps) == (6, 310, 50, 1)
     assert use.communication_alone == 310 - 180
     assert use.streams == {"7": 180, "20": 200}
     assert use.gaps == [(50, "ncclDevKernel_AllReduce", "_adamw")]
