@@ -1,7 +1,7 @@
 """Real runs of two ranks, and whom `Stragglers` names: `python -m tests.callbacks.straggler_runs even.json`.
 
-With `--slow 1` rank 1 has a fifth more to do in each step. Blocks of its reports are single steps. They are put
-together for reports of other lengths, and `Comparison` sees these. `--only-read` does that for files of earlier runs.
+With `--slow 1` rank 1 needs a fifth more processor time in each step. Blocks of its reports are single steps. They are
+put together for reports of other lengths, and `Comparison` sees these. `--only-read` does that for earlier files.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -24,21 +25,28 @@ from lightning_d9d.callbacks import Stragglers
 from lightning_d9d.coordination.stragglers import ALL_PARTS, NUM_BLOCKS, Comparison, Times, of_block
 from tests.strategy.plain import Plain, rows, trainer
 
-THRESHOLD = 0.1
+THRESHOLD, SLOWER = 0.1, 0.2
 
 
 class Working(Plain):
-    """Multiplies matrices for so many rounds in each step, 0.1 to 0.2 ms each."""
+    """Multiplies matrices for so many rounds in each step, about 0.1 ms each, and then counts on if it is slow."""
 
-    def __init__(self, num_rounds: int) -> None:
+    def __init__(self, num_rounds: int, is_slow: bool) -> None:
         super().__init__()
-        self.num_rounds = num_rounds
+        self.num_rounds, self.is_slow = num_rounds, is_slow
+        self.since = time.thread_time()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         with torch.no_grad():
             matrix = torch.eye(160)
             for _ in range(self.num_rounds):
                 matrix = matrix @ matrix
+        if self.is_slow:
+            now = time.thread_time()
+            end = now + SLOWER * (now - self.since)  # since the same place in the step before
+            while time.thread_time() < end:
+                pass
+            self.since = time.thread_time()
         return super().training_step(batch, batch_idx)
 
 
@@ -48,7 +56,7 @@ def run(file: Path, seconds: float, num_rounds: int, slow: int | None) -> None:
     stragglers = Stragglers(every_n_steps=NUM_BLOCKS)
     load = os.getloadavg()[0]
     fit = trainer(D9DStrategy(), 2, max_epochs=-1, max_time={"seconds": seconds}, callbacks=[stragglers])
-    module = Working(round(num_rounds * 1.2) if rank == slow else num_rounds)
+    module = Working(num_rounds, rank == slow)
     fit.fit(module, DataLoader(rows(1000), batch_size=2))
     if rank == 0:
         steps = [[asdict(times) for times in report] for report in stragglers.reports]
@@ -100,7 +108,7 @@ def main() -> int:
     parser.add_argument("file", type=Path)
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--rounds", type=int, default=200, help="of work in a step")
-    parser.add_argument("--slow", type=int, help="the rank that has a fifth more to do")
+    parser.add_argument("--slow", type=int, help="the rank that needs a fifth more")
     parser.add_argument("--only-read", action="store_true")
     options = parser.parse_args()
     if not options.only_read:
