@@ -123,7 +123,7 @@ def _join_group(setup: Setup) -> RankContext:
 
 def _share_device() -> None:
     """Let all groups of gloo wait for messages in one thread: each device has one, which wakes up every 10 ms."""
-    gloo = distributed_c10d.ProcessGroupGloo
+    gloo: Any = distributed_c10d.ProcessGroupGloo
     device = gloo.create_default_device()
 
     class OnOneDevice(gloo):
@@ -134,7 +134,7 @@ def _share_device() -> None:
             options._devices, options._threads, options._timeout = [device], 2, timeout
             super().__init__(store, rank, size, options)
 
-    distributed_c10d.ProcessGroupGloo = OnOneDevice
+    distributed_c10d.ProcessGroupGloo = OnOneDevice  # type: ignore[misc]
 
 
 def _ended_groups() -> list[dist.ProcessGroup | None]:
