@@ -41,6 +41,7 @@ def test_gradients_and_losses_are_torchs(rank: RankContext, schedule: str) -> No
     assert sum(rank.all_gather_object(losses[0])) == pytest.approx(5.5, abs=0.2)  # the log of 256 ids
 
 
+@pytest.mark.meshes  # compiled layers of pipelines are those of tests/parallel/test_compiling.py
 @pytest.mark.ranks(2)
 def test_compiled_layers_do_the_same_work(rank: RankContext) -> None:
     schedules = ["zero_bubble_v", "zero_bubble_v+compile"]

@@ -88,14 +88,12 @@ def test_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 @pytest.mark.parametrize("launcher", ["torchrun", "lightning"])
 def test_yaml_on_two_processes(launcher: str, tmp_path: Path):
-    options = {"folder": tmp_path, "seconds": TIMEOUT_SECONDS}
     variables = {"QUICKSTART_OUTPUT": str(tmp_path), "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
     if launcher == "torchrun":
-        arguments = ("--standalone", "--nproc-per-node", "2", "-m", *FIT, *SHORT)
-        result = run_command(*arguments, module="torch.distributed.run", variables=variables, **options)
+        module, arguments = "torch.distributed.run", ("--standalone", "--nproc-per-node", "2", "-m", *FIT, *SHORT)
     else:
-        arguments = (*FIT[1:], "--config", str(EXAMPLES / "pipeline.yaml"), *SHORT)
-        result = run_command(*arguments, variables=variables, **options)
+        module, arguments = FIT[0], (*FIT[1:], "--config", str(EXAMPLES / "pipeline.yaml"), *SHORT)
+    result = run_command(*arguments, folder=tmp_path, variables=variables, module=module, seconds=TIMEOUT_SECONDS)
     assert result.returncode == 0, result.stderr
     assert "All distributed processes registered. Starting with 2 processes" in result.stderr
     assert "max_steps=4` reached" in result.stderr

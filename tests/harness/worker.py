@@ -66,12 +66,12 @@ class _Worker:
         self._connection = connection
         self._setup = setup
         self._context = _join_group(setup)
+        self._ended_groups = _ended_groups()
         self._recorder = Recorder()
         self._importer = _AssertionRewriter()
 
     def run(self, assignment: Assignment) -> None:
         """One test. Unless every rank's body returns, the pool does not say Finish but kills the ranks."""
-        groups_before = _groups()
         with restored_state() as leftovers:
             if assignment.record:
                 self._recorder.start(self._setup.record_path)
@@ -90,7 +90,11 @@ class _Worker:
             self._recorder.stop()
             reusable = dist.is_initialized()
             try:
-                groups = _close_groups(groups_before) if reusable else ["no default process group"]
+                groups = _close_groups() if reusable else ["no default process group"]
+                if self._ended_groups:  # DTensor takes equal meshes for one, and would go on with groups that are gone
+                    _clear_sharding_prop_cache()
+                    _gen_transform_infos.cache_clear()
+                    self._ended_groups.clear()
             except Exception as error:  # the body left a collective that is no longer matched
                 self._connection.send(_raised(error))
                 return
@@ -119,7 +123,7 @@ def _join_group(setup: Setup) -> RankContext:
 
 def _share_device() -> None:
     """Let all groups of gloo wait for messages in one thread: each device has one, which wakes up every 10 ms."""
-    gloo = distributed_c10d.ProcessGroupGloo
+    gloo: Any = distributed_c10d.ProcessGroupGloo
     device = gloo.create_default_device()
 
     class OnOneDevice(gloo):
@@ -130,21 +134,24 @@ def _share_device() -> None:
             options._devices, options._threads, options._timeout = [device], 2, timeout
             super().__init__(store, rank, size, options)
 
-    distributed_c10d.ProcessGroupGloo = OnOneDevice
+    distributed_c10d.ProcessGroupGloo = OnOneDevice  # type: ignore[misc]
 
 
-def _groups() -> tuple[int, list[dist.ProcessGroup]]:
-    """How many groups this process has made, and those that live."""
-    world = distributed_c10d._world
-    return world.group_count, list(world.pg_map)
+def _ended_groups() -> list[dist.ProcessGroup | None]:
+    """Return a list to which each group is added that this process destroys."""
+    ended: list[dist.ProcessGroup | None] = []
+    destroy = dist.destroy_process_group
+
+    def destroy_and_note(group: dist.ProcessGroup | None = None) -> None:
+        ended.append(group)
+        destroy(group)
+
+    dist.destroy_process_group = destroy_and_note
+    return ended
 
 
-def _close_groups(before: tuple[int, list[dist.ProcessGroup]]) -> list[str]:
-    """Meets the other ranks once more on the default group, then destroys every group but those that go with it.
-
-    Args:
-        before: The groups before the test.
-    """
+def _close_groups() -> list[str]:
+    """Meet the other ranks once more on the default group, then destroy every group but those that go with it."""
     dist.barrier()
     pools = sys.modules.get("lightning_d9d.mesh.groups")
     pool = pools.GroupPool.living() if pools else None
@@ -154,9 +161,6 @@ def _close_groups(before: tuple[int, list[dist.ProcessGroup]]) -> list[str]:
         pool.close()  # torch names groups by their number: with fewer, a new one would get the name of one that is kept
     for group in others:
         dist.destroy_process_group(group)
-    if _groups() != before:  # DTensor takes equal meshes for one, and would go on with groups that are gone
-        _clear_sharding_prop_cache()
-        _gen_transform_infos.cache_clear()
     return ["process groups"] if others else []
 
 

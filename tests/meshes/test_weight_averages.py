@@ -174,10 +174,10 @@ class Validated(Watched):
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=str(case), marks=pytest.mark.ranks(2))
+        pytest.param(case, id=str(case), marks=[pytest.mark.ranks(2), *marks_of(case.fast)])
         for case in (
-            Case("shard2", parallel=ParallelConfig(reshard_after_forward=False)),
-            Case("pp2", tied=True),
+            Case("shard2", parallel=ParallelConfig(reshard_after_forward=False), fast=True),
+            Case("pp2", tied=True),  # each stage exchanges its own weights, as each shard does
         )
     ],
 )

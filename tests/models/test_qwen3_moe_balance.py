@@ -301,10 +301,11 @@ def test_replicas_of_pipelines_hold_equal_biases(rank: RankContext) -> None:
 @pytest.mark.parametrize(
     "mesh",
     [
-        MeshConfig(context_parallel_shard=2, tensor_parallel=2),
-        MeshConfig(pipeline_parallel=2, tensor_parallel=2, expert_parallel=2),
+        pytest.param(
+            MeshConfig(context_parallel_shard=2, tensor_parallel=2), marks=pytest.mark.meshes, id="context, tensor"
+        ),
+        pytest.param(MeshConfig(pipeline_parallel=2, tensor_parallel=2, expert_parallel=2), id="pipeline, tensor"),
     ],
-    ids=["context, tensor", "pipeline, tensor"],
 )
 def test_ranks_that_share_sequences_have_all_losses_of_one_process(rank: RankContext, mesh: MeshConfig) -> None:
     data = rows(8, length=8)

@@ -281,7 +281,7 @@ MESHES = [
     Case("pp2 tp2", data=Data(8), schedule="zero_bubble", microbatch_size=4),
     Case("shard2 cp2", data=Data(8), parallel=RING),
     Case("shard2 tp2", data=Data(8)),
-    Case("cp2 tp2", data=Data(8), heads=(4, 4), parallel=HEADS, fast=True),
+    Case("cp2 tp2", data=Data(8), heads=(4, 4), parallel=HEADS),
     Case("cp4", data=Data(16)),
 ]
 

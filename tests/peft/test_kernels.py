@@ -123,7 +123,7 @@ def test_experts_over_ranks(rank: RankContext) -> None:
 @pytest.mark.parametrize(
     "mesh",
     [
-        {"data_parallel_shard": 2},
+        pytest.param({"data_parallel_shard": 2}, marks=pytest.mark.meshes),
         pytest.param({"tensor_parallel": 2}, marks=pytest.mark.meshes),
         {"data_parallel_replicate": 2, "expert_parallel": 2},
     ],

@@ -163,7 +163,7 @@ def num_tensors() -> int:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("kind", ["all trained", "shared"])
+@pytest.mark.parametrize("kind", [pytest.param("all trained", marks=pytest.mark.meshes), "shared"])
 def test_nothing_is_kept_longer_than_it_is_needed(rank: RankContext, kind: str) -> None:
     """Graphs end with their backward, outputs with their send, buffers with their use, and all with the batch."""
     expected = of_one_process(kind, NUM_MICROBATCHES, rank.device)[-1]

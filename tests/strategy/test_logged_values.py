@@ -45,6 +45,7 @@ MESHES = {
 }
 TWO = [name for name, degrees in MESHES.items() if MeshConfig(**degrees).world_size == 2]
 FOUR = [name for name in MESHES if name not in TWO]
+MARKS = {"pp2 cp2": pytest.mark.meshes}
 
 
 def rows(count: int) -> list[dict[str, Tensor]]:
@@ -147,7 +148,7 @@ def test_two_ranks_log_what_one_process_logs(rank: RankContext, mesh: str) -> No
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("mesh", FOUR)
+@pytest.mark.parametrize("mesh", [pytest.param(mesh, marks=MARKS.get(mesh, ())) for mesh in FOUR])
 def test_four_ranks_log_what_one_process_logs(rank: RankContext, mesh: str) -> None:
     check_mesh(rank, mesh)
 

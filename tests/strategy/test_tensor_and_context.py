@@ -86,7 +86,9 @@ def expected_of(length: int, packed: bool) -> tuple[Steps, Tensor, Tensor]:
     [
         pytest.param(TP2, 7, True, "1f1b", marks=pytest.mark.ranks(2), id="tp padded, packed"),
         pytest.param(CP2, 6, False, "1f1b", marks=pytest.mark.ranks(2), id="cp padded"),
-        pytest.param(PP2 | TP2, 7, False, "zero_bubble", marks=pytest.mark.ranks(4), id="pp, tp padded"),
+        pytest.param(
+            *(PP2 | TP2, 7, False, "zero_bubble"), marks=[pytest.mark.ranks(4), pytest.mark.meshes], id="pp, tp padded"
+        ),
         pytest.param(PP2 | CP2, 8, True, "1f1b", marks=pytest.mark.ranks(4), id="pp, cp packed"),
         pytest.param(TP2 | CP2, 6, True, "1f1b", marks=pytest.mark.ranks(4), id="tp, cp padded, packed"),
     ],
@@ -172,10 +174,14 @@ def test_a_module_that_was_built_whole_is_spread(rank: RankContext, mesh: dict[s
 @pytest.mark.parametrize(
     ("config", "meshes"),
     [
-        (SMALL, [SHARD2 | TP2, SHARD2 | CP2, TP2 | CP2, {"data_parallel_shard": 4}]),
-        (SHARED_HEADS, [SHARD2 | TP2, TP4]),
+        pytest.param(
+            *(SMALL, [SHARD2 | TP2, SHARD2 | CP2, TP2 | CP2, {"data_parallel_shard": 4}]),
+            marks=pytest.mark.meshes,
+            id="every mesh",
+        ),
+        pytest.param(SMALL, [SHARD2 | TP2, TP2 | CP2], id="2 heads"),
+        pytest.param(SHARED_HEADS, [SHARD2 | TP2, TP4], id="1 head"),
     ],
-    ids=["2 heads", "1 head"],
 )
 def test_checkpoints_go_from_mesh_to_mesh(
     rank: RankContext, config: Qwen3MoeConfig, meshes: list[dict[str, int]]
@@ -206,7 +212,7 @@ def test_checkpoints_go_from_mesh_to_mesh(
         pytest.param(
             SHARD2 | TP2, replace(SMALL, tie_word_embeddings=True), marks=pytest.mark.ranks(4), id="shard, tp"
         ),
-        pytest.param(PP2 | TP2, SMALL, marks=pytest.mark.ranks(4), id="pp, tp"),
+        pytest.param(PP2 | TP2, SMALL, marks=[pytest.mark.ranks(4), pytest.mark.meshes], id="pp, tp"),
         pytest.param(CP2, SMALL, marks=pytest.mark.ranks(2), id="cp"),
     ],
 )
