@@ -13,14 +13,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.distributed.tensor._redistribute import _gen_transform_infos
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -106,8 +104,6 @@ def _join_group(setup: Setup) -> RankContext:
     if setup.device_type == "cuda":
         device, backend = torch.device("cuda", setup.rank), "nccl"
         torch.cuda.set_device(device)
-    else:
-        _share_device()
     dist.init_process_group(
         backend,
         store=dist.TCPStore("127.0.0.1", setup.store_port, is_master=False, timeout=setup.group_timeout),
@@ -119,22 +115,6 @@ def _join_group(setup: Setup) -> RankContext:
     return RankContext(
         rank=setup.rank, world_size=setup.world_size, device=device, backend=backend, tmp_dir=setup.directory
     )
-
-
-def _share_device() -> None:
-    """Let all groups of gloo wait for messages in one thread: each device has one, which wakes up every 10 ms."""
-    gloo: Any = distributed_c10d.ProcessGroupGloo
-    device = gloo.create_default_device()
-
-    class OnOneDevice(gloo):
-        """What torch makes for a group."""
-
-        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-            options = gloo._Options()
-            options._devices, options._threads, options._timeout = [device], 2, timeout
-            super().__init__(store, rank, size, options)
-
-    distributed_c10d.ProcessGroupGloo = OnOneDevice  # type: ignore[misc]
 
 
 def _ended_groups() -> list[dist.ProcessGroup | None]:
@@ -156,7 +136,7 @@ def _close_groups() -> list[str]:
     pools = sys.modules.get("lightning_d9d.mesh.groups")
     pool = pools.GroupPool.living() if pools else None
     kept = [dist.group.WORLD, *(pooled.group for pooled in (pool.groups if pool else ()))]
-    others = [group for group in distributed_c10d._world.pg_map if group not in kept]
+    others = [group for group in dist.distributed_c10d._world.pg_map if group not in kept]
     if others and pool:
         pool.close()  # torch names groups by their number: with fewer, a new one would get the name of one that is kept
     for group in others:

@@ -86,6 +86,8 @@ USED: dict[str, Callable[[], bool]] = {
     "_results": lambda: isinstance(trainer().validate_loop._results, result._ResultCollection),
     # loop/progress.py
     "_logger_connector": lambda: trainer()._logger_connector is not None,
+    # callbacks/progress_lines.py
+    "_callback_metrics": lambda: trainer()._logger_connector._callback_metrics == {},
     # loop/logger_runs.py
     "_version": lambda: (
         CSVLogger("unused", version=3)._version == 3 and calls(TensorBoardLogger.version.fget, "self._version")
@@ -267,6 +269,7 @@ def uses_in(tree: ast.AST) -> Iterator[str]:
                 base != "self"
                 and not hasattr(importlib.import_module("torch"), node.attr)
                 and base not in {"os", "sys"}
+                and not base.startswith("torch.")
             ):
                 yield node.attr
 
