@@ -15,6 +15,7 @@ import argparse
 import atexit
 import gc
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -155,6 +156,7 @@ def changed(arguments: list[str]) -> int:
 
 def main(arguments: list[str]) -> int:
     """Return the exit status."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes ignore it; tests send it
     match arguments:
         case ["quick", *others]:
             return quick(others)
