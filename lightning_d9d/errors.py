@@ -93,6 +93,12 @@ def did_you_mean(name: object, choices: Iterable[str]) -> str:
     Returns:
         "; did you mean 'learning_rate'?" where one choice is spelt alike but for case and a few letters, else "".
     """
+    nearest = nearest_choice(name, choices)
+    return "" if nearest is None else f"; did you mean {nearest!r}?"
+
+
+def nearest_choice(name: object, choices: Iterable[str]) -> str | None:
+    """Return the choice that is spelt like an unknown name but for case and a few letters, or None. Local."""
     folded = {choice.casefold(): choice for choice in choices}
     close = difflib.get_close_matches(str(name).casefold(), folded, n=1, cutoff=0.7)
-    return f"; did you mean {folded[close[0]]!r}?" if close else ""
+    return folded[close[0]] if close else None

@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pkgutil import resolve_name
 from typing import Any
 
@@ -21,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lightning_d9d.cli import SUBCOMMANDS
 from lightning_d9d.cli.files import Written
 from lightning_d9d.cli.wording import either, must_be
-from lightning_d9d.errors import did_you_mean
+from lightning_d9d.errors import did_you_mean, nearest_choice
 
 _OPTION = re.compile(r"(?:Option|does not accept option) '([^']+)'|unrecognized arguments: (.+)")
 _CLASS = re.compile(r"Expected a dot import path string: (.+)")
@@ -215,9 +214,9 @@ def describe_class(name: str, subject: str, key: str, bases: Iterable[type], wor
     known = [kind.__name__ for kind in sorted(kinds, key=_closeness)]
     if name in known:
         return f"{subject} takes a class as --{key}.class_path {name}, or as class_path: {name} in a file"
-    nearest = get_close_matches(name, known, n=1)
-    listed = words or [*nearest, *(each for each in known if each not in nearest)]
-    legal = [*_beginning(listed), "the full name of a class such as my_package.MyClass"]
+    nearest = nearest_choice(name, known)
+    known.sort(key=lambda each: each != nearest)
+    legal = [*_beginning(words or known), "the full name of a class such as my_package.MyClass"]
     return f"{subject} knows no {name!r}{did_you_mean(name, [*words, *known])}\nit may be {either(legal)}"
 
 

@@ -8,6 +8,8 @@ from time import perf_counter
 
 import torch
 
+from lightning_d9d.metrics.wait_clock import WaitClock, new_event
+
 _Moment = float | torch.cuda.Event
 
 
@@ -25,7 +27,7 @@ class StepParts:
     """It waited for other ranks."""
 
 
-class StepClock:
+class StepClock(WaitClock):
     """Notes when batches of one optimizer step begin and end, and when computation waits for other ranks.
 
     On CUDA these are moments of the device's stream: two events a batch, and two a wait. Elsewhere they are moments of
@@ -37,13 +39,10 @@ class StepClock:
     """
 
     def __init__(self, device: torch.device, waited: float) -> None:
-        self._on_cuda = device.type == "cuda"
+        super().__init__(device)
         self._waited = -waited
         self._batches = [self._now()]
         """The end of the step before, then beginning and end of each batch."""
-        self._waits: list[_Moment] = []
-        """Beginning and end of each wait."""
-        self._is_waiting = False
 
     def begin_batch(self) -> None:
         """The step of a batch begins. Local."""
@@ -52,19 +51,6 @@ class StepClock:
     def end_batch(self) -> None:
         """The step of a batch ends. Local."""
         self._batches.append(self._now())
-
-    def begin_wait(self) -> None:
-        """Computation waits for other ranks from here on. Local."""
-        if self._on_cuda and torch.cuda.is_current_stream_capturing():
-            return
-        self._is_waiting = True
-        self._waits.append(self._now())
-
-    def end_wait(self) -> None:
-        """Computation goes on. Local."""
-        if self._is_waiting:
-            self._is_waiting = False
-            self._waits.append(self._now())
 
     def finish(self, waited: float) -> None:
         """The optimizer step ends with the last batch.
@@ -81,15 +67,11 @@ class StepClock:
             return None
         idle, busy = _sum_of_pairs(self._batches), _sum_of_pairs(self._batches[1:])
         data = min(idle, max(0.0, self._waited))
-        communication = min(busy, _sum_of_pairs(self._waits))
+        communication = min(busy, self.seconds)
         return StepParts(data, idle - data, busy - communication, communication)
 
     def _now(self) -> _Moment:
-        if not self._on_cuda:
-            return perf_counter()
-        moment = torch.cuda.Event(enable_timing=True)
-        moment.record()
-        return moment
+        return new_event() if self._on_cuda else perf_counter()
 
 
 def _sum_of_pairs(moments: Sequence[_Moment]) -> float:

@@ -30,7 +30,7 @@ class WaitClock:
         if not self._on_cuda:
             self._begin = perf_counter(), seconds_in_queue()
         elif not torch.cuda.is_current_stream_capturing():
-            self._begin = _event()
+            self._begin = new_event()
 
     def end_wait(self) -> None:
         """Computation goes on. Local."""
@@ -39,7 +39,7 @@ class WaitClock:
             self._seconds += perf_counter() - begin
             self.queued += seconds_in_queue() - queued
         elif self._begin is not None:
-            self._under_way.append((self._begin, _event()))
+            self._under_way.append((self._begin, new_event()))
         self._begin = None
 
     @property
@@ -59,7 +59,8 @@ def seconds_in_queue() -> float:
         return 0.0
 
 
-def _event() -> torch.cuda.Event:
+def new_event() -> torch.cuda.Event:
+    """Return an event that the stream which computes passes when it has come here. Local."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

@@ -62,7 +62,7 @@ MESHES = {
 }
 GROUPS = {"ends": "*embed*", "head": "lm_head.*", "layers": "*.layers.*", "norm": "model.norm.*"}
 """Each parameter is in one of them."""
-CLOCKS = ("callbacks.run_metrics", "loop.uneven", "metrics.step_clock")
+CLOCKS = ("callbacks.run_metrics", "loop.uneven", "metrics.step_clock", "metrics.wait_clock")
 
 
 class Clock:
