@@ -98,8 +98,15 @@ def _run_on(makers: Sequence[int], work: Callable[[Progress], str], ranks: Ranks
     if ranks.alone:
         return [work(lambda: None)]
     job = _Job(work) if ranks.rank in makers else None
-    while any(ranks.all_gather(job is not None and job.is_busy(_TURN_SECONDS))):
-        pass
+    try:
+        while any(ranks.all_gather(job is not None and job.is_busy(_TURN_SECONDS))):
+            pass
+    except RuntimeError as error:  # of the backend: the watchdog adds which rank
+        error.add_note(
+            f"a rank has ended while data were prepared on rank{'s' * (len(makers) > 1)} "
+            f"{', '.join(map(str, makers))}; run the same again: texts go on where they were, chats begin again"
+        )
+        raise
     return ranks.together("data cannot be prepared", lambda: None if job is None else job.result())
 
 

@@ -203,7 +203,7 @@ class _HandedOut:
 class _ReadAhead(NamedTuple):
     item: Any
     error: Exception | None
-    """What the loader raised, `StopIteration` at its end; raised again when it is the batch's turn."""
+    """The exception of the loader, `StopIteration` at its end; it is raised when it is the batch's turn."""
     states: list[Any]
     """The states from which this item comes; None for loaders without one of their own."""
 

@@ -74,7 +74,7 @@ class BatchCopies:
         return _replaced(batch, {key: each.copy for key, each in found.items()})
 
     def forget(self) -> None:
-        """Let go of copies that nobody has taken. Local."""
+        """Drop copies that nobody has taken. Local."""
         self._ahead.clear()
 
     def _copied(self, tensors: list[Tensor]) -> dict[int, _Copy]:
