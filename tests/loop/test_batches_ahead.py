@@ -132,6 +132,20 @@ def test_a_run_goes_on_behind_what_was_trained_on(loader: str, saved_after: int,
         assert resumed.of("step") == whole.of("step")[saved_after + 1 :]
 
 
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize(("saved_after", "goes_on_at"), [(1, 4), (3, 4), (4, BATCHES)])
+def test_a_run_that_accumulates_goes_on_behind_its_window(
+    loader: str, saved_after: int, goes_on_at: int, tmp_path: Path
+) -> None:
+    """Of four batches, and two at the end of an epoch. A save inside of a window is done at its end."""
+    path, options = tmp_path / "saved.ckpt", {"accumulate_grad_batches": 4}
+    whole = fit(loader, StopAfter(saved_after, path, epoch=1), max_epochs=3, **options)
+    assert len(whole.of("step")) == 3 * BATCHES
+    for copies in (True, False):
+        resumed = fit(loader, copies=copies, path=path, max_epochs=3, **options)
+        assert resumed.of("step") == whole.of("step")[BATCHES + goes_on_at :]
+
+
 @pytest.mark.parametrize("loader", ["map-style", "stateful"])
 def test_a_run_that_stops_early_leaves_what_one_without_reading_ahead_does(loader: str, tmp_path: Path) -> None:
     steps = []
@@ -176,3 +190,32 @@ def test_uneven_ranks_copy_ahead(rank: RankContext) -> None:
     assert run.global_step == 5
     assert len(strategy.of("copy")) == num_batches
     assert [kind for kind, _ in strategy.events][:4] == ["copy", "copy", "step", "copy"]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("accumulated", "saved_after", "goes_on_at"), [(1, 1, 2), (1, 3, 4), (2, 2, 4)])
+def test_uneven_ranks_go_on_behind_what_was_trained_on(
+    rank: RankContext, accumulated: int, saved_after: int, goes_on_at: int
+) -> None:
+    """Where both have batches left, and where one has dummies only; with a worker, and batches read ahead or not."""
+    num_batches, path = 3 + 2 * rank.rank, rank.tmp_dir / "saved.ckpt"
+
+    def steps(*callbacks: L.Callback, copies: bool = True, path: Any = None) -> list[float]:
+        torch.manual_seed(rank.rank)
+        strategy, options = Watched(copies), {"max_epochs": 2, "accumulate_grad_batches": accumulated}
+        options |= {"use_distributed_sampler": False, "callbacks": list(callbacks)}
+        data: Any = staged_rows(4 * num_batches)
+        loader = DataLoader(data, batch_size=4, shuffle=True, num_workers=1)
+        loader.pin_memory = True
+        run = trainer(strategy, rank.world_size, str(rank.device), **options)
+        run.fit(Staged(), loader, ckpt_path=path)
+        return strategy.of("step")
+
+    whole = steps(StopAfter(saved_after, path))
+    assert len(whole) == 2 * 5
+    for copies in (True, False):
+        resumed = steps(copies=copies, path=path)
+        assert resumed[-5:] == whole[-5:]
+        left = max(num_batches - goes_on_at, 0)
+        assert resumed[:left] == whole[goes_on_at:num_batches]
+        assert len(resumed) == len(whole) - goes_on_at
