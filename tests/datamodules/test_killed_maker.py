@@ -1,4 +1,4 @@
-"""The rank that prepares data is killed: the others end and say so, and the next run goes on, with nothing half made."""
+"""The rank that prepares data is killed: the others end and say so. The next run goes on, with nothing half made."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def train_killed(folder: Path, output: Path, make: Any, dies: bool) -> None:
         mock.patch.object(ChatTokenizer, "__call__", chat),
         mock.patch.object(prepare, "_prepare_piece", document),
         mock.patch.object(cache, "_TURN_SECONDS", 0.1),
-        mock.patch("lightning_d9d.datamodules.texts.num_processes_here", lambda: 1),
+        mock.patch("lightning_d9d.datamodules.texts.num_processes_here", return_value=1),
     ):
         train(output, partial(make, folder), 2, {"max_steps": 3})
     (output / f"done-{os.environ['LOCAL_RANK']}").write_text(str(len(done)))
