@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_d9d.mesh.collectives import broadcast_tensors
 from lightning_d9d.mesh.sharding import local
 from lightning_d9d.mixing.flat import Batches, Flat, flat_buffers, norm_of
 from lightning_d9d.waits import waiting
@@ -36,13 +38,17 @@ class ReplicaMean:
         return self._own is not None
 
     @torch.no_grad()
-    def take(self, batches: Batches, *, keeps: bool = True) -> Tensor | None:
+    def take(
+        self, batches: Batches, rest: Batches = (), others: Sequence[Tensor] = (), *, keeps: bool = True
+    ) -> Tensor | None:
         """Overwrite tensors by their mean over replicas. Collective over all replicas.
 
-        A sum in float32 or wider; of bfloat16 the mean is rounded to the nearest.
+        Sums are in float32 or wider; of bfloat16 the mean is rounded to the nearest.
 
         Args:
             batches: Floating-point tensors that may share messages, equal at the same places of all replicas.
+            rest: Further ones, whose distance does not count.
+            others: Tensors of which the first replica's are taken: those that have no mean.
             keeps: Whether own values are kept for `revert`: another copy of them in memory.
 
         Returns:
@@ -51,9 +57,13 @@ class ReplicaMean:
         assert not self.is_in_place
         own: list[tuple[Tensor, Tensor]] = []
         squares: list[Tensor] = []
-        for flat in flat_buffers(batches, self._bucket_bytes):
+        measured, further = (flat_buffers(each, self._bucket_bytes) for each in (batches, rest))
+        for flat in (*measured, *further):
             own += [(tensor, tensor.detach().clone()) for tensor in flat.tensors] if keeps else []
             squares.append(self._overwrite(flat))
+        squares = squares[: len(measured)]
+        own += [(tensor, local(tensor).detach().clone()) for tensor in others] if keeps else []
+        broadcast_tensors(map(local, others), self.group, dist.get_process_group_ranks(self.group)[0])
         self._own = own if keeps else None
         return torch.stack([each.to(squares[0].device) for each in squares]).sum() if squares else None
 

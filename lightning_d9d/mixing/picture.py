@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 _MAX_ROUNDS = 12
 """More are not drawn."""
@@ -70,7 +71,7 @@ def draw_page(rounds: Drawn, num_replicas: int, path: Path) -> None:
     titles = [f"round {number}" for number in range(len(shown))]
     figure = make_subplots(rows=rows, cols=columns, subplot_titles=titles)
     for number, edges in enumerate(shown):
-        where = {"row": number // columns + 1, "col": number % columns + 1}
+        where: dict[str, Any] = {"row": number // columns + 1, "col": number % columns + 1}
         x: list[float | None] = []
         y: list[float | None] = []
         for replicas, _ in edges:

@@ -57,6 +57,10 @@ class Edge:
 class Topology(ABC):
     """Who mixes with whom. Derive from it for a topology of your own."""
 
+    def __repr__(self) -> str:
+        """Return the same on all ranks, which compare their settings."""
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
     @abstractmethod
     def rounds(self, num_replicas: int) -> Sequence[Sequence[Edge]]:
         """Return the edges of each round; after the last round the first follows.
