@@ -154,7 +154,7 @@ class MeshDomains:
                 *((axis,) for axis in self.tensor_axes),
             ]
             groups = [self._group(shape, each, "dense") for each in axes]
-            ranks = torch.arange(self.config.world_size, dtype=torch.int).view(*shape.values())
+            ranks = self._ranks(self.replica).view(*shape.values())
             ranks = ranks.movedim([*shape].index(Axis.CP_REPLICATE), 2).flatten(1, 2)
             names = (Axis.PP, Axis.DP_CP_REPLICATE, Axis.DP_CP_SHARD, *self.tensor_axes)
             self._meshes["weights"] = DeviceMesh.from_group(
@@ -444,7 +444,7 @@ class MeshDomains:
         """Return torch's numbers for the ranks of one of these meshes, `[ranks]`."""
         stage_size = self.config.world_size // self.config.pipeline_parallel
         ranks = torch.arange(self.config.world_size * self.num_replicas, dtype=torch.int)
-        return ranks.view(-1, self.num_replicas, stage_size)[:, replica].flatten()
+        return ranks.view(-1, self.num_replicas, stage_size)[:, replica].flatten().clone()  # torch looks at storage
 
     def _everywhere(self, split_ranks: Partition) -> Partition:
         """Return a partition of the ranks of one of these meshes as that of the world."""
