@@ -131,7 +131,8 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_tiny_model_trains(tiny: Path, name: str) -> None:
     variables = {"PYTHONPATH": python_path(), "LIGHTNING_D9D_CACHE": str(tiny / "cache")}
-    result = run_command("fit", *configured(name), *configured("tiny"), folder=tiny, variables=variables)
+    settings = (*configured(name), *configured("tiny"))
+    result = run_command("fit", *settings, folder=tiny, variables=variables, forks=True)
     assert result.returncode == 0, result.stderr
     output = tiny / f"30b_a3b_{name}_output"
     (metrics,) = output.glob("lightning_logs/version_*/metrics.csv")

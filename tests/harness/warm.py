@@ -162,6 +162,7 @@ def run_command(
     module: str = "lightning_d9d.cli",
     text: str = "",
     seconds: float = 120,
+    forks: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run `python -m MODULE ARGUMENTS` in a process that does not begin with the imports.
 
@@ -172,12 +173,13 @@ def run_command(
         module: What runs.
         text: What it can read.
         seconds: When it is killed.
+        forks: Whether what it launches begins with its imports made; see `fork_pythons`.
     """
     with tempfile.TemporaryDirectory() as directory:
         streams = [Path(directory, name) for name in ("stdin", "stdout", "stderr")]
         streams[0].write_text(text)
         command = (module, arguments, folder, {**os.environ, **variables}, *streams)
-        process = context().Process(target=run_module, args=command)
+        process = context().Process(target=run_module, args=command, kwargs={"forks": forks})
         process.start()
         process.join(seconds)
         process.kill()
@@ -195,6 +197,7 @@ def run_module(
     stdin: Path,
     stdout: Path,
     stderr: Path,
+    forks: bool = False,
 ) -> None:
     """Run `python -m NAME ARGUMENTS`: the target of a process.
 
@@ -206,8 +209,11 @@ def run_module(
         stdin: What it reads.
         stdout: Gets what it prints.
         stderr: Gets its errors.
+        forks: Whether what it launches begins with its imports made; see `fork_pythons`.
     """
     start_as_usual()
+    if forks:
+        fork_pythons()
     _take(environment)
     with stdin.open() as file:
         os.dup2(file.fileno(), 0)

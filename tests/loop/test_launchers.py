@@ -371,11 +371,8 @@ def test_addresses_of_real_interfaces():
 @pytest.mark.jobs
 def test_launched_rank_whose_launcher_is_killed(tmp_path: Path) -> None:
     """Before they meet: it ends, too, and does not wait for `TimeoutConfig.init_seconds`."""
-    command = [sys.executable, "-m", "tests.loop.orphan_job", str(tmp_path)]
-    variables = {**os.environ, "PYTHONPATH": warm.python_path()}
-    launcher = subprocess.run(
-        command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=JOB_SECONDS
-    )
+    job = {"folder": tmp_path, "variables": {"PYTHONPATH": warm.python_path()}, "module": "tests.loop.orphan_job"}
+    launcher = warm.run_command(str(tmp_path), **job, seconds=JOB_SECONDS, forks=True)
     assert launcher.returncode == -signal.SIGKILL, launcher.stderr
     with suppress(ProcessLookupError):
         rank = os.pidfd_open(int((tmp_path / "rank 1").read_text()))

@@ -108,10 +108,9 @@ def run_job(
 
 
 def start_launcher(*command: Any) -> None:
-    """`warm.run_module` in a session of its own, whose ranks begin with its imports made."""
+    """`warm.run_module` in a session of its own."""
     os.setsid()
-    warm.fork_pythons()
-    warm.run_module(*command)
+    warm.run_module(*command, forks=True)
 
 
 @contextmanager

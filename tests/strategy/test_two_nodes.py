@@ -59,14 +59,13 @@ class Node:
 
 
 def run_in_namespace(namespace: str, *command: Any) -> None:
-    """`warm.run_module` on a node, in a session of its own; what it starts begins with the imports made."""
+    """`warm.run_module` on a node, in a session of its own."""
     os.setsid()
     system = ctypes.CDLL(None, use_errno=True)
     with open(Path("/run/netns", namespace)) as file:
         if system.setns(file.fileno(), _NEW_NETWORK) != 0:
             raise OSError(ctypes.get_errno(), "setns")
-    warm.fork_pythons()
-    warm.run_module(*command)
+    warm.run_module(*command, forks=True)
 
 
 def remove_namespaces_of_ended_tests() -> None:
