@@ -190,7 +190,9 @@ def test_ranks_ignore_ctrl_c_and_a_process_waits_for_threads_of_gloo_at_its_exit
     without_ctrl_c = f"trap '' INT; exec {sys.executable} -m {JOB} {tmp_path} interrupt_ignored busy_at_exit"
     command = ["bash", "-c", without_ctrl_c]
     with watched_job() as environment:  # rank 0 does not wait for one that has trained to the end; this does
-        job = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=JOB_SECONDS)
+        job = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=JOB_SECONDS
+        )
     print(job.stderr)
     ended = Ended.of(tmp_path, [job.returncode], [job.stderr])
     assert ended.exit_codes == [0]
