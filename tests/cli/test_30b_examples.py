@@ -173,7 +173,8 @@ def test_eight_processes_train_as_one(tiny: Path) -> None:
 def losses_of(folder: Path, name: str, *options: str, output: str = "") -> list[float]:
     """Those of the steps of a fit, as its logger has them."""
     variables = {"PYTHONPATH": python_path(), "LIGHTNING_D9D_CACHE": str(folder / "cache")}
-    result = run_command("fit", *configured(name), *configured("tiny"), *options, folder=folder, variables=variables)
+    settings = (*configured(name), *configured("tiny"), *options)
+    result = run_command("fit", *settings, folder=folder, variables=variables, forks=True)
     assert result.returncode == 0, result.stderr
     (metrics,) = (folder / (output or f"30b_a3b_{name}_output")).glob("lightning_logs/version_*/metrics.csv")
     with metrics.open() as file:
