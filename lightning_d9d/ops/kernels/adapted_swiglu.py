@@ -35,8 +35,8 @@ class _Tile(NamedTuple):
         return max(self.warps, 8) if max(rank, rank_out) > _MOST_FOR_FEW_WARPS else self.warps
 
 
-_FORWARD = _Tile(64, 128, 2, 4)
-_BACKWARD = _Tile(64, 64, 2, 4)
+_FORWARD = _Tile(64, 64, 3, 4)
+_BACKWARD = _Tile(64, 64, 3, 4)
 _BLOCK = 1024
 _MOST_FOR_FEW_WARPS = 32
 """Columns of thin tiles."""
