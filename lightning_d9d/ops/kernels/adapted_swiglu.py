@@ -23,7 +23,7 @@ from lightning_d9d.ops.rows import ceil_div, padded_for_products
 
 
 class _Tile(NamedTuple):
-    """What a program has at a time, and how many tiles are read ahead of their use, itself among them."""
+    """The size of a tile, the number of tiles that are read or in use at a time, and the warps of a program."""
 
     rows: int
     columns: int
