@@ -27,8 +27,8 @@ class AccumAdam(Optimizer):
 
     Stored moments are already multiplied by their beta. With `accum_iter=1` this is Adam. The published method
     (Decent-DP) is meant for replicas that mix their weights, but it runs on any mesh: a DTensor is updated where it
-    lies. The state of a parameter is `step`, a float32 scalar, and three tensors like it: float32, or float64 for such
-    weights. bfloat16 weights are updated in float32 and rounded to the nearest.
+    lies. The state of a parameter is `step`, a float32 scalar, and three tensors of its shape. They are float32, or
+    float64 for such weights. bfloat16 weights are updated in float32 and rounded to the nearest.
 
     Args:
         params: As for any optimizer of torch.
@@ -39,11 +39,11 @@ class AccumAdam(Optimizer):
         accum_iter: How many steps make one of the moments.
 
     Raises:
-        ConfigError: A value is out of range. In `step`: a gradient is sparse.
+        ConfigError: A value is out of range, or `step` is called with a sparse gradient.
     """
 
     decoupled = False
-    """Whether weight decay shrinks weights, and gradients stay as they are."""
+    """True if weight decay shrinks weights; False if it is added to gradients."""
     updates_each_alone = True
     """A parameter's update depends on no other parameter."""
 
@@ -133,7 +133,7 @@ class AccumAdamW(AccumAdam):
         accum_iter: How many steps make one of the moments.
 
     Raises:
-        ConfigError: As for `AccumAdam`.
+        ConfigError: A value is out of range, or `step` is called with a sparse gradient.
     """
 
     decoupled = True

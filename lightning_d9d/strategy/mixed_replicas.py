@@ -87,7 +87,7 @@ class MixedReplicas:
             if averages or isinstance(callback, StochasticWeightAveraging | WeightAveraging):
                 raise ConfigError(
                     f"{name} with the callback {type(callback).__name__}: each replica would average weights of its "
-                    "own; leave the callback out: validation and checkpoints have the mean of all replicas anyway"
+                    "own. Leave the callback out: validation and checkpoints have the mean of all replicas anyway"
                 )
 
     def make_equal(self, model: nn.Module) -> None:

@@ -36,9 +36,10 @@ class OwnValues:
         system, folder = fsspec.core.url_to_fs(self.folder)
         system.makedirs(folder, exist_ok=True)
         values = [local(tensor).detach().cpu() for tensor in tensors]
-        with fsspec.open(f"{self.path}.part", "wb") as file:
-            torch.save({"round": dict(round_of), "tensors": values}, file)  # type: ignore[arg-type]
-        system.mv(*(system._strip_protocol(name) for name in (f"{self.path}.part", self.path)))
+        path = f"{folder}/{self.path.rpartition('/')[2]}"  # as its file system names it
+        with system.open(f"{path}.part", "wb") as file:
+            torch.save({"round": dict(round_of), "tensors": values}, file)
+        system.mv(f"{path}.part", path)
 
     def fit(self, round_of: Mapping[str, Any], num_replicas: int, num_ranks: int) -> bool:
         """Return whether the file is there, of this step, and of as many replicas and ranks. Local."""

@@ -1,4 +1,4 @@
-"""What replicas that mix log of each other: exchanged at a step that logs, and logged at the next one."""
+"""Numbers of replicas that mix: exchanged at a step that logs, and logged at the next one."""
 
 from __future__ import annotations
 

@@ -104,9 +104,9 @@ class D9DStrategy(SaveHooks):
             then. Needs automatic optimization.
         step_in_backward: Update parameters of a D9DModule while its backward goes on, as soon as their gradients are
             complete, and free these. See [Save memory](../how-to/save-memory.md).
-        replicate_sync: Whether gradients are summed over the replicas of `MeshConfig.data_parallel_replicate`, as
-            "all_reduce" does, or replicas mix their weights with peers: a name of `lightning_d9d.mixing.TOPOLOGIES`, an
-            object of a class derived from its `Topology`, or a `ReplicaMixing`. For slow links between replicas.
+        replicate_sync: "all_reduce" sums gradients over the replicas of `MeshConfig.data_parallel_replicate`. Otherwise
+            replicas mix their weights with peers, for slow links between them. Then it is a name of
+            `lightning_d9d.mixing.TOPOLOGIES`, a `Topology` of your own, or a `ReplicaMixing`.
         process_group_backend: "gloo", "nccl", ...; by default the one for the device.
     """
 
