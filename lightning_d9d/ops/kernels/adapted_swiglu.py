@@ -286,8 +286,7 @@ def _backward(
 ):
     expert, block = tl.program_id(0) % num_experts, (tl.program_id(0) // num_experts).to(tl.int64)
     first, end = rows_of_expert(offsets, expert)
-    dtype = gate_up.dtype.element_ty
-    row, k = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    dtype, row, k = gate_up.dtype.element_ty, tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     column, num_columns = block * COLUMNS, (inner - block * COLUMNS).to(tl.int32)
     wide_expert, zero = expert.to(tl.int64), expert.to(tl.int64) * 0
     b_at = (wide_expert * 2 * inner + column) * rank
