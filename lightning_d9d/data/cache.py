@@ -150,8 +150,8 @@ class _Job:
 def digest_of_files(paths: Sequence[str | Path], folder: Path, tell: Progress) -> str:
     """Return a hash of what files have in them, those of directories in the order of their names. Local.
 
-    A file that was hashed before is not read again while its size, its times (of its content and of its entry, which no
-    program can set) and its inode are those of then. They are kept in the folder `digests`.
+    A file that was hashed before is not read again while its size, its times and its inode stay. The time of its entry
+    (`ctime`) is one of them, which no program can set. Hashes are kept in the folder `digests`.
 
     Args:
         paths: Files and directories.
