@@ -126,9 +126,16 @@ class TokenDataModule(RowsDataModule):
         self._held_out: list[TokenRows | LitDataRows] = []
 
     def setup(self, stage: str | None = None) -> None:
-        """Opens the files, once, and says what is in them. Every rank does so."""
+        """Opens the files, once, and says what is in them. Collective in a Trainer."""
         if self._training is not None:
             return
+        if self._texts is None:
+            with self._on_all_ranks():
+                self._open_all()
+        else:
+            self._open_all()  # ranks meet in it, to prepare texts
+
+    def _open_all(self) -> None:
         training: list[TokenRows | LitDataRows] = []
         held_out_rows: list[TokenRows | LitDataRows] = []
         paths = [self.files] if isinstance(self.files, str) else list(self.files)
