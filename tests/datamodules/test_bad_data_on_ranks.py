@@ -62,7 +62,16 @@ def weights_of_zero(folder: Path) -> TokenDataModule:
 
 
 def line_of_text(folder: Path) -> TokenDataModule:
-    (folder / "a.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    return of_texts(folder, '{"text": "a"}\n{"text": \n')
+
+
+def no_text(folder: Path) -> TokenDataModule:
+    return of_texts(folder, None)
+
+
+def of_texts(folder: Path, content: str | None) -> TokenDataModule:
+    if content is not None:
+        (folder / "a.jsonl").write_text(content)
     options = {"tokenizer": "bytes", "cache_folder": str(folder / "cache")}
     return TokenDataModule(str(folder / "a.jsonl"), sequence_length=8, batch_size=2, **options)
 
@@ -94,10 +103,13 @@ BAD: dict[str, tuple[Callable[[Path], L.LightningDataModule], str]] = {
     "another tokenizer": (of_another_tokenizer, "made by the tokenizer 'large', whose ids go up to 49999"),
     "weights of zero": (weights_of_zero, "sum to 0"),
     "an invalid line of text": (line_of_text, "a.jsonl, line 2 is not JSON"),
+    "no text": (no_text, "a.jsonl cannot be read: it does not exist"),
     "an invalid line of chats": (line_of_chats, "a.jsonl, line 2 is not JSON"),
     "roles that the template lacks": (roles_that_the_template_lacks, "line 1 has a message of the role 'system'"),
     "another tokenizer of chats": (tokenizer_of_chats, "ids of the tokenizer of ChatDataModule go up to"),
 }
+
+PREPARED = ["no text", "an invalid line of text", "an invalid line of chats"]
 
 
 def errors(rank: RankContext, make: Callable[[Path], L.LightningDataModule], folder: Path) -> list[BaseException]:
@@ -123,17 +135,20 @@ def test_all_ranks_say_the_same(rank: RankContext, name: str) -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", ["truncated", "another tokenizer", "weights of zero", "another tokenizer of chats"])
+@pytest.mark.parametrize("name", ["truncated", "another tokenizer", "weights of zero", *PREPARED])
 def test_all_ranks_end_where_one_has_bad_data(rank: RankContext, name: str) -> None:
     make, message = BAD[name]
 
     def sound(folder: Path) -> L.LightningDataModule:
-        if name == "another tokenizer of chats":
+        if "chats" in name:
             return of_chats(folder, write_chats(folder / "chats.jsonl", 40).read_text())
+        if "text" in name:
+            return of_texts(folder, '{"text": "some text"}\n' * 40)
         return of_tokens(tokens(folder))
 
     found = errors(rank, make if rank.rank == 1 else sound, rank.tmp_dir)
     assert [type(error) for error in found] == [ConfigError] * 2, found
     assert str(found[0]) == str(found[1])
-    assert str(found[0]).startswith("data cannot be read: rank 1: ")
+    what = "prepared" if name in PREPARED else "read"
+    assert str(found[0]).startswith(f"data cannot be {what}: rank 1: ")
     assert message in str(found[0])
