@@ -40,7 +40,7 @@ def test_values_of_the_old_interface_are_refused() -> None:
             return {"weight": DrawnByGenerator()}
 
     message = (
-        r"initial_values\(\) of submodule 'part' \(Older\) gives 'weight' a DrawnByGenerator, .* return "
+        r"initial_values\(\) of submodule 'part' \(Older\) gives 'weight' a DrawnByGenerator, .* Return "
         r"\{'weight': Normal\(std=0.02\)\} .* fill_slice_\(target, shape, ranges, key\) replaces draw"
     )
     with torch.device("meta"):

@@ -78,7 +78,7 @@ class Fixed(Mapping):
 
 
 def test_a_container_that_cannot_be_made_anew_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"a batch has a Fixed, which cannot be made of new values.*split_batch"):
+    with pytest.raises(ConfigError, match=r"a batch has a Fixed, which cannot be made from new values.*split_batch"):
         split(Fixed(), 2)
 
 
@@ -238,7 +238,10 @@ def test_a_list_that_was_taken_for_columns_and_has_rows_is_refused() -> None:
     rows = BatchRows()
     assert rows.count(ragged(5, 5, 5), strict=False) == 5
     assert rows.count(ragged(4, 4, 4), strict=False) == 4
-    with pytest.raises(ConfigError, match=r"one entry for each row, or, here or in an earlier batch, tensors.*3 rows"):
+    with pytest.raises(
+        ConfigError,
+        match=r"is ambiguous, here or with an earlier batch. It could have one entry for each row, or tensors.*3 rows",
+    ):
         rows.count(ragged(5, 7, 3), strict=False)
     rows = BatchRows()
     assert rows.count(ragged(5, 7, 3), strict=False) == 3
