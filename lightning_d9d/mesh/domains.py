@@ -38,23 +38,38 @@ class MeshDomains:
 
     Pickling saves the degrees. Unpickling builds the domains again: it is collective and needs the same number of
     ranks. A deep copy is the object itself.
+
+    [Note: replicas apart] With `num_replicas` the world holds as many of these meshes side by side, and no group spans
+    two of them. All of the above is about the ranks of one: they are numbered from 0, and its world is not torch's. The
+    ranks of all are arranged as with an axis `dp_replicate` of that size.
     """
 
-    def __init__(self, config: MeshConfig, device_type: str, timeout_seconds: float | None) -> None:
+    def __init__(
+        self, config: MeshConfig, device_type: str, timeout_seconds: float | None, num_replicas: int = 1
+    ) -> None:
         self.config = config
         """The resolved degrees, without -1."""
+        self.num_replicas = num_replicas
+        """The number of meshes of this kind in the world; 1 unless replicas are apart."""
         self.device_type = device_type
         self._timeout_seconds = timeout_seconds
         self._shapes = config.domains()
         self._tensor_shapes: dict[str, dict[str, int]] = {}
-        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        stage_size = config.world_size // config.pipeline_parallel
+        stage, place = divmod(rank, stage_size * num_replicas)
+        self.replica = place // stage_size
+        """Which of these meshes this rank is in."""
+        self._rank = stage * stage_size + place % stage_size
         self._pool: GroupPool | None = None
         self._meshes: dict[str, DeviceMesh] = {}
         self._described: dict[PooledGroup, str] = {}
         self._closed = False
 
     @classmethod
-    def build(cls, config: MeshConfig, device_type: str, *, timeout_seconds: float | None = None) -> MeshDomains:
+    def build(
+        cls, config: MeshConfig, device_type: str, *, timeout_seconds: float | None = None, num_replicas: int = 1
+    ) -> MeshDomains:
         """Build the domains on the ranks of the default process group, and warm up their groups. Collective.
 
         If one axis has all ranks, as in plain data parallelism, domains are built at their first use: the group is the
@@ -66,12 +81,14 @@ class MeshDomains:
             device_type: "cpu" or "cuda".
             timeout_seconds: Time limit of the groups' collectives; None for torch's own. The default process group
                 keeps its own limit.
+            num_replicas: The number of such meshes that the ranks make up. [Note: replicas apart].
 
         Raises:
             ConfigError: The degrees do not fit the number of ranks.
         """
         if dist.is_initialized():
-            domains = cls(config.resolve(dist.get_world_size()), device_type, timeout_seconds)
+            config = config.resolve(dist.get_world_size() // num_replicas)
+            domains = cls(config, device_type, timeout_seconds, num_replicas)
             if domains._needs_groups():
                 with start_part("mesh"):
                     domains._open()
@@ -137,7 +154,7 @@ class MeshDomains:
                 *((axis,) for axis in self.tensor_axes),
             ]
             groups = [self._group(shape, each, "dense") for each in axes]
-            ranks = torch.arange(self.config.world_size, dtype=torch.int).view(*shape.values())
+            ranks = self._ranks(self.replica).view(*shape.values())
             ranks = ranks.movedim([*shape].index(Axis.CP_REPLICATE), 2).flatten(1, 2)
             names = (Axis.PP, Axis.DP_CP_REPLICATE, Axis.DP_CP_SHARD, *self.tensor_axes)
             self._meshes["weights"] = DeviceMesh.from_group(
@@ -203,6 +220,11 @@ class MeshDomains:
         return {axis: found[axis] for axis in self.sizes}
 
     @property
+    def rank(self) -> int:
+        """The number of this rank in this mesh."""
+        return self._rank
+
+    @property
     def rank_name(self) -> str:
         """The coordinates of this rank for people: `pp0-dp3`, with the axes of `batch` that have more than one rank."""
         coordinates = self.coordinates
@@ -245,7 +267,7 @@ class MeshDomains:
             axes: Axes of one domain, in its order.
             lane: The lane. Collectives of groups in different lanes can overlap: "moe" has experts' all-to-all,
                 "reduce" gradients, "pipeline" and "pipeline_backward" activations and their gradients. The lane
-                "checkpoint" has saves in the background, "default" all others.
+                "mixing" has weights of replicas, "checkpoint" saves in the background, "default" all others.
             backend: "gloo", "nccl", ...; by default that of the default process group.
             high_priority: On nccl, the group's kernels run before other work of the GPU.
 
@@ -258,9 +280,12 @@ class MeshDomains:
         return self._group(shape, axes, domain, **options)
 
     def _group(self, shape: Mapping[str, int], axes: tuple[str, ...], domain: str, **options: Any) -> dist.ProcessGroup:
+        return self._pooled(self._everywhere(partition(shape, axes)), f"{'+'.join(axes)}|{domain}", **options)
+
+    def _pooled(self, split_ranks: Partition, description: str, **options: Any) -> dist.ProcessGroup:
+        """Take this rank's group of a partition of the world from the pool. Collective over all ranks."""
         pool = self._open()
-        description = f"{'+'.join(axes)}|{domain}"
-        pooled = pool.group(partition(shape, axes), description=description, **options)
+        pooled = pool.group(split_ranks, description=description, **options)
         pool.warm_up(self.device_type)
         self._described.setdefault(pooled, description)
         return pooled.group
@@ -298,18 +323,45 @@ class MeshDomains:
             split_ranks += map(
                 tuple, of_part.reshape(-1, math.prod(of_part.shape[of_part.ndim - 1 - len(members) :])).tolist()
             )
-        pool = self._open()
         description = "+".join([f"pp ({'; '.join(' '.join(map(str, part)) for part in parts)})", *axes]) + "|batch"
-        pooled = pool.group(
-            tuple(tuple(sorted(group)) for group in split_ranks),
-            description=description,
-            lane=lane,
-            high_priority=neighbours,
-            neighbours=neighbours,
-        )
-        pool.warm_up(self.device_type)
-        self._described.setdefault(pooled, description)
-        return pooled.group
+        everywhere = self._everywhere(tuple(tuple(sorted(group)) for group in split_ranks))
+        options: dict[str, Any] = {"lane": lane, "high_priority": neighbours, "neighbours": neighbours}
+        return self._pooled(everywhere, description, **options)
+
+    @property
+    def everyone(self) -> dist.ProcessGroup | None:
+        """All ranks of this mesh: the default process group, unless replicas are apart. [Note: replicas apart]."""
+        return dist.group.WORLD if self.num_replicas == 1 else self.group(Axis.WORLD)
+
+    def group_of_replicas(
+        self, *axes: Axis | str, lane: Lane = "default", backend: str | None = None
+    ) -> dist.ProcessGroup:
+        """Return the ranks that differ from this one along some axes alone, in all replicas. Collective over all ranks.
+
+        This is `group`, unless replicas are apart. [Note: replicas apart].
+        """
+        if self.num_replicas == 1:
+            return self.group(*axes, lane=lane, backend=backend)
+        domain = self._domain_of(axes, None)
+        numbers = [self._ranks(replica).tolist() for replica in range(self.num_replicas)]
+        split = partition(self._shapes[domain], axes)
+        joined = tuple(tuple(own[rank] for own in numbers for rank in ranks) for ranks in split)
+        return self._pooled(joined, f"replicas+{'+'.join(axes)}|{domain}", lane=lane, backend=backend)
+
+    def mixing_group(self, edges: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+        """Return the ranks that have this one's place in the replicas of one edge, as a group of the lane "mixing".
+
+        Collective over all ranks.
+
+        Args:
+            edges: Replicas that go together; each of them is in one edge.
+        """
+        numbers = [self._ranks(replica).tolist() for replica in range(self.num_replicas)]
+        largest_first = sorted((tuple(sorted(edge)) for edge in edges), key=lambda edge: (-len(edge), edge))
+        split_ranks: list[tuple[int, ...]] = []
+        for edge in largest_first:
+            split_ranks += zip(*(numbers[each] for each in edge), strict=True)
+        return self._pooled(tuple(split_ranks), "edges|replicas", lane="mixing")
 
     def set_timeout(self, seconds: float) -> None:
         """Set the time limit of collectives of all groups, the default group too. Local: call it on every rank."""
@@ -327,6 +379,8 @@ class MeshDomains:
         """
         world = self.config.world_size
         head = f"{world} {'ranks' if world > 1 else 'rank'} on {self.device_type}, seen from rank {self._rank}"
+        if self.num_replicas > 1:
+            head = f"replica {self.replica} of {self.num_replicas} apart: {head}"
         coordinates = self.coordinates
         domains = [
             (domain, "  ".join(f"{axis} {coordinates[axis]}/{size}" for axis, size in shape.items()))
@@ -353,7 +407,7 @@ class MeshDomains:
         self._pool, self._meshes, self._tensor_shapes, self._closed = None, {}, {}, True
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self.config, self.device_type, self._timeout_seconds)
+        return _rebuild, (self.config, self.device_type, self._timeout_seconds, self.num_replicas)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MeshDomains:
         return self
@@ -371,7 +425,7 @@ class MeshDomains:
             groups = {}
             for split_ranks, users in self._partitions().items():
                 description = _description(users)
-                pooled = pool.group(split_ranks, description=description)
+                pooled = pool.group(self._everywhere(split_ranks), description=description)
                 self._described[pooled] = description
                 groups |= dict.fromkeys(users, pooled.group)
             for domain, shape in self._shapes.items():
@@ -380,11 +434,25 @@ class MeshDomains:
         return self._pool
 
     def _device_mesh(self, shape: Mapping[str, int], groups: list[dist.ProcessGroup]) -> DeviceMesh:
-        ranks = torch.arange(self.config.world_size, dtype=torch.int).view(*shape.values())
+        ranks = self._ranks(self.replica).view(*shape.values())
         return DeviceMesh.from_group(groups, self.device_type, mesh=ranks, mesh_dim_names=tuple(shape))
 
     def _needs_groups(self) -> bool:
-        return not all(len(split_ranks[0]) in (1, self.config.world_size) for split_ranks in self._partitions())
+        free = (1, self.config.world_size) if self.num_replicas == 1 else (1,)
+        return not all(len(split_ranks[0]) in free for split_ranks in self._partitions())
+
+    def _ranks(self, replica: int) -> torch.Tensor:
+        """Return torch's numbers for the ranks of one of these meshes, `[ranks]`."""
+        stage_size = self.config.world_size // self.config.pipeline_parallel
+        ranks = torch.arange(self.config.world_size * self.num_replicas, dtype=torch.int)
+        return ranks.view(-1, self.num_replicas, stage_size)[:, replica].flatten().clone()  # torch looks at storage
+
+    def _everywhere(self, split_ranks: Partition) -> Partition:
+        """Return a partition of the ranks of one of these meshes as that of the world."""
+        if self.num_replicas == 1:
+            return split_ranks
+        numbers = [self._ranks(replica).tolist() for replica in range(self.num_replicas)]
+        return tuple(tuple(own[rank] for rank in ranks) for ranks in split_ranks for own in numbers)
 
     def _partitions(self) -> dict[Partition, list[tuple[str, str]]]:
         """Return all partitions in the order in which their groups are made, each with its users (domain, axis)."""
@@ -407,15 +475,16 @@ class MeshDomains:
         )
 
 
-def _rebuild(config: MeshConfig, device_type: str, timeout_seconds: float | None) -> MeshDomains:
+def _rebuild(config: MeshConfig, device_type: str, timeout_seconds: float | None, num_replicas: int) -> MeshDomains:
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    if world_size != config.world_size:
+    needed = config.world_size * num_replicas
+    if world_size != needed:
         here = f"has {world_size} ranks" if dist.is_initialized() else "is not initialized"
         raise ConfigError(
-            f"cannot unpickle the mesh domains of {config.world_size} ranks: the default process group {here}; call "
-            f"torch.distributed.init_process_group on {config.world_size} ranks first, or build new domains"
+            f"cannot unpickle the mesh domains of {needed} ranks: the default process group {here}; call "
+            f"torch.distributed.init_process_group on {needed} ranks first, or build new domains"
         )
-    return MeshDomains.build(config, device_type, timeout_seconds=timeout_seconds)
+    return MeshDomains.build(config, device_type, timeout_seconds=timeout_seconds, num_replicas=num_replicas)
 
 
 def _description(users: Sequence[tuple[str, str]]) -> str:

@@ -41,7 +41,7 @@ MiB took 0.13 ms in place of 0.07. Between two H200, pipeline steps of 16 microb
 with 4, 8 and 16.
 """
 
-Lane = Literal["default", "moe", "reduce", "pipeline", "pipeline_backward", "checkpoint"]
+Lane = Literal["default", "moe", "reduce", "pipeline", "pipeline_backward", "mixing", "checkpoint"]
 Partition = tuple[tuple[int, ...], ...]
 """All ranks in groups, as `partition` returns them."""
 

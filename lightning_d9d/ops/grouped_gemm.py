@@ -104,8 +104,9 @@ def chosen_grouped_gemm() -> GroupedGemmBackend:
 
 
 def grouped_gemm_reference(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """Compute `grouped_gemm` as a loop of ordinary products, for any dtype and size; rows after the last group are
-    zero.
+    """Compute `grouped_gemm` as a loop of ordinary products, for any dtype and size.
+
+    Rows after the last group are zero.
     """
     ends = [0, *offsets.tolist()]
     groups = zip(pairwise(ends), weight.unbind(), strict=True)

@@ -362,7 +362,7 @@ def _prepare(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Compute two numbers a query: the logarithm of base two, +inf without any key, and its result times the gradient."""
+    """Compute two numbers a query: the base-two logarithm, +inf without a key, and its result times the gradient."""
     batch = (tl.program_id(0) // heads).to(tl.int64)
     head = (tl.program_id(0) % heads).to(tl.int64)
     first = tl.program_id(1) * ROWS

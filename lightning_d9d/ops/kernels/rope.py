@@ -187,7 +187,7 @@ def _is_wide(*tensors: Tensor | None) -> bool:
 
 
 def _shared_programs(q_tiles: int, k_tiles: int, device: torch.device) -> tuple[int, int]:
-    """Return the numbers of programs for queries and for keys: in proportion to tiles, at least one if there are any."""
+    """Return the numbers of programs for queries and keys: in proportion to tiles, at least one if there are any."""
     num_tiles = q_tiles + k_tiles
     programs = num_programs(num_tiles, device, a_processor=2)
     of_keys = round(programs * k_tiles / max(num_tiles, 1))

@@ -128,9 +128,7 @@ def _widened(values):
 
 @triton.jit
 def _rounded(values, random):
-    """Round to bfloat16 as 16-bit integers; `random` has 16 bits, and NaN does not have its payload in the cut bits
-    only.
-    """
+    """Round to bfloat16 as 16-bit integers, by 16 random bits; a NaN has payload outside the bits that are cut."""
     bits = values.to(tl.uint32, bitcast=True) + tl.where(tl.abs(values) <= _LARGEST, random, 0)
     return (bits >> 16).to(tl.uint16).to(tl.int16, bitcast=True)
 

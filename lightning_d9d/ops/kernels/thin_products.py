@@ -35,10 +35,9 @@ def num_parts(num_rows: int, num_experts: int, rows: int) -> int:
 
 
 def project(x: Tensor, matrices: Tensor, offsets: Tensor, sources: Tensor | None, scale: float, result: Tensor) -> None:
-    """Fill `result` `[rows, n]` with `scale * matrices[g] @ x[row]`; matrices are `[groups, n, width]`. No tensor is
-    empty.
+    """Fill `result` `[rows, n]` with `scale * matrices[g] @ x[row]`; matrices are `[groups, n, width]`.
 
-    With `sources` a row is `x[sources[row]]`. Elements of a row of `x` are side by side.
+    No tensor is empty. With `sources` a row is `x[sources[row]]`. Elements of a row of `x` are side by side.
     """
     (num_rows, rank), num_experts = result.shape, len(offsets)
     parts = num_parts(num_rows, num_experts, _ROWS_READ)
