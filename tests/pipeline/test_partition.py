@@ -151,7 +151,7 @@ def test_blocks_are_cut_by_parameters_or_by_hand_or_by_the_strategy() -> None:
 
 @pytest.mark.parametrize("split", [[3, 4, 1], [7], [0, 7], []])
 def test_a_split_that_does_not_fit(split: list[int]) -> None:
-    with pytest.raises(ConfigError, match=r"split=\[.*2 stages and the model 7 layers; give 2 numbers of at least 1"):
+    with pytest.raises(ConfigError, match=r"split=\[.*2 stages and the model 7 layers. Give 2 numbers of at least 1"):
         BlockSequence(blocks(), StageInfo(0, 2), split=split)
 
 
@@ -184,7 +184,7 @@ class InMapping(nn.Module):
 
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_a_mapping_between_blocks_is_refused_on_any_number_of_stages(num_stages: int) -> None:
-    with pytest.raises(ConfigError, match=r"block 0 \(InMapping\) returns a mapping.*return a tuple or a dataclass"):
+    with pytest.raises(ConfigError, match=r"block 0 \(InMapping\) returns a mapping.*Return a tuple or a dataclass"):
         BlockSequence([InMapping(), InMapping()], StageInfo(0, num_stages))(torch.ones(1))
     last = BlockSequence([nn.Identity(), InMapping()], StageInfo(num_stages - 1, num_stages))
     assert last(torch.ones(1)) == {"x": torch.ones(1)}  # what microbatch_loss gets may be one
