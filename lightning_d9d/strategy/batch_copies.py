@@ -82,7 +82,8 @@ class BatchCopies:
             return {}
         with torch.cuda.stream(self._stream):
             copies = [tensor.to(self._device, non_blocking=True) for tensor in tensors]
-            arrived = self._stream.record_event()
+            arrived = torch.cuda.Event()
+            arrived.record(self._stream)
         return {id(own): _Copy(own, _version(own), copy, arrived) for own, copy in zip(tensors, copies, strict=True)}
 
     def _taken(self, tensor: Tensor) -> _Copy | None:
