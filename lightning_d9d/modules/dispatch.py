@@ -10,6 +10,7 @@ from lightning_d9d.errors import ConfigError
 from lightning_d9d.legal import divisors, nearest
 from lightning_d9d.ops import Permutation, all_to_all_rows, moe_unpermute
 from lightning_d9d.ops.moe_permute import sort_by_expert
+from lightning_d9d.ops.peer_exchange import PeerPlan
 
 MAX_ROWS = torch.iinfo(torch.int32).max
 """The most rows that the offsets of grouped products can count."""
@@ -43,7 +44,7 @@ class DispatchedTokens(NamedTuple):
     copies: Permutation
     """From tokens that are here to their copies, sorted by expert and, within an expert, by token."""
 
-    exchange: Exchange | None = None
+    exchange: Exchange | PeerPlan | None = None
     """How the tokens came here, where they are not this rank's alone."""
 
 
@@ -138,7 +139,7 @@ class AllToAllDispatch:
         """
         experts_of_rank = self.num_experts // self.num_ranks
         ranks = indices // experts_of_rank
-        to_ranks = sort_by_expert(_without_repetitions(ranks, self.num_ranks), self.num_ranks + 1)
+        to_ranks = sort_by_expert(without_repetitions(ranks, self.num_ranks), self.num_ranks + 1)
         copies = (ranks.view(-1, 1) == torch.arange(self.num_ranks, device=ranks.device)).sum(0)
         traffic = self._gather(torch.stack([to_ranks.counts[:-1], copies]))
         on_host = traffic.to("cpu", non_blocking=True)
@@ -163,7 +164,7 @@ class AllToAllDispatch:
 
     def combine(self, results: Tensor, tokens: DispatchedTokens) -> Tensor:
         """See `Dispatch`. Collective."""
-        assert tokens.exchange is not None, "these tokens were dispatched by another class"
+        assert isinstance(tokens.exchange, Exchange), "these tokens were dispatched by another class"
         sent, received, to_ranks = tokens.exchange
         return to_ranks.sum(all_to_all_rows(tokens.copies.sum(results), sent, received, self.group_name))
 
@@ -187,7 +188,7 @@ class AllToAllDispatch:
         return list(tokens[self.rank]), [each[self.rank] for each in tokens], arriving[self.rank]
 
 
-def _without_repetitions(ranks: Tensor, none: int) -> Tensor:
+def without_repetitions(ranks: Tensor, none: int) -> Tensor:
     """Ranks of tokens' experts `[tokens, top_k]`, where a rank that came before in its row is replaced by `none`."""
     is_equal = ranks.unsqueeze(2) == ranks.unsqueeze(1)  # [tokens, top_k, top_k]
     return torch.where(is_equal.tril(-1).any(2), none, ranks)
