@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from itertools import count
 from typing import Any
+from weakref import WeakValueDictionary, finalize
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.modules.dispatch import AllToAllDispatch, DispatchedTokens, without_repetitions
@@ -17,7 +20,6 @@ from lightning_d9d.ops.moe_permute import Permutation, sort_by_expert
 from lightning_d9d.ops.peer_exchange import PeerPlan, peer_combine, peer_dispatch, share_counts
 from lightning_d9d.ops.peer_memory import (
     LATE,
-    OVERFLOW,
     PeerLayout,
     PeerMemory,
     allocate_peer_memory,
@@ -26,12 +28,15 @@ from lightning_d9d.ops.peer_memory import (
     peer_memory,
 )
 
+_NUMBERS = count()
+_EXCHANGES: WeakValueDictionary[str, PeerExchange] = WeakValueDictionary()
+"""By the name of their group, for all layers and stages."""
 _SPARE = 1.25
 """Memory that is made anew has room for so many times what was needed."""
 
 
 class PeerExchange:
-    """What all `PeerDispatch` of a group share: memory that its ranks write to, and whether tokens fitted in there.
+    """What all `PeerDispatch` of a group share: memory that its ranks write to, and whether tokens had room in it.
 
     Memory is made in the first forward. A rank's experts then have room for `capacity` times the copies of tokens of
     the rank that has most, and its links for all that this rank may send at a time.
@@ -48,12 +53,12 @@ class PeerExchange:
         self.group_name, self.num_ranks = group.group_name, group.size()
         self.ranks = tuple(dist.get_process_group_ranks(group))
         self.capacity, self.timeout_s = capacity, timeout_s
-        self.name = f"{group.group_name}|{id(self)}"
+        self.name = f"{group.group_name}|{next(_NUMBERS)}"
         self.num_rows = 0
         """How many copies of tokens a rank's experts have room for."""
         self.is_off = False
         """Whether tokens travel by all-to-all for now."""
-        self._most_tokens = 0
+        finalize(self, drop_peer_memory, self.name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PeerExchange:
         return self
@@ -127,6 +132,20 @@ class PeerExchange:
         keep_peer_memory(self.name, allocate_peer_memory(group, layout, device, timeout_s=self.timeout_s))
 
 
+def peer_exchange(group: dist.ProcessGroup, capacity: float) -> PeerExchange:
+    """What all layers of a group share. Local."""
+    exchange = _EXCHANGES.get(group.group_name)
+    if exchange is None or exchange.capacity != capacity:
+        exchange = _EXCHANGES[group.group_name] = PeerExchange(group, capacity)
+    return exchange
+
+
+def peer_exchanges(modules: Iterable[nn.Module]) -> list[PeerExchange]:
+    """Those of the mixtures of experts in some modules, each once."""
+    dispatches = (getattr(part, "dispatch", None) for module in modules for part in module.modules())
+    return list({each.exchange.name: each.exchange for each in dispatches if isinstance(each, PeerDispatch)}.values())
+
+
 class PeerDispatch:
     """`Dispatch` to experts that are spread over the ranks of one host, evenly and in order, through their memory.
 
@@ -182,6 +201,3 @@ class PeerDispatch:
             return self.plain.combine(results, tokens)
         triton = runs_triton(results)
         return peer_combine(results, tokens.copies.places, tokens.exchange, self.exchange.name, triton)
-
-
-__all__ = ["LATE", "OVERFLOW", "PeerDispatch", "PeerExchange"]

@@ -1,9 +1,12 @@
 """Experts on other ranks, whose memory tokens are written to: the numbers of one process, and of all-to-all."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_d9d.modules import AllToAllDispatch, Dispatch
 from lightning_d9d.modules.peer_dispatch import PeerDispatch, PeerExchange
@@ -17,6 +20,7 @@ from tests.modules.test_dispatch import (
     in_one_process,
     make_experts,
     make_tokens,
+    mixture,
     on_2_and_4_ranks,
     on_device,
     recomputed,
@@ -75,16 +79,40 @@ def test_equals_all_to_all_bit_by_bit(rank: RankContext, dtype: torch.dtype, ker
     dispatch.exchange.close()
 
 
+def keep_exchanges(context: object, operator: object, *_: object, **__: object) -> CheckpointPolicy:
+    ops = torch.ops.lightning_d9d
+    kept = (ops.peer_counts.default, ops.peer_dispatch.default, ops.peer_combine.default, ops.moe_sort.default)
+    return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def recomputed_but_exchanges(*arguments: object) -> Tensor:
+    def contexts() -> object:
+        return create_selective_checkpoint_contexts(keep_exchanges)
+
+    return checkpoint(mixture, *arguments, use_reentrant=False, context_fn=contexts)
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("split", [False, True], ids=["full backward", "split backward"])
-def test_recomputation_and_split_backward(rank: RankContext, split: bool) -> None:
-    """Equal bit by bit."""
+@pytest.mark.parametrize(
+    ("forward", "num_again"),
+    [(mixture, 0), (recomputed, 2), (recomputed_but_exchanges, 0)],
+    ids=["none", "full", "ops"],
+)
+def test_recomputation_and_split_backward(
+    rank: RankContext, forward: Callable[..., Tensor], num_again: int, split: bool
+) -> None:
+    """Equal bit by bit; counts, tokens and results are exchanged, both gradients, and again what is not kept."""
     mesh = init_device_mesh(rank.device.type, (2,))
     dispatch, experts = PeerDispatch(NUM_EXPERTS, mesh.get_group()), shard(make_experts(), mesh)
     tokens = on_device(make_tokens(rank.rank, "a rank without tokens"), rank)
     expected = run(dispatch, experts, tokens)
-    for name, value in run(dispatch, experts, tokens, recomputed, split).items():
+    memory = dispatch.exchange.memory
+    assert memory is not None
+    assert memory.state[0] == 3 + 2
+    for name, value in run(dispatch, experts, tokens, forward, split).items():
         assert_bitwise_equal(name, value, expected[name])
+    assert memory.state[0] == 2 * (3 + 2) + num_again
     assert fits(dispatch, rank)
     dispatch.exchange.close()
 
