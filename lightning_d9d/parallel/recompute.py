@@ -72,6 +72,7 @@ _KEPT_OPS = {
     torch.ops.lightning_d9d.moe_route.default,
     torch.ops.lightning_d9d.moe_sort.default,
     torch.ops.lightning_d9d.all_to_all_rows.default,
+    torch.ops.lightning_d9d.all_to_all_copies.default,
     torch.ops.lightning_d9d.peer_counts.default,
     torch.ops.lightning_d9d.peer_dispatch.default,
     torch.ops.lightning_d9d.peer_combine.default,
