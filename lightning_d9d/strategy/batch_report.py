@@ -58,7 +58,7 @@ class BatchReport:
 
     def send(self, numbers: Sequence[float | Tensor]) -> None:
         """Send numbers with the report of the next batch. All ranks send as many, with the same batch. Local."""
-        rank, size = (0, 1) if self._mesh is None else (dist.get_rank(), dist.get_world_size())
+        rank, size = (0, 1) if self._mesh is None else (self._mesh.rank, self._mesh.config.world_size)
         rows = torch.zeros(size, len(numbers), dtype=torch.float64)
         rows[rank] = torch.tensor([0.0 if isinstance(each, Tensor) else each for each in numbers], dtype=torch.float64)
         self._ours = rows.to(self._device, non_blocking=True)

@@ -147,7 +147,7 @@ def alignment(
         None if splitter is None or not needs_equal_batches or splitter.count.is_one else splitter.num_microbatches
     )
     return Alignment(
-        group=None if ranks.dp_size == 1 or splitter is None else ranks.mesh.group(Axis.DP, backend="gloo"),
+        group=None if ranks.num_summed == 1 or splitter is None else ranks.mesh.group(Axis.DP, backend="gloo"),
         in_evaluation=needs_equal_batches,
         num_microbatches=counter,
         run_dummy=run_dummy,
@@ -250,7 +250,7 @@ class TrainingParts:
             return self._staged(module, steps, optimizers)
         summed_by_module = fully_sharded(module) if is_sharded(module) else None
         gradients = self._gradients({}, summed_by_module=summed_by_module)
-        training = PlainTraining(gradients, steps, self.ranks.dp_size, skips_nonfinite=self.skips_nonfinite)
+        training = PlainTraining(gradients, steps, self.ranks.num_summed, skips_nonfinite=self.skips_nonfinite)
         training.memory = self._memory(module, optimizers, gradients)
         return training
 

@@ -88,7 +88,7 @@ def test_checkpoints_without_records() -> None:
         for key, value in own.items():
             assert_bitwise_equal(key, state["state"][index][key], value)
     values["optimizer_0.1.bias"] = {**values["optimizer_0.1.bias"], "group": values["optimizer_0.0.bias"]["group"]}
-    with pytest.raises(StateError, match=r"no form .* optimizer_0: .* noted no order"):
+    with pytest.raises(StateError, match=r"not have a form .* optimizer_0: .* did not save their order"):
         whole_checkpoint({**values, "optimizer_states": 1}, tensors)
 
 

@@ -136,7 +136,10 @@ def test_a_setting_without_an_effect_on_what_shards_itself_is_refused(rank: Rank
 
 
 def test_every_need_is_tested() -> None:
-    assert REFUSED.keys() | {"D9DStrategy.schedule", "D9DStrategy.step_in_backward"} == NEEDS.keys()
+    assert (
+        REFUSED.keys() | {f"D9DStrategy.{name}" for name in ("schedule", "step_in_backward", "replicate_sync")}
+        == NEEDS.keys()
+    )
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -188,6 +191,12 @@ def test_a_schedule_of_a_plain_module_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"D9DStrategy.schedule=.*GPipe.* Plain is a plain LightningModule"):
         run.fit(Plain(), loader(8))
     trainer(D9DStrategy(schedule="1f1b"), max_steps=1).fit(Plain(), loader(8))
+
+
+def test_replicas_that_mix_are_refused_where_there_is_one() -> None:
+    run = trainer(D9DStrategy(replicate_sync="ring"))
+    with pytest.raises(ConfigError, match=r"replicate_sync=.* there is one replica; set MeshConfig.data_parallel_rep"):
+        run.fit(Plain(), loader(8))
 
 
 def test_steps_in_the_backward_of_a_plain_module_are_refused() -> None:
