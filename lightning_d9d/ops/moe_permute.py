@@ -10,14 +10,14 @@ from lightning_d9d.ops.operator import define
 
 
 class Permutation(NamedTuple):
-    """Where the copies of tokens are among rows that are grouped by expert; all on the device.
+    """The places of tokens' copies among rows that are grouped by expert; all on the device.
 
-    There may be fewer rows than `places` has elements: a place that is `num_rows` or more has no copy. So the last
+    There may be fewer rows than `places` has elements: a place of `num_rows` or more does not have a copy. So the last
     groups can be left out.
     """
 
     places: Tensor
-    """Of each token the rows of its copies, int32 `[tokens, top_k]`."""
+    """The rows of each token's copies, int32 `[tokens, top_k]`."""
 
     counts: Tensor
     """How many copies each expert has, int32 `[experts]`."""
@@ -26,21 +26,21 @@ class Permutation(NamedTuple):
     """The row after the last one of each expert, padding included, int32 `[experts]`."""
 
     num_rows: int
-    """How many there are, padding included. The host knows it from shapes alone."""
+    """The number of rows, padding included. The host knows it from shapes alone."""
 
     def copy(self, x: Tensor) -> Tensor:
-        """Shape `[tokens, ...]` to `[rows, ...]`, padding is zero. Its backward is `sum`."""
+        """Copy `[tokens, ...]` to `[rows, ...]`; padding is zero. Its backward is `sum`."""
         places, padding = self.places, self._padding
         return _copy_op(x, places, None, *padding, self.num_rows, runs_triton(x))
 
     def spread(self, values: Tensor) -> Tensor:
-        """Shape `[tokens, top_k]`, a value for each copy, to `[rows]`; padding is zero."""
+        """Move `[tokens, top_k]`, a value for each copy, to `[rows]`; padding is zero."""
         places, padding = self.places.view(-1, 1), self._padding
         values = values.flatten()
         return _copy_op(values, places, None, *padding, self.num_rows, runs_triton(values))
 
     def sum(self, rows: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Shape `[rows, ...]` to `[tokens, ...]`, perhaps times weights `[tokens, top_k]`. Its backward is `copy`.
+        """Sum `[rows, ...]` to `[tokens, ...]`, optionally times weights `[tokens, top_k]`. Its backward is `copy`.
 
         The copies of a token are added in float32, in the order of its experts.
         """

@@ -94,6 +94,8 @@ class JobRanks:
         """This process's device."""
         self.data_group: dist.ProcessGroup | None = None
         """The ranks over which batches are split; None for one process."""
+        self.are_described = False
+        """True once the log has their mesh."""
         self._backend = backend
         self._mesh: MeshDomains | None = None
         self._has_step_timeout = False

@@ -151,7 +151,6 @@ class D9DStrategy(SaveHooks):
         self._interruption: Interruption | None = None
         self._patches: Patches | None = None
         self._kernels = ExitStack()
-        self._is_described = False
 
     def settings(self) -> dict[str, object]:
         """Return the values that ranks must agree on, by the names of arguments."""
@@ -390,8 +389,8 @@ class D9DStrategy(SaveHooks):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """One batch: a D9DModule's schedule, or a plain module's own `training_step`."""
         trainer: Any = self._attached.trainer
-        if self.is_distributed and not self._is_described:
-            self._is_described = True
+        if self.is_distributed and not self.ranks.are_described:
+            self.ranks.are_described = True
             say(trainer, describe_gradients(self.mesh, self._fit.gradients, trainer, num_tokens((args, kwargs))))
         self._sync_buffers()
         self._update_gradients()

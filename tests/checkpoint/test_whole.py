@@ -46,7 +46,7 @@ def test_one_rank_may_have_an_order_of_its_own() -> None:
 
 
 def test_what_is_unknown_is_refused() -> None:
-    with pytest.raises(StateError, match="other parameter groups"):
+    with pytest.raises(StateError, match="different parameter groups"):
         whole_groups([[record("a", 0.1)], [record("b", 0.2)]], ORDER)
     with pytest.raises(StateError, match="another order than the module"):
         whole_groups([[record("a embed")], [record("b")]], ORDER)

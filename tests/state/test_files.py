@@ -180,7 +180,7 @@ def test_missing_files(saved: Path) -> None:
     path.unlink()
     refuses(saved, str(path), "cannot be read")
     path.mkdir()
-    refuses(saved, str(path), "no regular file")
+    refuses(saved, str(path), "not a regular file")
     shutil.rmtree(saved)
     refuses(saved, f"{saved} does not exist; give the directory")
 
@@ -189,7 +189,7 @@ def test_missing_files(saved: Path) -> None:
 def test_pipes_are_not_waited_for(saved: Path, name: str) -> None:
     (saved / name).unlink(missing_ok=True)
     os.mkfifo(saved / name)
-    refuses(saved, str(saved / name), "no regular file")
+    refuses(saved, str(saved / name), "not a regular file")
 
 
 @contextlib.contextmanager
@@ -326,7 +326,7 @@ def test_many_names(saved: Path, kind: str) -> None:
 def test_an_index_of_too_many_files(saved: Path) -> None:
     edit_json(saved / INDEX, lambda index: index["weight_map"].update({str(i): f"f{i}" for i in range(300_000)}))
     with within(4):
-        refuses(saved, str(saved / INDEX), "300003 files, and 10000 are the limit")
+        refuses(saved, str(saved / INDEX), "300003 files, but the limit is 10000")
 
 
 def test_an_index_of_many_tensors_in_a_file(saved: Path) -> None:

@@ -181,7 +181,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "dtypes": (lambda: Stack(["a", "b"], "s").apply({"a": A, "b": A.double()}), "a is .*32 and b .*64.*Cast"),
     "no such dim": (lambda: Split("a", {"x": 3}, dim=2).apply({"a": A}), "a has 2 dims, so 2 is not one of them"),
     "not all": (lambda: Split("a", {"x": 1, "y": 1}).apply({"a": A}), r"a \[3, 4\] cannot be split .*\[1, 1\], 2 tog"),
-    "no such child": (lambda: Select("a", {"x": 3}).apply({"a": A}), "no child 3 in dim 0 to be x"),
+    "no such child": (lambda: Select("a", {"x": 3}).apply({"a": A}), "has no child 3 in dim 0 for x"),
     "a child twice": (lambda: Select("a", {"x": 1, "y": 1}), "x and y are both child 1 of a; take each child once"),
     "lossy": (lambda: Select("a", {"x": 0}).inverse({"a": A}), "the mapper does not keep all of a"),
     "wrong way": (lambda: Transpose(["a"]).inverse({"a": A}).apply({"a": A}), r"a has shape \[3, 4\] and should"),

@@ -53,7 +53,7 @@ def forward(
     result: Tensor,
     projected: Tensor,
 ) -> None:
-    """Fill the last two; `projected` where there is `a`. All but `offsets` have memory without gaps and elements."""
+    """Fill the last two tensors; `projected` only with `a`. All but `offsets` are contiguous and not empty."""
     (num_rows, inner), num_experts = result.shape, len(offsets)
     rank, rank_out = 0 if b is None else b.shape[2], 0 if a is None else a.shape[1]
     parts = num_parts(num_rows, num_experts, _FORWARD.rows)
@@ -94,7 +94,7 @@ def backward(
     scale: float,
     results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
 ) -> None:
-    """Fill the gradients of `gate_up`, `h`, `b`, `a` and `weights`, where there are such; as in `forward`."""
+    """Fill the gradients of those of `gate_up`, `h`, `b`, `a` and `weights` that are given, as in `forward`."""
     d_gate_up, dh, db, da, d_weights = results
     (num_rows, inner), num_experts = dy.shape, len(offsets)
     rank, rank_out = 0 if b is None else b.shape[2], 0 if a is None else a.shape[1]
@@ -138,7 +138,7 @@ def backward(
 
 @triton.jit
 def _thin_tile(pointer, row, num_rows, rank: tl.constexpr, width: tl.constexpr, RANK: tl.constexpr):
-    """A tile of rows whose first is at the pointer, `[rows, RANK]`: zero in what is padded."""
+    """Load a tile of rows whose first is at the pointer, `[rows, RANK]`, with zeros as padding."""
     n = tl.arange(0, RANK)
     return tl.load(
         pointer + row[:, None] * width + n[None, :], mask=(row < num_rows)[:, None] & (n < rank)[None, :], other=0.0
@@ -155,7 +155,7 @@ def _matrix_tile(
     rank_stride: tl.constexpr,
     RANK: tl.constexpr,
 ):
-    """A tile of columns of a thin matrix, `[RANK, columns]`: zero in what is padded."""
+    """Load a tile of columns of a thin matrix, `[RANK, columns]`, with zeros as padding."""
     n = tl.arange(0, RANK)
     at = n[:, None] * rank_stride + k[None, :] * column_stride
     return tl.load(pointer + at, mask=(n < rank)[:, None] & (k < num_columns)[None, :], other=0.0)
@@ -163,21 +163,21 @@ def _matrix_tile(
 
 @triton.jit
 def _thin_tiles(pointer, row, num_rows, rank: tl.constexpr, RANK: tl.constexpr):
-    """The tiles of the gate and of up, which are side by side."""
+    """Load the tiles of the gate and of up, which are side by side."""
     gate = _thin_tile(pointer, row, num_rows, rank, 2 * rank, RANK)
     return gate, _thin_tile(pointer + rank, row, num_rows, rank, 2 * rank, RANK)
 
 
 @triton.jit
 def _matrix_tiles(pointer, k, num_columns, inner: tl.constexpr, rank: tl.constexpr, RANK: tl.constexpr):
-    """The tiles of the gate and of up, which are `inner` rows apart."""
+    """Load the tiles of the gate and of up, which are `inner` rows apart."""
     gate = _matrix_tile(pointer, k, num_columns, rank, rank, 1, RANK)
     return gate, _matrix_tile(pointer + inner * rank, k, num_columns, rank, rank, 1, RANK)
 
 
 @triton.jit
 def _store_thin_tile(pointer, row, num_rows, rank: tl.constexpr, width: tl.constexpr, RANK: tl.constexpr, values):
-    """Write what `_thin_tile` reads."""
+    """Write the tile that `_thin_tile` reads."""
     n = tl.arange(0, RANK)[None, :]
     tl.store(pointer + row[:, None] * width + n, values, mask=(row < num_rows)[:, None] & (n < rank))
 
@@ -193,7 +193,7 @@ def _store_matrix_tile(
     RANK: tl.constexpr,
     values,
 ):
-    """Write what `_matrix_tile` reads, from `[columns, RANK]`."""
+    """Write the tile that `_matrix_tile` reads, from `[columns, RANK]`."""
     n = tl.arange(0, RANK)[None, :]
     at = k[:, None] * column_stride + n * rank_stride
     tl.store(pointer + at, values, mask=(k < num_columns)[:, None] & (n < rank))
