@@ -194,7 +194,7 @@ class AllToAllDispatch:
 
 @torch.no_grad()
 def _made(permutation: Permutation, x: Tensor, notes: Tensor) -> tuple[Tensor, Tensor]:
-    """Copies of tokens and of their notes, without gradient."""
+    """Return copies of tokens and of their notes, without gradient."""
     return permutation.copy(x), permutation.copy(notes)
 
 

@@ -32,19 +32,22 @@ _NUMBERS = count()
 _EXCHANGES: WeakValueDictionary[str, PeerExchange] = WeakValueDictionary()
 """By the name of their group, for all layers and stages."""
 _SPARE = 1.25
-"""Memory that is made anew has room for so many times what was needed."""
+"""Memory that is made again has room for so many times what was needed."""
 
 
 class PeerExchange:
-    """What all `PeerDispatch` of a group share: memory that its ranks write to, and whether tokens had room in it.
+    """The memory that ranks of a group write to, shared by all its `PeerDispatch`, and whether tokens had room in it.
 
     Memory is made in the first forward. A rank's experts then have room for `capacity` times the copies of tokens of
-    the rank that has most, and its links for all that this rank may send at a time.
+    the rank that has most. A rank can receive all that the others may send at a time.
 
     Args:
-        group: Its ranks, all on one host.
+        group: The ranks, all on one host.
         capacity: Copies for a rank's experts, as a multiple of an even share.
-        timeout_s: After how long a wait for another rank ends.
+        timeout_s: The limit of a wait for another rank, in seconds.
+
+    Raises:
+        ConfigError: The capacity is below 1 or infinite.
     """
 
     def __init__(self, group: dist.ProcessGroup, capacity: float = 1.5, *, timeout_s: float = 600.0) -> None:
@@ -55,9 +58,9 @@ class PeerExchange:
         self.capacity, self.timeout_s = capacity, timeout_s
         self.name = f"{group.group_name}|{next(_NUMBERS)}"
         self.num_rows = 0
-        """How many copies of tokens a rank's experts have room for."""
+        """The number of copies of tokens that a rank's experts have room for."""
         self.is_off = False
-        """Whether tokens travel by all-to-all for now."""
+        """True while tokens travel by all-to-all."""
         finalize(self, drop_peer_memory, self.name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PeerExchange:
@@ -65,7 +68,7 @@ class PeerExchange:
 
     @property
     def memory(self) -> PeerMemory | None:
-        """What ranks write to; None before the first forward."""
+        """The memory that ranks write to; None before the first forward."""
         return peer_memory(self.name) if self.num_rows else None
 
     def prepare(self, x: Tensor, top_k: int, num_local: int) -> None:
@@ -75,14 +78,14 @@ class PeerExchange:
             self._allocate(len(x), row_bytes, top_k, num_local, x.device)
 
     def failures(self) -> Tensor | None:
-        """An int32 on the device: `OVERFLOW` and `LATE`, as they have happened; None before the first forward."""
+        """Return `OVERFLOW` and `LATE` as they have happened, an int32 on the device; None before the first forward."""
         return None if (memory := self.memory) is None else memory.status
 
     def grow(self) -> None:
-        """Make as much memory as the last batch needed, and begin anew. Collective; the host waits.
+        """Make as much memory as the last batch needed, and clear the flags. Collective; the host waits.
 
         Raises:
-            ConfigError: A rank did not come in time.
+            RuntimeError: A rank did not come in time.
         """
         memory = self.memory
         assert memory is not None, "nothing has overflowed yet"
@@ -104,7 +107,7 @@ class PeerExchange:
         self.num_rows = num_rows
 
     def check(self, status: int) -> None:
-        """Raise `RuntimeError` where a rank did not come in time."""
+        """Raise `RuntimeError` if a rank did not come in time."""
         if status & LATE:
             raise RuntimeError(
                 f"expert_dispatch='peer': a rank of {list(self.ranks)} did not write its tokens within "
@@ -112,7 +115,7 @@ class PeerExchange:
             )
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Free the memory. Local."""
         drop_peer_memory(self.name)
         self.num_rows = 0
 
@@ -133,7 +136,7 @@ class PeerExchange:
 
 
 def peer_exchange(group: dist.ProcessGroup, capacity: float) -> PeerExchange:
-    """What all layers of a group share. Local."""
+    """Return the exchange that all layers of a group share. Local."""
     exchange = _EXCHANGES.get(group.group_name)
     if exchange is None or exchange.capacity != capacity:
         exchange = _EXCHANGES[group.group_name] = PeerExchange(group, capacity)
@@ -141,7 +144,7 @@ def peer_exchange(group: dist.ProcessGroup, capacity: float) -> PeerExchange:
 
 
 def peer_exchanges(modules: Iterable[nn.Module]) -> list[PeerExchange]:
-    """Those of the mixtures of experts in some modules, each once."""
+    """Return the exchanges of the mixtures of experts in some modules, each once. Local."""
     dispatches = (getattr(part, "dispatch", None) for module in modules for part in module.modules())
     return list({each.exchange.name: each.exchange for each in dispatches if isinstance(each, PeerDispatch)}.values())
 
@@ -178,7 +181,7 @@ class PeerDispatch:
         """See `Dispatch`. Collective.
 
         Raises:
-            ConfigError: In the first call: a rank cannot write to another one's memory; on every rank.
+            ConfigError: A rank cannot write to another one's memory; on every rank, in the first call.
         """
         if self.exchange.is_off or not torch.is_grad_enabled():
             return self.plain.dispatch(x, indices, weights)

@@ -185,7 +185,7 @@ def gathered(rows: Tensor, places: Tensor, num_rows: int | None = None) -> Tenso
 
 
 def summed(rows: Tensor, places: Tensor, weights: Tensor | None, num_rows: int | None = None) -> Tensor:
-    """The sums of tokens' rows, perhaps times weights; `num_rows` as in `gathered`."""
+    """Return the sums of tokens' rows, perhaps times weights; `num_rows` as in `gathered`."""
     copies = gathered(rows, places, num_rows)
     if weights is not None:
         return _weighted(copies, weights).sum(1).to(rows.dtype)

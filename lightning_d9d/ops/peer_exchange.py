@@ -24,28 +24,30 @@ from lightning_d9d.waits import waiting
 
 
 class PeerPlan(NamedTuple):
-    """Which of this rank's tokens go where; all on the device."""
+    """The places that this rank's tokens go to; all on the device."""
 
     places: Tensor
-    """Of each token its rows among those that this rank sends, int32 `[tokens, top_k]`."""
+    """The rows of each token among those that this rank sends, int32 `[tokens, top_k]`."""
 
     ranks: Tensor
-    """To which rank each goes, int32 `[tokens, top_k]`; `num_ranks` where the token goes there already."""
+    """The rank that each goes to, int32 `[tokens, top_k]`; `num_ranks` where the token goes there already."""
 
     table: Tensor
-    """Int32 `[3, num_ranks]`: what to add to a place to get the row on that rank; what to add to a row that came from
-    there to get its place; the row after the last one that came from there."""
+    """Three numbers for each rank, int32 `[3, num_ranks]`.
+
+    The first is added to a place to get the row on that rank. The second is added to a row that came from there to get
+    its place. The third is the row after the last one that came from there."""
 
 
 def share_counts(counts: Tensor, memory: str, triton: bool) -> Tensor:
-    """`PeerPlan.table` from how many tokens this rank sends to each, int32 `[num_ranks]`. Collective."""
+    """Return `PeerPlan.table` from the numbers of tokens sent to each rank, int32 `[num_ranks]`. Collective."""
     return _counts_op(counts, memory, triton)
 
 
 def peer_dispatch(
     x: Tensor, weights: Tensor, experts: Tensor, plan: PeerPlan, num_rows: int, memory: str, triton: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Writes each token into the memory of the ranks with its experts, and copies there for each expert. Collective.
+    """Write each token into the memory of the ranks with its experts, and copy it there for each expert. Collective.
 
     Differentiable once, in `x` and `weights`; the backward is collective, too.
 
@@ -54,20 +56,21 @@ def peer_dispatch(
         weights: Shape `[tokens, top_k]`.
         experts: Their numbers among those of all ranks, shape `[tokens, top_k]`.
         plan: Where tokens go.
-        num_rows: How many copies this rank has memory for.
+        num_rows: The number of copies that this rank has memory for.
         memory: The name of a `PeerMemory`.
         triton: Whether kernels do it.
 
     Returns:
-        Copies sorted by this rank's experts and, within an expert, by rank and token, `[num_rows, hidden]`; their
-        weights `[num_rows]`; places of the copies of each token that came `[layout.num_rows, top_k]`, `num_rows` where
-        there is none; the row after the last one of each of this rank's experts, int32.
+        Four tensors. Copies are sorted by this rank's experts and, within an expert, by rank and token: `[num_rows,
+        hidden]`. Their weights are `[num_rows]`. The places of the copies of each token that came are
+        `[layout.num_rows, top_k]`, with `num_rows` where there is none. The last has the row after the last one of
+        each of this rank's experts, int32.
     """
     return _dispatch_op(x, weights, experts, *plan, num_rows, memory, triton)
 
 
 def peer_combine(results: Tensor, copies: Tensor, plan: PeerPlan, memory: str, triton: bool) -> Tensor:
-    """Writes sums of tokens' results into the memory of the ranks of the tokens, and sums there. Collective.
+    """Write sums of tokens' results into the memory of the ranks of the tokens, and sum there. Collective.
 
     Sums are in float32 and rounded to the dtype of `results` on both sides. Differentiable once.
 
@@ -329,7 +332,7 @@ def _return(
     memory: str,
     triton: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The sums of copies' gradients, and those of weights."""
+    """Return the sums of copies' gradients, and those of weights."""
     sums, of_weights = _new_sums(rows, weights, copies, places, ranks, table, memory, triton)
     peers, functions = peer_memory(memory), _functions(triton)
     with waiting():
@@ -376,7 +379,7 @@ def _new_gradients(
 def _send(
     x: Tensor, copies: Tensor, places: Tensor, ranks: Tensor, table: Tensor, num_rows: int, memory: str, triton: bool
 ) -> Tensor:
-    """Copies of tokens' gradients for each result."""
+    """Return copies of tokens' gradients for each result."""
     rows = _new_gradients(x, copies, places, ranks, table, num_rows, memory, triton)
     peers, functions = peer_memory(memory), _functions(triton)
     with waiting():

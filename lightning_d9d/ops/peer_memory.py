@@ -1,4 +1,4 @@
-"""Memory of the ranks of one host that each of them can write to, and what lies where in it."""
+"""Memory of the ranks of one host that each of them can write to, and its layout."""
 
 from __future__ import annotations
 
@@ -24,41 +24,41 @@ _MEMORIES: dict[str, PeerMemory] = {}
 
 
 class PeerLayout(NamedTuple):
-    """Where in each rank's buffer what is. Offsets are in bytes, those of notes from the start of a region."""
+    """The offsets in each rank's buffer, in bytes; those of notes are from the start of a region."""
 
     num_ranks: int
-    """Of the group."""
+    """The ranks of the group."""
 
     num_local: int
-    """How many experts a rank has."""
+    """The experts of a rank."""
 
     num_rows: int
-    """How many tokens a rank can receive at a time, or get back."""
+    """The most tokens that a rank can receive at a time, or get back."""
 
     row_bytes: int
-    """The most that a token takes."""
+    """The most bytes of a token."""
 
     top_k: int
-    """How many experts a token has."""
+    """The experts of a token."""
 
     @property
     def counts_at(self) -> int:
-        """Of two tables: how many tokens each rank sends to each."""
+        """The offset of two tables with the numbers of tokens that each rank sends to each."""
         return _aligned(4 * self.num_ranks)
 
     @property
     def regions_at(self) -> int:
-        """Of the first of two regions."""
+        """The offset of the first of two regions."""
         return self.counts_at + _aligned(8 * self.num_ranks**2)
 
     @property
     def weights_at(self) -> int:
-        """Of the weights of each row's experts."""
+        """The offset of the weights of each row's experts."""
         return _aligned(self.num_rows * self.row_bytes)
 
     @property
     def experts_at(self) -> int:
-        """Of the numbers of each row's experts."""
+        """The offset of the numbers of each row's experts."""
         return self.weights_at + _aligned(self.num_rows * self.top_k * _WEIGHT_BYTES)
 
     @property
@@ -76,10 +76,10 @@ class PeerMemory:
     """A buffer on each rank of a group, all of them mapped here, and the state of exchanges through them.
 
     Args:
-        buffers: Of each rank, uint8 `[layout.num_bytes]`, zeros before any rank begins.
-        rank: Whose buffer is this rank's.
-        layout: What lies where.
-        timeout_s: After how long a wait for other ranks ends; then `LATE` is set.
+        buffers: One of each rank, uint8 `[layout.num_bytes]`, zeros before any rank begins.
+        rank: The number of this rank.
+        layout: The offsets in a buffer.
+        timeout_s: The limit of a wait for other ranks, in seconds; after it `LATE` is set.
         owner: Kept as long as the buffers are used.
     """
 
@@ -95,21 +95,21 @@ class PeerMemory:
 
     @property
     def status(self) -> Tensor:
-        """Which of `OVERFLOW` and `LATE` has happened, an int32 on the device."""
+        """The bits of `OVERFLOW` and `LATE` that have happened, an int32 on the device."""
         return self.state[1]
 
     def view(self, rank: int, at: int, dtype: torch.dtype, *shape: int) -> Tensor:
-        """A part of a rank's buffer, in place."""
+        """Return a part of a rank's buffer, in place."""
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         return self.buffers[rank][at : at + num_bytes].view(dtype).view(shape)
 
     def region(self, turn: int) -> int:
-        """Where the region of an exchange is."""
+        """Return the offset of the region of an exchange."""
         return self.layout.regions_at + (turn & 1) * self.layout.region_bytes
 
 
 def peer_memory(name: str) -> PeerMemory:
-    """What `keep_peer_memory` has kept."""
+    """Return a memory that `keep_peer_memory` has kept."""
     return _MEMORIES[name]
 
 
@@ -119,7 +119,7 @@ def keep_peer_memory(name: str, memory: PeerMemory) -> None:
 
 
 def drop_peer_memory(name: str) -> None:
-    """Let go of a memory, if there is one."""
+    """Forget a memory, if there is one."""
     _MEMORIES.pop(name, None)
 
 
@@ -171,7 +171,7 @@ def _host_buffers(group: dist.ProcessGroup, num_bytes: int) -> list[Tensor]:
 
 
 def _problem(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Why this rank cannot write to the memory of others; collective."""
+    """Return why this rank cannot write to the memory of others; None if it can. Collective."""
     here = (socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text())
     index = device.index if device.index is not None or device.type != "cuda" else torch.cuda.current_device()
     for rank, (host, other) in enumerate(_each(group, (here, index))):
@@ -184,7 +184,7 @@ def _problem(group: dist.ProcessGroup, device: torch.device) -> str | None:
 
 
 def _each(group: dist.ProcessGroup, value: Any) -> list[Any]:
-    """The value of every rank; collective."""
+    """Return the value of every rank. Collective."""
     values: list[Any] = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
     return values

@@ -46,8 +46,8 @@ class ParallelConfig:
 
     expert_dispatch: ExpertDispatch = "auto"
     """How tokens come to experts on other ranks. "auto": "local" where a rank has all experts, else "all_to_all".
-    "peer": ranks of one host write into each other's memory while a D9DModule is trained, and the host waits for no
-    sizes; it is for windows of one batch, without `step_in_backward`."""
+    With "peer" ranks of one host write into each other's memory while a D9DModule is trained, and the host does not
+    wait for sizes. It takes windows of one batch, without `step_in_backward`."""
 
     expert_capacity: float = 1.5
     """With `expert_dispatch="peer"` the copies of tokens that a rank's experts have memory for, as a multiple of an

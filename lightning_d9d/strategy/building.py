@@ -294,7 +294,7 @@ class TrainingParts:
         if self.torn is not None:
             raise ConfigError(
                 "ParallelConfig.expert_dispatch='peer' with step_in_backward=True: a batch whose tokens have no room "
-                "is computed again, and weights must not have changed by then; leave out one of them"
+                "is computed again, with the same weights. Leave out one of them"
             )
         return PeerBatches(module, self.ranks.device)
 

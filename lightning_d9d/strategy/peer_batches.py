@@ -49,7 +49,7 @@ class PeerBatches:
         if accumulated_batches > 1:
             raise ConfigError(
                 f"ParallelConfig.expert_dispatch='peer' with accumulate_grad_batches={accumulated_batches}: a batch "
-                "whose tokens have no room is computed again without its gradients; take larger batches and "
+                "whose tokens have no room is computed again without its gradients. Use larger batches and "
                 "D9DStrategy(microbatch_size=...), or 'all_to_all'"
             )
         self._counted = [counter.clone() for counter in self._counters]

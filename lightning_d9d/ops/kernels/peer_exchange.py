@@ -1,7 +1,7 @@
 """Triton kernels of `lightning_d9d.ops.peer_exchange`: they write into the memory of other ranks' devices.
 
-[Note: flags] A rank writes its rows into the memory of others, and then, in a kernel of its own, the number of the
-exchange to a flag there (release, for all devices). Whoever reads waits for the flags of all (acquire). Numbers and
+[Note: flags] A rank writes its rows into the memory of others. Then, in a kernel of its own, it writes the number of
+the exchange to a flag there (release, for all devices). Whoever reads waits for the flags of all (acquire). Numbers and
 waits are on the device, so that a graph can be captured. A wait ends after a time in any case; then a bit of the state
 says so, and no later wait waits.
 
@@ -9,7 +9,7 @@ says so, and no later wait waits.
 seen all flags of e + 1, which others set behind what they read of e. So each exchange needs one wait alone.
 """
 
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from typing import Any
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 from triton.language.extra.cuda import globaltimer
 
 from lightning_d9d.ops.kernels.compiling import jit
@@ -26,16 +27,16 @@ from lightning_d9d.ops.rows import next_power_of_2
 
 _NUM_WARPS = 4
 _MOST_COLUMNS = 4096
-"""Of a program at a time."""
+"""Columns that a program handles at a time."""
 _LOOKS_ON_CPU = 2_000_000
-"""In Triton's interpreter a wait ends after so many looks at the flags, as there is no clock."""
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+"""Looks at the flags after which a wait ends in Triton's interpreter, which has no clock."""
+_INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 _LATE = tl.constexpr(2)
 _OVERFLOW = tl.constexpr(1)
 
 
 def share_counts(memory: PeerMemory, counts: Tensor, plan: Tensor) -> None:
-    """Writes the last; collective."""
+    """Write the last. Collective."""
     layout = memory.layout
     _share[(1,)](
         memory.pointers,
@@ -54,7 +55,7 @@ def share_counts(memory: PeerMemory, counts: Tensor, plan: Tensor) -> None:
 
 
 def meet(memory: PeerMemory) -> None:
-    """Waits on the device until all ranks are here; collective."""
+    """Wait on the device until all ranks are here. Collective."""
     num_ranks = memory.layout.num_ranks
     _meet[(1,)](
         memory.pointers,
