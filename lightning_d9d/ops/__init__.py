@@ -17,7 +17,7 @@ the gated activation of MLPs and experts. `rope` turns heads by their positions;
 
 from lightning_d9d.ops.adapted_experts import adapted_down, adapted_gate_up, adapted_swiglu
 from lightning_d9d.ops.adapted_linears import adapted_linears
-from lightning_d9d.ops.all_to_all import all_to_all_rows
+from lightning_d9d.ops.all_to_all import all_to_all_copies, all_to_all_rows
 from lightning_d9d.ops.attention import AttentionKernel, attention
 from lightning_d9d.ops.collectives import gather_dim, scatter_sum, sum_over
 from lightning_d9d.ops.fill_normal import fill_normal_
@@ -46,6 +46,7 @@ __all__ = [
     "adapted_gate_up",
     "adapted_linears",
     "adapted_swiglu",
+    "all_to_all_copies",
     "all_to_all_rows",
     "attention",
     "defer",

@@ -139,7 +139,7 @@ def moe_permute_reference(
 
 def moe_unpermute_reference(rows: Tensor, permutation: Permutation, weights: Tensor | None = None) -> Tensor:
     """`moe_unpermute` with torch's own operators and derivatives."""
-    return _summed(rows, permutation.places, weights)
+    return summed(rows, permutation.places, weights)
 
 
 def sort_reference(indices: Tensor, num_experts: int, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -173,15 +173,20 @@ def _copied(x: Tensor, places: Tensor, weights: Tensor | None, num_rows: int) ->
     return rows[:num_rows].clone() if is_partial else rows
 
 
-def _gathered(rows: Tensor, places: Tensor) -> Tensor:
-    """Rows by place `[tokens, top_k, ...]`; zero where there is none."""
-    if len(rows) < places.numel():
-        places, rows = places.clamp(max=len(rows)), torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
+def gathered(rows: Tensor, places: Tensor, num_rows: int | None = None) -> Tensor:
+    """Rows by place `[tokens, top_k, ...]`; zero where there is none.
+
+    With `num_rows` places from there on have none; by default those that are past the rows, if places are more.
+    """
+    if num_rows is not None or len(rows) < places.numel():
+        most = len(rows) if num_rows is None else num_rows
+        places, rows = places.clamp(max=most), torch.cat([rows[:most], rows.new_zeros(1, *rows.shape[1:])])
     return rows.index_select(0, places.flatten()).view(*places.shape, *rows.shape[1:])
 
 
-def _summed(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
-    copies = _gathered(rows, places)
+def summed(rows: Tensor, places: Tensor, weights: Tensor | None, num_rows: int | None = None) -> Tensor:
+    """Return the sums of tokens' rows, perhaps times weights; `num_rows` as in `gathered`."""
+    copies = gathered(rows, places, num_rows)
     if weights is not None:
         return _weighted(copies, weights).sum(1).to(rows.dtype)
     return copies.squeeze(1) if places.shape[1] == 1 else copies.sum(1)
@@ -259,7 +264,7 @@ def _sum(
     rows: Tensor, places: Tensor, weights: Tensor | None, counts: Tensor | None, offsets: Tensor | None, triton: bool
 ) -> Tensor:
     if not triton:
-        return _summed(rows, places, weights)
+        return summed(rows, places, weights)
     from lightning_d9d.ops.kernels import moe_permute as kernels
 
     sums = rows.new_empty(len(places), *rows.shape[1:])
@@ -273,7 +278,7 @@ def _new_products(x: Tensor, rows: Tensor, places: Tensor, dtype: torch.dtype, t
 
 def _dot(x: Tensor, rows: Tensor, places: Tensor, dtype: torch.dtype, triton: bool) -> Tensor:
     if not triton:
-        products = x.unsqueeze(1).to(dtype) * _gathered(rows, places)
+        products = x.unsqueeze(1).to(dtype) * gathered(rows, places)
         return products.flatten(2).sum(2).to(dtype)
     from lightning_d9d.ops.kernels import moe_permute as kernels
 

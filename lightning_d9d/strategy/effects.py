@@ -101,9 +101,18 @@ def _expert_ranks(beside: Beside) -> str | None:
     return "each rank has all experts; set MeshConfig.expert_parallel above 1"
 
 
+def _peer_dispatch(beside: Beside) -> str | None:
+    if (missing := _expert_ranks(beside)) is not None:
+        return missing
+    if beside.parallel.expert_dispatch == "peer":
+        return None
+    return "tokens do not travel through memory of a limited size; set ParallelConfig.expert_dispatch='peer'"
+
+
 NEEDS: dict[str, Callable[[Beside], str | None]] = {
     "ParallelConfig.reshard_after_forward": _sharded_weights,
     "ParallelConfig.expert_dispatch": _expert_ranks,
+    "ParallelConfig.expert_capacity": _peer_dispatch,
     "ParallelConfig.context": _context_ranks,
     "ParallelConfig.pad_sequences": _sharded_sequences,
     "ParallelConfig.gather_dtype": _sharded_weights,

@@ -71,6 +71,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"expert_dispatch": "all_to_all"},
         "set MeshConfig.expert_parallel above 1, or leave {} out",
     ),
+    "ParallelConfig.expert_capacity": (
+        {"expert_capacity": 2.0},
+        "set MeshConfig.expert_parallel above 1, or leave {} out",
+    ),
     "ParallelConfig.context": ({"context": "ring"}, "set MeshConfig.context_parallel_shard above 1, or leave {} out"),
     "ParallelConfig.pad_sequences": (
         {"pad_sequences": True},
@@ -105,6 +109,10 @@ OF_PLAIN: dict[str, tuple[dict[str, Any], str]] = {
     "ParallelConfig.pad_sequences": ({"pad_sequences": True}, "plain LightningModule, whose sequences nobody shards"),
     "ParallelConfig.expert_dispatch": (
         REFUSED["ParallelConfig.expert_dispatch"][0],
+        "plain LightningModule, whose experts nobody shards; make it a D9DModule",
+    ),
+    "ParallelConfig.expert_capacity": (
+        REFUSED["ParallelConfig.expert_capacity"][0],
         "plain LightningModule, whose experts nobody shards; make it a D9DModule",
     ),
     **{
@@ -199,7 +207,10 @@ def test_steps_in_the_backward_of_a_plain_module_are_refused() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    sorted(REFUSED.keys() - {f"ParallelConfig.{name}" for name in ("context", "expert_dispatch", "pad_sequences")}),
+    sorted(
+        REFUSED.keys()
+        - {f"ParallelConfig.{name}" for name in ("context", "expert_dispatch", "expert_capacity", "pad_sequences")}
+    ),
 )
 def test_one_process_takes_what_is_written_for_any_number_of_ranks(name: str) -> None:
     """A degree of -1 shards over the ranks that there are, be it one."""

@@ -93,7 +93,9 @@ def test_another_optimizer_is_refused(tmp_path: Path, mode: Any) -> None:
 
     path = tmp_path / "step.ckpt"
     run(Plain("adamw")).save_checkpoint(path)
-    text = r"step.ckpt' cannot be loaded: a parameter .*, and SGD keeps momentum_buffer: another kind of optimizer .* Return that one"
+    text = (
+        r"step.ckpt' cannot be loaded: a parameter .*, and SGD keeps momentum_buffer: another kind .* Return that one"
+    )
     with pytest.raises(StateError, match=text):
         run(Plain("sgd"), path)
     if mode == "consolidated":
