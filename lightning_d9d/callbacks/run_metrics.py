@@ -310,7 +310,7 @@ class RunMetrics(L.Callback):
         of = _Numbers(*rows[:, :size].unbind(1))
         seconds = of.seconds.max()
         # Ranks that share a batch have all counted it.
-        num_readers = len(rows) / trainer.strategy.ranks.dp_size
+        num_readers = len(rows) / trainer.strategy.ranks.num_summed
         tokens, samples, padding = (each.sum() / num_readers for each in (of.tokens, of.samples, of.padding))
         values = {
             "speed/tokens_per_s": tokens / seconds,

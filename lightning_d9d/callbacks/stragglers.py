@@ -4,6 +4,7 @@
 only batches of a `D9DModule` have one, and ranks of plain modules are compared, too. Such a row is in the memory of the
 device, and would make it as large as the job: 192 numbers of each rank. The job's store is there for both kinds, takes
 nothing of the device, and rank 0 alone reads it.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +39,9 @@ class Stragglers(L.Callback):
     see `lightning_d9d.coordination.stragglers.Comparison`. Single steps that are far too long do not count. All ranks
     must have the callback.
 
-    On Linux, where the CPU computes, the time that a rank waits for a processor, because other programs of its host use
-    it, is not taken for computing. Waits for others that are measured are those for gradients, norms, messages of a pipeline, experts, and
-    values that are summed. What a fully sharded model waits for inside of torch counts as computing: its ranks look
-    alike.
+    Where the CPU computes, on Linux, time in which other programs have the processor does not count as computing.
+    Measured waits for others are those for gradients, norms, messages of a pipeline, experts, and values that are
+    summed. The waits of a fully sharded model inside torch count as computing: its ranks look alike.
 
     Args:
         every_n_steps: Batches of a report, a multiple of 48. A report must last longer than what disturbs a rank.

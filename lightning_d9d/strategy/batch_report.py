@@ -66,7 +66,7 @@ class BatchReport:
             numbers: A row, which all ranks get.
             added: `[more]` float64 on the device; all ranks get the sum over ranks.
         """
-        rank, size = (0, 1) if self._mesh is None else (dist.get_rank(), dist.get_world_size())
+        rank, size = (0, 1) if self._mesh is None else (self._mesh.rank, self._mesh.config.world_size)
         rows = torch.zeros(size, len(numbers), dtype=torch.float64)
         rows[rank] = torch.tensor([0.0 if isinstance(each, Tensor) else each for each in numbers], dtype=torch.float64)
         self._ours = rows.to(self._device, non_blocking=True)
