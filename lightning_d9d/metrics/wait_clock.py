@@ -61,10 +61,10 @@ class WaitClock:
 def moment() -> tuple[float, float]:
     """Return the time, and how long this thread has waited for a processor until then, in seconds. Local.
 
-    Both are of one moment: other programs often get the processor between two readings, and what is between them would
-    be counted twice or not at all.
+    Both are of one moment. Other programs often get the processor between two readings, and that time would be counted
+    twice or not at all.
     """
-    queued = _seconds_in_queue()
+    now, queued = perf_counter(), _seconds_in_queue()
     for _ in range(_MOST_READINGS):
         now, before = perf_counter(), queued
         queued = _seconds_in_queue()
