@@ -64,7 +64,7 @@ def moment() -> tuple[float, float]:
     Both are of one moment. Other programs often get the processor between two readings, and that time would be counted
     twice or not at all.
     """
-    now, queued = perf_counter(), _seconds_in_queue()
+    now, queued = 0.0, _seconds_in_queue()
     for _ in range(_MOST_READINGS):
         now, before = perf_counter(), queued
         queued = _seconds_in_queue()
