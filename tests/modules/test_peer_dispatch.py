@@ -230,3 +230,9 @@ def test_a_rank_on_another_host_is_refused_on_every_rank(rank: RankContext) -> N
         with pytest.raises(ConfigError, match=match):
             run(dispatch, experts, own)
     assert dispatch.exchange.memory is None
+
+
+@pytest.mark.ranks(2)
+def test_experts_that_ranks_do_not_divide_are_refused(rank: RankContext) -> None:
+    with pytest.raises(ConfigError, match=r"7 experts cannot be spread evenly over the 2 ranks \[0, 1\]"):
+        PeerDispatch(7, rank.group)
