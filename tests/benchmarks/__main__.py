@@ -44,7 +44,7 @@ SELECTIONS = {
     "pipeline": ("schedules", "microbatches"),
     "ops": ("ops", "sizes"),
     "train_step": ("peers",),
-    "fine_tune": ("layers", "experts", "seconds"),
+    "fine_tune": ("layers", "experts", "seconds", "recompute"),
     "step_in_backward": ("layers",),
     "optimizer_loss": ("methods", "rates", "steps", "jobs"),
     "data": ("file_gib", "memory"),
@@ -111,7 +111,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", help="of `whole_model`; default: all")
     parser.add_argument("--tokens", type=int, help="of `whole_model`: in a row")
     parser.add_argument("--rows", type=int, help="of `whole_model`: in a batch of a GPU")
-    parser.add_argument("--recompute", help="of `whole_model`, as `ParallelConfig.recompute`")
+    parser.add_argument("--recompute", help="of `whole_model` and `fine_tune`, as `ParallelConfig.recompute`")
     parser.add_argument("--states", choices=("bfloat16", "uint8"), help="of `whole_model`: dtype of optimizer states")
     parser.add_argument("--quick", action="store_true", help="small and short: shows that it runs, judges nothing")
     arguments = parser.parse_args()

@@ -4,8 +4,8 @@ With LoRA the peers have peft. All parameters are trained with states in eight b
 torchao's and bitsandbytes' AdamW there.
 
 All contenders have equal weights, frozen but for adapters with LoRA, in bf16 on a GPU. They take the same tokens:
-forward, loss, backward, AdamW. All recompute each block. Transformers has SDPA, and every implementation of experts
-that is asked for; the fastest is the peer. The learning rate is 0, so nothing changes a loss, and losses are compared.
+forward, loss, backward, AdamW. All recompute each block, or with `--recompute none` nothing. Transformers has SDPA, and
+every implementation of experts that is asked for; the fastest is the peer. The learning rate is 0, so nothing changes a loss, and losses are compared.
 
 Contenders run one after the other, each in a process of its own and for so long at most: memory has one at a time. Each
 is printed when it is measured.
@@ -72,20 +72,22 @@ def cases(
     layers: int = 8,
     experts: Sequence[str] = IMPLEMENTATIONS,
     seconds: int = MOST_SECONDS,
+    recompute: str = "full",
 ) -> list[Case]:
     """Some layers of the 30b-a3b geometry: with peers that adapt attention alone, and with those that do as ours."""
+    same = {"seconds": seconds, "recompute": recompute}
     if quick or device_type == "cpu":
         work = Work(config=Qwen3MoeConfig.preset("tiny"), dtype=torch.float32, num_rows=2, sequence_length=32)
         rounds: dict[str, Any] = dict(warmup_steps=2, block_steps=1, repeats=2 if quick else 12)
-        return [case("small model", work, Adapters(), [Adapters(2)], experts, None, seconds, **rounds)]
+        return [case("small model", work, Adapters(), [Adapters(2)], experts, None, **same, **rounds)]
     config = replace(Qwen3MoeConfig.preset("30b-a3b"), num_hidden_layers=layers)
     work = Work(config=config, dtype=torch.bfloat16, num_rows=4, sequence_length=4096)
     rounds = dict(warmup_steps=3, block_steps=2, repeats=8)
     of_ours, limit = [Adapters(), Adapters(RANK), Adapters(2)], 1 / LEAST_OF_PEER
     return [
-        case("peft on attention", work, Adapters(), of_ours, experts, limit, seconds, **rounds),
-        case("peft on experts, too", work, Adapters(2), of_ours[-1:], experts, limit, seconds, **rounds),
-        of_all("all parameters", work, EIGHT_BITS, experts[0], 1 / LEAST_OF_WHOLE, seconds, **rounds),
+        case("peft on attention", work, Adapters(), of_ours, experts, limit, **same, **rounds),
+        case("peft on experts, too", work, Adapters(2), of_ours[-1:], experts, limit, **same, **rounds),
+        of_all("all parameters", work, EIGHT_BITS, experts[0], 1 / LEAST_OF_WHOLE, **same, **rounds),
     ]
 
 
@@ -95,19 +97,24 @@ def of_all(
     packages: Sequence[str],
     implementation: str,
     limit: float | None,
+    *,
     seconds: int,
+    recompute: str,
     **rounds: Any,
 ) -> Case:
     """Ours and a peer for each package with an AdamW of eight bits, all parameters trained."""
-    ours = {"ours, states in eight bits": partial(OursWhole, work)}
-    theirs = {f"transformers, AdamW of {each}": partial(TheirsWhole, work, each, implementation) for each in packages}
+    ours = {"ours, states in eight bits": partial(OursWhole, work, recompute=recompute)}
+    theirs = {
+        f"transformers, AdamW of {each}": partial(TheirsWhole, work, each, implementation, recompute=recompute)
+        for each in packages
+    }
     return Case(
         name=name,
         contenders={**ours, **theirs},
         peer=next(iter(theirs)),
         limits={} if limit is None else dict.fromkeys(ours, limit),
         afterwards=partial(more_of_ours, work),
-        conditions={**work.conditions(), "recomputed": "each block", "seconds": seconds},
+        conditions={**work.conditions(), "recompute": recompute, "seconds": seconds},
         **rounds,
     )
 
@@ -119,23 +126,26 @@ def case(
     of_ours: Sequence[Adapters],
     implementations: Sequence[str],
     limit: float | None,
+    *,
     seconds: int,
+    recompute: str,
     **rounds: Any,
 ) -> Case:
     """Peers, and ours with several adapters, of which the last may take `limit` times as long as the best at most."""
-    ours = {f"ours, {adapters}": partial(Ours, work, adapters) for adapters in of_ours}
+    ours = {f"ours, {adapters}": partial(Ours, work, adapters, recompute=recompute) for adapters in of_ours}
     theirs = {
-        f"transformers and peft, {of_peer}, {each}": partial(Theirs, work, of_peer, each) for each in implementations
+        f"transformers and peft, {of_peer}, {each}": partial(Theirs, work, of_peer, each, recompute=recompute)
+        for each in implementations
     }
     if find_spec("unsloth"):  # an import would replace parts of transformers for all
-        theirs[f"unsloth, {of_peer}"] = partial(Unsloth, work, of_peer)
+        theirs[f"unsloth, {of_peer}"] = partial(Unsloth, work, of_peer, recompute=recompute)
     return Case(
         name=name,
         contenders={**ours, **theirs},
         peer=next(iter({**theirs, **ours})),
         limits={} if limit is None else {[*ours][-1]: limit},
         afterwards=partial(more_of_ours, work),
-        conditions={**work.conditions(), "rank of attention": RANK, "recomputed": "each block", "seconds": seconds},
+        conditions={**work.conditions(), "rank of attention": RANK, "recompute": recompute, "seconds": seconds},
         **rounds,
     )
 
@@ -197,22 +207,25 @@ def _row(name: str, values: dict[str, Any], num_tokens: int) -> str:
 class Ours(OwnLoop):
     """`Qwen3MoeForCausalLM` with adapters."""
 
-    def __init__(self, work: Work, adapters: Adapters, device: torch.device) -> None:
+    def __init__(self, work: Work, adapters: Adapters, device: torch.device, *, recompute: str = "full") -> None:
         network = work.network(device)
         targets = [*ATTENTION, *(["experts"] if adapters.rank_of_experts else [])]
         inject(network, LoRA(RANK, targets=targets, rank_of_experts=adapters.rank_of_experts or None))
-        parallelize_qwen3_moe(network, None, ParallelConfig(recompute="full"))
+        parallelize_qwen3_moe(network, None, ParallelConfig(recompute=recompute))
         super().__init__(work, network, StochasticAdamW(_trained(network), lr=0.0, state_dtype=work.dtype), device)
 
 
 class Theirs(TransformersLoop):
     """Transformers' model of the same weights, with peft's adapters."""
 
-    def __init__(self, work: Work, adapters: Adapters, implementation: str, device: torch.device) -> None:
+    def __init__(
+        self, work: Work, adapters: Adapters, implementation: str, device: torch.device, *, recompute: str = "full"
+    ) -> None:
         from peft import LoraConfig, get_peft_model
 
         network: Any = transformers_of(work, device, experts=implementation)
-        network.gradient_checkpointing_enable({"use_reentrant": False})
+        if recompute != "none":
+            network.gradient_checkpointing_enable({"use_reentrant": False})
         config = LoraConfig(
             r=RANK,
             lora_alpha=2 * RANK,
@@ -227,7 +240,7 @@ class Theirs(TransformersLoop):
 class Unsloth(TransformersLoop):
     """Unsloth's model of the same weights, by way of a directory, as it takes no other."""
 
-    def __init__(self, work: Work, adapters: Adapters, device: torch.device) -> None:
+    def __init__(self, work: Work, adapters: Adapters, device: torch.device, *, recompute: str = "full") -> None:
         from unsloth import FastLanguageModel  # `importing_first` has imported it before transformers
 
         with tempfile.TemporaryDirectory() as directory:
@@ -242,7 +255,7 @@ class Unsloth(TransformersLoop):
             lora_alpha=2 * RANK,
             lora_dropout=0,
             target_modules=targets,
-            use_gradient_checkpointing="unsloth",
+            use_gradient_checkpointing=False if recompute == "none" else "unsloth",
         )
         network = FastLanguageModel.for_training(network)
         super().__init__(work, network, AdamW(_trained(network), lr=0.0, fused=device.type == "cuda"), device)
@@ -266,18 +279,21 @@ def _smallest_tokenizer() -> dict[str, bytes]:
 class OursWhole(OwnLoop):
     """`Qwen3MoeForCausalLM` with all parameters trained."""
 
-    def __init__(self, work: Work, device: torch.device) -> None:
+    def __init__(self, work: Work, device: torch.device, *, recompute: str = "full") -> None:
         network = work.network(device)
-        parallelize_qwen3_moe(network, None, ParallelConfig(recompute="full"))
+        parallelize_qwen3_moe(network, None, ParallelConfig(recompute=recompute))
         super().__init__(work, network, StochasticAdamW(network.parameters(), lr=0.0, state_dtype=torch.uint8), device)
 
 
 class TheirsWhole(TransformersLoop):
     """Transformers' model of the same weights, with all parameters trained by an AdamW of a package."""
 
-    def __init__(self, work: Work, package: str, implementation: str, device: torch.device) -> None:
+    def __init__(
+        self, work: Work, package: str, implementation: str, device: torch.device, *, recompute: str = "full"
+    ) -> None:
         network: Any = transformers_of(work, device, experts=implementation)
-        network.gradient_checkpointing_enable({"use_reentrant": False})
+        if recompute != "none":
+            network.gradient_checkpointing_enable({"use_reentrant": False})
         adamw = import_module(f"{package}.optim").AdamW8bit
         super().__init__(work, network, adamw(network.parameters(), lr=0.0), device)
 
