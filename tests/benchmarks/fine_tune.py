@@ -5,7 +5,8 @@ torchao's and bitsandbytes' AdamW there.
 
 All contenders have equal weights, frozen but for adapters with LoRA, in bf16 on a GPU. They take the same tokens:
 forward, loss, backward, AdamW. All recompute each block, or with `--recompute none` nothing. Transformers has SDPA, and
-every implementation of experts that is asked for; the fastest is the peer. The learning rate is 0, so nothing changes a loss, and losses are compared.
+every implementation of experts that is asked for; the fastest is the peer. The learning rate is 0, so nothing changes a
+loss, and losses are compared.
 
 Contenders run one after the other, each in a process of its own and for so long at most: memory has one at a time. Each
 is printed when it is measured.
