@@ -38,6 +38,7 @@ NAMES = (
     "optimizer_loss",
     "data",
     "whole_model",
+    "plan_runs",
 )
 SELECTIONS = {
     "pipeline": ("schedules", "microbatches"),
@@ -48,6 +49,7 @@ SELECTIONS = {
     "optimizer_loss": ("methods", "rates", "steps", "jobs"),
     "data": ("file_gib",),
     "whole_model": ("layers", "gpus", "parts", "steps", "tokens", "rows", "recompute", "states"),
+    "plan_runs": ("gpus",),
 }
 """Options of single benchmarks."""
 
@@ -103,7 +105,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="of `optimizer_loss` and `whole_model`")
     parser.add_argument("--jobs", type=int, help="of `optimizer_loss`: runs at a time on one device")
     parser.add_argument("--file_gib", type=float, help="of `data`: size of the file of tokens; default: 40")
-    parser.add_argument("--gpus", type=int, choices=(1, 2), help="of `whole_model`")
+    parser.add_argument("--gpus", type=int, choices=(1, 2), help="of `whole_model` and `plan_runs`")
     parser.add_argument("--parts", nargs="+", help="of `whole_model`; default: all")
     parser.add_argument("--tokens", type=int, help="of `whole_model`: in a row")
     parser.add_argument("--rows", type=int, help="of `whole_model`: in a batch of a GPU")

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
-import torch
 from torch import Tensor
 
 from lightning_d9d import MeshConfig
@@ -18,29 +15,7 @@ from tests.benchmarks.training import QUICK, SENT, Steps, Way, Work, account
 from tests.harness.compare import assert_close_named
 from tests.harness.ranks import RankContext
 from tests.harness.recorder import Recorder
-from tests.harness.records import Entry, read
-
-KINDS = {
-    "allgather_base": "all_gather",
-    "reduce_scatter_base": "reduce_scatter",
-    "allreduce": "all_reduce",
-    "alltoall_base": "all_to_all",
-    "send": "point_to_point",
-}
-
-
-def sent_bytes(entry: Entry, rank: int) -> float:
-    """By this rank, in a ring."""
-    matched = re.fullmatch(r"(\w+)\[(.*)\]", entry.tensors)
-    assert matched is not None, entry
-    width, dims = getattr(torch, matched[1]).itemsize, matched[2].split(", ")
-    others = (len(entry.ranks) - 1) / len(entry.ranks)
-    if entry.operator == "send":
-        return width * math.prod(map(int, dims))
-    if entry.operator == "alltoall_base":
-        rows = sum(entry.sends) - entry.sends[entry.ranks.index(rank)]
-        return rows * width * math.prod(map(int, dims[1:]))
-    return width * math.prod(map(int, dims)) * others * (2 if entry.operator == "allreduce" else 1)
+from tests.harness.records import KINDS, read, sent_bytes
 
 
 @pytest.mark.ranks(4)
