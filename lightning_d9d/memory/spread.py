@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from lightning_d9d.mesh import MeshConfig
-from lightning_d9d.modules import GroupedExperts, GroupedQueryAttention, LMHead, SparseMoE, SwiGLU, TokenEmbedding
+from lightning_d9d.modules import GroupedQueryAttention, LMHead, SparseMoE, SwiGLU, TokenEmbedding
 from lightning_d9d.modules.adapters import Adapter
 from lightning_d9d.parallel.config import ParallelConfig
 from lightning_d9d.parallel.data import blocks_of, shard_dim
@@ -153,63 +153,65 @@ def weights_of(model: nn.Module, shard_blocks: Sequence[str] | None = None) -> M
     return ModelWeights(before=tuple(before), layers=tuple(map(tuple, layers)), after=tuple(after), tied=tied)
 
 
+_Rule = tuple[nn.Module, Part, Cut, int, int]
+"""A module, what its parameters are for, and what cuts them: along which dim, with how many heads."""
+
+
 def _described(model: nn.Module) -> dict[nn.Parameter, Weight]:
     """What is known of each parameter, from the modules that own it."""
     found: dict[nn.Parameter, Weight] = {}
-
-    def note(module: nn.Module, part: Part, cut: Cut = Cut.NOTHING, dim: int = 0, num_heads: int = 0) -> None:
-        for name, parameter in module.named_parameters():
-            owner = Part.ADAPTERS if "_lora" in name or ".lora" in f".{name}" else part
-            found.setdefault(
-                parameter,
-                Weight(
-                    shape=tuple(parameter.shape),
-                    dtype=parameter.dtype,
-                    part=owner,
-                    cut=cut if owner is part or cut is Cut.EXPERTS else Cut.NOTHING,
-                    dim=dim,
-                    num_heads=num_heads,
-                    is_trained=parameter.requires_grad,
-                ),
-            )
-
-    mixtures = [each for each in model.modules() if isinstance(each, SparseMoE)]
-    inside = {part for moe in mixtures for part in moe.modules()}
-    for module in model.modules():
-        if isinstance(module, Adapter):
-            note(module, Part.ADAPTERS)
-    for module in model.modules():
-        match module:
-            case GroupedQueryAttention():
-                heads = module.k_proj.out_features // module.head_dim
-                note(module.q_proj, Part.ATTENTION, Cut.TENSOR, 0)
-                note(module.k_proj, Part.ATTENTION, Cut.HEADS, 0, heads)
-                note(module.v_proj, Part.ATTENTION, Cut.HEADS, 0, heads)
-                if module.o_proj.bias is not None:
-                    found[module.o_proj.bias] = _plain(module.o_proj.bias, Part.ATTENTION)
-                note(module.o_proj, Part.ATTENTION, Cut.TENSOR, 1)
-                note(module.q_norm, Part.NORMS)
-                note(module.k_norm, Part.NORMS)
-                note(module, Part.ATTENTION, Cut.TENSOR, 0)
-            case SparseMoE():
-                note(module.gate, Part.ROUTER)
-                note(module.experts, Part.EXPERTS, Cut.EXPERTS, 0)
-                note(module, Part.MLP)
-            case SwiGLU() if module not in inside:
-                note(module.gate_proj, Part.MLP, Cut.TENSOR, 0)
-                note(module.up_proj, Part.MLP, Cut.TENSOR, 0)
-                note(module.down_proj, Part.MLP, Cut.TENSOR, 1)
-            case TokenEmbedding():
-                note(module, Part.EMBEDDING, Cut.TENSOR, 0)
-            case nn.Embedding():
-                note(module, Part.EMBEDDING)
-            case LMHead():
-                note(module, Part.HEAD, Cut.TENSOR, 0)
-            case GroupedExperts():
-                note(module, Part.EXPERTS)
+    inside = {part for moe in model.modules() if isinstance(moe, SparseMoE) for part in moe.modules()}
+    adapters: list[_Rule] = [
+        (each, Part.ADAPTERS, Cut.NOTHING, 0, 0)
+        for each in model.modules()
+        if isinstance(each, Adapter) and each not in inside
+    ]
+    rules = [rule for module in model.modules() for rule in _rules(module, module in inside)]
+    for module, part, cut, dim, heads in (*adapters, *rules):
+        for parameter in module.parameters():
+            if parameter in found:
+                continue
+            is_vector = parameter.dim() == 1 and dim == 1  # the bias of a layer whose inputs are cut
+            plain = _plain(parameter, part)
+            found[parameter] = plain if is_vector else replace(plain, cut=cut, dim=dim, num_heads=heads)
     for parameter in model.parameters():
         found.setdefault(parameter, _plain(parameter, Part.NORMS if parameter.dim() == 1 else Part.OTHER))
     return found
+
+
+def _rules(module: nn.Module, is_in_mixture: bool) -> list[_Rule]:
+    """The rules of a module of a class that parallelism knows; those of its parts come first."""
+    match module:
+        case GroupedQueryAttention():
+            heads = module.k_proj.out_features // module.head_dim
+            return [
+                (module.q_proj, Part.ATTENTION, Cut.TENSOR, 0, 0),
+                (module.k_proj, Part.ATTENTION, Cut.HEADS, 0, heads),
+                (module.v_proj, Part.ATTENTION, Cut.HEADS, 0, heads),
+                (module.o_proj, Part.ATTENTION, Cut.TENSOR, 1, 0),
+                (module.q_norm, Part.NORMS, Cut.NOTHING, 0, 0),
+                (module.k_norm, Part.NORMS, Cut.NOTHING, 0, 0),
+                (module, Part.ATTENTION, Cut.TENSOR, 0, 0),
+            ]
+        case SparseMoE():
+            return [
+                (module.gate, Part.ROUTER, Cut.NOTHING, 0, 0),
+                (module.experts, Part.EXPERTS, Cut.EXPERTS, 0, 0),
+                (module, Part.MLP, Cut.NOTHING, 0, 0),
+            ]
+        case SwiGLU() if not is_in_mixture:
+            return [
+                (module.gate_proj, Part.MLP, Cut.TENSOR, 0, 0),
+                (module.up_proj, Part.MLP, Cut.TENSOR, 0, 0),
+                (module.down_proj, Part.MLP, Cut.TENSOR, 1, 0),
+            ]
+        case TokenEmbedding():
+            return [(module, Part.EMBEDDING, Cut.TENSOR, 0, 0)]
+        case nn.Embedding():
+            return [(module, Part.EMBEDDING, Cut.NOTHING, 0, 0)]
+        case LMHead():
+            return [(module, Part.HEAD, Cut.TENSOR, 0, 0)]
+    return []
 
 
 def _plain(parameter: nn.Parameter, part: Part) -> Weight:
@@ -225,7 +227,8 @@ class Spread:
         parallel: Says what FSDP2 does with experts, by its dtypes and `offload`.
     """
 
-    def __init__(self, mesh: MeshConfig, parallel: ParallelConfig = ParallelConfig()) -> None:
+    def __init__(self, mesh: MeshConfig, parallel: ParallelConfig | None = None) -> None:
+        parallel = parallel or ParallelConfig()
         self.mesh = mesh
         self.num_ranks = mesh.world_size // mesh.pipeline_parallel
         self._tp = mesh.tensor_parallel

@@ -17,6 +17,15 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 
+class Moment(NamedTuple):
+    """Bytes that are there for a while in a layer's backward, beside what it keeps and the gradient of its output."""
+
+    row_bytes: float
+    """For each row; less than 0 where what was kept is gone."""
+    gradient_bytes: float
+    """Gradients of the layer's weights that are there, in the dtype of the weights."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerCosts:
     """What one layer computes, moves and keeps for one row of a batch (one sequence), on one rank.
@@ -50,6 +59,16 @@ class LayerCosts:
     output_bytes: float = 0.0
     """What travels to the next stage if the layer is a stage's last, and as gradient back. The layer's input is as
     large, and all that is kept of it with `recompute="full"`."""
+    frozen_bytes: float | None = None
+    """Kept where the layer's matrices are frozen, and have no adapters; None: unknown."""
+    forward_peak_bytes: float = 0.0
+    """The most that the layer takes while its forward runs, with what it keeps and its output."""
+    backward_moments: tuple[Moment, ...] = ()
+    """When most is there while its backward runs; empty: unknown."""
+    attention_flops: float = 0.0
+    """Of `forward_flops`, those of attention's scores and their sums. Its backward is in `backward_input_flops`."""
+    grouped_flops: float = 0.0
+    """Of `forward_flops`, those of grouped products, and as many of each part of the backward."""
     dispatch_bytes: float = 0.0
     """The buffer of tokens that are sent to experts where those lie on several ranks; free when they have arrived."""
 

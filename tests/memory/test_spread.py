@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_d9d.memory.spread import ModelWeights, Spread, weights_of
-from lightning_d9d.mesh import MeshConfig, MeshDomains
+from lightning_d9d.mesh import MeshDomains
 from lightning_d9d.mesh.sharding import local
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from lightning_d9d.models.qwen3_moe.model import layers_of_stages
