@@ -5,6 +5,10 @@ cost passes over memory beside the products. So the square is completed, and num
 y = c^(1/4) x and h = y y^T it is three plain products:
 
     y' = ((h + b / (2 sqrt(c)))^2 + a - b^2 / (4 c)) y
+
+Matrices come in divided by their norms. The square of a norm is the sum of the Gram matrix's diagonal. So the first
+Gram matrix is divided in place of the larger x. Tall matrices are multiplied from the right, so that nothing is
+transposed in memory.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from torch.optim.optimizer import ParamsT
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.mesh.sharding import local, local_ranges, sharding_of
-from lightning_d9d.ops.stochastic import round_stochastic_
+from lightning_d9d.ops.momentum import descend_, momentum_direction_
 from lightning_d9d.optim.whole_matrices import is_whole, on_whole_matrices
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -43,17 +47,22 @@ def orthogonalized(matrices: Tensor) -> Tensor:
     """
     a, b, c = _COEFFICIENTS
     is_tall = matrices.shape[-2] > matrices.shape[-1]
-    x = matrices.mT if is_tall else matrices
-    y = x * (c**0.25 / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7))
-    y = y.reshape(-1, *y.shape[-2:])
+    y = matrices.reshape(-1, *matrices.shape[-2:])
     for iteration in range(_ITERATIONS):  # [Note: plain products]
-        gram = y @ y.mT
+        gram = y.mT @ y if is_tall else y @ y.mT
+        factor: float | Tensor = 1.0
+        if iteration == 0:
+            factor = c**0.25 / (gram.diagonal(dim1=-2, dim2=-1).sum(-1).sqrt() + 1e-7)[:, None, None]
+            gram.mul_(factor * factor)
         gram.diagonal(dim1=-2, dim2=-1).add_(b / (2 * math.sqrt(c)))
         step = gram @ gram
         step.diagonal(dim1=-2, dim2=-1).add_(a - b * b / (4 * c))
-        y = (step if iteration < _ITERATIONS - 1 else step.mul_(c**-0.25)) @ y
-    x = y.view(*matrices.shape[:-2], *y.shape[-2:])
-    return x.mT if is_tall else x
+        if iteration == _ITERATIONS - 1:
+            factor = c**-0.25
+        if iteration in (0, _ITERATIONS - 1):
+            step.mul_(factor)
+        y = y @ step if is_tall else step @ y
+    return y.view(matrices.shape)
 
 
 class MuonAdamW(Optimizer):
@@ -69,7 +78,7 @@ class MuonAdamW(Optimizer):
     the same parameters; `step` is collective over them.
 
     Bfloat16 weights need no copy in float32: they are updated in float32 and rounded stochastically
-    (`lightning_d9d.ops.round_stochastic_`). The random bits of an element follow from `seed`, the step, and where the
+    (`lightning_d9d.ops.momentum.descend_`). The random bits of an element follow from `seed`, the step, and where the
     element is in the whole parameter. So all meshes have the bits of one process.
 
     The state of a matrix is `momentum`, that of other parameters `exp_avg` and `exp_avg_sq`; both have a number `step`.
@@ -188,11 +197,8 @@ class MuonAdamW(Optimizer):
         for parameter in parameters:
             average = local(self._begun(parameter, group)["momentum"])
             assert parameter.grad is not None
-            gradient = local(parameter.grad)
-            torch.add(gradient, average, alpha=momentum, out=average)
             dtype = torch.float64 if parameter.dtype == torch.float64 else torch.bfloat16
-            direction = torch.empty_like(average, dtype=dtype)
-            directions.append(torch.add(gradient, average, alpha=momentum, out=direction))
+            directions.append(momentum_direction_(average, local(parameter.grad), momentum, dtype))
 
         def update(_: int, whole: Tensor) -> Tensor:
             return orthogonalized(whole.unflatten(-2, (num_parts, -1))).flatten(-3, -2)
@@ -213,35 +219,31 @@ class MuonAdamW(Optimizer):
 
     def _move(self, parameter: Tensor, direction: Tensor, size: float | Tensor, group: Mapping[str, Any]) -> None:
         """Let a weight decay, and take a step of a size against a direction."""
-        weight, rest = local(parameter), 1 - group["lr"] * group["weight_decay"]
-        is_rounded = weight.dtype == torch.bfloat16
-        moved = (weight.float() if is_rounded else weight).mul_(rest)
-        if isinstance(size, Tensor):
-            moved.addcmul_(direction.to(moved.dtype), -size.to(moved.dtype))
+        weight, keep = local(parameter), 1 - group["lr"] * group["weight_decay"]
+        if weight.dtype == torch.bfloat16:
+            seed = group["seed"] << 32 | self.state[parameter]["step"]
+            _descend_rounded(parameter, direction, keep, size, seed)
         else:
-            moved.add_(direction, alpha=-size)
-        if is_rounded:
-            _round_in_place(parameter, moved, group["seed"] << 32 | self.state[parameter]["step"])
+            weight.mul_(keep).sub_(direction.to(weight.dtype) * size)
 
 
-def _round_in_place(parameter: Tensor, values: Tensor, seed: int) -> None:
-    """Round values to a rank's part of a bfloat16 parameter, with the bits that one process has. Local.
-
-    Args:
-        parameter: Its part is overwritten.
-        values: Float32, of the part's shape.
-        seed: Of this step.
-    """
+def _descend_rounded(
+    parameter: Tensor, direction: Tensor, keep: float | Tensor, size: float | Tensor, seed: int
+) -> None:
+    """Update a rank's part of a bfloat16 parameter, with the bits that one process has. Local."""
     weight, (rows, *others) = local(parameter), local_ranges(parameter)
     inner = parameter.shape[1:]
-    held = (slice(None), *(slice(each.start, each.stop) for each in others))
     offset = rows.start * math.prod(inner)
     if weight.shape[1:] == inner:
-        round_stochastic_(weight, values, seed, offset)
+        descend_(weight, direction, keep, size, seed, offset)
         return
-    whole = values.new_zeros(len(rows), *inner)  # of these rows: places are counted along them
-    whole[held] = values
-    weight.copy_(round_stochastic_(torch.empty_like(whole, dtype=weight.dtype), whole, seed, offset)[held])
+    held = (slice(None), *(slice(each.start, each.stop) for each in others))
+    wholes = []
+    for part in (weight, direction):
+        wholes.append(part.new_zeros(len(rows), *inner))  # of these rows: places are counted along them
+        wholes[-1][held] = part
+    descend_(*wholes, keep, size, seed, offset)
+    weight.copy_(wholes[0][held])
 
 
 def dtype_of_states(parameter: Tensor) -> torch.dtype:
