@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 
+ATTENTION_BACKWARD = 2.5
+"""Operations of attention's backward over those of its forward: scores are computed again."""
+
+
 class Moment(NamedTuple):
     """Bytes that are there for a while in a layer's backward, beside what it keeps and the gradient of its output."""
 
@@ -149,6 +153,10 @@ class Machine:
 
     flops_per_second: float = 580e12
     """In products: attention 430 to 610e12, projections 670 to 690e12, grouped products 475 to 570e12, head 695e12."""
+    grouped_flops_per_second: float | None = None
+    """In grouped products; None: as in others."""
+    attention_forward_flops_per_second: float | None = None
+    attention_backward_flops_per_second: float | None = None
     bytes_per_second: float = 4.26e12
     """From and to memory, reads and writes together, as in a copy."""
     link_bytes_per_second: float = 160e9
@@ -170,16 +178,30 @@ class Machine:
     def seconds(self, layer: LayerCosts, num_rows: float) -> LayerSeconds:
         """How long `layer` takes for a microbatch. [Note: time of a layer]."""
 
-        def action(flops: float, moved: float, weight_bytes: float) -> float:
-            products = max(num_rows * flops / self.flops_per_second, weight_bytes / self.bytes_per_second)
-            return products + num_rows * moved / self.bytes_per_second
+        def action(flops: float, moved: float, weight_bytes: float, attended: float, rate: float | None) -> float:
+            grouped = min(layer.grouped_flops, flops - attended)
+            seconds = (flops - attended - grouped) / self.flops_per_second
+            seconds += grouped / (self.grouped_flops_per_second or self.flops_per_second)
+            products = max(num_rows * seconds, weight_bytes / self.bytes_per_second)
+            attention = num_rows * attended / (rate or self.flops_per_second)
+            return products + attention + num_rows * moved / self.bytes_per_second
 
         weights = layer.weight_bytes
-        forward = action(layer.forward_flops, layer.forward_bytes, weights if layer.forward_flops else 0)
-        inputs = action(
-            layer.backward_input_flops, layer.backward_input_bytes, weights if layer.backward_input_flops else 0
+        forward = action(
+            layer.forward_flops,
+            layer.forward_bytes,
+            weights if layer.forward_flops else 0,
+            min(layer.attention_flops, layer.forward_flops),
+            self.attention_forward_flops_per_second,
         )
-        gradients = action(layer.backward_weight_flops, layer.backward_weight_bytes, weights)
+        inputs = action(
+            layer.backward_input_flops,
+            layer.backward_input_bytes,
+            weights if layer.backward_input_flops else 0,
+            min(ATTENTION_BACKWARD * layer.attention_flops, layer.backward_input_flops),
+            self.attention_backward_flops_per_second,
+        )
+        gradients = action(layer.backward_weight_flops, layer.backward_weight_bytes, weights, 0.0, None)
         if layer.is_compiled:
             inputs, gradients = inputs + gradients, 0.0
         return LayerSeconds(forward, inputs, gradients, inputs + gradients)

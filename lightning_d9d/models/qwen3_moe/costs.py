@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_d9d.models.qwen3_moe.config import Qwen3MoeConfig
-from lightning_d9d.schedule.layers import LayerCosts, ModelCosts, Moment
+from lightning_d9d.schedule.layers import ATTENTION_BACKWARD, LayerCosts, ModelCosts, Moment
 
 _TOKEN_ID = 8
 _WIDE = 4
@@ -112,7 +112,7 @@ def _layer(config: Qwen3MoeConfig, sequence_length: int, bytes_per_element: int,
     moments += (Moment(tokens * (hidden + 2 * queries + 2 * keys) - rest, 3 * down),)
     return LayerCosts(
         forward_flops=2 * sequence_length * products + attention,
-        backward_input_flops=2 * sequence_length * products + 2.5 * attention,
+        backward_input_flops=2 * sequence_length * products + ATTENTION_BACKWARD * attention,
         backward_weight_flops=2 * sequence_length * products,
         forward_bytes=tokens * moved,
         backward_input_bytes=tokens * moved_back,
