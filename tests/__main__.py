@@ -4,9 +4,10 @@
 - `python -m tests changed` runs the tests that the changes of this branch can break; `--base` is where it began, "main"
   if nothing is said.
 
-Tests of ranks, of jobs and of one process run side by side, those of one process in two streams. Ranks wait for each
-other often, and jobs for their time limits: together they fill the cores. Each stream is a fork of this process, which
-makes the long imports once. What runs beside prints when all is over.
+Tests of ranks, of jobs and of one process run side by side, jobs and those of one process in two streams each. Ranks
+wait for each other often, and jobs for their time limits: together they fill the cores. Jobs begin first, as their
+waits would be all that is left at the end. Each stream is a fork of this process, which makes the long imports once.
+What runs beside prints when all is over.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import pytest
 
 from tests.changed import changed_files, files_above
 from tests.harness import warm
-from tests.harness.quick import SPINE
+from tests.harness.quick import SPINE, may_have
 
 WITHOUT_GPU = "not gpu and not meshes"
 RANKS, JOBS, ONE_PROCESS = "ranks", "jobs and not ranks", "not ranks and not jobs"
@@ -38,6 +39,8 @@ STARTUP = FOLDERS / "harness" / "startup"
 """Of Python in every process: see its `sitecustomize.py`."""
 FIRST_HALF = ("benchmarks", "callbacks", "checkpoint", "cli", "generation", "ops", "optim", "peft")
 """The folders whose tests of one process take about half of the time of all."""
+FIRST_JOBS = ("coordination", "loop", "strategy")
+"""The folders whose jobs take about half of the time of all, waits included."""
 
 
 def run(arguments: list[str], kinds: Sequence[tuple[str, list[str]]] = ()) -> int:
@@ -111,7 +114,10 @@ def everything(arguments: list[str]) -> int:
     """Run all tests, or those of the paths among the arguments. Return the exit status."""
     if has_paths(arguments):
         return run(arguments)
-    return run(arguments, [(RANKS, files_with("ranks")), (JOBS, files_with("jobs")), *halves()])
+    jobs = files_with("jobs")
+    first = [file for file in jobs if Path(file).relative_to(FOLDERS).parts[0] in FIRST_JOBS]
+    others = [file for file in jobs if file not in first]
+    return run(arguments, [(JOBS, first), (JOBS, others), (RANKS, files_with("ranks")), *halves()])
 
 
 def halves() -> list[tuple[str, list[str]]]:
@@ -125,9 +131,8 @@ def has_paths(arguments: list[str]) -> bool:
 
 
 def files_with(marker: str) -> list[str]:
-    """Return the files of tests that name the marker: to import the others takes long."""
-    files = FOLDERS.rglob("test_*.py")
-    return sorted(str(file) for file in files if f"mark.{marker}" in file.read_text())
+    """Return the files of tests that may have the marker: to import the others takes long."""
+    return sorted(str(file) for file in FOLDERS.rglob("test_*.py") if may_have(marker, file))
 
 
 def quick(arguments: list[str]) -> int:

@@ -284,7 +284,7 @@ def test_what_is_refused(
     named = {"optimizer_0": {"state": {}, "other": {}}, "optimizer_0.a": saved, "optimizer_0.b": {**saved, "group": {}}}
     save_directory(tmp_path / "stages", {}, {"optimizer_states": 1}, named_values={**named, "optimizer_0.c": saved})
     message = refused(monkeypatch, capsys, tmp_path / "stages", tmp_path / "z.ckpt")
-    assert "noted no order" in message
+    assert "did not save their order" in message
     assert "--weights-only" in message
     (tmp_path / "junk.ckpt").write_text("junk")
     assert "cannot be read" in refused(monkeypatch, capsys, tmp_path / "junk.ckpt", tmp_path / "y")
@@ -335,7 +335,7 @@ def test_damaged_checkpoints_to_a_file(
 ) -> None:
     save_directory(tmp_path / "damaged", {}, values)
     found = refused(monkeypatch, capsys, tmp_path / "damaged", tmp_path / "whole.ckpt")
-    assert f"{tmp_path}/damaged: its optimizers have no form that stock strategies load: " in found
+    assert f"{tmp_path}/damaged: its optimizers do not have a form that stock strategies load: " in found
     assert message in found
     assert not (tmp_path / "whole.ckpt").exists()
 
@@ -452,7 +452,7 @@ def test_links_out_of_the_source_are_refused(tmp_path, monkeypatch, capsys, link
         (source / link).replace(secret)
     (source / link).symlink_to("../secret")
     message = refused(monkeypatch, capsys, source, tmp_path / "target")
-    assert f"the file '{link}' is a link that leads outside of the directory" in message
+    assert f"the file '{link}' is a link out of the directory" in message
     assert not (tmp_path / "target").exists()
 
 

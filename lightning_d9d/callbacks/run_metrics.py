@@ -14,6 +14,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
+from lightning_d9d.callbacks.router_counts import RouterCounts
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.loop.uneven import data_wait_seconds
 from lightning_d9d.mesh.agreement import Ranks
@@ -123,6 +124,7 @@ class RunMetrics(L.Callback):
         self._finished: StepClock | None = None
         self._observed = ExitStack()
         self._names: set[str] | None = None
+        self._routers: RouterCounts | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Refuse what cannot be watched.
@@ -152,6 +154,7 @@ class RunMetrics(L.Callback):
         report.open()
         report.logs_every_norm = self.norm_every_step
         self._groups = self._parameters_of_groups(pl_module)
+        self._routers = RouterCounts(pl_module)
         rates = Ranks().all_gather(sorted({_initial_rate(group) for group in _param_groups(trainer)}))
         self._rates = sorted({rate for theirs in rates for rate in theirs}, reverse=True)
         self._start_clock(trainer, pl_module)
@@ -192,6 +195,8 @@ class RunMetrics(L.Callback):
         if rows is not None and self._sent_step == trainer.global_step - 1:
             report.rows = None
             values = self._values(trainer, pl_module, rows)
+            if self._routers is not None and report.sums is not None:
+                values |= self._routers.values(report.sums)
             self._check_names(trainer, values)
             pl_module.log_dict(values, batch_size=1)
         self._start_clock(trainer, pl_module)
@@ -204,12 +209,19 @@ class RunMetrics(L.Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Stop watching. Local."""
         self._observed.close()
+        self._close_routers()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Stop watching. Local."""
         assert isinstance(pl_module, D9DModule)
         pl_module.pipeline.batch_report.close()
         self._groups = {}
+        self._close_routers()
+
+    def _close_routers(self) -> None:
+        if self._routers is not None:
+            self._routers.close()
+            self._routers = None
 
     def _parameters_of_groups(self, module: D9DModule) -> dict[str, list[Any]]:
         """By name of a group. Collective over all ranks."""
@@ -282,7 +294,8 @@ class RunMetrics(L.Callback):
         )
         rates = {_initial_rate(group): group["lr"] for group in _param_groups(trainer)}
         own = [getattr(numbers, each.name) for each in fields(numbers)]
-        report.send([*own, *(rates.get(rate, -math.inf) for rate in self._rates)])
+        counts = None if self._routers is None else self._routers.take()
+        report.send([*own, *(rates.get(rate, -math.inf) for rate in self._rates)], counts)
         self._sent_step = trainer.global_step
         self._has_padding = interval.padding is not None
         if report.weight is not None:
@@ -297,7 +310,7 @@ class RunMetrics(L.Callback):
         of = _Numbers(*rows[:, :size].unbind(1))
         seconds = of.seconds.max()
         # Ranks that share a batch have all counted it.
-        num_readers = len(rows) / trainer.strategy.ranks.dp_size
+        num_readers = len(rows) / trainer.strategy.ranks.num_summed
         tokens, samples, padding = (each.sum() / num_readers for each in (of.tokens, of.samples, of.padding))
         values = {
             "speed/tokens_per_s": tokens / seconds,

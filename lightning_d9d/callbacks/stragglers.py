@@ -1,4 +1,10 @@
-"""`Stragglers`: names a rank for which the others wait, and draws what each rank did over time."""
+"""`Stragglers`: names a rank for which the others wait, and draws what each rank did over time.
+
+[Note: times by the store] Numbers of ranks could travel with the report of a batch, as those of `RunMetrics` do. But
+only batches of a `D9DModule` have one, and ranks of plain modules are compared, too. Such a row is in the memory of the
+device, and would make it as large as the job: 192 numbers of each rank. The job's store is there for both kinds, takes
+nothing of the device, and rank 0 alone reads it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +14,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import lightning as L
@@ -20,7 +25,7 @@ from lightning_d9d.errors import ConfigError
 from lightning_d9d.log import logger
 from lightning_d9d.loop.uneven import data_wait_seconds
 from lightning_d9d.mesh import Axis
-from lightning_d9d.metrics.wait_clock import WaitClock, seconds_in_queue
+from lightning_d9d.metrics.wait_clock import WaitClock, moment
 from lightning_d9d.pictures import write_picture
 from lightning_d9d.waits import observed_by
 
@@ -34,10 +39,9 @@ class Stragglers(L.Callback):
     see `lightning_d9d.coordination.stragglers.Comparison`. Single steps that are far too long do not count. All ranks
     must have the callback.
 
-    On Linux the time that a rank waits for a processor, because other programs of its host use it, is not taken for
-    computing. Waits for others that are measured are those for gradients, norms, messages of a pipeline, experts, and
-    values that are summed. What a fully sharded model waits for inside of torch counts as computing: its ranks look
-    alike.
+    Where the CPU computes, on Linux, time in which other programs have the processor does not count as computing.
+    Measured waits for others are those for gradients, norms, messages of a pipeline, experts, and values that are
+    summed. The waits of a fully sharded model inside torch count as computing: its ranks look alike.
 
     Args:
         every_n_steps: Batches of a report, a multiple of 48. A report must last longer than what disturbs a rank.
@@ -96,13 +100,17 @@ class Stragglers(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Take the times of a batch; every `every_n_steps` leave them to rank 0. Local."""
+        """Take the times of a batch; every `every_n_steps` leave them to rank 0. Local. [Note: times by the store]."""
         assert self._waits is not None
-        queued = seconds_in_queue() - self._waits.queued
-        now = (perf_counter(), data_wait_seconds(trainer), self._waits.seconds, queued)
+        time, queued = moment()
+        if trainer.strategy.root_device.type == "cuda":
+            queued = 0.0  # while the host waits for a processor the device goes on
+        now = (time, data_wait_seconds(trainer), self._waits.seconds, queued - self._waits.queued)
         if self._since is not None:
-            whole, *waits = (after - before for after, before in zip(now, self._since, strict=True))
-            self._steps.append((max(0.0, whole - sum(waits)), *waits))
+            whole, data, link, queue = (after - before for after, before in zip(now, self._since, strict=True))
+            own = max(0.0, whole - link - queue)
+            data = min(data, own)  # some of it may have been spent in the queue
+            self._steps.append((own - data, data, link, queue))
         self._since = now
         store = trainer.strategy.shutdown.store  # type: ignore[attr-defined]  # of `D9DStrategy` on several ranks
         with suppress(RuntimeError):  # the store has gone: the ranks hear of it otherwise

@@ -48,6 +48,9 @@ class WeightAverages(L.Callback):
         ConfigError: A value is out of range. When a fit begins: nothing is trained, or an export stands in front.
     """
 
+    averages_weights = True
+    """Replicas that mix their weights refuse such callbacks."""
+
     def __init__(
         self,
         decay: float | None = 0.999,

@@ -1,4 +1,4 @@
-"""Saves that are finished while training goes on."""
+"""Saves that finish while training continues."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from lightning_d9d.checkpoint.tensors import PiecesToSave
 K = TypeVar("K")
 THREAD_NAME = "lightning_d9d_checkpoint"
 _BLOCK_BYTES = 2**32
-"""Bytes of pinned memory that are taken at once, unless there is less to copy, or a tensor is larger."""
+"""Bytes of pinned memory that are allocated at once, unless there is less to copy or a tensor is larger."""
 _ALIGNMENT = 64
 
 
 class _Pending(NamedTuple):
-    """What is still to be done, and whether a checkpoint is under the path when it is."""
+    """A queued action, and whether a checkpoint is under the path afterwards."""
 
     future: Future[None]
     path: str
@@ -34,17 +34,17 @@ class _Pending(NamedTuple):
 
 
 class BackgroundSaver:
-    """Copies what is to be saved, and writes it in a thread, one thing after the other.
+    """A saver that copies the state and writes it in a thread, one save after the other.
 
-    Tensors are copied to the CPU, to pinned memory from a GPU, which is kept for the next save. There is one copy: a
-    save of other tensors first waits for those before it. Another save of the same ones, not changed since (to
-    `last.ckpt`, say), takes the copy that is there.
+    Tensors are copied to the CPU, from a GPU to pinned memory, which is kept for the next save. There is one copy: a
+    save of other tensors first waits for earlier saves. Another save of the same, unchanged tensors (such as to
+    `last.ckpt`) uses the existing copy.
 
-    After a failure, which all ranks have alike, nothing that was still to be done is done: an older checkpoint stays
-    where a newer one failed. The next save, or `wait`, raises it.
+    A failure is the same on all ranks. After it, queued actions are dropped, so an older checkpoint stays where a newer
+    one failed. The next save, or `wait`, raises it.
 
     Args:
-        group: The ranks that save, on a backend for the CPU and for nothing else; None for this process alone.
+        group: The ranks that save, in a group for the CPU that nothing else uses; None for this process alone.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -63,17 +63,17 @@ class BackgroundSaver:
         named_values: Mapping[str, Any],
         version: object = None,
     ) -> None:
-        """As `save_directory`, but what goes wrong while files are written is raised by `wait`. Collective.
+        """Save like `save_directory`, but leave errors of writing files to `wait`. Collective.
 
         Args:
-            path: Likewise.
-            tensors: Likewise; they may change as soon as this returns.
-            values: Likewise.
-            named_values: Likewise.
-            version: Whatever differs when the tensors may have changed in ways that torch does not count.
+            path: As for `save_directory`.
+            tensors: As for `save_directory`; they may change as soon as this returns.
+            values: As for `save_directory`.
+            named_values: As for `save_directory`.
+            version: A value that differs if the tensors may have changed in ways that torch does not count.
 
         Raises:
-            StateError: An earlier save has failed, or values cannot be saved; on every rank.
+            StateError: An earlier save has failed, or values cannot be saved. Every rank raises it.
             ConfigError: The path is a URL.
         """
 
@@ -84,9 +84,9 @@ class BackgroundSaver:
         self.submit(rest, path, exists=True)
 
     def copied(self, content: dict[str, Any]) -> dict[str, Any]:
-        """A deep copy whose tensors are on the CPU, after waiting for all saves, as `wait` does.
+        """Return a deep copy with its tensors on the CPU, after waiting for all saves like `wait`.
 
-        It is one's own until the next copy is made.
+        The copy is valid until the next copy is made.
         """
         self.wait()
         leaves, form = tree_flatten(content)
@@ -94,12 +94,12 @@ class BackgroundSaver:
         return tree_unflatten([tensors[i] if i in tensors else copy.deepcopy(v) for i, v in enumerate(leaves)], form)
 
     def submit(self, action: Callable[[], object], path: str | Path, *, exists: bool) -> None:
-        """Do something after all that is still to be done, unless that fails. Local.
+        """Queue an action; it runs after all queued ones unless one of them fails. Local.
 
         Args:
-            action: Fails on all ranks or on none: one that failed alone would not take part in what the others do next.
-            path: Where it saves or removes a checkpoint.
-            exists: Whether one is there afterwards.
+            action: An action that fails on all ranks or on none: a rank that failed alone would miss later collectives.
+            path: Path at which it saves or removes a checkpoint.
+            exists: If True, a checkpoint is there afterwards.
         """
         before = self._pending[-1].future if self._pending else None
 
@@ -114,12 +114,12 @@ class BackgroundSaver:
         self._pending.append(_Pending(self._executor.submit(act), os.path.abspath(path), exists))
 
     def will_exist(self, path: str | Path) -> bool | None:
-        """Whether a checkpoint is under a path when all is done; None if nothing is to be done there. Local."""
+        """Return True if the queued actions leave a checkpoint under a path; None if none is for that path. Local."""
         of_path = [each for each in self._pending if each.path == os.path.abspath(path)]
         return of_path[-1].exists if of_path and not of_path[-1].future.done() else None
 
     def wait(self) -> None:
-        """Until all is done. Local; what failed on one rank in a save fails on all.
+        """Wait until all queued actions have ended. Local; a save that failed on one rank fails on all.
 
         Raises:
             StateError: The first failure of a save.
@@ -131,7 +131,7 @@ class BackgroundSaver:
             each.future.result()
 
     def close(self) -> None:
-        """Wait, and let go of thread and memory. Raises as `wait`."""
+        """Wait, then free thread and memory. It raises like `wait`."""
         try:
             self.wait()
         finally:
@@ -155,16 +155,16 @@ class BackgroundSaver:
 
 
 class HostCopies:
-    """Memory on the host for copies of tensors, which is kept for later copies of as many of the same shapes.
+    """Host memory for copies of tensors, kept for later copies of tensors with the same names and shapes.
 
-    From a GPU it is pinned, in the blocks of `placed`.
+    For tensors of a GPU it is pinned, in the blocks of `placed`.
     """
 
     def __init__(self) -> None:
         self._copies: dict[Any, Tensor] = {}
 
     def of(self, tensors: Mapping[K, Tensor]) -> dict[K, Tensor]:
-        """Copies, which the next call overwrites. The host waits for them."""
+        """Return copies, which the next call overwrites. The host waits for them."""
         described = {key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()}
         if described != {key: (tensor.shape, tensor.dtype) for key, tensor in self._copies.items()}:
             self._copies = {}
@@ -177,7 +177,7 @@ class HostCopies:
 
 
 def _rooms(tensors: Mapping[K, Tensor]) -> dict[K, Tensor]:
-    """Memory for a copy of each."""
+    """Allocate memory for a copy of each tensor."""
     sizes = {key: tensor.numel() * tensor.itemsize for key, tensor in tensors.items() if tensor.device.type != "cpu"}
     block_sizes, places = placed(sizes)
     blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in block_sizes]
@@ -193,16 +193,16 @@ def _rooms(tensors: Mapping[K, Tensor]) -> dict[K, Tensor]:
 
 
 def placed(sizes: Mapping[K, int]) -> tuple[list[int], dict[K, tuple[int, int]]]:
-    """Places for tensors in blocks of pinned memory. Local.
+    """Place tensors in blocks of pinned memory. Local.
 
-    Torch rounds what it pins up to powers of two, so blocks are such powers. Tensors are placed in them from the
-    largest to the smallest, each where it fits first.
+    Torch rounds pinned allocations up to powers of two, so blocks have such sizes. Tensors are placed from the largest
+    to the smallest, each in the first block where it fits.
 
     Args:
         sizes: Bytes of each tensor.
 
     Returns:
-        The bytes of each block; of each tensor the index of its block, and where it begins there.
+        The bytes of each block; for each tensor the index of its block and its offset there.
     """
     blocks, ends, places = list[int](), list[int](), dict[K, tuple[int, int]]()
     rest = sum(sizes.values())
@@ -219,5 +219,5 @@ def placed(sizes: Mapping[K, int]) -> tuple[list[int], dict[K, tuple[int, int]]]
 
 
 def _power_of_two(number: int) -> int:
-    """The smallest power of two that is not below a number."""
+    """Return the smallest power of two that is not below a number."""
     return 1 << max(0, number - 1).bit_length()

@@ -3,7 +3,8 @@
     path/values.pt           the values, and which folder has the tensors
     path/data-<token>/       torch Distributed Checkpoint: `.metadata` and at most one file a rank
 
-What is under `path` is always complete: all is written beside it, and `values.pt` takes its place last, in one step.
+The content of `path` is always complete: files are written beside it, and `values.pt` takes its place last, in one
+step.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _DATA_NAME = re.compile(r"data-([0-9a-f]{16})")
 
 
 def is_directory(path: str | Path) -> bool:
-    """Whether a checkpoint that `save_directory` wrote is there, or a damaged one."""
+    """Return True if the path has a checkpoint of `save_directory`, even a damaged one."""
     return Path(path, VALUES_NAME).is_file()
 
 
@@ -50,23 +51,23 @@ def save_directory(
     named_values: Mapping[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Save a checkpoint under `path`, in place of what is there: another checkpoint, a file or a link. Collective.
+    """Save a checkpoint under `path`, and replace what is there: another checkpoint, a file or a link. Collective.
 
-    It appears there complete or not at all, whenever the process is killed: until then the former one stays. What a
-    killed save leaves behind, the next one to this path removes. If several jobs save to one path at the same time, the
+    It appears there complete or not at all, even if the process is killed: until then the former one stays. The next
+    save to this path removes leftovers of a killed one. If several jobs save to one path at the same time, the
     checkpoint of the last one stays, whole.
 
     Args:
-        path: On a file system that all ranks see; the first rank's counts. Missing parents are made.
-        tensors: By global name. Plain ones are replicated: all ranks that have the name have the same values. A DTensor
-            may lie on any mesh. Ranks may hold different names.
+        path: Path on a file system that all ranks see; the first rank's counts. Missing parents are made.
+        tensors: Tensors by global name. Plain ones are replicated: all ranks that have the name have the same values. A
+            DTensor may lie on any mesh. Ranks may hold different names.
         values: Numbers, strings, lists, dicts, plain tensors. The first rank's are saved.
-        named_values: More of them, by name; all ranks' are saved, of equal names the lowest rank's.
+        named_values: More values, by name. Those of all ranks are saved; for equal names the lowest rank's.
         group: The ranks that save; by default all.
 
     Raises:
-        StateError: Some rank could not write, or the ranks do not see the same files; on every rank. What was under
-            `path` before is still there.
+        StateError: A rank could not write, or the ranks do not see the same files. Every rank raises it. The former
+            content of `path` is still there.
         ConfigError: The path is a URL.
     """
     prepare_save(path, lambda: PiecesToSave(tensors), values, named_values=named_values, group=group)()
@@ -82,19 +83,19 @@ def prepare_save(
     later_group: dist.ProcessGroup | None = None,
     copy: bool = False,
 ) -> Callable[[], None]:
-    """The first part of `save_directory`, and what does the rest, in another thread if need be. Both are collective.
+    """Do the first part of `save_directory`, and return a function for the rest, for any thread. Both are collective.
 
     Args:
         path: As for `save_directory`.
-        pieces: Called once, here: the tensors, or copies of them.
-        values: Likewise.
+        pieces: Function called once, here: it returns the tensors, or copies of them.
+        values: As for `save_directory`.
         named_values: Likewise.
-        group: Likewise.
-        later_group: The same ranks, for the rest; by default `group`.
-        copy: Values are saved as they are now, however they change until the rest is done.
+        group: As for `save_directory`.
+        later_group: Group of the same ranks for the rest; by default `group`.
+        copy: If True, copy the values now, so that they may change before the rest is done.
 
     Raises:
-        StateError: What is given cannot be saved; on every rank.
+        StateError: The arguments cannot be saved. Every rank raises it.
         ConfigError: The path is a URL.
     """
     target, ranks = _on_file_system(path), Ranks(group)
@@ -145,7 +146,7 @@ def _save(
 
         def give_up() -> None:
             stack.close()
-            if not ranks.is_first:  # on a file system of its own
+            if not ranks.is_first:  # a rank may have a file system of its own
                 remove(data.parent)
 
         try:
@@ -160,16 +161,17 @@ def _save(
 def open_directory(path: str | Path, *, group: dist.ProcessGroup | None = None, alone: bool = False) -> Checkpoint:
     """Read a checkpoint's values, and check that its tensors are there. Collective, unless `alone`.
 
-    Runs no code of the files. Another job may save to the path at any time: tensors that were opened stay until the
-    checkpoint is let go of.
+    It does not run code of the files. Another job may save to the path at any time: opened tensors stay until the
+    checkpoint is released.
 
     Args:
-        path: As given to `save_directory`.
-        group: The ranks that load, not necessarily those that saved; by default all.
-        alone: This process alone, without telling others.
+        path: Path that was given to `save_directory`.
+        group: The ranks that load, which may differ from those that saved; by default all.
+        alone: If True, open it for this process only, without the others.
 
     Raises:
-        StateError: There is no checkpoint, or a file of it is missing, damaged, truncated or foreign; on every rank.
+        StateError: The checkpoint or one of its files is missing, damaged, truncated or foreign. Every rank
+            raises it.
         ConfigError: The path is a URL.
     """
     path, ranks = _on_file_system(path), Ranks(group, alone=alone)
@@ -187,15 +189,15 @@ def open_directory(path: str | Path, *, group: dist.ProcessGroup | None = None, 
 
     failure = f"checkpoint {str(path)!r} cannot be read"
     before: set[str] = set()
-    while len(found := set(ranks.together(failure, read))) > 1:  # another job may just have saved to it
+    while len(found := set(ranks.together(failure, read))) > 1:  # another job may just have saved there
         if found <= before:
-            raise StateError(f"{failure}: ranks see different ones; put it on a file system that all ranks see")
+            raise StateError(f"{failure}: ranks see different checkpoints; put it on a file system that all ranks see")
         before = found
     return opened[-1]
 
 
 def remove_directory(path: str | Path) -> None:
-    """Remove a checkpoint, or a link to one, so that a part of it is never left under its name. Not collective."""
+    """Remove a checkpoint, or a link to one, never leaving a part of it under its name. Not collective."""
     path = _on_file_system(path)
     if path.is_symlink():
         path.unlink()
@@ -205,12 +207,12 @@ def remove_directory(path: str | Path) -> None:
 
 
 class Differences(NamedTuple):
-    """Between what was asked for and what a checkpoint has."""
+    """Differences between the requested tensors and those of a checkpoint."""
 
     missing: list[str]
-    """Not in the checkpoint: these tensors are as they were."""
+    """Names that the checkpoint lacks: these tensors are unchanged."""
     unexpected: list[str]
-    """In the checkpoint, and not asked for."""
+    """Names in the checkpoint that were not requested."""
 
 
 def compare(
@@ -222,18 +224,18 @@ def compare(
     strict: bool,
     prefix: str,
 ) -> Differences:
-    """Compare what is asked for with what there is. Collective.
+    """Compare requested tensors with stored ones. Collective.
 
     Args:
         tensors: As for `Checkpoint.load`.
-        stored: All that there is; the same on all ranks.
-        ranks: That load.
-        failure: How the error begins.
+        stored: All stored tensors; the same on all ranks.
+        ranks: The ranks that load.
+        failure: Beginning of the error.
         strict: As for `Checkpoint.load`.
-        prefix: Likewise.
+        prefix: As for `Checkpoint.load`.
 
     Raises:
-        StateError: Something does not fit, or is on the meta device; the same on every rank.
+        StateError: A tensor does not fit, or is on the meta device. Every rank raises the same error.
     """
     wanted = ranks.merge({(name, tuple(t.shape), str(t.dtype), t.is_meta): t.dtype for name, t in tensors.items()})
     names = {name for name, *_ in wanted}
@@ -247,11 +249,11 @@ def compare(
     ]
     if strict:
         problems += [f"{name} is not in the checkpoint" for name in differences.missing]
-        problems += [f"{name} is in the checkpoint, but not asked for" for name in differences.unexpected]
+        problems += [f"{name} is in the checkpoint, but was not requested" for name in differences.unexpected]
     if problems:
         raise StateError(
-            f"{failure}, it is of another model: {first_of(problems)}. Build the model as it was when it was "
-            "saved, or give another checkpoint"
+            f"{failure}, it is of another model: {first_of(problems)}. Build the model with the config it was "
+            "saved with, or give another checkpoint"
         )
     return differences
 
@@ -282,19 +284,19 @@ class Checkpoint:
         """Overwrite tensors in place with the saved ones. Collective, over the ranks that opened it.
 
         Args:
-            tensors: By the names under which they were saved; plain, or DTensors on any mesh. Ranks may hold
-                different names. Floating dtypes are cast, others must be the saved ones.
-            strict: All of them must have been saved, and all saved ones with `prefix` must be among some rank's.
-            prefix: What the names begin with that must all be asked for.
-            later: What the names begin with that will be loaded afterwards: those must be undamaged, too. Each of their
-                pieces is looked at once, by some rank.
+            tensors: Tensors by the names of the save; plain ones, or DTensors on any mesh. Ranks may hold different
+                names. Floating dtypes are cast, others must be the saved ones.
+            strict: If True, all tensors must have been saved, and some rank must request each saved one with `prefix`.
+            prefix: Prefix of the names that must all be requested.
+            later: Prefix of names that will be loaded later: they must be undamaged too. Some rank checks each of their
+                pieces once.
 
         Returns:
-            Where it is not strict, the names that are not in both; on every rank all of them.
+            The names that are not in both, if not strict; the same on every rank.
 
         Raises:
-            StateError: Names, shapes or dtypes do not fit, or a file is damaged; on every rank, and no tensor was
-                changed.
+            StateError: Names, shapes or dtypes do not fit, or a file is damaged. Every rank raises it, and all tensors
+                are unchanged.
         """
         failure = f"checkpoint {str(self.path)!r} cannot be loaded"
         differences = compare(tensors, self.tensors, self.ranks, failure, strict=strict, prefix=prefix)
@@ -307,7 +309,7 @@ class Checkpoint:
         return differences
 
     def read(self, prefix: str = "") -> dict[str, Tensor]:
-        """New whole tensors on the CPU, of all names that begin with `prefix`. Not collective.
+        """Read whole tensors into the CPU's memory, of all names that begin with `prefix`. Not collective.
 
         Raises:
             StateError: A file is damaged.
@@ -324,7 +326,7 @@ class Checkpoint:
 
 
 def _packed(values: Mapping[str, Any]) -> bytes:
-    """The values as a file that can be read again."""
+    """Return the values as the content of a file."""
     try:
         return _pack_and_check(dict(values))
     except Exception as error:
@@ -335,8 +337,8 @@ def _packed(values: Mapping[str, Any]) -> bytes:
                 named = re.search(r"GLOBAL (\S+)", str(reason))
                 kind = named[1] if named else type(value).__name__
                 raise StateError(
-                    f"value {name!r} holds {kind}, which could not be loaded again; "
-                    "save numbers, strings, lists, dicts and plain tensors alone"
+                    f"value {name!r} holds {kind}, which could not be loaded again; save only numbers, strings, "
+                    "lists, dicts and plain tensors"
                 ) from error
         raise
 
@@ -358,9 +360,11 @@ def _unpacked(content: bytes) -> dict[str, Any]:
 def _read_values(path: Path) -> dict[str, Any]:
     file = path / VALUES_NAME
     if not path.exists():
-        raise StateError("there is nothing under this path; give another one")
+        raise StateError("the path does not exist; give another one")
     if not os.path.lexists(file):
-        raise StateError(f"{str(file)!r} is missing: it is incomplete or no checkpoint of this package; give another")
+        raise StateError(
+            f"{str(file)!r} is missing: the checkpoint is incomplete or not one of this package; give another"
+        )
     with open_regular(file) as stream:
         packed = stream.read()
     try:
@@ -374,18 +378,18 @@ def _read_values(path: Path) -> dict[str, Any]:
     if damaged:
         raise StateError(f"{str(file)!r} is damaged; give another checkpoint")
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
-        raise StateError(f"{str(file)!r} is none of this version of the package; give another checkpoint")
+        raise StateError(f"{str(file)!r} is not of this version of the package; give another checkpoint")
     if not (isinstance(content.get("data"), str) and _DATA_NAME.fullmatch(content["data"])):
-        raise StateError(f"{str(file)!r} names no folder of tensors; give another checkpoint")
+        raise StateError(f"{str(file)!r} does not name a folder of tensors; give another checkpoint")
     if not (isinstance(content.get("values"), dict) and _are_checksums(content.get("checksums"))):
         raise StateError(f"{str(file)!r} lacks values or checksums; give another checkpoint")
     return content
 
 
 def _read_and_hold(path: Path, held: ExitStack) -> dict[str, Any]:
-    """The values; until `held` is closed, no job that saves removes their tensors.
+    """Read the values; until `held` is closed, no save of another job removes their tensors.
 
-    Another job may just have replaced them: then these are the new ones.
+    If another job has just replaced them, they are the new ones.
     """
     before = None
     while True:
@@ -394,7 +398,7 @@ def _read_and_hold(path: Path, held: ExitStack) -> dict[str, Any]:
         if metadata is not None:
             held.enter_context(metadata)
             return content
-        if content["data"] == before:  # it is missing, or damaged
+        if content["data"] == before:  # a file is missing or damaged
             return content
         before = content["data"]
 
@@ -407,21 +411,21 @@ def _are_checksums(sums: Any) -> bool:
 
 
 def refuse_others(path: Path) -> None:
-    """Refuse to replace what no save has put there, however other jobs save to the path meanwhile. Not collective.
+    """Refuse to replace files that are not of a save, even if other jobs save to the path meanwhile. Not collective.
 
     Raises:
-        StateError: A directory with other files is there, or a device.
+        StateError: The path is a directory with other files, or a device.
     """
     try:
         status = os.lstat(path)
     except FileNotFoundError:
         return
     if not (stat.S_ISLNK(status.st_mode) or stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
-        raise StateError("a device or another special file is there; give another path")
+        raise StateError("it is a device or another special file; give another path")
     with suppress(FileNotFoundError, NotADirectoryError):
         names = os.listdir(path) if stat.S_ISDIR(status.st_mode) else []
         if names and VALUES_NAME not in names and os.path.samestat(status, os.lstat(path)):
-            raise StateError("a directory with other files is there; remove it or give another path")
+            raise StateError("it is a directory with other files; remove it or give another path")
 
 
 def _on_file_system(path: str | Path) -> Path:
@@ -436,7 +440,7 @@ def _is_own_directory(path: Path) -> bool:
 
 @contextmanager
 def _prepared(path: Path) -> Iterator[Owner]:
-    """An owner that has a directory with a folder for the tensors, beside `path`. Leftovers go before and after."""
+    """Yield an owner with a directory for the tensors, beside `path`. Leftovers are removed before and after."""
     make_directory(path.parent)
     owner: Owner | None = None
     try:
@@ -444,7 +448,7 @@ def _prepared(path: Path) -> Iterator[Owner]:
             _tidy(owner)
             refuse_others(path)
             root = owner.hidden("partial")
-            root.mkdir()  # not with parents=True, which follows a link that is there
+            root.mkdir()  # without parents=True, which would follow an existing link
             (root / f"data-{owner.token}").mkdir()
             yield owner
     finally:
@@ -453,7 +457,7 @@ def _prepared(path: Path) -> Iterator[Owner]:
 
 
 def _publish(owner: Owner, data: Path, values: dict[str, Any], checksums: Checksums) -> None:
-    """Let the checkpoint appear under the owner's path; before the one step that does it, all is on the disk."""
+    """Publish the checkpoint under the owner's path in one step, after all files are on the disk."""
     root, path = data.parent, owner.path
     if not (data / METADATA_NAME).exists():
         raise StateError(f"{str(data / METADATA_NAME)!r} has vanished; save again")
@@ -475,7 +479,7 @@ def _publish(owner: Owner, data: Path, values: dict[str, Any], checksums: Checks
             os.rename(data, path / data.name)
             break
         except OSError:
-            if _is_own_directory(path) == is_there:  # otherwise another save or removal was faster
+            if _is_own_directory(path) == is_there:  # if not, another save or removal was faster
                 raise
     sync(path)
     try:
@@ -486,16 +490,16 @@ def _publish(owner: Owner, data: Path, values: dict[str, Any], checksums: Checks
 
 
 def _tidy(owner: Owner) -> None:
-    """Remove the data in the owner's checkpoint that it does not name, but for what is being saved or read."""
+    """Remove data in the owner's checkpoint that it does not name, unless they are being saved or read."""
     if not _is_own_directory(owner.path):
         return
-    with suppress(StateError, OSError):  # damaged: nobody knows whose data these are
+    with suppress(StateError, OSError):  # the checkpoint is damaged, so the owner of the data is unknown
         found = [
             entry
             for entry in owner.path.iterdir()
             if (name := _DATA_NAME.fullmatch(entry.name)) and not owner.is_kept(name[1])
         ]
-        used = _read_values(owner.path)["data"]  # read last: what had no owner before will never be named
+        used = _read_values(owner.path)["data"]  # read last: data without an owner before this will never be named
         for entry in found:
             if entry.name != used:
                 with suppress(OSError), unless_held(entry / METADATA_NAME) as is_free:

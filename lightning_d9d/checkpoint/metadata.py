@@ -1,6 +1,6 @@
-"""The `.metadata` file of torch Distributed Checkpoint: which tensor lies where in which file.
+"""The `.metadata` file of torch Distributed Checkpoint: file and place of each tensor.
 
-torch pickles it. Here it is read as records, of which the few that belong in it are put together again.
+torch pickles it. Here it is read as records, and rebuilt from the few kinds that belong in it.
 """
 
 from __future__ import annotations
@@ -40,34 +40,34 @@ _ALLOWED = {
 }
 _FILE_NAME = re.compile(r"__\d{1,9}_\d{1,9}\.distcp")
 _MAX_DIMS = 64
-_MAX_SIZE = 2**63 // 16  # in numbers, of which the longest has 16 bytes
-_FOREIGN = "it was not written by this package, or was changed since; give another checkpoint"
+_MAX_SIZE = 2**63 // 16  # in numbers; the longest have 16 bytes
+_FOREIGN = "it was not written by this package, or was changed later; give another checkpoint"
 
 
 class StoredTensor(NamedTuple):
-    """What a checkpoint knows of a whole tensor."""
+    """Shape and dtype of a whole tensor in a checkpoint."""
 
     shape: torch.Size
     dtype: torch.dtype
 
 
 def digest(directory: Path) -> str:
-    """A hash of the metadata file."""
+    """Hash the metadata file."""
     with open_regular(directory / METADATA_NAME) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_metadata(directory: Path, expected_digest: str, share: slice = slice(None)) -> Metadata:
-    """The metadata of a directory with torch's files, after checking that these files are there.
+    """Read the metadata of a directory with torch's files, after checking that these files are there.
 
     Args:
         directory: Their folder.
-        expected_digest: What `digest` returned.
-        share: Of which files, in order of their names, the length is looked up too: that of all of them on thousands of
-            ranks would keep a file system busy.
+        expected_digest: Result of `digest`.
+        share: Files, in the order of their names, whose lengths are checked too. If thousands of ranks checked all
+            files, the file system would be overloaded.
 
     Raises:
-        StateError: The metadata file or another one is missing, damaged, too short or not this package's.
+        StateError: The metadata file or another file is missing, damaged, too short, or not this package's.
     """
     file = directory / METADATA_NAME
     if directory.is_symlink():
@@ -91,7 +91,7 @@ def read_metadata(directory: Path, expected_digest: str, share: slice = slice(No
 
 
 def stored_tensors(metadata: Metadata) -> dict[str, StoredTensor]:
-    """Name to shape and dtype, for metadata that `read_metadata` returned."""
+    """Return shape and dtype of each tensor, by name, for metadata that `read_metadata` returned."""
     return {
         name: StoredTensor(entry.size, entry.properties.dtype)
         for name, entry in metadata.state_dict_metadata.items()
@@ -100,10 +100,10 @@ def stored_tensors(metadata: Metadata) -> dict[str, StoredTensor]:
 
 
 def _read(content: bytes) -> Metadata:
-    """The metadata of tensors, without anything else that may be in a pickle.
+    """Read the metadata of tensors, and refuse anything else that may be in a pickle.
 
     Raises:
-        StateError: Something is not as torch writes it for tensors.
+        StateError: The content is not what torch writes for tensors.
     """
     fields = _fields(read_pickle(content, _check_name)[0], "metadata.Metadata")
     num_places, num_chunks = len(fields["storage_data"]), 0
@@ -112,7 +112,7 @@ def _read(content: bytes) -> Metadata:
     sizes = _Sizes()
     for name, made in fields["state_dict_metadata"].items():
         num_chunks += len(_fields(made, "metadata.TensorStorageMetadata")["chunks"])
-        if num_chunks > num_places:  # entries may share a list, so that there are more than the file is long
+        if num_chunks > num_places:  # entries may share a list, so there may be more of them than the file has bytes
             break
         if made not in known:
             known[made] = _entry(_text(name), made, sizes)
@@ -137,7 +137,7 @@ def _read(content: bytes) -> Metadata:
 
 def _check_name(asked: Name | Made | Persistent) -> None:
     if type(asked) is Name and asked not in _ALLOWED:
-        raise StateError(f"names {asked[:80]}, which no metadata of tensors need: {_FOREIGN}")
+        raise StateError(f"names {asked[:80]}, which metadata of tensors do not need: {_FOREIGN}")
 
 
 def _state(made: Any, kind: str) -> Any:
@@ -172,7 +172,7 @@ def _entry(name: str, made: Any, sizes: _Sizes) -> TensorStorageMetadata:
 
 
 class _Sizes:
-    """The sizes of a pickle, each of which is checked once: entries share them."""
+    """The sizes of a pickle; each is checked once, since entries share them."""
 
     def __init__(self) -> None:
         self._known: dict[Made, torch.Size] = {}
@@ -194,7 +194,7 @@ def _size(made: Made, name: str) -> torch.Size:
 
 
 def _fill(size: torch.Size, boxes: list[tuple[torch.Size, torch.Size]]) -> bool:
-    """Whether boxes fill a tensor and do not overlap: they are the cells of a grid, as a mesh of ranks shards it."""
+    """Return True if boxes fill a tensor without overlap: they are cells of a grid, as a mesh of ranks shards it."""
     if not boxes or any(not len(offsets) == len(sizes) == len(size) for offsets, sizes in boxes):
         return False
     if 0 in size:
@@ -219,10 +219,10 @@ def _ends_within(begin: int, extent: int, length: int) -> bool:
 
 
 def _file_lengths(metadata: Metadata) -> dict[str, int]:
-    """How many bytes each named file must have.
+    """Return the bytes that each named file must have.
 
     Raises:
-        StateError: A piece has no place, one too short for it, or shares it with another.
+        StateError: A piece lacks a place, has one too short for it, or shares it with another piece.
     """
     for name, entry in metadata.state_dict_metadata.items():
         assert isinstance(entry, TensorStorageMetadata)
@@ -251,6 +251,6 @@ def _check_files(directory: Path, lengths: dict[str, int], share: slice) -> None
             problems.append(f"{str(directory / name)!r} is truncated ({length} of {lengths[name]} bytes)")
     if problems:
         raise StateError(
-            f"{first_of(problems)}: the path must lie on a file system that all ranks see, and a checkpoint is copied "
-            "whole; give another path"
+            f"{first_of(problems)}: the path must lie on a file system that all ranks see, and the checkpoint must "
+            "be complete; give another path"
         )

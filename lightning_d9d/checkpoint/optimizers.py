@@ -17,29 +17,29 @@ from lightning_d9d.mesh.sharding import zeros_beside
 
 _NOT_HYPERPARAMETERS = {"params", "param_names"}
 _FROM_GROUPS = {"base_lrs": "initial_lr", "_last_lr": "lr"}
-"""What torch's learning rate schedulers keep of each parameter group that the group has, too; and under which name."""
+"""Values of each parameter group that torch's learning rate schedulers keep as well: their key, and the group's key."""
 _PER_GROUP = {*_FROM_GROUPS, "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"}
-"""All that they keep of each group. Other lists (milestones, phases, nested schedulers) are of the whole."""
+"""All values that they keep for each group. Other lists (milestones, phases, nested schedulers) are for all groups."""
 _OF_ADAM = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
 _STATE_KEYS: dict[type[Optimizer], set[str]] = {Adam: _OF_ADAM, AdamW: _OF_ADAM, SGD: {"momentum_buffer"}}
-"""The states that optimizers of torch keep of a parameter."""
+"""The states that torch's optimizers keep for a parameter."""
 _NEEDED = {"exp_avg", "exp_avg_sq", "momentum"}
-"""Without these an optimizer that has them fails in its next step."""
+"""An optimizer that needs these fails in its next step if they are missing."""
 
 
 def optimizer_state(
     optimizer: Optimizer, names: Mapping[nn.Parameter, str], prefix: str
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """An optimizer's state in terms of names, as `save_directory` takes it. Not collective.
+    """Return an optimizer's state by names, for `save_directory`. Not collective.
 
     Args:
-        optimizer: Any that holds its state as torch's do; the hooks of its `state_dict` run.
+        optimizer: An optimizer that keeps its state like torch's; the hooks of its `state_dict` run.
         names: Global names of this rank's parameters.
-        prefix: What tells this optimizer from others and from the model.
+        prefix: Prefix that distinguishes this optimizer from others and from the model.
 
     Returns:
-        Tensors `{prefix}.{parameter name}.{key}` and named values: for each parameter `{prefix}.{parameter name}`, with
-        which tensors it has, what else its state is, and the hyperparameters of its group.
+        Tensors `{prefix}.{parameter name}.{key}`, and a named value `{prefix}.{parameter name}` for each parameter. The
+        value has the names of its tensors, the rest of its state, and the hyperparameters of its group.
 
     Raises:
         ConfigError: A parameter of the optimizer has no name.
@@ -65,22 +65,22 @@ def optimizer_state(
 def load_optimizer_state(
     optimizer: Optimizer, names: Mapping[nn.Parameter, str], prefix: str, checkpoint: Checkpoint
 ) -> None:
-    """Give an optimizer the state that was saved for the parameters of these names. Collective, as `Checkpoint.load`.
+    """Load the saved state of the parameters with these names into an optimizer. Collective, like `Checkpoint.load`.
 
-    State tensors of a parameter's shape are laid out as the parameter is, and so are those that `lies_by_block`. Others
-    are plain ones on the CPU, which the optimizer's own `load_state_dict` moves (its hooks run). A parameter gets no
-    state that had none when it was saved, or was not in the optimizer. A group takes the hyperparameters that its
+    State tensors of a parameter's shape are sharded like the parameter; so are those with `lies_by_block`. Others are
+    plain tensors on the CPU, which the optimizer's own `load_state_dict` moves (its hooks run). A parameter stays
+    without state if it had none when saved, or was not in the optimizer. A group takes the hyperparameters that its
     parameters had.
 
     Args:
-        optimizer: Of the same kind.
+        optimizer: An optimizer of the same kind.
         names: Global names of this rank's parameters; as for `optimizer_state`.
-        prefix: As it was saved.
-        checkpoint: Open.
+        prefix: Prefix of the save.
+        checkpoint: An open checkpoint.
 
     Raises:
-        StateError: No parameter of the optimizer was saved with it, parameters of one group had different
-            hyperparameters, tensors are missing, or it was of another kind; on every rank.
+        StateError: None of the parameters was saved with the optimizer, or parameters of one group had different
+            hyperparameters. Or tensors are missing, or the optimizer was of another kind. Every rank raises it.
     """
     prepared: list[tuple[dict[str, Any], dict[str, Tensor]]] = []
     failure = f"optimizer state {prefix!r} of checkpoint {str(checkpoint.path)!r} cannot be loaded"
@@ -100,9 +100,9 @@ def give_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Let an optimizer load its state. Local.
 
     Raises:
-        ValueError: It has other groups.
+        ValueError: The state has other groups.
         StateError: The state is of another kind of optimizer: hyperparameters are missing, or parameters have other
-            states than this one keeps.
+            states.
     """
     needed = [optimizer.defaults.keys() & group.keys() for group in optimizer.param_groups]
     _check_keys(optimizer, state)
@@ -110,13 +110,14 @@ def give_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
     for names, group in zip(needed, optimizer.param_groups, strict=True):
         if lacking := sorted(names - group.keys()):
             raise StateError(
-                f"it has no {', '.join(lacking)} for {type(optimizer).__name__}: another kind of optimizer was saved; "
-                "let configure_optimizers return that one, or begin with the weights alone (callbacks.InitialWeights)"
+                f"it lacks {', '.join(lacking)} of {type(optimizer).__name__}: another kind of optimizer was "
+                "saved. Return that one from configure_optimizers, or start from the weights only "
+                "(callbacks.InitialWeights)"
             )
 
 
 def _check_keys(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """See that states have the names that an optimizer knows, where that is known. Local.
+    """Check that states have the names that an optimizer keeps, if these are known. Local.
 
     An optimizer may have a method `state_keys`, which returns them for a group and a parameter.
     """
@@ -126,26 +127,25 @@ def _check_keys(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
             keys, expected = state["state"].get(index, {}).keys(), known(group, parameter)
             if expected is None or not keys or _NEEDED & expected <= keys <= expected:
                 continue
-            remedy = "Let configure_optimizers return that one"
+            remedy = "Return that one from configure_optimizers"
             if "exp_avg_scale" in keys:
                 remedy = "StochasticAdamW(state_dtype=torch.float32) takes its eight bits"
             raise StateError(
                 f"a parameter of shape {list(parameter.shape)} was saved with {', '.join(sorted(keys))}, and "
-                f"{type(optimizer).__name__} keeps {', '.join(sorted(expected))}: another kind of optimizer was saved. "
-                f"{remedy}, or begin with the weights alone (callbacks.InitialWeights)"
+                f"{type(optimizer).__name__} keeps {', '.join(sorted(expected))}: another kind of optimizer was "
+                f"saved. {remedy}, or start from the weights only (callbacks.InitialWeights)"
             )
 
 
 def fit_scheduler_state(state: dict[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
     """Change the state of a learning rate scheduler, in place, to the parameter groups that its optimizer has now.
 
-    Groups may be others than when it was saved: `parameter_groups` makes them by mesh. What a scheduler keeps for each
-    group follows from the groups, whose learning rates have been loaded by the names of parameters, or is the same for
-    all.
+    Groups may differ from the saved ones, since `parameter_groups` depends on the mesh. The values that a scheduler
+    keeps for each group follow from the groups, or are the same for all. The groups' learning rates have been loaded
+    before, by the names of parameters.
 
     Raises:
-        StateError: Something else that it keeps for each group differs between them, or a scheduler does not keep
-            such values.
+        StateError: Other values differ between groups, or the state is not that of a scheduler.
     """
     left, known = [state], set[int]()  # schedulers, and lists of them, may be held several times
     while left:
@@ -168,7 +168,7 @@ def _fit_per_group(state: dict[str, Any], groups: Sequence[Mapping[str, Any]]) -
             if any(value != values[0] for value in values):
                 raise StateError(
                     f"a learning rate scheduler was saved with {key}={reprlib.repr(values)}, one for each of the "
-                    f"optimizer's groups, of which there are {len(groups)} now; group the parameters as they were"
+                    f"optimizer's groups, but there are {len(groups)} now. Group the parameters as in the saved run"
                 )
             state[key] = values[:1] * len(groups)
 
@@ -183,11 +183,13 @@ def _list_of(state: dict[str, Any], key: str) -> list[Any] | tuple[Any, ...]:
 def _prepare(
     optimizer: Optimizer, names: Mapping[nn.Parameter, str], prefix: str, checkpoint: Checkpoint
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What `load_state_dict` takes, and the tensors in it that are still to be filled."""
+    """Return the argument of `load_state_dict`, and the tensors in it that have to be filled."""
     values = checkpoint.values
     parameter_names = [f"{prefix}.{name}" for name in names_by_position(optimizer, names)]
     if prefix not in values:
-        raise StateError("none was saved under this prefix; give the checkpoint of a run with as many optimizers")
+        raise StateError(
+            "no state was saved under this prefix; give the checkpoint of a run with the same number of optimizers"
+        )
     parameters = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
     tensors: dict[str, Tensor] = {}
     states: dict[Any, dict[Any, Any]] = {}
@@ -206,7 +208,7 @@ def _room(optimizer: Optimizer, parameter: nn.Parameter, key: Any, name: str, ch
     if name not in checkpoint.tensors:
         raise StateError(f"{name} is not in the checkpoint; give another one")
     shape, dtype = checkpoint.tensors[name]
-    if shape == parameter.shape and key != "step":  # which is a scalar even beside scalar parameters
+    if shape == parameter.shape and key != "step":  # `step` is a plain scalar even if the parameter is a scalar
         return torch.empty_like(parameter.detach(), dtype=dtype)
     if lies_by_block(optimizer, parameter, key):
         return zeros_beside(parameter.detach(), shape, dtype)
@@ -214,7 +216,7 @@ def _room(optimizer: Optimizer, parameter: nn.Parameter, key: Any, name: str, ch
 
 
 def lies_by_block(optimizer: Optimizer, parameter: Tensor, key: Any) -> bool:
-    """Tell whether a state of another shape lies as its parameter does, a place for each block of a row. Local.
+    """Return True if a state of another shape is sharded like its parameter, one element a block of a row. Local.
 
     An optimizer that has such states has a method of this name.
     """
@@ -223,12 +225,12 @@ def lies_by_block(optimizer: Optimizer, parameter: Tensor, key: Any) -> bool:
 
 
 def groups_with(optimizer: Optimizer, names: Sequence[str], values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The groups of an optimizer as `load_state_dict` takes them, with the hyperparameters that were saved. Local.
+    """Return an optimizer's groups for `load_state_dict`, with the saved hyperparameters. Local.
 
     Args:
-        optimizer: As it is now.
-        names: Of its parameters, by position.
-        values: By name, mappings with the hyperparameters under `group`; not of parameters that were not saved.
+        optimizer: The optimizer in its current state.
+        names: Names of its parameters, by position.
+        values: A mapping for each saved parameter, by name, with the hyperparameters under `group`.
 
     Raises:
         StateError: Parameters of one group had different hyperparameters.
@@ -243,12 +245,12 @@ def groups_with(optimizer: Optimizer, names: Sequence[str], values: Mapping[str,
 
 
 def hyperparameters_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a parameter group has besides its parameters."""
+    """Return the entries of a parameter group other than its parameters."""
     return {key: value for key, value in group.items() if key not in _NOT_HYPERPARAMETERS}
 
 
 def _saved_hyperparameters(group: Mapping[str, Any], names: list[str], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that the group's parameters had when saved; its own if none of them was."""
+    """Return the hyperparameters that the group's parameters were saved with; the group's own if none was saved."""
     own = hyperparameters_of(group)
     saved = [(name, values[name]["group"]) for name in names if name in values]
     if not saved:
@@ -260,15 +262,15 @@ def _saved_hyperparameters(group: Mapping[str, Any], names: list[str], values: M
         for key in first.keys() | other.keys():
             if key not in first or key not in other or not _equal(first[key], other[key]):
                 raise StateError(
-                    f"{first_name} and {name} are in one group of the optimizer, but were saved with {key}="
-                    f"{reprlib.repr(first.get(key))} and {reprlib.repr(other.get(key))}; group the parameters as they "
-                    "were"
+                    f"{first_name} and {name} are in one group of the optimizer, but were saved with "
+                    f"{key}={reprlib.repr(first.get(key))} and {reprlib.repr(other.get(key))}. Group the "
+                    "parameters as in the saved run"
                 )
     return {key: _beside(value, own.get(key)) for key, value in first.items()}
 
 
 def _beside(value: Any, present: Any) -> Any:
-    """On the device of the value that it replaces, if that is a tensor."""
+    """Move a value to the device of the tensor that it replaces."""
     return value.to(present.device) if isinstance(value, Tensor) and isinstance(present, Tensor) else value
 
 
@@ -277,18 +279,18 @@ def _equal(first: Any, second: Any) -> bool:
 
 
 def names_by_position(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> list[str]:
-    """Names of an optimizer's parameters, as torch numbers them.
+    """Return the names of an optimizer's parameters in the order in which torch numbers them.
 
     Raises:
-        ConfigError: One has none.
+        ConfigError: A parameter does not have a name.
     """
     found = []
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if parameter not in names:
                 raise ConfigError(
-                    f"a parameter of shape {list(parameter.shape)} in group {number} of {type(optimizer).__name__} is "
-                    "none of the module, so its state has no name; give the optimizer the module's parameters"
+                    f"a parameter of shape {list(parameter.shape)} in group {number} of {type(optimizer).__name__} "
+                    "is not in the module, so its state cannot be named. Give the optimizer the module's parameters"
                 )
             found.append(names[parameter])
     return found

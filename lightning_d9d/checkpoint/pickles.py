@@ -1,7 +1,7 @@
-"""What a pickle says, read without doing it: nothing is imported, called or changed.
+"""Reads pickles without executing them: nothing is imported, called or changed.
 
-Only the opcodes that Python's pickler writes for plain values and objects are known. What a pickle would make is
-returned as records, which other code checks.
+It supports only the opcodes that Python's pickler writes for plain values and objects. Objects that a pickle would make
+are returned as records, which other code checks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from lightning_d9d.errors import StateError
 
 _MAX_DEPTH = 200
-_MAX_REPEATED = 100  # values of a job share lists and texts, but not so much
+_MAX_REPEATED = 100  # values of a job share lists and strings, but not as often as this
 _MAX_EXTENT = 10**6
 _MAX_KEY_ITEMS = 64
 _MAX_KEY = 2**64
@@ -34,17 +34,17 @@ class Made:
     """An object that a pickle would make."""
 
     by: Name
-    """What is called."""
+    """The class or function that is called."""
     args: tuple[Any, ...]
     state: Any = None
-    """What the object is given afterwards."""
+    """State that the object is given afterwards."""
     items: dict[Any, Any] | None = None
-    """What it holds, if it is a dict of another class."""
+    """Items that it holds, if it is a dict of another class."""
 
 
 @dataclass(eq=False, slots=True)
 class Persistent:
-    """An object that lies beside a pickle, such as the numbers of a tensor."""
+    """An object stored outside of a pickle, such as the numbers of a tensor."""
 
     id: Any
 
@@ -52,15 +52,16 @@ class Persistent:
 def read_pickle(
     content: bytes, check: Callable[[Name | Made | Persistent], None] = lambda _: None, start: int = 0
 ) -> tuple[Any, int]:
-    """What a pickle says, and where it ends.
+    """Read a pickle; return its content and where it ends.
 
     Args:
         content: Holds the pickle.
-        check: Called with whatever the pickle asks for; raises a `StateError` for what is refused.
+        check: Function called with everything that the pickle asks for; it raises a `StateError` to refuse it.
         start: Where the pickle begins.
 
     Raises:
-        StateError: It is damaged, uses other opcodes, or is built to need far more time or memory than its length.
+        StateError: The pickle is damaged, uses other opcodes, or is built to need far more time or memory than its
+            length.
     """
     reader = _Reader(content, start, check)
     try:
@@ -69,19 +70,19 @@ def read_pickle(
         raise
     except Exception as error:
         raise StateError(
-            f"is no pickle of plain values (at byte {reader.at}: {type(error).__name__} {error})"
+            f"is not a pickle of plain values (at byte {reader.at}: {type(error).__name__} {error})"
         ) from error
 
 
 def check_containers(value: Any, length: int) -> None:
-    """Refuse containers that take code that walks through them too deep, or for longer than their file lets expect.
+    """Refuse containers that are nested too deeply, or take longer to walk through than their file's size suggests.
 
     Args:
-        value: Holds them.
-        length: The file's, in bytes.
+        value: Value that holds them.
+        length: Length of the file in bytes.
 
     Raises:
-        StateError: They lie too deep in each other, one holds itself, or they are held again and again.
+        StateError: Containers are nested too deeply, one holds itself, or they are repeated too often.
     """
     depths: dict[int, int] = {}
     extents: dict[int, int] = {}
@@ -94,7 +95,7 @@ def check_containers(value: Any, length: int) -> None:
             if not inner or id(part) in depths:
                 continue
             if id(part) in open_ids or len(path) > _MAX_DEPTH:
-                raise StateError(f"holds containers in each other more than {_MAX_DEPTH} deep")
+                raise StateError(f"holds containers nested more than {_MAX_DEPTH} deep")
             open_ids.add(id(part))
             path.append((part, iter(inner)))
             break
@@ -102,11 +103,11 @@ def check_containers(value: Any, length: int) -> None:
             members = _members_of(container)
             depth = 1 + max((depths.get(id(part), 0) for part in members), default=0)
             if depth > _MAX_DEPTH:
-                raise StateError(f"holds containers in each other more than {_MAX_DEPTH} deep")
+                raise StateError(f"holds containers nested more than {_MAX_DEPTH} deep")
             extent = 1 + sum(extents.get(id(part)) or _extent(part) for part in members)
             extent += sum(map(_extent, container)) if type(container) is dict else 0
             if extent > _MAX_EXTENT + _MAX_REPEATED * length:
-                raise StateError(f"holds the same values again and again, in all more than {_MAX_REPEATED} times")
+                raise StateError(f"repeats the same values, more than {_MAX_REPEATED} times in all")
             depths[id(container)], extents[id(container)] = depth, extent
             open_ids.remove(id(container))
             path.pop()
@@ -129,17 +130,17 @@ def check_key(key: Any) -> None:
     """Refuse keys of dicts and members of sets whose hashes take long or are equal on purpose.
 
     Raises:
-        StateError: It is one, or cannot be a key.
+        StateError: The key is such a one, or cannot be a key.
     """
     parts: tuple[Any, ...] = key if type(key) is tuple and len(key) <= _MAX_KEY_ITEMS else (key,)
     for part in parts:
         kind = type(part)
         if kind is tuple or kind.__hash__ is None or (kind is int and not -_MAX_KEY < part < _MAX_KEY):
-            raise StateError(f"has a key of kind {kind.__name__} that no checkpoint needs")
+            raise StateError(f"has a key of kind {kind.__name__}, which checkpoints do not need")
 
 
 class _Reader:
-    """Pickle's machine: a stack, the stacks below marks, and a memo."""
+    """The pickle machine: a stack, the stacks below marks, and a memo."""
 
     def __init__(self, content: bytes, at: int, check: Callable[[Name | Made | Persistent], None]) -> None:
         self.content = content
@@ -157,7 +158,7 @@ class _Reader:
         self.at += 1
         return self.stack.pop()
 
-    # What the opcodes do
+    # Effects of the opcodes
 
     def take(self, length: int) -> bytes:
         taken = self.content[self.at : self.at + length]
@@ -172,7 +173,7 @@ class _Reader:
         return number
 
     def small_number(self) -> None:
-        """Most of what long pickles have, so it is the short way to `number`."""
+        """Read a number of one byte: a fast form of `number`, for most content of long pickles."""
         self.stack.append(self.content[self.at])
         self.at += 1
 
@@ -182,7 +183,7 @@ class _Reader:
         return line.decode()
 
     def marked(self) -> list[Any]:
-        """What lies above the last mark, which is removed."""
+        """Return the items above the last mark, which is removed."""
         items, self.stack = self.stack, self.outer.pop()
         return items
 
@@ -211,13 +212,13 @@ class _Reader:
     def global_of_stack(self) -> None:
         name, module = self.stack.pop(), self.stack.pop()
         if type(name) is not str or type(module) is not str:
-            raise TypeError("a name is no text")
+            raise TypeError("a name is not text")
         self.name(module, name)
 
     def make(self) -> None:
         args, by = self.stack.pop(), self.stack[-1]
         if type(by) is not Name or type(args) is not tuple:
-            raise TypeError("what is called is no name")
+            raise TypeError("the called object is not a name")
         made = Made(by, args)
         self.check(made)
         self.stack[-1] = made
@@ -237,7 +238,7 @@ class _Reader:
     def append(self, items: list[Any]) -> None:
         target = self.stack[-1]
         if type(target) is not list:
-            raise TypeError("what is appended to is no list")
+            raise TypeError("the target of an append is not a list")
         target += items
 
     def set_items(self, items: list[Any]) -> None:
@@ -245,7 +246,7 @@ class _Reader:
         if type(target) is Made and target.by in _DICTS:
             target.items = target = {} if target.items is None else target.items
         if type(target) is not dict or len(items) % 2:
-            raise TypeError("what gets items is no dict")
+            raise TypeError("the target of items is not a dict")
         for key, value in zip(items[::2], items[1::2], strict=True):
             if type(key) is not str:
                 check_key(key)

@@ -1,7 +1,7 @@
 """The tensors of a checkpoint: files of torch Distributed Checkpoint, and a checksum of every piece in them.
 
-A piece is what one rank wrote of one tensor. Its checksum is taken of the bytes on their way into the file, and looked
-at before any tensor is filled.
+A piece is the part of one tensor that one rank wrote. Its checksum is computed while its bytes are written, and
+compared before any tensor is filled.
 """
 
 from __future__ import annotations
@@ -43,49 +43,49 @@ from lightning_d9d.state.regular import open_regular
 
 _BLOCK_BYTES = 2**22
 _NUM_READERS = 4
-_FOREIGN = "it was changed since it was saved; give another checkpoint"
+_FOREIGN = "it was changed after it was saved; give another checkpoint"
 
 Pieces = dict[MetadataIndex, Tensor]
-"""This rank's own, plain and by tensor and place."""
+"""This rank's pieces as plain tensors, by tensor and place."""
 Checksums = dict[str, dict[int, int]]
-"""CRC-32 of each piece, by file and by where it begins there."""
+"""CRC-32 of each piece, by file and by the place where it begins there."""
 
 
 class PiecesToSave(DefaultSavePlanner):
-    """This rank's part of tensors, but for empty shards: nothing would be read from them.
+    """A plan to save this rank's part of tensors, without empty shards, from which nothing would be read.
 
     Args:
-        tensors: As `save_directory` takes them. DTensors are not asked for anything later on.
+        tensors: Tensors, as for `save_directory`. DTensors are not used after the constructor.
 
     Raises:
-        StateError: One is no tensor.
+        StateError: A value is not a tensor.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         for name, tensor in tensors.items():
             if not isinstance(tensor, Tensor):
-                raise StateError(f"{name} is no tensor but {type(tensor).__name__}; give it among the values")
+                raise StateError(f"{name} is not a tensor but {type(tensor).__name__}; give it among the values")
         plan = create_default_local_save_plan(dict(tensors), is_coordinator=False)
         self._own = dataclasses.replace(plan, items=[item for item in plan.items if not _is_empty_shard(item)])
         everything = dict(tensors)
         self.pieces: Pieces = {
             item.index: find_state_dict_object(everything, item.index).detach() for item in self._own.items
         }
-        """What is saved."""
+        """The pieces to save."""
 
     @property
     def version(self) -> list[Any]:
-        """Differs when tensors are others or have changed, as far as torch counts that."""
+        """A value that differs if the tensors are others, or have changed in a way that torch counts."""
         return [(index, piece.data_ptr(), piece._version) for index, piece in self.pieces.items()]
 
     def create_local_plan(self) -> SavePlan:
-        """What this rank could write."""
+        """Plan all pieces that this rank could write."""
         self.plan = self._own
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        """A piece."""
+        """Return a piece."""
         return self.pieces[index]
 
 
@@ -93,17 +93,17 @@ def write_tensors(data: Path, pieces: PiecesToSave, ranks: Ranks) -> Checksums:
     """Write all ranks' pieces, replicated ones once, into an empty folder. Collective.
 
     Returns:
-        On the first rank, all checksums.
+        All checksums, on the first rank.
 
     Raises:
-        Exception: What failed on this rank; on others perhaps nothing.
+        Exception: The error of this rank; other ranks may have none.
     """
     writer = _Writer(data)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
             dcp.save({}, storage_writer=writer, planner=pieces, process_group=ranks.group, no_dist=ranks.alone)
-        except CheckpointException as error:  # torch raises it on all ranks, for the failures of some
+        except CheckpointException as error:  # torch raises it on all ranks if some failed
             if ranks.rank in error.failures:
                 raise error.failures[ranks.rank][0] from error
     if writer.failure is not None:
@@ -112,12 +112,12 @@ def write_tensors(data: Path, pieces: PiecesToSave, ranks: Ranks) -> Checksums:
 
 
 class TensorReader:
-    """What `dcp.load` does on each rank, without asking rank 0 about it and with the metadata read already.
+    """A reader that fills tensors like `dcp.load`, without asking rank 0, and with metadata that was read before.
 
     Args:
         data: The folder.
-        metadata: Of it, checked.
-        checksums: Likewise.
+        metadata: Its checked metadata.
+        checksums: Its checked checksums.
     """
 
     def __init__(self, data: Path, metadata: Metadata, checksums: Checksums) -> None:
@@ -130,21 +130,21 @@ class TensorReader:
         """Compare the checksums of all pieces from which these tensors would be filled.
 
         Raises:
-            StateError: One is wrong; with its file and tensor.
+            StateError: A checksum is wrong. The message has file and tensor.
         """
         _, _, plan = self._planned(tensors)
         self._check_pieces(item.storage_index for item in plan.items)
 
     def check_share(self, names: Iterable[str], share: slice) -> None:
-        """Compare the checksums of a part of the pieces of whole tensors: with the shares of all ranks, of each once.
+        """Compare the checksums of this rank's share of the pieces of whole tensors; all shares have each piece once.
 
         Raises:
-            StateError: As `check`.
+            StateError: A checksum is wrong. The message has file and tensor.
         """
         self._check_pieces(self._pieces_of(names)[share])
 
     def trust(self, names: Iterable[str]) -> None:
-        """Compare no more checksums of these tensors, as other ranks have done it."""
+        """Skip further checks of these tensors, since other ranks have made them."""
         self._checked |= {_place(self.metadata.storage_data[piece]) for piece in self._pieces_of(names)}
 
     def _pieces_of(self, names: Iterable[str]) -> list[MetadataIndex]:
@@ -162,7 +162,7 @@ class TensorReader:
     def _check_pieces(self, pieces: Iterable[MetadataIndex]) -> None:
         places = {_place(self.metadata.storage_data[piece]): piece for piece in pieces}
         left = [piece for place, piece in sorted(places.items(), key=itemgetter(0)) if place not in self._checked]
-        with ThreadPoolExecutor(_NUM_READERS) as readers:  # the sums are taken without the interpreter's lock
+        with ThreadPoolExecutor(_NUM_READERS) as readers:  # checksums are computed without the interpreter's lock
             for _ in readers.map(self._check_piece, left):
                 pass
         self._checked |= places.keys()
@@ -206,11 +206,11 @@ class TensorReader:
                 raise StateError(f"{str(file)!r}, where it has {piece.fqn}, {error}: {_FOREIGN}") from error
         assert piece.index is not None
         if (shape, dtype) != (entry.chunks[piece.index].sizes, entry.properties.dtype):
-            raise StateError(f"{str(file)!r} has another shape or dtype of {piece.fqn} than it should: {_FOREIGN}")
+            raise StateError(f"{str(file)!r} has {piece.fqn} in another shape or dtype than the metadata: {_FOREIGN}")
 
 
 class _ByteRange(io.RawIOBase):
-    """Some bytes of a file as a file."""
+    """A range of a file's bytes as a file."""
 
     def __init__(self, file: BinaryIO, begin: int, length: int) -> None:
         self._file, self._begin, self._length, self._at = file, begin, length, 0
@@ -234,7 +234,7 @@ class _ByteRange(io.RawIOBase):
 
 
 class _RegularFiles(FileSystem):
-    """Torch's file system, but for links and devices."""
+    """Torch's file system, but it refuses links and devices."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
@@ -245,13 +245,13 @@ class _RegularFiles(FileSystem):
 
 @dataclass(frozen=True)
 class _Written(WriteResult):
-    """What a rank tells the first one of a piece."""
+    """The result of a written piece, which a rank sends to the first one."""
 
     checksum: int
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Names no path in the metadata. Keeps what fails for later: torch cannot send every exception to other ranks."""
+    """A writer without a path in the metadata. It keeps exceptions: torch cannot send every one to other ranks."""
 
     failure: Exception | None = None
 
@@ -293,7 +293,7 @@ class _Writer(dcp.FileSystemWriter):
 
 
 class _Sums:
-    """Stands where torch has its transformations of what is written: it changes nothing, and adds up."""
+    """A transformation of the written stream in torch's sense: it changes nothing, and computes checksums."""
 
     def __init__(self) -> None:
         self.streams: dict[MetadataIndex, _SummingStream] = {}
@@ -304,7 +304,7 @@ class _Sums:
 
 
 class _SummingStream(io.IOBase):
-    """Into a file that stays open, in which other pieces follow."""
+    """A stream into a file that stays open, since other pieces follow."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file

@@ -1,4 +1,4 @@
-"""Parameters with several names, and checkpoints in which these are apart."""
+"""Tied parameters, which have several names, and checkpoints in which they differ."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_d9d.mesh.sharding import local
 
 
 def tied_names(module: nn.Module) -> list[list[str]]:
-    """The names of each parameter that has several."""
+    """Return the names of each parameter that has several."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, value in module.state_dict(keep_vars=True).items():
         if isinstance(value, nn.Parameter):
@@ -25,32 +25,33 @@ def tied_names(module: nn.Module) -> list[list[str]]:
 
 
 def check_tied_parameters(tied: Iterable[Sequence[str]], saved: Mapping[str, Any]) -> None:
-    """Refuse weights of a model in which tied parameters were apart: the last would overwrite the others. Local.
+    """Refuse weights in which parameters differ that are tied here: the last would overwrite the others. Local.
 
     Args:
-        tied: From `tied_names`.
-        saved: What is to be loaded, by name.
+        tied: Result of `tied_names`.
+        saved: Weights to load, by name.
 
     Raises:
-        StateError: Two names of one parameter have other values.
+        StateError: Two names of one parameter have different values.
     """
     for names in tied:
         present = [name for name in names if isinstance(saved.get(name), Tensor)]
         for name in present[1:]:
             if not torch.equal(local(saved[present[0]]), local(saved[name])):
                 raise StateError(
-                    f"{present[0]} and {name} are one parameter in this model, and have other values there: they were "
-                    "not tied. Build the module with two parameters, or leave one of the two out of the checkpoint"
+                    f"{present[0]} and {name} are one parameter in this model, but have different values in the "
+                    "checkpoint: they were not tied. Build the module with two parameters, or leave one of the two "
+                    "out of the checkpoint"
                 )
 
 
 def check_saved_tied_parameters(module: nn.Module, state: Mapping[str, Any], opened: Checkpoint) -> None:
-    """Check a directory as `check_tied_parameters`, before the module's tensors are overwritten. Collective.
+    """Check a directory like `check_tied_parameters`, before the module's tensors are overwritten. Collective.
 
     Args:
         module: The module.
-        state: The part of its state dict that is to be loaded.
-        opened: What is to be loaded.
+        state: The part of its state dict that will be loaded.
+        opened: The checkpoint that will be loaded.
     """
     tied = tied_names(module)
     if any(Ranks().all_gather(len(tied) > 0)):

@@ -1,7 +1,7 @@
 """Files of `torch.save`, checked before torch loads them with `weights_only=True`.
 
-Torch runs no code of theirs then. It would still inflate compressed parts, take memory for sizes that a file merely
-claims, read beyond the numbers that are there, and let a saved device mesh join a process group.
+Then torch does not run their code. It would still inflate compressed parts and allocate memory for sizes that a file
+merely claims. It would read beyond the stored numbers, and let a saved device mesh join a process group.
 """
 
 from __future__ import annotations
@@ -46,55 +46,55 @@ _LATIN = ("latin1", "latin-1")
 _COPIES_TEXT = ("builtins.bytearray", "_codecs.encode")
 _TAKES_MEMORY = re.compile(r"torch\.(\w+\.)*\w*(Tensor|Storage)")
 _MAKES_TENSORS = re.compile(r"torch\.(_utils|_tensor|nn\.parameter)\.\w+")
-_FOREIGN = "torch.save does not write that"
+_FOREIGN = "torch.save does not write this"
 
 
 def read_saved(file: BinaryIO, *, old_format: bool = False) -> Any:
-    """What torch would load from a file, as records, after checking that it is safe to do so.
+    """Return the content that torch would load from a file, as records, after checking that loading is safe.
 
     Args:
-        file: Whole, seekable.
-        old_format: It may be one of torch 1.5 and earlier, which is no archive.
+        file: The whole file, seekable.
+        old_format: If True, it may be a file of torch 1.5 or earlier, which is not an archive.
 
     Raises:
-        StateError: It is damaged or foreign, or loading it would do more than to read its values.
+        StateError: The file is damaged or foreign, or loading it would do more than read its values.
     """
     if is_archive(file):
         return _read_archive(file)
     if not old_format:
-        raise StateError("is no archive that torch.save has written")
+        raise StateError("is not an archive that torch.save has written")
     return _read_old(file)
 
 
 def is_archive(file: BinaryIO) -> bool:
-    """Whether torch takes a file for an archive."""
+    """Return True if torch takes a file for an archive."""
     file.seek(0)
     return file.read(len(_BEGIN)) == _BEGIN
 
 
 def saved_tensor(saved: Any) -> tuple[torch.Size, torch.dtype]:
-    """The shape and dtype of the one plain tensor that a file holds.
+    """Return the shape and dtype of the one plain tensor that a file holds.
 
     Args:
-        saved: What `read_saved` returned.
+        saved: Result of `read_saved`.
 
     Raises:
-        StateError: It is something else.
+        StateError: The file does not hold exactly one plain tensor.
     """
     if type(saved) is not Made or saved.by not in _PLAIN:
-        raise StateError("holds something else than a tensor")
+        raise StateError("does not hold a single tensor")
     storage, _, size, _, *rest = saved.args
     return torch.Size(size), _named_dtype(rest[2]) if saved.by == _PLAIN[1] else _dtype(storage)
 
 
 def check_archive(file: BinaryIO) -> dict[str, int]:
-    """Compare an archive with those that torch writes: parts that follow each other, stored as they are.
+    """Compare an archive with those that torch writes: consecutive parts, stored uncompressed.
 
     Returns:
         The length of each part by its name.
 
     Raises:
-        StateError: It is another one, or damaged.
+        StateError: The archive differs from those, or is damaged.
     """
     length = file.seek(0, 2)
     file.seek(max(0, length - _END_64_BYTES - _LOCATOR_BYTES - _END_BYTES))
@@ -111,11 +111,11 @@ def check_archive(file: BinaryIO) -> dict[str, int]:
         with zipfile.ZipFile(file) as archive:
             parts = archive.infolist()
     except Exception as error:
-        raise StateError(f"is damaged or no archive ({error})") from error
+        raise StateError(f"is damaged or not an archive ({error})") from error
     if not (is_whole and tail[-_END_BYTES:].startswith(_END) and tail.endswith(b"\0\0")):
-        raise StateError(f"is an archive with something behind its end: {_FOREIGN}")
+        raise StateError(f"is an archive with bytes after its end: {_FOREIGN}")
     if begin + directory_length != end:
-        raise StateError(f"is an archive that does not begin where the file does: {_FOREIGN}")
+        raise StateError(f"is an archive with bytes before its beginning: {_FOREIGN}")
     at = 0
     for part in sorted(parts, key=lambda part: part.header_offset):
         if part.compress_type != zipfile.ZIP_STORED or part.compress_size != part.file_size:
@@ -136,7 +136,7 @@ def _read_archive(file: BinaryIO) -> Any:
         with zipfile.ZipFile(file) as archive:
             content = archive.read(f"{folder}/data.pkl")
     except Exception as error:
-        raise StateError(f"has no whole part data.pkl ({error})") from error
+        raise StateError(f"lacks a whole part data.pkl ({error})") from error
     return _read(content, lambda key, length: lengths.get(f"{folder}/data/{key}") == length)[0]
 
 
@@ -150,11 +150,11 @@ def _read_old(file: BinaryIO) -> Any:
 
 
 def _read(content: bytes, has: Callable[[str, int], bool], start: int = 0) -> tuple[Any, int]:
-    """A pickle of a file in which some numbers lie beside it.
+    """Read a pickle whose tensors have their numbers outside of it.
 
     Args:
         content: Holds the pickle.
-        has: Whether so many bytes are there under that key.
+        has: Returns True if the key has at least that many bytes.
         start: Where the pickle begins.
     """
     num_given = 0
@@ -172,7 +172,7 @@ def _read(content: bytes, has: Callable[[str, int], bool], start: int = 0) -> tu
             if asked.state is not None and _MAKES_TENSORS.fullmatch(asked.by):
                 raise StateError(f"changes what {asked.by} has made: {_FOREIGN}")
         elif asked.startswith("torch.distributed"):
-            raise StateError(f"names {asked}, which could join a process group when loaded; save plain tensors")
+            raise StateError(f"names {asked}, which could join a process group on loading; save plain tensors")
 
     value, end = read_pickle(content, check, start)
     check_containers(value, len(content))
@@ -180,9 +180,9 @@ def _read(content: bytes, has: Callable[[str, int], bool], start: int = 0) -> tu
 
 
 def _given(made: Made) -> Iterator[int]:
-    """How many values a call is given, or its result afterwards, little by little: it may copy them.
+    """Count the values that a call, or later its result, is given: it may copy them.
 
-    In a pickle without values that are given twice each takes a byte at least.
+    Each value takes at least a byte in a pickle that gives no value twice.
     """
     yield from _lengths(made.args if made.state is None else (made.state,), made.by in _COPIES_TEXT, 3)
 
@@ -199,7 +199,7 @@ def _lengths(values: tuple[Any, ...], counts_text: bool, depth: int) -> Iterator
 def _check_storage(found: Persistent, has: Callable[[str, int], bool]) -> None:
     _, kind, key, _, num = found.id[:5]
     if found.id[0] != "storage" or type(kind) is not Name or type(key) is not str or type(num) is not int:
-        raise StateError(f"refers to something beside it that is no tensor: {_FOREIGN}")
+        raise StateError(f"refers to stored data that is not a tensor: {_FOREIGN}")
     if num < 0 or not has(key, num * _dtype(found).itemsize):
         raise StateError(f"does not have the {num} numbers of tensor {key[:80]!r} that it claims; it is damaged")
 
@@ -211,16 +211,16 @@ def _dtype(found: Persistent) -> torch.dtype:
 def _check_call(by: Name, args: tuple[Any, ...]) -> None:
     known = _CALLS.get(by)
     if not known(*args) if known else _TAKES_MEMORY.fullmatch(by):
-        raise StateError(f"calls {by} in another way than torch.save lets it")
+        raise StateError(f"calls {by} in another way than torch.save does")
 
 
 def _lies_within(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> bool:
-    """Whether a tensor has numbers of its storage alone; torch would make the storage larger, with any numbers."""
+    """Return True if a tensor lies within its storage; torch would enlarge the storage, with arbitrary numbers."""
     if type(storage) is not Persistent or not (type(size) is type(stride) is tuple and len(size) == len(stride)):
         return False
     if any(type(number) is not int or not 0 <= number < 2**63 for number in (offset, *size, *stride)):
         return False
-    dtype = _named_dtype(rest[2]) if len(rest) > 2 else _dtype(storage)  # see _rebuild_tensor_v3
+    dtype = _named_dtype(rest[2]) if len(rest) > 2 else _dtype(storage)  # as _rebuild_tensor_v3 does
     num = storage.id[4] * _dtype(storage).itemsize // dtype.itemsize
     return 0 in size or offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) < num
 

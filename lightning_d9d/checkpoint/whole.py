@@ -1,9 +1,9 @@
-"""What one process would have of a checkpoint that many ranks saved: Lightning's own form, with optimizers by position.
+"""Checkpoints of many ranks in the form of one process: Lightning's own, with optimizer state by position.
 
-torch numbers an optimizer's parameters by their places in its groups. Each rank has groups of its own: in a pipeline
-with the parameters of its stages, and perhaps more groups than one process, since fused steps do not take tensors
-together that are sharded otherwise (see `parameter_groups`). The groups of one process follow from those of all
-pipeline ranks and the order in which one process names parameters.
+torch numbers an optimizer's parameters by their places in its groups. Each rank has its own groups. In a pipeline they
+have the parameters of its stages. A rank may also have more groups than one process, since fused steps do not mix
+tensors of different shardings (see `parameter_groups`). The groups of one process follow from those of all pipeline
+ranks and from the order in which one process names parameters.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ from lightning_d9d.errors import StateError
 from lightning_d9d.mesh.agreement import Ranks
 
 MODEL = "model."
-"""What names of the model begin with in a directory."""
+"""Prefix of the model's names in a directory."""
 OPTIMIZER = "optimizer_{}"
-"""What names of an optimizer begin with there."""
+"""Prefix of an optimizer's names in a directory."""
 AVERAGES = "lightning_d9d_weight_averages"
-"""Under which name a file has averages of weights, by the names of these; in a directory names begin with it."""
+"""Key of the averages of weights in a file, by the weights' names; prefix of their names in a directory."""
 GROUPS = "optimizer_{}_groups.{}"
-"""Of an optimizer and a rank of the pipeline: its `group_records`."""
+"""Name of the `group_records` of an optimizer and a pipeline rank."""
 ONE_PROCESS = "lightning_d9d_one_process"
-"""`parameters`, the names of all in the order of one process, and `scheduled`, for each scheduler the index of its
-optimizer (or None)."""
+"""Name of a record with `parameters`, all names in the order of one process, and `scheduled`, the index of each
+scheduler's optimizer (or None).
+"""
 _OF_DIRECTORIES = re.compile(rf"{re.escape(MODEL)}|optimizer_\d+(_groups)?(\.|$)|{ONE_PROCESS}$")
 
 
@@ -49,15 +50,16 @@ class WholeGroup(NamedTuple):
 
 
 def group_records(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> list[dict[str, Any]]:
-    """A rank's parameter groups, for `whole_groups`. Not collective.
+    """Return a rank's parameter groups, for `whole_groups`. Not collective.
 
     Args:
-        optimizer: This rank's.
+        optimizer: This rank's optimizer.
         names: Global names of its parameters.
 
     Returns:
-        Of each group its `hyperparameters`, the `names` of its parameters, and its `repetition`: how many groups before
-        it have the same hyperparameters and are sharded alike. Those that are sharded otherwise are one in one process.
+        For each group its `hyperparameters`, the `names` of its parameters, and its `repetition`: the number of groups
+        before it with the same hyperparameters and sharding. Groups that differ in sharding only are one group in one
+        process.
 
     Raises:
         ConfigError: A parameter of the optimizer has no name.
@@ -75,14 +77,14 @@ def group_records(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> li
 
 
 def whole_groups(ranks: Sequence[Sequence[Mapping[str, Any]]], order: Sequence[str]) -> list[WholeGroup]:
-    """The groups that one process makes.
+    """Return the groups that one process makes.
 
     Args:
         ranks: `group_records` of one rank from each place in the pipeline.
         order: All parameters, as one process names them.
 
     Raises:
-        StateError: Nobody knows which they are.
+        StateError: The groups of one process cannot be derived.
     """
     places = {name: place for place, name in enumerate(order)}
     of_ranks = [_regardless_of_sharding(records) for records in ranks]
@@ -93,7 +95,7 @@ def whole_groups(ranks: Sequence[Sequence[Mapping[str, Any]]], order: Sequence[s
             same = next((found for first, found in rest if first == kind), None)
             if same is None:
                 raise StateError(
-                    "ranks of the pipeline had other parameter groups, so theirs in one process are unknown"
+                    "pipeline ranks had different parameter groups, so the groups of one process are unknown"
                 )
             same += records
     return [
@@ -110,7 +112,7 @@ def _regardless_of_sharding(records: Sequence[Mapping[str, Any]]) -> dict[Hashab
 
 
 def _hashable(value: Any) -> Hashable:
-    """Equal for values that are equal: a file may have more groups than can be compared in pairs."""
+    """Return a hashable that is equal for equal values: a file may have too many groups to compare in pairs."""
     if isinstance(value, Tensor):
         return _hashable(value.tolist())
     if isinstance(value, list | tuple):
@@ -123,31 +125,31 @@ def _hashable(value: Any) -> Hashable:
 def _in_order(sequences: Sequence[Sequence[str]], places: Mapping[str, int]) -> Sequence[str]:
     num_holders = Counter(chain.from_iterable(sequences))
     for names in sequences:
-        own = [name for name in names if num_holders[name] == 1]  # tied ones come behind other parameters elsewhere
+        own = [name for name in names if num_holders[name] == 1]  # tied parameters follow other ones on other ranks
         if not places.keys() >= {*own} or own != sorted(own, key=places.__getitem__):
             break
     else:
         return sorted(num_holders.keys() & places.keys(), key=places.__getitem__)
     for names in sequences:
-        if len(names) == len(num_holders):  # in whatever order the user gave them
+        if len(names) == len(num_holders):  # in the order the user gave
             return names
     raise StateError(
-        f"an optimizer has parameters in another order than the module ({', '.join(names[:3])}, ...), so theirs in one "
-        "process is unknown"
+        f"an optimizer has parameters in another order than the module ({', '.join(names[:3])}, ...), so their "
+        "order in one process is unknown"
     )
 
 
 def whole_checkpoint(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Lightning's own checkpoint, which stock strategies load.
+    """Return Lightning's own checkpoint, which stock strategies load.
 
     Args:
-        values: Values and named values of a directory. Without `optimizer_states` they are not looked for.
-        tensors: Those of model and optimizers, whole.
+        values: Values and named values of a directory. Without `optimizer_states`, optimizers are left out.
+        tensors: Whole tensors of model and optimizers.
 
     Raises:
-        StateError: The order is unknown in which one process has an optimizer's parameters, or the values are damaged.
+        StateError: The order of an optimizer's parameters in one process is unknown, or the values are damaged.
     """
-    with Ranks(alone=True).agreed("its optimizers have no form that stock strategies load"):
+    with Ranks(alone=True).agreed("its optimizers do not have a form that stock strategies load"):
         return _whole_checkpoint(values, tensors)
 
 
@@ -194,7 +196,7 @@ def _by_position(index: int, values: Mapping[str, Any], tensors: Mapping[str, Te
 
 
 def _records_before(prefix: str, values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Of a checkpoint without them that one rank saved: there, parameters of one group share what is said of it."""
+    """Derive the records of an older checkpoint of one rank: parameters of one group share their hyperparameters."""
     records: list[dict[str, Any]] = []
     last: Any = None
     for name, saved in _below(f"{prefix}.", values).items():
@@ -204,7 +206,7 @@ def _records_before(prefix: str, values: Mapping[str, Any]) -> list[dict[str, An
         records[-1]["names"].append(name)
     if len({_hashable(record["hyperparameters"]) for record in records}) < len(records):
         raise StateError(
-            "it was saved by several stages, or has groups that do not differ, and by a version that noted no order"
+            "it was saved by several stages, or has equal groups, and by a version that did not save their order"
         )
     return records
 
@@ -212,25 +214,25 @@ def _records_before(prefix: str, values: Mapping[str, Any]) -> list[dict[str, An
 def part_of_whole(
     optimizer: Optimizer, names: Mapping[nn.Parameter, str], state: Mapping[str, Any], whole: Sequence[WholeGroup]
 ) -> dict[str, Any]:
-    """A rank's part of the state by position that an optimizer of one process has saved. Not collective.
+    """Return a rank's part of the state by position that one process has saved. Not collective.
 
     Args:
-        optimizer: This rank's.
+        optimizer: This rank's optimizer.
         names: Global names of its parameters.
-        state: What was saved.
-        whole: This run's groups, as one process has them.
+        state: The saved state.
+        whole: The groups that one process would have in this run.
 
     Returns:
-        For `load_state_dict`; tensors are whole.
+        The state for `load_state_dict`; tensors are whole.
 
     Raises:
-        StateError: The groups are others, or parameters in one group had different hyperparameters.
+        StateError: The groups differ, or parameters in one group had different hyperparameters.
     """
     sizes = [len(group["params"]) for group in state["param_groups"]]
     if sizes != [len(group.names) for group in whole]:
         raise StateError(
             f"an optimizer was saved with groups of {sizes} parameters, but those of this run have "
-            f"{[len(group.names) for group in whole]} in one process; group them as they were"
+            f"{[len(group.names) for group in whole]} in one process. Group the parameters as in the saved run"
         )
     places: dict[str, Any] = {}
     groups: dict[str, Any] = {}

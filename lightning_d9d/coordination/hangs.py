@@ -49,6 +49,7 @@ _AGAIN_SECONDS = 10.0
 """A signal that comes sooner after a report belongs to it, as where a scheduler sends it to all ranks."""
 _POLL_SECONDS = 0.05
 _MAX_STACKS, _MAX_REASON = 200_000, 1000
+_STACKS = ".stacks-"
 _HELD = "its threads do not answer (a call in C may hold the interpreter, or its network is down); it is"
 
 _registered: list[HangWatch] = []
@@ -235,7 +236,8 @@ class HangWatch:
             if _registered:
                 outer = _registered[-1]
                 faulthandler.register(outer.signal_number, outer._stacks, all_threads=True, chain=True)
-        self._stacks.close()
+        with suppress(FileNotFoundError):  # a report took this rank for one that has ended
+            self._stacks.close()
 
     # For the thread that talks to the store
 
@@ -291,8 +293,17 @@ class HangWatch:
             path = self._save(self._name(number), report_text(known, reason, lines, moment))
             self.written = Written(path, lines)
             say(f"[rank {self.rank}] {reason}:\n{self.written}")
+            self._remove_stacks(known)
         finally:
             self._answered.set()
+
+    def _remove_stacks(self, known: Known) -> None:
+        """Remove the files that ranks keep for their stacks and that are empty: of those that have ended."""
+        for rank, silent in known.silent.items() if self._several_nodes else ():
+            name = Path(self.places[rank].stacks).name
+            if not silent.stacks and name.startswith(_STACKS):
+                with suppress(OSError):
+                    (self.directory / name).unlink()
 
     def _save(self, name: str, text: str) -> str:
         for directory in (self.directory, Path(tempfile.gettempdir())):
@@ -406,7 +417,7 @@ class HangWatch:
         if sys.platform == "linux" and not self._several_nodes:
             return tempfile.TemporaryFile(buffering=0)
         directory = self.directory if self._several_nodes and os.access(self.directory, os.W_OK) else None
-        return tempfile.NamedTemporaryFile(buffering=0, prefix=".stacks-", dir=directory)  # type: ignore[return-value]
+        return tempfile.NamedTemporaryFile(buffering=0, prefix=_STACKS, dir=directory)  # type: ignore[return-value]
 
 
 def _late_share(call: Call) -> float:

@@ -1,8 +1,8 @@
-"""Who computes what, and how ranks reach each other.
+"""The mesh of ranks, and how ranks communicate.
 
-`config.py`: parallel degrees; `axes.py`: names of axes; `domains.py`: ranks split along axes; `groups.py`: process
-groups; `collectives.py`: what Lightning and torch lack; `agreement.py`: what fails on one rank fails on all;
-`sharding.py`: what a rank holds of a DTensor; `seeds.py`: whose random numbers are the same.
+`config.py` has parallel degrees, `axes.py` names of axes, `domains.py` ranks split along axes, `groups.py` process
+groups. `collectives.py` has collectives that Lightning and torch lack, `agreement.py` errors that all ranks raise
+together. `sharding.py` has shards of DTensors, `seeds.py` random numbers that ranks share or do not.
 """
 
 from lightning_d9d.mesh.axes import Axis

@@ -1,4 +1,4 @@
-"""Ranks that act together: what fails on one of them fails on all, with the same error."""
+"""Ranks that act together: an error on one of them is raised on all."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from lightning_d9d.mesh.collectives import all_gather_object
 T = TypeVar("T")
 K = TypeVar("K")
 MAX_NAMED = 3
-"""How many of a list an error names."""
+"""How many items of a list an error names."""
 
 _REMEDIES = {
     **dict.fromkeys(
         (errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free space, raise the limit or save to another file system"
     ),
     **dict.fromkeys(
-        (errno.EACCES, errno.EPERM, errno.EROFS), "let this user write there or give a directory where it may"
+        (errno.EACCES, errno.EPERM, errno.EROFS), "give this user permission to write there, or give another directory"
     ),
     errno.ENAMETOOLONG: "give a shorter name",
 }
@@ -33,44 +33,45 @@ class Ranks:
     """The ranks of a process group, or this process alone.
 
     Args:
-        group: None for the default process group; without one, this process.
-        alone: This process, whatever groups there are.
+        group: The ranks; None for the default process group, or for this process where there is none.
+        alone: If True, this process only, even where there are groups.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, alone: bool = False) -> None:
         self.group = group
         self.alone = alone or not dist.is_initialized()
         self.rank = 0 if self.alone else dist.get_rank(group)
-        """Within the group."""
+        """The rank within the group."""
 
     @property
     def share(self) -> slice:
-        """This rank's part of a list that all ranks have."""
+        """Return this rank's part of a list that all ranks have."""
         return slice(self.rank, None, 1 if self.alone else dist.get_world_size(self.group))
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the one that acts for all."""
+        """True on the rank that acts for all."""
         return self.rank == 0
 
     def all_gather(self, value: T) -> list[T]:
-        """Every rank's picklable value, in the order of ranks. Collective."""
+        """Return every rank's picklable value, in the order of ranks. Collective."""
         return [value] if self.alone else all_gather_object(value, self.group)
 
     def together(self, failure: str, action: Callable[[], T]) -> list[T]:
-        """What `action` returns on each rank, small and picklable. Collective.
+        """Run `action` on every rank and return all ranks' results, small and picklable. Collective.
 
         It may take as long as the group's timeout lets the other ranks wait.
 
         Args:
-            failure: How the error begins.
-            action: May raise any `Exception`, on any rank.
+            failure: The beginning of the error.
+            action: A function that may raise any `Exception`, on any rank.
 
         Raises:
-            StateError: It did; the same on every rank, with the ranks and their reasons (and, where it is the file
-                system's, a remedy). On a rank that failed, its own exception is the cause.
-            ConfigError: Likewise; the lowest rank that failed did so with a ConfigError.
-            RankError: Likewise, with a RankError.
+            StateError: The action failed on some rank. Every rank raises the same error, with the ranks and their
+                reasons, and a remedy for errors of the file system. On a rank that failed, its own exception is the
+                cause.
+            ConfigError: The same, where the lowest rank that failed had a ConfigError.
+            RankError: The same, where the lowest rank that failed had a RankError.
         """
         value: T | None = None
         problem: tuple[type[Exception], str] | None = None
@@ -93,7 +94,7 @@ class Ranks:
 
     @contextmanager
     def agreed(self, failure: str) -> Iterator[None]:
-        """A block as the action of `together`: it succeeds on all ranks or on none. Collective."""
+        """Run a block like the action of `together`: it succeeds on all ranks or on none. Collective."""
         error: Exception | None = None
         try:
             yield
@@ -107,13 +108,13 @@ class Ranks:
         self.together(failure, outcome)
 
     def merge(self, values: Mapping[K, Any]) -> dict[K, Any]:
-        """All ranks' values in one mapping, on every rank; of equal keys the lowest rank's. Collective.
+        """Return all ranks' values in one mapping, on every rank; for equal keys the lowest rank's. Collective.
 
-        Hashes of the keys travel first, then only what the first rank with each set of keys has: one message for each
-        pipeline stage, however many ranks it has.
+        Ranks send hashes of their keys first. Then only the first rank with each set of keys sends its values: one
+        message for each pipeline stage.
 
         Args:
-            values: Picklable; keys that can be sorted.
+            values: Picklable values; the keys can be sorted.
         """
         if self.alone:
             return dict(values)
@@ -129,7 +130,7 @@ class Ranks:
 
 
 def first_of(texts: list[str]) -> str:
-    """Some of them, and how many more there are."""
+    """Return the first of the texts, and how many more there are."""
     more = f"; and {len(texts) - MAX_NAMED} more" if len(texts) > MAX_NAMED else ""
     return "; ".join(texts[:MAX_NAMED]) + more
 
@@ -142,7 +143,7 @@ def _named(ranks: list[int]) -> str:
 
 
 def _problem(error: Exception) -> tuple[type[Exception], str]:
-    """The error that all ranks raise, and why. The package's own errors say what to do; others may need a remedy."""
+    """Return the type of the error that all ranks raise, and the reason, with a remedy for system errors."""
     for kind in (ConfigError, StateNotFoundError, StateError, RankError):
         if isinstance(error, kind):
             return kind, str(error)
@@ -155,7 +156,7 @@ def _problem(error: Exception) -> tuple[type[Exception], str]:
 
 
 def _system_error(error: BaseException | None) -> OSError | None:
-    """The `OSError` that led to this error, if one did."""
+    """Return the `OSError` that led to this error, if there is one."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error

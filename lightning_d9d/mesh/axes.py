@@ -1,4 +1,4 @@
-"""The names of all axes along which ranks are split. Their only literals."""
+"""The names of all axes along which ranks are split. Only this file has them as literals."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def submesh(device_mesh: DeviceMesh, *axes: Axis | str) -> DeviceMesh:
     """Take some axes of a mesh as a mesh of their own, which has plain strings as names. Local.
 
     Args:
-        device_mesh: It has these axes.
-        axes: In the order of the mesh.
+        device_mesh: A mesh that has these axes.
+        axes: The axes, in the order of the mesh.
     """
     return device_mesh[tuple(map(str, axes))]

@@ -1,6 +1,6 @@
-"""Collectives over objects, lists of tensors and tensors of unequal shapes, and who goes first.
+"""Collectives over objects, lists of tensors and tensors of unequal shapes, and code that runs on one rank first.
 
-All ranks of the group must call each function here, in the same order. `group=None` is the default process group.
+All ranks of the group must call these functions in the same order. `group=None` is the default process group.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from lightning_d9d.waits import waiting
 T = TypeVar("T")
 _CHUNK_BYTES = 64 * 2**20
 _MAX_DIMS = 64
-"""More than any operator of torch takes."""
+"""More dims than any operator of torch takes."""
 
 
 @torch.no_grad()
 def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None, source: int = 0) -> None:
     """Overwrite each tensor in place with global rank `source`'s. Collective.
 
-    Tensors travel in flat chunks of one dtype and device (about 64 MiB), so that many small ones cost one message.
+    Tensors are sent in flat chunks of one dtype and device (about 64 MiB), so many small ones cost one message.
     """
     by_type: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
     for tensor in tensors:
@@ -51,7 +51,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup | None
 
 
 def device_of_messages(group: dist.ProcessGroup | None) -> torch.device:
-    """What messages of a group lie on, whatever tensors they are made of: the CPU on gloo and without a group."""
+    """Return the device of a group's messages, for tensors on any device: the CPU on gloo and without a group."""
     accelerator = torch.accelerator.current_accelerator()
     if group is None or accelerator is None or dist.get_backend(group) == "gloo":
         return torch.device("cpu")
@@ -61,10 +61,10 @@ def device_of_messages(group: dist.ProcessGroup | None) -> torch.device:
 def check_equal_tensors(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
     """Check that all ranks hold tensors of the same names, shapes, dtypes and placements in the same order. Collective.
 
-    Shapes of DTensors are those of the whole.
+    Shapes of DTensors are the global ones.
 
     Raises:
-        RankError: They do not; on every rank, with the first difference.
+        RankError: The tensors differ. Every rank raises the error, with the first difference.
     """
     ours = [f"{name} {list(tensor.shape)} {tensor.dtype}{_placed(tensor)}" for name, tensor in tensors.items()]
     if difference := first_difference(ours, group):
@@ -78,7 +78,7 @@ def _placed(tensor: Tensor) -> str:
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
-    """A hash of the dtypes, shapes and values of tensors: of what this rank holds. Local; the host waits for them."""
+    """Hash the dtypes, shapes and values that this rank holds of tensors. Local; the host waits for the values."""
     result = hashlib.sha256()
     for tensor in tensors:
         result.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
@@ -87,9 +87,9 @@ def digest(tensors: Iterable[Tensor]) -> str:
 
 
 def first_difference(lines: Sequence[str], group: dist.ProcessGroup | None = None) -> str | None:
-    """Where the lines of the first rank that differs from rank 0 begin to differ; None if all are equal. Collective.
+    """Find where the first rank that differs from rank 0 begins to differ; None if all are equal. Collective.
 
-    Hashes travel; the lines themselves only if these differ.
+    Ranks send hashes, and the lines themselves only if hashes differ.
     """
     digests = all_gather_object(hashlib.sha256("\n".join(lines).encode()).hexdigest(), group)
     if len(set(digests)) == 1:
@@ -103,7 +103,7 @@ def first_difference(lines: Sequence[str], group: dist.ProcessGroup | None = Non
 
 
 def all_gather_object(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Every rank's picklable value, in the order of ranks, on every rank. Collective."""
+    """Return every rank's picklable value, in the order of ranks, on every rank. Collective."""
     values = [value] * dist.get_world_size(group)
     with waiting():
         dist.all_gather_object(values, value, group=group)
@@ -111,7 +111,7 @@ def all_gather_object(value: T, group: dist.ProcessGroup | None = None) -> list[
 
 
 def gather_object(value: T, group: dist.ProcessGroup | None = None, dst: int = 0) -> list[T] | None:
-    """Every rank's picklable value, in the order of ranks, on global rank `dst`; None elsewhere. Collective."""
+    """Return every rank's picklable value, in the order of ranks, on global rank `dst`; None elsewhere. Collective."""
     values = [value] * dist.get_world_size(group) if dist.get_rank() == dst else None
     dist.gather_object(value, values, dst=dst, group=group)
     return values
@@ -119,16 +119,16 @@ def gather_object(value: T, group: dist.ProcessGroup | None = None, dst: int = 0
 
 @torch.no_grad()
 def all_gather_variadic_shape(tensor: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
-    """Every rank's tensor, in the order of ranks, whatever its shape and number of dimensions. Collective.
+    """Return every rank's tensor, in the order of ranks; shapes may differ, also in their number of dims. Collective.
 
-    Two messages: all shapes, then all values, filled up to the longest. The host waits for the shapes.
+    It takes two messages: all shapes, then all values, padded to the longest. The host waits for the shapes.
 
     Args:
-        tensor: Of the same dtype on all ranks and at most 64 dimensions.
-        group: Its ranks.
+        tensor: A tensor of the same dtype on all ranks, with at most 64 dims.
+        group: The ranks that take part.
 
     Returns:
-        Copies without a graph, this rank's among them.
+        Copies without a graph, also of this rank's own tensor.
     """
     shapes = _all_gather_shapes(tensor, group)
     sent = _padded_bytes(tensor, shapes)
@@ -139,7 +139,7 @@ def all_gather_variadic_shape(tensor: Tensor, group: dist.ProcessGroup | None = 
 
 @torch.no_grad()
 def gather_variadic_shape(tensor: Tensor, group: dist.ProcessGroup | None = None, dst: int = 0) -> list[Tensor] | None:
-    """`all_gather_variadic_shape` for global rank `dst` alone; None elsewhere. Collective."""
+    """Gather like `all_gather_variadic_shape`, but only on global rank `dst`; None elsewhere. Collective."""
     shapes = _all_gather_shapes(tensor, group)
     sent = _padded_bytes(tensor, shapes)
     parts = [torch.empty_like(sent) for _ in shapes] if dist.get_rank() == dst else None
@@ -149,13 +149,13 @@ def gather_variadic_shape(tensor: Tensor, group: dist.ProcessGroup | None = None
 
 @contextmanager
 def main_first(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """The first rank of the group runs the body before the others, such as to download what they then find. Collective.
+    """Let the first rank of the group run the body before the others, such as to download a file for all. Collective.
 
-    The others wait in a collective, so the group's timeout is the longest that the body may take. Without a default
-    process group the body just runs.
+    The others wait in a collective, so the body may take at most the group's timeout. Without a default process group
+    the body just runs.
 
     Raises:
-        RankError: On the other ranks, which do not run the body: it raised on the first one.
+        RankError: The body raised on the first rank. The other ranks raise this, and do not run the body.
     """
     if not dist.is_initialized():
         yield
@@ -166,14 +166,15 @@ def main_first(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 
 @contextmanager
 def first_on_node(group: dist.ProcessGroup | None = None, node: str | None = None) -> Iterator[None]:
-    """As `main_first`, for the first of the group's ranks on each machine. Collective.
+    """Let the first of the group's ranks on each machine run the body before the others. Collective.
 
     Args:
-        group: Its ranks wait for the first ranks of all machines.
+        group: The ranks; they wait for the first ranks of all machines.
         node: Name of this rank's machine; by default the host name.
 
     Raises:
-        RankError: The body raised on the first rank of some machine; on all others, of which only first ones ran it.
+        RankError: The body raised on the first rank of some machine. All other ranks raise this; only first ranks have
+            run the body.
     """
     if not dist.is_initialized():
         yield
@@ -186,7 +187,7 @@ def first_on_node(group: dist.ProcessGroup | None = None, node: str | None = Non
 
 @contextmanager
 def _before_others(is_first: bool, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """One collective that first ranks reach after the body and the others before it tells of errors."""
+    """Report errors in one collective, which first ranks reach after the body and the others before it."""
     if not is_first:
         _meet(group)
     try:
@@ -204,11 +205,11 @@ def _meet(group: dist.ProcessGroup | None) -> None:
     for group_rank, text in enumerate(errors):
         if text is not None:
             rank = dist.get_process_group_ranks(group)[group_rank]
-            raise RankError(f"rank {rank}, for which the others waited, failed with {text}")
+            raise RankError(f"rank {rank}, which the others waited for, failed with {text}")
 
 
 def _all_gather_shapes(tensor: Tensor, group: dist.ProcessGroup | None) -> list[tuple[int, ...]]:
-    """In one message of fixed size: the number of dimensions, then as many lengths."""
+    """Gather all shapes in one message of fixed size: the number of dims, then their lengths."""
     header = torch.tensor([tensor.dim(), *tensor.shape, *[0] * (_MAX_DIMS - tensor.dim())], device=tensor.device)
     headers = [torch.empty_like(header) for _ in range(dist.get_world_size(group))]
     dist.all_gather(headers, header, group=group)
@@ -216,7 +217,7 @@ def _all_gather_shapes(tensor: Tensor, group: dist.ProcessGroup | None) -> list[
 
 
 def _padded_bytes(tensor: Tensor, shapes: list[tuple[int, ...]]) -> Tensor:
-    """As many as the longest tensor has. Bytes, since not every backend knows every dtype."""
+    """Return the tensor as bytes, padded to the longest. Bytes, since not every backend supports every dtype."""
     own = tensor.reshape(-1).contiguous().view(torch.uint8)
     return torch.nn.functional.pad(own, (0, max(map(math.prod, shapes)) * tensor.itemsize - own.numel()))
 

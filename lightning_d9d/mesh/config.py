@@ -1,4 +1,4 @@
-"""How many ranks each kind of parallelism takes, and the axes that follow from it. Pure arithmetic, without torch."""
+"""Parallel degrees and the axes that follow from them. Pure arithmetic, without torch."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ _FILL = -1
 class MeshConfig:
     """Parallel degrees. All but `expert_parallel` multiply to the number of ranks; experts reuse the other axes' ranks.
 
-    One of the two data degrees may be -1 and takes what the others leave. `resolve` puts in its value.
+    One of the two data degrees may be -1: it takes all ranks that the others leave. `resolve` replaces it by its value.
 
     Raises:
-        ConfigError: A degree is not an integer of at least 1, or -1 where that is not possible.
+        ConfigError: A degree is not an integer of at least 1, or is -1 where that is not possible.
     """
 
     pipeline_parallel: int = 1
-    """Stages, or groups of stages, one after another."""
+    """Number of pipeline ranks; each holds one or more stages."""
     data_parallel_replicate: int = 1
-    """Copies of the weights, each with its own part of the batch."""
+    """Number of copies of the weights, each with its own part of the batch."""
     data_parallel_shard: int = 1
-    """Ranks that share one copy of the weights (FSDP), each with its own part of the batch."""
+    """Number of ranks that share one copy of the weights (FSDP), each with its own part of the batch."""
     context_parallel_shard: int = 1
-    """Parts of each sequence; weights are sharded over these ranks too."""
+    """Number of parts of each sequence; weights are sharded over these ranks too."""
     context_parallel_replicate: int = 1
-    """Parts of each sequence; weights are copied."""
+    """Number of parts of each sequence; weights are replicated over these ranks."""
     tensor_parallel: int = 1
-    """Parts of each matrix."""
+    """Number of shards of each matrix."""
     expert_parallel: int = 1
-    """Ranks that share one copy of the experts. Consecutive ranks of a pipeline stage, whichever other axes they belong
-    to, tensor-parallel ones included: it divides the ranks of a stage. A Qwen3 without experts
-    refuses more than 1."""
+    """Number of ranks that share one copy of the experts. They are consecutive ranks of a pipeline stage, along any of
+    its axes, `tp` included. It divides the ranks of a stage. A Qwen3 without experts refuses more than 1.
+    """
 
     def __post_init__(self) -> None:
         for name, degree in self._degrees():
@@ -53,10 +53,10 @@ class MeshConfig:
             )
 
     def resolve(self, world_size: int) -> MeshConfig:
-        """The same degrees for that many ranks, -1 replaced by its value.
+        """Return the degrees for that many ranks, with -1 replaced by its value.
 
         Raises:
-            ConfigError: They do not fit; the message names the degree, its value and the nearest that do.
+            ConfigError: The degrees do not fit. The message names the degree, its value and the nearest that do.
         """
         if world_size < 1:
             raise ConfigError(f"world_size={world_size} must be at least 1")
@@ -88,13 +88,13 @@ class MeshConfig:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks; the degrees must be resolved."""
+        """The number of ranks. The degrees must be resolved."""
         return math.prod(degree for name, degree in self._degrees() if name != "expert_parallel")
 
     def domains(self) -> dict[str, dict[str, int]]:
-        """The axes and their sizes for each domain; the degrees must be resolved.
+        """Return the axes of each domain with their sizes. The degrees must be resolved.
 
-        Every domain splits the same ranks 0, 1, 2, ... in another way, and its last axis changes fastest.
+        Every domain splits the same ranks 0, 1, 2, ... in its own way; its last axis changes fastest.
         """
         pp, tp, ep = self.pipeline_parallel, self.tensor_parallel, self.expert_parallel
         replicate, shard = self.data_parallel_replicate, self.data_parallel_shard
@@ -122,12 +122,12 @@ class MeshConfig:
         return {domain: plain(sizes) for domain, sizes in domains.items()}
 
     def split_tensor(self, num_shards: int) -> dict[str, dict[str, int]]:
-        """The domains that have `tp`, with that split in two: `tp_shard`, and `tp_replicate` for copies of each.
+        """Return the domains with `tp`, split in two: `tp_shard`, and `tp_replicate` for copies of each shard.
 
-        For weights of which there are fewer parts than tensor-parallel ranks: heads of keys and values.
+        This is for weights with fewer shards than tensor-parallel ranks: heads of keys and values.
 
         Args:
-            num_shards: How many parts there are; it divides `tensor_parallel`.
+            num_shards: Number of shards; it divides `tensor_parallel`.
         """
         split = plain({Axis.TP_SHARD: num_shards, Axis.TP_REPLICATE: self.tensor_parallel // num_shards})
         return {
@@ -137,10 +137,11 @@ class MeshConfig:
         }
 
     def expert_weights(self) -> dict[str, int]:
-        """As one of `domains`, with `ep_replicate` split in two.
+        """Return a domain like `expert`, with `ep_replicate` split in two.
 
-        Along `ep_fsdp` a copy of the experts is fully sharded: over the ranks of one replica that hold the same ones,
-        if any axis shards data and the copy lies within a replica. Along `ep_dp_replicate` there are copies.
+        Along `ep_fsdp` a copy of the experts is fully sharded: over the ranks of one replica that hold the same
+        experts. This needs an axis that shards data, and a copy within one replica. Along `ep_dp_replicate` there are
+        copies.
         """
         ranks = self.world_size // self.pipeline_parallel
         replica = ranks // self.data_parallel_replicate
@@ -160,7 +161,7 @@ class MeshConfig:
 
 
 _DATA_DEGREES = ("data_parallel_replicate", "data_parallel_shard")
-_ORDER = (  # in which degrees take their ranks: the data degrees get what is left, so they are blamed last
+_ORDER = (  # the order in which degrees take their ranks: the data degrees get the rest, so they are blamed last
     "pipeline_parallel",
     "tensor_parallel",
     "context_parallel_shard",
@@ -174,20 +175,21 @@ def _leaves_ranks(config: MeshConfig, world_size: int, left: int, taken: list[st
     degree = getattr(config, name)
     experts = "" if config.expert_parallel == 1 else "; expert_parallel takes no ranks of its own"
     return (
-        f"MeshConfig asks for {world_size // left} of {world_size} ranks ({' x '.join(taken) or 'all degrees are 1'}): "
-        f"set {name} to {degree * left} instead of {degree}, or to {_FILL} for whatever is left{experts}"
+        f"MeshConfig asks for {world_size // left} of {world_size} ranks "
+        f"({' x '.join(taken) or 'all degrees are 1'}): set {name} to {degree * left} instead of {degree}, or to "
+        f"{_FILL} for all ranks that are left{experts}"
     )
 
 
 def _does_not_fit(name: str, degree: int, world_size: int, left: int, taken: list[str]) -> str:
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     ranks += f", of which {' x '.join(taken)} leave {left}" if taken else ""
-    fill = f", or {_FILL} for whatever is left" if name in _DATA_DEGREES else ""
+    fill = f", or {_FILL} for all ranks that are left" if name in _DATA_DEGREES else ""
     return f"MeshConfig.{name}={degree} does not divide {ranks}: {_neighbours(degree, left)}{fill}"
 
 
 def _neighbours(degree: int, total: int) -> str:
-    """The divisors of `total` nearest to a degree that is none."""
+    """Name the divisors of `total` nearest to a degree that does not divide it."""
     if degree > total:
         return f"at most {total} fits"
     return f"the nearest that fit are {' and '.join(map(str, nearest(degree, divisors(total))))}"

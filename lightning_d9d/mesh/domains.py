@@ -23,10 +23,10 @@ _MAX_LISTED = 8
 
 
 class MeshDomains:
-    """The ranks as seen by each kind of parallelism; made by `build`.
+    """The domains of a mesh, one for each view of its ranks; `build` makes them.
 
-    Each domain is a `DeviceMesh` over all ranks 0, 1, 2, ..., split along other axes; the last axis changes fastest.
-    Axes that split the ranks alike share one process group, in whichever domains they are.
+    Each domain is a `DeviceMesh` over all ranks 0, 1, 2, ..., split along its own axes; the last axis changes fastest.
+    Axes that split the ranks alike share one process group, also across domains.
 
     | domain | axes |
     |---|---|
@@ -36,42 +36,59 @@ class MeshDomains:
     | `batch` | pp, dp, cp, tp |
     | `flat` | world |
 
-    It pickles as its degrees: unpickling builds again, so it is collective and needs as many ranks as there were. A
-    deep copy is the object itself.
+    Pickling saves the degrees. Unpickling builds the domains again: it is collective and needs the same number of
+    ranks. A deep copy is the object itself.
+
+    [Note: replicas apart] With `num_replicas` the world holds as many of these meshes side by side, and no group spans
+    two of them. All of the above is about the ranks of one: they are numbered from 0, and its world is not torch's. The
+    ranks of all are arranged as with an axis `dp_replicate` of that size.
     """
 
-    def __init__(self, config: MeshConfig, device_type: str, timeout_seconds: float | None) -> None:
+    def __init__(
+        self, config: MeshConfig, device_type: str, timeout_seconds: float | None, num_replicas: int = 1
+    ) -> None:
         self.config = config
-        """The degrees, without -1."""
+        """The resolved degrees, without -1."""
+        self.num_replicas = num_replicas
+        """The number of meshes of this kind in the world; 1 unless replicas are apart."""
         self.device_type = device_type
         self._timeout_seconds = timeout_seconds
         self._shapes = config.domains()
         self._tensor_shapes: dict[str, dict[str, int]] = {}
-        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        stage_size = config.world_size // config.pipeline_parallel
+        stage, place = divmod(rank, stage_size * num_replicas)
+        self.replica = place // stage_size
+        """Which of these meshes this rank is in."""
+        self._rank = stage * stage_size + place % stage_size
         self._pool: GroupPool | None = None
         self._meshes: dict[str, DeviceMesh] = {}
         self._described: dict[PooledGroup, str] = {}
         self._closed = False
 
     @classmethod
-    def build(cls, config: MeshConfig, device_type: str, *, timeout_seconds: float | None = None) -> MeshDomains:
-        """Build the domains on the ranks of the default process group, and warm their groups up. Collective.
+    def build(
+        cls, config: MeshConfig, device_type: str, *, timeout_seconds: float | None = None, num_replicas: int = 1
+    ) -> MeshDomains:
+        """Build the domains on the ranks of the default process group, and warm up their groups. Collective.
 
-        Where one axis has all ranks, as in plain data parallelism, nothing is built before it is asked for: its group
-        is the default one. One rank alone needs no network either;
-        without a default process group one of a single rank is made then.
+        If one axis has all ranks, as in plain data parallelism, domains are built at their first use: the group is the
+        default one. One rank alone does not need a network either. Without a default process group, one of a
+        single rank is made.
 
         Args:
-            config: Parallel degrees; they multiply to the number of ranks, or one of them is -1.
+            config: Parallel degrees. They multiply to the number of ranks, or one of them is -1.
             device_type: "cpu" or "cuda".
-            timeout_seconds: After how long collectives of the groups fail; None for torch's own. The default process
-                group keeps the one it has.
+            timeout_seconds: Time limit of the groups' collectives; None for torch's own. The default process group
+                keeps its own limit.
+            num_replicas: The number of such meshes that the ranks make up. [Note: replicas apart].
 
         Raises:
             ConfigError: The degrees do not fit the number of ranks.
         """
         if dist.is_initialized():
-            domains = cls(config.resolve(dist.get_world_size()), device_type, timeout_seconds)
+            config = config.resolve(dist.get_world_size() // num_replicas)
+            domains = cls(config, device_type, timeout_seconds, num_replicas)
             if domains._needs_groups():
                 with start_part("mesh"):
                     domains._open()
@@ -80,36 +97,36 @@ class MeshDomains:
             return cls(config.resolve(1), device_type, timeout_seconds)
         except ConfigError as error:
             raise ConfigError(
-                f"{error}; the default process group is not initialized: for more ranks start the ranks first, such as "
-                "with torchrun and torch.distributed.init_process_group"
+                f"{error}; the default process group is not initialized: to use more ranks, start them first, such "
+                "as with torchrun and torch.distributed.init_process_group"
             ) from error
 
     @property
     def timeout_seconds(self) -> float | None:
-        """After how long collectives fail; None is torch's own limit."""
+        """Time limit of collectives; None is torch's own limit."""
         return self._timeout_seconds
 
     @property
     def regular(self) -> DeviceMesh:
-        """One axis for each degree, but for experts."""
+        """The domain with one axis for each degree except experts'."""
         return self._mesh("regular")
 
     @property
     def dense(self) -> DeviceMesh:
-        """For weights outside of experts: `dp_cp_shard` is what they are sharded over."""
+        """The domain for weights outside of experts, which are sharded over `dp_cp_shard`."""
         return self._mesh("dense")
 
     @property
     def expert(self) -> DeviceMesh:
-        """For experts: `ep_shard` are consecutive ranks of a pipeline stage, tensor-parallel ones included."""
+        """The domain for experts: `ep_shard` has consecutive ranks of a pipeline stage, along `tp` too."""
         return self._mesh("expert")
 
     @property
     def expert_weights(self) -> DeviceMesh:
-        """This rank's part of a view of `expert` for the experts' weights: `ep_dp_replicate`, `ep_fsdp`, `ep_shard`.
+        """The mesh of this rank's experts: `ep_dp_replicate`, `ep_fsdp`, `ep_shard`, a view of `expert`.
 
         `MeshConfig.expert_weights` says how `ep_replicate` is split. Collective over all ranks at the first use, which
-        makes the groups that are new.
+        makes the missing groups.
         """
         if "expert_weights" not in self._meshes:
             shape = self.config.expert_weights()
@@ -120,12 +137,12 @@ class MeshDomains:
 
     @property
     def weights(self) -> DeviceMesh:
-        """A view of `dense` for weights outside of experts: `dp_cp_replicate`, `dp_cp_shard`, `tp`.
+        """The mesh of weights outside of experts: `dp_cp_replicate`, `dp_cp_shard`, `tp`, a view of `dense`.
 
-        Along `dp_cp_replicate` there are copies: it is `dp_replicate` and `cp_replicate` in one. In place of `tp` there
-        are `tp_shard` and `tp_replicate` after `split_tensor`. What torch is to combine, such as tensor and data
-        parallelism of one module, are parts of this one mesh. Collective over all ranks at the first use, which makes
-        the groups that are new.
+        Along `dp_cp_replicate` there are copies: it is `dp_replicate` and `cp_replicate` in one. After `split_tensor`
+        it has `tp_shard` and `tp_replicate` in place of `tp`. Torch combines, for instance, tensor and data parallelism
+        of one module only if both are parts of one mesh: this one. Collective over all ranks at the first use, which
+        makes the missing groups.
         """
         if "weights" not in self._meshes:
             shape = self._tensor_shapes.get("dense", self._shapes["dense"])
@@ -137,7 +154,7 @@ class MeshDomains:
                 *((axis,) for axis in self.tensor_axes),
             ]
             groups = [self._group(shape, each, "dense") for each in axes]
-            ranks = torch.arange(self.config.world_size, dtype=torch.int).view(*shape.values())
+            ranks = self._ranks(self.replica).view(*shape.values())
             ranks = ranks.movedim([*shape].index(Axis.CP_REPLICATE), 2).flatten(1, 2)
             names = (Axis.PP, Axis.DP_CP_REPLICATE, Axis.DP_CP_SHARD, *self.tensor_axes)
             self._meshes["weights"] = DeviceMesh.from_group(
@@ -147,28 +164,30 @@ class MeshDomains:
 
     @property
     def tensor_axes(self) -> tuple[Axis, ...]:
-        """The axes of `weights` for tensor parallelism."""
+        """The axes of `weights` that are for tensor parallelism."""
         return (Axis.TP_SHARD, Axis.TP_REPLICATE) if self._tensor_shapes else (Axis.TP,)
 
     def split_tensor(self, num_shards: int) -> None:
-        """Split `tp` in two, as `MeshConfig.split_tensor`, for all modules on this mesh, before `weights` is used.
+        """Split `tp` in two, like `MeshConfig.split_tensor`, for all modules on this mesh, before `weights` is used.
 
-        Nothing changes where there are as many parts as ranks, or more. Collective over all ranks.
+        Nothing changes if there are at least as many shards as ranks. Collective over all ranks.
 
         Raises:
-            ConfigError: The number does not divide `tp`, or it was split otherwise, or `weights` is in use.
+            ConfigError: The number does not divide `tp`, or `tp` was split into another number, or `weights` is in use.
         """
         tp = self.sizes[Axis.TP]
         if num_shards >= tp or self._tensor_shapes.get("dense", {}).get(Axis.TP_SHARD) == num_shards:
             return
         if tp % num_shards:
             raise ConfigError(
-                f"tensor_parallel={tp} cannot be split in {num_shards} equal parts: one of them must divide the other"
+                f"tensor_parallel={tp} cannot be split into {num_shards} equal parts: one of the two numbers must "
+                "divide the other"
             )
         if "weights" in self._meshes:
             raise ConfigError(
-                f"tensor_parallel={tp} is in use as {'x'.join(self.tensor_axes)}, and cannot be split in {num_shards} "
-                "parts besides: let all attention modules have as many heads of keys and values"
+                f"tensor_parallel={tp} is in use as {'x'.join(self.tensor_axes)}, and cannot be split into "
+                f"{num_shards} parts as well. Give all attention modules the same number of heads of keys and "
+                "values"
             )
         self._tensor_shapes = self.config.split_tensor(num_shards)
         _ = self.weights
@@ -176,23 +195,23 @@ class MeshDomains:
 
     @property
     def batch(self) -> DeviceMesh:
-        """For data: along `dp` ranks read different samples, along `cp` parts of the same ones, along `tp` the same."""
+        """The domain for data: along `dp` samples differ, along `cp` parts of them differ, along `tp` all is equal."""
         return self._mesh("batch")
 
     @property
     def flat(self) -> DeviceMesh:
-        """All ranks on one axis `world`."""
+        """The domain of all ranks on one axis `world`."""
         return self._mesh("flat")
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The size of each axis of any domain. Builds nothing."""
+        """The size of each axis of all domains. Builds nothing."""
         shapes = (*self._shapes.values(), *self._tensor_shapes.values())
         return {axis: size for shape in shapes for axis, size in shape.items()}
 
     @property
     def coordinates(self) -> dict[str, int]:
-        """Where this rank is along each axis of any domain. Builds nothing."""
+        """The coordinate of this rank along each axis of all domains. Builds nothing."""
         found = {}
         for shape in (*self._shapes.values(), *self._tensor_shapes.values()):
             rest = self._rank
@@ -201,30 +220,35 @@ class MeshDomains:
         return {axis: found[axis] for axis in self.sizes}
 
     @property
+    def rank(self) -> int:
+        """The number of this rank in this mesh."""
+        return self._rank
+
+    @property
     def rank_name(self) -> str:
-        """This rank's place, for people: `pp0-dp3`, with the axes of `batch` that have more than one rank."""
+        """The coordinates of this rank for people: `pp0-dp3`, with the axes of `batch` that have more than one rank."""
         coordinates = self.coordinates
         return "-".join(f"{axis}{coordinates[axis]}" for axis, size in self._shapes["batch"].items() if size > 1)
 
     @property
     def dp_rank(self) -> int:
-        """Which part of the samples this rank reads, out of `dp_size`."""
+        """The index of the part of the samples that this rank reads, out of `dp_size`."""
         return self.coordinates[Axis.DP]
 
     @property
     def dp_size(self) -> int:
-        """Into how many parts the samples are split."""
+        """The number of parts into which the samples are split."""
         return self.sizes[Axis.DP]
 
     def for_axes(self, *axes: Axis | str, domain: str | None = None) -> DeviceMesh:
-        """This rank's part of a domain along some axes, side by side as the axes of a mesh.
+        """Return this rank's part of a domain along some axes, as a mesh with these axes.
 
-        `for_axes("dp_replicate", "dp_cp_shard")` is what `fully_shard` takes for hybrid sharding. It costs no group.
+        `fully_shard` takes `for_axes("dp_replicate", "dp_cp_shard")` for hybrid sharding. It makes no new group.
 
         Args:
             axes: Axes of one domain, in its order.
-            domain: In which, where several have them; by default the first. Meshes that torch is to combine, such as
-                for tensor and data parallelism of one module, come from one domain.
+            domain: The domain, where several have the axes; by default the first. Meshes that torch combines, such as
+                for tensor and data parallelism of one module, must come from one domain.
 
         Raises:
             ConfigError: No domain has these axes in this order.
@@ -234,21 +258,21 @@ class MeshDomains:
     def group(
         self, *axes: Axis | str, lane: Lane = "default", backend: str | None = None, high_priority: bool = False
     ) -> dist.ProcessGroup:
-        """The ranks that differ from this one along some axes alone, as one process group.
+        """Return the process group of the ranks that differ from this one along some axes only.
 
-        Collective over all ranks if there is no such group yet (one is made and warmed up): call it where all ranks do,
-        in the same order. `group(axis)` never makes one, nor do axes that are 1 together.
+        Collective over all ranks if the group does not exist yet; it is then made and warmed up. All ranks must call it
+        in the same order. `group(axis)` never makes one. Nor do axes whose sizes multiply to 1.
 
         Args:
             axes: Axes of one domain, in its order.
-            lane: Groups over the same ranks in other lanes are other groups, whose collectives can overlap: "moe" for
-                experts' all-to-all, "reduce" for gradients, "pipeline" and "pipeline_backward" for activations and
-                their gradients, "checkpoint" for saves in the background, "default" for all else.
+            lane: The lane. Collectives of groups in different lanes can overlap: "moe" has experts' all-to-all,
+                "reduce" gradients, "pipeline" and "pipeline_backward" activations and their gradients. The lane
+                "mixing" has weights of replicas, "checkpoint" saves in the background, "default" all others.
             backend: "gloo", "nccl", ...; by default that of the default process group.
-            high_priority: On nccl, its kernels run before other work of the GPU.
+            high_priority: On nccl, the group's kernels run before other work of the GPU.
 
         Raises:
-            ConfigError: No domain has these axes in this order, or there is no such lane.
+            ConfigError: No domain has these axes in this order, or the lane does not exist.
         """
         domain = self._domain_of(axes, None)
         options: dict[str, Any] = {"lane": lane, "backend": backend, "high_priority": high_priority}
@@ -256,9 +280,12 @@ class MeshDomains:
         return self._group(shape, axes, domain, **options)
 
     def _group(self, shape: Mapping[str, int], axes: tuple[str, ...], domain: str, **options: Any) -> dist.ProcessGroup:
+        return self._pooled(self._everywhere(partition(shape, axes)), f"{'+'.join(axes)}|{domain}", **options)
+
+    def _pooled(self, split_ranks: Partition, description: str, **options: Any) -> dist.ProcessGroup:
+        """Take this rank's group of a partition of the world from the pool. Collective over all ranks."""
         pool = self._open()
-        description = f"{'+'.join(axes)}|{domain}"
-        pooled = pool.group(partition(shape, axes), description=description, **options)
+        pooled = pool.group(split_ranks, description=description, **options)
         pool.warm_up(self.device_type)
         self._described.setdefault(pooled, description)
         return pooled.group
@@ -266,25 +293,25 @@ class MeshDomains:
     def pipeline_group(
         self, parts: Sequence[Sequence[int]], *axes: Axis | str, lane: Lane = "default", neighbours: bool = False
     ) -> dist.ProcessGroup:
-        """The ranks of some pipeline ranks that else differ from this one along some axes alone, as a process group.
+        """Return the process group over some pipeline ranks, and over further axes.
 
-        Collective over all ranks. This rank's group is that of the part that has its pipeline rank; without one it is
-        this rank alone.
+        Collective over all ranks. This rank's group is that of the part with its pipeline rank; a rank outside of all
+        parts gets a group of its own.
 
         Args:
-            parts: Pipeline ranks that go together, in parts of equal size, equal on all ranks.
+            parts: Pipeline ranks that belong together, in parts of equal size, the same on all ranks.
             axes: Further axes of `batch` along which the group's ranks differ.
-            lane: As for `group`.
-            neighbours: They will exchange messages; connect them now.
+            lane: The lane, as for `group`.
+            neighbours: If True, neighbours will exchange messages and are connected now.
 
         Raises:
-            ConfigError: `batch` has no such axis.
+            ConfigError: The domain `batch` lacks an axis.
         """
         shape = self._shapes["batch"]
         if unknown := [axis for axis in axes if axis not in shape]:
             raise ConfigError(
-                f"the domain 'batch' has no axis {unknown[0]!r}, only {', '.join(shape)}: what several pipeline stages "
-                "have in common cannot be spread over it; give each stage experts and attention of its own"
+                f"the domain 'batch' has no axis {unknown[0]!r}, only {', '.join(shape)}: parameters that stages "
+                "share cannot be sharded over it. Give each stage experts and attention of its own"
             )
         ranks = torch.arange(self.config.world_size).view(*shape.values())  # [pp, dp, cp, tp]
         along = [axis for axis, name in enumerate(shape) if name in axes]
@@ -296,21 +323,48 @@ class MeshDomains:
             split_ranks += map(
                 tuple, of_part.reshape(-1, math.prod(of_part.shape[of_part.ndim - 1 - len(members) :])).tolist()
             )
-        pool = self._open()
         description = "+".join([f"pp ({'; '.join(' '.join(map(str, part)) for part in parts)})", *axes]) + "|batch"
-        pooled = pool.group(
-            tuple(tuple(sorted(group)) for group in split_ranks),
-            description=description,
-            lane=lane,
-            high_priority=neighbours,
-            neighbours=neighbours,
-        )
-        pool.warm_up(self.device_type)
-        self._described.setdefault(pooled, description)
-        return pooled.group
+        everywhere = self._everywhere(tuple(tuple(sorted(group)) for group in split_ranks))
+        options: dict[str, Any] = {"lane": lane, "high_priority": neighbours, "neighbours": neighbours}
+        return self._pooled(everywhere, description, **options)
+
+    @property
+    def everyone(self) -> dist.ProcessGroup | None:
+        """All ranks of this mesh: the default process group, unless replicas are apart. [Note: replicas apart]."""
+        return dist.group.WORLD if self.num_replicas == 1 else self.group(Axis.WORLD)
+
+    def group_of_replicas(
+        self, *axes: Axis | str, lane: Lane = "default", backend: str | None = None
+    ) -> dist.ProcessGroup:
+        """Return the ranks that differ from this one along some axes alone, in all replicas. Collective over all ranks.
+
+        This is `group`, unless replicas are apart. [Note: replicas apart].
+        """
+        if self.num_replicas == 1:
+            return self.group(*axes, lane=lane, backend=backend)
+        domain = self._domain_of(axes, None)
+        numbers = [self._ranks(replica).tolist() for replica in range(self.num_replicas)]
+        split = partition(self._shapes[domain], axes)
+        joined = tuple(tuple(own[rank] for own in numbers for rank in ranks) for ranks in split)
+        return self._pooled(joined, f"replicas+{'+'.join(axes)}|{domain}", lane=lane, backend=backend)
+
+    def mixing_group(self, edges: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+        """Return the ranks that have this one's place in the replicas of one edge, as a group of the lane "mixing".
+
+        Collective over all ranks.
+
+        Args:
+            edges: Replicas that go together; each of them is in one edge.
+        """
+        numbers = [self._ranks(replica).tolist() for replica in range(self.num_replicas)]
+        largest_first = sorted((tuple(sorted(edge)) for edge in edges), key=lambda edge: (-len(edge), edge))
+        split_ranks: list[tuple[int, ...]] = []
+        for edge in largest_first:
+            split_ranks += zip(*(numbers[each] for each in edge), strict=True)
+        return self._pooled(tuple(split_ranks), "edges|replicas", lane="mixing")
 
     def set_timeout(self, seconds: float) -> None:
-        """Let collectives of all groups, the default group too, fail after this long. Local: call it on every rank."""
+        """Set the time limit of collectives of all groups, the default group too. Local: call it on every rank."""
         self._timeout_seconds = seconds
         if self._pool is not None:
             self._pool.set_timeout(seconds)
@@ -318,13 +372,15 @@ class MeshDomains:
             set_group_timeout(dist.group.WORLD, timedelta(seconds=seconds))
 
     def describe(self, extra: Mapping[str, object] | None = None) -> str:
-        """A table of domains and groups as this rank sees them, for people. Builds nothing.
+        """Return a table of domains and groups as this rank sees them, for people. Builds nothing.
 
         Args:
-            extra: Lines to add, name to value.
+            extra: Further lines, from name to value.
         """
         world = self.config.world_size
         head = f"{world} {'ranks' if world > 1 else 'rank'} on {self.device_type}, seen from rank {self._rank}"
+        if self.num_replicas > 1:
+            head = f"replica {self.replica} of {self.num_replicas} apart: {head}"
         coordinates = self.coordinates
         domains = [
             (domain, "  ".join(f"{axis} {coordinates[axis]}/{size}" for axis, size in shape.items()))
@@ -341,17 +397,17 @@ class MeshDomains:
         return "\n".join([*lines, *_aligned([(name, str(value)) for name, value in (extra or {}).items()])])
 
     def close(self) -> None:
-        """The domains are done with; others can be built.
+        """Close the domains; others can be built afterwards.
 
-        The default process group goes if it was made for them. Otherwise groups stay, as long as the default process
-        group does, for domains built later: their meshes equal these, which to DTensor are then the same.
+        The default process group is destroyed if it was made for them. Otherwise the groups stay for later domains, as
+        long as the default process group lives. Later meshes equal these ones, so to DTensor they are the same.
         """
         if self._pool is not None:
             self._pool.release()
         self._pool, self._meshes, self._tensor_shapes, self._closed = None, {}, {}, True
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self.config, self.device_type, self._timeout_seconds)
+        return _rebuild, (self.config, self.device_type, self._timeout_seconds, self.num_replicas)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MeshDomains:
         return self
@@ -361,7 +417,7 @@ class MeshDomains:
         return self._meshes[domain]
 
     def _open(self) -> GroupPool:
-        """The pool; at the first call it is filled with all groups of all domains."""
+        """Return the pool; the first call fills it with all groups of all domains."""
         if self._closed:
             raise RuntimeError("these mesh domains are closed; build new ones with MeshDomains.build")
         if self._pool is None:
@@ -369,7 +425,7 @@ class MeshDomains:
             groups = {}
             for split_ranks, users in self._partitions().items():
                 description = _description(users)
-                pooled = pool.group(split_ranks, description=description)
+                pooled = pool.group(self._everywhere(split_ranks), description=description)
                 self._described[pooled] = description
                 groups |= dict.fromkeys(users, pooled.group)
             for domain, shape in self._shapes.items():
@@ -378,14 +434,28 @@ class MeshDomains:
         return self._pool
 
     def _device_mesh(self, shape: Mapping[str, int], groups: list[dist.ProcessGroup]) -> DeviceMesh:
-        ranks = torch.arange(self.config.world_size, dtype=torch.int).view(*shape.values())
+        ranks = self._ranks(self.replica).view(*shape.values())
         return DeviceMesh.from_group(groups, self.device_type, mesh=ranks, mesh_dim_names=tuple(shape))
 
     def _needs_groups(self) -> bool:
-        return not all(len(split_ranks[0]) in (1, self.config.world_size) for split_ranks in self._partitions())
+        free = (1, self.config.world_size) if self.num_replicas == 1 else (1,)
+        return not all(len(split_ranks[0]) in free for split_ranks in self._partitions())
+
+    def _ranks(self, replica: int) -> torch.Tensor:
+        """Return torch's numbers for the ranks of one of these meshes, `[ranks]`."""
+        stage_size = self.config.world_size // self.config.pipeline_parallel
+        ranks = torch.arange(self.config.world_size * self.num_replicas, dtype=torch.int)
+        return ranks.view(-1, self.num_replicas, stage_size)[:, replica].flatten().clone()  # torch looks at storage
+
+    def _everywhere(self, split_ranks: Partition) -> Partition:
+        """Return a partition of the ranks of one of these meshes as that of the world."""
+        if self.num_replicas == 1:
+            return split_ranks
+        numbers = [self._ranks(replica).tolist() for replica in range(self.num_replicas)]
+        return tuple(tuple(own[rank] for rank in ranks) for ranks in split_ranks for own in numbers)
 
     def _partitions(self) -> dict[Partition, list[tuple[str, str]]]:
-        """All partitions in the order in which their groups are made, with the (domain, axis) that need each."""
+        """Return all partitions in the order in which their groups are made, each with its users (domain, axis)."""
         users = defaultdict(list)
         for domain, shape in self._shapes.items():
             for axis in shape:
@@ -393,7 +463,7 @@ class MeshDomains:
         return users
 
     def _domain_of(self, axes: tuple[str, ...], domain: str | None) -> str:
-        """The first domain, or this one, that has the axes in this order."""
+        """Return the first domain, or `domain`, if it has the axes in this order."""
         shapes = self._shapes if domain is None else {domain: self._shapes.get(domain, {})}
         for name, shape in (*shapes.items(), *(self._tensor_shapes if domain is None else {}).items()):
             if axes and tuple(axis for axis in shape if axis in axes) == axes:
@@ -405,19 +475,20 @@ class MeshDomains:
         )
 
 
-def _rebuild(config: MeshConfig, device_type: str, timeout_seconds: float | None) -> MeshDomains:
+def _rebuild(config: MeshConfig, device_type: str, timeout_seconds: float | None, num_replicas: int) -> MeshDomains:
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    if world_size != config.world_size:
+    needed = config.world_size * num_replicas
+    if world_size != needed:
         here = f"has {world_size} ranks" if dist.is_initialized() else "is not initialized"
         raise ConfigError(
-            f"cannot unpickle the mesh domains of {config.world_size} ranks: the default process group {here}; call "
-            f"torch.distributed.init_process_group on {config.world_size} ranks first, or build new domains"
+            f"cannot unpickle the mesh domains of {needed} ranks: the default process group {here}; call "
+            f"torch.distributed.init_process_group on {needed} ranks first, or build new domains"
         )
-    return MeshDomains.build(config, device_type, timeout_seconds=timeout_seconds)
+    return MeshDomains.build(config, device_type, timeout_seconds=timeout_seconds, num_replicas=num_replicas)
 
 
 def _description(users: Sequence[tuple[str, str]]) -> str:
-    """`pp|regular,dense` for the axis pp of two domains; further axes behind a semicolon."""
+    """Return `pp|regular,dense` for the axis pp of two domains; further axes follow a semicolon."""
     domains = defaultdict(list)
     for domain, axis in users:
         domains[axis].append(domain)
@@ -425,7 +496,7 @@ def _description(users: Sequence[tuple[str, str]]) -> str:
 
 
 def _ranks_in_short(ranks: Sequence[int]) -> str:
-    """`0, 4, 8, 12` or, where there are more and they are evenly spaced, `0, 4, ..., 60`."""
+    """Return `0, 4, 8, 12`, or `0, 4, ..., 60` for more ranks that are evenly spaced."""
     steps = {after - before for before, after in pairwise(ranks)}
     if len(ranks) <= _MAX_LISTED or len(steps) > 1:
         return ", ".join(map(str, ranks))

@@ -1,22 +1,22 @@
 """One pool of process groups for all mesh domains.
 
-[Note: group pool]
-A *partition* splits all ranks into groups of equal size: the groups of an axis, or of several axes together. Axes of
-two domains often split them alike (`pp` does in four of them), and torch would make a communicator for each. The pool
-makes one group for each partition, *lane*, backend and priority, and returns the same object whoever asks again. Ranks
-that are alone share one group for all such partitions; the partition whose only part is the world is the default group.
+[Note: group pool] A *partition* splits all ranks into groups of equal size: the groups of an axis, or of several axes
+together. Axes of two domains often split them alike (`pp` does in four of them), and torch would make a communicator
+for each. The pool makes one group for each partition, *lane*, backend and priority, and returns the same object to
+every caller. A rank that is alone has one group for all such partitions. The partition whose only part is the world is
+the default group.
 
-Collectives of one group run one after another, so traffic that should overlap needs groups of their own over the
-same ranks: lanes. Only what asks for another lane gets one.
+Collectives of one group run one after another. Traffic that should overlap therefore needs other groups over the same
+ranks: lanes. Only callers that ask for another lane get one.
 
-There is one pool for the default group, and its groups live as long as that does; who builds domains again gets the
-same ones. This is not for speed alone. DTensor caches what it has worked out by the mesh, and meshes of equal ranks and
-names are equal to it whatever their groups: with new groups it would go on with those of the earlier mesh.
+There is one pool for the default group, and its groups live as long as the default group. Domains that are built again
+get the same groups. This is not for speed alone. DTensor caches results by mesh, and it takes meshes of equal ranks and
+names for equal even if their groups differ. With new groups it would go on using the groups of the earlier mesh.
 
 All ranks must ask for new groups in the same order, as with `torch.distributed.new_group`.
 
-A message that was sent and never received would meet the first receive of a later run. Who leaves a group behind like
-this says so with `abandon`, and the ranks that ask for it the next time get a new one.
+A message that was sent and never received would meet the first receive of a later run. Code that leaves a group in this
+state calls `abandon`. The ranks that next ask for the group get a new one.
 """
 
 from __future__ import annotations
@@ -35,20 +35,22 @@ from lightning_d9d.mesh.collectives import all_gather_object
 from lightning_d9d.mesh.native_threads import guard_native_threads
 
 _MESSAGE_BLOCKS = 16
-"""Thread blocks of nccl's kernel for a message, which computes nothing while it waits for its peer. On an H200 a large
-product ran 11 % slower beside one of nccl's own size (32) and as fast beside 8, with which 16 MiB took 0.13 ms and not
-0.07. Between two of them steps of pipelines, 16 microbatches of 8192 tokens, took the same with 4, 8 and 16."""
+"""Thread blocks of nccl's kernel for a message, which occupies them while it waits for its peer. On an H200 a large
+product ran 11 % slower beside a kernel of nccl's own size (32), and at full speed beside one of 8. With 8 blocks, 16
+MiB took 0.13 ms in place of 0.07. Between two H200, pipeline steps of 16 microbatches of 8192 tokens took the same time
+with 4, 8 and 16.
+"""
 
-Lane = Literal["default", "moe", "reduce", "pipeline", "pipeline_backward", "checkpoint"]
+Lane = Literal["default", "moe", "reduce", "pipeline", "pipeline_backward", "mixing", "checkpoint"]
 Partition = tuple[tuple[int, ...], ...]
-"""All ranks in groups; see `partition`."""
+"""All ranks in groups, as `partition` returns them."""
 
 
 def partition(shape: Mapping[str, int], axes: Sequence[str]) -> Partition:
-    """All ranks of a domain with these axes and sizes, in groups of those that differ along `axes` alone.
+    """Return all ranks of a domain in groups; those of one group differ along `axes` only.
 
-    Groups come in the order of their first ranks and ranks ascend, so equal partitions are equal tuples whatever the
-    axes' names.
+    Groups are ordered by their first ranks, and ranks ascend. So equal partitions are equal tuples, also if names of
+    axes differ.
     """
     offsets, starts, stride = [0], [0], math.prod(shape.values())
     for axis, size in shape.items():
@@ -63,28 +65,25 @@ def partition(shape: Mapping[str, int], axes: Sequence[str]) -> Partition:
 
 @dataclass(eq=False, kw_only=True)
 class PooledGroup:
-    """A process group that this rank is in."""
+    """A process group that has this rank."""
 
     group: dist.ProcessGroup
     ranks: tuple[int, ...]
-    """Global ranks, ascending."""
+    """Global ranks of the group, ascending."""
     lane: Lane
     description: str
-    """What asked for it first."""
+    """The first caller that asked for the group."""
     neighbours: bool = False
-    """Ranks that follow each other exchange messages."""
+    """If True, consecutive ranks exchange messages."""
     is_warm: bool = False
     are_connected: bool = False
-    """The neighbours."""
+    """True after the neighbours have been connected."""
     is_abandoned: bool = False
-    """This rank has left it with messages under way."""
+    """True after this rank has left the group with messages under way."""
 
 
 class GroupPool:
-    """Makes, keeps and destroys process groups. [Note: group pool].
-
-    Made by `acquire`.
-    """
+    """A pool that makes, keeps and destroys process groups; `acquire` returns it. [Note: group pool]."""
 
     _living: ClassVar[GroupPool | None] = None
 
@@ -103,15 +102,14 @@ class GroupPool:
 
     @classmethod
     def acquire(cls, device_type: str, *, timeout_seconds: float | None = None) -> GroupPool:
-        """The pool of the default process group. Every user calls `release` in the end.
+        """Return the pool of the default process group. Every user calls `release` at the end.
 
-        Without a default process group one of this rank alone is made, in the process's memory, for as long as there
-        are users.
+        Without a default process group it makes one of this rank alone, in memory, for as long as it has users.
 
         Args:
-            device_type: "cpu" or "cuda": what a default process group made here is for.
-            timeout_seconds: After how long a collective of a pooled group fails; None leaves that as it is, at first
-                torch's own. The default group keeps the one it has.
+            device_type: "cpu" or "cuda": device of a default process group made here.
+            timeout_seconds: Time limit of a pooled group's collectives; None leaves the limit unchanged (at first
+                torch's own). The default group keeps its own limit.
         """
         pool = cls.living()
         if pool is None:
@@ -126,14 +124,14 @@ class GroupPool:
 
     @classmethod
     def living(cls) -> GroupPool | None:
-        """The pool of the default process group, if it has one. Groups die with their default group, pools too."""
+        """Return the pool of the default process group, if it has one. A pool ends with its default group."""
         if cls._living is not None and (not dist.is_initialized() or cls._living._world is not dist.group.WORLD):
             cls._living = None
         return cls._living
 
     @property
     def groups(self) -> tuple[PooledGroup, ...]:
-        """This rank's groups in the order in which they were made."""
+        """Return this rank's groups in the order in which they were made."""
         return tuple(self._by_key.values())
 
     def group(
@@ -146,25 +144,26 @@ class GroupPool:
         high_priority: bool = False,
         neighbours: bool = False,
     ) -> PooledGroup:
-        """This rank's group of a partition. Collective over all ranks.
+        """Return this rank's group of a partition. Collective over all ranks if it is new.
 
         Args:
             split_ranks: All ranks in groups, the largest first.
-            description: For people and torch's flight recorder; that of the first call stays.
-            lane: Equal partitions in another lane have another group.
+            description: Text for people and torch's flight recorder; the first call's text stays.
+            lane: The lane; equal partitions in another lane have another group.
             backend: "gloo", "nccl", ...; by default the default group's.
-            high_priority: On nccl, its kernels run before other work of the GPU; other backends have no priorities.
-            neighbours: Ranks that follow each other will exchange messages; `warm_up` connects them.
+            high_priority: On nccl, the group's kernels run before other work of the GPU; other backends have no
+                priorities.
+            neighbours: If True, consecutive ranks will exchange messages; `warm_up` connects them.
 
         Raises:
-            ConfigError: There is no such lane.
+            ConfigError: The lane does not exist.
         """
         if lane not in get_args(Lane):
             raise ConfigError(f"lane={lane!r} must be one of {', '.join(map(repr, get_args(Lane)))}")
         own_backend = dist.get_backend(self._world)
         backend = backend or own_backend
         high_priority = high_priority and backend == "nccl"
-        if len(split_ranks[0]) == 1:  # alone: nothing to wait for, whatever the lane
+        if len(split_ranks[0]) == 1:  # this rank is alone and has nothing to wait for, in any lane
             split_ranks, lane, high_priority = tuple((rank,) for rank in range(dist.get_world_size())), "default", False
         key = (split_ranks, lane, backend, high_priority)
         if neighbours and key in self._by_key and self._is_abandoned_anywhere(key):
@@ -185,8 +184,8 @@ class GroupPool:
     def warm_up(self, device_type: str) -> None:
         """Connect the ranks of every group made since the last call, and new neighbours with each other. Collective.
 
-        nccl connects at a group's first collective, and two ranks at their first message. Without a warm-up that is
-        somewhere in the first step, with the memory full.
+        nccl connects a group at its first collective, and two ranks at their first message. Without a warm-up this
+        happens somewhere in the first step, when memory is full.
         """
         for pooled in self.groups:
             connect = pooled.neighbours and not pooled.are_connected
@@ -197,13 +196,13 @@ class GroupPool:
                 dist.all_reduce(token, group=pooled.group)
             if connect:
                 _exchange_with_neighbours(pooled, token)
-            token.item()  # on CUDA, where the above only queues work
+            token.item()  # on CUDA the collective has only been queued
             pooled.is_warm, pooled.are_connected = True, pooled.are_connected or connect
 
     def set_timeout(self, seconds: float) -> None:
-        """Let collectives of every pooled group, the default group too, fail after this long. Local to the rank.
+        """Set the time limit of collectives of every pooled group and the default group. Local.
 
-        But not those of the lane "checkpoint": nobody computes on what they wait for, and disks may be slow.
+        The lane "checkpoint" is left out: saves run in the background, and disks may be slow.
         """
         self._timeout = timedelta(seconds=seconds)
         for pooled in self.groups:
@@ -211,15 +210,15 @@ class GroupPool:
                 set_group_timeout(pooled.group, self._timeout)
 
     def release(self) -> None:
-        """One user less; after the last, `close` if the pool made the default group."""
+        """Count one user less; after the last, `close` if the pool made the default group."""
         self._num_users -= 1
         if self._num_users == 0 and self._owns_world:
             self.close()
 
     def close(self) -> None:
-        """Destroy all groups, and the default group if the pool made it. Every rank calls it; meshes are dead then."""
+        """Destroy all groups, and the default group if the pool made it. Every rank calls it; meshes end with it."""
         if GroupPool.living() is not self:
-            return  # the default group is gone, and all groups with it
+            return  # the default group has ended, and all groups with it
         GroupPool._living = None
         for pooled in reversed(self.groups):
             if pooled.group is not self._world:
@@ -250,7 +249,7 @@ class GroupPool:
             "group_desc": description if lane == "default" else f"{description}@{lane}",
         }
         own = None
-        if len(split_ranks[0]) == 1:  # of nobody else's concern
+        if len(split_ranks[0]) == 1:  # this rank is alone in the group
             own = dist.new_group([self._rank], backend=backend, use_local_synchronization=True, **settings)
         elif self._world.bound_device_id is not None and backend == dist.get_backend(self._world):
             own = dist.split_group(split_ranks=[list(ranks) for ranks in split_ranks], **settings)
@@ -269,7 +268,7 @@ class GroupPool:
 
 
 def _exchange_with_neighbours(pooled: PooledGroup, token: torch.Tensor) -> None:
-    """One message each way between ranks that follow each other, the last and the first included."""
+    """Exchange one message each way between consecutive ranks, the last and the first included."""
     index, size = pooled.group.rank(), pooled.group.size()
     peers = [pooled.ranks[(index + step) % size] for step in (1, -1)]
     sends = [dist.P2POp(dist.isend, token, peer, pooled.group) for peer in peers]
@@ -279,14 +278,14 @@ def _exchange_with_neighbours(pooled: PooledGroup, token: torch.Tensor) -> None:
 
 
 def abandon(group: dist.ProcessGroup) -> None:
-    """Messages of the group may be under way for good, after an error: a later run gets a new one. Local."""
+    """Mark a group that may have undelivered messages after an error: a later run gets a new group. Local."""
     pool = GroupPool.living()
     for pooled in () if pool is None else pool.groups:
         pooled.is_abandoned |= pooled.group is group
 
 
 def _end(group: dist.ProcessGroup) -> None:
-    """Also where messages are under way. Aborted, it keeps its name: torch names new ones by their number."""
+    """End a group, also with messages under way. An aborted group keeps its name: torch numbers new ones."""
     if dist.get_backend(group) == "nccl":
         group.abort()
     else:
@@ -294,7 +293,7 @@ def _end(group: dist.ProcessGroup) -> None:
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Let collectives of a group fail after this long, and on gloo not its messages. Local."""
-    # Before torch 2.14 there is no public one.
+    """Set the time limit of a group's collectives (on gloo not of its messages). Local."""
+    # Before torch 2.14 there is no public function for this.
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     set_timeout(timeout, group)

@@ -1,13 +1,13 @@
-"""Native threads of process groups, where they would end or stop a process: at its exit, and in one forked from it.
+"""Guards against native threads of process groups that would abort or hang a process, at its exit or in a fork of it.
 
-[Note: exit] A thread of gloo lets go of the tensors of a collective a moment after that is done. Letting go of the last
-reference to one needs the interpreter. Where that is already ending, CPython (before 3.14) ends the thread inside C++
-code, and the process dies with "terminate called without an active exception".
+[Note: exit] A thread of gloo releases the tensors of a collective a moment after the collective is done. Releasing the
+last reference to a tensor needs the interpreter. If the interpreter is already ending, CPython (before 3.14) ends the
+thread inside C++ code. Then the process dies with "terminate called without an active exception".
 
-[Note: fork] A forked process, a dataloader's worker say, has the objects of its parent and none of its threads. If its
-garbage collector finds a process group among them, the group waits for its threads for ever. So does a forked CPython
-before 3.12 for a lock around its list of threads, where a thread of the parent had it: one of gloo, which enters the
-interpreter to let go of a tensor.
+[Note: fork] A forked process, such as a dataloader's worker, has the objects of its parent and none of its threads. If
+its garbage collector finds a process group among them, the group waits for its threads for ever. A forked CPython
+before 3.12 has a similar hang. It waits for the lock of its list of threads if a thread of the parent held it. A thread
+of gloo holds that lock when it enters the interpreter to release a tensor.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _WITHOUT_TASKS_SECONDS = 0.1
 
 @functools.cache
 def guard_native_threads() -> None:
-    """Let this process wait for threads of gloo at its exit and at forks, and what is forked leave its objects alone.
+    """Make this process wait for threads of gloo at its exit and at forks; forked processes leave its objects alone.
 
-    Local. For all groups of the process; once is enough.
+    Local. One call covers all groups of the process.
     """
     atexit.register(_wait_until_idle)
     os.register_at_fork(before=_wait_until_idle, after_in_child=gc.freeze)
 
 
 def _wait_until_idle() -> None:
-    """Wait until no thread of gloo has anything to do or waits for the interpreter.
+    """Wait until all threads of gloo are idle, and none waits for the interpreter.
 
-    Such a thread sleeps, and still does without having run after this one has let go of the interpreter.
+    An idle thread sleeps, and has not run since even after this thread has released the interpreter.
     """
     if not _TASKS.exists():
         time.sleep(_WITHOUT_TASKS_SECONDS)
@@ -53,12 +53,12 @@ def _wait_until_idle() -> None:
 
 
 def _threads() -> dict[str, tuple[bool, tuple[str, ...]]]:
-    """Whether each thread of gloo sleeps, and how often it was put to sleep or interrupted."""
+    """Return for each thread of gloo if it sleeps, and how often it was put to sleep or interrupted."""
     found = {}
     for task in _TASKS.iterdir():
         try:
             status = dict(line.split(":\t", 1) for line in (task / "status").read_text().splitlines() if ":\t" in line)
-        except OSError:  # it has ended
+        except OSError:  # the thread has ended
             continue
         if status["Name"] == _NAME:
             switches = tuple(value for name, value in status.items() if name.endswith("_ctxt_switches"))

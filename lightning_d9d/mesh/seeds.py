@@ -1,4 +1,4 @@
-"""Seeds: which ranks draw the same random numbers and which draw other ones. And the state of what draws them."""
+"""Seeds, which decide which ranks draw the same random numbers, and the state of random number generators."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_d9d.mesh.config import MeshConfig
 
 Purpose = Literal["dropout", "sharded_dropout", "router_noise", "sharded_router_noise", "dataloader"]
 
-_WHOLE_ACTIVATION = (Axis.PP, Axis.DP, Axis.CP)  # ranks of one tp axis hold copies, which must stay equal
+_WHOLE_ACTIVATION = (Axis.PP, Axis.DP, Axis.CP)  # tensor-parallel ranks hold copies, which must stay equal
 _SHARDED_ACTIVATION = (*_WHOLE_ACTIVATION, Axis.TP)
 _COUNTING_AXES: dict[str, tuple[Axis, ...]] = {
     "dropout": _WHOLE_ACTIVATION,
@@ -29,36 +29,35 @@ _MESH_AXES = frozenset(axis for domain in MeshConfig().domains().values() for ax
 
 
 def seed_for(base: int, *, purpose: Purpose, coordinates: Mapping[str, int]) -> int:
-    """The seed of a rank's random numbers for one purpose. Local; ranks with equal seeds draw equal numbers.
+    """Return the seed of a rank's random numbers for one purpose. Local; equal seeds give equal numbers.
 
     | purpose | seeds differ along | for |
     |---|---|---|
-    | `dropout`, `router_noise` | pp, dp, cp | activations that tensor-parallel ranks hold copies of |
+    | `dropout`, `router_noise` | pp, dp, cp | activations that are copies on tensor-parallel ranks |
     | `sharded_dropout`, `sharded_router_noise` | pp, dp, cp, tp | activations sharded over tp, by sequence or heads |
-    | `dataloader` | dp | samples, which all other ranks of a data rank read alike |
+    | `dataloader` | dp | samples, which are the same on all ranks of a data rank |
 
-    A seed has no state: a step that is recomputed or resumed gets the one that it had.
+    A seed has no state: a recomputed or resumed step gets the same seed again.
 
     Args:
         base: The seed of the job.
         purpose: A row of the table. Numbers of different purposes are independent.
-        coordinates: `MeshDomains.coordinates`, and anything else by which numbers are to differ: names that are no axes
-            of a mesh, such as `worker`, `step`, `microbatch` or `stage`, count for every purpose.
+        coordinates: `MeshDomains.coordinates`, and other coordinates along which numbers should differ. Names that are
+            not mesh axes, such as `worker`, `step`, `microbatch` or `stage`, count for every purpose.
 
     Returns:
         At least 0 and less than 2**63.
 
     Raises:
-        ConfigError: No such purpose, or an axis that counts for it is not in `coordinates`.
+        ConfigError: The purpose is unknown, or `coordinates` lacks an axis that counts for it.
     """
     if purpose not in _COUNTING_AXES:
         raise ConfigError(f"seed_for(purpose={purpose!r}) must be one of {', '.join(map(repr, get_args(Purpose)))}")
     axes = _COUNTING_AXES[purpose]
     if missing := [axis for axis in axes if axis not in coordinates]:
         raise ConfigError(
-            f"seed_for(purpose={purpose!r}) needs the coordinates {', '.join(axes)}, of which "
-            f"{', '.join(missing)} is missing among {', '.join(coordinates) or 'none'}; start from "
-            "MeshDomains.coordinates"
+            f"seed_for(purpose={purpose!r}) needs the coordinates {', '.join(axes)}, but {', '.join(missing)} is "
+            f"missing; it has {', '.join(coordinates) or 'none'}. Start from MeshDomains.coordinates"
         )
     counting = sorted(
         (str(name), int(place)) for name, place in coordinates.items() if name in axes or name not in _MESH_AXES
@@ -67,20 +66,20 @@ def seed_for(base: int, *, purpose: Purpose, coordinates: Mapping[str, int]) -> 
 
 
 def derived(*parts: object, bits: int = 63) -> int:
-    """A number of so many bits that follows from the parts alone, the same on every machine.
+    """Derive a number of `bits` bits from the parts alone, the same on every machine.
 
     Args:
-        parts: Integers, texts, and lists or tuples of them: what has an exact `repr`.
-        bits: At most 512.
+        parts: Integers, strings, and lists or tuples of them: values with an exact `repr`.
+        bits: Number of bits, at most 512.
     """
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=-(-bits // 8)).digest()
     return int.from_bytes(digest, "little") >> (-bits % 8)
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """The state of the global random number generators of torch (CPU and `device`), NumPy and Python.
+    """Return the state of the global random number generators of torch (CPU and `device`), NumPy and Python.
 
-    In tensors and numbers, which load from a file without running code.
+    It has only tensors and numbers, which load from a file without running code.
     """
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()
@@ -95,7 +94,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Let the global generators go on from `random_state`'s; a CUDA device's only if there was one."""
+    """Set the global generators to a state of `random_state`; a CUDA device's only if the state has one."""
     version, words, gauss = state["python"]
     name, keys, *rest = state["numpy"]
     random.setstate((version, tuple(words.tolist()), gauss))

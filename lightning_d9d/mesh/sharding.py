@@ -1,4 +1,4 @@
-"""Which part of a DTensor this rank holds, and making DTensors of parameters."""
+"""Shards of DTensors: which part this rank holds, and how parameters become DTensors."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from torch.distributed.tensor.placement_types import Placement
 
 
 class Sharding(NamedTuple):
-    """How a DTensor is sharded or replicated over ranks."""
+    """The device mesh and placements of a DTensor."""
 
     device_mesh: DeviceMesh
     placements: tuple[Placement, ...]
 
 
 def sharding_of(tensor: object) -> Sharding | None:
-    """The sharding of a DTensor; None for a plain tensor, which is the same on all ranks. Local."""
+    """Return the sharding of a DTensor; None for a plain tensor, which is the same on all ranks. Local."""
     return Sharding(tensor.device_mesh, tuple(tensor.placements)) if isinstance(tensor, DTensor) else None
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a DTensor that this rank holds, without a graph; a plain tensor as it is."""
+    """Return the shard of a DTensor that this rank holds, without a graph; a plain tensor is returned unchanged."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def distribute(module: nn.Module, name: str, device_mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
-    """Make a parameter that a module owns a DTensor, in place; each rank keeps its part of its own values. Local."""
+    """Turn a module's parameter into a DTensor, in place; each rank keeps its shard of its own values. Local."""
     parameter = module.get_parameter(name)
     distributed = distribute_tensor(parameter.data, device_mesh, placements, src_data_rank=None)
     setattr(module, name, nn.Parameter(distributed, parameter.requires_grad))
 
 
 def local_ranges(tensor: Tensor) -> list[range]:
-    """For each dim the global indices that this rank holds: all of them unless `tensor` is a DTensor.
+    """Return the global indices that this rank holds in each dim: all of them unless `tensor` is a DTensor.
 
     Raises:
-        RuntimeError: The DTensor was sharded in another way than `distribute_tensor` and `fully_shard` do.
+        RuntimeError: The DTensor's shards are not those that `distribute_tensor` and `fully_shard` make.
     """
     if not isinstance(tensor, DTensor):
         return list(map(range, tensor.shape))
@@ -58,14 +58,14 @@ def local_ranges(tensor: Tensor) -> list[range]:
 
 
 def ranges_on(shape: Sequence[int], device_mesh: DeviceMesh, placements: Sequence[Placement]) -> list[range]:
-    """For each dim of a tensor the global indices that this rank holds, if the tensor lies on the mesh like that."""
+    """Return the global indices that this rank holds in each dim of a tensor with this mesh and placements."""
     coordinate = device_mesh.get_coordinate()
     assert coordinate is not None, "a rank holds only tensors of meshes that it is in"
     return [_local_range(length, dim, device_mesh, placements, coordinate) for dim, length in enumerate(shape)]
 
 
 def ranges_of_ranks(tensor: Tensor, dim: int) -> Iterator[tuple[int, range]]:
-    """The parts that ranks hold of one dim of a DTensor, each with the first rank that holds it. Local."""
+    """Return the ranges of one dim of a DTensor that ranks hold, each with the first rank that holds it. Local."""
     assert isinstance(tensor, DTensor)
     mesh, placements = tensor.device_mesh, tensor.placements
     shards = [getattr(placement, "dim", None) == dim for placement in placements]
@@ -75,7 +75,7 @@ def ranges_of_ranks(tensor: Tensor, dim: int) -> Iterator[tuple[int, range]]:
 
 
 def zeros_beside(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros of another shape with as many dims, that lie as a tensor does: on its device, sharded alike. Local."""
+    """Make zeros of another shape with the same number of dims, on the tensor's device and sharded alike. Local."""
     if not isinstance(tensor, DTensor):
         return torch.zeros(shape, dtype=dtype, device=tensor.device)
     held = [len(each) for each in ranges_on(shape, tensor.device_mesh, tensor.placements)]
@@ -83,7 +83,7 @@ def zeros_beside(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Te
     stride = torch.empty(shape, device="meta").stride()
     whole = {"shape": torch.Size(shape), "stride": stride}
     placed = DTensor.from_local(part, tensor.device_mesh, tensor.placements, run_check=False, **whole)
-    return placed.to(tensor.device)  # which is the host's where parameters stay there
+    return placed.to(tensor.device)  # the CPU where parameters are offloaded
 
 
 def _local_range(
@@ -95,7 +95,8 @@ def _local_range(
         for axis, placement in enumerate(placements)
         if getattr(placement, "dim", None) == dim
     ]
-    # `fully_shard` shards what tensor or expert parallelism left, though its axis comes first: it has a split factor.
+    # `fully_shard` shards the result of tensor or expert parallelism, though its axis comes first: it has a split
+    # factor.
     for parts, part, _ in sorted(shards, key=lambda shard: hasattr(shard[2], "split_factor")):
         size = math.ceil(len(held) / parts)
         held = held[part * size : (part + 1) * size]

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import threading
+from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
 
 import torch
+
+_MOST_READINGS = 4
+_MOST_BYTES = 100
+_opened = threading.local()
 
 
 class WaitClock:
@@ -28,16 +35,16 @@ class WaitClock:
     def begin_wait(self) -> None:
         """Computation waits for other ranks from here on. Local."""
         if not self._on_cuda:
-            self._begin = perf_counter(), seconds_in_queue()
+            self._begin = moment()
         elif not torch.cuda.is_current_stream_capturing():
             self._begin = new_event()
 
     def end_wait(self) -> None:
         """Computation goes on. Local."""
         if isinstance(self._begin, tuple):
-            begin, queued = self._begin
-            self._seconds += perf_counter() - begin
-            self.queued += seconds_in_queue() - queued
+            (begin, queued_before), (end, queued) = self._begin, moment()
+            self._seconds += end - begin
+            self.queued += queued - queued_before
         elif self._begin is not None:
             self._under_way.append((self._begin, new_event()))
         self._begin = None
@@ -51,10 +58,33 @@ class WaitClock:
         return self._seconds
 
 
-def seconds_in_queue() -> float:
-    """Return how long this thread has waited for a processor; 0 where the system does not say. Local."""
+def moment() -> tuple[float, float]:
+    """Return the time, and how long this thread has waited for a processor until then, in seconds. Local.
+
+    Both are of one moment. Other programs often get the processor between two readings, and that time would be counted
+    twice or not at all.
+    """
+    now, queued = 0.0, _seconds_in_queue()
+    for _ in range(_MOST_READINGS):
+        now, before = perf_counter(), queued
+        queued = _seconds_in_queue()
+        if queued == before:
+            break
+    return now, queued
+
+
+def _seconds_in_queue() -> float:
+    """0 where the system does not say."""
+    thread = threading.get_native_id()
+    if getattr(_opened, "thread", None) != thread:  # a new one, or the copy of one in a forked process
+        _opened.thread = thread
+        _opened.file = None
+        with suppress(OSError):
+            _opened.file = Path("/proc/thread-self/schedstat").open("rb", buffering=0)  # noqa: SIM115  # it stays open
+    if _opened.file is None:
+        return 0.0
     try:
-        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+        return int(os.pread(_opened.file.fileno(), _MOST_BYTES, 0).split()[1]) / 1e9
     except (OSError, IndexError):
         return 0.0
 

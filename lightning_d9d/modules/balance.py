@@ -268,16 +268,17 @@ def expert_load(counts: Tensor) -> Tensor:
     """How even a load is, in two numbers that are 1 where it is.
 
     Args:
-        counts: Tokens of each expert, shape `[experts]`.
+        counts: Tokens of each expert, shape `[..., experts]`.
 
     Returns:
-        Float32 `[2]`: the tokens of the busiest expert over the mean, up to the number of experts, and the entropy of
-        the experts' fractions over that of an even load, down to 0 where one expert has all. Where nothing was counted
-        both are 0.
+        Float32 `[..., 2]`: the tokens of the busiest expert over the mean, up to the number of experts, and the entropy
+        of the experts' fractions over that of an even load, down to 0 where one expert has all. Where nothing was
+        counted both are 0.
     """
-    fractions = counts.float() / counts.sum().clamp_min(1)
-    entropy = torch.special.entr(fractions).sum() / math.log(max(2, len(counts)))
-    return torch.stack([fractions.max() * len(counts), entropy])
+    num_experts = counts.shape[-1]
+    fractions = counts.float() / counts.sum(-1, keepdim=True).clamp_min(1)
+    entropy = torch.special.entr(fractions).sum(-1) / math.log(max(2, num_experts))
+    return torch.stack([fractions.amax(-1) * num_experts, entropy], -1)
 
 
 def _count(indices: Tensor, num_experts: int) -> Tensor:

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.legal import divisors, nearest
-from lightning_d9d.ops import Permutation, all_to_all_rows, moe_unpermute
+from lightning_d9d.ops import Permutation, all_to_all_copies, all_to_all_rows, moe_unpermute
 from lightning_d9d.ops.moe_permute import sort_by_expert
+from lightning_d9d.ops.peer_exchange import PeerPlan
 
 MAX_ROWS = torch.iinfo(torch.int32).max
 """The most rows that the offsets of grouped products can count."""
@@ -43,7 +44,7 @@ class DispatchedTokens(NamedTuple):
     copies: Permutation
     """From tokens that are here to their copies, sorted by expert and, within an expert, by token."""
 
-    exchange: Exchange | None = None
+    exchange: Exchange | PeerPlan | None = None
     """How the tokens came here, where they are not this rank's alone."""
 
 
@@ -138,21 +139,25 @@ class AllToAllDispatch:
         """
         experts_of_rank = self.num_experts // self.num_ranks
         ranks = indices // experts_of_rank
-        to_ranks = sort_by_expert(_without_repetitions(ranks, self.num_ranks), self.num_ranks + 1)
+        once = without_repetitions(ranks, self.num_ranks)
+        to_ranks = sort_by_expert(once, self.num_ranks + 1)
         copies = (ranks.view(-1, 1) == torch.arange(self.num_ranks, device=ranks.device)).sum(0)
         traffic = self._gather(torch.stack([to_ranks.counts[:-1], copies]))
         on_host = traffic.to("cpu", non_blocking=True)
         is_on_host = torch.cuda.current_stream().record_event() if traffic.is_cuda else None
-        # While the host waits. Numbers of experts are exact in float32.
+        # While the host waits, as many rows as a token can have at most are made. Experts are exact in float32.
         wide = torch.promote_types(weights.dtype, torch.float32)
         notes = torch.cat([weights.to(wide), indices.to(wide)], dim=1)
+        to_ranks = to_ranks._replace(num_rows=len(x) * min(self.num_ranks, indices.shape[1]))
+        made = _made(to_ranks, x, notes) if to_ranks.num_rows <= MAX_ROWS else None
         if is_on_host is not None:
             is_on_host.synchronize()
         sent, received, num_rows = self._splits(on_host.tolist())
 
+        of_x, of_notes = made or _made(to_ranks, x, notes)
+        x = all_to_all_copies(x, of_x, to_ranks, received, sent, self.group_name)
+        notes = all_to_all_copies(notes, of_notes, to_ranks, received, sent, self.group_name)
         to_ranks = to_ranks._replace(num_rows=sum(sent))
-        x = all_to_all_rows(to_ranks.copy(x), received, sent, self.group_name)
-        notes = all_to_all_rows(to_ranks.copy(notes), received, sent, self.group_name)
         of_tokens, experts = notes.split(indices.shape[1], dim=1)
         own = experts.detach().to(indices.dtype) - self.rank * experts_of_rank
         own = torch.where((own >= 0) & (own < experts_of_rank), own, experts_of_rank)
@@ -163,7 +168,7 @@ class AllToAllDispatch:
 
     def combine(self, results: Tensor, tokens: DispatchedTokens) -> Tensor:
         """See `Dispatch`. Collective."""
-        assert tokens.exchange is not None, "these tokens were dispatched by another class"
+        assert isinstance(tokens.exchange, Exchange), "these tokens were dispatched by another class"
         sent, received, to_ranks = tokens.exchange
         return to_ranks.sum(all_to_all_rows(tokens.copies.sum(results), sent, received, self.group_name))
 
@@ -187,7 +192,13 @@ class AllToAllDispatch:
         return list(tokens[self.rank]), [each[self.rank] for each in tokens], arriving[self.rank]
 
 
-def _without_repetitions(ranks: Tensor, none: int) -> Tensor:
+@torch.no_grad()
+def _made(permutation: Permutation, x: Tensor, notes: Tensor) -> tuple[Tensor, Tensor]:
+    """Return copies of tokens and of their notes, without gradient."""
+    return permutation.copy(x), permutation.copy(notes)
+
+
+def without_repetitions(ranks: Tensor, none: int) -> Tensor:
     """Ranks of tokens' experts `[tokens, top_k]`, where a rank that came before in its row is replaced by `none`."""
     is_equal = ranks.unsqueeze(2) == ranks.unsqueeze(1)  # [tokens, top_k, top_k]
     return torch.where(is_equal.tril(-1).any(2), none, ranks)

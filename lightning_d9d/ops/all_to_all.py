@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_d9d.ops.collectives import group_named
+from lightning_d9d.ops.moe_permute import Permutation
 from lightning_d9d.ops.operator import define
 from lightning_d9d.waits import waiting
 
@@ -28,6 +29,61 @@ def all_to_all_rows(rows: Tensor, received: Sequence[int], sent: Sequence[int], 
         Shape `[sum(received), ...]`: in new memory, by rank that sent them.
     """
     return _exchange_op(rows, received, sent, group_name)
+
+
+def all_to_all_copies(
+    x: Tensor, copies: Tensor, permutation: Permutation, received: Sequence[int], sent: Sequence[int], group_name: str
+) -> Tensor:
+    """`all_to_all_rows` of copies that were made before the number of rows was known on the host. Collective.
+
+    One operator, `torch.ops.lightning_d9d.all_to_all_copies`. Its backward is the exchange the other way, and
+    `permutation.sum`.
+
+    Args:
+        x: What gets the gradient, shape `[tokens, ...]`.
+        copies: `permutation.copy(x)`, of which the first `sum(sent)` rows are sent.
+        permutation: Where copies are; those with places from `sum(sent)` on are not sent.
+        received: As for `all_to_all_rows`.
+        sent: As there.
+        group_name: As there.
+    """
+    return _copies_op(x, copies.detach(), permutation.places, permutation.counts, received, sent, group_name)
+
+
+def _new_copies(
+    x: Tensor,
+    copies: Tensor,
+    places: Tensor,
+    counts: Tensor,
+    received: Sequence[int],
+    sent: Sequence[int],
+    group_name: str,
+) -> Tensor:
+    return copies.new_empty(sum(received), *copies.shape[1:])
+
+
+def _exchange_copies(
+    x: Tensor,
+    copies: Tensor,
+    places: Tensor,
+    counts: Tensor,
+    received: Sequence[int],
+    sent: Sequence[int],
+    group_name: str,
+) -> Tensor:
+    return _exchange(copies[: sum(sent)], received, sent, group_name)
+
+
+def _keep_copies(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, _, places, counts, received, sent, ctx.group_name = inputs
+    # Not saved in autograd's way; see `_setup_context` of `moe_permute`.
+    ctx.permutation = Permutation(places, counts, counts, sum(sent))
+    ctx.received, ctx.sent = list(received), list(sent)
+
+
+def _copies_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    returned = all_to_all_rows(gradient, ctx.sent, ctx.received, ctx.group_name)
+    return ctx.permutation.sum(returned), *[None] * 6
 
 
 def _new_rows(rows: Tensor, received: Sequence[int], sent: Sequence[int], group_name: str) -> Tensor:
@@ -58,4 +114,13 @@ _exchange_op = define(
     _new_rows,
     setup_context=_setup_context,
     backward=_backward,
+)
+_copies_op = define(
+    "all_to_all_copies",
+    "(Tensor x, Tensor copies, Tensor places, Tensor counts, SymInt[] received, SymInt[] sent, str group_name) "
+    "-> Tensor",
+    _exchange_copies,
+    _new_copies,
+    setup_context=_keep_copies,
+    backward=_copies_backward,
 )

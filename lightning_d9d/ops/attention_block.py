@@ -1,15 +1,15 @@
-"""Attention of some queries to some keys, with which attention to all keys can be put together block by block.
+"""Attention of some queries to some keys; attention to all keys is merged from such blocks.
 
-A block's result comes with the logarithm of the sum of its exponentiated scores, natural and in float32 (float64 for
-float64), from which `merge` knows how much each of two results weighs. The backward of a block takes result and
-logarithm of the whole, so gradients of blocks are parts of a sum. See https://arxiv.org/abs/2205.14135 for the
-arithmetic and https://arxiv.org/abs/2310.01889 for blocks on several devices.
+A block's result comes with the natural logarithm of the sum of its exponentiated scores, in float32 (float64 for
+float64). From it `merge` knows the weight of each of two results. The backward of a block takes result and logarithm of
+the whole, so gradients of blocks are parts of a sum. See https://arxiv.org/abs/2205.14135 for the arithmetic and
+https://arxiv.org/abs/2310.01889 for blocks on several devices.
 
-None of these is differentiable itself.
+These functions are not differentiable themselves.
 
-[Note: plans of cuDNN] torch keeps a plan of cuDNN's backward for each size and order in memory of queries, keys and
-values, but not of result and gradient, and reads these as they lay when the plan was made (torch 2.11). So both are
-always given as they leave the forward: in the order of the queries.
+[Note: plans of cuDNN] torch caches a plan of cuDNN's backward by the sizes and memory order of queries, keys and
+values. The order of result and gradient is not part of the key: they are read in the order of the first call (torch
+2.11). So both are always given in the memory order of the queries, as they leave the forward.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from lightning_d9d.ops.attention_masks import Masks
 from lightning_d9d.ops.backend import runs_triton
 
 BlockKernel = Literal["flash-attn", "cudnn", "flash", "triton", "reference"]
-"""What can run a block: flash-attn 4, kernels of torch, `lightning_d9d.ops.kernels.attention`, or plain torch."""
+"""Kernels that can run a block: flash-attn 4, torch's, `lightning_d9d.ops.kernels.attention`, or plain torch."""
 
 MAX_HEAD_DIM = 256
-"""Of the Triton kernels."""
+"""The largest head dim of the Triton kernels."""
 
 _MAX_SCORES = 1 << 24
-"""How many scores the reference has in memory at a time, unless those of one query a head are more."""
+"""Most scores that the reference has in memory at a time, unless those of one query a head are more."""
 
 _aten = torch.ops.aten
 
@@ -47,20 +47,21 @@ def attention_block(
     sinks: Tensor | None = None,
     kernel: BlockKernel | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attends with queries to a block of keys; several query heads may share one head of keys and values.
+    """Attend with queries to a block of keys; several query heads may share one head of keys and values.
 
-    On CUDA this runs on flash-attn 4 where it is installed, or on cuDNN's or flash attention's kernels of torch, where
-    these can; else, and always with documents, on Triton kernels: pairs of blocks that share no document are not
-    computed. float64, heads of more than 256 numbers and other devices take `attention_block_reference`.
+    On CUDA this runs on flash-attn 4 if it is installed, or on torch's cuDNN or flash attention kernels, if they
+    support the arguments. Otherwise, and always with documents, it runs on Triton kernels: they skip pairs of blocks
+    without a common document. float64, heads of more than 256 numbers and other devices use
+    `attention_block_reference`.
 
     Args:
         q: shape `[batch, heads, queries, head_dim]`.
         k: shape `[batch, kv_heads, keys, head_dim]`; `kv_heads` divides `heads`, and head h has keys of
             `h // (heads / kv_heads)`.
         v: shape of `k`.
-        masks: which pairs of queries and keys count.
-        sinks: shape `[heads]`, the score of one more key with a value of zero. The backward knows them from `lse`.
-        kernel: what runs it, which must be able to (`block_kernel`); None chooses.
+        masks: masks that say which pairs of queries and keys count.
+        sinks: shape `[heads]`, the score of one more key with a value of zero. The backward gets them from `lse`.
+        kernel: kernel that runs it, which must support the arguments (`block_kernel`); None: choose one.
 
     Returns:
         The result, shape and dtype of `q`, and the logarithms, shape `[batch, heads, queries]`: 0 and -inf for a query
@@ -102,22 +103,22 @@ def attention_block_backward(
     needs_q: bool = True,
     needs_kv: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What a block of keys contributes to the gradients of attention.
+    """Return the contribution of a block of keys to the gradients of attention.
 
     Args:
         grad_out: gradient of the result, shape of `q`.
         q: as in `attention_block`, as are `k`, `v`, `masks` and `kernel`.
         k: see `q`.
         v: see `q`.
-        out: what these queries got from all their keys, in this block and others.
-        lse: the logarithms of that.
+        out: result of these queries for all their keys, in this block and others.
+        lse: logarithms of that result.
         masks: see `q`.
         kernel: see `q`.
-        needs_q: whether the gradient of `q` is asked for; the Triton kernels compute no others.
-        needs_kv: whether those of `k` and `v` are.
+        needs_q: if True, compute the gradient of `q`; the Triton kernels compute only requested ones.
+        needs_kv: if True, compute the gradients of `k` and `v`.
 
     Returns:
-        The summands of the gradients of `q`, `k` and `v`, in their shapes and dtypes; those that are not asked for may
+        The summands of the gradients of `q`, `k` and `v`, in their shapes and dtypes; those that are not requested may
         be empty.
     """
     kernel = kernel or block_kernel(q, k, v, masks)
@@ -132,7 +133,7 @@ def attention_block_backward(
         if q.numel() and k.numel():
             backward(grad_out, q, k, v, out, lse, masks, dq, dk, dv)
         return dq, dk, dv
-    lse = lse.contiguous()  # flash attention takes it for that
+    lse = lse.contiguous()  # flash attention assumes it
     if kernel == "flash-attn":
         options = {"causal": masks.causal, "window": masks.window}
         return flash_attention.block_backward(grad_out, q, k, v, out, lse, **options)
@@ -149,14 +150,14 @@ def attention_block_backward(
 
 
 def in_form_of(tensor: Tensor, value: Tensor) -> Tensor:
-    """`value` with the dtype of `tensor` and the order in memory of what is new like it; a copy if it is otherwise."""
+    """Return `value` in the dtype and memory order of `empty_like(tensor)`; a copy if it differs."""
     form = torch.empty_like(tensor, device="meta")
     is_so = value.dtype == form.dtype and value.stride() == form.stride()
     return value if is_so else torch.empty_like(tensor).copy_(value)
 
 
 def merge(out: Tensor, lse: Tensor, out2: Tensor, lse2: Tensor) -> None:
-    """Adds the result of a further block to that of others, in place.
+    """Add the result of a further block to that of others, in place.
 
     Args:
         out: the others' result, shape `[batch, heads, queries, head_dim]`, in float32 (float64 for float64).
@@ -171,12 +172,12 @@ def merge(out: Tensor, lse: Tensor, out2: Tensor, lse2: Tensor) -> None:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """In which results and gradients of blocks are summed: float32, or float64 for float64."""
+    """Return the dtype in which results and gradients of blocks are summed: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def attention_block_reference(q: Tensor, k: Tensor, v: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
-    """`attention_block` in plain torch and wide arithmetic, with the scores of some queries at a time."""
+    """Compute `attention_block` in plain torch and wide arithmetic, with the scores of some queries at a time."""
     k, v = k.to(wide(k.dtype)), v.to(wide(v.dtype))
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=k.dtype)
     for rows in _chunks(q, k):
@@ -196,7 +197,7 @@ def attention_block_backward_reference(
     lse: Tensor,
     masks: Masks,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`attention_block_backward` in plain torch and wide arithmetic, with the scores of some queries at a time."""
+    """Compute `attention_block_backward` in plain torch and wide arithmetic, some queries at a time."""
     k_wide, v_wide = k.to(wide(k.dtype)), v.to(wide(v.dtype))
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k_wide), torch.zeros_like(v_wide)
     for rows in _chunks(q, k):
@@ -212,7 +213,7 @@ def attention_block_backward_reference(
 
 
 def block_kernel(q: Tensor, k: Tensor, v: Tensor, masks: Masks) -> BlockKernel:
-    """What runs a block here; `torch.nn.attention.sdpa_kernel` narrows kernels of torch down as for its own attention.
+    """Return the kernel that runs a block here; `torch.nn.attention.sdpa_kernel` restricts torch's kernels as usual.
 
     Args:
         q: as in `attention_block`, as are `k`, `v` and `masks`.
@@ -236,25 +237,25 @@ def block_kernel(q: Tensor, k: Tensor, v: Tensor, masks: Masks) -> BlockKernel:
 
 
 def triton_can_run(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the Triton kernels take such tensors."""
+    """Return True if the Triton kernels support these tensors."""
     is_plain = not any(isinstance(tensor, DTensor) for tensor in (q, k, v))
     return is_plain and q.dtype == k.dtype == v.dtype != torch.float64 and q.shape[-1] <= MAX_HEAD_DIM
 
 
 def _chunks(q: Tensor, k: Tensor) -> Iterator[slice]:
-    """Of queries."""
+    """Yield slices of queries."""
     batch, heads, num_queries, _ = q.shape
     length = max(1, _MAX_SCORES // (batch * heads * k.shape[2]))
     return (slice(start, min(start + length, num_queries)) for start in range(0, num_queries, length))
 
 
 def _grouped(rows: Tensor, k: Tensor) -> Tensor:
-    """As wide as `k`, `[batch, kv_heads, group * rows, head_dim]`: heads that share keys follow each other."""
+    """Return rows as `[batch, kv_heads, group * rows, head_dim]`: heads that share keys are consecutive."""
     return rows.to(k.dtype).reshape(*k.shape[:2], -1, rows.shape[-1])
 
 
 def _scores(q: Tensor, k: Tensor, rows: slice, masks: Masks) -> Tensor:
-    """Shape `[batch, kv_heads, group * rows, keys]`, -inf where a query does not attend."""
+    """Return scores of shape `[batch, kv_heads, group * rows, keys]`, -inf where a query does not attend."""
     causal, window, q_documents, k_documents = masks
     scores = _grouped(q[:, :, rows], k) @ (k.mT * q.shape[-1] ** -0.5)
     by_row = scores.unflatten(2, (-1, rows.stop - rows.start))
@@ -274,5 +275,5 @@ def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
 
 
 def _finite(lse: Tensor) -> Tensor:
-    """Of a query without any key +inf, which makes its probabilities 0, where -inf would make them NaN."""
+    """Replace -inf of a query without any key by +inf: its probabilities are then 0, not NaN."""
     return lse.masked_fill(lse == float("-inf"), float("inf"))

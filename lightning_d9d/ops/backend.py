@@ -1,4 +1,4 @@
-"""Which implementation ops run on: kernels of their own, or what torch has."""
+"""The implementation that ops run on: their own kernels, or torch's operators."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ _chosen: Kernels = "auto"
 
 
 def set_kernels(kernels: Kernels) -> None:
-    """Choose for all ops of this process, until it is called again. Compiled blocks and CUDA graphs follow.
+    """Choose the kernels of all ops of this process, until the next call. Compiled blocks and CUDA graphs follow.
 
     Args:
-        kernels: "auto": for tensors on CUDA Triton's, or what has been measured to be faster there; else torch's.
-            "torch": torch's everywhere, to find out whether a kernel is at fault. "triton": Triton's everywhere; on the
-            CPU that takes its interpreter (`TRITON_INTERPRET=1` before the first kernel is imported), which is for
-            tests.
+        kernels: "auto": for tensors on CUDA Triton's kernels, or others that were measured to be faster there; else
+            torch's. "torch": torch's everywhere, to find out if a kernel is at fault. "triton": Triton's everywhere. On
+            the CPU this needs its interpreter (`TRITON_INTERPRET=1` before the first kernel is imported), for tests.
 
     Raises:
-        ConfigError: None of these.
+        ConfigError: The value is not one of these.
     """
     global _chosen
     if kernels not in get_args(Kernels):
@@ -38,7 +37,7 @@ def set_kernels(kernels: Kernels) -> None:
 
 @contextmanager
 def using_kernels(kernels: Kernels) -> Generator[None]:
-    """`set_kernels` for a while. A backward takes the kernels of its forward."""
+    """Choose kernels like `set_kernels`, within a block. A backward uses the kernels of its forward."""
     before = _chosen
     set_kernels(kernels)
     try:
@@ -48,12 +47,12 @@ def using_kernels(kernels: Kernels) -> Generator[None]:
 
 
 def chosen_kernels() -> Kernels:
-    """What `set_kernels` has chosen."""
+    """Return the choice of `set_kernels`."""
     return _chosen
 
 
 def is_at_least(size: int, least: int) -> bool:
-    """Whether a size is so large that something else is faster; of what the compiler cannot know, it is not."""
+    """Return True if a size is at least `least`; False for a size that the compiler does not know."""
     if not torch.compiler.is_compiling():
         return size >= least
     from torch.fx.experimental.symbolic_shapes import guard_or_false
@@ -62,11 +61,11 @@ def is_at_least(size: int, least: int) -> bool:
 
 
 def runs_triton(*tensors: Tensor | None, by_default: bool = True) -> bool:
-    """Whether an op runs its Triton kernels on these tensors: never in float64 or on DTensors, which torch's take.
+    """Return True if an op runs its Triton kernels on these tensors: never in float64 or on DTensors.
 
     Args:
-        tensors: What the op is called with; None for what it is called without.
-        by_default: Whether "auto" takes them on CUDA, where they have been measured to be the fastest.
+        tensors: Arguments of the op; None for absent ones.
+        by_default: If True, "auto" uses them on CUDA, because they were measured to be the fastest.
     """
     if _chosen == "torch" or (_chosen == "auto" and not by_default):
         return False

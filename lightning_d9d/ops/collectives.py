@@ -1,13 +1,13 @@
 """Collectives on plain tensors through which gradients flow.
 
-Ranks that compute one scalar loss together, each from what it holds, have one copy of that loss; what a rank calls the
-gradient of a tensor is the derivative of this loss by its own copy or part of the tensor. The backward of each
-collective follows from that.
+Ranks may compute one scalar loss together, each from its own part. They then have one loss. A rank's gradient of a
+tensor is the derivative of this loss with respect to its own copy or part of the tensor. The backward of each
+collective follows from this.
 
 All are collective over the group, in the backward too, so its ranks must agree on whether `x` requires a gradient. A
-group of one rank gets `x` back without a message. The host waits for nothing. Those with a message in the forward are
-one operator each (`torch.ops.lightning_d9d.<name>`): what is to be kept for a recomputation can name it, and
-`torch.compile` takes it whole.
+group of one rank gets `x` back without a message. The host does not wait. Each one with a message in the forward is one
+operator (`torch.ops.lightning_d9d.<name>`). So selective recomputation can keep its result by name, and `torch.compile`
+takes it whole.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from lightning_d9d.errors import ConfigError
 from lightning_d9d.ops.operator import define
 from lightning_d9d.waits import waiting
 
-# Torch 2.12 and before know them by the second names alone, which later ones deprecate.
+# Torch 2.12 and earlier have only the second names, which later versions deprecate.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def gather_dim(x: Tensor, dim: int, group_name: str, *, sums_gradients: bool = True) -> Tensor:
-    """Joins the parts of all ranks along a dim, in the order of ranks. Collective.
+    """Join the parts of all ranks along a dim, in the order of ranks. Collective.
 
-    Its backward is `scatter_sum`, or takes this rank's part. Nothing is copied beyond the message where all dims before
-    `dim` have length 1.
+    Its backward is `scatter_sum`, or takes this rank's part. If all dims before `dim` have length 1, only the message
+    is copied.
 
     Args:
         x: This rank's part, with an equal shape and dtype on all ranks.
-        dim: Along which the parts follow each other.
+        dim: Dim along which the parts are joined.
         group_name: `group_name` of a process group of torch.
-        sums_gradients: Whether ranks compute different things with the whole, so that the gradient of a part is the sum
-            of theirs. False where all compute the same: the backward has no message then.
+        sums_gradients: True if ranks compute different things with the whole, so that the gradient of a part is the sum
+            of theirs. False if all compute the same: then the backward does not need a message.
 
     Returns:
         The whole, `group size` times as long along `dim`.
@@ -47,20 +47,20 @@ def gather_dim(x: Tensor, dim: int, group_name: str, *, sums_gradients: bool = T
 
 
 def scatter_sum(x: Tensor, dim: int, group_name: str) -> Tensor:
-    """Sums over the ranks, and leaves each its part of the sum along a dim: the first rank the first. Collective.
+    """Sum over the ranks, and return this rank's part of the sum along a dim, in the order of ranks. Collective.
 
-    Its backward is `gather_dim`. Nothing is copied beyond the message where all dims before `dim` have length 1.
+    Its backward is `gather_dim`. If all dims before `dim` have length 1, only the message is copied.
 
     Args:
         x: This rank's summand, with an equal shape and dtype on all ranks.
-        dim: Which is split; its length is a multiple of the group's size.
+        dim: Dim to split; its length is a multiple of the group's size.
         group_name: `group_name` of a process group of torch.
 
     Returns:
         This rank's part, in the dtype of `x`.
 
     Raises:
-        ConfigError: The length of `dim` is no multiple of the group's size.
+        ConfigError: The length of `dim` is not a multiple of the group's size.
     """
     size = group_size(group_name)
     if size == 1:
@@ -74,14 +74,14 @@ def scatter_sum(x: Tensor, dim: int, group_name: str) -> Tensor:
 
 
 def sum_over(x: Tensor, group_name: str, *, sums_gradients: bool) -> Tensor:
-    """The sum over the ranks, on each of them. Collective.
+    """Return the sum over the ranks, on each of them. Collective.
 
     Args:
         x: This rank's summand, with an equal shape and dtype on all ranks.
         group_name: `group_name` of a process group of torch.
-        sums_gradients: Whether ranks compute different things with the sum, so that the gradient of a summand is the
-            sum of theirs: one more message in the backward. False where all compute the same: each rank's gradient of
-            the sum is the gradient of its summand.
+        sums_gradients: True if ranks compute different things with the sum, so that the gradient of a summand is the
+            sum of theirs: one more message in the backward. False if all compute the same: each rank's gradient of the
+            sum is that of its summand.
 
     Returns:
         In the shape and dtype of `x`.
@@ -90,12 +90,12 @@ def sum_over(x: Tensor, group_name: str, *, sums_gradients: bool) -> Tensor:
 
 
 def group_size(group_name: str) -> int:
-    """How many ranks a process group of torch has, by its `group_name`."""
+    """Return the number of ranks of a process group of torch, by its `group_name`."""
     return dist.distributed_c10d._get_group_size_by_name(group_name)  # type: ignore[arg-type]
 
 
 def group_named(group_name: str) -> dist.ProcessGroup:
-    """A process group of torch, by its `group_name`."""
+    """Return a process group of torch, by its `group_name`."""
     return dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
 
 
@@ -108,7 +108,7 @@ def _new_whole(x: Tensor, dim: int, group_name: str, sums_gradients: bool) -> Te
 def _gather(x: Tensor, dim: int, group_name: str, sums_gradients: bool) -> Tensor:
     whole = _new_whole(x, dim, group_name, sums_gradients)
     dim %= x.dim()
-    # A message has the ranks as its first dim. Where no dim before is longer than 1, that is the order of the whole.
+    # A message has the ranks as its first dim. If all dims before are of length 1, this is the order of the whole.
     is_in_order = x.shape[:dim].numel() == 1
     parts = whole if is_in_order else torch.empty_like(whole)
     flat = x.contiguous().view(-1)

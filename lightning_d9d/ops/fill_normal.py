@@ -1,4 +1,4 @@
-"""Normal values by place: from threads of the host, or from a kernel of the device."""
+"""Normal values by place, made by threads of the host or by a kernel of the device."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ _GAP = 1024
 
 
 def fill_normal_(target: Tensor, std: float, key: int, shape: Sequence[int], ranges: Sequence[range]) -> Tensor:
-    """Fills a slice of a whole tensor with normal values of mean zero. Local.
+    """Fill a slice of a whole tensor with normal values of mean zero. Local.
 
-    The same bits on every device, whatever the slice: [Note: values by place]. In dtypes other than float32 they are
-    the float32 values, rounded to the nearest. On CUDA a kernel writes them; for float64 and other devices threads of
-    the host make them. How far they are from a true normal: docs/explanation/initial-weights.md.
+    The bits are the same on every device and for every slice: [Note: values by place]. In other dtypes they are the
+    float32 values, rounded to nearest. On CUDA a kernel writes them; for float64 and other devices threads of the host
+    make them. How far they are from a true normal: docs/explanation/initial-weights.md.
 
     Args:
-        target: what this rank holds, in any floating dtype; overwritten.
+        target: this rank's slice, in any floating dtype; overwritten.
         std: standard deviation.
         key: 128 bits, from which all values follow.
-        shape: of the whole tensor.
-        ranges: for each dim the indices that the slice has.
+        shape: shape of the whole tensor.
+        ranges: indices of the slice in each dim.
 
     Returns:
         `target`.
 
     Raises:
-        ConfigError: The dtype has no fractions, or the standard deviation is negative or not finite.
+        ConfigError: The dtype is not a floating one, or the standard deviation is negative or not finite.
     """
     if not target.is_floating_point() or not 0 <= std < math.inf:
         raise ConfigError(

@@ -23,12 +23,12 @@ GroupedGemmBackend = Literal["auto", "torch", "quack", "nv", "eager"]
 _TORCH_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _QUACK_DTYPES = (torch.bfloat16, torch.float16)
 _LEAST_QUACK_OPERATIONS = 10**11
-"""From here on "auto" takes quack: the device is then at work longer than the host takes to call it."""
+"""From this size on "auto" uses quack: the device then works longer than the host takes to call it."""
 _chosen: GroupedGemmBackend = "auto"
 
 
 def grouped_gemm(x: Tensor, weight: Tensor, offsets: Tensor, *, backend: GroupedGemmBackend | None = None) -> Tensor:
-    """Multiplies each group of rows with its own matrix: row r of group g becomes `weight[g] @ x[r]`.
+    """Multiply each group of rows with its own matrix: row r of group g becomes `weight[g] @ x[r]`.
 
     One operator, `torch.ops.lightning_d9d.grouped_gemm`, differentiable in `x` and `weight` any number of times. Its
     backward is the same product with transposed matrices and, for the weight,
@@ -38,16 +38,16 @@ def grouped_gemm(x: Tensor, weight: Tensor, offsets: Tensor, *, backend: Grouped
     `defer`, and with a leaf as `weight`, the gradient of `weight` is deferred; see
     `lightning_d9d.ops.weight_gradients`.
 
-    Rows after the last group are not read, neither here nor in the backward, and no group has any gradient of them.
-    What stands there in the result and in the gradient of `x` is arbitrary.
+    Rows after the last group are never read, and groups do not get gradients from them. Their values in the result and
+    in the gradient of `x` are arbitrary.
 
     Args:
         x: rows sorted by group, shape `[rows, in]`.
         weight: one matrix a group, shape `[groups, out, in]`, in the dtype of `x`. Or a DTensor that is sharded along
-            its first dim: then the groups are those that this rank holds, and its gradient is a DTensor placed alike,
-            to which this rank's rows alone have contributed.
+            its first dim. Then the groups are those that this rank holds. Its gradient is a DTensor with the same
+            placements, with contributions of this rank's rows only.
         offsets: int32 on the device of `x`, shape `[groups]`: the row after the last one of each group, not decreasing.
-        backend: what computes it; None: what `using_grouped_gemm` says, "auto" if nothing does.
+        backend: the backend; None: that of `using_grouped_gemm`, or "auto".
 
             - "auto": "torch" if it takes these tensors, else "eager"; but "quack" on Hopper, where it is installed, for
               products of 10**11 operations or more that both take.
@@ -76,13 +76,13 @@ def grouped_gemm(x: Tensor, weight: Tensor, offsets: Tensor, *, backend: Grouped
 
 @contextmanager
 def using_grouped_gemm(backend: GroupedGemmBackend) -> Generator[None]:
-    """What `grouped_gemm` runs on where its caller does not say, in this process for a while.
+    """Set the default backend of `grouped_gemm` in this process, within a block.
 
-    A backward takes the backend of its forward. `ParallelConfig.grouped_gemm` says it for a run. Compiled blocks and
+    A backward uses the backend of its forward. `ParallelConfig.grouped_gemm` sets it for a run. Compiled blocks and
     CUDA graphs follow.
 
     Raises:
-        ConfigError: There is no such backend, or it is not installed.
+        ConfigError: The backend is unknown or not installed.
     """
     global _chosen
     if backend not in get_args(GroupedGemmBackend):
@@ -99,12 +99,15 @@ def using_grouped_gemm(backend: GroupedGemmBackend) -> Generator[None]:
 
 
 def chosen_grouped_gemm() -> GroupedGemmBackend:
-    """What `using_grouped_gemm` has chosen."""
+    """Return the backend that `using_grouped_gemm` has set."""
     return _chosen
 
 
 def grouped_gemm_reference(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """`grouped_gemm` as a loop of ordinary products; any dtype and size, rows after the last group come out zero."""
+    """Compute `grouped_gemm` as a loop of ordinary products, for any dtype and size.
+
+    Rows after the last group are zero.
+    """
     ends = [0, *offsets.tolist()]
     groups = zip(pairwise(ends), weight.unbind(), strict=True)
     results = [F.linear(x[start:end], matrix) for (start, end), matrix in groups]
@@ -112,7 +115,7 @@ def grouped_gemm_reference(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor
 
 
 def choose_backend(x: Tensor, weight: Tensor, offsets: Tensor, backend: GroupedGemmBackend) -> str:
-    """The backend that is to run, "auto" resolved; see `grouped_gemm`."""
+    """Return the backend to run, with "auto" resolved; see `grouped_gemm`."""
     if x.dim() != 2 or weight.dim() != 3 or offsets.shape != weight.shape[:1] or x.shape[1] != weight.shape[2]:
         raise ConfigError(
             f"grouped_gemm: x {list(x.shape)}, weight {list(weight.shape)} and offsets {list(offsets.shape)} must be "
@@ -141,8 +144,8 @@ def choose_backend(x: Tensor, weight: Tensor, offsets: Tensor, backend: GroupedG
     else:
         raise ConfigError(_unknown(backend))
     raise ConfigError(
-        f"grouped_gemm: backend {backend!r} takes {limit}, not {x.dtype} on {x.device.type} from {num_in} to {num_out} "
-        "numbers a row; choose 'auto'"
+        f"grouped_gemm: backend {backend!r} supports {limit}, not {x.dtype} on {x.device.type} from {num_in} to "
+        f"{num_out} numbers a row. Choose 'auto'"
     )
 
 
@@ -162,9 +165,9 @@ def _unknown(backend: object) -> str:
 
 
 class _Deferred(torch.autograd.Function):
-    """The operator, with a detached weight; `gradients` takes what is due to the leaf behind it.
+    """The operator with a detached weight; `gradients` takes the gradient of the leaf behind it.
 
-    Saves what the operator saves, in the same order: a recomputation runs that instead.
+    It saves the same tensors as the operator, in the same order: a recomputation runs the operator instead.
     """
 
     @staticmethod
@@ -222,7 +225,7 @@ def _multiply_columns(dy: Tensor, x: Tensor, offsets: Tensor, backend: str) -> T
 
 
 def _has_regular_rows(tensor: Tensor) -> bool:
-    """As `grouped_mm` wants them: each is one piece of memory, and they begin at multiples of 16 bytes."""
+    """Return True if rows are regular for `grouped_mm`: each is contiguous, and begins at a multiple of 16 bytes."""
     *outer, last = tensor.stride()
     aligned = all(number * tensor.element_size() % 16 == 0 for number in outer) and tensor.data_ptr() % 16 == 0
     return aligned and last == 1 and outer[-1] >= tensor.shape[-1]
@@ -234,7 +237,7 @@ def _with_regular_rows(tensor: Tensor) -> Tensor:
 
 
 def _sizes(offsets: Tensor) -> Tensor:
-    """Of groups, on the host."""
+    """Return the sizes of groups, on the host."""
     ends = offsets.cpu().long()
     return ends.diff(prepend=ends.new_zeros(1))
 
@@ -274,7 +277,7 @@ def _new_matrices(dy: Tensor, x: Tensor, offsets: Tensor, backend: str) -> Tenso
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Of both operators, which are linear in their first two arguments."""
+    """Save the inputs of both operators, which are linear in their first two arguments."""
     first, second, offsets, ctx.backend = inputs
     needs_first, needs_second, *_ = ctx.needs_input_grad
     ctx.save_for_backward(first if needs_second else None, second if needs_first else None, offsets)

@@ -43,9 +43,9 @@ class ChunkOptions(NamedTuple):
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Losses, log-sum-exps, and the gradients of the sum: of `x`, `weight`, `bias` and the logits.
+    """Return losses, log-sum-exps, and the gradients of the losses' sum with respect to `x`, `weight`, `bias`, logits.
 
-    Those of which the last four arguments say so; empty otherwise. The last only if there is one chunk.
+    The last four arguments say which gradients are computed; others are empty. Those of logits need a single chunk.
     """
     options, wanted = ChunkOptions(*arguments[:-4]), arguments[-4:]
     is_counted = labels != options.ignore_index
@@ -100,7 +100,7 @@ def _backward(
     dlse: Tensor,
     *arguments: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients, as `_forward` has them, from those of losses and log-sum-exps."""
+    """Return the gradients of `_forward` from those of losses and log-sum-exps."""
     options = ChunkOptions(*arguments[:-4])
     matrix = weight.to(x.dtype)
     gradients = _Gradients(x, weight, matrix, bias, options, arguments[-4:])
@@ -121,7 +121,7 @@ def _new_backward(
 
 
 def rows_at_once(x: Tensor, options: ChunkOptions) -> int:
-    """How many tokens a chunk has; equal on all ranks, which count as if they had equally many columns."""
+    """Return the tokens of a chunk; all ranks have the same number, as if they had equally many columns."""
     columns = ceil_div(options.vocab_size, group_size(options.group_name) if options.group_name else 1)
     itemsize = x.element_size() if options.triton else max(4, x.element_size())
     room = (options.chunk_bytes or _CHUNK_BYTES) // max(1, _padded(columns) * itemsize)
@@ -137,12 +137,12 @@ def rows_at_once(x: Tensor, options: ChunkOptions) -> int:
 
 
 def is_one_chunk(x: Tensor, options: ChunkOptions) -> bool:
-    """Whether the logits of all tokens are made at once."""
+    """Return True if the logits of all tokens are computed at once."""
     return rows_at_once(x, options) >= len(x)
 
 
 def _padded(columns: int) -> int:
-    """Rows of the buffer begin at multiples of 128 bytes, for products and kernels alike."""
+    """Pad rows of the buffer to multiples of 128 bytes, for products and kernels alike."""
     return ceil_div(columns, 64) * 64
 
 
@@ -151,7 +151,7 @@ def _new_logits(x: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _chunks(x: Tensor, matrix: Tensor, bias: Tensor | None, options: ChunkOptions) -> Iterator[tuple[slice, Tensor]]:
-    """Which tokens, and their logits; the memory is that of the next, too."""
+    """Yield chunks of tokens and their logits; the next chunk overwrites the memory."""
     size = rows_at_once(x, options)
     buffer = _new_logits(x, min(size, len(x)), len(matrix))
     for start in range(0, len(x), size):
@@ -165,7 +165,7 @@ def _chunks(x: Tensor, matrix: Tensor, bias: Tensor | None, options: ChunkOption
 
 
 class _Gradients:
-    """Adds up the gradients of chunks: those of `x`, `weight`, `bias` and the logits which are `wanted`."""
+    """Sums of the `wanted` gradients of chunks: of `x`, `weight`, `bias` and logits."""
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class _Gradients:
         self._db = torch.zeros_like(self._db, dtype=torch.promote_types(self._db.dtype, torch.float32))
 
     def add(self, rows: slice, dlogits: Tensor) -> None:
-        """Add those of a chunk."""
+        """Add the gradients of a chunk."""
         wants_x, wants_weight, wants_bias, keep = self._wanted
         if wants_x:
             torch.mm(dlogits, self._matrix, out=self._dx[rows])
@@ -200,7 +200,7 @@ class _Gradients:
             self._dlogits = dlogits
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The gradients, in the dtypes of what they are gradients of."""
+        """Return the gradients, in the dtypes of their tensors."""
         weight_dtype, bias_dtype = self._dtypes
         return self._dx, self._dw.to(weight_dtype), self._db.to(bias_dtype), self._dlogits
 
@@ -218,13 +218,13 @@ def _new_gradients(
 
 
 def weight_gradient(dtype: torch.dtype, dlogits: Tensor, x: Tensor) -> Tensor:
-    """The gradient of a weight from that of all logits."""
+    """Return the gradient of a weight from that of all logits."""
     dw = x.new_empty(dlogits.shape[1], x.shape[1], dtype=dtype)
     return _add_product(dw, dlogits, x, is_first=True)
 
 
 def _add_product(total: Tensor, dlogits: Tensor, x: Tensor, *, is_first: bool) -> Tensor:
-    """`total += dlogits.T @ x`, rounded once; `total` is in their dtype or in a wider one."""
+    """Add `dlogits.T @ x` to `total`, rounded once; `total` is in their dtype or in a wider one."""
     beta = 0 if is_first else 1
     if total.dtype == x.dtype:
         return torch.addmm(total, dlogits.t(), x, beta=beta, out=total)
@@ -233,7 +233,7 @@ def _add_product(total: Tensor, dlogits: Tensor, x: Tensor, *, is_first: bool) -
     return total.addmm_(dlogits.t().to(total.dtype), x.to(total.dtype), beta=beta)
 
 
-# What happens to the logits of a chunk
+# Operations on the logits of a chunk
 
 
 def _write_statistics(logits: Tensor, labels: Tensor, statistics: Tensor, options: ChunkOptions) -> None:
@@ -255,7 +255,7 @@ def _write_statistics(logits: Tensor, labels: Tensor, statistics: Tensor, option
 
 
 def _factors(lse: Tensor, is_counted: Tensor, dloss: Tensor, dlse: Tensor, options: ChunkOptions) -> Tensor:
-    """How often the gradient of a token's logits has the softmax, less the label's one, and less 1: `[3, tokens]`."""
+    """Return the factors of the softmax, of minus the label's one-hot and of minus 1 in the gradient: `[3, tokens]`."""
     dloss = dloss.masked_fill(~is_counted, 0)
     of_softmax = dloss * (1 + 2 * options.z_loss * lse) + dlse
     of_all = dloss * (options.label_smoothing / max(1, options.vocab_size))
@@ -263,7 +263,7 @@ def _factors(lse: Tensor, is_counted: Tensor, dloss: Tensor, dlse: Tensor, optio
 
 
 def _write_gradient(logits: Tensor, labels: Tensor, lse: Tensor, factors: Tensor, options: ChunkOptions) -> None:
-    """Overwrites logits with their gradient."""
+    """Overwrite logits with their gradient."""
     if options.triton:
         from lightning_d9d.ops.kernels import linear_cross_entropy as kernels
 
@@ -282,7 +282,7 @@ def _write_gradient(logits: Tensor, labels: Tensor, lse: Tensor, factors: Tensor
 
 
 def capped(logits: Tensor, soft_cap: float | None) -> Tensor:
-    """Logits within `soft_cap`; 0 or None for none."""
+    """Return logits within `soft_cap`; 0 or None for none."""
     return soft_cap * torch.tanh(logits / soft_cap) if soft_cap else logits
 
 

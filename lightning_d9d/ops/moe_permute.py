@@ -10,14 +10,14 @@ from lightning_d9d.ops.operator import define
 
 
 class Permutation(NamedTuple):
-    """Where the copies of tokens are among rows that are grouped by expert; all on the device.
+    """The places of tokens' copies among rows that are grouped by expert; all on the device.
 
-    There may be fewer rows than `places` has elements: a place that is `num_rows` or more has no copy. So the last
+    There may be fewer rows than `places` has elements: a place of `num_rows` or more does not have a copy. So the last
     groups can be left out.
     """
 
     places: Tensor
-    """Of each token the rows of its copies, int32 `[tokens, top_k]`."""
+    """The rows of each token's copies, int32 `[tokens, top_k]`."""
 
     counts: Tensor
     """How many copies each expert has, int32 `[experts]`."""
@@ -26,21 +26,21 @@ class Permutation(NamedTuple):
     """The row after the last one of each expert, padding included, int32 `[experts]`."""
 
     num_rows: int
-    """How many there are, padding included. The host knows it from shapes alone."""
+    """The number of rows, padding included. The host knows it from shapes alone."""
 
     def copy(self, x: Tensor) -> Tensor:
-        """Shape `[tokens, ...]` to `[rows, ...]`, padding is zero. Its backward is `sum`."""
+        """Copy `[tokens, ...]` to `[rows, ...]`; padding is zero. Its backward is `sum`."""
         places, padding = self.places, self._padding
         return _copy_op(x, places, None, *padding, self.num_rows, runs_triton(x))
 
     def spread(self, values: Tensor) -> Tensor:
-        """Shape `[tokens, top_k]`, a value for each copy, to `[rows]`; padding is zero."""
+        """Move `[tokens, top_k]`, a value for each copy, to `[rows]`; padding is zero."""
         places, padding = self.places.view(-1, 1), self._padding
         values = values.flatten()
         return _copy_op(values, places, None, *padding, self.num_rows, runs_triton(values))
 
     def sum(self, rows: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Shape `[rows, ...]` to `[tokens, ...]`, perhaps times weights `[tokens, top_k]`. Its backward is `copy`.
+        """Sum `[rows, ...]` to `[tokens, ...]`, optionally times weights `[tokens, top_k]`. Its backward is `copy`.
 
         The copies of a token are added in float32, in the order of its experts.
         """
@@ -139,7 +139,7 @@ def moe_permute_reference(
 
 def moe_unpermute_reference(rows: Tensor, permutation: Permutation, weights: Tensor | None = None) -> Tensor:
     """`moe_unpermute` with torch's own operators and derivatives."""
-    return _summed(rows, permutation.places, weights)
+    return summed(rows, permutation.places, weights)
 
 
 def sort_reference(indices: Tensor, num_experts: int, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -173,15 +173,20 @@ def _copied(x: Tensor, places: Tensor, weights: Tensor | None, num_rows: int) ->
     return rows[:num_rows].clone() if is_partial else rows
 
 
-def _gathered(rows: Tensor, places: Tensor) -> Tensor:
-    """Rows by place `[tokens, top_k, ...]`; zero where there is none."""
-    if len(rows) < places.numel():
-        places, rows = places.clamp(max=len(rows)), torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
+def gathered(rows: Tensor, places: Tensor, num_rows: int | None = None) -> Tensor:
+    """Rows by place `[tokens, top_k, ...]`; zero where there is none.
+
+    With `num_rows` places from there on have none; by default those that are past the rows, if places are more.
+    """
+    if num_rows is not None or len(rows) < places.numel():
+        most = len(rows) if num_rows is None else num_rows
+        places, rows = places.clamp(max=most), torch.cat([rows[:most], rows.new_zeros(1, *rows.shape[1:])])
     return rows.index_select(0, places.flatten()).view(*places.shape, *rows.shape[1:])
 
 
-def _summed(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
-    copies = _gathered(rows, places)
+def summed(rows: Tensor, places: Tensor, weights: Tensor | None, num_rows: int | None = None) -> Tensor:
+    """Return the sums of tokens' rows, perhaps times weights; `num_rows` as in `gathered`."""
+    copies = gathered(rows, places, num_rows)
     if weights is not None:
         return _weighted(copies, weights).sum(1).to(rows.dtype)
     return copies.squeeze(1) if places.shape[1] == 1 else copies.sum(1)
@@ -259,7 +264,7 @@ def _sum(
     rows: Tensor, places: Tensor, weights: Tensor | None, counts: Tensor | None, offsets: Tensor | None, triton: bool
 ) -> Tensor:
     if not triton:
-        return _summed(rows, places, weights)
+        return summed(rows, places, weights)
     from lightning_d9d.ops.kernels import moe_permute as kernels
 
     sums = rows.new_empty(len(places), *rows.shape[1:])
@@ -273,7 +278,7 @@ def _new_products(x: Tensor, rows: Tensor, places: Tensor, dtype: torch.dtype, t
 
 def _dot(x: Tensor, rows: Tensor, places: Tensor, dtype: torch.dtype, triton: bool) -> Tensor:
     if not triton:
-        products = x.unsqueeze(1).to(dtype) * _gathered(rows, places)
+        products = x.unsqueeze(1).to(dtype) * gathered(rows, places)
         return products.flatten(2).sum(2).to(dtype)
     from lightning_d9d.ops.kernels import moe_permute as kernels
 

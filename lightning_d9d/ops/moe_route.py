@@ -14,7 +14,7 @@ Scores = Literal["softmax", "sigmoid"]
 
 
 class Routes(NamedTuple):
-    """Which experts tokens visit."""
+    """The experts that tokens visit, with their weights and counts."""
 
     indices: Tensor
     """The experts of each token, the best first, int64 `[tokens, top_k]`."""
@@ -26,7 +26,7 @@ class Routes(NamedTuple):
     """How many tokens visit each expert, int64 `[experts]`, on the device."""
 
     scores: Tensor | None
-    """Of all experts, `[tokens, experts]` in the dtype of `weights`, if they were asked for."""
+    """Scores of all experts, `[tokens, experts]` in the dtype of `weights`, if they were requested."""
 
 
 def moe_route(
@@ -39,36 +39,36 @@ def moe_route(
     chosen: Tensor | None = None,
     with_scores: bool = False,
 ) -> Routes:
-    """Chooses the `top_k` best experts of each token, weighs them and counts the tokens of each expert.
+    """Choose the `top_k` best experts of each token, weigh them and count the tokens of each expert.
 
     With logits l of a token, the scores of experts e are
 
     - softmax: `s[e] = exp(l[e]) / sum(exp(l))`,
     - sigmoid: `s[e] = 1 / (1 + exp(-l[e]))`,
 
-    the experts i are those with the largest `s + bias`, and the weights are `s[i]`, or `s[i] / sum(s[i])` if they are
-    normalized, which is computed as a softmax of `log(s[i])`, so that scores too small for the dtype do no harm. All is
-    float32, whatever the dtype of the logits (float64 in float64). Without a bias, logits are compared and not scores,
-    which are in the same order but may be rounded to equal ones.
+    the experts i are those with the largest `s + bias`, and the weights are `s[i]`. Normalized weights are `s[i] /
+    sum(s[i])`, computed as a softmax of `log(s[i])`, so scores too small for the dtype are harmless. Computation is in
+    float32 for logits of any dtype but float64. Without a bias, logits are compared in place of scores: they have the
+    same order, but scores may be rounded to equal ones.
 
-    Among equal experts the kernel takes those with lower indices first, and torch any. What is no number is larger than
-    all numbers; a token that has nothing else gets experts that exist, and weights that are no numbers. Results do not
-    depend on the order in which programs run. The host waits for nothing.
+    Among equal experts the kernel takes those with lower indices first; torch takes any. NaN is larger than all
+    numbers. A token with only NaN gets valid experts, and NaN as weights. Results do not depend on the order in which
+    programs run. The host does not wait.
 
-    Differentiable: `logits` get the gradient of `weights` and of `scores`, in one kernel, in which scores are computed
-    again; normalized softmax weights alone need no logits for it, and none are kept.
+    Differentiable: `logits` get the gradient of `weights` and of `scores`, in one kernel that recomputes scores. For
+    normalized softmax weights alone, logits are not needed and not kept.
 
     Args:
         logits: Shape `[tokens, experts]`.
         top_k: How many experts a token visits.
-        scores: Of which kind.
-        bias: Added to the scores for the choice alone, shape `[experts]`. It has no gradient.
-        normalize: Whether the weights of a token sum to one.
+        scores: Kind of scores.
+        bias: Added to the scores for the choice only, shape `[experts]`. It does not get a gradient.
+        normalize: If True, the weights of a token sum to one.
         chosen: Experts that are chosen already, int64 `[tokens, top_k]`.
-        with_scores: Whether the scores of all experts are a result, too, as losses of routers need them.
+        with_scores: If True, return the scores of all experts too, for losses of routers.
 
     Raises:
-        ConfigError: Another kind of scores, or not as many experts as a token is to visit.
+        ConfigError: The kind of scores is unknown, or there are fewer experts than `top_k`.
     """
     if scores not in get_args(Scores):
         raise ConfigError(f"scores={scores!r} must be one of {', '.join(map(repr, get_args(Scores)))}")

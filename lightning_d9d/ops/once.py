@@ -1,6 +1,6 @@
-"""What a forward does to more than its results, and a recomputation of it must not do again.
+"""Side effects of a forward that a recomputation must not repeat.
 
-Whether it is one is asked when an operator runs, also inside of what `torch.compile` has compiled.
+An operator asks when it runs if it is in a recomputation, also inside of code that `torch.compile` has compiled.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from lightning_d9d.waits import waiting
 
 
 def add_once_(total: Tensor, values: Tensor) -> None:
-    """`total += values`, but not in a recomputation. Without gradient."""
+    """Add `values` to `total`, except in a recomputation. Without gradient."""
     _add_op(total, values)
 
 
 def sum_once(values: Tensor, group_name: str) -> Tensor:
-    """The sum over ranks, or in a recomputation `values` of this rank, for what is not computed from them again.
+    """Return the sum over ranks; in a recomputation return `values`, since the sum is not used again there.
 
     Collective over the group, except in a recomputation. Without gradient.
     """
@@ -28,7 +28,7 @@ def sum_once(values: Tensor, group_name: str) -> Tensor:
 
 
 def _is_repeated() -> bool:
-    """A forward inside of a backward."""
+    """Return True in a forward inside of a backward."""
     return torch._C._current_graph_task_id() != -1
 
 

@@ -1,4 +1,4 @@
-"""Stochastic rounding from float32 to bfloat16, with random numbers that follow from where an element is."""
+"""Stochastic rounding from float32 to bfloat16, with random numbers that follow from an element's place."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _LARGEST = torch.finfo(torch.bfloat16).max
 
 
 def round_stochastic_(target: Tensor, source: Tensor, seed: int, offset: int = 0) -> Tensor:
-    """Copies float32 values into bfloat16, each rounded to one of its two neighbours at random, without bias.
+    """Copy float32 values into bfloat16, each rounded to one of its two neighbours at random, without bias.
 
     A value `x` between neighbours `a < b` becomes `b` with probability `(x - a) / (b - a)`, to 1 in 65,536, so the mean
-    over seeds is `x`; what bfloat16 can hold stays. Infinities and NaN stay (NaN becomes quiet). Finite values stay
-    finite: those beyond the largest bfloat16, which have no neighbour there, become that.
+    over seeds is `x`. Values that bfloat16 can hold stay, and so do infinities and NaN (NaN becomes quiet). Finite
+    values stay finite: those beyond the largest bfloat16 become that.
 
-    Element `i` in row-major order takes 16 bits of `Philox4x32(key=seed, counter=(offset + i) // 8)`. Nothing else has
-    a part in it, so whoever rounds the same values with the same seed gets the same bits: replicas, parts of a tensor
-    with their own offsets, CPU and GPU. One operator, `torch.ops.lightning_d9d.round_stochastic_`, without a gradient.
+    Element `i` in row-major order takes 16 bits of `Philox4x32(key=seed, counter=(offset + i) // 8)`. The bits depend
+    on nothing else. So equal values with the same seed get the same bits on replicas, in parts of a tensor with their
+    own offsets, on CPU and GPU. It is one operator, `torch.ops.lightning_d9d.round_stochastic_`, without a gradient.
 
     Args:
         target: bfloat16, of any shape and strides; overwritten.
@@ -35,7 +35,7 @@ def round_stochastic_(target: Tensor, source: Tensor, seed: int, offset: int = 0
         `target`.
 
     Raises:
-        ConfigError: Dtypes or shapes are others, or seed or offset are negative.
+        ConfigError: Dtypes or shapes do not fit, or seed or offset is negative.
     """
     if target.dtype != torch.bfloat16 or source.dtype != torch.float32 or target.shape != source.shape:
         raise ConfigError(
@@ -49,7 +49,7 @@ def round_stochastic_(target: Tensor, source: Tensor, seed: int, offset: int = 0
 
 
 def round_stochastic_reference(source: Tensor, seed: int, offset: int = 0) -> Tensor:
-    """What `round_stochastic_` writes, as a new tensor."""
+    """Return the result of `round_stochastic_` as a new tensor."""
     index = torch.arange(offset, offset + source.numel(), device=source.device)
     block = index // 8
     key = torch.tensor([seed & WORD, seed >> 32], device=source.device)
@@ -59,7 +59,7 @@ def round_stochastic_reference(source: Tensor, seed: int, offset: int = 0) -> Te
 
 
 def rounded(values: Tensor, random: Tensor) -> Tensor:
-    """Float32 values in bfloat16, rounded away from zero if the cut bits and the low 16 of `random` carry over."""
+    """Round float32 values to bfloat16, away from zero if the cut bits and the low 16 of `random` carry over."""
     bits = values.contiguous().view(torch.int32).long()
     sign, magnitude = bits & 0x80000000, bits & 0x7FFFFFFF
     finite = magnitude + torch.where(values.abs() <= _LARGEST, random & 0xFFFF, 0)

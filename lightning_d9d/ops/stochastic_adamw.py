@@ -1,4 +1,4 @@
-"""AdamW of many tensors in one launch, with stochastic rounding of what is bfloat16 or in eight bits."""
+"""AdamW of many tensors in one launch, with stochastic rounding to bfloat16 or eight bits."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from lightning_d9d.ops.stochastic import rounded
 
 
 class Place(NamedTuple):
-    """Which part of a tensor of `shape` somebody holds: the indices of each dim."""
+    """The part of a tensor of `shape` that a rank holds: the indices of each dim."""
 
     shape: tuple[int, ...]
     ranges: tuple[range, ...]
 
     def indices(self, device: torch.device) -> Tensor:
-        """Row-major index in the whole tensor of each element that is held, int64 in the shape of the part."""
+        """Return the row-major index in the whole tensor of each held element, int64 in the shape of the part."""
         index = torch.zeros((), dtype=torch.int64, device=device)
         for size, held in zip(self.shape, self.ranges, strict=True):
             index = index.unsqueeze(-1) * size + torch.arange(held.start, held.stop, device=device)
@@ -31,7 +31,7 @@ class Place(NamedTuple):
 
 
 class AdamWTensors(NamedTuple):
-    """What AdamW works on for one parameter; all but scales are of one shape, and on one device."""
+    """Tensors of AdamW for one parameter, on one device; all but scales have one shape."""
 
     parameter: Tensor
     """Float32 or bfloat16."""
@@ -42,17 +42,18 @@ class AdamWTensors(NamedTuple):
     exp_avg_sq: Tensor
     """In the dtype of `exp_avg`."""
     step: Tensor
-    """How many steps there are with this one, a float32 scalar on the device."""
+    """Number of steps with this one, a float32 scalar on the device."""
     place: Place
-    """Of the tensors, in a parameter that may be larger. Beside codes, it begins and ends with blocks of its rows."""
+    """Place of the tensors in a parameter that may be larger. With codes, it begins and ends with blocks of its rows.
+    """
     exp_avg_scale: Tensor | None = None
-    """Beside codes their scales, uint8 `[..., blocks]`."""
+    """Scales of the codes of `exp_avg`, uint8 `[..., blocks]`."""
     exp_avg_sq_scale: Tensor | None = None
-    """Likewise."""
+    """Scales of the codes of `exp_avg_sq`, uint8 `[..., blocks]`."""
 
 
 class Scalars(NamedTuple):
-    """Hyperparameters of a step. Those that may be tensors may be on the device: the host does not read them."""
+    """Hyperparameters of a step. Tensors among them may be on the device: the host does not read them."""
 
     lr: float | Tensor
     betas: tuple[float, float]
@@ -63,11 +64,11 @@ class Scalars(NamedTuple):
     grad_scale: Tensor | None = None
     """Gradients are divided by it."""
     found_inf: Tensor | None = None
-    """Nothing is changed unless it is 0."""
+    """Unless it is 0, nothing changes."""
 
 
 class MultiTensorAdamW:
-    """Updates parameters and states in place: one launch for all tensors of the same dtypes, however many.
+    """AdamW that updates parameters and states in place: one launch for all tensors of the same dtypes.
 
     With the gradient `g` over `grad_scale`, in step `t`, all in float32:
 
@@ -75,19 +76,19 @@ class MultiTensorAdamW:
         v = beta2 v + (1 - beta2) g^2
         p = (1 - lr weight_decay) p - lr / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps)
 
-    as in Loshchilov and Hutter, "Decoupled weight decay regularization". What is stored in bfloat16 is rounded as by
+    as in Loshchilov and Hutter, "Decoupled weight decay regularization". Values stored in bfloat16 are rounded as by
     `round_stochastic_`. Element `i` of the whole parameter has word `i % 4` of Philox4x32 with the key `(seed, t)` and
-    the counter `i // 4`, to which a number made of its gradient and its value before the step is added: so an element
-    of another parameter has other bits, which are as random, as what is added does not depend on the word. The lower
-    half of the sum rounds `p`, the upper one `m`, and the upper one of a product with the sum `v`; of these any two are
-    independent. The bits are the same wherever the element lies and in whatever order parameters come.
+    the counter `i // 4`. A number made of its gradient and its value before the step is added to the word, so elements
+    of other parameters have other bits. The sum is as random as the word, since the added number does not depend on it.
+    The lower half of the sum rounds `p`, the upper half `m`, and the upper half of a product with the sum `v`. Any two
+    of these are independent. The bits are the same for any sharding and any order of parameters.
 
-    States in eight bits are read and rounded as [Note: states in eight bits] says, of tensors of one dim or more. There
-    `v` is at least `2**-126`, and the number is `g * SPREAD + p * OTHER_SPREAD`, of the 32 bits of both. The upper 16
+    For tensors of at least one dim, states in eight bits are read and rounded by [Note: states in eight bits]. There
+    `v` is at least `2**-126`, and the number is `g * SPREAD + p * OTHER_SPREAD`, on the 32 bits of both. The upper 16
     bits of the sum round `p`, the lower 19 `m`, and the upper 19 of the product `v`.
 
-    An instance keeps on the device where each tensor lies, so call it with the same parameters each time; gradients
-    may move. Products and sums are rounded one by one, so that CPU and GPU agree.
+    An instance keeps the addresses of the tensors on the device, so call it with the same parameters each time.
+    Gradients may move. Products and sums are rounded one by one, so that CPU and GPU agree.
     """
 
     def __init__(self) -> None:
@@ -151,7 +152,7 @@ def _kernels(kind: _Kind) -> Any:
 
 
 def adamw_reference(tensors: AdamWTensors, factors: Tensor, scalars: Scalars) -> None:
-    """`MultiTensorAdamW` of one parameter; `factors` are its row of what the kernels read."""
+    """Compute `MultiTensorAdamW` for one parameter; `factors` is its row of the kernels' table."""
     step_size, inverse_root, decay, unscale, step = factors.unbind()
     p, g = tensors.parameter.float(), tensors.gradient.float()
     has_codes = tensors.exp_avg_scale is not None
@@ -166,7 +167,7 @@ def adamw_reference(tensors: AdamWTensors, factors: Tensor, scalars: Scalars) ->
     v = v * beta2 + g * g * (1 - beta2)
     if has_codes:
         v = v.clamp(min=LEAST_SQUARE)
-    root = v.double().sqrt().float()  # rounded correctly, which torch's float32 root is not on every CPU
+    root = v.double().sqrt().float()  # rounded correctly; torch's float32 root is not on every CPU
     p = p * decay - m / (root * inverse_root + scalars.eps) * step_size
     beside = None, tensors.exp_avg_scale, tensors.exp_avg_sq_scale
     for target, value, bits, scale in zip(targets, (p, m, v), random, beside, strict=True):
@@ -183,7 +184,7 @@ def _values(stored: Tensor, scales: Tensor | None, kind: Codes) -> Tensor:
 
 
 def _random_bits(p: Tensor, g: Tensor, place: Place, seed: int, step: Tensor, has_codes: bool) -> Sequence[Tensor]:
-    """Return what rounds each element of the parameter, of its first and of its second average, in the lower bits."""
+    """Return the random bits for each element of the parameter, its first and its second average, in the lower bits."""
     index = place.indices(p.device)
     key = torch.stack([torch.full_like(step, seed, dtype=torch.int64), step.long()])
     quad = index // 4
@@ -202,7 +203,7 @@ class Block(NamedTuple):
     """Consecutive elements of a part of a tensor; element `i` is `first + i // length * stride + i % length` there."""
 
     start: int
-    """In the part."""
+    """Start in the part."""
     size: int
     first: int
     length: int
@@ -210,8 +211,8 @@ class Block(NamedTuple):
 
 
 def blocks_of(place: Place) -> Iterator[Block]:
-    """The fewest blocks that a shard consists of: one, unless three dims are sharded with something between them."""
-    sizes: list[int] = []  # of the whole tensor, where dims that are not sharded are one with the dim before
+    """Return the fewest blocks that make up a shard: one, unless three separate dims are sharded."""
+    sizes: list[int] = []  # of the whole tensor, with unsharded dims merged into the dim before
     held: list[range] = []
     for size, own in zip(place.shape, place.ranges, strict=True):
         if sizes and len(own) == size:
@@ -251,11 +252,11 @@ def _sort_key(tensors: AdamWTensors) -> str:
 
 
 class _Table:
-    """Where the elements of many tensors lie, on their device.
+    """The addresses of the elements of many tensors, on their device.
 
     Attributes:
-        key: What it was built from.
-        blocks: As the kernel takes them.
+        key: Key of the tensors it was built from.
+        blocks: Table for the kernel.
         chunks: As the kernel takes them.
     """
 
@@ -299,12 +300,12 @@ class _Table:
 
 
 def _factors(tensors: Sequence[AdamWTensors], scalars: Scalars, betas: Tensor) -> Tensor:
-    """What differs between parameters, float32 `[tensors, 5]`: each column as the kernel takes it.
+    """Return the factors that differ between parameters, float32 `[tensors, 5]`, in the kernel's order.
 
     Args:
-        tensors: Of one device.
-        scalars: Of the step.
-        betas: Float64 on that device.
+        tensors: Tensors on one device.
+        scalars: Hyperparameters of the step.
+        betas: Decay rates, float64 on that device.
     """
     steps = torch.stack([each.step for each in tensors]).double()
     first, second = (1 - betas ** steps.unsqueeze(1)).unbind(1)

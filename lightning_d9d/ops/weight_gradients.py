@@ -1,25 +1,24 @@
-"""Weight gradients that wait: the mechanism of split backwards, for schedules that fill bubbles with them.
+"""Deferred weight gradients: the mechanism of split backwards, for schedules that fill bubbles with them.
 
-[Note: split backward]
-A split backward first computes what the stage before waits for, the gradients of the stage's inputs, and later, when
-there is nothing better to do, those of its weights (Qi et al. 2023, arXiv:2401.10241). Here the first phase is one
-ordinary backward over the whole graph. Only, ops that know how (`linear`, `grouped_gemm`), called inside `defer`,
-hide their weight from autograd: their backward returns the gradient of their input and notes a function of saved
-tensors that will give the weight's. The second phase calls the noted functions. Whatever is not such an op has its
-weight gradients computed in the first phase, with its inputs': always right, and only less to fill bubbles with. So
-every graph is walked once, the way autograd walks it: outputs with several parts, weights met several times or shared,
-functions of the user's own and recomputed activations need no care, and activations that no noted function needs are
-freed by the first phase.
+[Note: split backward] A split backward first computes the gradients of the stage's inputs, which the stage before waits
+for. Later, when the rank would idle, it computes those of its weights (Qi et al. 2023, arXiv:2401.10241). Here the
+first phase is one ordinary backward over the whole graph. But ops that support it (`linear`, `grouped_gemm`), called
+inside `defer`, hide their weight from autograd. Their backward returns the gradient of their input, and notes a
+function of saved tensors for the gradient of the weight. The second phase calls the noted functions. Weight gradients
+of other ops are computed in the first phase, with those of inputs. This is always correct, and only leaves less work to
+fill bubbles. So every graph is walked once, by autograd. Outputs with several parts, shared weights, the user's own
+functions and recomputed activations work without special care. The first phase frees all activations that noted
+functions do not need.
 
 *The weight is hidden*, not given an undefined gradient, because autograd would pass that on to the parameter's hooks.
-Therefore nothing in the stage's forward can itself ask autograd for the gradient of such a weight
-(`torch.autograd.grad` says that it is not part of the graph; a `.backward()` called there leaves it out), nor
-differentiate twice through such an op (it raises).
+Therefore the stage's forward cannot itself ask autograd for the gradient of such a weight: `torch.autograd.grad` raises
+that it is not part of the graph, and a `.backward()` called there leaves it out. Differentiating twice through such an
+op raises.
 
 *Recomputation* (`torch.utils.checkpoint`) calls the ops again in the middle of a backward, perhaps on a thread of
-autograd's own. They must save there exactly what they had saved in the forward, so they need to know that they are
-inside `WeightGradients.backward`; the id of autograd's running graph task tells. What they record there is not hidden,
-so a function that differentiates what it recomputes (the reentrant checkpoint) has all its gradients at once.
+autograd's own. There they must save exactly the tensors that they saved in the forward. So they must know that they are
+inside `WeightGradients.backward`: the id of autograd's running graph task shows it. Weights recorded there are not
+hidden. So a function that differentiates its recomputation (the reentrant checkpoint) has all its gradients at once.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from torch.autograd.graph import GradientEdge
 
 from lightning_d9d.ops.sharded_weights import as_gradient
 
-# New gradients that `accumulate` hands to autograd in one call: calls cost the host time, and gradients cost memory.
+# Number of new gradients that `accumulate` passes to autograd in one call: calls cost host time, gradients memory.
 _BYTES_AT_ONCE = 256 * 2**20
 
 
@@ -50,39 +49,38 @@ class _Note:
         if self.versions != tuple(tensor._version for tensor in self.tensors):
             shapes = [tuple(tensor.shape) for tensor in self.tensors]
             raise RuntimeError(
-                f"one of the tensors of shapes {shapes} that a weight gradient needs was modified in place between the "
-                "input backward and the weight backward. A parameter's gradient may share their memory: give the "
-                "parameter's .grad memory of its own, or choose a schedule without split backwards"
+                f"one of the tensors of shapes {shapes} that a weight gradient needs was modified in place between "
+                "input and weight backward. A parameter's gradient may share their memory. Give the parameter's "
+                ".grad memory of its own, or choose a schedule without split backwards"
             )
         return self.compute(*self.tensors)
 
 
 class WeightGradients:
-    """The weight gradients of one microbatch in one stage that wait for the weight backward.
+    """The deferred weight gradients of one microbatch in one stage.
 
     ```python
     gradients = WeightGradients()
     with defer(gradients):
         output = stage(x)
-    gradients.backward(output, output_gradient)  # x.grad is there, and the gradients of what did not wait
-    gradients.accumulate()  # the gradients of all weights are there
-    ```
+    gradients.backward(output, output_gradient)  # x.grad is complete, and so are gradients that were not deferred
+    gradients.accumulate()  # the gradients of all weights are complete ```
 
-    Several objects may be under way at once, in several threads, too. See [Note: split backward].
+    Several objects may be in use at once, also in several threads. See [Note: split backward].
     """
 
     def __init__(self) -> None:
         self._notes: dict[Tensor, list[_Note]] = {}
-        self._stream: torch.cuda.Stream | None = None  # of the running backward, where it is one of CUDA tensors
+        self._stream: torch.cuda.Stream | None = None  # of the running backward, if it is on CUDA
         self._in_backward = False
 
     def backward(
         self, outputs: Tensor | GradientEdge | Sequence[Tensor] | Sequence[GradientEdge], gradients: Any = None
     ) -> None:
-        """The input backward: `torch.autograd.backward(outputs, gradients)`, in which what is deferred is only noted.
+        """Run the input backward: `torch.autograd.backward(outputs, gradients)`, which only notes deferred gradients.
 
-        May be called several times before `accumulate`, with outputs of one forward. It keeps the tensors in
-        `gradients` until then: do not reuse their memory. An exception of the backward leaves nothing noted.
+        It may be called several times before `accumulate`, with outputs of one forward. It keeps the tensors in
+        `gradients` until then: do not reuse their memory. After an exception nothing is noted.
         """
         tasks: list[int] = []
 
@@ -110,13 +108,13 @@ class WeightGradients:
     def add(self, weight: Tensor, compute: Callable[..., Tensor], *tensors: Tensor) -> None:
         """Note that `compute(*tensors)` is a part of the gradient of `weight`; called by the backward of an op.
 
-        Outside of `WeightGradients.backward` nothing is noted: then somebody asked for other gradients than those of
-        the weights, in the middle of the stage's forward.
+        Outside of `WeightGradients.backward` nothing is noted: there the stage's forward itself asked for gradients
+        other than the weights'.
 
         Args:
-            weight: A leaf, on which the op's own node in the graph does not depend.
-            compute: Called without grad mode by `accumulate`. For a DTensor it may give this rank's part.
-            tensors: All that it needs; kept until then, and not to be modified in place.
+            weight: A leaf on which the op's own node in the graph does not depend.
+            compute: Function that `accumulate` calls without grad mode. For a DTensor it may return this rank's part.
+            tensors: Its tensors; they are kept until then, and must not be modified in place.
 
         Raises:
             RuntimeError: The backward is itself recorded (`create_graph=True`).
@@ -131,7 +129,7 @@ class WeightGradients:
         stream = self._stream
         if stream is not None and weight.is_cuda and not _is_current(stream):
             for tensor in tensors:
-                to_local = getattr(tensor, "to_local", None)  # a DTensor is none of the allocator's
+                to_local = getattr(tensor, "to_local", None)  # a DTensor itself has no memory of the allocator
                 (to_local() if to_local else tensor).record_stream(stream)  # the weight backward reads it there
         tensors = tuple(tensor.detach() for tensor in tensors)
         note = _Note(compute, tensors, tuple(tensor._version for tensor in tensors))
@@ -139,18 +137,18 @@ class WeightGradients:
 
     @property
     def noted(self) -> list[Tensor]:
-        """The tensors that `accumulate` will read."""
+        """Return the tensors that `accumulate` will read."""
         return [tensor for notes in self._notes.values() for note in notes for tensor in note.tensors]
 
     def accumulate(self) -> None:
-        """The weight backward: add what was deferred into the `.grad` of the weights, and forget it.
+        """Run the weight backward: add deferred gradients into the `.grad` of the weights, and forget them.
 
-        As a backward does, it calls the hooks of each weight once, with the sum of its parts, and adds in place where
-        there is a gradient. Noted tensors are freed one after the other. Runs on the current stream, which must be that
-        of `backward`.
+        Like a backward, it calls the hooks of each weight once, with the sum of its parts, and adds in place to an
+        existing gradient. Noted tensors are freed one after the other. It runs on the current stream, which must be
+        that of `backward`.
 
         Raises:
-            RuntimeError: A tensor that is needed has been modified in place. What was noted is lost then.
+            RuntimeError: A needed tensor has been modified in place. The noted gradients are lost then.
         """
         notes, self._notes = self._notes, {}
         while notes:
@@ -167,7 +165,7 @@ class WeightGradients:
 
 
 def _is_current(stream: torch.cuda.Stream) -> bool:
-    """On its device. `torch.cuda.current_stream` would make an object for every weight of every microbatch."""
+    """Return True on its device's current stream, without making an object like `torch.cuda.current_stream`."""
     return stream.cuda_stream == torch._C._cuda_getCurrentRawStream(stream.device_index)
 
 
@@ -184,17 +182,17 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-_split_tasks: set[int] = set()  # ids of the graph tasks, never used again, of running `WeightGradients.backward`s
+_split_tasks: set[int] = set()  # ids, never reused, of the graph tasks of running `WeightGradients.backward` calls
 
 AT_ONCE = WeightGradients()
-"""Takes nothing: the op is to be recorded as inside `defer`, with its weight in the graph."""
+"""It defers nothing: the op is recorded as inside `defer`, but with its weight in the graph."""
 
 
 @contextmanager
 def defer(gradients: WeightGradients | None) -> Iterator[None]:
-    """Ops called inside, in this thread, leave their weight gradients to `gradients`; None: compute them as ever.
+    """Let ops called inside, in this thread, defer their weight gradients to `gradients`; None: do not defer.
 
-    To be opened around the forward of a stage, of a microbatch whose backward is split. Then `gradients.backward` and
+    Open it around a stage's forward for a microbatch whose backward is split. Then `gradients.backward` and
     `gradients.accumulate` make one full backward; an ordinary one would leave out the weights of these ops.
     """
     previous, _thread.gradients = _thread.gradients, gradients
@@ -205,11 +203,11 @@ def defer(gradients: WeightGradients | None) -> Iterator[None]:
 
 
 def receiver(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> WeightGradients | None:
-    """Who takes the weight gradients of an op that is being called; `AT_ONCE` in a recomputation, None: nobody.
+    """Return the object that defers the weight gradients of the called op; `AT_ONCE` in a recomputation, else None.
 
-    Nobody does outside `defer`; for a weight or bias that is not a leaf, since gradients must go on from there; for a
-    frozen weight; for an `x` without gradient, since there is nothing to do first; inside `torch.compile` and
-    transformations such as vmap.
+    Gradients are not deferred outside `defer`, for a frozen weight, and inside `torch.compile` and transformations such
+    as vmap. Nor are they for a weight or bias that is not a leaf, since gradients must flow on from it. Nor for an `x`
+    without gradient, since then there is nothing to compute first.
     """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return None

@@ -238,12 +238,10 @@ def _descend_rounded(
         descend_(weight, direction, keep, size, seed, offset)
         return
     held = (slice(None), *(slice(each.start, each.stop) for each in others))
-    wholes = []
-    for part in (weight, direction):
-        wholes.append(part.new_zeros(len(rows), *inner))  # of these rows: places are counted along them
-        wholes[-1][held] = part
-    descend_(*wholes, keep, size, seed, offset)
-    weight.copy_(wholes[0][held])
+    whole, its_direction = (part.new_zeros(len(rows), *inner) for part in (weight, direction))
+    whole[held], its_direction[held] = weight, direction  # whole rows: places are counted along them
+    descend_(whole, its_direction, keep, size, seed, offset)
+    weight.copy_(whole[held])
 
 
 def dtype_of_states(parameter: Tensor) -> torch.dtype:

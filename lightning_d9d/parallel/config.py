@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -9,6 +10,8 @@ import torch
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.ops.backend import Kernels
 from lightning_d9d.ops.grouped_gemm import GroupedGemmBackend
+
+ExpertDispatch = Literal["auto", "local", "all_to_all", "peer"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +44,14 @@ class ParallelConfig:
     wait for the host. It takes ranks that hold the whole model, neither `compile` nor `recompute`, and schedules in
     which the backward of a microbatch comes before the next forward. Without CUDA it changes nothing."""
 
-    expert_dispatch: Literal["auto", "local", "all_to_all"] = "auto"
-    """How tokens come to experts on other ranks. "auto": "local" where a rank has all experts, else "all_to_all"."""
+    expert_dispatch: ExpertDispatch = "auto"
+    """How tokens come to experts on other ranks. "auto": "local" where a rank has all experts, else "all_to_all".
+    With "peer" ranks of one host write into each other's memory while a D9DModule is trained, and the host does not
+    wait for sizes. It takes windows of one batch, without `step_in_backward`."""
+
+    expert_capacity: float = 1.5
+    """With `expert_dispatch="peer"` the copies of tokens that a rank's experts have memory for, as a multiple of an
+    even share: at least 1. A batch that needs more is computed again by all-to-all, and then there is more memory."""
 
     grouped_gemm: GroupedGemmBackend = "auto"
     """What the products of experts run on. "auto": torch's `grouped_mm` where it takes their tensors, else "eager";
@@ -86,7 +95,7 @@ class ParallelConfig:
             ("reshard_after_forward", (True, False, "auto")),
             ("compile", (True, False)),
             ("cuda_graphs", (True, False)),
-            ("expert_dispatch", ("auto", "local", "all_to_all")),
+            ("expert_dispatch", get_args(ExpertDispatch)),
             ("kernels", get_args(Kernels)),
             ("grouped_gemm", get_args(GroupedGemmBackend)),
             ("context", ("gather", "ring", "heads")),
@@ -99,6 +108,11 @@ class ParallelConfig:
                 raise ConfigError(
                     f"ParallelConfig.{name}={getattr(self, name)!r} must be one of {', '.join(map(repr, allowed))}"
                 )
+        if not 1.0 <= self.expert_capacity < math.inf:
+            raise ConfigError(
+                f"ParallelConfig.expert_capacity={self.expert_capacity} must be a number of at least 1, which has "
+                "memory for experts with equal loads alone"
+            )
         if self.recompute not in ("none", "full", "offload", "selective", "attention") and not self._recomputed_of:
             raise ConfigError(
                 f"ParallelConfig.recompute={self.recompute!r} must be 'none', 'full', 'offload', 'selective', "

@@ -26,7 +26,8 @@ from lightning_d9d.mesh import Axis, MeshDomains
 from lightning_d9d.mesh.axes import submesh
 from lightning_d9d.mesh.sharding import distribute
 from lightning_d9d.modules import SparseMoE
-from lightning_d9d.modules.dispatch import AllToAllDispatch
+from lightning_d9d.modules.dispatch import AllToAllDispatch, Dispatch
+from lightning_d9d.modules.peer_dispatch import PeerDispatch, peer_exchange
 from lightning_d9d.parallel.config import ParallelConfig
 from lightning_d9d.parallel.data import place, settings
 
@@ -50,8 +51,7 @@ def shard_experts(module: nn.Module, mesh: MeshDomains, parallel: ParallelConfig
         return  # they lie as all other weights do
     for moe in [each for each in module.modules() if isinstance(each, SparseMoE)]:
         if num_parts > 1:
-            num_experts = moe.experts.gate_up_proj.shape[0]
-            moe.dispatch = AllToAllDispatch(num_experts, mesh.group(Axis.EP_SHARD, lane="moe"))
+            moe.dispatch = _dispatch(moe.experts.gate_up_proj.shape[0], mesh, parallel)
         _shard(moe.experts, mesh, parallel)
 
 
@@ -82,6 +82,13 @@ def _distribute(experts: nn.Module, device_mesh: DeviceMesh, placements: tuple[R
     for part in experts.modules():  # adapters are parts
         for name, _ in list(part.named_parameters(recurse=False)):
             distribute(part, name, device_mesh, placements)
+
+
+def _dispatch(num_experts: int, mesh: MeshDomains, parallel: ParallelConfig) -> Dispatch:
+    group = mesh.group(Axis.EP_SHARD, lane="moe")
+    if parallel.expert_dispatch == "peer":
+        return PeerDispatch(num_experts, group, peer_exchange(group, parallel.expert_capacity))
+    return AllToAllDispatch(num_experts, group)
 
 
 def _check_dispatch(parallel: ParallelConfig, num_parts: int) -> None:

@@ -161,4 +161,4 @@ def group_of(kind: ShardingKind, mesh: MeshDomains, summed: Summed) -> dist.Proc
     num_ranks = math.prod(mesh.sizes[axis] for axis in axes)
     if num_ranks == 1:
         return None
-    return dist.group.WORLD if num_ranks == mesh.config.world_size else mesh.group(*axes)
+    return mesh.everyone if num_ranks == mesh.config.world_size else mesh.group(*axes)

@@ -1,6 +1,6 @@
-"""Running a program of forward and backward actions over microbatches.
+"""Runs a program of forward and backward actions over microbatches.
 
-`types.py`: what a module hands over. `partition.py`: splitting a model into stages. `microbatch.py`, `rows.py`:
+`types.py`: types that a module returns. `partition.py`: splitting a model into stages. `microbatch.py`, `rows.py`:
 splitting a batch. `executor.py`: the loop over actions.
 """
 

@@ -39,38 +39,38 @@ from lightning_d9d.schedule import (
 
 
 class MicrobatchHooks(Protocol):
-    """What the executor asks of a module; `D9DModule` documents each hook."""
+    """Hooks of a module that the executor calls; `D9DModule` documents each."""
 
     def microbatch_inputs(self, microbatch: Any) -> StageInputs:
-        """Keyword arguments of the stages."""
+        """Return the keyword arguments of the stages."""
         ...
 
     def microbatch_loss(self, output: Any, microbatch: Any) -> Tensor | WeightedLoss:
-        """A scalar mean, or a sum with its weight."""
+        """Return a scalar mean, or a sum with its weight."""
         ...
 
     def microbatch_metrics(self, output: Any, microbatch: Any) -> Mapping[str, Tensor | WeightedLoss]:
-        """More scalars, without gradient."""
+        """Return more scalars, without gradient."""
         ...
 
 
 class DataParallel(Protocol):
-    """What the executor tells data parallelism of a stage. Collective over the ranks that hold the same stages."""
+    """Calls of the executor to data parallelism about a stage. Collective over the ranks that hold the same stages."""
 
     def unshard(self, stage: int) -> None:
-        """Gather its parameters: its actions come next."""
+        """Gather the stage's parameters: its actions come next."""
         ...
 
     def reshard(self, stage: int) -> None:
-        """Reshard what was gathered: all its actions have run."""
+        """Reshard the stage: all its actions have run."""
         ...
 
     def last_backward(self, stage: int) -> None:
-        """The coming full backward is its last: gradients may be summed over ranks as they become complete."""
+        """Announce the stage's last full backward: gradients may be reduced as they become complete."""
         ...
 
     def reduce(self, stage: int) -> None:
-        """All its gradients are there: begin to sum what is left of them."""
+        """Launch the stage's remaining reductions: all its gradients are complete."""
         ...
 
 
@@ -80,9 +80,10 @@ class SplitBatch:
 
     microbatches: Sequence[Any]
     rows: Sequence[int | None]
-    """Rows of each microbatch, the weight of a loss that is a mean. None: it has no rows and needs a `WeightedLoss`."""
+    """Rows of each microbatch: the weight of a mean loss. None: the microbatch has no rows and needs a `WeightedLoss`.
+    """
     num_dummies: int = 0
-    """Dummy microbatches at the end. The schedule or other ranks need them; they run and count nothing."""
+    """Dummy microbatches at the end. The schedule or other ranks need them; they run and count 0."""
 
     @property
     def num_counted(self) -> int:
@@ -90,31 +91,31 @@ class SplitBatch:
         return len(self.microbatches) - self.num_dummies
 
     def counts(self, microbatch: int) -> bool:
-        """Whether a microbatch is not a dummy."""
+        """Return True unless a microbatch is a dummy."""
         return microbatch < self.num_counted
 
 
 class LossScale(NamedTuple):
-    """The factor on the value sum of a microbatch's loss before its backward, by what `microbatch_loss` returns."""
+    """The factor on the value sum of a microbatch's loss before its backward, by the result of `microbatch_loss`."""
 
     of_mean: float = 1.0
     """For a Tensor, a mean over the rows of the microbatch."""
     of_sum: Tensor | float | None = 1.0
-    """For a `WeightedLoss`. None: it is refused, as the weight of the step is to be known before its backward."""
+    """For a `WeightedLoss`. None: it is refused, because the step's weight must be known before its backward."""
 
 
 class Executor:
-    """Runs programs over the stages this rank holds.
+    """An executor of programs over the stages that this rank holds.
 
     Args:
-        stages: This rank's, by index in the whole model.
+        stages: This rank's stages, by index in the whole model.
         num_stages: Of the whole model.
-        hooks: What a module says of microbatches.
+        hooks: Hooks of the module for microbatches.
         forward_context: Opens the precision context (autocast) around each forward and its loss; backwards run outside.
-        messages: To and from stages on other ranks; None where there are none.
-        observer: Wrapped around what each compute action computes; None: nobody looks.
-        stage_context: Opened inside the other one, around a stage alone: losses are made outside.
-        before_first: Called before the first forward of a stage, with it and its arguments.
+        messages: Messages to and from stages on other ranks; None if all stages are here.
+        observer: Wrapped around the computation of each compute action; None: no observer.
+        stage_context: Context opened inside `forward_context`, around a stage only: losses are computed outside.
+        before_first: Called before the first forward of a stage, with the stage and its arguments.
     """
 
     def __init__(
@@ -146,11 +147,11 @@ class Executor:
         """Run this rank's part of a program, leaving gradients in `.grad`. Collective over the pipeline's ranks.
 
         Args:
-            actions: This rank's of a program with messages.
-            batch: The same on all ranks of the pipeline.
+            actions: This rank's actions of a program with messages.
+            batch: The batch, the same on all ranks of the pipeline.
             scale: The factor on losses before their backward.
-            data_parallel: Gathers parameters and sums gradients over ranks. None where there is nothing to do. In a
-                batch that the caller did not begin as one that reduces, it sums nothing but the units of
+            data_parallel: Gathers parameters and reduces gradients; None if nothing is sharded or replicated. If the
+                caller did not begin the batch as one that reduces, it reduces only the units of
                 `reduce="every_microbatch"`.
 
         Returns:
@@ -162,7 +163,7 @@ class Executor:
 
     @torch.no_grad()
     def evaluate(self, actions: Sequence[Action], batch: SplitBatch) -> BatchTotals:
-        """Run a forward-only program without gradients, for its losses and metrics. Otherwise as `train`."""
+        """Run a forward-only program without gradients, for its losses and metrics. Otherwise it is like `train`."""
         run = _Run(self, batch)
         self._run(actions, run)
         return run.totals
@@ -178,7 +179,7 @@ class Executor:
         return [run.taken[microbatch] for microbatch in sorted(run.taken)]
 
     def close(self) -> None:
-        """Leave the modules as they were."""
+        """Restore the modules."""
         for stage in self.stages.values():
             stage.close()
 
@@ -212,7 +213,7 @@ class Executor:
 
 
 class _Run:
-    """One batch on its way through this rank's stages."""
+    """The run of one batch through this rank's stages."""
 
     def __init__(
         self,
@@ -231,23 +232,23 @@ class _Run:
         self.totals = BatchTotals()
         self.taken: dict[int, Any] = {}
         self.backwards_left: Counter[int] = Counter()
-        """By stage, how many actions are to come that complete a microbatch's gradients."""
+        """Number of coming actions that complete a microbatch's gradients, by stage."""
         self.splits_backward = False
-        """Whether backwards come in two halves."""
+        """True if backwards are split in two halves."""
         self.forwards_left: Counter[int] = Counter()
-        """By microbatch, how many forwards are to come that take its keyword arguments."""
+        """Number of coming forwards that take a microbatch's keyword arguments."""
         self._inputs: dict[int, StageInputs] = {}
         self._signatures: dict[int, Hashable] = {}
         """[Note: schemas] in `transfer.py`."""
         self._outputs: dict[tuple[int, int], tuple[Schema, list[Tensor]]] = {}
-        """What stages put out that has not been sent or handed to a stage of this rank; by (stage, microbatch)."""
+        """Outputs not yet sent, or passed on to a stage of this rank; by (stage, microbatch)."""
         self._schemas: dict[tuple[int, int], Schema] = {}
-        """Of outputs that went to another rank and whose gradients are to come."""
+        """Schemas of outputs that went to another rank and whose gradients have not come yet."""
         self._gradients: dict[tuple[int, int], list[Tensor]] = {}
-        """Of inputs, to be sent or handed to a stage of this rank."""
+        """Gradients of inputs, to send or to pass on to a stage of this rank."""
         self._losses: dict[int, Tensor] = {}
         self._factors: dict[float, Tensor] = {}
-        """Gradients of losses, for all microbatches whose factor is this number."""
+        """Gradients of losses, by factor."""
 
     def run(self, action: Action) -> None:
         match action:
@@ -284,7 +285,7 @@ class _Run:
                 running.keep(microbatch, outputs)
 
     def _received(self, stage: int, microbatch: int) -> tuple[Any, list[Tensor]]:
-        """The stage's input as leaves of its graph, and those of its tensors that get a gradient."""
+        """Return the stage's input as leaves of its graph, and those of its tensors that get a gradient."""
         if stage - 1 in self.executor.stages:
             schema, tensors = self._outputs.pop((stage - 1, microbatch))
             tensors = [tensor.detach() for tensor in tensors]
@@ -303,7 +304,7 @@ class _Run:
         return tensors
 
     def _finish(self, microbatch: int, output: Any) -> list[Tensor]:
-        """The loss of the last stage's output, added to the totals."""
+        """Compute the loss of the last stage's output, and add it to the totals."""
         batch = self.batch
         counts = batch.counts(microbatch)
         if self.take is not None:
@@ -316,8 +317,8 @@ class _Run:
         if self.scale is not None:
             if not loss.requires_grad:
                 raise ConfigError(
-                    "microbatch_loss returned a loss without gradient: no parameter that needs one had a part in it; "
-                    "leave some unfrozen, and keep detach() and no_grad() out of it"
+                    "microbatch_loss returned a loss without gradient: it does not depend on a trainable "
+                    "parameter. Leave some unfrozen, and do not use detach() and no_grad() in it"
                 )
             self._losses[microbatch] = loss.detach()
         return [loss]
@@ -400,7 +401,7 @@ class _Run:
         return self.executor.messages
 
     def _inputs_of(self, microbatch: int) -> StageInputs:
-        """The keyword arguments of a microbatch, from its first action on this rank to its last forward."""
+        """Return the keyword arguments of a microbatch, kept from its first action here to its last forward."""
         if microbatch not in self._inputs:
             inputs = self._inputs[microbatch] = stage_inputs(self.executor.hooks, self.batch.microbatches[microbatch])
             self._signatures[microbatch] = torch.is_grad_enabled(), _shapes((inputs.first, inputs.shared))
@@ -413,10 +414,10 @@ class _Run:
 
 
 def stage_inputs(hooks: MicrobatchHooks, microbatch: Any) -> StageInputs:
-    """What the hook returns, if it is what it should be.
+    """Call the hook and check its result.
 
     Raises:
-        ConfigError: It is not.
+        ConfigError: The result is not a `StageInputs`.
     """
     with naming_batch(hooks.microbatch_inputs, microbatch):
         inputs = hooks.microbatch_inputs(microbatch)
@@ -430,7 +431,7 @@ def stage_inputs(hooks: MicrobatchHooks, microbatch: Any) -> StageInputs:
 def loss_of(
     hooks: MicrobatchHooks, output: Any, microbatch: Any, rows: int | None, totals: BatchTotals, counts: bool = True
 ) -> Tensor:
-    """The value sum of a microbatch with its graph; unless it is a dummy, loss and metrics are added to `totals`."""
+    """Return the value sum of a microbatch with its graph; add loss and metrics to `totals` unless it is a dummy."""
     with naming_batch(hooks.microbatch_loss, microbatch):
         loss = hooks.microbatch_loss(output, microbatch)
     weighted = as_weighted(loss, rows, "microbatch_loss")
@@ -444,9 +445,9 @@ def loss_of(
 
 @contextmanager
 def naming_batch(hook: Callable[..., Any], batch: Any) -> Generator[None]:
-    """Around a hook: where it asks a batch for what it does not have, the error says what it has.
+    """Wrap a hook: if it asks a batch for something missing, the error describes the batch.
 
-    Errors of other kinds, and those from inside of what the hook calls, are bugs of their own and pass unchanged.
+    Errors of other kinds, and those from inside of functions that the hook calls, are other bugs and pass unchanged.
 
     Raises:
         ConfigError: The hook itself raised a KeyError, IndexError, TypeError, ValueError or AttributeError, or a
@@ -465,8 +466,8 @@ def naming_batch(hook: Callable[..., Any], batch: Any) -> Generator[None]:
         name = getattr(hook, "__qualname__", repr(hook))
         reason = f"it has no {error.args[0]!r}" if lacks else f"{type(error).__name__}: {error}"
         raise ConfigError(
-            f"{name} cannot use a batch ({reason}). It is {described(batch)}; give what the hook asks for in the "
-            "DataLoader's collate_fn, or let the hook take what is there"
+            f"{name} cannot use a batch ({reason}). It is {described(batch)}; add what the hook needs in the "
+            "DataLoader's collate_fn, or change the hook to use what the batch has"
         ) from error
 
 
@@ -486,7 +487,7 @@ _WORDS = {
     ReceiveForward: "receiving the input",
     ReceiveBackward: "receiving the output's gradient",
     Unshard: "gathering the parameters",
-    Reshard: "letting go of the parameters",
+    Reshard: "resharding the parameters",
     ReduceGradients: "summing the gradients",
 }
 
@@ -503,7 +504,7 @@ def _in_words(action: Action | None) -> str:
 
 
 def _shapes(value: Any) -> Hashable:
-    """Shapes and dtypes of the tensors in a tree, and values of what else tells microbatches apart."""
+    """Return shapes and dtypes of the tensors in a tree, and other values by which microbatches differ."""
     if isinstance(value, Tensor):
         return value.shape, value.dtype
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Small values of the device on the host, without making the host wait."""
+"""Copies small values from the device to the host without making the host wait."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from torch import Tensor
 
 
 class HostCopy:
-    """Copies values to the host behind the device's work; each is read when a later one is sent."""
+    """A copier that queues copies to the host after the device's work; each value is read when a later one is sent."""
 
     def __init__(self) -> None:
         self._host: Tensor | None = None
         self._copied: torch.Event | None = None
 
     def exchange(self, value: Tensor) -> Tensor | None:
-        """Send a value, and take the one sent before it.
+        """Send a value, and return the one sent before it.
 
         Args:
-            value: Always of one shape, dtype and device.
+            value: Value, always of the same shape, dtype and device.
 
         Returns:
-            A value on the host. Of a value on the CPU that value. None after the first one, and while the last one sent
-            is still on its way; then this one is not sent.
+            The earlier value, on the host; for a value on the CPU the value itself. None after the first one. None also
+            while the last one sent is under way; then this one is not sent.
         """
         if value.device.type == "cpu":
             return value
@@ -40,4 +40,4 @@ class HostCopy:
         return earlier
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostCopy:
-        return HostCopy()  # what is on its way reaches the original
+        return HostCopy()  # a value under way reaches the original

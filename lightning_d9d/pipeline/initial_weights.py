@@ -1,4 +1,4 @@
-"""From a stage built on the meta device to one with storage and initial weights, drawn without the parts of others."""
+"""Gives storage and initial weights to a stage built on the meta device; each rank draws only its own part."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ _WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})  # of checkpo
 
 
 class InitialValue(Protocol):
-    """How a tensor starts, as `lightning_d9d.modules.Normal` and `Constant` define it."""
+    """An initial value of a tensor, such as `lightning_d9d.modules.Normal` and `Constant`."""
 
     def fill_slice_(self, target: Tensor, shape: Sequence[int], ranges: Sequence[range], key: int) -> None:
-        """Write what a rank holds of a tensor of this shape, the indices `ranges`; `key` decides all values."""
+        """Write a rank's slice of a tensor of this shape, the indices `ranges`; `key` decides all values."""
         ...
 
 
 def draw_local(
     value: InitialValue, tensor: Tensor, *, seed: int, name: str, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """What this rank holds of a tensor's initial value, on a device in the tensor's dtype. Local.
+    """Draw this rank's slice of a tensor's initial value, on a device in the tensor's dtype. Local.
 
     Each element follows from its place in the whole tensor, from the seed and from the name.
 
     Args:
-        value: What it is drawn from.
-        tensor: Says shape, dtype and placements; may be on the meta device.
+        value: The initial value to draw from.
+        tensor: Tensor with the shape, dtype and placements; it may be on the meta device.
         seed: Of the job.
         name: Of the tensor in the whole model.
-        device: Where it is made.
+        device: Device on which it is made.
     """
     ranges = local_ranges(tensor)
     part = torch.empty([len(r) for r in ranges], dtype=tensor.dtype, device=device)
@@ -51,7 +51,7 @@ def draw_local(
 
 
 def recorded_values(recording: Recording, stage: nn.Module) -> dict[str, RecordedValue]:
-    """What the tensors of a stage were given while it was built, by their names in the whole model."""
+    """Return the values given to tensors of a stage while it was built, by their names in the whole model."""
     return recording.values_of((name, tensor) for name, _, _, tensor in _named(stage))
 
 
@@ -61,36 +61,37 @@ def materialize(
 ) -> list[str]:
     """Give every meta parameter and buffer of `stage` storage on `device` and its initial value, in place. Local.
 
-    Values follow from (seed, name, place) alone: equal bits wherever the stage lies, on any device, however its tensors
-    are sharded; of a DTensor each rank gets its own slice. Random numbers are made in float32, then cast.
+    Values follow from (seed, name, place) alone. They are bitwise equal for any rank, device and sharding; each rank
+    gets its own slice of a DTensor. Random numbers are drawn in float32, then cast.
 
-    - What a tensor was given while it was built has precedence. [Note: recorded values] in `recorded_values`.
+    - A value given while the stage was built has precedence. [Note: recorded values] in `recorded_values`.
     - A submodule with `initial_values()` gets them on the device, and only those that this rank holds.
-    - Any other has a `reset_parameters()`, which runs on the CPU on whole tensors with torch's random state seeded by
+    - Any other has a `reset_parameters()`, which runs on the CPU on whole tensors. Torch's random state is seeded by
       (seed, submodule name); the slices are taken afterwards. The rest of the model takes no memory meanwhile.
 
-    Of the last two the one that the more derived class defines is taken. Children come before their parents, so that a
-    parent's reset may set constants in them. Tensors that are not on the meta device (a pretrained part, say) keep
-    their value and move to `device`. What several submodules share stays shared and starts as the first of them says.
+    If a class has both of the last two, the one of the more derived class is used. Children come before their parents,
+    so a parent's reset may set constants in them. Tensors that are not on the meta device (such as a pretrained part)
+    keep their value and move to `device`. A tensor that several submodules share stays shared, and gets the value of
+    the first of them.
 
     Args:
-        stage: On the meta device.
-        device: Where to keep it.
+        stage: Stage on the meta device.
+        device: Device for its tensors.
         seed: Of the job.
-        recorded: By name, what tensors were given while the stage was built.
+        recorded: Values given to tensors while the stage was built, by name.
 
     Returns:
-        The names of recorded values that no tensor takes, as it has another name or shape by now. Without defaults.
+        The names of recorded values that no tensor takes, since its name or shape has changed. Defaults are left out.
 
     Raises:
-        ConfigError: A submodule owns meta tensors for which it has neither, or which neither gives a value. Or a
-            recorded value cannot be made, or `initial_values()` gives something that cannot fill slices.
+        ConfigError: A submodule owns meta tensors but has neither method, or a method leaves some without a value. Or a
+            recorded value cannot be made, or `initial_values()` returns an object that cannot fill slices.
     """
     start: float | None = time.monotonic()
     recorded = recorded or {}
     lost = {name for name, value in recorded.items() if not value.is_default}
     given: list[tuple[str, Tensor, int]] = []
-    made: dict[int, tuple[Tensor, Tensor]] = {}  # by identity, which lasts as long as the meta tensor is kept
+    made: dict[int, tuple[Tensor, Tensor]] = {}  # by identity, which is valid while the meta tensor is kept
     for name, module in _children_first(stage, set()):
         for key, tensor in _owned(module).items():
             if id(tensor) in made:
@@ -111,10 +112,10 @@ def materialize(
             start = None
     lost -= {name for name, _, _, tensor in _named(stage) if name in lost and tensor.shape == recorded[name].shape}
     for name, tensor, version in given:
-        if tensor._version != version:  # the reset of a parent has written to it
+        if tensor._version != version:  # a parent's reset has written to it
             with torch.no_grad():
                 local(tensor).copy_(_slice(_made(recorded[name], name, seed), tensor))
-    stage.to(device)  # what was not on the meta device; and `fully_shard` takes notice of its new parameters
+    stage.to(device)  # moves tensors that were not on the meta device; `fully_shard` also sees its new parameters
     return sorted(lost)
 
 
@@ -152,8 +153,9 @@ def share_equal_names(stages: Iterable[nn.Module]) -> None:
 def take_tensors(stages: Iterable[nn.Module], earlier: Iterable[nn.Module]) -> list[str]:
     """Give stages built on the meta device the parameters and buffers of earlier ones, by name. Local.
 
-    They get the tensors themselves, but where a whole one is to be a DTensor, a copy of what this rank holds of it.
-    DTensors are taken where they lie alike. Afterwards `stage.to(device)`, which `fully_shard` takes notice of.
+    They get the tensors themselves. If a whole tensor becomes a DTensor, they get a copy of this rank's slice. A
+    DTensor is taken only if it is sharded alike. Call `stage.to(device)` afterwards, so that `fully_shard` sees the
+    tensors.
 
     Returns:
         The names of tensors that are still on the meta device.
@@ -185,12 +187,12 @@ def _can_become(tensor: Tensor, target: Tensor) -> bool:
 
 
 def _slice(whole: Tensor, target: Tensor) -> Tensor:
-    """What this rank holds of it, if it is sharded as the target is."""
+    """Return this rank's slice of a tensor, sharded like the target."""
     return whole[tuple(slice(r.start, r.stop) for r in local_ranges(target))]
 
 
 def _named(stage: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """Each tensor with its name in the whole model, its owner, and its name there."""
+    """Yield each tensor with its name in the whole model, its owner, and its name in the owner."""
     for path, module in stage.named_modules(remove_duplicate=False):
         name = ".".join(part for part in path.split(".") if part not in _WRAPPERS)
         for key, tensor in _owned(module).items():
@@ -211,18 +213,18 @@ def _children_first(module: nn.Module, seen: set[nn.Module], name: str = "") -> 
 
 
 def _takes(module: nn.Module, meta: Tensor, value: RecordedValue) -> bool:
-    """Whether a meta tensor starts as it was given: its module cannot do better, or somebody meant another start."""
+    """Return True if a meta tensor takes the recorded value: it was set on purpose, or the module has no better one."""
     return value.shape == meta.shape and not (value.is_default and (_has_initial_values(module) or _reset_of(module)))
 
 
 def _made(value: RecordedValue, name: str, seed: int) -> Tensor:
-    """The whole recorded value, on the CPU."""
+    """Make the whole recorded value, on the CPU."""
     with _seeded_on_cpu(seed):
         whole = value.make(seed)
     if whole.is_floating_point() and whole.isnan().any():
         raise ConfigError(
-            f"configure_stage gives values to a part of {name!r} only, which was built on the meta device; give it "
-            "all of its values there, or in reset_parameters() of the submodule that owns it"
+            f"configure_stage sets only a part of {name!r}, which was built on the meta device. Set all of its "
+            "values there, or in reset_parameters() of the submodule that owns it"
         )
     return whole
 
@@ -235,7 +237,7 @@ def _initial_slices(
     seed: int,
     device: torch.device,
 ) -> Iterator[tuple[str, Tensor]]:
-    """What this rank holds of each meta tensor of the module, on the device where it is made there, else on the CPU."""
+    """Make this rank's slice of each meta tensor of the module: on the device if possible, else on the CPU."""
     for key, value in recorded.items():
         yield key, _slice(_made(value, _joined(name, key), seed), metas[key]).to(metas[key].dtype)
     metas = {key: meta for key, meta in metas.items() if key not in recorded}
@@ -246,15 +248,15 @@ def _initial_slices(
         for key, meta in metas.items():
             if key not in values:
                 raise ConfigError(
-                    f"initial_values() of submodule {name!r} ({type(module).__name__}) says nothing of {key!r}, which "
-                    "was built on the meta device; add it"
+                    f"initial_values() of submodule {name!r} ({type(module).__name__}) lacks {key!r}, which was "
+                    "built on the meta device; add it"
                 )
             if not hasattr(values[key], "fill_slice_"):
                 raise ConfigError(
                     f"initial_values() of submodule {name!r} ({type(module).__name__}) gives {key!r} a "
-                    f"{type(values[key]).__name__}, which cannot fill slices; return {{{key!r}: Normal(std=0.02)}} or "
-                    f"{{{key!r}: Constant(0.0)}} of lightning_d9d.modules, or any object whose method "
-                    "fill_slice_(target, shape, ranges, key) replaces draw(generator, shape), or write "
+                    f"{type(values[key]).__name__}, which cannot fill slices. Return {{{key!r}: Normal(std=0.02)}} "
+                    f"or {{{key!r}: Constant(0.0)}} of lightning_d9d.modules. An object of your own needs "
+                    "fill_slice_(target, shape, ranges, key) in place of draw(generator, shape). Or write "
                     "reset_parameters() in place of initial_values()"
                 )
             yield key, draw_local(values[key], meta, seed=seed, name=_joined(name, key), device=device)
@@ -277,13 +279,13 @@ def _reset_of(module: nn.Module) -> Callable[[], None] | None:
 
 
 def _reset_on_cpu(module: nn.Module, name: str, metas: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
-    """The whole initial values of the meta tensors; the module's own tensors are as before."""
+    """Make the whole initial values of the meta tensors; the module's own tensors stay unchanged."""
     reset = _reset_of(module)
     if reset is None:
         raise ConfigError(
-            f"submodule {name!r} ({type(module).__name__}) owns {', '.join(metas)} on the meta device but has no "
-            "reset_parameters() to give values, and configure_stage gives it none; add one, or build that part under "
-            "torch.device('cpu')"
+            f"submodule {name!r} ({type(module).__name__}) owns {', '.join(metas)} on the meta device but lacks a "
+            "reset_parameters() to set them, and configure_stage does not set them. Add one, or build that part "
+            "under torch.device('cpu')"
         )
     owned = _owned(module)
     scratch = {id(tensor): _scratch(tensor) for tensor in owned.values()}
@@ -298,14 +300,14 @@ def _reset_on_cpu(module: nn.Module, name: str, metas: Mapping[str, Tensor], see
         value = after[key]
         if value.is_floating_point() and value.numel() > 0 and value.isnan().all():
             raise ConfigError(
-                f"reset_parameters() of submodule {name!r} ({type(module).__name__}) gives no value to {key!r}, which "
+                f"reset_parameters() of submodule {name!r} ({type(module).__name__}) does not set {key!r}, which "
                 "was built on the meta device; set it there"
             )
     return {key: after[key].detach() for key in metas}
 
 
 def _scratch(tensor: Tensor) -> Tensor:
-    """A whole CPU tensor for a reset to write to; its dtype makes random numbers those of a float32 model."""
+    """Make a whole CPU tensor for a reset to write to; its dtype gives the random numbers of a float32 model."""
     is_parameter, dtype = isinstance(tensor, nn.Parameter), tensor.dtype
     if tensor.is_floating_point():
         dtype = torch.float32 if is_parameter else torch.promote_types(dtype, torch.float32)
@@ -329,7 +331,7 @@ def _seeded_on_cpu(seed: int) -> Generator[None]:
 
 
 def _stored_like(meta: Tensor, local: Tensor, device: torch.device) -> Tensor:
-    if local.untyped_storage().nbytes() != local.nbytes:  # a slice would keep the whole alive
+    if local.untyped_storage().nbytes() != local.nbytes:  # a slice would keep the whole tensor alive
         local = local.clone()
     stored: Any = local.to(device)
     if isinstance(meta, DTensor):

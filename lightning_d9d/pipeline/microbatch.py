@@ -1,4 +1,4 @@
-"""How many microbatches a batch makes, and how many tokens it has."""
+"""The number of microbatches of a batch, and its number of tokens."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from lightning_d9d.pipeline.trees import take_apart
 
 
 def num_tokens(batch: Any) -> int:
-    """The size of the largest tensor of integers in a batch (token ids, labels); 0 if there is none."""
+    """Return the size of the largest tensor of integers in a batch (token ids, labels); 0 without one."""
     sizes = [t.numel() for t in take_apart(batch)[0] if t.dtype == torch.int64 and t.ndim]
     return max(sizes, default=0)
 
 
 class MicrobatchCount:
-    """How many microbatches a batch makes, from `microbatch_size` (rows) or `num_microbatches`; at most one is given.
+    """The number of microbatches of a batch, from `microbatch_size` (rows) or `num_microbatches`; at most one is given.
 
-    Batches need not divide (the last one of an epoch is often short): they make fewer or shorter microbatches, never an
+    Batches need not divide (the last one of an epoch is often short): they give fewer or shorter microbatches, never an
     empty one. Use `check` on the first training batch, which should divide.
     """
 
@@ -40,11 +40,11 @@ class MicrobatchCount:
 
     @property
     def is_one(self) -> bool:
-        """Whether every batch is one microbatch whatever its size."""
+        """True if every batch is one microbatch, whatever its size."""
         return self.microbatch_size is None and self.num_microbatches in (None, 1)
 
     def of(self, rows: int) -> int:
-        """The number of microbatches for a batch of `rows` rows."""
+        """Return the number of microbatches for a batch of `rows` rows."""
         if self.microbatch_size is not None:
             return -(-rows // self.microbatch_size)
         return min(rows, self.num_microbatches or 1)
@@ -54,7 +54,7 @@ class MicrobatchCount:
         if self.rows_expected not in (None, rows):
             raise ConfigError(
                 f"the first batch has {rows} rows, but schedule=Auto(batch_size={self.rows_expected}) chose for "
-                f"that many; give it batch_size={rows}, or the DataLoader another"
+                f"that size. Give Auto batch_size={rows}, or the DataLoader batch_size={self.rows_expected}"
             )
         name = "num_microbatches" if self.microbatch_size is None else "microbatch_size"
         value = self.num_microbatches or self.microbatch_size or 1

@@ -1,4 +1,4 @@
-"""Splitting a model's layers into consecutive stages: by count, by hand, and by the weights of blocks."""
+"""Splits a model's layers into consecutive stages: by count, by given sizes, and by the weights of blocks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from lightning_d9d.schedule.partition import check_num_stages, split_evenly
 
 
 def distribute_layers(num_layers: int, num_stages: int, before: int = 0, after: int = 0) -> list[range]:
-    """Layers of each stage, equally many but for what stands before the first layer and after the last.
+    """Split layers evenly into stages, counting the parts before the first layer and after the last as layers.
 
     An embedding counts as `before` layers of the first stage and a head as `after` layers of the last. With these
-    virtual layers each stage has equally many; what is left over goes to the first stages, one each.
+    virtual layers each stage has equally many; the first stages get one of the remaining layers each.
 
     Args:
-        num_layers: Of the whole model.
-        num_stages: Of the whole pipeline.
+        num_layers: Number of layers of the whole model.
+        num_stages: Number of stages of the whole pipeline.
         before: Virtual layers of the first stage.
         after: Virtual layers of the last stage.
 
@@ -42,42 +42,42 @@ def distribute_layers(num_layers: int, num_stages: int, before: int = 0, after: 
         stage = sizes.index(min(sizes))
         raise ConfigError(
             f"{num_layers} layers, with {before} virtual ones before and {after} after them, are {share} or "
-            f"{share + 1} for each of {num_stages} stages, which leaves stage {stage} without a real one; use fewer "
+            f"{share + 1} for each of {num_stages} stages. Stage {stage} would not have a real one. Use fewer "
             "virtual layers or fewer stages"
         )
     return _ranges(sizes)
 
 
 def split_by_sizes(sizes: Sequence[int], num_layers: int, num_stages: int, name: str) -> list[range]:
-    """Ranges of the given lengths.
+    """Split layers into ranges of the given lengths.
 
     Args:
         sizes: Layers of each stage.
-        num_layers: Of the whole model.
-        num_stages: Of the whole pipeline.
-        name: What the user calls `sizes`, for errors.
+        num_layers: Number of layers of the whole model.
+        num_stages: Number of stages of the whole pipeline.
+        name: The user's name of `sizes`, for errors.
 
     Raises:
-        ConfigError: `sizes` has not `num_stages` numbers of at least 1 with the sum `num_layers`.
+        ConfigError: `sizes` does not have `num_stages` numbers of at least 1 with the sum `num_layers`.
     """
     if len(sizes) != num_stages or sum(sizes) != num_layers or min(sizes) < 1:
         raise ConfigError(
-            f"{name}={list(sizes)} has {len(sizes)} stages of together {sum(sizes)} layers, but the pipeline has "
-            f"{num_stages} stages and the model {num_layers} layers; give {num_stages} numbers of at least 1 with that "
-            "sum, or leave it out"
+            f"{name}={list(sizes)} has {len(sizes)} stages with {sum(sizes)} layers in all, but the pipeline has "
+            f"{num_stages} stages and the model {num_layers} layers. Give {num_stages} numbers of at least 1 with "
+            "that sum, or leave it out"
         )
     return _ranges(sizes)
 
 
 def check_layers(layers: range, num_layers: int) -> range:
-    """The layers of a stage, as given.
+    """Return the given layers of a stage after a check.
 
     Raises:
-        ConfigError: They are no consecutive layers of a model of `num_layers`.
+        ConfigError: The layers are not consecutive ones of a model of `num_layers`.
     """
     if layers.step != 1 or not 0 <= layers.start < layers.stop <= num_layers:
         raise ConfigError(
-            f"a stage of layers {layers} was asked of a model with {num_layers} layers; StageInfo.layers must be "
+            f"a stage of layers {layers} does not fit a model with {num_layers} layers; StageInfo.layers must be "
             f"consecutive ones out of range(0, {num_layers})"
         )
     return layers
@@ -90,16 +90,16 @@ def _ranges(sizes: Sequence[int]) -> list[range]:
 class BlockSequence(nn.ModuleDict):
     """One stage of a model that is a list of blocks, each of which takes the output of the one before it.
 
-    Return it from `configure_stage`, where all blocks of the model can be built: on the meta device they cost nothing,
-    and those of other stages are dropped. Blocks are named by their index in the whole model, "0", "1", ..., so
+    Return it from `configure_stage`, where all blocks of the model can be built. They cost nothing on the meta device,
+    and blocks of other stages are dropped. Blocks are named by their index in the whole model, "0", "1", ..., so
     parameters have the names that they have in `nn.Sequential(*blocks)`.
 
-    The model is split so that the largest number of parameters of a stage is as small as can be, unless `split` or
-    `stage.layers` says where.
+    Unless `split` or `stage.layers` gives boundaries, the model is split so that the largest stage has as few
+    parameters as possible.
 
     Args:
         blocks: All blocks of the model, in order.
-        stage: Which stage to keep. Its `layers`, if any, are blocks and go before `split`.
+        stage: Which stage to keep. Its `layers`, if any, are blocks and override `split`.
         split: Number of blocks of each stage.
 
     Raises:
@@ -130,13 +130,12 @@ class BlockSequence(nn.ModuleDict):
         """Run the stage's blocks one after the other.
 
         Args:
-            input: What the first block takes as its only positional argument: of the first stage `first["input"]` of
-                `microbatch_inputs`, of a later one the previous stage's output. A tensor, or a tuple or dataclass of
-                tensors.
-            shared: Given to every block as keyword arguments; `shared` of `microbatch_inputs`.
+            input: The only positional argument of the first block: `first["input"]` of `microbatch_inputs` on the first
+                stage, the previous stage's output on later ones. A tensor, or a tuple or dataclass of tensors.
+            shared: Keyword arguments for every block; `shared` of `microbatch_inputs`.
 
         Returns:
-            What the last block returns.
+            The result of the last block.
 
         Raises:
             ConfigError: A block other than the model's last returns a mapping.
@@ -145,8 +144,8 @@ class BlockSequence(nn.ModuleDict):
             input = block(input, **shared)
             if isinstance(input, Mapping) and int(name) < self.num_blocks - 1:
                 raise ConfigError(
-                    f"block {name} ({type(block).__name__}) returns a mapping, which the next block would get as its "
-                    "only argument on the same stage but as keyword arguments on the next; return a tuple or a "
+                    f"block {name} ({type(block).__name__}) returns a mapping. The next block would get it as its "
+                    "only argument on the same stage, but as keyword arguments on another. Return a tuple or a "
                     "dataclass"
                 )
         return input
@@ -160,7 +159,7 @@ def _check_nothing_shared(blocks: Sequence[nn.Module], layers: range) -> None:
         for parameter in block.parameters():
             if parameter in here:
                 raise ConfigError(
-                    f"blocks {layers.start} to {layers.stop - 1} share {here[parameter]!r} with block {index}, which "
-                    "is on another stage; move the boundary with split=[...], or write a stage of your own in which "
-                    "the parameter has the same name on both"
+                    f"blocks {layers.start} to {layers.stop - 1} share {here[parameter]!r} with block {index}, "
+                    "which is on another stage. Move the boundary with split=[...], or write a stage of your own "
+                    "in which the parameter has the same name on both"
                 )

@@ -1,14 +1,14 @@
-"""Values that a stage is given while it is built on the meta device: recorded there, and made on the CPU later.
+"""Values given to a stage while it is built on the meta device: they are recorded, and made on the CPU later.
 
 [Note: recorded values] Tensors on the meta device have no values, so `nn.init.normal_(weight)` does nothing there.
-While a `Recording` is open each call that would have given or changed values is kept. Afterwards the calls that a
+While a `Recording` is open, each call that would have set or changed values is kept. Afterwards the calls that a
 parameter depends on run again on the CPU, on whole tensors, and a rank takes its slice.
 
-*Random numbers* follow from the seed and a name: that of the parameter which a call writes to, else that of the one
-which is made. So they are the same on every mesh, as all initial weights are.
+*Random numbers* follow from the seed and a name: that of the parameter to which a call writes, else that of the
+parameter being made. So they are the same on every mesh, like all initial weights.
 
-*Defaults* are not recorded values: what a submodule's own `reset_parameters()` writes to its own tensors when it is
-built. Those are reset later, and copies of them, too, each by its own name.
+*Defaults* are not recorded values: they are written by a submodule's own `reset_parameters()` to its own tensors when
+it is built. Those tensors are reset later. So are copies of them, each by its own name.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _OVERWRITING = {
     *(_aten.normal_, _aten.uniform_, _aten.fill_, _aten.zero_, _aten.copy_, _aten.bernoulli_, _aten.exponential_),
     *(_aten.log_normal_, _aten.random_),
 }
-"""What leaves nothing of the values before, if it writes to all of a tensor."""
+"""Functions that overwrite all earlier values if they write to all of a tensor."""
 _RESETS = ("reset_parameters", "_reset_parameters")
 _BETWEEN = ("torch.utils._device", "torch._compile", "torch._dynamo.eval_frame")
-"""Who may stand between a function and this mode: another `torch.device` that is in force."""
+"""Modules that may be on the stack between a function and this mode: another active `torch.device`."""
 _NARROW = (torch.float16, torch.bfloat16)
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 
 class Piece(NamedTuple):
-    """Where a meta tensor lies in its storage."""
+    """The place of a meta tensor in its storage."""
 
     storage: int
     shape: torch.Size
@@ -55,38 +55,38 @@ class Piece(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of the storage."""
+        """True if it is all of the storage."""
         return self.shape.numel() * self.dtype.itemsize == self.storage_bytes
 
 
 class _Call(NamedTuple):
     function: Callable[..., Any]
     args: tuple[Any, ...]
-    """With a `Piece` for each meta tensor."""
+    """Arguments, with a `Piece` for each meta tensor."""
     kwargs: Mapping[str, Any]
     read: list[Piece]
-    """All of its arguments, those that it writes to included."""
+    """All tensors among its arguments, also those that it writes to."""
     written: list[Piece]
     results: list[Piece | None]
-    """New tensors among what it returns; None for others."""
+    """New tensors among its results; None for others."""
     is_random: bool
     is_default: bool
-    """Whether a submodule's own reset makes it."""
+    """True if a submodule's own reset makes the call."""
     obstacle: str | None
-    """Why it cannot run again."""
+    """The reason why it cannot run again, if any."""
 
     @property
     def name(self) -> str:
-        """Of the function."""
+        """The name of the function."""
         return str(getattr(self.function, "__name__", self.function)).split(".")[0]
 
     @property
     def changed(self) -> list[Piece]:
-        """What has other values afterwards."""
+        """The pieces whose values it changes."""
         return [*self.written, *(piece for piece in self.results if piece is not None)]
 
     def run(self, memory: dict[int, Tensor]) -> None:
-        """Call it on the CPU, on tensors that lie in the memory of their storages."""
+        """Make the call on the CPU, on tensors in the memory of their storages."""
         if self.obstacle is not None:
             raise RuntimeError(self.obstacle)
         casts: list[tuple[Tensor, Tensor]] = []
@@ -95,7 +95,7 @@ class _Call(NamedTuple):
             if isinstance(leaf, Piece):
                 tensor = _tensor_at(leaf, memory)
                 if self.is_random and tensor.is_floating_point() and tensor.dtype != torch.float32:
-                    casts.append((tensor, tensor.float()))  # random numbers of any dtype are those of float32
+                    casts.append((tensor, tensor.float()))  # random numbers of any dtype are drawn in float32
                     return casts[-1][1]
                 return tensor
             if isinstance(leaf, torch.dtype):
@@ -112,26 +112,26 @@ class _Call(NamedTuple):
 
 
 class RecordedValue:
-    """What a parameter or buffer was given while it was built.
+    """The value given to a parameter or buffer while it was built.
 
     Args:
-        recording: Closed.
-        name: Of the tensor in the whole model.
-        piece: Where it lies.
-        names: By storage, those of all tensors of the stage.
+        recording: A closed recording.
+        name: Name of the tensor in the whole model.
+        piece: Place of the tensor in its storage.
+        names: Names of all tensors of the stage, by storage.
     """
 
     def __init__(self, recording: Recording, name: str, piece: Piece, names: Mapping[int, str]) -> None:
         self.shape = piece.shape
         self.is_default = recording.is_default(piece.storage)
-        """Whether nothing but the reset of a submodule gave it."""
+        """True if only the reset of a submodule gave it."""
         self._recording, self._name, self._piece, self._names = recording, name, piece, names
 
     def make(self, seed: int) -> Tensor:
-        """The whole value on the CPU, in float32 at least. Changes torch's random state.
+        """Make the whole value on the CPU, in at least float32. It changes torch's random state.
 
         Args:
-            seed: Of the job.
+            seed: Seed of the job.
 
         Raises:
             ConfigError: A call cannot run again.
@@ -144,27 +144,27 @@ class RecordedValue:
                 if owner is None:
                     torch.default_generator.manual_seed(derived(seed, self._name, "passing", num_passing))
                     num_passing += 1
-                else:  # whichever tensor is made, this one draws the same
+                else:  # its draws do not depend on the tensor being made
                     count = self._recording.num_random(owner, before=index)
                     torch.default_generator.manual_seed(derived(seed, self._names[owner], "written", count))
             try:
                 call.run(memory)
             except (RuntimeError, TypeError, ValueError) as error:
                 raise ConfigError(
-                    f"{self._name!r} is given a value in configure_stage by {call.name}, which cannot be kept: "
-                    f"{error}. Give it in reset_parameters() of the submodule that owns it, or in on_stages_built()"
+                    f"{self._name!r} is given a value in configure_stage by {call.name}, which cannot be recorded: "
+                    f"{error}. Set it in reset_parameters() of the submodule that owns it, or in on_stages_built()"
                 ) from error
         return _tensor_at(self._piece, memory)
 
 
 class Recording:
-    """While it is open, keeps the calls that give values to meta tensors. [Note: recorded values]."""
+    """A recording of the calls that set values of meta tensors while it is open. [Note: recorded values]."""
 
     def __init__(self) -> None:
         self._calls: list[_Call] = []
         self._history: dict[int, list[tuple[int, bool]]] = {}
-        """By storage the calls that write to it, and whether they leave nothing of what was before."""
-        self._storages: list[torch.UntypedStorage] = []  # kept, so that addresses stay theirs
+        """The calls that write to each storage, and whether they overwrite everything."""
+        self._storages: list[torch.UntypedStorage] = []  # kept alive, so that addresses are not reused
         self._modes = ExitStack()
 
     def __enter__(self) -> Self:
@@ -176,7 +176,7 @@ class Recording:
         self._modes.close()
 
     def values_of(self, named: Iterable[tuple[str, Tensor]]) -> dict[str, RecordedValue]:
-        """What tensors were given, by name; without those that nothing is known of.
+        """Return the values given to tensors, by name; tensors without a known value are left out.
 
         Args:
             named: All tensors of a stage, with their names in the whole model.
@@ -185,14 +185,14 @@ class Recording:
         names: dict[int, str] = {}
         for name, piece in pieces:
             names.setdefault(piece.storage, name)
-        for storage, name in list(names.items()):  # before `.to(dtype)` it is the same tensor
+        for storage, name in list(names.items()):  # the tensor before `.to(dtype)` has the same name
             while (source := self._converted_from(storage)) is not None and source not in names:
                 names[source] = name
                 storage = source
         return {name: RecordedValue(self, name, piece, names) for name, piece in pieces if self._writers(piece.storage)}
 
     def needed(self, storage: int) -> list[tuple[int, _Call]]:
-        """The calls that the values of a storage depend on, with their numbers, in order."""
+        """Return the calls that the values of a storage depend on, with their numbers, in order."""
         needed: set[int] = set()
         states: list[tuple[int, int | None]] = [(storage, None)]
         while states:
@@ -203,11 +203,11 @@ class Recording:
         return [(index, self._calls[index]) for index in sorted(needed)]
 
     def num_random(self, storage: int, before: int) -> int:
-        """How often random numbers are written to a storage before a call."""
+        """Count how often random numbers are written to a storage before a call."""
         return sum(self._calls[index].is_random for index, _ in self._history[storage] if index < before)
 
     def is_default(self, storage: int, before: int | None = None) -> bool:
-        """Whether the values of a storage, as they are before a call, come from a submodule's own reset alone."""
+        """Return True if the values of a storage before a call come only from a submodule's own reset."""
         for index in self._writers(storage, before):
             call = self._calls[index]
             if getattr(call.function, "overloadpacket", None) in _COPIES and call.read:
@@ -228,16 +228,16 @@ class Recording:
         is_random: bool,
         overwrites: bool,
     ) -> None:
-        """Keep a call.
+        """Record a call.
 
         Args:
-            function: To be called again.
-            args: Of the call.
+            function: Function to call again.
+            args: Its arguments.
             kwargs: Of the call.
             written: Tensors that it writes to.
-            results: Those that it returns, and other leaves.
-            is_random: Whether it draws random numbers.
-            overwrites: Whether it leaves nothing of the values of what it writes to.
+            results: Tensors that it returns, and other leaves.
+            is_random: True if it draws random numbers.
+            overwrites: True if it overwrites all values of the tensors that it writes to.
         """
         read = [_piece_of(leaf) for leaf in tree_flatten((args, kwargs))[0] if _is_plain_meta(leaf)]
         known = {piece.storage for piece in read}
@@ -251,7 +251,9 @@ class Recording:
         self._storages.extend(t.untyped_storage() for t in (*written, *results) if _is_plain_meta(t))
         draws_by_itself = any(isinstance(leaf, torch.Generator) for leaf in tree_flatten((args, kwargs))[0])
         unknown = next((piece for piece in read if piece not in changed and piece.storage not in self._history), None)
-        obstacle = "it reads a tensor of unknown values; build that on the CPU (device='cpu')" if unknown else None
+        obstacle = (
+            "it reads a tensor of unknown values; build that tensor on the CPU (device='cpu')" if unknown else None
+        )
         if draws_by_itself:
             obstacle = "it draws from a torch.Generator, whose numbers depend on the order of calls"
         call = _Call(
@@ -276,7 +278,7 @@ class Recording:
                 self._history[piece.storage] = [(index, True)]
 
     def note_empty(self, tensor: Tensor) -> None:
-        """Take notice of a tensor without values."""
+        """Record a tensor without values."""
         self._storages.append(tensor.untyped_storage())
         self._history[_piece_of(tensor).storage] = []
 
@@ -287,14 +289,14 @@ class Recording:
         return call.read[0].storage if call is not None and is_cast and call.read else None
 
     def _writers(self, storage: int, before: int | None = None) -> list[int]:
-        """The calls that the values of a storage come from, as they are before a call."""
+        """Return the calls that wrote the values which a storage has before a call."""
         earlier = [(i, is_whole) for i, is_whole in self._history.get(storage, []) if before is None or i < before]
         first = max((place for place, (_, is_whole) in enumerate(earlier) if is_whole), default=0)
         return [index for index, _ in earlier[first:]]
 
 
 class _Operators(TorchDispatchMode):
-    """Keeps what reaches torch's operators."""
+    """A mode that records calls of torch's operators."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()
@@ -326,7 +328,7 @@ class _Operators(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """Keeps what does not reach operators: values from Python, and functions of `nn.init` that skip meta tensors."""
+    """A mode for calls that do not reach operators: Python values, and `nn.init` functions that skip meta tensors."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()
@@ -343,7 +345,7 @@ class _Functions(TorchFunctionMode):
         return result
 
     def _note_skipped(self) -> None:
-        """A function that asks whether a tensor is on the meta device, to leave it as it is: note its call."""
+        """Record the call of a function that skips tensors on the meta device."""
         caller: Any = sys._getframe(2)
         while caller.f_globals.get("__name__") in _BETWEEN:
             caller = caller.f_back
@@ -362,7 +364,7 @@ def _is_plain_meta(leaf: Any) -> bool:
 
 
 def _address(tensor: Tensor) -> int:
-    """Of its storage, also of one without memory."""
+    """Return the address of its storage, also of one without memory."""
     return tensor.untyped_storage()._cdata
 
 
@@ -378,14 +380,14 @@ def _piece_of(tensor: Tensor) -> Piece:
 
 
 def _kept(leaf: Any) -> Any:
-    """An argument for a later call: a place for a meta tensor, and a copy of any other, which may change until then."""
+    """Keep an argument for a later call: the place of a meta tensor, a copy of any other, which may change."""
     if _is_plain_meta(leaf):
         return _piece_of(leaf)
     return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
 
 
 def _is_default(written: Sequence[Tensor]) -> bool:
-    """Whether a submodule's own reset is at work, on a tensor of its own or on one that nobody has yet."""
+    """Return True if a submodule's own reset is running, on its own tensor or one without an owner."""
     storages = {_address(tensor) for tensor in written}
     frame: Any = sys._getframe(1)
     while frame is not None:
@@ -409,5 +411,5 @@ def _tensor_at(piece: Piece, memory: dict[int, Tensor]) -> Tensor:
         flat = torch.full([piece.storage_bytes // piece.dtype.itemsize], fill, dtype=dtype, device="cpu")
         memory[piece.storage] = flat
     if flat.dtype != dtype:
-        raise RuntimeError(f"its memory is seen as {flat.dtype} and as {dtype}")
+        raise RuntimeError(f"its memory is used as {flat.dtype} and as {dtype}")
     return flat.as_strided(piece.shape, piece.stride, piece.offset)

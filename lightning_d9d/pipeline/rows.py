@@ -1,4 +1,4 @@
-"""Rows of batches: how many there are, where they lie, and how they are split."""
+"""Rows of batches: their number, their place, and how they are split."""
 
 from __future__ import annotations
 
@@ -12,54 +12,54 @@ from lightning_d9d.errors import ConfigError
 from lightning_d9d.pipeline.trees import children, described, take_apart, with_children
 
 Path = tuple[Any, ...]
-"""Keys and places that lead to a part of a batch."""
+"""Keys and positions that lead to a part of a batch."""
 
 Form = Literal["rows", "columns", "whole"]
-"""What a list is: one entry a row; parts that each have all rows; or something that all rows share."""
+"""The form of a list: one entry a row; parts that each have all rows; or a value that all rows share."""
 
 
 @dataclass
 class _Reading:
-    """One way to see rows in a batch."""
+    """One way to read rows in a batch."""
 
     num_rows: int
     forms: dict[Path, Form] = field(default_factory=dict)
-    """Of its lists and tuples, but for those inside of a row."""
+    """Forms of its lists and tuples, except those inside of a row."""
     unclear: list[Path] = field(default_factory=list)
-    """Where a list could also be something else."""
+    """Paths of lists that could also have another form."""
 
 
 class BatchRows:
-    """Finds the rows of batches, which are trees (see `lightning_d9d.pipeline.trees`).
+    """A finder of the rows of batches, which are trees (see `lightning_d9d.pipeline.trees`).
 
     A tensor has its rows along dim 0. A list or tuple with as many entries as there are rows has one a row, such as a
-    text; the columns that torch's default_collate puts into a list are split each for itself. All else is shared by all
-    rows. How a list was seen in an earlier batch decides where a later one could be seen in several ways.
+    text. The columns that torch's default_collate puts into a list are split one by one. Everything else is shared by
+    all rows. If the form of a list is ambiguous, its form in an earlier batch decides.
     """
 
     def __init__(self) -> None:
         self._known: dict[Path, Form] = {}
         self._taken_for: dict[Path, Form] = {}
-        """Of lists that could be several things in all batches so far."""
+        """Forms assumed for lists that were ambiguous in all batches so far."""
 
     def count(self, batch: Any, strict: bool = True) -> int:
-        """The number of rows.
+        """Return the number of rows.
 
         Args:
             batch: Any tree.
-            strict: Otherwise lists that could be rows or columns are taken for columns.
+            strict: If False, lists that could be rows or columns are taken for columns.
 
         Raises:
-            ConfigError: The batch has no rows, tensors that disagree or, if `strict`, lists that could be both. Or a
-                list that was taken for columns in an earlier batch has one entry for each row.
+            ConfigError: The batch has no rows, or tensors that disagree, or, if `strict`, lists that could be both. Or
+                a list that was taken for columns in an earlier batch has one entry for each row.
         """
         return self._read(batch, strict).num_rows
 
     def split(self, batch: Any, num_parts: int) -> list[Any]:
-        """The rows in `num_parts` parts, as even as possible, longest first; tensors are views.
+        """Split the rows into `num_parts` parts, as even as possible, longest first; tensors are views.
 
         Raises:
-            ConfigError: As `count`, where there is more than one part.
+            ConfigError: The rows cannot be counted, as in `count`, and there is more than one part.
         """
         return [batch] if num_parts == 1 else _split(batch, (), self._read(batch, strict=True), num_parts)
 
@@ -71,9 +71,9 @@ class BatchRows:
                 readings.append(reading)
         if not readings:
             raise ConfigError(
-                f"a batch is split into microbatches along dim 0, but it is {described(batch)}: its tensors must share "
-                "one first size, at least 1, and so must lists with an entry for each row; give such batches in the "
-                f"DataLoader's collate_fn, or {_REMEDY}"
+                f"a batch is split into microbatches along dim 0, but it is {described(batch)}. Its tensors must "
+                "share one first size, at least 1, and so must lists with an entry for each row. Make such batches "
+                f"in the DataLoader's collate_fn, or {_REMEDY}"
             )
         as_before = [each for each in readings if all(self._known.get(p) == f for p, f in each.forms.items())]
         readings = as_before if len(as_before) == 1 else readings
@@ -90,7 +90,7 @@ class BatchRows:
         return reading
 
     def _fits(self, tree: Any, path: Path, reading: _Reading) -> bool | None:
-        """Whether a tree has so many rows; None if nothing in it has rows. Notes the forms of its lists."""
+        """Return True if a tree has so many rows; None if nothing in it has rows. It notes the forms of its lists."""
         if isinstance(tree, Tensor):
             return len(tree) == reading.num_rows if tree.ndim else None
         parts = children(tree)
@@ -129,11 +129,10 @@ class BatchRows:
         where = "batch" + "".join(f"[{place!r}]" for place in min(paths, key=len))
         numbers = " or ".join(str(number) for number in sorted({each.num_rows for each in readings}))
         raise ConfigError(
-            f"the rows of a batch are to be counted or split, but {where} is a list that could have one entry for each "
-            f"row, or, here or in an earlier batch, tensors that have all rows each: there are {numbers} rows, and the "
-            f"batch is {described(batch)}. "
-            "Make one tensor of its rows, or give columns by name, as a dictionary, in the DataLoader's collate_fn; or "
-            f"{_REMEDY}"
+            f"the rows of a batch cannot be counted or split: {where} is a list that is ambiguous, here or with an "
+            "earlier batch. It could have one entry for each row, or tensors that each have all rows. There are "
+            f"{numbers} rows, and the batch is {described(batch)}. Make one tensor of its rows, or a dictionary of "
+            f"its columns, in the DataLoader's collate_fn; or {_REMEDY}"
         )
 
 
@@ -146,7 +145,7 @@ def _all(results: Any) -> bool | None:
 
 
 def _possible_numbers(batch: Any) -> list[int]:
-    """Those of tensors outside of lists if there are some, else those of all tensors and lists."""
+    """Return the sizes of tensors outside of lists if there are some, else those of all tensors and lists."""
     outside: set[int] = set()
     inside: set[int] = set()
     _add_sizes(batch, outside, inside)
@@ -169,7 +168,7 @@ def _add_sizes(tree: Any, sizes: set[int], of_lists: set[int]) -> None:
 
 
 def _are_alike(values: list[Any]) -> bool:
-    """Whether each could be the same thing of another row: tensors of one dtype and number of dims, say."""
+    """Return True if the values could be entries of different rows, such as tensors of one dtype and number of dims."""
     has_tensors = len(take_apart(values)[0]) > 0
     return not has_tensors or len({_kind(value) for value in values if value is not None}) < 2
 

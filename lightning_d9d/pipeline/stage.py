@@ -1,13 +1,14 @@
-"""A stage at work: its module, and what it keeps of each microbatch from forward to backward.
+"""A running stage: its module, and the state of each microbatch from forward to backward.
 
-[Note: what is kept] Between forward and backward a microbatch keeps its graph, held by the edges of the outputs that
-want a gradient, and the inputs that get one. Outputs themselves are not kept: they are gone when they are sent. After
-an input backward only what weight gradients are made of is left (`lightning_d9d.ops.weight_gradients`), and after the
+[Note: what is kept] Between forward and backward a microbatch keeps its graph and the inputs that get a gradient. The
+edges of the outputs that need one hold the graph. Outputs themselves are not kept: they are freed when they are sent.
+After an input backward only the inputs of weight gradients stay (`lightning_d9d.ops.weight_gradients`), and after the
 last backward nothing.
 
-[Note: one memory] A parameter's first gradient of a window is whatever tensor autograd has at hand, perhaps a view of
-what it also gives to an input or to another parameter (`x.view(shape) + weight.view(shape)`). Later gradients are added
-to it in place. The input's may wait then for the stage before, or be on its way there; so what overlaps is copied.
+[Note: one memory] A parameter's first gradient of a window is any tensor that autograd has. It may share memory with
+the gradient of an input or of another parameter (`x.view(shape) + weight.view(shape)`). Later gradients are added to it
+in place. The input's gradient may then still wait to be sent to the stage before, or be under way. So overlapping
+gradients are copied.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from lightning_d9d.pipeline.types import CountsTokens
 
 @dataclass
 class _Microbatch:
-    """[Note: what is kept]."""
+    """The state of a microbatch. [Note: what is kept]."""
 
     inputs: list[Tensor]
     edges: list[GradientEdge] = field(default_factory=list)
@@ -37,11 +38,11 @@ class _Microbatch:
 
 
 class Stage:
-    """Runs one stage's module forward and backward, microbatch by microbatch, in any order.
+    """A stage's module, which runs forward and backward microbatch by microbatch, in any order.
 
     Args:
         module: The stage's part of the model.
-        before_first: Called with it and its arguments before its first forward.
+        before_first: Called with the module and its arguments before its first forward.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Stage:
         """Parameters without a gradient in this batch; None before its first backward."""
 
     def begin(self) -> None:
-        """A batch begins."""
+        """Begin a batch."""
         self._without_gradient = None
 
     def forward(
@@ -68,14 +69,14 @@ class Stage:
         arguments: Mapping[str, Any],
         splits_backward: bool,
     ) -> Any:
-        """The module's output.
+        """Run the module's forward and return its output.
 
         Args:
-            microbatch: Its index.
+            microbatch: Index of the microbatch.
             inputs: Tensors of `received` that get a gradient, in order.
-            received: What the stage before put out; None on the first.
+            received: Output of the stage before; None on the first.
             arguments: Keyword arguments of this stage.
-            splits_backward: Whether its backward comes in two halves, so that weight gradients are to be deferred.
+            splits_backward: True if its backward is split in two halves, so weight gradients are deferred.
         """
         if not torch.is_grad_enabled():
             return self._call(received, arguments)
@@ -119,18 +120,18 @@ class Stage:
         self._live[microbatch].edges = [get_gradient_edge(output) for output in outputs if output.requires_grad]
 
     def backward(self, microbatch: int, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """The whole backward. Returns the gradients of the inputs, and forgets the microbatch.
+        """Run the whole backward. Returns the gradients of the inputs, and forgets the microbatch.
 
         Args:
-            microbatch: Its index.
-            gradients: Of the outputs that want one, in order.
+            microbatch: Index of the microbatch.
+            gradients: Gradients of the outputs that need one, in order.
         """
         of_inputs = self.backward_input(microbatch, gradients)
         self.backward_weight(microbatch)
         return of_inputs
 
     def backward_input(self, microbatch: int, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """As `backward`, but without the weight gradients that can be deferred."""
+        """Run the backward like `backward`, but without the weight gradients that can be deferred."""
         live = self._live[microbatch]
         edges, inputs = live.edges, live.inputs
         live.edges, live.inputs = [], []
@@ -150,7 +151,7 @@ class Stage:
         return taken
 
     def backward_weight(self, microbatch: int) -> None:
-        """The weight gradients that were deferred; forgets the microbatch."""
+        """Compute the weight gradients that were deferred, and forget the microbatch."""
         weights = self._live.pop(microbatch).weights
         if weights is not None:
             weights.accumulate()
@@ -160,7 +161,7 @@ class Stage:
         self._live.clear()
 
     def close(self) -> None:
-        """Leave the module as it was."""
+        """Restore the module."""
         self.drop()
         if self._unsplit is not None:
             self._unsplit()
@@ -168,7 +169,7 @@ class Stage:
 
 
 def _keep_apart(parameters: Iterable[nn.Parameter], others: Iterable[Tensor]) -> None:
-    """Copy gradients that overlap with others or with one another. [Note: one memory]."""
+    """Copy gradients that overlap with other tensors or with one another. [Note: one memory]."""
     received = [parameter for parameter in parameters if parameter.grad is not None]
     if not received:
         return
@@ -186,7 +187,7 @@ def _keep_apart(parameters: Iterable[nn.Parameter], others: Iterable[Tensor]) ->
 
 
 def _separate(owners: list[nn.Parameter | None]) -> None:
-    """Copy the gradients of all parameters, but for one if no other (None) is among the owners."""
+    """Copy the gradients of all parameters, except one if other tensors (None) are not among the owners."""
     parameters = [owner for owner in owners if owner is not None]
     for parameter in parameters[0 if None in owners else 1 :]:
         assert parameter.grad is not None
@@ -194,7 +195,7 @@ def _separate(owners: list[nn.Parameter | None]) -> None:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Its first address and the one after its last. Gradients in a bucket have one storage, but do not overlap."""
+    """Return its first address and the one after its last. Gradients in a bucket share a storage without overlap."""
     tensor = local(tensor)
     if tensor.numel() == 0:
         return 0, 0

@@ -1,4 +1,4 @@
-"""Who looks at an executor's compute actions: when they really ran, and what memory they left behind."""
+"""Observers of an executor's compute actions: when they really ran, and how much memory they kept."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ _Moment = float | torch.cuda.Event
 
 
 class Observer(Protocol):
-    """What an executor tells of its compute actions, one after the other; of a pair both parts."""
+    """An observer of an executor's compute actions, one after the other; it sees both parts of a pair."""
 
     def span(self, action: Action) -> AbstractContextManager[None]:
-        """Around what the action computes, on a rank that has all it needs. Local."""
+        """Wrap the computation of an action, on a rank that has all its inputs. Local."""
         ...
 
 
 class Timeline:
-    """Moments at which compute actions began and ended, by the device's own clock.
+    """A timeline of when compute actions began and ended, by the device's own clock.
 
-    On CUDA an action begins when the stream is through with what came before it and has what the action waits for. It
-    costs two events an action and no waiting; `spans` waits.
+    On CUDA an action begins when the stream has finished earlier work and has the action's inputs. It costs two events
+    an action, without waiting; `spans` waits.
 
     Args:
-        device: That computes.
-        group: The ranks of a pipeline, whose clocks start together: they meet in a barrier, and each starts its clock
-            when its device is through with it. On one host they differ by some ten microseconds; between hosts by what
-            the barrier's last message takes. Collective over them; None for one rank.
+        device: Device that computes.
+        group: The ranks of a pipeline, whose clocks start together: each starts its clock when its device has finished
+            a common barrier. On one host clocks differ by some ten microseconds; between hosts by the time of the
+            barrier's last message. Collective over them; None for one rank.
     """
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
@@ -51,13 +51,13 @@ class Timeline:
 
     @contextmanager
     def span(self, action: Action) -> Generator[None]:
-        """Around what the action computes. Local."""
+        """Wrap the computation of an action. Local."""
         start = self._now()
         yield
         self._spans.append((action, start, self._now()))
 
     def spans(self) -> list[Span]:
-        """The actions of all ranks in seconds since the start. Collective over the group."""
+        """Return the spans of all ranks in seconds since the start. Collective over the group."""
         self._synchronize()
         ours = [(action, self._since_start(start), self._since_start(end)) for action, start, end in self._spans]
         of_ranks = [ours] if self.group is None else all_gather_object(ours, self.group)
@@ -83,14 +83,14 @@ class Timeline:
 
 
 class ActivationBytes:
-    """How much memory a microbatch keeps in a stage from its forward to its backward. Local.
+    """A meter of the memory that a microbatch keeps in a stage from its forward to its backward. Local.
 
-    On CUDA it is what is allocated after a forward less what was before. Elsewhere it is what autograd saves, without
-    parameters; it does not see what checkpointed functions keep.
+    On CUDA it is the memory allocated after a forward less that before. Elsewhere it is the memory of tensors that
+    autograd saves, without parameters; it does not see what recomputed functions keep.
 
     Args:
         modules: The stages' modules.
-        device: That computes.
+        device: Device that computes.
     """
 
     def __init__(self, modules: Iterable[nn.Module], device: torch.device) -> None:
@@ -100,7 +100,7 @@ class ActivationBytes:
 
     @contextmanager
     def span(self, action: Action) -> Generator[None]:
-        """As `Observer.span`."""
+        """Wrap the computation of an action. Local."""
         if not isinstance(action, Forward):
             yield
         elif self.device.type == "cuda":
@@ -120,7 +120,7 @@ class ActivationBytes:
             self._of_stage[action.stage].append(sum(saved.values()))
 
     def means(self) -> dict[int, float]:
-        """For each stage that ran the mean over microbatches."""
+        """Return the mean over microbatches for each stage that ran."""
         return {stage: max(0.0, statistics.fmean(of_stage)) for stage, of_stage in self._of_stage.items()}
 
 

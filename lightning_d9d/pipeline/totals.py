@@ -21,7 +21,7 @@ class BatchTotals:
     loss_is_mean: bool | None = None
 
     def add_loss(self, loss: WeightedLoss, is_mean: bool, counts: bool = True) -> None:
-        """Add one microbatch's loss; a dummy's tells only what kind it is."""
+        """Add one microbatch's loss; a dummy microbatch only determines the kind of loss."""
         if self.loss_is_mean not in (None, is_mean):
             raise ConfigError("microbatch_loss returned a Tensor for some microbatches and a WeightedLoss for others")
         self.loss_is_mean = is_mean
@@ -29,7 +29,7 @@ class BatchTotals:
             self.loss = _add(self.loss, loss)
 
     def add_metrics(self, metrics: Mapping[str, Tensor | WeightedLoss], rows: int | None) -> None:
-        """Add one microbatch's metrics; means weigh `rows`."""
+        """Add one microbatch's metrics; a mean has the weight `rows`."""
         for name, value in metrics.items():
             self.metrics[name] = _add(self.metrics.get(name), as_weighted(value, rows, f"microbatch_metrics[{name!r}]"))
 
@@ -40,27 +40,27 @@ def _add(total: tuple[Tensor, Tensor] | None, part: WeightedLoss) -> tuple[Tenso
 
 
 def weighted_mean(value_sum: Tensor, weight: Tensor) -> Tensor:
-    """value_sum / weight, and a sum of nothing (weight 0) as it is, without asking the host."""
+    """Return value_sum / weight, or value_sum for a weight of 0, without waiting on the host."""
     return value_sum / torch.where(weight == 0, 1.0, weight)
 
 
 def _wide(value: Tensor) -> Tensor:
-    """As a scalar in a dtype in which sums over microbatches do not lose the last ones."""
+    """Convert to a scalar whose dtype is wide enough for sums over microbatches."""
     value = value.reshape(()) if value.dim() else value
     return value.to(torch.promote_types(value.dtype, torch.float32)) if value.is_floating_point() else value
 
 
 def as_weighted(value: Tensor | WeightedLoss, rows: int | None, name: str) -> WeightedLoss:
-    """A mean over `rows` rows as a sum with that weight; a `WeightedLoss` as it is. Floats in float32 at least.
+    """Turn a mean over `rows` rows into a sum with that weight; keep a `WeightedLoss`. Floats get at least float32.
 
     Raises:
-        ConfigError: The value is neither, or not a scalar, or a mean over rows that nobody can count.
+        ConfigError: The value is neither, or not a scalar, or a mean over rows that cannot be counted.
     """
     if isinstance(value, Tensor) and value.numel() == 1:
         if rows is None:
             raise ConfigError(
-                f"{name} returned a mean over a microbatch without rows, so nobody knows how much it weighs beside "
-                "others: the microbatch's tensors share no first size. Return WeightedLoss(value_sum, weight)"
+                f"{name} returned a mean over a microbatch without rows, so its weight is unknown: the "
+                "microbatch's tensors do not share a first size. Return WeightedLoss(value_sum, weight)"
             )
         return WeightedLoss(_wide(value) * rows, torch.full((), float(rows), device=value.device))
     shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""

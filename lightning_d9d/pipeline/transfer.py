@@ -1,18 +1,18 @@
 """Messages between stages on different ranks: the tensors of a tree, one after the other, to or from one rank.
 
-[Note: schemas] A message has no header: the receiver knows from the *schema* how many tensors come and of which shapes.
-A stage's schema follows from the shapes of the microbatch, its *signature*, which every rank of a pipeline knows, for
-all read the same batch. The first message of each signature is preceded by its schema, for which the receiver waits on
-the host; later ones are not, so no step of known shapes waits. Frozen or trained is part of a schema: `forget` lets the
-next message of every signature bring it again.
+[Note: schemas] A message does not have a header: the receiver knows the number and shapes of its tensors from the
+*schema*. A stage's schema follows from the shapes of the microbatch, its *signature*. Every rank of a pipeline knows
+the signature, since all read the same batch. The first message of each signature is preceded by its schema, and the
+receiver waits for it on the host. Later messages are not, so steps of known shapes do not wait. A schema includes which
+tensors are frozen or trained: `forget` makes the next message of every signature bring its schema again.
 
-[Note: links] Each pair of ranks has a process group of its own for either direction of the model. nccl runs the
-messages of one group one at a time, so in a group of all ranks a receive that waits for one neighbour would hold up a
-send to the other.
+[Note: links] Each pair of ranks has a process group of its own for either direction of the model. NCCL runs the
+messages of one group one at a time. In a group of all ranks, a receive that waits for one neighbour would block a send
+to the other.
 
-[Note: after an error] A rank that raises in the middle of a schedule leaves messages that it never sends and others
-that it never takes. The watchdog ends ranks that wait for it. Where all ranks raise and live on, a message from before
-would be taken for one of the next run: the links are abandoned, and the next run gets new ones.
+[Note: after an error] A rank that raises in the middle of a schedule leaves some messages unsent and others unreceived.
+The watchdog ends ranks that wait for it. If all ranks raise and live on, the next run could receive a message of the
+earlier one. Therefore the links are abandoned, and the next run gets new ones.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from lightning_d9d.waits import waiting
 
 
 class Link(NamedTuple):
-    """How this rank reaches another rank of its pipeline. [Note: links]."""
+    """The connection of this rank to another rank of its pipeline. [Note: links]."""
 
     peer: int
-    """Its global rank."""
+    """Global rank of the other."""
     forward: dist.ProcessGroup
-    """For what stages put out."""
+    """Group for outputs of stages."""
     backward: dist.ProcessGroup
-    """For gradients."""
+    """Group for gradients."""
 
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.Size)
-"""What goes to the next stage as it is."""
+"""Types that are passed on to the next stage unchanged."""
 
 
 class TensorSchema(NamedTuple):
-    """What a receiver must know of a tensor."""
+    """Properties of a tensor that a receiver must know."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -61,37 +61,37 @@ class TensorSchema(NamedTuple):
 
 @dataclass(frozen=True)
 class Schema:
-    """What a receiver must know of a stage's output."""
+    """Structure, shapes and dtypes of a stage's output, which a receiver must know."""
 
     skeleton: Skeleton
     tensors: tuple[TensorSchema, ...]
 
     @classmethod
     def of(cls, output: Any, stage: int) -> tuple[Schema, list[Tensor]]:
-        """The schema of an output, and its tensors.
+        """Return the schema of an output, and its tensors.
 
         Raises:
-            ConfigError: It has a DTensor, whose mesh the next stage's ranks are not on, or an object that may hide
+            ConfigError: The output has a DTensor, whose mesh lacks the next stage's ranks, or an object that may hide
                 tensors.
         """
         tensors, skeleton = take_apart(output)
         for other in others(skeleton):
             if not isinstance(other, _PLAIN):
                 raise ConfigError(
-                    f"stage {stage} put out a {type(other).__name__}; return tensors and plain values in lists, "
+                    f"stage {stage} returned a {type(other).__name__}; return tensors and plain values in lists, "
                     "tuples, NamedTuples, dicts and dataclasses"
                 )
         for tensor in tensors:
             if isinstance(tensor, DTensor):
                 raise ConfigError(
-                    f"stage {stage} put out a DTensor placed {tensor.placements}; return what this rank holds, "
+                    f"stage {stage} returned a DTensor placed {tensor.placements}; return this rank's shard, "
                     "tensor.to_local()"
                 )
         return cls(skeleton, tuple(TensorSchema(t.shape, t.dtype, t.requires_grad) for t in tensors)), tensors
 
     @property
     def trained(self) -> list[TensorSchema]:
-        """The tensors that want a gradient, in order."""
+        """The tensors that need a gradient, in order."""
         return [tensor for tensor in self.tensors if tensor.requires_grad]
 
 
@@ -109,13 +109,14 @@ class _Posted(NamedTuple):
 
 
 class Messages:
-    """What this rank has on the way, by stage and microbatch.
+    """This rank's messages under way, by stage and microbatch.
 
     Args:
-        placement: For each stage its pipeline rank.
-        links: By pipeline rank, those that have a stage next to one of this rank's.
-        device: Where tensors go.
-        limit_seconds: For how long the host waits for one, as of now; None: as long as the link's group was made with.
+        placement: The pipeline rank of each stage.
+        links: Links to the pipeline ranks with a stage next to one of this rank's.
+        device: Device of the tensors.
+        limit_seconds: Returns how long the host waits for a message at present; None: the limit that the link's group
+            was made with.
     """
 
     def __init__(
@@ -130,23 +131,24 @@ class Messages:
         self.device = device
         self.limit_seconds = limit_seconds
         self.num_calls = 0
-        """Messages handed to torch so far, one a tensor."""
+        """Number of messages given to torch so far, one a tensor."""
         self._schemas: dict[tuple[int, Hashable], Schema] = {}
         self._sent: defaultdict[dist.ProcessGroup, deque[_Sent]] = defaultdict(deque)
         self._forward: dict[tuple[int, int], _Posted] = {}
         self._backward: dict[tuple[int, int], _Posted] = {}
 
     def forget(self) -> None:
-        """Let schemas travel again. All ranks of a pipeline call it between the same two steps."""
+        """Make ranks send schemas again. All ranks of a pipeline call it between the same two steps."""
         self._schemas.clear()
 
-    # What stages put out
+    # Outputs of stages
 
     def send_forward(self, stage: int, signature: Hashable, schema: Schema, tensors: Sequence[Tensor]) -> None:
         """Send the output of `stage` to the rank of the next one. Does not wait.
 
         Raises:
-            ConfigError: Its schema is not what it was for microbatches of the same shapes, or it is on another device.
+            ConfigError: The schema differs from that of earlier microbatches of the same shapes, or the output is on
+                another device.
         """
         link = self.links[self.placement[stage + 1]]
         known = self._schemas.get((stage, signature))
@@ -154,8 +156,8 @@ class Messages:
             for tensor in tensors:
                 if tensor.device.type != self.device.type:
                     raise ConfigError(
-                        f"stage {stage} put out a tensor on {tensor.device}; move it to {self.device}, from where "
-                        "messages to other ranks go"
+                        f"stage {stage} returned a tensor on {tensor.device}; move it to {self.device}, the device "
+                        "of messages to other ranks"
                     )
             self._schemas[stage, signature] = schema
             content = torch.frombuffer(bytearray(pickle.dumps(schema)), dtype=torch.uint8).to(self.device)
@@ -163,15 +165,15 @@ class Messages:
             self._send(content, link.peer, link.forward)
         elif known != schema:
             raise ConfigError(
-                f"stage {stage} put out {_described(schema)} for a microbatch, after {_described(known)} for one of "
-                "the same shapes in this epoch; the next stage takes what follows from shapes alone. Pad outputs to a "
-                "size that follows from the inputs' shapes, and freeze or unfreeze parameters between epochs"
+                f"stage {stage} returned {_described(schema)} for a microbatch, after {_described(known)} for one "
+                "of the same shapes in this epoch. The output must follow from the input's shapes. Pad outputs to "
+                "a size that follows from the inputs' shapes, and freeze or unfreeze parameters between epochs"
             )
         for tensor in tensors:
             self._send(tensor.detach().contiguous(), link.peer, link.forward)
 
     def post_forward(self, stage: int, microbatch: int, signature: Hashable) -> None:
-        """Take buffers for the input of `stage` and start receiving. Waits for a schema that is not known."""
+        """Allocate buffers for the input of `stage` and start receiving. It waits for an unknown schema."""
         link = self.links[self.placement[stage - 1]]
         schema = self._schemas.get((stage - 1, signature))
         if schema is None:
@@ -181,7 +183,7 @@ class Messages:
         self._forward[stage, microbatch] = self._post(schema.tensors, link.peer, link.forward, schema)
 
     def receive_forward(self, stage: int, microbatch: int) -> tuple[Schema, list[Tensor]]:
-        """The input of `stage`, once it is there (on CUDA the stream waits, not the host)."""
+        """Return the input of `stage` once it has arrived (on CUDA the stream waits, not the host)."""
         posted = self._arrived(self._forward, stage, microbatch)
         assert posted.schema is not None
         return posted.schema, posted.tensors
@@ -189,29 +191,29 @@ class Messages:
     # Gradients
 
     def send_backward(self, stage: int, gradients: Sequence[Tensor]) -> None:
-        """Send the gradients of the input of `stage` to the rank of the stage before. Does not wait."""
+        """Send the gradients of the input of `stage` to the rank of the stage before, without waiting."""
         link = self.links[self.placement[stage - 1]]
         for gradient in gradients:
             self._send(gradient.contiguous(), link.peer, link.backward)
 
     def post_backward(self, stage: int, microbatch: int, schema: Schema) -> None:
-        """Take buffers for the gradients of the output of `stage` and start receiving."""
+        """Allocate buffers for the gradients of the output of `stage` and start receiving."""
         link = self.links[self.placement[stage + 1]]
         self._backward[stage, microbatch] = self._post(schema.trained, link.peer, link.backward, None)
 
     def receive_backward(self, stage: int, microbatch: int) -> list[Tensor]:
-        """The gradients of the output of `stage`, once they are there (on CUDA the stream waits, not the host)."""
+        """Return the gradients of the output of `stage` once they have arrived (on CUDA only the stream waits)."""
         return self._arrived(self._backward, stage, microbatch).tensors
 
     def finish(self) -> None:
-        """Return when nothing that was sent is needed any more (on CUDA the stream waits, not the host)."""
+        """Wait until all sent messages have been received (on CUDA the stream waits, not the host)."""
         for on_the_way in self._sent.values():
             for sent in on_the_way:
                 self._wait(sent.work, f"for rank {sent.peer} to take a message")
         self._sent.clear()
 
     def drop(self) -> None:
-        """Forget everything on the way, and the links. [Note: after an error]."""
+        """Forget all messages under way, and the links. [Note: after an error]."""
         for link in self.links.values():
             abandon(link.forward)
             abandon(link.backward)
@@ -223,7 +225,7 @@ class Messages:
     def _send(self, tensor: Tensor, peer: int, group: dist.ProcessGroup) -> None:
         on_the_way = self._sent[group]
         while on_the_way and on_the_way[0].work.is_completed():  # in the order in which they were sent
-            self._wait(on_the_way.popleft().work, f"for rank {peer}")  # does not; it lets go of the tensor
+            self._wait(on_the_way.popleft().work, f"for rank {peer}")  # does not wait; it releases the tensor
         work = dist.isend(tensor, peer, group)
         assert work is not None
         self.num_calls += 1
@@ -254,7 +256,9 @@ class Messages:
         seconds = self.limit_seconds()
         try:
             with waiting():
-                if self.device.type == "cpu" and seconds is not None:  # gloo's own limit is the first of the group
+                if (
+                    self.device.type == "cpu" and seconds is not None
+                ):  # gloo keeps the limit that the group was made with
                     work.wait(timedelta(seconds=seconds))
                 else:
                     work.wait()

@@ -1,7 +1,7 @@
-"""Trees of tensors, taken apart and put together again: batches, and what stages hand over.
+"""Trees of tensors, taken apart and put together again: batches, and outputs of stages.
 
-A tree is a tensor, or a list, tuple, deque, NamedTuple, mapping (of any class) or dataclass of trees; all else in it
-(None, numbers, texts) is carried as it is.
+A tree is a tensor, or a list, tuple, deque, NamedTuple, mapping (of any class) or dataclass of trees. Other leaves
+(None, numbers, texts) are kept unchanged.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _MAX_NAMED = 8
 
 
 class _Hole(NamedTuple):
-    """Where a tensor was."""
+    """The place of a tensor."""
 
     place: int
 
 
 class _Branch(NamedTuple):
-    """A container: by names (fields, keys) or, without, by position."""
+    """A container with its children by name (fields, keys) or by position."""
 
     kind: type
     names: tuple[Any, ...] | None
@@ -35,40 +35,40 @@ class _Branch(NamedTuple):
 
 
 class Skeleton(NamedTuple):
-    """A tree without its tensors; picklable if what else is in it is."""
+    """A tree without its tensors; picklable if its other leaves are."""
 
     root: Any
 
 
 def take_apart(tree: Any) -> tuple[list[Tensor], Skeleton]:
-    """The tensors of a tree in a fixed order, and the rest."""
+    """Return the tensors of a tree in a fixed order, and its skeleton."""
     tensors: list[Tensor] = []
     return tensors, Skeleton(_without(tree, tensors))
 
 
 def put_together(skeleton: Skeleton, tensors: list[Tensor]) -> Any:
-    """The tree whose tensors these are."""
+    """Return the tree with these tensors."""
     return _filled(skeleton.root, tensors)
 
 
 def others(skeleton: Skeleton) -> list[Any]:
-    """What a tree carries beside tensors: None, numbers, texts."""
+    """Return the leaves of a tree other than tensors: None, numbers, texts."""
     return [leaf for leaf in _leaves(skeleton.root) if not isinstance(leaf, _Hole)]
 
 
 def in_words(skeleton: Skeleton, tensors: list[str]) -> str:
-    """The leaves of a tree in order, tensors by these texts."""
+    """Describe the leaves of a tree in order, tensors by these texts."""
     return ", ".join(tensors[leaf.place] if isinstance(leaf, _Hole) else repr(leaf) for leaf in _leaves(skeleton.root))
 
 
 def described(tree: Any) -> str:
-    """A batch in words, for errors: its class, and the names, types and shapes of what is in it.
+    """Describe a batch for errors: its class, and the names, types and shapes of its contents.
 
     Args:
-        tree: Anything; of long containers the first few entries are named.
+        tree: Any object; only the first entries of long containers are named.
 
     Returns:
-        For example "a dict with ids: tensor int64 [4, 8], text: a list of 4 with str 'one', str 'two', ...".
+        The text, such as "a dict with ids: tensor int64 [4, 8], text: a list of 4 with str 'one', str 'two', ...".
     """
     is_container = children(tree) is not None or tree is None
     return _brief(tree, levels=2) if is_container else _with_article(_brief(tree))
@@ -100,7 +100,7 @@ def _leaves(node: Any) -> list[Any]:
 
 
 def children(tree: Any) -> tuple[tuple[Any, ...] | None, list[Any]] | None:
-    """The names (keys, fields; None where values go by position) and values of a container; None of all else."""
+    """Return the names (keys or fields; None for positions) and values of a container; None for other objects."""
     if isinstance(tree, Tensor | type):
         return None
     if dataclasses.is_dataclass(tree):
@@ -114,14 +114,14 @@ def children(tree: Any) -> tuple[tuple[Any, ...] | None, list[Any]] | None:
 
 
 def with_children(tree: Any, values: Mapping[Any, Any] | Sequence[Any]) -> Any:
-    """A container of the same class as `tree`.
+    """Make a container of the same class as `tree`.
 
     Args:
-        tree: What `children` takes apart.
-        values: Its new values: by name where it has names, which may be others for a mapping, else in order.
+        tree: A container that `children` takes apart.
+        values: Its new values: by name if it has names (a mapping may get other names), else in order.
 
     Raises:
-        ConfigError: Its class cannot be made of a dictionary or a list of values.
+        ConfigError: The class cannot be made from a dictionary or a list of values.
     """
     try:
         if isinstance(tree, defaultdict):
@@ -131,13 +131,13 @@ def with_children(tree: Any, values: Mapping[Any, Any] | Sequence[Any]) -> Any:
         return _made(type(tree), names, list(values.values()) if isinstance(values, Mapping) else list(values))
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"a batch has a {type(tree).__name__}, which cannot be made of new values ({error}): make it a dictionary "
-            "in the DataLoader's collate_fn, or override split_batch(batch, n)"
+            f"a batch has a {type(tree).__name__}, which cannot be made from new values ({error}). Make it a "
+            "dictionary in the DataLoader's collate_fn, or override split_batch(batch, n)"
         ) from error
 
 
 def copy_containers(tree: Any) -> Any:
-    """The same leaves in containers of their own; dataclasses, and classes that cannot be made again, stay."""
+    """Copy all containers but not their leaves; dataclasses, and classes that cannot be made again, are not copied."""
     parts = None if dataclasses.is_dataclass(tree) else children(tree)
     if parts is None:
         return tree
@@ -157,7 +157,7 @@ def _without(tree: Any, tensors: list[Tensor]) -> Any:
     if parts is None:
         return tree
     names, values = parts
-    kind = dict if isinstance(tree, defaultdict) else type(tree)  # its function need not travel
+    kind = dict if isinstance(tree, defaultdict) else type(tree)  # its function need not be sent
     return _Branch(kind, names, tuple(_without(value, tensors) for value in values))
 
 

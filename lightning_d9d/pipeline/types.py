@@ -1,4 +1,4 @@
-"""What a module tells the strategy: which stage it is, what a stage receives, and a loss with its weight."""
+"""Types that a module and the strategy exchange: a stage, its inputs, and a loss with its weight."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ class StageInfo:
     index: int
     num_stages: int
     layers: range | None = None
-    """The layers of the stage by their index in the whole model, where the strategy splits it; None: the module."""
+    """The layers of the stage by their index in the whole model; None: the module splits the model, not the strategy.
+    """
 
     @property
     def is_first(self) -> bool:
-        """Whether this stage receives the microbatch itself (token ids), not another stage's output."""
+        """True if this stage receives the microbatch itself (token ids), not another stage's output."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether this stage's output goes to `microbatch_loss`."""
+        """True if this stage's output goes to `microbatch_loss`."""
         return self.index == self.num_stages - 1
 
 
@@ -44,10 +45,10 @@ class StageInputs:
 class WeightedLoss:
     """A loss given as a sum and the weight to divide it by, such as the number of tokens that count.
 
-    Gradients become those of sum(value_sum) / sum(weight) over every microbatch, rank and accumulation step, so a
-    token weighs the same wherever it lies. Both are scalar tensors; `weight` needs no gradient and may be zero. A
-    number is taken for a tensor. Floats are added up in float32 at least, whatever their dtype; under mixed precision
-    `microbatch_loss` runs in autocast on any mesh, where `torch.nn.functional.cross_entropy` sums in float32, too.
+    Gradients become those of sum(value_sum) / sum(weight) over every microbatch, rank and accumulation step, so a token
+    weighs the same wherever it lies. Both are scalar tensors; `weight` needs no gradient and may be zero. A number is
+    converted to a tensor. Floats of any dtype are added up in at least float32. Under mixed precision `microbatch_loss`
+    runs in autocast on any mesh; there `torch.nn.functional.cross_entropy` sums in float32 too.
     """
 
     value_sum: Tensor
@@ -58,7 +59,7 @@ class WeightedLoss:
 class CountsTokens(Protocol):
     """A module inside a stage that counts the tokens it sees, such as `lightning_d9d.modules.ExpertBalance`.
 
-    Its buffers that are not persistent are what this rank has counted: others never overwrite them.
+    Its buffers that are not persistent have this rank's counts: other ranks never overwrite them.
     """
 
     counts_tokens: bool
@@ -66,7 +67,7 @@ class CountsTokens(Protocol):
 
 
 def shared_buffers(module: nn.Module) -> list[Tensor]:
-    """The buffers of a module that replicas have in common: all but what is counted. See `CountsTokens`."""
+    """Return the buffers of a module that replicas share: all but counts. See `CountsTokens`."""
     counts = {
         buffer
         for part in module.modules()

@@ -1,10 +1,11 @@
 """Pipeline schedules as data: pure Python, without torch.
 
-A *schedule* (`schedule.py`: the base class; one file a family) makes a *program* (`program.py`): for every pipeline
-rank the *actions* (`actions.py`) in the order in which it runs them. Passes (`communications.py`) add messages and
-collectives, `check.py` refuses programs that cannot run, `simulate.py` runs them on paper, `plot.py` draws them and
-`spans.py` reads costs off real runs. `Auto` (`tune.py`) chooses a schedule by what layers cost (`layers.py`,
-`measured.py`) and splits them into stages (`partition.py`). `resolve_schedule` turns a short name into a schedule.
+A *schedule* (`schedule.py`: the base class; one file a family) makes a *program* (`program.py`). A program has the
+*actions* (`actions.py`) of every pipeline rank in the order in which it runs them. Passes (`communications.py`) add
+messages and collectives. `check.py` refuses programs that cannot run, `simulate.py` predicts their times, `plot.py`
+draws them, and `spans.py` reads costs off real runs. `Auto` (`tune.py`) chooses a schedule by the costs of layers
+(`layers.py`, `measured.py`) and splits layers into stages (`partition.py`). `resolve_schedule` turns a short name into
+a schedule.
 """
 
 from __future__ import annotations
@@ -54,12 +55,12 @@ SCHEDULES: dict[str, type[Schedule]] = {
 
 
 def resolve_schedule(schedule: str | Schedule | None) -> Schedule:
-    """Return the schedule of a short name, a schedule as it is, and `OneForwardOneBackward()` for None.
+    """Turn a short name into its schedule, return a schedule unchanged, and take `OneForwardOneBackward()` for None.
 
-    A short name may be in capitals, and the name of its class: "1F1B", "ZeroBubbleV".
+    A short name may be in capitals, or be the name of its class: "1F1B", "ZeroBubbleV".
 
     Raises:
-        ScheduleError: The name is unknown, or the object is no schedule.
+        ScheduleError: The name is unknown, or the object is not a schedule.
     """
     if schedule is None:
         return OneForwardOneBackward()
@@ -69,8 +70,8 @@ def resolve_schedule(schedule: str | Schedule | None) -> Schedule:
         raise ScheduleError(f"schedule={schedule.__name__} is a class; give an object, {schedule.__name__}()")
     if not isinstance(schedule, Schedule):
         raise ScheduleError(
-            f"schedule={schedule!r} is no schedule; choose one of {sorted(SCHEDULES)}, or an object of a class that "
-            "extends lightning_d9d.schedule.Schedule"
+            f"schedule={schedule!r} is not a schedule; choose one of {sorted(SCHEDULES)}, or an object of a class "
+            "that extends lightning_d9d.schedule.Schedule"
         )
     return schedule
 

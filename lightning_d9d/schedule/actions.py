@@ -1,7 +1,7 @@
 """The actions a program is made of: frozen values with a short text that `parse` reads back.
 
 `<stage><kind><microbatch>`: `0F3` is stage 0's forward of microbatch 3. Kinds: F forward, B full backward, I input
-backward, W weight backward, SEND_F, RECV_F, SEND_B, RECV_B messages; of a whole stage UNSHARD, RESHARD, REDUCE_GRAD. A
+backward, W weight backward, SEND_F, RECV_F, SEND_B, RECV_B messages. A whole stage has UNSHARD, RESHARD, REDUCE_GRAD. A
 pair that runs together is `0F3|1B2`.
 """
 
@@ -46,16 +46,16 @@ class Forward(MicrobatchAction):
 
 @dataclass(frozen=True, slots=True)
 class Backward(MicrobatchAction):
-    """The whole backward: gradients of the stage's inputs and of its weights. `0B3`."""
+    """Run the whole backward: gradients of the stage's inputs and of its weights. `0B3`."""
 
     code: ClassVar[str] = "B"
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardInput(MicrobatchAction):
-    """Gradients of the stage's inputs alone, which the stage before waits for; a `BackwardWeight` follows. `0I3`.
+    """Compute the gradients of the stage's inputs, which the stage before waits for; a `BackwardWeight` follows. `0I3`.
 
-    Stage 0 has inputs without gradients and nobody waits for them. Its programs have this action all the same; the
+    Stage 0 has inputs without gradients, and nobody waits for them. Its programs have this action all the same. The
     executor decides how much of the backward it runs here and how much in the `BackwardWeight`.
     """
 
@@ -64,7 +64,7 @@ class BackwardInput(MicrobatchAction):
 
 @dataclass(frozen=True, slots=True)
 class BackwardWeight(MicrobatchAction):
-    """Gradients of the stage's weights, after a `BackwardInput`. Nobody waits for them. `0W3`."""
+    """Compute the gradients of the stage's weights after a `BackwardInput`. Nobody waits for them. `0W3`."""
 
     code: ClassVar[str] = "W"
 
@@ -125,7 +125,7 @@ DataParallelAction = Unshard | Reshard | ReduceGradients
 
 @dataclass(frozen=True, slots=True)
 class Overlapped:
-    """Two compute actions, neither of which waits for the other, that an executor may run side by side. `0F3|1B2`.
+    """Two independent compute actions that an executor may run side by side. `0F3|1B2`.
 
     The pair starts when both can, and ends as one.
     """
@@ -136,7 +136,7 @@ class Overlapped:
     def __post_init__(self) -> None:
         for part in (self.first, self.second):
             if type(part) not in COMPUTE:
-                raise ScheduleError(f"{self}: {part} cannot be one of an overlapped pair; pair two of F, B, I and W")
+                raise ScheduleError(f"{self}: {part} cannot be part of an overlapped pair; pair two of F, B, I and W")
 
     def __str__(self) -> str:
         return f"{self.first}|{self.second}"
@@ -154,17 +154,17 @@ _TEXT = re.compile(r"(\d+)([A-Z_]+)(\d*)")
 
 
 def compute_parts(action: Action) -> tuple[ComputeAction, ...]:
-    """The compute actions in `action`: itself, the two of a pair, or none."""
+    """Return the compute actions in `action`: itself, the two of a pair, or none."""
     if isinstance(action, Overlapped):
         return action.first, action.second
     return (action,) if isinstance(action, COMPUTE) else ()
 
 
 def parse(text: str) -> Action:
-    """The action that `str` gave `text` for.
+    """Return the action whose `str` is `text`.
 
     Raises:
-        ScheduleError: The text is no action.
+        ScheduleError: The text is not an action.
     """
     first, *second = text.split("|")
     if len(second) == 1:
@@ -177,6 +177,7 @@ def parse(text: str) -> Action:
         if not microbatch and code in _OF_STAGE:
             return _OF_STAGE[code](int(stage))
     raise ScheduleError(
-        f"{text!r} is no action; write <stage><kind><microbatch> with a kind of {', '.join(_OF_MICROBATCH)} (such as "
-        f"0F3), <stage><kind> with {', '.join(_OF_STAGE)}, or two compute actions joined by |"
+        f"{text!r} is not an action. Write <stage><kind><microbatch>, such as 0F3, with a kind of "
+        f"{', '.join(_OF_MICROBATCH)}. Or write <stage><kind> with {', '.join(_OF_STAGE)}, or two compute actions "
+        "joined by |"
     )

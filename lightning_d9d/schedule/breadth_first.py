@@ -15,25 +15,26 @@ class GPipe(Schedule):
     """
 
     def order(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
-        """One stage a rank."""
+        """Run the forwards of the rank's one stage, then its backwards."""
         return _breadth_first([rank], num_microbatches)
 
 
 class LoopedBFS(Schedule):
     """Breadth-first pipeline parallelism (Lamy-Poirier 2022, arXiv:2211.05953): GPipe with several stages a rank.
 
-    A rank runs all microbatches through one of its stages before the next, so that each stage is gathered and its
-    gradients are reduced once, while others compute. Keeps the activations of every microbatch alive at once.
+    A rank runs all microbatches through one of its stages before the next. So each stage is gathered once and its
+    gradients are reduced once, while other stages compute. Keeps the activations of every microbatch alive at once.
 
     Args:
-        stages_per_rank: Stages go round and round over the ranks, this many times. More make a smaller bubble.
+        stages_per_rank: How many stages each rank holds; stages go round and round over the ranks. More stages make the
+            bubble smaller.
     """
 
     def __init__(self, stages_per_rank: int = 2) -> None:
         self.stages_per_rank = stages_per_rank
 
     def order(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
-        """Stages in ascending order forward, in descending order backward."""
+        """Run stages in ascending order forward, in descending order backward."""
         return _breadth_first(self.stages_of(rank, num_ranks), num_microbatches)
 
 

@@ -1,6 +1,6 @@
-"""Whether a program can be run as it is written: each rank's order by itself, and that together nothing is missing.
+"""Checks of a program as it is written: each rank's order is possible, and the ranks together leave nothing out.
 
-That ranks do not wait for one another in a circle is for `simulate` to find.
+`simulate` finds ranks that wait for one another in a circle.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ def check(program: Program) -> None:
     """Refuse a program that leaves work out, does it twice, or uses what is not there yet.
 
     Every stage runs every microbatch forward once and, unless the program is forward-only, backward once: full, or
-    input and then weight. On its rank an action comes after what it uses. If there are messages, each that crosses
-    ranks is sent and received once, and two ranks have theirs in the same order. Data-parallel actions may be absent;
-    if there are some, stages are unsharded when used, and gradients are reduced once, when complete.
+    input and then weight. An action comes after what it uses on its rank. Messages may be absent. If there are some,
+    each that crosses ranks is sent and received once, and both ranks have their messages in the same order.
+    Data-parallel actions may be absent; if there are some, stages are unsharded when used, and gradients are reduced
+    once, when complete.
 
     Raises:
-        ScheduleError: With the first action that is wrong, its rank, and what to do.
+        ScheduleError: An action is wrong. The message has the first such action, its rank, and the remedy.
     """
     if sorted(set(program.placement)) != list(range(program.num_ranks)):
         raise ScheduleError(
@@ -56,11 +57,11 @@ def check(program: Program) -> None:
 
 
 class _WrongError(Exception):
-    """What is wrong with the action at hand."""
+    """The current action is wrong, for this reason."""
 
 
 class _Walk:
-    """What has been done so far. A stage's actions are on one rank, so its marks are in that rank's order."""
+    """Everything done so far. A stage's actions are on one rank, so its marks are in that rank's order."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -72,7 +73,7 @@ class _Walk:
             kind: set() for kind in (*COMPUTE, SendForward, ReceiveForward, SendBackward, ReceiveBackward)
         }
         self.has_gradient: set[tuple[int, int]] = set()
-        """(stage, microbatch) of which the gradient of the stage's input is there."""
+        """(stage, microbatch) whose gradient of the stage's input has been computed."""
         self.shards = any(isinstance(action, Unshard) for actions in program.ranks for action in actions)
         self.unsharded: set[int] = set()
         self.reduced: set[int] = set()
@@ -87,7 +88,7 @@ class _Walk:
             self.compute(rank, action.first)
             self.compute(rank, action.second)
             if _waits_for(action.second, action.first):
-                raise _WrongError("is a pair of which the second waits for the first; run them one after the other")
+                raise _WrongError("is a pair whose second action waits for the first; run them one after the other")
         elif isinstance(action, COMPUTE):
             self.compute(rank, action)
         elif isinstance(action, Unshard | Reshard | ReduceGradients):
@@ -98,7 +99,7 @@ class _Walk:
 
     def place(self, rank: int, stage: int) -> None:
         if stage >= self.num_stages or self.placement[stage] != rank:
-            where = f"on rank {self.placement[stage]}" if stage < self.num_stages else "nowhere run forward"
+            where = f"on rank {self.placement[stage]}" if stage < self.num_stages else "never run forward"
             raise _WrongError(f"is of stage {stage}, which is {where}")
 
     def once(self, action: ComputeAction | MessageAction) -> tuple[int, int]:
@@ -132,7 +133,7 @@ class _Walk:
 
     def needs(self, kind: type[ComputeAction | MessageAction], key: tuple[int, int]) -> None:
         if key not in self.done[kind]:
-            raise _WrongError(f"comes before {kind(*key)}; put it behind")
+            raise _WrongError(f"comes before {kind(*key)}; put it after that")
 
     def needs_input(self, stage: int, microbatch: int) -> None:
         if stage > 0:
@@ -145,7 +146,7 @@ class _Walk:
         if stage < self.num_stages - 1:
             if self.placement[stage + 1] == self.placement[stage]:
                 if (stage + 1, microbatch) not in self.has_gradient:
-                    raise _WrongError(f"comes before the backward {stage + 1}B{microbatch}; put it behind")
+                    raise _WrongError(f"comes before the backward {stage + 1}B{microbatch}; put it after that")
             elif self.has_messages:
                 self.needs(ReceiveBackward, (stage, microbatch))
 
@@ -155,11 +156,11 @@ class _Walk:
         other = peer_stage(action)
         if not 0 <= other < self.num_stages or self.placement[other] == rank:
             where = "on the same rank" if 0 <= other < self.num_stages else "none"
-            raise _WrongError(f"has no other rank to go to: the stage at the other end is {where}; leave it out")
+            raise _WrongError(f"has no other rank as its peer: the stage at the other end is {where}; leave it out")
         if isinstance(action, SendForward):
             self.needs(Forward, key)
         elif isinstance(action, SendBackward) and key not in self.has_gradient:
-            raise _WrongError(f"comes before the backward {action.stage}B{action.microbatch}; put it behind")
+            raise _WrongError(f"comes before the backward {action.stage}B{action.microbatch}; put it after that")
         if isinstance(action, SendForward | SendBackward):
             self.sent[rank, self.placement[other]].append(str(action))
         else:
@@ -171,33 +172,35 @@ class _Walk:
             if stage in self.reduced:
                 raise _WrongError("comes a second time; leave one out")
             if self.num_weight_gradients[stage] < self.num_microbatches:
-                raise _WrongError("comes before the stage's last weight gradient; put it behind")
+                raise _WrongError("comes before the stage's last weight gradient; put it after that")
             self.reduced.add(stage)
         elif isinstance(action, Unshard):
             if stage in self.unsharded:
-                raise _WrongError("gathers what is gathered; leave it out")
+                raise _WrongError("gathers a stage that is gathered already; leave it out")
             self.unsharded.add(stage)
         elif stage not in self.unsharded:
-            raise _WrongError(f"frees what is not gathered; put {Unshard(stage)} before it")
+            raise _WrongError(f"frees a stage that is not gathered; put {Unshard(stage)} before it")
         else:
             self.unsharded.remove(stage)
 
     def finish(self) -> None:
-        """Refuse what is left out."""
+        """Refuse a program that leaves actions out."""
         forward_only = self.program.is_forward_only
         for stage in range(self.num_stages):
             rank = self.placement[stage]
             for microbatch in range(self.num_microbatches):
                 for action in self.missing(stage, microbatch, forward_only):
-                    raise ScheduleError(f"rank {rank}: {action} is missing; every microbatch passes every stage once")
+                    raise ScheduleError(
+                        f"rank {rank}: {action} is missing; every microbatch runs through every stage once"
+                    )
             if self.reduced and stage not in self.reduced:
                 raise ScheduleError(f"rank {rank}: {ReduceGradients(stage)} is missing; reduce all stages or none")
         for (sender, receiver), messages in self.sent.items():
             for ours, theirs in zip(messages, self.received[sender, receiver], strict=True):
                 if ours != theirs:
                     raise ScheduleError(
-                        f"rank {sender} sends {ours} to rank {receiver} when that receives what {theirs} sends; "
-                        "put a pair's sends and receives in the same order"
+                        f"rank {sender} sends {ours} when rank {receiver} receives {theirs}; put the sends and "
+                        "receives of both ranks in the same order"
                     )
 
     def missing(self, stage: int, microbatch: int, forward_only: bool) -> list[ComputeAction | MessageAction]:
@@ -206,7 +209,7 @@ class _Walk:
         if not forward_only:
             split = key in self.done[BackwardInput]
             wanted += [BackwardInput(*key), BackwardWeight(*key)] if split else [Backward(*key)]
-        if self.has_messages:  # receives were asked for by what uses them
+        if self.has_messages:  # the actions that use a receive have asked for it
             if stage > 0 and self.placement[stage - 1] != self.placement[stage]:
                 wanted.append(SendForward(stage - 1, microbatch))
             if not forward_only and stage + 1 < self.num_stages and self.placement[stage + 1] != self.placement[stage]:
@@ -215,7 +218,7 @@ class _Walk:
 
 
 def _waits_for(action: ComputeAction, other: ComputeAction) -> bool:
-    """Whether `action` uses what `other` of the same rank computes."""
+    """Return True if `action` uses what `other` of the same rank computes."""
     if action.microbatch != other.microbatch:
         return False
     if isinstance(action, Forward):
@@ -228,12 +231,12 @@ def _waits_for(action: ComputeAction, other: ComputeAction) -> bool:
 
 
 def peer_stage(action: MessageAction) -> int:
-    """The stage at the other end of a message; it may not exist."""
+    """Return the stage at the other end of a message; it may not exist."""
     return action.stage + (1 if isinstance(action, SendForward | ReceiveBackward) else -1)
 
 
 def matching(action: MessageAction) -> MessageAction:
-    """The receive of a send, and the send of a receive."""
+    """Return the receive of a send, or the send of a receive."""
     return _MATCHING[type(action)](peer_stage(action), action.microbatch)
 
 

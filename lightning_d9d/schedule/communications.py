@@ -1,9 +1,10 @@
-"""Passes that add what is not computation: messages between stages, and the collectives of data parallelism.
+"""Passes that add communication: messages between stages, and the collectives of data parallelism.
 
-[Note: one global order] Messages are written into a program in one order over all ranks: that in which they would leave
-if links took no time. Every rank has its part of it. So ranks that run their messages one at a time, each holding both
-ends (NCCL on one stream), never wait in a circle: the first message of the order that has not run yet is the next one
-of both its ranks. What they compute in front of it began before it left, with messages that are earlier in the order.
+[Note: one global order] Messages are written into a program in one order over all ranks. In this order they would leave
+if links took no time. Every rank has its part of that order. Ranks may run their messages one at a time, each message
+holding both ends (NCCL on one stream). They never wait in a circle: the first message of the order that has not run yet
+is the next one of both its ranks. Their computation in front of it began before it left, and depends only on messages
+that are earlier in the order.
 """
 
 from __future__ import annotations
@@ -30,25 +31,26 @@ from lightning_d9d.schedule.program import Program
 from lightning_d9d.schedule.simulate import Costs, Span, simulate
 
 COSTS = Costs(forward=20, backward_input=32, backward_weight=13)
-"""Of transformers, about: attention and what works on single elements have input backwards alone. Measured of layers of
-Qwen3-MoE. Whole numbers, so that times are exact."""
+"""Rough costs of a transformer: attention and elementwise operations have only an input backward. Measured on layers of
+Qwen3-MoE. Whole numbers keep times exact.
+"""
 
 
 def add_messages(program: Program) -> Program:
     """Add the sends and receives that a program of compute actions needs.
 
-    A send follows directly what makes its content. Its receive follows the action that the receiving rank runs when the
-    message leaves, if actions take as long as `COSTS` says. So the message waits for the receive, if any waits: on GPUs
-    that costs what computes beside it less than a receive that waits, and its buffer is taken late.
+    A send directly follows the action that makes its content. Its receive follows the action that the receiving rank
+    runs when the message leaves, if actions take as long as `COSTS` says. So it is the message that waits, not the
+    receive. On GPUs a waiting receive slows overlapping compute more, and its buffer would be allocated earlier.
 
     Raises:
         ScheduleError: The program is illegal, deadlocks, or has messages.
     """
     if program.has_messages:
-        raise ScheduleError("the program has sends and receives already; add them to compute actions alone")
+        raise ScheduleError("the program has sends and receives already; pass a program of compute actions only")
     spans = _by_rank(program)
     behind: list[list[tuple[int, MessageAction]]] = [[] for _ in program.ranks]
-    """For each rank its messages, each with the position of the compute action that it comes behind (-1: none)."""
+    """The messages of each rank, each with the position of the compute action that it follows (-1: none)."""
     for time, rank, position, send in _sends(program, spans):
         behind[rank].append((position, send))
         receiver = program.placement[peer_stage(send)]
@@ -58,13 +60,13 @@ def add_messages(program: Program) -> Program:
 
 
 def _by_rank(program: Program) -> list[list[Span]]:
-    """When the actions run, with links that take no time. Every action takes some, so no two depend at one moment."""
+    """Return when actions run if links take no time. Every action takes some, so dependent actions never coincide."""
     spans = iter(simulate(program, COSTS).spans)
     return [[next(spans) for _ in actions] for actions in program.ranks]
 
 
 def _sends(program: Program, spans: list[list[Span]]) -> list[tuple[float, int, int, MessageAction]]:
-    """The one global order: time, rank, position of what makes the content, and send."""
+    """Return the global order: time, rank, position of the action that makes the content, and send."""
     order: list[tuple[float, int, int, MessageAction]] = []
     for rank, of_rank in enumerate(spans):
         for position, span in enumerate(of_rank):
@@ -79,13 +81,13 @@ def _sends(program: Program, spans: list[list[Span]]) -> list[tuple[float, int, 
 
 
 def _running(spans: list[Span], time: float) -> int:
-    """Position of the action that runs at `time`, or ends then; of an idle rank that of the last one (-1: none)."""
+    """Return the position of the action that runs at `time` or ends then, else of the last one (-1: none)."""
     position = bisect_left(spans, time, key=lambda span: span.end)
     return position if position < len(spans) and spans[position].start < time else position - 1
 
 
 def _woven(actions: tuple[Action, ...], messages: list[tuple[int, MessageAction]]) -> Iterator[Action]:
-    """`actions` with each message behind its position."""
+    """Return `actions` with each message after its position."""
     waiting = deque(messages)
     for position in range(-1, len(actions)):
         if position >= 0:
@@ -95,11 +97,11 @@ def _woven(actions: tuple[Action, ...], messages: list[tuple[int, MessageAction]
 
 
 def add_data_parallel(program: Program) -> Program:
-    """Mark when a rank gathers, frees and reduces its stages; where there is nothing to do, marks are ignored.
+    """Mark when a rank gathers, frees and reduces its stages; the executor ignores marks of unsharded stages.
 
-    A stage is gathered while the stage used before it runs for the first time (the first two at the start), freed after
-    its last use, and its gradients are reduced as soon as the last microbatch's are there. Collectives of a rank are in
-    one order, which is the same on all its data-parallel replicas, as they run the same program.
+    A stage is gathered while the stage used before it runs for the first time; the first two are gathered at the start.
+    It is freed after its last use. Its gradients are reduced as soon as the last microbatch has added its own. The
+    collectives of a rank have one order. It is the same on all its data-parallel replicas, which run the same program.
     """
     return Program(
         tuple(tuple(_with_collectives(actions)) for actions in program.ranks),

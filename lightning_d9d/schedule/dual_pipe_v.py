@@ -11,24 +11,24 @@ from lightning_d9d.schedule.schedule import Schedule, StageCursor
 
 
 class DualPipeV(Schedule):
-    """DualPipeV (DeepSeek-AI 2024, arXiv:2412.19437, folded in half): one's experts exchange while another computes.
+    """DualPipeV (DeepSeek-AI 2024, arXiv:2412.19437, folded in half): it overlaps expert exchange with computation.
 
-    Rank r has the stages r and 2 * ranks - 1 - r. In its main part each action is a pair of a forward in one stage and
-    a full backward in the other. It takes at least 2 * ranks microbatches.
+    Rank r has the stages r and 2 * ranks - 1 - r. In the main part each action pairs a forward in one stage with a full
+    backward in the other. It needs at least 2 * ranks microbatches.
     """
 
     stages_per_rank = 2
 
     def placement(self, num_ranks: int) -> tuple[int, ...]:
-        """Down the ranks and up again."""
+        """Place stages down the ranks and up again."""
         return v_placement(num_ranks)
 
     def takes(self, num_ranks: int, num_microbatches: int) -> bool:
-        """At least as many microbatches as stages."""
+        """Return True for at least as many microbatches as stages."""
         return num_microbatches >= 2 * num_ranks
 
     def order(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
-        """Forwards on the way down, then both ways, pairs, and backwards."""
+        """Run forwards on the way down, then forwards both ways, pairs, and backwards."""
         down, up = StageCursor(rank), StageCursor(2 * num_ranks - 1 - rank)
         behind = num_ranks - 1 - rank
 

@@ -1,8 +1,8 @@
-"""What the layers of a model cost, and how fast a machine is: from these two `Auto` predicts a step.
+"""Costs of a model's layers and speeds of a machine; `Auto` predicts a step from both.
 
-[Note: time of a layer] Products run at `flops_per_second`, or as fast as their weights come out of memory where there
-are too few rows for more; what is not a product moves bytes at `bytes_per_second`. A forward and an input backward read
-the weights of their products once a microbatch, a weight backward writes the gradients of all weights once.
+[Note: time of a layer] Matrix products run at `flops_per_second`. With few rows they run only as fast as their weights
+are read from memory. All other operations move bytes at `bytes_per_second`. A forward and an input backward read the
+weights of their products once a microbatch. A weight backward writes the gradients of all weights once.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCosts:
-    """What one layer computes, moves and keeps for one row of a batch (one sequence), on one rank.
+    """Costs of one layer for one row of a batch (one sequence) on one rank: computed, moved and kept.
 
-    Bytes that are moved are those of what is not a matrix product or attention, each input and output once.
+    Moved bytes are those of all operations but matrix products and attention, each input and output once.
 
     Raises:
         ScheduleError: A number is negative or not finite.
@@ -42,46 +42,50 @@ class LayerCosts:
 
     forward_flops: float = 0.0
     backward_input_flops: float = 0.0
-    """For the gradient of the layer's input; attention's whole backward is here."""
+    """Operations for the gradient of the layer's input; they include attention's whole backward."""
     backward_weight_flops: float = 0.0
-    """For the gradients of the weights."""
+    """Operations for the gradients of the weights."""
     forward_bytes: float = 0.0
     backward_input_bytes: float = 0.0
     backward_weight_bytes: float = 0.0
     weight_bytes: float = 0.0
-    """Of the parameters, however many rows there are."""
+    """Bytes of the parameters, for any number of rows."""
     activation_bytes: float = 0.0
-    """Kept from forward to backward."""
+    """Bytes kept from forward to backward."""
     selective_bytes: float | None = None
-    """Kept with `recompute="selective"`; None: unknown."""
+    """Bytes kept with `recompute="selective"`; None: unknown."""
     attention_bytes: float | None = None
-    """Kept with `recompute="attention"`; None: unknown."""
+    """Bytes kept with `recompute="attention"`; None: unknown."""
     split_activation_bytes: float = 0.0
-    """Kept from input backward to weight backward, where they are split: inputs of products and their gradients."""
+    """Bytes kept from input backward to weight backward, where they are split: inputs of products and their gradients.
+    """
     is_compiled: bool = False
-    """Whether the backward is one compiled function, all of it in the input phase."""
+    """True if the backward is one compiled function: all of it is in the input phase."""
     output_bytes: float = 0.0
-    """What travels to the next stage if the layer is a stage's last, and as gradient back. The layer's input is as
-    large, and all that is kept of it with `recompute="full"`."""
+    """Bytes sent to the next stage if the layer is a stage's last, and back as its gradient. The layer's input has the
+    same size; with `recompute="full"` only the input is kept.
+    """
     frozen_bytes: float | None = None
-    """Kept where the layer's matrices are frozen, and have no adapters; None: unknown."""
+    """Bytes kept if the layer's matrices are frozen and have no adapters; None: unknown."""
     forward_peak_bytes: float = 0.0
-    """The most that the layer takes while its forward runs, with what it keeps and its output."""
+    """The most bytes of the layer while its forward runs, with what it keeps and its output."""
     backward_moments: tuple[Moment, ...] = ()
-    """When most is there while its backward runs; empty: unknown."""
+    """The moments of the backward at which most is there; empty: unknown."""
     attention_flops: float = 0.0
-    """Of `forward_flops`, those of attention's scores and their sums. Its backward is in `backward_input_flops`."""
+    """The operations of `forward_flops` that are attention's scores and their sums. Those of its backward are in
+    `backward_input_flops`.
+    """
     grouped_flops: float = 0.0
-    """Of `forward_flops`, those of grouped products, and as many of each part of the backward."""
+    """The operations of `forward_flops` that are grouped products. Each part of the backward has as many."""
     dispatch_bytes: float = 0.0
-    """The buffer of tokens that are sent to experts where those lie on several ranks; free when they have arrived."""
+    """Buffer of the tokens that are sent to experts on other ranks; it is freed when they have arrived."""
 
     def __post_init__(self) -> None:
         check_numbers(self)
 
 
 def check_numbers(of: DataclassInstance) -> None:
-    """Refuse a dataclass in which a float is no finite number of at least 0, or an int no whole number of at least 1.
+    """Refuse a dataclass with a float that is not finite or below 0, or an int below 1.
 
     Raises:
         ScheduleError: The message names class, field and value.
@@ -101,18 +105,18 @@ def check_numbers(of: DataclassInstance) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCosts:
-    """A model as a pipeline sees it: layers between which it can be split, and what stands before and behind them.
+    """A model as a pipeline sees it: layers between which it can be split, and the parts before and after them.
 
     Raises:
-        ScheduleError: There is no layer.
+        ScheduleError: The model has no layers.
     """
 
     before: LayerCosts = field(default_factory=LayerCosts)
-    """Always on the first stage, such as the embedding."""
+    """The part that is always on the first stage, such as the embedding."""
     layers: tuple[LayerCosts, ...]
-    """In order. Each stage has at least one."""
+    """The layers in order. Each stage has at least one."""
     after: LayerCosts = field(default_factory=LayerCosts)
-    """Always on the last stage, such as the final norm, the head and the loss."""
+    """The part that is always on the last stage, such as the final norm, the head and the loss."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
@@ -120,18 +124,18 @@ class ModelCosts:
             raise ScheduleError("ModelCosts.layers is empty; a pipeline needs at least one layer")
 
     def compiled(self) -> ModelCosts:
-        """With layers whose backward is one compiled function: all of it is in the input phase."""
+        """The costs with layers whose backward is one compiled function: all of it is in the input phase."""
         layers = (replace(layer, is_compiled=True, split_activation_bytes=0.0) for layer in self.layers)
         return replace(self, layers=tuple(layers))
 
     @property
     def parts(self) -> tuple[LayerCosts, ...]:
-        """Everything in order: `before`, the layers, `after`."""
+        """All parts in order: `before`, the layers, `after`."""
         return (self.before, *self.layers, self.after)
 
 
 class LayerSeconds(NamedTuple):
-    """How long the actions of a layer take."""
+    """Seconds that the actions of a layer take."""
 
     forward: float
     backward_input: float
@@ -141,33 +145,38 @@ class LayerSeconds(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """How fast one rank computes and sends.
+    """Speeds at which one rank computes and sends.
 
-    The speeds are of an NVIDIA H200 with torch 2.11 in bfloat16: those that today's library kernels were measured to
-    reach together on the layers and the head of a Qwen3-MoE model. Kernels that are not as good, such as those of plain
-    torch modules, take up to twice as long; `MeasuredCosts` of a run are better than any speed.
+    The defaults are of an NVIDIA H200 with torch 2.11 in bfloat16. The package's kernels were measured to reach them
+    together on the layers and the head of a Qwen3-MoE model. Slower kernels, such as those of plain torch modules, take
+    up to twice as long. `MeasuredCosts` of a run are more accurate than any speed.
 
     Raises:
         ScheduleError: A number is negative, or a speed is 0.
     """
 
     flops_per_second: float = 580e12
-    """In products: attention 430 to 610e12, projections 670 to 690e12, grouped products 475 to 570e12, head 695e12."""
+    """Operations per second in products: attention 430 to 610e12, projections 670 to 690e12, grouped products 475 to
+    570e12, head 695e12.
+    """
     grouped_flops_per_second: float | None = None
-    """In grouped products; None: as in others."""
+    """Operations per second in grouped products; None: as in others."""
     attention_forward_flops_per_second: float | None = None
+    """Operations per second in the forward of attention; None: as in products."""
     attention_backward_flops_per_second: float | None = None
+    """Operations per second in the backward of attention; None: as in products."""
     bytes_per_second: float = 4.26e12
-    """From and to memory, reads and writes together, as in a copy."""
+    """Bytes per second to and from memory, reads and writes together, as in a copy."""
     link_bytes_per_second: float = 160e9
-    """From one pipeline rank to the next: half of what a rank was measured to send in an all-to-all over NVLink."""
+    """Bytes per second from one pipeline rank to the next: half of the rate measured in an all-to-all over NVLink."""
     link_latency: float = 20e-6
-    """Seconds from when a message has left until it is there; assumed."""
+    """Seconds between the end of sending a message and its arrival; assumed."""
     action_seconds: float = 30e-6
-    """What an action takes beside its kernels; assumed."""
+    """Seconds that an action takes beside its kernels; assumed."""
     overlapped: float = 1.0
-    """What a forward and a backward of an overlapped pair take of the sum of both; less than 1 where one computes while
-    the other's experts exchange tokens."""
+    """Duration of an overlapped pair as a share of the sum of its two actions. It is below 1 where one computes while
+    the other's experts exchange tokens.
+    """
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -176,7 +185,7 @@ class Machine:
                 raise ScheduleError(f"Machine.{name}=0 must be greater than 0")
 
     def seconds(self, layer: LayerCosts, num_rows: float) -> LayerSeconds:
-        """How long `layer` takes for a microbatch. [Note: time of a layer]."""
+        """Return how long `layer` takes for a microbatch. [Note: time of a layer]."""
 
         def action(flops: float, moved: float, weight_bytes: float, attended: float, rate: float | None) -> float:
             grouped = min(layer.grouped_flops, flops - attended)

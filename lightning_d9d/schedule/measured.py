@@ -1,4 +1,4 @@
-"""What a run has measured of its stages, as a file, and how it corrects what is predicted of layers."""
+"""Measured times of a run's stages, as a file, and their use to correct the predicted costs of layers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Read = TypeVar("_Read", bound="DataclassInstance")
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredStage:
-    """What the actions of one stage took for one microbatch.
+    """Times of one stage's actions for one microbatch.
 
     Raises:
         ScheduleError: A number is negative or not finite, or there is neither a whole backward nor both its halves.
@@ -34,11 +34,11 @@ class MeasuredStage:
     """The first layer and the one after the last, by their index in the whole model."""
     forward_seconds: float
     backward_seconds: float | None = None
-    """A whole backward; None where all were split."""
+    """Seconds of a whole backward; None where all were split."""
     backward_input_seconds: float | None = None
     backward_weight_seconds: float | None = None
     activation_bytes: float
-    """What a microbatch keeps from the end of its forward to its backward."""
+    """Bytes that a microbatch keeps from the end of its forward to its backward."""
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -57,34 +57,34 @@ class MeasuredStage:
 
 @dataclass(frozen=True)
 class Calibration:
-    """By what the predicted costs of a model are to be multiplied, for each of `ModelCosts.parts`."""
+    """Factors that correct the predicted costs of a model, one for each of `ModelCosts.parts`."""
 
     seconds: tuple[LayerSeconds, ...]
     activation: tuple[float, ...]
     link_seconds_per_row: float | None = None
-    """Instead of a prediction."""
+    """Seconds of a message for each row; it replaces the prediction."""
 
     @classmethod
     def none(cls, model: ModelCosts) -> Self:
-        """Leaves everything as predicted."""
+        """Return factors that leave everything as predicted."""
         number = len(model.parts)
         return cls((LayerSeconds(1.0, 1.0, 1.0, 1.0),) * number, (1.0,) * number)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredCosts:
-    """What a run measured: written by `write`, read by `Auto(costs=path)`.
+    """Measurements of a run: `write` writes them, `Auto(costs=path)` reads them.
 
     Raises:
-        ScheduleError: A number is negative or not finite, or stages leave out layers.
+        ScheduleError: A number is negative or not finite, or the stages leave out layers.
     """
 
     machine: str
-    """Its name, for those who read the file."""
+    """The machine's name, for people who read the file."""
     sequence_length: int
-    """Tokens of a row."""
+    """Number of tokens in a row."""
     microbatch_size: int
-    """Rows of a microbatch."""
+    """Number of rows in a microbatch."""
     stages: tuple[MeasuredStage, ...]
     """All stages of the model, in order."""
     link_seconds: float | None = None
@@ -98,16 +98,16 @@ class MeasuredCosts:
             raise ScheduleError(f"MeasuredCosts.stages have the layers {bounds}; they must follow one another from 0")
 
     def write(self, path: str | Path) -> None:
-        """Write it as JSON."""
+        """Write the measurements as JSON."""
         text = json.dumps({"format": _FORMAT, **asdict(self)}, indent=2)
         Path(path).write_text(text + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
-        """Read what `write` wrote.
+        """Read a file that `write` wrote.
 
         Raises:
-            ScheduleError: There is no such file, or it is no measurement. The message names file and field.
+            ScheduleError: The file is missing or not a measurement. The message names file and field.
         """
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -115,7 +115,7 @@ class MeasuredCosts:
             raise ScheduleError(f"costs={str(path)!r} cannot be read as JSON: {reason(error)}") from error
         try:
             if not isinstance(values, dict) or values.pop("format", None) != _FORMAT:
-                raise ScheduleError(f"no measurement of format {_FORMAT}; write one with MeasuredCosts.write")
+                raise ScheduleError(f"not a measurement of format {_FORMAT}; write one with MeasuredCosts.write")
             stages = values.get("stages", [])
             if not isinstance(stages, list):
                 raise ScheduleError(f"MeasuredCosts.stages={stages!r} must be a list")
@@ -126,7 +126,7 @@ class MeasuredCosts:
             raise ScheduleError(f"costs={str(path)!r}: {error}") from error
 
     def calibrate(self, model: ModelCosts, machine: Machine) -> Calibration:
-        """Find out what layers really cost from what stages of them did. [Note: stages to layers].
+        """Derive the real costs of layers from the measured stages. [Note: stages to layers].
 
         Raises:
             ScheduleError: The model has another number of layers.
@@ -159,16 +159,16 @@ class MeasuredCosts:
         return Calibration(tuple(seconds), tuple(factor or 0.0 for factor in activation), link)
 
     def _fit(self, model: ModelCosts, predicted: Sequence[float], field: str) -> list[float | None]:
-        """For each part the factor between measured and predicted; None where no stage with it was measured.
+        """Return the factor between measured and predicted for each part; None where no measured stage has it.
 
-        [Note: stages to layers] Parts of equal costs have one factor. All begin at 1, and each is multiplied by the
-        ratio of measured to predicted that its stages have on average, weighted by its share in them, until nothing
-        changes (the multiplicative updates of Richardson 1972 and Lucy 1974). Factors stay positive, and parts that
-        no stage tells apart, such as a head that is always together with the same layers, get a common one.
+        [Note: stages to layers] Parts of equal costs have one factor. All factors begin at 1. Each is multiplied by the
+        mean ratio of measured to predicted time of its stages, weighted by its share in them, until nothing changes.
+        These are the multiplicative updates of Richardson 1972 and Lucy 1974. Factors stay positive. Parts that no
+        stage separates, such as a head that is always together with the same layers, get a common factor.
         """
         kinds = {part: index for index, part in enumerate(dict.fromkeys(model.parts))}
         rows: list[tuple[float, list[float]]] = []
-        """For each measured stage what it took, and the prediction for each kind in it."""
+        """For each measured stage, its time and the prediction for each kind of part in it."""
         seen: set[int] = set()
         for stage in self.stages:
             measured = getattr(stage, field)
@@ -191,13 +191,13 @@ class MeasuredCosts:
         return [factors[kinds[part]] if kinds[part] in seen else None for part in model.parts]
 
     def _places_of(self, stage: MeasuredStage, num_layers: int) -> range:
-        """The indices in `ModelCosts.parts` of what the stage has."""
+        """Return the indices in `ModelCosts.parts` of the stage's parts."""
         start, stop = stage.layers
         return range(start + (start > 0), stop + 1 + (stop == num_layers))
 
 
 def _build(cls: type[_Read], values: Any, where: str) -> _Read:
-    """An object of the class from a JSON object with its fields.
+    """Build an object of the class from a JSON object with its fields.
 
     Raises:
         ScheduleError: Fields are missing or unknown, or the class refuses them.

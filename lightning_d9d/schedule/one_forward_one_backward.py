@@ -1,7 +1,7 @@
 """Schedules that take turns between a forward and a backward once the first backward can run.
 
-All have a fixed order of forwards and another of backwards; the forwards run ahead by some number, the same through the
-whole batch, which is what keeps few microbatches alive.
+All have a fixed order of forwards and another of backwards. The forwards run ahead by a number that is the same through
+the whole batch, so few microbatches are alive.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from lightning_d9d.schedule.schedule import Schedule
 class OneForwardOneBackward(Schedule):
     """1F1B, one stage a rank (Narayanan et al. 2019; Fan et al. 2020, arXiv:2007.01045).
 
-    GPipe's bubble, but a rank keeps at most as many microbatches alive as there are ranks from it to the last.
+    Its bubble is GPipe's, but a rank keeps at most as many microbatches alive as there are ranks from it to the last.
     """
 
     def order(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
-        """Forwards run ahead by the number of ranks behind this one."""
+        """Run forwards ahead by the number of ranks behind this one."""
         forwards = [Forward(rank, microbatch) for microbatch in range(num_microbatches)]
         backwards = [Backward(rank, microbatch) for microbatch in range(num_microbatches)]
         return _take_turns(forwards, backwards, ahead=num_ranks - 1 - rank)
@@ -30,18 +30,20 @@ class OneForwardOneBackward(Schedule):
 class Interleaved1F1B(Schedule):
     """1F1B with several stages a rank (Narayanan et al. 2021, arXiv:2104.04473): a smaller bubble for more messages.
 
-    Microbatches pass in groups of at least as many as there are ranks (of all, if there are fewer), through all of a
-    rank's stages before the next group. Every number of microbatches works; multiples of the ranks are the paper's.
+    Microbatches form groups of at least as many as there are ranks, or one group if there are fewer. A group passes
+    through all of a rank's stages before the next group. Every number of microbatches works; the paper has multiples of
+    the ranks.
 
     Args:
-        stages_per_rank: Stages go round and round over the ranks, this many times. The bubble is divided by it.
+        stages_per_rank: How many stages each rank holds; stages go round and round over the ranks. The bubble is
+            divided by this number.
     """
 
     def __init__(self, stages_per_rank: int = 2) -> None:
         self.stages_per_rank = stages_per_rank
 
     def order(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
-        """Forwards run ahead by a group for each stage but the last, and by two for each rank behind this one."""
+        """Run forwards ahead by a group for each stage but the last, and by two for each rank behind this one."""
         stages = self.stages_of(rank, num_ranks)
         groups = _groups(num_ranks, num_microbatches)
         forwards = [Forward(stage, m) for group in groups for stage in stages for m in group]
@@ -53,18 +55,18 @@ class Interleaved1F1B(Schedule):
 class ZeroBubble(Schedule):
     """1F1B with split backwards, ZB-H1 or ZB1P (Qi et al. 2023, arXiv:2401.10241), also with several stages a rank.
 
-    The stage before waits for input backwards only. Weight backwards lag behind by as many as there are ranks before
-    this one, and fill its bubble at the end. As many microbatches are alive as with 1F1B on rank 0, on every rank.
+    The stage before waits for input backwards only. Weight backwards lag behind by the number of ranks before this one,
+    and fill its bubble at the end. Every rank keeps as many microbatches alive as rank 0 does with 1F1B.
 
     Args:
-        stages_per_rank: Stages go round and round over the ranks, this many times.
+        stages_per_rank: How many stages each rank holds; stages go round and round over the ranks.
     """
 
     def __init__(self, stages_per_rank: int = 1) -> None:
         self.stages_per_rank = stages_per_rank
 
     def order(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
-        """Forwards run ahead by a group for each stage but the last, and by one for each rank behind this one."""
+        """Run forwards ahead by a group for each stage but the last, and by one for each rank behind this one."""
         stages = self.stages_of(rank, num_ranks)
         groups = _groups(num_ranks, num_microbatches)
         forwards = [Forward(stage, m) for group in groups for stage in stages for m in group]
@@ -74,7 +76,7 @@ class ZeroBubble(Schedule):
 
 
 def _groups(num_ranks: int, num_microbatches: int) -> list[range]:
-    """Microbatches in as many groups as can have `num_ranks` each, of sizes as equal as can be, larger ones first."""
+    """Split microbatches into as many groups of at least `num_ranks` as possible, nearly equal, larger ones first."""
     number = max(1, num_microbatches // num_ranks)
     size, left = divmod(num_microbatches, number)
     starts = [group * size + min(group, left) for group in range(number + 1)]
@@ -82,7 +84,7 @@ def _groups(num_ranks: int, num_microbatches: int) -> list[range]:
 
 
 def _take_turns(forwards: list[Forward], backwards: Iterable[Action], ahead: int) -> Iterator[Action]:
-    """`ahead` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    """Yield `ahead` forwards, then a forward and a backward in turn, then the remaining backwards."""
     rest = iter(backwards)
     yield from forwards[:ahead]
     for forward in forwards[ahead:]:
@@ -92,7 +94,7 @@ def _take_turns(forwards: list[Forward], backwards: Iterable[Action], ahead: int
 
 
 def _with_weights(actions: Iterable[Action], lag: int) -> Iterator[Action]:
-    """With each input backward's weight backward `lag` input backwards behind it; those left over at the end."""
+    """Insert each weight backward `lag` input backwards after its own; the remaining ones come at the end."""
     waiting: deque[BackwardWeight] = deque()
     for action in actions:
         yield action

@@ -1,4 +1,4 @@
-"""Cutting items into consecutive stages by their weights."""
+"""Splits items into consecutive stages by their weights."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from lightning_d9d.errors import ConfigError
 
 
 def split_evenly(weights: Sequence[int | float], num_stages: int) -> list[range]:
-    """Split items into consecutive stages so that the heaviest stage is as light as can be.
+    """Split items into consecutive stages so that the heaviest stage is as light as possible.
 
-    Among such splits it takes one whose other stages are even too (the least sum of squares), and among these the one
-    whose first stages have more items. Exact: no rounding, whatever the weights.
+    Among such splits it takes one whose other stages are even too (the least sum of squares). Among these it takes the
+    one whose first stages have more items. The arithmetic is exact for all weights.
 
     Args:
-        weights: Of the items, at least 0; for instance the cost or the number of parameters of each layer.
+        weights: Weights of the items, at least 0; for instance the cost or the number of parameters of each layer.
         num_stages: At most the number of items.
 
     Returns:
@@ -36,11 +36,11 @@ def split_evenly(weights: Sequence[int | float], num_stages: int) -> list[range]
     fractions = [Fraction(weight) for weight in weights]
     unit = math.lcm(*(fraction.denominator for fraction in fractions))
     starts = [0, *accumulate(int(fraction * unit) for fraction in fractions)]
-    # The least limit under which few enough stages hold everything; to split these further breaks no limit.
+    # The least limit under which few enough stages hold everything; splitting these further never exceeds it.
     heaviest = max(stop - start for start, stop in pairwise(starts))
     limits = sorted({stop - start for start, stop in combinations(starts, 2) if stop - start >= heaviest})
     limit = limits[bisect_left(limits, True, key=lambda limit: _num_stages_within(limit, starts) <= num_stages)]
-    # From the last stage to the first: the best split of items i, i + 1, ... by its first item.
+    # From the last stage to the first: the best split of items i, i + 1, ..., by the first item i.
     best: dict[int, tuple[int, list[range]]] = {num_items: (0, [])}
     for _ in range(num_stages):
         longer: dict[int, tuple[int, list[range]]] = {}
@@ -60,7 +60,7 @@ def split_evenly(weights: Sequence[int | float], num_stages: int) -> list[range]
 
 
 def _num_stages_within(limit: int, starts: Sequence[int]) -> int:
-    """How many stages of at most `limit` the items fill, when each takes what it can."""
+    """Return how many stages of at most `limit` the items fill when each stage takes all it can."""
     num_stages, stage_start = 1, 0
     for start, stop in pairwise(starts):
         if stop - stage_start > limit:
@@ -69,15 +69,15 @@ def _num_stages_within(limit: int, starts: Sequence[int]) -> int:
 
 
 def check_num_stages(num_layers: int, num_stages: int) -> None:
-    """Refuse a number of stages of which one would have no layer.
+    """Refuse a number of stages that leaves one without a layer.
 
     Raises:
-        ConfigError: The message says which numbers are possible.
+        ConfigError: There are more stages than layers. The message has the possible numbers.
     """
     if not 1 <= num_stages <= num_layers:
         raise ConfigError(
-            f"{num_layers} layers cannot be split into {num_stages} stages, for each has at least one; use 1 to "
-            f"{num_layers} stages (pipeline ranks times stages on each)"
+            f"{num_layers} layers cannot be split into {num_stages} stages, since each needs at least one; use 1 "
+            f"to {num_layers} stages (pipeline ranks times stages on each)"
             if num_layers > 0
             else f"a model without layers cannot be split into {num_stages} stages; give it one layer a stage"
         )
@@ -89,16 +89,16 @@ _Load = TypeVar("_Load", bound=tuple[int, ...])
 def level(
     ranges: Sequence[range], placement: Sequence[int], loads: Callable[[Sequence[range]], Sequence[_Load]]
 ) -> list[range]:
-    """Move boundaries until no item that a stage of the most loaded rank could give away makes loads more level.
+    """Move boundaries until moving any item away from a stage of the most loaded rank would not level the loads more.
 
-    Loads are compared as sorted lists, the largest first. A stage that another one takes an item from gets shorter and
-    that one longer; stages between keep their lengths.
+    Loads are compared as sorted lists, the largest first. The stage that gives an item gets shorter and the one that
+    takes it longer; stages between keep their lengths.
 
     Args:
         ranges: The stages to begin with.
-        placement: For each stage its rank.
-        loads: For the ranges of all stages, the load of each rank; tuples, of which the first number matters most.
-            Whole numbers, as rounding would look like an improvement.
+        placement: The rank of each stage.
+        loads: Returns the load of each rank for the ranges of all stages. Loads are tuples whose first number matters
+            most. They are whole numbers, as rounding would look like an improvement.
 
     Returns:
         One range of items a stage, in order, none of them empty.
@@ -115,7 +115,7 @@ def level(
 
 
 def _moves(ranges: Sequence[range], placement: Sequence[int], ranks: Sequence[int]) -> Iterator[list[range]]:
-    """The splits in which a stage of the last of `ranks` gives an item to another; the first of `ranks` take first."""
+    """Yield the splits in which a stage of the last of `ranks` gives an item to another; the first rank takes first."""
     sizes = [len(each) for each in ranges]
     shortest_first = sorted(range(len(ranges)), key=sizes.__getitem__)
     stages_of = [[stage for stage in shortest_first if placement[stage] == rank] for rank in ranks]

@@ -1,4 +1,4 @@
-"""Gantt pictures of simulated and of measured runs: a row a rank, bars by what they do. Needs the extra `viz`."""
+"""Gantt pictures of simulated and of measured runs: one row a rank, one bar an action. Needs the extra `viz`."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
 """Kinds with a colour of their own: name -> colour and actions."""
 
 _MAX_TEXTS = 800
-"""With more bars than this they have no edges and no microbatch written on them."""
+"""With more bars than this, bars have neither edges nor the number of their microbatch."""
 _BESIDE = {MESSAGES: (0.84, 0.07), DATA_PARALLEL: (0.92, 0.07)}
-"""Where bars lie in their row that run beside computation: top and height, of a row of height 1."""
+"""Top and height of bars that run beside computation, in a row of height 1."""
 
 
 class Bar(NamedTuple):
@@ -48,17 +48,17 @@ class Bar(NamedTuple):
     kind: str
     rank: int
     top: float
-    """Within the row, from 0 to 1."""
+    """Top of the bar within its row, from 0 to 1."""
     height: float
     start: float
     length: float
     shade: float
-    """From 0 for the first stage of a rank to 1 for its last."""
+    """Shade of the stage: 0 for the first stage of a rank, 1 for its last."""
     action: ComputeAction | MessageAction | DataParallelAction
 
 
 def bars(run: Simulation | Iterable[Span]) -> list[Bar]:
-    """The bars of a picture: one a compute action, two for a pair, and one at either end of a message.
+    """Return the bars of a picture: one a compute action, two for a pair, and one at either end of a message.
 
     Actions that take no time have none.
     """
@@ -89,16 +89,17 @@ def _place(action: Action) -> tuple[str, float, float]:
 def plot(run: Simulation | Iterable[Span], path: str | Path, title: str | None = None) -> None:
     """Draw a Gantt picture.
 
-    Forwards, full, input and weight backwards differ in colour, a rank's later stages are paler, and messages and
-    collectives run as thin bars below the computation.
+    Forwards, full, input and weight backwards differ in colour. A rank's later stages are paler. Messages and
+    collectives are thin bars below the computation.
 
     Args:
         run: A simulation, or spans that were measured, in any unit of time.
-        path: Ends in .png or .svg (drawn by matplotlib) or .html (by plotly: to zoom, with each action's name).
-        title: Above the picture; for a simulation by default its step time and bubble ratio.
+        path: File to write. It ends in .png or .svg (drawn by matplotlib), or in .html (by plotly, with zoom and the
+            name of each action).
+        title: Title above the picture; by default the step time and bubble ratio of a simulation.
 
     Raises:
-        ConfigError: Another ending, nothing to draw, or the library is not installed.
+        ConfigError: The path has another ending, there is nothing to draw, or the library is not installed.
     """
     drawn = bars(run)
     if not drawn:
@@ -109,7 +110,7 @@ def plot(run: Simulation | Iterable[Span], path: str | Path, title: str | None =
 
 
 def _colour(kind: str, shade: float) -> str:
-    """The kind's colour, mixed with up to 45% of white."""
+    """Return the kind's colour, mixed with up to 45% of white."""
     colour, _ = KINDS[kind]
     channels = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(channel + (255 - channel) * 0.45 * shade):02x}" for channel in channels)

@@ -1,4 +1,4 @@
-"""A program: what every pipeline rank runs, in its order, and where the stages are."""
+"""A program: the actions of every pipeline rank in order, and where the stages are."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from lightning_d9d.schedule.actions import (
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Program:
-    """The actions of all pipeline ranks for one batch. A value: passes make new ones.
+    """The actions of all pipeline ranks for one batch. It is immutable: passes make new programs.
 
     `str(program)` has one line a rank, and `parse` reads it back.
     """
 
     ranks: tuple[tuple[Action, ...], ...]
-    """For each rank its actions, in the order in which it runs them."""
+    """The actions of each rank, in the order in which it runs them."""
     placement: tuple[int, ...]
-    """For each stage the rank that holds it."""
+    """The rank that holds each stage."""
     num_microbatches: int
 
     @classmethod
     def of(cls, ranks: Iterable[Iterable[Action]]) -> Program:
-        """A program of these actions; stages are where their forwards are, microbatches as many as there are forwards.
+        """Make a program of these actions. Forwards say where stages are and how many microbatches there are.
 
         Raises:
-            ScheduleError: A stage is on two ranks, or one between has no forward.
+            ScheduleError: A stage is on two ranks, or a stage below the last has no forward.
         """
         orders = tuple(tuple(actions) for actions in ranks)
         holders: dict[int, int] = {}
@@ -61,10 +61,10 @@ class Program:
     def parse(cls, text: str) -> Program:
         """Read `str(program)` or `program.csv()`: a line a rank, actions between spaces or commas.
 
-        Empty cells (idle slots), empty lines and what follows a `#` are left out.
+        Empty cells (idle slots), empty lines and text after a `#` are skipped.
 
         Raises:
-            ScheduleError: Something is no action. The message names line and text.
+            ScheduleError: A word is not an action. The message names line and text.
         """
         ranks = []
         for number, line in enumerate(text.splitlines(), 1):
@@ -81,7 +81,7 @@ class Program:
         return "\n".join(" ".join(map(str, actions)) for actions in self.ranks)
 
     def csv(self) -> str:
-        """The program as comma-separated values, a row a rank."""
+        """Return the program as comma-separated values, one row a rank."""
         return "".join(",".join(map(str, actions)) + "\n" for actions in self.ranks)
 
     def __repr__(self) -> str:
@@ -90,22 +90,22 @@ class Program:
 
     @property
     def num_ranks(self) -> int:
-        """Pipeline ranks."""
+        """Number of pipeline ranks."""
         return len(self.ranks)
 
     @property
     def num_stages(self) -> int:
-        """Stages over all ranks."""
+        """Number of stages over all ranks."""
         return len(self.placement)
 
     @property
     def has_messages(self) -> bool:
-        """Whether sends and receives are written down. Without, a rank is taken to see what others computed."""
+        """True if the program has sends and receives. Without them, each rank is assumed to see others' results."""
         return any(isinstance(action, MESSAGES) for actions in self.ranks for action in actions)
 
     @property
     def is_forward_only(self) -> bool:
-        """Whether nothing runs backward: a program for validation and prediction."""
+        """True if nothing runs backward: a program for validation and prediction."""
         return not any(_runs_backward(action) for actions in self.ranks for action in actions)
 
 
@@ -116,20 +116,20 @@ def _runs_backward(action: Action) -> bool:
 
 
 def loop_placement(num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
-    """Stages round and round over the ranks: with 2 ranks and 2 stages a rank 0, 1, 0, 1."""
+    """Place stages round and round over the ranks: with 2 ranks and 2 stages a rank 0, 1, 0, 1."""
     return tuple(stage % num_ranks for stage in range(num_ranks * stages_per_rank))
 
 
 def v_placement(num_ranks: int) -> tuple[int, ...]:
-    """Two stages a rank, down the ranks and up again: with 2 ranks 0, 1, 1, 0. Rank 0 has first and last stage."""
+    """Place two stages a rank, down the ranks and up again: 0, 1, 1, 0 with 2. Rank 0 has first and last stage."""
     return (*range(num_ranks), *reversed(range(num_ranks)))
 
 
 def merge_backwards(program: Program) -> Program:
-    """Make an input backward of stage 0 that its weight backward follows directly one full backward.
+    """Merge each input backward of stage 0 and a weight backward directly after it into one full backward.
 
-    One backward is cheaper than its two halves. On stage 0 it delays nobody. On other stages the stage before would
-    get its gradient later by a weight backward, which is what the schedule split them for, so they stay.
+    One backward is cheaper than its two halves. On stage 0 it delays nobody. On other stages it would delay the
+    gradient of the stage before by a weight backward. The schedule split them to avoid this, so they stay.
     """
     return Program(
         tuple(tuple(_merged(actions)) for actions in program.ranks), program.placement, program.num_microbatches

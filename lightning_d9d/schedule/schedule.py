@@ -1,4 +1,4 @@
-"""`Schedule`, from which all schedules come, and the program that a user has written down."""
+"""`Schedule`, the base class of all schedules, and the program that a user has written down."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_d9d.schedule.program import Program, loop_placement, merge_backwa
 from lightning_d9d.schedule.simulate import simulate
 
 _SEARCHED = 1000
-"""How far from a number of microbatches that cannot be taken one that can is looked for."""
+"""How far from an unsupported number of microbatches supported ones are searched."""
 
 _Kind = TypeVar("_Kind", Forward, Backward, BackwardInput, BackwardWeight)
 
@@ -25,37 +25,37 @@ _Kind = TypeVar("_Kind", Forward, Backward, BackwardInput, BackwardWeight)
 class Schedule(ABC):
     """The order in which pipeline ranks run forwards and backwards.
 
-    A subclass gives `order`, and where they differ `stages_per_rank`, `placement` and `takes`. It keeps its arguments
-    as attributes, by which ranks check that they have the same schedule.
+    A subclass defines `order`, and where they differ `stages_per_rank`, `placement` and `takes`. It keeps its arguments
+    as attributes: ranks compare them to check that they have the same schedule.
     """
 
     stages_per_rank: int = 1
 
     @abstractmethod
     def order(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterable[Action]:
-        """What pipeline rank `rank` of `num_ranks` runs: `Forward`, and `Backward` or its two halves, or pairs.
+        """Return the actions of pipeline rank `rank`: `Forward`, and `Backward` or its two halves, or pairs.
 
-        Messages between ranks are added by `program`; an order that has some must have all. `num_microbatches` is a
-        number that `takes` takes.
+        `program` adds messages between ranks; an order that has some must have all. `takes` is True for
+        `num_microbatches`.
         """
 
     def placement(self, num_ranks: int) -> tuple[int, ...]:
-        """For each stage its rank; by default stages go round and round over the ranks."""
+        """Return the rank of each stage; by default stages go round and round over the ranks."""
         return loop_placement(num_ranks, self.stages_per_rank)
 
     def takes(self, num_ranks: int, num_microbatches: int) -> bool:
-        """Whether it has an order for this number of microbatches (at least 1) on `num_ranks` ranks."""
+        """Return True if there is an order for this number of microbatches (at least 1) on `num_ranks` ranks."""
         return True
 
     def stages_of(self, rank: int, num_ranks: int) -> list[int]:
-        """The stages on `rank`, ascending."""
+        """Return the stages on `rank`, ascending."""
         return [stage for stage, holder in enumerate(self.placement(num_ranks)) if holder == rank]
 
     def compute(self, num_ranks: int, num_microbatches: int) -> Program:
-        """The program of compute actions alone, unchecked.
+        """Return the program of compute actions only, unchecked.
 
         Raises:
-            ScheduleError: The number of microbatches is none it takes. The message names the nearest that it takes.
+            ScheduleError: The number of microbatches is not supported. The message names the nearest that are.
         """
         self._check_numbers(num_ranks, num_microbatches)
         ranks = tuple(self._ordered(rank, num_ranks, num_microbatches) for rank in range(num_ranks))
@@ -71,25 +71,25 @@ class Schedule(ABC):
         for action in actions:
             if not isinstance(action, Action):
                 raise ScheduleError(
-                    f"{type(self).__name__}.order(rank={rank}, ...) has {action!r}, which is no action; make one with "
-                    "Forward(stage, microbatch) and the like, or parse('0F1')"
+                    f"{type(self).__name__}.order(rank={rank}, ...) has {action!r}, which is not an action; make "
+                    "one with Forward(stage, microbatch) and the like, or parse('0F1')"
                 )
         return actions
 
     def program(self, num_ranks: int, num_microbatches: int) -> Program:
-        """What `num_ranks` pipeline ranks run for a batch of `num_microbatches`, with messages. Checked.
+        """Return the checked program of `num_ranks` ranks for a batch of `num_microbatches`, with messages.
 
         Raises:
-            ScheduleError: The number of microbatches is none it takes, or `order` gives an illegal program.
+            ScheduleError: The number of microbatches is not supported, or `order` gives an illegal program.
         """
         program = self.compute(num_ranks, num_microbatches)
         if not program.has_messages:
             return add_messages(merge_backwards(program))
-        simulate(program, rendezvous=True)  # refuses what is illegal or has no one order of messages
+        simulate(program, rendezvous=True)  # refuses an illegal program, and one without a single order of messages
         return program
 
     def forward_only(self, num_ranks: int, num_microbatches: int) -> Program:
-        """The forwards of a batch with messages, for validation and prediction; any number of microbatches.
+        """Return the forwards of a batch with messages, for validation and prediction, for any number of microbatches.
 
         Ranks prefer their later stages, so that microbatches leave the pipeline as soon as they can.
         """
@@ -107,8 +107,8 @@ class Schedule(ABC):
         searched = range(max(1, num_microbatches - _SEARCHED + 1), num_microbatches + _SEARCHED)
         legal = nearest(num_microbatches, (n for n in searched if self.takes(num_ranks, n)))
         raise ScheduleError(
-            f"{name} on {num_ranks} pipeline ranks takes no {num_microbatches} microbatches; nearest it takes: "
-            f"{' or '.join(map(str, legal)) or 'none near'}"
+            f"{name} on {num_ranks} pipeline ranks does not support {num_microbatches} microbatches; nearest "
+            f"supported: {' or '.join(map(str, legal)) or 'none near'}"
         )
 
 
@@ -118,7 +118,7 @@ def _check_positive(name: str, value: int) -> None:
 
 
 def _deepest_first(placement: tuple[int, ...], num_microbatches: int) -> tuple[tuple[Forward, ...], ...]:
-    """For each rank its forwards, if all take equally long and a rank runs the last of its stages that has an input."""
+    """Return each rank's forwards if all take equally long and a rank runs the last of its stages that has an input."""
     num_stages = len(placement)
     ranks: list[list[Forward]] = [[] for _ in range(max(placement) + 1)]
     num_done = [0] * num_stages
@@ -135,19 +135,19 @@ def _deepest_first(placement: tuple[int, ...], num_microbatches: int) -> tuple[t
 
 
 class StageCursor:
-    """Hands out a stage's actions in the order of microbatches, for schedules written as loops."""
+    """A cursor that hands out a stage's actions in the order of microbatches, for schedules written as loops."""
 
     def __init__(self, stage: int) -> None:
         self.stage = stage
         self.num_forwards = 0
-        """Forwards handed out so far."""
+        """Number of forwards handed out so far."""
         self.num_backwards = 0
-        """Backwards handed out so far, full and of inputs."""
+        """Number of backwards handed out so far, full and input."""
         self.split: deque[int] = deque()
-        """Microbatches whose input backward is handed out and whose weight backward is not."""
+        """Microbatches whose input backward is handed out and whose weight backward is still due."""
 
     def next(self, kind: type[_Kind]) -> _Kind:
-        """The next action of this kind; a weight backward of the oldest microbatch that had its input backward."""
+        """Return the next action of this kind; weight backwards follow the order of input backwards."""
         if kind is BackwardWeight:
             return kind(self.stage, self.split.popleft())
         if kind is Forward:
@@ -160,17 +160,17 @@ class StageCursor:
 
 
 class WrittenProgram(Schedule):
-    """A program that somebody wrote down, for one number of ranks and of microbatches.
+    """A program written by hand, for one number of ranks and of microbatches.
 
     Args:
-        text: A line for each pipeline rank, actions between spaces or commas: "0F0 0B0". Where stages are and how many
-            microbatches there are follows from the forwards. Sends and receives are added if there are none.
-        path: A file with such text instead, such as a CSV file.
+        text: A line for each pipeline rank, actions between spaces or commas: "0F0 0B0". The forwards say where stages
+            are and how many microbatches there are. Sends and receives are added if there are none.
+        path: A file with such text in place of `text`, such as a CSV file.
     """
 
     def __init__(self, text: str | None = None, path: str | Path | None = None) -> None:
         if (text is None) == (path is None):
-            raise ScheduleError(f"WrittenProgram(text={text!r}, path={path!r}) needs one of both")
+            raise ScheduleError(f"WrittenProgram(text={text!r}, path={path!r}) needs exactly one of the two")
         self.text = text
         self.path = path
         self.written = Program.parse(_read(path) if path is not None else text or "")
@@ -178,10 +178,10 @@ class WrittenProgram(Schedule):
         self.stages_per_rank = max(self.written.placement.count(rank) for rank in range(self.written.num_ranks))
 
     def placement(self, num_ranks: int) -> tuple[int, ...]:
-        """As written.
+        """Return the written placement.
 
         Raises:
-            ScheduleError: It is written for another number of ranks.
+            ScheduleError: The program is written for another number of ranks.
         """
         if num_ranks != self.written.num_ranks:
             raise ScheduleError(
@@ -191,11 +191,11 @@ class WrittenProgram(Schedule):
         return self.written.placement
 
     def takes(self, num_ranks: int, num_microbatches: int) -> bool:
-        """Only the number that is written."""
+        """Return True for the written number of microbatches only."""
         return num_microbatches == self.written.num_microbatches
 
     def order(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
-        """As written."""
+        """Return the written actions of the rank."""
         self.placement(num_ranks)
         return iter(self.written.ranks[rank])
 

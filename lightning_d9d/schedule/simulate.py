@@ -1,18 +1,18 @@
-"""Runs a program on paper: when every action starts and ends, how long ranks are idle, what they keep in memory.
+"""Simulates a program: when every action starts and ends, how long ranks idle, what they keep in memory.
 
-[Note: the machine] Every rank runs its compute actions one after the other, each as soon as what it waits for is there.
+[Note: the machine] Every rank runs its compute actions one after the other, each as soon as its inputs are there.
 Messages and data-parallel collectives run beside them:
 
-- A message starts when it is sent, takes `transfer` on its link (one message at a time from one rank to another), and
-  arrives `latency` later. The receiver need not be ready. With `rendezvous=True` each rank has its messages, sends and
-  receives alike, run one at a time in the order of its program, and each holds both ends: NCCL on one stream. Orders
-  that cross are a deadlock there.
-- Collectives of a rank run one at a time in its order. The first use of a stage waits for its `Unshard`.
-- A program without messages is run as if all ranks saw what the others computed, at once.
+- A message starts when it is sent, takes `transfer` on its link, and arrives `latency` later. A link from one rank to
+  another has one message at a time. The receiver need not be ready. With `rendezvous=True` each rank runs its messages,
+  sends and receives alike, one at a time in the order of its program. Each message holds both ends, as with NCCL on one
+  stream. Orders that cross then deadlock.
+- A rank's collectives run one at a time in its order. The first use of a stage waits for its `Unshard`.
+- A program without messages runs as if all ranks saw at once what the others computed.
 
-[Note: live activations] A microbatch is live in a stage from the start of its forward to the end of its backward; of a
-split one, to the end of its weight backward, perhaps with other memory from its input backward on. In a forward-only
-program it is live during the forward.
+[Note: live activations] A microbatch is live in a stage from the start of its forward to the end of its backward. If
+that is split, it is live to the end of its weight backward, perhaps with other memory after its input backward. In a
+forward-only program it is live during the forward.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ PerStage = float | Sequence[float]
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """How long actions take, in any one unit of time, and how much memory a live microbatch takes, in any unit."""
+    """Times of actions, in any one unit, and the memory of a live microbatch, in any unit."""
 
     forward: PerStage = 1.0
     backward_input: PerStage = 1.0
@@ -61,25 +61,25 @@ class Costs:
     backward: PerStage | None = None
     """A full backward; None: input and weight backward together."""
     overlapped: float = 1.0
-    """What a pair takes of the sum of its two."""
+    """Duration of a pair as a share of the sum of its two actions."""
     unshard: PerStage = 0.0
     reduce_gradients: PerStage = 0.0
     transfer: float = 0.0
-    """How long a message holds its link."""
+    """Time for which a message holds its link."""
     latency: float = 0.0
-    """From when a message left its link until it is there."""
+    """Time from when a message leaves its link until it arrives."""
     activation: PerStage = 1.0
     """Memory of one live microbatch in a stage."""
     split_activation: PerStage | None = None
-    """The same between its input and its weight backward; None: no other."""
+    """The same between its input and its weight backward; None: unchanged."""
     durations: Mapping[Action, float] = field(default_factory=dict)
-    """Times of single actions, such as measured ones; they come before those above. A message's is its send's."""
+    """Times of single actions, such as measured ones; they override the times above. A message's key is its send."""
 
     def check(self, num_stages: int) -> None:
         """Refuse costs that are for another number of stages, or negative.
 
         Raises:
-            ScheduleError: The message names field and value.
+            ScheduleError: A cost is wrong. The message names field and value.
         """
         for each in fields(self):
             value = getattr(self, each.name)
@@ -96,7 +96,7 @@ class Costs:
                 raise ScheduleError(f"Costs.{each.name}={value!r} must not be negative")
 
     def duration(self, action: Action) -> float:
-        """How long `action` takes."""
+        """Return how long `action` takes."""
         if action in self.durations:
             return self.durations[action]
         match action:
@@ -126,7 +126,7 @@ def _of_stage(cost: PerStage, stage: int) -> float:
 
 
 class Span(NamedTuple):
-    """When a rank ran an action. A message has one on either side, from its start to its arrival."""
+    """The time in which a rank ran an action. A message has a span at either end, from its start to its arrival."""
 
     rank: int
     action: Action
@@ -136,19 +136,19 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a program does in time and memory."""
+    """Time and memory of a simulated program."""
 
     program: Program
     spans: tuple[Span, ...]
-    """Of all actions, rank by rank in the order of the program."""
+    """Spans of all actions, rank by rank in the order of the program."""
     step_time: float
-    """From the start of the first action to the end of the last."""
+    """Time from the start of the first action to the end of the last."""
     compute_time: tuple[float, ...]
-    """For each rank the time in compute actions."""
+    """Time of each rank in compute actions."""
     peak_activations: tuple[int, ...]
-    """For each rank the most (stage, microbatch) live at once. [Note: live activations]."""
+    """Largest number of (stage, microbatch) live at once on each rank. [Note: live activations]."""
     peak_memory: tuple[float, ...]
-    """The most memory of those live at once, by `Costs.activation` and `Costs.split_activation`."""
+    """Largest memory of those live at once, by `Costs.activation` and `Costs.split_activation`."""
 
     @property
     def bubble_ratio(self) -> float:
@@ -157,10 +157,10 @@ class Simulation:
 
 
 def bubble_ratio(spans: Iterable[Span]) -> float:
-    """The share of time in which ranks compute nothing, from the first start to the last end over all ranks, 0 to 1.
+    """Return the share of time (0 to 1) in which ranks compute nothing, from the first start to the last end of all.
 
     Args:
-        spans: Simulated, or measured by clocks that agree.
+        spans: Spans that were simulated, or measured by clocks that agree.
     """
     spans = list(spans)
     if not spans:
@@ -171,15 +171,16 @@ def bubble_ratio(spans: Iterable[Span]) -> float:
 
 
 def simulate(program: Program, costs: Costs | None = None, *, rendezvous: bool = False) -> Simulation:
-    """Run `program` on paper. [Note: the machine].
+    """Simulate `program`. [Note: the machine].
 
     Args:
-        program: With or without messages. It is checked.
-        costs: What actions take; by default 1 for F, I and W, 2 for B, and nothing for all else.
-        rendezvous: Whether a message needs both ends at once, in each rank's order.
+        program: A program with or without messages. It is checked.
+        costs: Times of actions; by default 1 for F, I and W, 2 for B, and 0 for all others.
+        rendezvous: If True, a message needs both ends at once, in each rank's order.
 
     Raises:
-        ScheduleError: `check` refuses the program, `Costs.check` the costs, or ranks wait for one another in a circle.
+        ScheduleError: `check` refuses the program, `Costs.check` refuses the costs, or ranks wait for one another in a
+            circle.
     """
     check(program)
     costs = costs or Costs()
@@ -199,7 +200,7 @@ def simulate(program: Program, costs: Costs | None = None, *, rendezvous: bool =
 
 
 class _Rank:
-    """Where one rank stands."""
+    """The progress of one rank."""
 
     def __init__(self, rank: int, actions: tuple[Action, ...]) -> None:
         self.rank = rank
@@ -211,9 +212,9 @@ class _Rank:
         self.unsharded_at: dict[int, float] = {}
         self.spans: list[Span] = []
         self.messages: list[tuple[int, MessageAction]] = []
-        """Messages with their positions in `spans`, to be filled in when they have arrived."""
+        """Messages with their positions in `spans`, which are filled in when they have arrived."""
         self.posted: deque[tuple[float, MessageAction]] = deque()
-        """With rendezvous, messages that wait for their turn, and since when."""
+        """With rendezvous: messages that wait for their turn, and since when."""
         self.messages_end = 0.0
 
     def add(self, action: Action, start: float, end: float) -> None:
@@ -221,9 +222,9 @@ class _Rank:
 
 
 class _Run:
-    """Lets every rank go on as far as it can, again and again.
+    """A run that advances every rank as far as it can, again and again.
 
-    All times follow from those of what an action waits for, so the order in which ranks go on does not matter.
+    An action's time follows from the times of what it waits for, so the order in which ranks advance does not matter.
     """
 
     def __init__(self, program: Program, costs: Costs, rendezvous: bool) -> None:
@@ -232,7 +233,7 @@ class _Run:
         self.has_messages = program.has_messages
         self.costs = costs
         self.of_kind: dict[tuple[type, int], float] = {}
-        """(kind of action, stage) -> duration, where no action has its own."""
+        """(kind of action, stage) -> duration, for actions without a time of their own."""
         self.rendezvous = rendezvous
         self.ranks = [_Rank(rank, actions) for rank, actions in enumerate(program.ranks)]
         # (stage, microbatch) -> time
@@ -243,7 +244,7 @@ class _Run:
         self.link_free: dict[tuple[int, int], float] = {}
 
     def run(self) -> None:
-        """Fill in the spans of all ranks, or raise what they wait for."""
+        """Fill in the spans of all ranks, or raise an error that says what they wait for."""
         goes_on = True
         while goes_on:
             goes_on = False
@@ -265,7 +266,7 @@ class _Run:
         return self.of_kind[key]
 
     def advance(self, rank: _Rank) -> bool:
-        """Whether the rank could do anything."""
+        """Advance the rank as far as it can, and return True if it did anything."""
         before = rank.position
         while rank.position < len(rank.actions):
             action = rank.actions[rank.position]
@@ -299,14 +300,14 @@ class _Run:
         return True
 
     def ready_at(self, action: ComputeAction) -> float | None:
-        """When what `action` gets from another stage is there; None: not known yet."""
+        """Return when the input of `action` from another stage arrives; None: not known yet."""
         stage, microbatch = action.stage, action.microbatch
         if isinstance(action, Forward):
             before, ends, receive = stage - 1, self.forward_end, ReceiveForward
         else:
             before, ends, receive = stage + 1, self.gradient_end, ReceiveBackward
         if isinstance(action, BackwardWeight) or not 0 <= before < self.num_stages:
-            return 0.0  # after what this rank did before
+            return 0.0  # its input is from an earlier action of this rank
         if self.has_messages and self.placement[before] != self.placement[stage]:
             transfer = self.transfers.get(receive(stage, microbatch))
             return None if transfer is None else transfer[1]
@@ -331,7 +332,7 @@ class _Run:
             self.transfers[matching(action)] = start, end + self.costs.latency
 
     def deliver(self, rank: _Rank) -> bool:
-        """Run this rank's posted messages while the other end's turn has come too. Whether any was."""
+        """Run this rank's posted messages while it is the other end's turn too. Return True if any ran."""
         delivered = False
         while rank.posted:
             posted, action = rank.posted[0]
@@ -349,7 +350,7 @@ class _Run:
         return delivered
 
     def deadlock(self) -> str:
-        """The circle of ranks that wait for one another."""
+        """Describe the circle of ranks that wait for one another."""
         rank = next(rank for rank in self.ranks if rank.position < len(rank.actions) or rank.posted)
         circle: list[int] = []
         texts: list[str] = []
@@ -361,7 +362,7 @@ class _Run:
         return f"deadlock: {waits}. Put one of these actions earlier on its rank, before the one that is in its way"
 
     def blocked(self, rank: _Rank) -> tuple[str, _Rank]:
-        """What a rank that cannot go on waits for, and whose turn it is."""
+        """Return what a blocked rank waits for, and whose turn it is."""
         if rank.posted:
             _, action = rank.posted[0]
             peer = self.ranks[self.placement[peer_stage(action)]]
@@ -376,7 +377,7 @@ class _Run:
 
 
 def peak(actions: Sequence[Action], costs: Costs, *, forward_only: bool = False) -> tuple[int, float]:
-    """Find the most that is live at once on a rank: the number of microbatches, and their memory. As `live`."""
+    """Return the most that is live at once on a rank: microbatches and their memory. Arguments are those of `live`."""
     count, memory = 0, 0.0
     for _, microbatches, num_bytes in live(actions, costs, forward_only=forward_only):
         count, memory = max(count, microbatches), max(memory, num_bytes)
@@ -386,12 +387,12 @@ def peak(actions: Sequence[Action], costs: Costs, *, forward_only: bool = False)
 def live(
     actions: Sequence[Action], costs: Costs, *, forward_only: bool = False
 ) -> Iterator[tuple[ComputeAction, int, float]]:
-    """Give for each computation of a rank, in order, what is live while it runs: microbatches, and their memory.
+    """Yield what is live during each computation of a rank, in order: microbatches and their memory.
 
     Args:
-        actions: What the rank does, in order.
-        costs: Says how much memory a live microbatch takes in a stage.
-        forward_only: Whether only forwards run; a microbatch is live for its forward then.
+        actions: Actions of the rank, in order.
+        costs: Memory that a live microbatch takes in a stage.
+        forward_only: If True, only forwards run; a microbatch is then live during its forward.
     """
     count, memory = 0, 0.0
     for part in (part for action in actions for part in compute_parts(action)):

@@ -1,4 +1,4 @@
-"""What the spans of a measured step say about costs."""
+"""Costs derived from the spans of a measured step."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from lightning_d9d.schedule.simulate import Costs, Span
 
 
 def mean_times(spans: Iterable[Span]) -> dict[tuple[type[ComputeAction], int], float]:
-    """The mean time of the compute actions of each kind and stage; none for what did not run.
+    """Return the mean time of the compute actions of each kind and stage that ran.
 
-    The halves of a pair that runs together are to have spans of their own.
+    The halves of an overlapped pair must have spans of their own.
     """
     times: dict[tuple[type[ComputeAction], int], list[float]] = defaultdict(list)
     for span in spans:
@@ -31,21 +31,22 @@ def mean_times(spans: Iterable[Span]) -> dict[tuple[type[ComputeAction], int], f
 
 
 def message_time(spans: Iterable[Span], placement: Sequence[int]) -> float | None:
-    """How long a message is on its way: the median where a rank waited for one. None: no rank did.
+    """Return how long a message takes: the median over those that a rank waited for. None: no rank waited.
 
-    It is the time from the end of what made its content to the start of what took it, if the rank that took it had
-    nothing else to do meanwhile. Clocks of ranks that differ lengthen it in one direction and shorten it in the other.
+    The time is from the end of the action that made the content to the start of the action that used it. It counts only
+    if the receiving rank had nothing else to do meanwhile. Clocks that differ lengthen it in one direction and shorten
+    it in the other.
 
     Args:
-        spans: Measured ones; of messages none are needed.
-        placement: For each stage its rank.
+        spans: Measured spans; spans of messages are not needed.
+        placement: The rank of each stage.
     """
     gaps = list(_waits([span for span in spans if compute_parts(span.action)], placement))
     return max(0.0, statistics.median(gaps)) if gaps else None
 
 
 def mean_costs(spans: Iterable[Span], placement: Sequence[int]) -> Costs:
-    """Mean times of each kind and stage, 0 for what did not run, and the time of a message, to simulate the step."""
+    """Return costs to simulate the step: mean times of each kind and stage (0: did not run) and of a message."""
     spans = list(spans)
     times = mean_times(spans)
 
@@ -76,6 +77,6 @@ def _waits(spans: list[Span], placement: Sequence[int]) -> Iterator[float]:
 
 
 def _content(part: ComputeAction) -> tuple[bool | None, int, int]:
-    """What it makes for another stage: an output (True), a gradient (False) or nothing (None), of stage, microbatch."""
+    """Return what the action makes for another stage: output (True) or gradient (False), stage, microbatch; or None."""
     kind = None if isinstance(part, BackwardWeight) else isinstance(part, Forward)
     return kind, part.stage, part.microbatch

@@ -1,9 +1,10 @@
-"""`Auto`: schedule, stages and size of microbatches, chosen on paper before there are parameters or batches.
+"""`Auto`: chooses schedule, stages and size of microbatches before there are parameters or batches.
 
 [Note: the search] Candidates are the schedules of the package with every size of microbatch that divides the batch.
-Each is split so that its longest stage is as short as can be, and then evened out over the ranks: by memory first, if
-the first split does not fit. A bound below a candidate's time is known without running it on paper. Those with the
-lowest bounds are run first, and those whose bound is above the best time of the same schedule are not.
+Each is split so that its longest stage is as short as possible. Then the split is evened out over the ranks: by memory
+first, if the first split does not fit. A lower bound of a candidate's time is known without a simulation. The
+candidates with the lowest bounds are simulated first. Those whose bound is above the best time of the same schedule are
+skipped.
 """
 
 from __future__ import annotations
@@ -42,43 +43,46 @@ _SCHEDULES: dict[str, Schedule] = {
     "gpipe": GPipe(),
     "looped_bfs, 2 stages": LoopedBFS(2),
 }
-"""What `Auto` chooses from, by the names that its table has. Simple ones first: they win where times are equal."""
+"""Schedules that `Auto` chooses from, by the names in its table. Simple ones come first: they win where times are
+equal.
+"""
 
 _CLOSE = 1.1
-"""Schedules that take more than this times the fastest are not in the table."""
+"""Schedules slower than the fastest by more than this factor are not in the table."""
 
 _EQUAL = 1.001
-"""Steps whose times differ by less than this factor count as equally fast; of them the one with least memory wins."""
+"""Steps whose times differ by less than this factor count as equally fast; the one with the least memory wins."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A schedule with everything that follows from it, and what is predicted of it. `str` of it is a table."""
+    """A chosen schedule with its stages and its predicted time and memory. `str` of it is a table."""
 
     name: str
-    """Of the schedule with its stages a rank, as in the table."""
+    """Name of the schedule with its stages a rank, as in the table."""
     microbatch_size: int
-    """Rows of a microbatch."""
+    """Number of rows in a microbatch."""
     num_microbatches: int
     layers_of_stage: tuple[range, ...]
-    """For each stage its layers, by their index in `ModelCosts.layers`: what `StageInfo.layers` is to be. What stands
-    before and after the layers is on the first and the last stage."""
+    """The layers of each stage by their index in `ModelCosts.layers`, for `StageInfo.layers`. The parts before and
+    after the layers are on the first and the last stage.
+    """
     step_time: float
     """Predicted seconds of all forwards and backwards of a batch, without collectives and optimizer."""
     bubble_ratio: float
     """The share of all ranks' time in which they compute nothing, from 0 to 1."""
     peak_memory: float
-    """Bytes on the rank that needs most: parameters, gradients and optimizer state of its stages, and activations."""
+    """Bytes on the rank that needs the most: parameters, gradients, optimizer state, and activations."""
     alternatives: tuple[Choice, ...] = ()
-    """The best of each other schedule, fastest first."""
+    """The best choice of each other schedule, fastest first."""
 
     @property
     def schedule(self) -> Schedule:
-        """What to run."""
+        """The schedule to run."""
         return _SCHEDULES[self.name]
 
     def to_dict(self) -> dict[str, Any]:
-        """The choice in types of JSON."""
+        """Return the choice in types of JSON."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         values["layers_of_stage"] = [[layers.start, layers.stop] for layers in self.layers_of_stage]
         values["alternatives"] = [each.to_dict() for each in self.alternatives]
@@ -89,7 +93,8 @@ class Choice:
         """Read `to_dict()` back.
 
         Raises:
-            ScheduleError: It names a schedule that this version does not choose from, or is no such dictionary.
+            ScheduleError: The dictionary names a schedule that this version does not choose from, or is not one of
+                `to_dict()`.
         """
         try:
             if values["name"] not in _SCHEDULES:
@@ -124,18 +129,19 @@ class Choice:
 
 
 class Auto(Schedule):
-    """Chooses schedule, stages and size of microbatches by what steps are predicted to take.
+    """A schedule that chooses schedule, stages and size of microbatches by the predicted times of steps.
 
-    It tries the schedules of this package with all sizes of microbatches on paper, under a memory cap. It has no
-    program of its own: `choose` says which schedule to use. Each rank is taken to hold its layers whole and to compute
-    whole sequences: where weights are sharded or sequences shared, it takes less memory than is predicted.
+    It simulates the schedules of this package with all sizes of microbatches, under a memory cap. It has no program of
+    its own: `choose` returns the schedule to use. Each rank is assumed to hold its layers whole and to compute whole
+    sequences. Where weights or sequences are sharded, it takes less memory than predicted.
 
     Args:
-        batch_size: Rows that one data-parallel rank gets for a step.
-        sequence_length: Tokens of a row.
-        memory_gib: What a rank may use, in GiB; leave some for buffers and fragmentation. None: what the device has.
-        costs: A file of `MeasuredCosts`. None: predicted from operations and bytes.
-        machine: How fast ranks compute and send, where `costs` does not say.
+        batch_size: Number of rows that one data-parallel rank gets for a step.
+        sequence_length: Number of tokens in a row.
+        memory_gib: Memory that a rank may use, in GiB; leave some for buffers and fragmentation. None: all of the
+            device's.
+        costs: A file of `MeasuredCosts`. None: costs are predicted from operations and bytes.
+        machine: Speeds of the ranks, where `costs` has no measurement.
     """
 
     def __init__(
@@ -159,52 +165,54 @@ class Auto(Schedule):
 
     @property
     def stages_per_rank(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Unknown before the choice.
+        """The stages a rank, which are unknown before the choice.
 
         Raises:
-            ScheduleError: Always.
+            ScheduleError: The schedule is not chosen yet.
         """
         self._unresolved()
 
     def placement(self, num_ranks: int) -> tuple[int, ...]:
-        """As `stages_per_rank`."""
+        """Refuse, like `stages_per_rank`, before the choice."""
         self._unresolved()
 
     def takes(self, num_ranks: int, num_microbatches: int) -> bool:
-        """As `stages_per_rank`."""
+        """Refuse, like `stages_per_rank`, before the choice."""
         self._unresolved()
 
     def order(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterable[Action]:
-        """As `stages_per_rank`."""
+        """Refuse, like `stages_per_rank`, before the choice."""
         self._unresolved()
 
     def _unresolved(self) -> NoReturn:
-        raise ScheduleError("Auto has chosen no schedule yet; use the schedule of what its choose() returns")
+        raise ScheduleError(
+            "Auto has not chosen a schedule yet; use the `schedule` of the Choice that choose() returns"
+        )
 
     def choose(
         self, num_ranks: int, model: ModelCosts, *, state_ratio: float, device_memory: float | None = None
     ) -> Choice:
-        """The fastest of all candidates that fit, from a deterministic search. [Note: the search].
+        """Return the fastest of all candidates that fit, by a deterministic search. [Note: the search].
 
-        Local; to be certain that all ranks have the same, one chooses and tells the others.
+        Local. To be certain that all ranks have the same choice, let one choose and send it to the others.
 
         Args:
             num_ranks: Pipeline ranks.
-            model: Costs of one row of `sequence_length` tokens on one rank.
-            state_ratio: How many bytes of parameters, gradients and optimizer state a rank keeps for each byte of the
-                weights of its stages: 5 for bf16 weights with fp32 gradients and bf16 Adam on every rank; less where
-                they are sharded.
+            model: Costs of the model for one row of `sequence_length` tokens on one rank.
+            state_ratio: Bytes of parameters, gradients and optimizer state that a rank keeps for each byte of its
+                stages' weights. It is 5 for bf16 weights with fp32 gradients and bf16 Adam on every rank, and less
+                where they are sharded.
             device_memory: The cap in bytes if `memory_gib` is None. None: no cap.
 
         Raises:
-            ScheduleError: Nothing fits, which the message answers with the least that is needed; there are more ranks
-                than layers; or the file of `costs` is of another model or length of sequence.
+            ScheduleError: Nothing fits, and the message has the least memory needed; or there are more ranks than
+                layers. Or `costs` is of another model or sequence length.
         """
         if state_ratio < 0 or not math.isfinite(state_ratio):
             raise ScheduleError(f"state_ratio={state_ratio!r} must be finite and at least 0")
         if not 1 <= num_ranks <= len(model.layers):
             raise ScheduleError(
-                f"Auto cannot split {len(model.layers)} layers for {num_ranks} pipeline ranks; each needs one at least"
+                f"Auto cannot split {len(model.layers)} layers for {num_ranks} pipeline ranks; each needs at least one"
             )
         cap = device_memory if self.memory_gib is None else self.memory_gib * GIB
         measured = None if self.costs is None else MeasuredCosts.read(self.costs)
@@ -232,7 +240,7 @@ class Auto(Schedule):
 
 
 def _search(candidates: Sequence[_Candidate], cap: float) -> Choice:
-    """The best of each schedule, and of these the best with the others as alternatives."""
+    """Return the best candidate of all, with the best of each other schedule as alternatives."""
     best: dict[str, Choice] = {}
     fastest = least = math.inf
     for candidate in sorted(candidates, key=lambda each: each.bound):
@@ -264,7 +272,7 @@ def _search(candidates: Sequence[_Candidate], cap: float) -> Choice:
 class _Layers:
     """Running totals over a model's layers, for one size of microbatch: layers 3 to 5 take totals[6] - totals[3].
 
-    What stands before and after the layers is counted to the first and the last of them.
+    The parts before and after the layers count as part of the first and the last layer.
     """
 
     def __init__(
@@ -291,7 +299,7 @@ class _Layers:
             self.transfer = num_rows * calibration.link_seconds_per_row
 
     def costs(self, ranges: Sequence[range]) -> Costs:
-        """Of stages with these ranges of layers."""
+        """Return the costs of stages with these ranges of layers."""
         more = self.machine.action_seconds
         return Costs(
             forward=_of_stages(self.forward, ranges, more),
@@ -306,9 +314,10 @@ class _Layers:
         )
 
     def ranges_for_speed(self, placement: Sequence[int]) -> list[list[range]]:
-        """Where no stage is longer than it must be, and where no rank has more to do than it must.
+        """Return ranges with the shortest longest stage, and ranges with the least loaded most loaded rank.
 
-        Schedules that run one stage of a rank for several microbatches are bound by the first, others by the second.
+        The longest stage bounds schedules that run one stage of a rank for several microbatches; the rank bounds
+        others.
         """
         of_layers = [behind - before for before, behind in pairwise(self.work)]
         even = split_evenly(of_layers, len(placement))
@@ -316,7 +325,7 @@ class _Layers:
         return [even] if levelled == even else [even, levelled]
 
     def loads(self, ranges: Sequence[range], placement: Sequence[int]) -> list[int]:
-        """For each rank the nanoseconds of a microbatch in its stages."""
+        """Return the nanoseconds that a microbatch takes in the stages of each rank."""
         return [round(1e9 * seconds) for seconds in _of_ranks(_of_stages(self.work, ranges), placement)]
 
 
@@ -339,7 +348,7 @@ def _of_ranks(of_stages: Sequence[float], placement: Sequence[int]) -> list[floa
 
 
 class _Candidate:
-    """A schedule with a number of microbatches of one size, and where it splits the layers."""
+    """A schedule with a number of microbatches of one size, and its split of the layers."""
 
     def __init__(self, name: str, num_ranks: int, num_microbatches: int, layers: _Layers, ranges: list[range]) -> None:
         self.name = name
@@ -353,10 +362,10 @@ class _Candidate:
         self.bound = self._bound()
 
     def _bound(self) -> float:
-        """Seconds in which no order of its actions is through, with the ranges for speed.
+        """Return a lower bound in seconds for every order of the actions, with the ranges for speed.
 
-        A rank begins when the first microbatch has come to it, and runs all of them. From its last backward, of inputs
-        where it is split, gradients go back to the first stage.
+        A rank begins when the first microbatch has reached it, and runs all of them. After its last backward (of inputs
+        where split) gradients go back to the first stage.
         """
         layers, ranges, more = self.layers, self.ranges, self.layers.machine.action_seconds
         forward, whole = _of_stages(layers.forward, ranges, more), _of_stages(layers.backward, ranges, more)
@@ -373,7 +382,7 @@ class _Candidate:
         hop = layers.transfer + layers.machine.link_latency
         bounds = []
         for stages in self.stages_of:
-            before = stages[0]  # so many stages, each on another rank
+            before = stages[0]  # the first microbatch passes this many stages, each on another rank
             begin = sum(forward[:before]) + before * hop
             end = sum(awaited[:before]) + before * hop
             all_work = number * sum(forward[stage] + whole[stage] for stage in stages)
@@ -382,7 +391,7 @@ class _Candidate:
         return max(bounds)
 
     def fit(self, cap: float) -> float:
-        """Change the stages if they do not fit. Returns what the rank that needs most needs, perhaps still too much."""
+        """Change the stages if they do not fit. Returns the memory of the rank that needs the most; it may not fit."""
         if math.isinf(cap):
             return 0.0
         layers, placement = self.layers, self.placement
@@ -408,15 +417,15 @@ class _Candidate:
         return max(needs(self.ranges))
 
     def compute(self) -> Program:
-        """Its actions without messages."""
+        """Return the actions without messages."""
         return merge_backwards(self.schedule.compute(self.num_ranks, self.num_microbatches))
 
     def without_messages(self) -> float:
-        """Seconds that it takes on paper if messages take no time: less than it takes, and cheap to know."""
+        """Return the simulated seconds if messages take no time: a cheap lower bound."""
         return simulate(self.compute(), self.layers.costs(self.ranges)).step_time
 
     def simulated(self) -> Choice:
-        """What running it on paper says."""
+        """Return the simulation with messages."""
         program = self.schedule.program(self.num_ranks, self.num_microbatches)
         simulation = simulate(program, self.layers.costs(self.ranges))
         state = _of_ranks(_of_stages(self.layers.state, self.ranges), self.placement)
@@ -432,7 +441,7 @@ class _Candidate:
 
 
 def _kept(actions: Sequence[Action], stages: Sequence[int]) -> set[tuple[int, ...]]:
-    """All numbers of kept microbatches that occur: for each stage whole activations, then for each split ones."""
+    """Return all counts of kept microbatches that occur: whole activations of each stage, then split ones of each."""
     place = {stage: index for index, stage in enumerate(stages)}
     counts = [0] * (2 * len(stages))
     found = set()
@@ -450,7 +459,7 @@ def _kept(actions: Sequence[Action], stages: Sequence[int]) -> set[tuple[int, ..
 
 
 def _largest(found: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Those that no other is at least as large as in every number."""
+    """Keep the tuples that no other tuple exceeds or equals in every number."""
     largest: list[tuple[int, ...]] = []
     for counts in sorted(found, key=sum, reverse=True):
         if not any(all(map(operator.ge, other, counts)) for other in largest):

@@ -12,19 +12,19 @@ from lightning_d9d.schedule.schedule import Schedule, StageCursor
 class ZeroBubbleV(Schedule):
     """ZB-V (Qi et al. 2023, arXiv:2401.10241, section 6): no rank idles between its first and its last action.
 
-    That holds if forward, input and weight backward take equally long and there are at least 2 * ranks - 1
-    microbatches. Rank r has the stages r and 2 * ranks - 1 - r: the last stage meets the first on rank 0. Activations
-    of 2 * ranks microbatches in a stage are alive on every rank, the memory of 1F1B on rank 0.
+    This holds if forward, input and weight backward take equally long and there are at least 2 * ranks - 1
+    microbatches. Rank r has the stages r and 2 * ranks - 1 - r: rank 0 has both the first and the last stage. Every
+    rank keeps the activations of 2 * ranks microbatches in a stage alive, as much as rank 0 does with 1F1B.
     """
 
     stages_per_rank = 2
 
     def placement(self, num_ranks: int) -> tuple[int, ...]:
-        """Down the ranks and up again."""
+        """Place stages down the ranks and up again."""
         return v_placement(num_ranks)
 
     def order(self, rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
-        """The order for at least 2 * num_ranks - 1 microbatches, without those that do not exist."""
+        """Return the order for at least 2 * num_ranks - 1 microbatches, without those that do not exist."""
         full = max(num_microbatches, 2 * num_ranks - 1)
         return (action for action in _order(rank, num_ranks, full) if action.microbatch < num_microbatches)
 
@@ -53,7 +53,8 @@ def _order(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Forward
         yield up.next(BackwardInput)
         yield up.next(BackwardWeight)
 
-    # Input backwards first, as ranks before this one wait for them; weights where there is nothing else to do.
+    # Input backwards come first, as ranks before this one wait for them; weight backwards run where there is nothing
+    # else.
     for _ in range(rank):
         yield down.next(BackwardInput)
         yield up.next(BackwardInput)

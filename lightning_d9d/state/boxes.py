@@ -1,4 +1,4 @@
-"""Boxes of tensors, and which box of a tensor is which box of another.
+"""Boxes of tensors, and the mapping of a tensor's box to a box of another tensor.
 
 Everything is a box: what a rank holds of a parameter, an expert's gate in a stack of experts, a part of the
 vocabulary. To read or to write is to intersect boxes.
@@ -24,7 +24,7 @@ Index = tuple[int | slice, ...]
 
 
 class Readable(Protocol):
-    """A tensor, or one in a file of which slices can be read."""
+    """A tensor in memory, or one in a file whose slices can be read."""
 
     @property
     def shape(self) -> Sequence[int]:
@@ -46,7 +46,7 @@ class Copied(Protocol):
     """A `Readable` that can be copied without being in memory as a whole."""
 
     def copy_to(self, index: Index, target: Tensor, casts: Sequence[torch.dtype] = ()) -> None:
-        """Copies what the index picks, cast to some dtypes one after the other, into a tensor of its shape."""
+        """Copy the elements at the index, cast to some dtypes one after the other, into a tensor of their shape."""
         ...
 
 
@@ -71,7 +71,7 @@ class LocalShard(NamedTuple):
 
 
 def memory_of(tensor: Tensor) -> object:
-    """Which memory has what this rank holds: equal for one tensor under two names, and for it and its `detach()`."""
+    """Identify the memory of what this rank holds: equal for one tensor under two names, and for its `detach()`."""
     values = local(tensor)
     return values.untyped_storage()._cdata, values.storage_offset(), values.dtype, values.shape, values.stride()
 
@@ -82,14 +82,14 @@ def whole_box(shape: Iterable[int]) -> Box:
 
 
 def size(box: Box) -> int:
-    """How many elements are in it."""
+    """Return the number of elements in a box."""
     return math.prod(map(len, box))
 
 
 class MappedBox(NamedTuple):
     """A box of a tensor that has the values of a box of another one, its source, perhaps with dims in another order.
 
-    Where one of the two has a dim that the other lacks, as stacks do, its box has length one there.
+    If one of the two has a dim that the other lacks, as stacks do, its box has length one there.
     """
 
     place: Box
@@ -98,12 +98,12 @@ class MappedBox(NamedTuple):
     box: Box
     """The box in the source."""
     dims: tuple[int | None, ...]
-    """For each dim of the tensor that of the source; None where the source has none."""
+    """The source's dim for each dim of the tensor; None where the source lacks it."""
     casts: tuple[torch.dtype, ...] = ()
-    """To what the values are cast on their way from the source, one after the other: each may round."""
+    """Dtypes to which the values are cast on their way from the source, one after the other. Each may round."""
 
     def within(self, held: Box) -> MappedBox | None:
-        """The part in `held`, a box of the tensor, gets its place in `held`; None if nothing is in it."""
+        """Return the part in `held`, a box of the tensor, with its place in `held`; None if they do not overlap."""
         if all(
             not ours.start and there.start < there.stop <= ours.stop
             for there, ours in zip(self.place, held, strict=True)
@@ -118,38 +118,38 @@ class MappedBox(NamedTuple):
             if dim is not None:
                 shift = self.box[dim].start - there.start
                 box[dim] = range(start + shift, stop + shift)
-        return MappedBox(tuple(place), self.source, tuple(box), self.dims, self.casts)  # `_replace` takes far longer
+        return MappedBox(tuple(place), self.source, tuple(box), self.dims, self.casts)  # `_replace` is far slower
 
     def flipped(self, tensor: str) -> MappedBox:
-        """The same from the side of the source, for the name of the tensor. The casts stay as they are."""
+        """Return the mapped box seen from the source; `tensor` is the tensor's name. The casts stay unchanged."""
         place_of = {dim: place for place, dim in enumerate(self.dims)}
         dims = tuple(place_of.get(dim) for dim in range(len(self.box)))
         return MappedBox(self.box, tensor, self.place, dims, self.casts)
 
     def place_index(self) -> Index:
-        """Picks the part out of the tensor, without the dims that the source lacks."""
+        """Return the index of the part in the tensor, without the dims that the source lacks."""
         return tuple(
             there.start if dim is None else slice(there.start, there.stop)
             for there, dim in zip(self.place, self.dims, strict=True)
         )
 
     def order(self) -> list[int]:
-        """How the dims of what `flipped().place_index()` picks out of the source must be permuted for the tensor."""
+        """Return the permutation from the source's dims, as `flipped().place_index()` picks them, to the tensor's."""
         dims = [dim for dim in self.dims if dim is not None]
         return [sorted(dims).index(dim) for dim in dims]
 
     def cast(self, values: Tensor) -> Tensor:
-        """Values of the source as those of the tensor."""
+        """Cast values of the source to those of the tensor."""
         for dtype in self.casts:
             values = values.to(dtype)
         return values
 
     def take(self, source: Readable) -> Tensor:
-        """Read the values out of the source, as `place_index` picks them out of the tensor."""
+        """Read the values from the source, in the form in which `place_index` picks them from the tensor."""
         return self.cast(source[self.flipped("").place_index()]).permute(self.order())
 
     def copy(self, source: Readable, target: Tensor) -> None:
-        """Copy the values into `target`, which `place_index` picks out of the tensor."""
+        """Copy the values into `target`, the part that `place_index` picks from the tensor."""
         if isinstance(source, Copied):
             in_order_of_source = target.permute([*map(self.order().index, range(target.dim()))])
             source.copy_to(self.flipped("").place_index(), in_order_of_source, self.casts)

@@ -1,4 +1,4 @@
-"""What appears under its name complete or not at all, whatever was there and whenever the job is killed."""
+"""Directories that appear complete or not at all, even if the job is killed at any moment."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ _HAS_FILES = (errno.ENOTEMPTY, errno.EEXIST)
 
 class _Staged(NamedTuple):
     folder: Place
-    """Where the new files are written."""
+    """Folder into which the new files are written."""
     publish: Callable[[], None]
-    """Lets it take the place."""
+    """Moves it to the target's place."""
 
 
 @contextmanager
 def complete_directory(target: str | Path, overwrite: bool, failure: str) -> Iterator[Place]:
-    """A folder to write into that takes the target's place at the end, or vanishes if the body raises. Collective.
+    """Yield a folder that takes the target's place at the end, or vanishes if the body raises. Collective.
 
     The body must raise on all ranks if it raises on one. The folder lies beside the target, under a hidden name. If
     several processes do this at the same time, the target is the last one's, whole. Under a URL, where nothing can be
-    renamed, the folder lies in the target: when it is complete, what was there is removed and the files are moved.
+    renamed, the folder lies in the target. When it is complete, the old files are removed and the new ones moved.
 
     Args:
-        target: On a file system that all ranks share, or a URL that fsspec knows.
-        overwrite: Replace what is there.
-        failure: How errors begin.
+        target: Path on a file system that all ranks share, or a URL that fsspec knows.
+        overwrite: Replace an existing target.
+        failure: Beginning of errors.
 
     Raises:
-        StateError: On every rank: the target has files and `overwrite` is not set, or it cannot be written.
+        StateError: The target has files and `overwrite` is not set, or it cannot be written. Every rank raises it.
     """
     place, ranks, staged = place_of(target), Ranks(), list[_Staged]()
     with ExitStack() as stack:
@@ -85,8 +85,8 @@ def _in_url(place: UrlPath, overwrite: bool) -> Iterator[_Staged]:
             _switch(folder, place)
         except OSError as error:
             raise StateError(
-                f"{error}; the new files are complete, those that were not moved yet are in {folder}: move them, or "
-                "save again with overwrite=True"
+                f"{error}; the new files are complete, but some are still in {folder}: move them, or save again "
+                "with overwrite=True"
             ) from error
 
     _refuse_occupied(place, overwrite)
@@ -95,20 +95,20 @@ def _in_url(place: UrlPath, overwrite: bool) -> Iterator[_Staged]:
         yield _Staged(folder, switch)
     except BaseException:
         if not is_complete:
-            with suppress(OSError):  # that of the body says more
+            with suppress(OSError):  # the body's error says more
                 folder.remove()
         raise
 
 
 def _refuse_occupied(place: Place, overwrite: bool) -> None:
     if place.is_file():
-        raise StateError("it is a file, which is not replaced by a directory; choose another or remove it")
+        raise StateError("it is a file, which a directory does not replace; choose another path or remove it")
     if is_occupied(place) and not overwrite:
-        raise StateError("it exists and is not an empty directory; choose another or set overwrite=True")
+        raise StateError("it exists and is not an empty directory; choose another path or set overwrite=True")
 
 
 def _switch(folder: UrlPath, place: UrlPath) -> None:
-    """Replace what is under a URL. Readers find the old files, or no weights, or the new files."""
+    """Replace the content of a URL. Readers find the old files, or no weights, or the new files."""
 
     def is_entry(name: str) -> bool:
         return name in (INDEX_FILE, ROWS_INDEX_FILE, WEIGHTS_FILE)
@@ -121,7 +121,7 @@ def _switch(folder: UrlPath, place: UrlPath) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and the parents that it lacks, and put their names on the disk."""
+    """Make a directory and its missing parents, and flush their names to the disk."""
     if not path.is_dir():
         make_directory(path.parent)
         path.mkdir(exist_ok=True)
@@ -129,15 +129,15 @@ def make_directory(path: Path) -> None:
 
 
 def publish(owner: Owner, overwrite: bool = False) -> None:
-    """Put the owner's "partial" directory or file in place of what is under its path.
+    """Put the owner's "partial" directory or file in the place of its path.
 
-    In one step; only where a file or link makes room for a directory, or the other way round, or a directory with files
-    for another, and Linux or the file system cannot exchange names, in two. What was there stays under a hidden name
-    until the owner is closed. Where names cannot be changed at all (EXDEV), a file is copied, and that is not one step.
+    It takes one step if Linux and the file system can exchange names. If they cannot, it takes two steps to replace a
+    file by a directory, a directory by a file, or a directory with files. The old content stays under a hidden name
+    until the owner is closed. Where names cannot be changed at all (EXDEV), a file is copied, which is not one step.
 
     Args:
-        owner: Of the path. The content of files in a directory is on the disk.
-        overwrite: Also in place of a directory with files, or by a file of any directory.
+        owner: Owner of the path. The content of files in a directory is on the disk.
+        overwrite: If True, also replace a directory with files, or any directory by a file.
     """
     new, path = owner.hidden("partial"), owner.path
     sync(new)
@@ -154,7 +154,7 @@ def publish(owner: Owner, overwrite: bool = False) -> None:
 
 
 def _copy(new: Path, path: Path) -> None:
-    """Write a file again under its name: its file system or mount, some by FUSE among them, renames nothing."""
+    """Write a file again under its name, where its file system or mount (some FUSE ones) cannot rename."""
     if path.is_symlink():
         path.unlink()
     with new.open("rb") as source, open(path, "wb", opener=_without_following) as target:
@@ -180,18 +180,18 @@ def _swap(new: Path, path: Path, replaced: Path) -> None:
         except OSError as error:
             if error.errno not in (*_HAS_FILES, errno.EISDIR, errno.ENOTDIR):
                 raise
-            remove(replaced)  # another process has put something there in between
+            remove(replaced)  # another process has put something there meanwhile
         else:
             return
 
 
 def sync(path: Path) -> None:
-    """Put the names in a directory, or the content of a file, on the disk."""
+    """Flush the names in a directory, or the content of a file, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # not every file system can
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # not every file system supports it
             raise
     finally:
         os.close(descriptor)

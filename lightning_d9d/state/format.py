@@ -27,10 +27,10 @@ from lightning_d9d.state.regular import open_regular
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 ROWS_INDEX_FILE = "rows.safetensors.index.json"
-"""Of files with rows in order, such as predictions."""
+"""The index of files with rows in order, such as predictions."""
 MANIFEST_FILE = "model.safetensors.manifest.json"
 DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-"""Of weights."""
+"""Names of the dtypes of weights."""
 _OTHER_DTYPE_NAMES = {
     **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"},
     **{torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"},
@@ -38,27 +38,27 @@ _OTHER_DTYPE_NAMES = {
 ALL_DTYPE_NAMES = {**DTYPE_NAMES, **_OTHER_DTYPE_NAMES}
 _DTYPES = {name: dtype for dtype, name in ALL_DTYPE_NAMES.items()}
 _MAX_HEADER_BYTES = 100_000_000
-"""As other readers have it."""
+"""The limit of other readers."""
 _MAX_DIMS = 64
-"""More than any tensor has, and as many as torch computes with."""
+"""More dims than any tensor has, and the most that torch computes with."""
 _CHUNK_BYTES = 2**24
 _PIECE_BYTES = 2**21
-"""Few enough to stay in the processor's cache until they are copied."""
+"""Small enough to stay in the processor's cache until it is copied."""
 MOST_READS = 8
 _reads = Semaphore(MOST_READS)
-"""More at a time make a disk no faster."""
+"""More reads at a time do not make a disk faster."""
 _AGAIN = "fetch or export it again"
 _REMEDIES: dict[int | None, str] = {
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n)"),
-    **dict.fromkeys((errno.EACCES, errno.EPERM), "let this user read it"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "give this user permission to read it"),
     errno.ENOMEM: "raise the limit of memory, or export it in smaller files",
-    errno.EIO: "look at the disk, or at the address, the rights and the connection",
+    errno.EIO: "check the disk, or the address, the rights and the connection",
 }
 
 
 @contextmanager
 def reading(path: object) -> Iterator[None]:
-    """Errors of the system and of the content become a `StateError` that names the file or directory."""
+    """Turn errors of the system and of the content into a `StateError` that names the file or directory."""
     try:
         yield
     except (OSError, ValueError, RecursionError) as error:
@@ -67,13 +67,13 @@ def reading(path: object) -> Iterator[None]:
 
 
 class StoredTensor:
-    """A tensor in a file, of which slices can be read; see `Readable`."""
+    """A tensor in a file whose slices can be read; a `Readable`."""
 
     def __init__(self, file: SafetensorsFile, entry: _Entry) -> None:
         self.shape, self.dtype, self._file, self._entry = entry.shape, entry.dtype, file, entry
 
     def __getitem__(self, index: Index) -> Tensor:
-        """A slice, in memory of its own. The bytes from its first number to its last are read."""
+        """Return a slice, in memory of its own. It reads the bytes from the slice's first number to its last."""
         return self._read(self._picked(index))
 
     def copy_to(
@@ -83,16 +83,17 @@ class StoredTensor:
         casts: Sequence[torch.dtype] = (),
         see: Callable[[Tensor], None] | None = None,
     ) -> None:
-        """Copies a slice, cast to some dtypes one after the other, into a tensor of its shape.
+        """Copy a slice, cast to some dtypes one after the other, into a tensor of its shape.
 
-        Bytes that need no change go straight there. Others are read in pieces, under a URL all at once as a request
-        takes long: new memory would take several times as long, because the system must clear it first.
+        Bytes that need no change are read directly into the target. Others are read in pieces: new memory for all would
+        take several times as long, because the system must clear it first. Under a URL they are read all at once, as a
+        request takes long.
 
         Args:
             index: The slice.
-            target: Gets it.
+            target: Tensor that gets it.
             casts: Dtypes.
-            see: Gets the numbers as they are in the file, flat, piece by piece; of a slice also those between.
+            see: Gets the numbers as they are in the file, flat, piece by piece; for a slice also the numbers between.
         """
         picked, is_url = self._picked(index), isinstance(self._file.path, UrlPath)
         is_same = target.is_cpu and {target.dtype, *casts} == {self.dtype}
@@ -114,7 +115,7 @@ class StoredTensor:
             part.copy_(values)
 
     def _picked(self, index: Index) -> Tensor:
-        """The slice without its values."""
+        """Return the slice without its values."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")[index]
 
     def _read(self, picked: Tensor, room: Tensor | None = None, see: Callable[[Tensor], None] | None = None) -> Tensor:
@@ -126,11 +127,11 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Size in the file."""
+        """The size in the file."""
         return self._entry.end - self._entry.begin
 
     def chunks(self) -> Iterator[Tensor]:
-        """All of its elements, flat, some at a time; each chunk is gone when the next one is asked for."""
+        """Yield all elements, flat, in chunks; a chunk is valid until the next one is asked for."""
         is_url = isinstance(self._file.path, UrlPath)
         length = _CHUNK_BYTES if is_url else _PIECE_BYTES
         room = None if is_url else torch.empty(min(length, self.num_bytes), dtype=torch.uint8, device="cpu")
@@ -139,7 +140,7 @@ class StoredTensor:
 
 
 def _span(picked: Tensor) -> int:
-    """How many bytes of a file there are from the first number of a slice to its last."""
+    """Return the number of bytes from the first number of a slice to its last."""
     if not picked.numel():
         return 0
     last = sum((length - 1) * stride for length, stride in zip(picked.shape, picked.stride(), strict=True))
@@ -147,7 +148,7 @@ def _span(picked: Tensor) -> int:
 
 
 class _Entry(NamedTuple):
-    """What a header says about a tensor; offsets are those in the file."""
+    """The entry of a header for a tensor; offsets are those in the file."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -158,12 +159,13 @@ class _Entry(NamedTuple):
 class SafetensorsFile:
     """An open file, whose header the `safetensors` package has checked.
 
-    Slices are read here, not by the package. It does not read URLs. Local files it maps into memory: one larger than
-    the memory it refuses (measured: 200 GB, with 23 GB of memory); one thread takes 1.1 to 1.25 times as long as the
-    two here (measured from a disk); and if a file is truncated meanwhile, the process ends without a message.
+    Slices are read here, not by the package. The package does not read URLs. It maps local files into memory and
+    refuses one larger than the memory (measured: 200 GB, with 23 GB of memory). Its one thread takes 1.1 to 1.25 times
+    as long as the two here (measured from a disk). If a file is truncated meanwhile, the process ends without a
+    message.
 
     Raises:
-        StateError: It cannot be read, or its header does not fit it.
+        StateError: The file cannot be read, or its header does not fit it.
     """
 
     def __init__(self, path: Place) -> None:
@@ -172,7 +174,7 @@ class SafetensorsFile:
             if isinstance(path, UrlPath):
                 size = path.size()
             else:
-                file = open_regular(path, follow_links=True)  # `check_link` has seen where links lead
+                file = open_regular(path, follow_links=True)  # `check_link` has checked where links lead
                 weakref.finalize(self, file.close)
                 self._descriptor = file.fileno()
                 size = os.fstat(self._descriptor).st_size
@@ -183,16 +185,16 @@ class SafetensorsFile:
         return StoredTensor(self, self.entries[name])
 
     def values(self, begin: int, end: int, dtype: torch.dtype, room: Tensor | None = None) -> Tensor:
-        """A range of bytes as a flat tensor, in new memory or in `room`.
+        """Read a range of bytes as a flat tensor, in new memory or in `room`.
 
         Raises:
-            StateError: They cannot be read, or are not there: the file was truncated meanwhile.
+            StateError: The bytes cannot be read, or the file was truncated meanwhile.
         """
         with reading(self.path):
             return self._bytes(begin, end, room).view(dtype)
 
     def _bytes(self, begin: int, end: int, room: Tensor | None = None) -> Tensor:
-        """A range of bytes, of type uint8."""
+        """Read a range of bytes, of type uint8."""
         if begin == end:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
         if isinstance(self.path, UrlPath):
@@ -211,11 +213,14 @@ class SafetensorsFile:
 
     def _header(self, size: int) -> dict[str, _Entry]:
         if size < 8:
-            raise ValueError(f"its {size} bytes are no header")
+            raise ValueError(f"its {size} bytes are too few for a header")
         first = self._bytes(0, 8).numpy().tobytes()
         start = 8 + int.from_bytes(first, "little")
         if start > size or start > _MAX_HEADER_BYTES:
-            raise ValueError(f"its {size} bytes have no header of the {start - 8} bytes that they promise")
+            raise ValueError(
+                f"its {size} bytes cannot have the announced header of {start - 8} bytes; the limit is "
+                f"{_MAX_HEADER_BYTES}"
+            )
         text = self._bytes(8, start).numpy().tobytes()
         _check_by_package(first + text, size)
         header = json.loads(text.decode(), object_pairs_hook=_without_repetition)
@@ -226,10 +231,10 @@ class SafetensorsFile:
 def _check_by_package(header: bytes, size: int) -> None:
     """Let the package check a header, in a file of the same size with a hole in place of the tensors.
 
-    So one parser checks what is under URLs, too, and nothing can change between the check and the use.
+    So one parser checks files under URLs too, and nothing can change between the check and the use.
 
     Raises:
-        ValueError: It is no header of such a file.
+        ValueError: The header is not that of a safetensors file.
     """
     with _scratch_file() as file:
         file.write(header)
@@ -239,18 +244,18 @@ def _check_by_package(header: bytes, size: int) -> None:
             with safe_open(f"/dev/fd/{file.fileno()}", framework="numpy"):
                 pass
         except SafetensorError as error:
-            raise ValueError(printable(str(error))) from None  # a traceback shows causes as they are
+            raise ValueError(printable(str(error))) from None  # a traceback would show the cause unescaped
 
 
 def _scratch_file() -> IO[bytes]:
-    """An empty file that vanishes when it is closed; in memory where the system can."""
+    """Open an empty file that vanishes when it is closed; in memory if the system supports it."""
     if hasattr(os, "memfd_create"):
         return open(os.memfd_create("header"), "w+b")
     return tempfile.TemporaryFile()
 
 
 def _entry(name: str, values: Mapping[str, Any], start: int) -> _Entry:
-    """The package has checked it, but for what torch does not take."""
+    """Make an entry. The package has checked it, except for limits of torch."""
     shape, (begin, end), dtype = tuple(values["shape"]), values["data_offsets"], values["dtype"]
     if dtype not in _DTYPES:
         raise ValueError(printable(f"{name} is {dtype}, not one of {', '.join(_DTYPES)}"))
@@ -271,16 +276,16 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def write_safetensors(
     path: Place, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype], values: Iterable[Tensor]
 ) -> dict[str, int]:
-    """Writes one file, with the tensors in the order of `shapes`. Local.
+    """Write one file, with the tensors in the order of `shapes`. Local.
 
-    The `safetensors` package writes it as fast, but takes all tensors at once, in an order of its own, where the ranks
-    of a mesh have one at a time; and checksums then take a second pass (measured: 7.0 s for 1 GiB instead of 4.5 s).
+    The `safetensors` package is as fast, but takes all tensors at once, in an order of its own. The ranks of a mesh
+    have one tensor at a time. Checksums would also need a second pass (measured: 7.0 s for 1 GiB, not 4.5 s).
 
     Args:
-        path: of the file.
-        shapes: of its tensors, by name.
-        dtypes: of these and perhaps others.
-        values: contiguous tensors on the CPU, in the same order; each is asked for when those before it are written.
+        path: Path of the file.
+        shapes: Shapes of its tensors, by name.
+        dtypes: Dtypes of these tensors, and perhaps of others.
+        values: Contiguous tensors on the CPU, in the same order; each is asked for when the ones before it are written.
 
     Returns:
         CRC-32 of each tensor.
@@ -309,35 +314,35 @@ def write_safetensors(
 
 
 def write_json(path: Place, values: Mapping[str, Any]) -> None:
-    """Writes a file for people too. Local."""
+    """Write a JSON file that people can read too. Local."""
     write_bytes(path, (json.dumps(values, indent=2) + "\n").encode())
 
 
 def write_bytes(path: Place, content: bytes) -> None:
-    """Writes a file. Local."""
+    """Write a file. Local."""
     with path.open("wb") as file:
         file.write(content)
         flush(file)
 
 
 def read_json(path: Place) -> dict[str, Any]:
-    """Reads a file with one table.
+    """Read a JSON file with one table.
 
     Raises:
-        ValueError: It has none, or one with a name twice.
-        StateError: It cannot be read.
+        ValueError: The file does not have a table, or has a name twice.
+        StateError: The file cannot be read.
     """
     with reading(path):
         content = read_small(path)
     try:
         values = json.loads(content.decode(), object_pairs_hook=_without_repetition)
     except RecursionError as error:
-        raise ValueError("it is too deep") from error
+        raise ValueError("it is nested too deeply") from error
     if not isinstance(values, dict):
-        raise ValueError("it is no table")  # noqa: TRY004
+        raise ValueError("it is not a table")  # noqa: TRY004
     return values
 
 
 def num_bytes(shape: Iterable[int], dtype: torch.dtype) -> int:
-    """The size of a tensor."""
+    """Return the size of a tensor in bytes."""
     return math.prod(shape) * dtype.itemsize

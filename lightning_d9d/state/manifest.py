@@ -1,4 +1,4 @@
-"""The manifest of an export: what each tensor must be, down to a checksum of its bytes."""
+"""The manifest of an export: shape, dtype and checksum of each tensor."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def write_manifest(
     """Write the manifest of an export. Local.
 
     Args:
-        directory: Of the files.
+        directory: Directory of the files.
         specs: Shape and dtype of all tensors.
-        sums: CRC-32 of their bytes.
+        sums: CRC-32 of the tensors' bytes.
     """
     tensors = {
         name: {"dtype": ALL_DTYPE_NAMES[dtype], "shape": shape, "crc32": f"{sums[name]:08x}"}
@@ -44,10 +44,10 @@ def write_manifest(
 
 
 def read_manifest(directory: Place) -> dict[str, Any] | None:
-    """What the manifest says of each tensor; None if there is none. Local.
+    """Read the manifest's entry of each tensor; None without a manifest. Local.
 
     Raises:
-        StateError: It is damaged.
+        StateError: The manifest is damaged.
     """
     path = directory / MANIFEST_FILE
     with reading(path):
@@ -58,25 +58,25 @@ def read_manifest(directory: Place) -> dict[str, Any] | None:
         values = read_json(path)
         if values["format"] != _FORMAT:
             raise ValueError("it is of another kind")
-        return {**values["tensors"]}  # a list of pairs is none
+        return {**values["tensors"]}  # a list of pairs is refused
     except (ValueError, KeyError, TypeError) as error:
-        raise StateError(f"{path}: is no manifest ({error!r}); {_REMEDY}.") from error
+        raise StateError(f"{path}: is not a manifest ({error!r}); {_REMEDY}.") from error
 
 
 class Check:
-    """One stored tensor against what the manifest says of it. Local.
+    """A check of one stored tensor against the manifest. Local.
 
-    `see` gets all of its numbers in order, and `finish` says what is wrong with them.
+    `see` gets all of its numbers in order; `finish` raises if they are wrong.
 
     Args:
         where: File and tensor, for errors.
-        name: In the manifest.
+        name: Name in the manifest.
         stored: The tensor.
-        manifest: None: what it is is not checked.
-        check_finite: Whether its numbers are neither infinite nor NaN.
+        manifest: Entries of the manifest. None: they are not compared.
+        check_finite: Check that its numbers are neither infinite nor NaN.
 
     Raises:
-        StateError: The manifest says something else of its shape or dtype.
+        StateError: The manifest has another shape or dtype.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Check:
         self._checksum, self._finite = 0, True
 
     def see(self, values: Tensor) -> None:
-        """Go on with these numbers, flat and contiguous, on the CPU."""
+        """Check these numbers next; they are flat, contiguous, and on the CPU."""
         if self._expected is not None:
             self._checksum = zlib.crc32(values.view(torch.uint8).numpy().data, self._checksum)
         self._finite = self._finite and (not self._check_finite or _is_finite(values))
@@ -96,7 +96,7 @@ class Check:
         """Raises a `StateError` if the numbers are not those of the manifest, or not finite."""
         if self._expected not in (None, f"{self._checksum:08x}"):
             raise StateError(
-                f"{self._where} is damaged, or replaced meanwhile: its checksum is not that of the manifest; {_REMEDY}."
+                f"{self._where} is damaged or was replaced: its checksum is not that of the manifest; {_REMEDY}."
             )
         if not self._finite:
             raise StateError(f"{self._where} has numbers that are not finite; use another checkpoint.")
@@ -110,7 +110,7 @@ def _is_finite(chunk: Tensor) -> bool:
 
 
 def _expected_sum(where: str, stored: StoredTensor, expected: Any) -> str:
-    """What the manifest has, after a look at the rest of what it says."""
+    """Return the checksum of the manifest, after a check of its other entries."""
     if not isinstance(expected, dict):
         raise StateError(f"{where} is not in the manifest; {_REMEDY}.")
     found = {"dtype": ALL_DTYPE_NAMES[stored.dtype], "shape": list(stored.shape)}

@@ -32,42 +32,42 @@ from lightning_d9d.state.views import (
 
 
 class Group(NamedTuple):
-    """Names of tensors that are needed at the same time, and of those that are made of them."""
+    """Names of tensors that are needed together, and of the tensors made of them."""
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
 
 
 class Mapper(ABC):
-    """Makes tensors of tensors. No name is in two groups of a mapper."""
+    """A mapper makes tensors of tensors. Each name is in one group of a mapper."""
 
     @property
     @abstractmethod
     def groups(self) -> tuple[Group, ...]:
-        """What depends on what. Groups do not depend on each other."""
+        """Return the groups: which outputs are made of which inputs. Groups do not depend on each other."""
 
     @abstractmethod
     def map(self, views: Mapping[str, View]) -> dict[str, View]:
-        """The outputs of some whole groups.
+        """Map some whole groups to their outputs.
 
         Args:
-            views: All inputs of these groups, and no more.
+            views: All inputs of these groups, and only these.
 
         Raises:
-            StateError: Shapes or dtypes do not allow it; with the tensor's name.
+            StateError: Shapes or dtypes do not fit. The message has the tensor's name.
         """
 
     @cached_property
     def group_of(self) -> dict[str, Group]:
-        """By input."""
+        """The group of each input."""
         return {name: group for group in self.groups for name in group.inputs}
 
     def plan(self, specs: Mapping[str, Spec | Tensor], *, strict: bool = True) -> dict[str, View]:
         """Check the mapper against tensors without their data.
 
         Args:
-            specs: All inputs; more are not looked at. Tensors may be on the meta device.
-            strict: All inputs must be there. Otherwise groups that lack one are left out.
+            specs: All inputs; further tensors are ignored. Tensors may be on the meta device.
+            strict: If True, all inputs must be there. Otherwise groups that lack one are left out.
 
         Returns:
             The outputs.
@@ -78,14 +78,14 @@ class Mapper(ABC):
         missing = [name for name in self.group_of if name not in specs]
         if strict and missing:
             raise StateError(
-                f"{first_of(missing)}: what the mapper takes is not there; give it, or a mapper of these tensors"
+                f"{first_of(missing)}: this input of the mapper is missing; give it, or a mapper of these tensors"
             )
         complete = [group for group in self.groups if all(name in specs for name in group.inputs)]
         views = {name: View.of(name, specs[name]) for group in complete for name in group.inputs}
         return self.map(views) if views else {}
 
     def describe(self, specs: Mapping[str, Spec | Tensor] | None = None) -> str:
-        """A line for each group: what it takes and makes; with `specs`, as in `plan`, also shapes and dtypes."""
+        """Describe each group in a line: inputs and outputs; with `specs`, as in `plan`, also shapes and dtypes."""
         known: dict[str, Spec] = {}
         taken: dict[str, Spec] = {}
         if specs is not None:
@@ -101,21 +101,21 @@ class Mapper(ABC):
         """Map tensors in memory. Collective where DTensors are gathered.
 
         Args:
-            tensors: All inputs; more are not looked at.
+            tensors: All inputs; further tensors are ignored.
 
         Returns:
-            The outputs: new tensors, but for those that are an input as it is.
+            The outputs: new tensors, except those that equal an input.
         """
         return dict(materialized(self.plan(tensors), tensors))
 
     def stream(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Map tensors as they come: a group is mapped when its last input is there, and forgotten.
+        """Map tensors as they come: a group is mapped when its last input has come, and then forgotten.
 
-        Names that the mapper does not take are left out. Collective where DTensors are gathered: then they must come in
+        Names that the mapper does not take are left out. Collective if DTensors are gathered: they must then come in
         the same order on all ranks.
 
         Raises:
-            StateError: At the end: a group is incomplete.
+            StateError: A group is incomplete at the end.
         """
         waiting: dict[Group, dict[str, Tensor]] = {}
         for name, tensor in tensors:
@@ -131,14 +131,14 @@ class Mapper(ABC):
         if waiting:
             group, inputs = next(iter(waiting.items()))
             missing = [each for each in group.inputs if each not in inputs]
-            raise StateError(f"{first_of(missing)} never came, of which {first_of([*group.outputs])} is made; give it")
+            raise StateError(f"{first_of(missing)} never came, but {first_of([*group.outputs])} is made of it; give it")
 
     def with_rest(self, names: Iterable[str]) -> Mapper:
-        """This mapper, and those of `names` that it does not take as they are."""
+        """Return this mapper with the rest of `names`, which pass unchanged."""
         return Parallel([self, Identity(name for name in names if name not in self.group_of)])
 
     def inverse(self, specs: Mapping[str, Spec | Tensor]) -> Inverse:
-        """The mapper from the outputs to the inputs; see `Inverse`."""
+        """Return the mapper from the outputs to the inputs, an `Inverse`."""
         return Inverse(self, specs)
 
     def __str__(self) -> str:
@@ -149,13 +149,13 @@ class Mapper(ABC):
 
 
 class _Leaf(Mapper):
-    """One group."""
+    """A mapper with one group."""
 
     def __init__(self, inputs: Iterable[str], outputs: Iterable[str]) -> None:
         self._group = Group(tuple(inputs), tuple(outputs))
         for names in self._group:
             if not names:
-                raise StateError(f"{type(self).__name__} takes or makes no tensor at all; give it names")
+                raise StateError(f"{type(self).__name__} has no inputs or no outputs; give it names")
             if repeated := [name for name in names if names.count(name) > 1]:
                 raise StateError(f"{type(self).__name__} names {repeated[0]} twice; name each tensor once")
 
@@ -165,7 +165,7 @@ class _Leaf(Mapper):
 
 
 class _Each(Mapper):
-    """A group for each name."""
+    """A mapper with a group for each name."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._groups = tuple(Group((name,), (name,)) for name in dict.fromkeys(names))
@@ -178,37 +178,37 @@ class _Each(Mapper):
         return {name: self.change(view) for name, view in views.items()}
 
     def change(self, view: View) -> View:
-        """What becomes of a tensor."""
+        """Return the changed tensor."""
         return view
 
 
 class Identity(_Each):
-    """Tensors as they are.
+    """Leave tensors unchanged.
 
     Args:
-        names: Of the tensors.
+        names: Names of the tensors.
     """
 
 
 class Rename(_Leaf):
-    """A tensor under another name."""
+    """Give a tensor another name."""
 
     def __init__(self, source: str, target: str) -> None:
         super().__init__([source], [target])
 
     def map(self, views: Mapping[str, View]) -> dict[str, View]:
-        """A view under its other name."""
+        """Return the view under its other name."""
         [view], [target] = views.values(), self._group.outputs
         return {target: view.renamed(target)}
 
 
 class Select(_Leaf):
-    """Children of a stacked tensor, each by its index in a dim, which it then lacks.
+    """Take children of a stacked tensor by their index in a dim, which they then lack.
 
     Args:
         source: The stacked tensor.
-        targets: Name of each child that is taken, and its index.
-        dim: In which they are stacked.
+        targets: Name and index of each child to take.
+        dim: Dim in which they are stacked.
 
     Raises:
         StateError: A child is taken twice.
@@ -226,50 +226,50 @@ class Select(_Leaf):
             name_of[index] = name
 
     def map(self, views: Mapping[str, View]) -> dict[str, View]:
-        """A view for each child."""
+        """Return a view for each child."""
         [view] = views.values()
         dim = checked_dim(view.name, len(view.shape), self._dim)
         for name, index in self._index_of.items():
             if not 0 <= index < view.shape[dim]:
                 raise StateError(
-                    f"{view.name} {list(view.shape)} has no child {index} in dim {dim} to be {name}; take another"
+                    f"{view.name} {list(view.shape)} has no child {index} in dim {dim} for {name}; take another"
                 )
         return {name: view.select(dim, index).renamed(name) for name, index in self._index_of.items()}
 
 
 class Stack(_Leaf):
-    """Tensors of one shape along a new dim."""
+    """Stack tensors of one shape along a new dim."""
 
     def __init__(self, sources: Sequence[str], target: str, dim: int = 0) -> None:
         super().__init__(sources, [target])
         self._dim = dim
 
     def map(self, views: Mapping[str, View]) -> dict[str, View]:
-        """One view."""
+        """Return one view."""
         [target] = self._group.outputs
         return {target: stack(target, [views[name] for name in self._group.inputs], self._dim)}
 
 
 class Concatenate(_Leaf):
-    """Tensors along a dim that they have."""
+    """Concatenate tensors along a dim that they have."""
 
     def __init__(self, sources: Sequence[str], target: str, dim: int = 0) -> None:
         super().__init__(sources, [target])
         self._dim = dim
 
     def map(self, views: Mapping[str, View]) -> dict[str, View]:
-        """One view."""
+        """Return one view."""
         [target] = self._group.outputs
         return {target: concatenate(target, [views[name] for name in self._group.inputs], self._dim)}
 
 
 class Split(_Leaf):
-    """A tensor split along a dim.
+    """Split a tensor along a dim.
 
     Args:
         source: The tensor.
-        targets: Name and length of each part, in order; together they are all of it.
-        dim: Which is split.
+        targets: Name and length of each part, in order; the lengths add up to the whole dim.
+        dim: Dim that is split.
     """
 
     def __init__(self, source: str, targets: Mapping[str, int], dim: int = 0) -> None:
@@ -277,7 +277,7 @@ class Split(_Leaf):
         self._lengths, self._dim = dict(targets), dim
 
     def map(self, views: Mapping[str, View]) -> dict[str, View]:
-        """A view for each part."""
+        """Return a view for each part."""
         [view] = views.values()
         dim = checked_dim(view.name, len(view.shape), self._dim)
         if sum(self._lengths.values()) != view.shape[dim]:
@@ -293,14 +293,14 @@ class Split(_Leaf):
 
 
 class Transpose(_Each):
-    """Two dims of each tensor in each other's place."""
+    """Swap two dims of each tensor."""
 
     def __init__(self, names: Iterable[str], first: int = -2, second: int = -1) -> None:
         super().__init__(names)
         self._dims = first, second
 
     def change(self, view: View) -> View:
-        """Transposed."""
+        """Return the transposed view."""
         first, second = (checked_dim(view.name, len(view.shape), dim) for dim in self._dims)
         order = list(range(len(view.shape)))
         order[first], order[second] = second, first
@@ -308,24 +308,24 @@ class Transpose(_Each):
 
 
 class Cast(_Each):
-    """Tensors in another dtype."""
+    """Cast tensors to another dtype."""
 
     def __init__(self, names: Iterable[str], dtype: torch.dtype) -> None:
         super().__init__(names)
         self._dtype = dtype
 
     def change(self, view: View) -> View:
-        """Cast."""
+        """Return the cast view."""
         return view.cast(self._dtype)
 
 
 class Distribute(_Each):
-    """Tensors that all ranks have, or can read, as DTensors: each rank takes its own part, and nothing is sent.
+    """Make DTensors of tensors that all ranks have or can read: each rank takes its own part, and nothing is sent.
 
     Args:
-        names: Of the tensors.
-        device_mesh: On which they lie then.
-        placements: For each dim of the mesh; `Shard` or `Replicate`.
+        names: Names of the tensors.
+        device_mesh: Mesh of the DTensors.
+        placements: `Shard` or `Replicate` for each dim of the mesh.
     """
 
     def __init__(self, names: Iterable[str], device_mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
@@ -335,15 +335,15 @@ class Distribute(_Each):
         self._sharding = Sharding(device_mesh, tuple(placements))
 
     def change(self, view: View) -> View:
-        """Split."""
+        """Return the sharded view."""
         return view.as_sharded(self._sharding)
 
 
 class Gather(_Each):
-    """DTensors as whole tensors on each rank. Collective over their meshes when it is applied."""
+    """Gather DTensors into whole tensors on each rank. Collective over their meshes when it is applied."""
 
     def change(self, view: View) -> View:
-        """Whole."""
+        """Return the gathered view."""
         return view.as_gathered()
 
 
@@ -377,11 +377,11 @@ class Parallel(Mapper):
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """Those of all."""
+        """Return the groups of all mappers."""
         return self._groups
 
     def map(self, views: Mapping[str, View]) -> dict[str, View]:
-        """Each mapper gets its own."""
+        """Map with each mapper its own groups."""
         theirs: dict[int, dict[str, View]] = {}
         for name, view in views.items():
             theirs.setdefault(self._mapper_of[name], {})[name] = view
@@ -391,11 +391,11 @@ class Parallel(Mapper):
 class Sequential(Mapper):
     """Mappers one after the other.
 
-    A name that a mapper does not take passes it: outputs that nobody takes are outputs of the whole, and what a mapper
-    takes but none before it makes is an input of the whole.
+    Names that a mapper does not take pass through it. Outputs that no later mapper takes are outputs of the whole.
+    Inputs that no earlier mapper makes are inputs of the whole.
 
     Raises:
-        StateError: What a mapper takes was used up before, or two tensors would have one name.
+        StateError: An earlier mapper has already taken an input, or two tensors would have one name.
     """
 
     def __init__(self, mappers: Iterable[Mapper]) -> None:
@@ -404,11 +404,11 @@ class Sequential(Mapper):
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """Of the whole: which of its inputs and outputs belong together."""
+        """Return the groups of the whole: which of its inputs and outputs belong together."""
         return self._groups
 
     def map(self, views: Mapping[str, View]) -> dict[str, View]:
-        """From the first mapper to the last."""
+        """Map with the first mapper, then with the next, to the last."""
         present = dict(views)
         for mapper in self._mappers:
             if taken := {name: present.pop(name) for name in [*present] if name in mapper.group_of}:
@@ -416,7 +416,7 @@ class Sequential(Mapper):
         return present
 
     def _net_inputs(self) -> dict[str, tuple[str, ...]]:
-        """For each output of the whole the inputs of the whole that it is made of."""
+        """Return the inputs of the whole that each output of the whole is made of."""
         made_of: dict[str, tuple[str, ...]] = {}
         used: set[str] = set()
         for mapper in self._mappers:
@@ -439,7 +439,7 @@ class Sequential(Mapper):
 
     @staticmethod
     def _merged(made_of: Mapping[str, tuple[str, ...]]) -> tuple[Group, ...]:
-        """Outputs that have inputs in common belong together."""
+        """Merge outputs that have inputs in common into groups."""
         leader: dict[str, str] = {}
 
         def find(name: str) -> str:
@@ -464,9 +464,9 @@ class Prefix(Mapper):
     """A mapper whose names get prefixes: "layers.0." lets the mapper of one layer map the first.
 
     Args:
-        mapper: In names without the prefixes.
-        inputs: Of its inputs.
-        outputs: Of its outputs; by default the same.
+        mapper: A mapper with names without the prefixes.
+        inputs: Prefix of its inputs.
+        outputs: Prefix of its outputs; by default the same.
     """
 
     def __init__(self, mapper: Mapper, inputs: str, outputs: str | None = None) -> None:
@@ -474,7 +474,7 @@ class Prefix(Mapper):
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:  # type: ignore[override]
-        """Those of the mapper."""
+        """Return the mapper's groups with prefixes."""
         return tuple(
             Group(
                 tuple(f"{self._inputs}{name}" for name in group.inputs),
@@ -484,7 +484,7 @@ class Prefix(Mapper):
         )
 
     def map(self, views: Mapping[str, View]) -> dict[str, View]:
-        """In the mapper's names, and back."""
+        """Map with the mapper's own names."""
         inner = self._mapper.map({name.removeprefix(self._inputs): view for name, view in views.items()})
         return {f"{self._outputs}{name}": view.renamed(f"{self._outputs}{name}") for name, view in inner.items()}
 
@@ -493,9 +493,9 @@ class Share(Mapper):
     """A rank's part of a mapper's groups, so that ranks can divide the work.
 
     Args:
-        mapper: The same on all ranks.
-        rank: This one.
-        num_ranks: How many there are.
+        mapper: A mapper that is the same on all ranks.
+        rank: This rank.
+        num_ranks: Number of ranks.
     """
 
     def __init__(self, mapper: Mapper, rank: int, num_ranks: int) -> None:
@@ -506,11 +506,11 @@ class Share(Mapper):
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """Every n-th, in the order of the inputs' names."""
+        """Return every n-th group, in the order of the inputs' names."""
         return self._groups
 
     def map(self, views: Mapping[str, View]) -> dict[str, View]:
-        """As the mapper does."""
+        """Map like the mapper."""
         return self._mapper.map(views)
 
 
@@ -518,11 +518,11 @@ class Inverse(Mapper):
     """The mapper that undoes another, so that one mapper serves to load and to save.
 
     Args:
-        mapper: Keeps all of its inputs.
-        specs: Of its inputs, which are the outputs here.
+        mapper: A mapper that keeps all values of its inputs.
+        specs: Specs of its inputs, which are the outputs here.
 
     Raises:
-        StateError: It does not keep all of them, or the specs do not fit.
+        StateError: The mapper does not keep all values, or the specs do not fit.
     """
 
     def __init__(self, mapper: Mapper, specs: Mapping[str, Spec | Tensor]) -> None:
@@ -532,11 +532,11 @@ class Inverse(Mapper):
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:  # type: ignore[override]
-        """Turned around."""
+        """Return the mapper's groups with inputs and outputs swapped."""
         return tuple(Group(group.outputs, group.inputs) for group in self._mapper.groups)
 
     def map(self, views: Mapping[str, View]) -> dict[str, View]:
-        """The mapper's inputs, made of its outputs."""
+        """Make the mapper's inputs of its outputs."""
         for name, view in views.items():
             if view.shape != self._expected[name].shape:
                 raise StateError(

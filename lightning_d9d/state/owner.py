@@ -1,4 +1,4 @@
-"""Who has a path: hidden names beside it of the processes that save, and locks of those that read."""
+"""Ownership of a path: hidden names beside it for processes that save, and locks for processes that read."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ from typing import BinaryIO
 from lightning_d9d.state.regular import open_regular
 
 _PURPOSES = ("partial", "replaced", "removed", "owner")
-"""What hidden names end with; the lock goes last."""
+"""Suffixes of hidden names; the lock is removed last."""
 _SILENT_SECONDS = 3600
-"""What has not changed for so long is a leftover where no lock can tell."""
+"""A hidden file without a usable lock is a leftover if it has not changed for this long."""
 
 
 class Owner:
-    """One save or removal of a path, with hidden names beside it that no other save or removal has. Local.
+    """An owner of a path for one save or removal, with hidden names beside it that no other has. Local.
 
-    The names have a random token, and one beginning for each path. The file `.HASH.TOKEN.owner` is locked while the
-    owner lives: the system lets go of the lock when the process ends, in whatever way. So leftovers are known by a
-    lock that can be taken, or is not there. Locks of some file systems do not reach other machines, or are missing:
-    what another machine made, or what cannot be locked, must also have been without a change for an hour.
+    The names have a random token, and a common beginning for each path. The file `.HASH.TOKEN.owner` is locked while
+    the owner lives. The system releases the lock when the process ends, in any way. So a leftover has a lock that is
+    free or missing. On some file systems locks do not reach other machines, or are missing. Therefore files of another
+    machine, or files that cannot be locked, must also be unchanged for an hour.
 
     Args:
-        path: In a directory that is there.
+        path: The path, in an existing directory.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        # Without the path's own name: Lightning takes anything with `hpc_ckpt_2.ckpt` in its name for complete.
+        # The name does not have the path's own name: Lightning takes any file with `hpc_ckpt_2.ckpt` in its name for
+        # complete.
         self._prefix = f".{hashlib.blake2b(os.fsencode(path.name), digest_size=8).hexdigest()}."
         while True:
             self.token = _machine() + secrets.token_hex(5)
@@ -45,28 +46,28 @@ class Owner:
             status = os.fstat(self._lock)
             if _try_lock(self._lock) is not False and os.fstat(self._lock).st_nlink > 0:
                 break
-            os.close(self._lock)  # another process took the new file for a leftover before it was locked
+            os.close(self._lock)  # another process removed the new file as a leftover before it was locked
         self._began = status.st_mtime
 
     def hidden(self, purpose: str, token: str | None = None) -> Path:
-        """The name for what is "partial", "replaced" or "removed"; by default this owner's."""
+        """Return the hidden name of the "partial", "replaced" or "removed" content; by default this owner's."""
         return self.path.with_name(f"{self._prefix}{token or self.token}.{purpose}")
 
     def is_kept(self, token: str) -> bool:
-        """Whether the owner with this token has not been closed, or removed as a leftover."""
+        """Return True until the owner with this token is closed, or removed as a leftover."""
         return os.path.lexists(self.hidden("owner", token))
 
     def tidy(self) -> None:
-        """Remove what saves and removals of this path have left whose processes have ended."""
+        """Remove the leftovers of saves and removals of this path whose processes have ended."""
         pattern = re.compile(rf"{re.escape(self._prefix)}([0-9a-f]+)\.({'|'.join(_PURPOSES)})")
         for token in {found[1] for name in os.listdir(self.path.parent) if (found := pattern.fullmatch(name))}:
-            with suppress(OSError):  # of another user, say: it stays
+            with suppress(OSError):  # it stays, for instance if it is another user's
                 self._tidy(token)
 
     def close(self) -> None:
-        """Remove what is left of this save or removal and of those that have ended, and let go of the lock."""
+        """Remove the leftovers of this save or removal and of ended ones, and release the lock."""
         try:
-            with suppress(OSError):  # of what came before says more
+            with suppress(OSError):  # an earlier error says more
                 self._clear(self.token)
         finally:
             os.close(self._lock)
@@ -91,7 +92,7 @@ class Owner:
         return (is_free and token.startswith(_machine())) or self._began - self._changed(token) > _SILENT_SECONDS
 
     def _changed(self, token: str) -> float:
-        """When something of another owner's changed last, by the clock of the file system."""
+        """Return when another owner's files changed last, by the clock of the file system."""
         roots = [self.hidden(purpose, token) for purpose in _PURPOSES]
         paths = [path for root in roots if os.path.lexists(root) for path in (root, *root.rglob("*"))]
         return max(os.lstat(path).st_mtime for path in paths)
@@ -106,7 +107,7 @@ class Owner:
 
 @contextmanager
 def owned(path: Path) -> Iterator[Owner]:
-    """An owner of the path, after leftovers were removed; they are again at the end, with its own. Local."""
+    """Yield an owner of the path after removing leftovers; at the end remove them again, with its own. Local."""
     owner = Owner(path)
     try:
         owner.tidy()
@@ -116,13 +117,13 @@ def owned(path: Path) -> Iterator[Owner]:
 
 
 def hold(path: Path) -> BinaryIO | None:
-    """Open a file for reading; until it is closed, no `unless_held` is true. Local.
+    """Open a file for reading; until it is closed, `unless_held` is false everywhere. Local.
 
     Returns:
-        None if the file cannot be read, or is just being removed.
+        The file; None if it cannot be read, or is being removed.
 
     Raises:
-        StateError: It is a link, a pipe, a device or a directory.
+        StateError: The path is a link, a pipe, a device or a directory.
     """
     try:
         file = open_regular(path)
@@ -136,10 +137,10 @@ def hold(path: Path) -> BinaryIO | None:
 
 @contextmanager
 def unless_held(path: Path) -> Iterator[bool]:
-    """Whether no process holds a file; until the block ends, none can. Local, and always true where there are no locks.
+    """Yield True if no process holds a file; none can until the block ends. Local; always True without locks.
 
     Raises:
-        OSError: The file cannot be written to: it is another user's, say.
+        OSError: The file cannot be written to, for instance because it is another user's.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -153,7 +154,7 @@ def unless_held(path: Path) -> Iterator[bool]:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, link or directory, if it is there."""
+    """Remove a file, link or directory, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -162,7 +163,7 @@ def remove(path: Path) -> None:
 
 
 def _try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool | None:
-    """Whether the lock was taken; None where the file system has none."""
+    """Return True if the lock was taken; None if the file system has no locks."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -174,7 +175,7 @@ def _try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool | None:
 
 @functools.cache
 def _machine() -> str:
-    """Six digits that a machine has from one start to the next; its containers share them."""
+    """Return six digits that identify a machine until it reboots; its containers share them."""
     try:
         name = Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:  # not Linux

@@ -22,7 +22,7 @@ from lightning_d9d.errors import StateError
 
 _PARTIAL = re.compile(r"\.(\d{1,12})-[0-9a-f]{16}\.partial")
 _SECONDS_OF_A_SAVE = 24 * 3600
-"""What was begun earlier under a URL, where there are no locks, is a leftover."""
+"""A save under a URL, which has no locks, is a leftover if it began longer ago than this."""
 
 MAX_SMALL_BYTES = 100_000_000
 """Largest file that is read whole: a table, or one beside weights. Published tokenizers have up to 35 MB."""
@@ -32,7 +32,7 @@ class UrlPath:
     """The few things of a `Path` that reading and writing weights needs, for a URL such as `s3://bucket/model`.
 
     Raises:
-        OSError: Whatever a package of fsspec's raises, with the URL; in all methods.
+        OSError: A package of fsspec failed. The message has the URL; all methods may raise it.
     """
 
     def __init__(self, url: str) -> None:
@@ -48,92 +48,92 @@ class UrlPath:
 
     @property
     def name(self) -> str:
-        """The last part."""
+        """The last part of the path."""
         return self._url.rpartition("/")[2]
 
     @property
     def normal(self) -> tuple[object, PurePath]:
-        """The store, None for the local file system, and the path in it in the form that all its names have."""
+        """The store (None: the local file system), and the path in it in its normal form."""
         if isinstance(self._files, LocalFileSystem):
             return None, Path(self._path).resolve()
         store = type(self._files), self._files.storage_options.get("host")
         return store, PurePosixPath(posixpath.normpath("/" + self._path.lstrip("/")))
 
     def exists(self) -> bool:
-        """Whether a file or directory is there."""
+        """Return True if a file or directory is there."""
         with _named(self._url):
             return bool(self._files.exists(self._path))
 
     def is_file(self) -> bool:
-        """Whether it is a file."""
+        """Return True if it is a file."""
         with _named(self._url):
             return bool(self._files.isfile(self._path))
 
     def open(self, mode: str) -> UrlFile:
-        """The file, to write to."""
+        """Open the file to write to it."""
         with _named(self._url):
             return UrlFile(self._url, self._files.open(self._path, mode))
 
     def size(self) -> int:
-        """Of the file in bytes."""
+        """Return the size of the file in bytes."""
         with _named(self._url):
             return int(self._files.size(self._path))
 
     def read_bytes(self, start: int = 0, stop: int | None = None) -> bytes:
-        """A range of the file. Fetched again each time."""
+        """Return a range of the file, fetched again each time."""
         with _named(self._url):
             return self._files.cat_file(self._path, start=start, end=stop) if stop is None or stop > start else b""
 
     def entries(self) -> list[str]:
-        """The names of all that is in the directory, without the new folders that others may still write into."""
+        """List the names of all entries of the directory, without new folders that others may still write into."""
         now = time.time()
         started = {name: _PARTIAL.fullmatch(name) for name in self._types()}
         return [name for name, found in started.items() if not found or now - int(found[1]) > _SECONDS_OF_A_SAVE]
 
     def names(self) -> list[str]:
-        """The names of the files in the directory."""
+        """List the names of the files in the directory."""
         return [name for name, kind in self._types().items() if kind == "file"]
 
     def _types(self) -> dict[str, str]:
         with _named(self._url):
-            self._files.invalidate_cache()  # others write there, too
+            self._files.invalidate_cache()  # others write there too
             found = self._files.ls(self._path, detail=True) if self._files.exists(self._path) else []
             return {str(each["name"]).rstrip("/").rpartition("/")[2]: each["type"] for each in found}
 
     def new_partial(self) -> UrlPath:
-        """A place in the directory for what is not yet complete, with a name that no other has."""
+        """Return a new place in the directory for incomplete content, with a unique name."""
         return self / f".{int(time.time())}-{secrets.token_hex(8)}.partial"
 
     def move(self, target: UrlPath) -> None:
-        """Move the file to another name in the same store, in place of what is there."""
+        """Move the file to another name in the same store, replacing what is there."""
         with _named(self._url):
             self._files.mv(self._path, target._path)
 
     def make_directory(self) -> None:
-        """Where there are directories."""
+        """Make the directory, if the store has directories."""
         with _named(self._url):
             self._files.makedirs(self._path, exist_ok=True)
 
     def remove(self) -> None:
-        """The directory or file, with everything in it."""
+        """Remove the directory or file, with everything in it."""
         with _named(self._url):
             if self.exists():
                 self._files.rm(self._path, recursive=True)
 
 
 class UrlFile:
-    """What is written goes to the URL, at the latest when the file is closed. Raises as `UrlPath` does."""
+    """A file under a URL. Content is sent at the latest when the file is closed. It raises like `UrlPath`."""
 
     def __init__(self, url: str, file: IO[Any]) -> None:
         self._url, self._file = url, file
 
     def write(self, content: Any) -> None:
-        """More bytes."""
+        """Write more bytes."""
         with _named(self._url):
             self._file.write(content)
 
     def flush(self) -> None:
-        """Send what can be sent."""
+        """Send all bytes that can be sent."""
         with _named(self._url):
             self._file.flush()
 
@@ -159,11 +159,11 @@ def _named(url: str) -> Iterator[None]:
 
 
 Place = Path | UrlPath
-"""Where weights are."""
+"""A path or URL of weights."""
 
 
 def place_of(path: str | Path | UrlPath) -> Place:
-    """A path, or a URL where it has the form of one, but for those of the local file system."""
+    """Return a `UrlPath` for a URL, and a `Path` for other paths and URLs of the local file system."""
     if isinstance(path, UrlPath):
         return path
     for scheme in ("file://", "local://"):
@@ -172,12 +172,12 @@ def place_of(path: str | Path | UrlPath) -> Place:
 
 
 def refuse_overlap(source: Place, target: Place) -> None:
-    """Refuse to replace what is read. Local.
+    """Refuse to replace a source that is read. Local.
 
     Paths are compared without links, URLs by their store and their path in it.
 
     Raises:
-        StateError: The target is the source, lies in it or contains it.
+        StateError: The target is the source, lies in it, or contains it.
     """
     (store, read), (other_store, written) = _normal(source), _normal(target)
     if store != other_store or not (read.is_relative_to(written) or written.is_relative_to(read)):
@@ -187,43 +187,43 @@ def refuse_overlap(source: Place, target: Place) -> None:
 
 
 def lies_in(place: Place, folder: Place) -> bool:
-    """Tell if a place is a folder or lies in it. Local; places are compared as by `refuse_overlap`."""
+    """Return True if a place is a folder or lies in it. Local; places are compared as by `refuse_overlap`."""
     (store, inner), (other_store, outer) = _normal(place), _normal(folder)
     return store == other_store and inner.is_relative_to(outer)
 
 
 def _normal(place: Place) -> tuple[object, PurePath]:
-    """The store, and the path in it in a form that others of the same place have, too."""
+    """Return the store, and the path in it in a form that is equal for equal places."""
     if isinstance(place, UrlPath):
-        place = place_of(str(place).rpartition("::")[2])  # without caches that are in front of the store
+        place = place_of(str(place).rpartition("::")[2])  # without the caches in front of the store
     return place.normal if isinstance(place, UrlPath) else (None, place.resolve())
 
 
 def is_occupied(place: Place) -> bool:
-    """Whether something is there that is no empty directory."""
+    """Return True if something is there, other than an empty directory."""
     if isinstance(place, UrlPath):
         return bool(place.entries())
     return place.exists() and (not place.is_dir() or any(place.iterdir()))
 
 
 def names_in(place: Place) -> list[str]:
-    """Of the files in a directory."""
+    """List the names of the files in a directory."""
     return place.names() if isinstance(place, UrlPath) else [path.name for path in place.iterdir() if path.is_file()]
 
 
 def read_small(path: Place) -> bytes:
-    """The content of a regular file of at most `MAX_SMALL_BYTES`; a pipe or device is not waited for.
+    """Return the content of a regular file of at most `MAX_SMALL_BYTES`; never wait for a pipe or device.
 
     Raises:
-        OSError: It cannot be read.
-        ValueError: It is no regular file, or too large.
+        OSError: The file cannot be read.
+        ValueError: The file is not a regular one, or is too large.
     """
     if isinstance(path, UrlPath):
         content = path.read_bytes(0, min(path.size(), MAX_SMALL_BYTES + 1))
     else:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ValueError("it is no regular file")
+                raise ValueError("it is not a regular file")
             content = file.read(MAX_SMALL_BYTES + 1)
     if len(content) > MAX_SMALL_BYTES:
         raise ValueError(f"it is larger than {MAX_SMALL_BYTES} bytes, the limit for a file that is read whole")
@@ -231,17 +231,17 @@ def read_small(path: Place) -> bytes:
 
 
 def check_link(folder: Place, name: str, named_by: Place) -> None:
-    """Refuses a file that is a link out of its directory.
+    """Refuse a file that is a link out of its directory.
 
     In the cache of Hugging Face's hub, `snapshots/REVISION/FILE` may be a link to `blobs/HASH`.
 
     Args:
         folder: The directory.
         name: The file's path in it.
-        named_by: What error messages begin with.
+        named_by: Beginning of error messages.
 
     Raises:
-        StateError: It leads elsewhere, or cannot be followed.
+        StateError: The link leads elsewhere, or cannot be followed.
     """
     if isinstance(folder, UrlPath):
         return
@@ -252,13 +252,13 @@ def check_link(folder: Place, name: str, named_by: Place) -> None:
         raise StateError(f"{named_by}: the file {name!r} cannot be found ({error}).") from error
     if home not in real.parents and real.parent != home.parent.parent / "blobs":
         raise StateError(
-            f"{named_by}: the file {name!r} is a link that leads outside of the directory, to {real}; give the "
-            "directory where it is, or do not use this checkpoint."
+            f"{named_by}: the file {name!r} is a link out of the directory, to {real}. Give the directory where it "
+            "is, or do not use this checkpoint."
         )
 
 
 def flush(file: IO[Any] | UrlFile) -> None:
-    """Put what was written on the disk; URLs see to it when they are closed."""
+    """Flush written bytes to the disk; files under URLs do so when they are closed."""
     file.flush()
     if not isinstance(file, UrlFile):
         os.fsync(file.fileno())

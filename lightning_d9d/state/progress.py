@@ -5,12 +5,12 @@ from typing import Self
 
 
 class Progress:
-    """A bar of bytes on stderr, or nothing.
+    """A progress bar of bytes on stderr, or nothing.
 
     Args:
-        shown: Whether there is one; on one rank of a job.
-        what: In front of it.
-        num_bytes: At its end.
+        shown: If True, show the bar; on one rank of a job.
+        what: Text in front of it.
+        num_bytes: Total number of bytes.
     """
 
     def __init__(self, shown: bool, what: str, num_bytes: int) -> None:
@@ -21,7 +21,7 @@ class Progress:
             self._bar = tqdm(total=num_bytes, desc=what, unit="B", unit_scale=True)
 
     def add(self, num_bytes: int) -> None:
-        """So much more is done."""
+        """Count this many more bytes as done."""
         if self._bar is not None:
             self._bar.update(num_bytes)
 

@@ -32,30 +32,30 @@ from lightning_d9d.state.views import Spec
 
 _MAX_OPEN_FILES = 16
 _MAX_FILES = 10_000
-"""The most that an index may name. Published models have some hundreds."""
+"""Largest number of files that an index may name. Published models have some hundreds."""
 _LARGE_BYTES = 2**24
 """Two tensors of this size are in memory at a time."""
 _SUFFIX = ".safetensors"
 Targets = Mapping[str, Sequence[tuple[MappedBox, Tensor]]]
-"""For each tensor of the files, which parts of it go where."""
+"""Parts of each tensor in the files, and where they are copied."""
 
 
 class Checks(NamedTuple):
     """The checks of tensors in files."""
 
     checksums: bool = True
-    """Where the files have a manifest."""
+    """Compare checksums, if the files have a manifest."""
     finite: bool = False
     """Refuse numbers that are infinite or NaN."""
     first: bool = True
-    """Before the first tensor changes, which reads all tensors once more. False: while they are read."""
+    """Check before the first tensor changes, which reads all tensors once more. False: check while reading."""
 
 
 NO_CHECKS = Checks(checksums=False)
 
 
 class _Seen:
-    """A stored tensor that shows what is read of it to a check."""
+    """A stored tensor that passes the numbers read from it to a check."""
 
     def __init__(self, stored: StoredTensor, check: Check) -> None:
         self.shape, self.dtype, self._stored, self._check = stored.shape, stored.dtype, stored, check
@@ -70,15 +70,15 @@ class _Seen:
 class SafetensorsReader(Mapping[str, StoredTensor]):
     """The tensors of a directory with one `model.safetensors` or with the files of an index, or of one file. Local.
 
-    `file_of` has the names of all tensors and their files. Names outside of the directory are refused, and so are links
-    that lead out of it, but for those in the cache of Hugging Face's hub. Files are opened when they are needed. As a
-    mapping it gives by name what slices can be read from.
+    `file_of` has the names of all tensors and their files. Names outside of the directory are refused. Links that lead
+    out of it are refused too, except in the cache of Hugging Face's hub. Files are opened when they are needed. As a
+    mapping it has a `StoredTensor` for each name, from which slices can be read.
 
     Args:
-        path: On a file system or a URL of fsspec's.
+        path: Path on a file system, or a URL that fsspec knows.
 
     Raises:
-        StateError: In all methods; a file is missing or damaged.
+        StateError: A file is missing or damaged; all methods may raise it.
     """
 
     def __init__(self, path: str | Path | UrlPath) -> None:
@@ -101,7 +101,7 @@ class SafetensorsReader(Mapping[str, StoredTensor]):
         return len(self.file_of)
 
     def leave_out(self, names: Iterable[str]) -> None:
-        """Go on as if the files did not have these tensors."""
+        """Continue as if the files did not have these tensors."""
         self.__dict__.pop("specs", None)
         for name in names:
             del self.file_of[name]
@@ -109,16 +109,16 @@ class SafetensorsReader(Mapping[str, StoredTensor]):
 
     @cached_property
     def specs(self) -> dict[str, Spec]:
-        """Shapes and dtypes of all tensors. Opens all files."""
+        """Return shapes and dtypes of all tensors. Opens all files."""
         found = {name: Spec(self[name].shape, self[name].dtype) for name in self._in_order(self.file_of)}
         return {name: found[name] for name in self.file_of}
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], remedy: str) -> None:
-        """Opens the files of these tensors and checks that each is there, a weight's float and of the given shape.
+        """Open the files of these tensors; check that each is there, of the given shape and a float dtype of weights.
 
         Args:
-            shapes: By name; others are not looked at.
-            remedy: For a tensor of another shape: what to do, as the end of a sentence.
+            shapes: Shapes by name; other tensors are ignored.
+            remedy: Remedy for a tensor of another shape, as the end of a sentence.
         """
         for name in self._in_order(shapes):
             stored, where = self[name], f"{self.file_of[name]}: {name}"
@@ -131,11 +131,11 @@ class SafetensorsReader(Mapping[str, StoredTensor]):
                 )
 
     def verify(self, names: Iterable[str], checks: Checks, progress: bool = False) -> None:
-        """Compares tensors with the manifest, if there is one, or looks for numbers that are not finite.
+        """Compare tensors with the manifest, if there is one, or search for numbers that are not finite.
 
         Args:
-            names: Of the tensors. Each is read whole.
-            checks: What is looked at.
+            names: Names of the tensors. Each is read whole.
+            checks: The checks to make.
             progress: Show a bar.
         """
         if (new_check := self._checking(checks)) is None:
@@ -152,14 +152,14 @@ class SafetensorsReader(Mapping[str, StoredTensor]):
             in_threads(check, num_bytes, bar)
 
     def fill(self, targets: Targets, progress: bool = False, checks: Checks = NO_CHECKS) -> None:
-        """Copies parts of tensors into others, cast to their dtype, in several threads.
+        """Copy parts of tensors into others, cast to their dtype, in several threads.
 
-        What is fetched, or changed on its way, takes memory besides them: of two tensors, and of some small ones.
+        Tensors that are fetched or changed on their way need extra memory: that of two tensors, and of some small ones.
 
         Args:
-            targets: By name what is copied where.
+            targets: Parts to copy and their targets, by name.
             progress: Show a bar.
-            checks: Of the tensors that are read whole, `names_of_whole`, while they are read.
+            checks: Checks of the tensors that are read whole, `names_of_whole`, while they are read.
         """
         new_check = self._checking(checks)
         num_bytes = {
@@ -184,16 +184,16 @@ class SafetensorsReader(Mapping[str, StoredTensor]):
             in_threads(copy, num_bytes, bar)
 
     def names_of_whole(self, targets: Targets) -> list[str]:
-        """The tensors that `fill` reads whole, and not in parts alone."""
+        """Return the tensors that `fill` reads whole."""
         return [name for name in self._in_order(targets) if self._whole(name, targets[name]) is not None]
 
     def _whole(self, name: str, parts: Sequence[tuple[MappedBox, Tensor]]) -> int | None:
-        """Which of the parts is the whole tensor."""
+        """Return the index of the part that is the whole tensor."""
         box = whole_box(self[name].shape)
         return next((place for place, (mapped, _) in enumerate(parts) if mapped.box == box), None)
 
     def _checking(self, checks: Checks) -> Callable[[str], Check] | None:
-        """Make the function that begins the check of a tensor; None if nothing is looked at."""
+        """Make the function that begins the check of a tensor; None if nothing is checked."""
         manifest = read_manifest(self.path) if checks.checksums and not self._is_file else None
         if manifest is None and not checks.finite:
             return None
@@ -202,7 +202,7 @@ class SafetensorsReader(Mapping[str, StoredTensor]):
         return lambda name: Check(f"{self.file_of[name]}: {name}", name, self[name], manifest, checks.finite)
 
     def _in_order(self, names: Iterable[str]) -> list[str]:
-        """File by file."""
+        """Order names file by file."""
         names_in: dict[Place, list[str]] = defaultdict(list)
         for name in names:
             names_in[self.file_of[name]].append(name)
@@ -231,11 +231,11 @@ class SafetensorsReader(Mapping[str, StoredTensor]):
             names = {name: str(file) for name, file in read_json(index)["weight_map"].items()}
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise StateError(
-                f"{index}: is no index of safetensors files ({error!r}); fetch or export it again."
+                f"{index}: is not an index of safetensors files ({error!r}); fetch or export it again."
             ) from error
         files = set(names.values())
         if len(files) > _MAX_FILES:
-            raise StateError(f"{index}: names {len(files)} files, and {_MAX_FILES} are the limit; export larger ones.")
+            raise StateError(f"{index}: names {len(files)} files, but the limit is {_MAX_FILES}; export larger files.")
         for file in files:
             for path in (PurePosixPath(file), PureWindowsPath(file)):
                 if path.is_absolute() or path.drive or ".." in path.parts or "\0" in file:

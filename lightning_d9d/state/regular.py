@@ -1,4 +1,4 @@
-"""Files of others are opened as files alone: no link is followed, and no pipe or device is waited for."""
+"""Opens files of others as regular files only: it follows no link, and never waits for a pipe or a device."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def open_regular(path: str | Path, *, follow_links: bool = False) -> io.Buffered
 
     Args:
         path: The file.
-        follow_links: The last part of the path may be a link, because the user gave it.
+        follow_links: If True, the last part of the path may be a link, since the user gave it.
 
     Raises:
-        StateError: A link, a pipe, a device or a directory is there.
-        OSError: It cannot be opened.
+        StateError: The path is a link, a pipe, a device or a directory.
+        OSError: The file cannot be opened.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow_links else os.O_NOFOLLOW)
     try:
@@ -31,5 +31,5 @@ def open_regular(path: str | Path, *, follow_links: bool = False) -> io.Buffered
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise StateError(f"{str(path)!r} is no regular file; put the file itself there")
+        raise StateError(f"{str(path)!r} is not a regular file; put the file itself there")
     return os.fdopen(descriptor, "rb")

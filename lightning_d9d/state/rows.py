@@ -1,4 +1,4 @@
-"""Rows that ranks get batch by batch, in any order, as safetensors files in the order of their numbers."""
+"""Rows that ranks get batch by batch, in any order, written to safetensors files in the order of their numbers."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ class _RowSpec(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """What a rank wrote of a batch: tensors in a file, named after `first`."""
+    """The rows of a batch that a rank wrote: tensors in a file, named after `first`."""
 
     source: int
-    """In which the rows are numbered: a dataset, say."""
+    """The source whose rows are numbered, such as a dataset."""
     number: int
     rows: Sequence[int]
-    """Their numbers, or how many rows this rank had before where they are not known."""
+    """Numbers of the rows. If they are not known: how many rows this rank had before."""
     is_known: bool
     file: str
     first: int
     specs: Mapping[str, _RowSpec]
-    """By the name of a tensor, without a row."""
+    """Spec of one row, by the name of a tensor."""
 
     @property
     def row_bytes(self) -> int:
@@ -50,22 +50,22 @@ class _Row(NamedTuple):
     number: int
     batch: _Batch
     place: int
-    """In the batch."""
+    """Position in the batch."""
 
 
 _Block = list[_Row]
-"""Rows of one form that follow each other: they become one tensor for each name, named after the first."""
+"""Consecutive rows with equal specs: they become one tensor for each name, named after the first row."""
 
 
 class RowFiles:
-    """Writes rows as they come and, at the end, an index in the order of their numbers.
+    """A writer of rows as they come and, at the end, of an index in the order of their numbers.
 
-    Files that have rows in that order stay as they were written. Those of ranks that took turns are written once more
-    in order, by all ranks at the same time. Of a row that came several times one stays.
+    Files whose rows are in this order stay unchanged. Files of ranks that took turns are written once more in order, by
+    all ranks at the same time. A row that came several times is kept once.
 
     Args:
-        folder: Where all ranks write.
-        max_bytes: Size at which a new file begins. A rank has about so much in memory.
+        folder: Folder in which all ranks write.
+        max_bytes: Size at which a new file begins. A rank holds about this much in memory.
     """
 
     def __init__(self, folder: Place, max_bytes: int) -> None:
@@ -74,7 +74,7 @@ class RowFiles:
         self.ranks = Ranks()
         self._batches: list[_Batch] = []
         self._tensors: dict[str, Tensor] = {}
-        """Of the file that is not written yet."""
+        """Tensors of the file that is not written yet."""
         self._files: list[str] = [self._next_file(0)]
         self._num_rows: dict[int, int] = defaultdict(int)
 
@@ -82,11 +82,11 @@ class RowFiles:
         """Take a batch of this rank. Local.
 
         Args:
-            source: What its rows are numbered in.
-            number: Of the batch.
-            rows: Their numbers. None where they are not known: then rows follow each other as the batches do, and of
-                batches with one number that of the lowest rank comes first.
-            tensors: At least one; with the rows along dim 0, at least one, the same in all.
+            source: The source whose rows are numbered.
+            number: Number of the batch.
+            rows: Numbers of the rows. None if not known: then rows follow the order of batches, and among batches with
+                the same number the lowest rank's comes first.
+            tensors: At least one tensor, with the rows along dim 0: at least one row, and the same number in all.
         """
         size, before = len(next(iter(tensors.values()))), self._num_rows[source]
         self._num_rows[source] += size
@@ -109,16 +109,16 @@ class RowFiles:
             self._files.append(self._next_file(len(self._files)))
 
     def finish(self, failure: str) -> int:
-        """Write the rest, and the index. Collective over all ranks.
+        """Write the remaining rows and the index. Collective over all ranks.
 
         Args:
-            failure: How an error begins.
+            failure: Beginning of an error.
 
         Returns:
-            The number of rows, of which none counts twice.
+            The number of rows; each counts once.
 
         Raises:
-            StateError: On every rank: one cannot write.
+            StateError: A rank cannot write. Every rank raises it.
         """
         with self.ranks.agreed(failure):
             self._write()
@@ -162,11 +162,11 @@ def _remove(path: Place) -> None:
 
 
 def _numbered(batches: Sequence[_Batch]) -> list[_Batch]:
-    """The batches, with numbers for the rows of sources in which they are not known."""
+    """Return the batches, with numbers also for rows whose source does not number them."""
     unknown = {batch.source for batch in batches if not batch.is_known}
     begins: dict[int, int] = defaultdict(int)
     numbered = []
-    for batch in sorted(batches, key=lambda each: each.number):  # ranks stay in order
+    for batch in sorted(batches, key=lambda each: each.number):  # the sort keeps the order of ranks
         if batch.source in unknown:
             begin = begins[batch.source]
             begins[batch.source] += len(batch.rows)
@@ -176,7 +176,7 @@ def _numbered(batches: Sequence[_Batch]) -> list[_Batch]:
 
 
 def _already_in_order(batches: Sequence[_Batch]) -> dict[str, str] | None:
-    """The file of each tensor, in the order of rows; None if those of one tensor are not one behind the other."""
+    """Return the file of each tensor, in the order of rows; None if rows of one tensor are not consecutive."""
     in_order = sorted(batches, key=lambda each: (each.source, each.rows[0]))
     follow = all(one.source != other.source or one.rows[-1] < other.rows[0] for one, other in pairwise(in_order))
     if not follow or any(list(b.rows) != list(range(b.first, b.first + len(b.rows))) for b in batches):
@@ -185,7 +185,7 @@ def _already_in_order(batches: Sequence[_Batch]) -> dict[str, str] | None:
 
 
 def _split_into_files(rows: Iterable[_Row], max_bytes: int) -> list[list[_Block]]:
-    """The blocks of each file. Rows come in order."""
+    """Yield the blocks of each file; rows come in order."""
     files: list[list[_Block]] = []
     num_bytes = 0
     last: _Row | None = None
@@ -205,13 +205,13 @@ def _split_into_files(rows: Iterable[_Row], max_bytes: int) -> list[list[_Block]
 
 
 def _is_next(last: _Row, row: _Row) -> bool:
-    """Whether two rows can be in one tensor."""
+    """Return True if `row` can follow `last` in one tensor."""
     follows = (row.batch.source, row.number) == (last.batch.source, last.number + 1)
     return follows and row.batch.specs == last.batch.specs
 
 
 def _specs(block: _Block) -> dict[str, _RowSpec]:
-    """Shape and dtype of the tensors of a block."""
+    """Return shape and dtype of the tensors of a block."""
     first = block[0]
     return {
         f"{name}.{first.number}": _RowSpec((len(block), *spec.shape), spec.dtype)
@@ -220,7 +220,7 @@ def _specs(block: _Block) -> dict[str, _RowSpec]:
 
 
 def _values(block: _Block, folder: Place, opened: Callable[[Place], SafetensorsFile]) -> Iterator[Tensor]:
-    """The tensors of a block, from the files of ranks; one at a time is in memory."""
+    """Yield the tensors of a block from the files of ranks; one at a time is in memory."""
     places: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
     for target, row in enumerate(block):
         places[row.batch.file, row.batch.first].append((target, row.place))

@@ -1,4 +1,4 @@
-"""Read the shards that ranks hold of tensors out of files."""
+"""Reads the shards that ranks hold of tensors from files."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class _Copies(NamedTuple):
 
 
 def check_names(missing: Collection[str], unexpected: Collection[str], remedy: str) -> None:
-    """Raises a `StateError` that names what files lack, and what they have besides.
+    """Raise a `StateError` that names missing and unexpected tensors of files.
 
     Args:
-        missing: Of the files.
-        unexpected: In them.
-        remedy: What to do, as the end of a sentence.
+        missing: Tensors that the files lack.
+        unexpected: Tensors that they have in addition.
+        remedy: Remedy, as the end of a sentence.
     """
     texts = [
         f"{len(names)} {kind} in the files: {first_of(sorted(names))}"
@@ -55,21 +55,23 @@ def fill_shards(
     failure: str,
     progress: bool = False,
 ) -> None:
-    """Overwrites what this rank holds with what the files have. Collective; all files have been looked at before.
+    """Overwrite the shards that this rank holds with values of the files. Collective; all files were checked before.
 
-    Of ranks that hold the same part one reads it from the files: for each part another, so that they read at the same
-    time. Then the values travel from rank to rank. Besides the tensors one message of a part is in memory.
+    If several ranks hold the same part, one of them reads it. Different parts have different readers, so that ranks
+    read at the same time. Then the values are passed from rank to rank. Besides the tensors, one message of a part is
+    in memory.
 
     Args:
-        reader: Of the same files on all ranks.
-        views: All tensors, as views of those in the files.
-        local: What this rank holds of which of them; a name may come more than once.
-        checks: Divided over the ranks. While reading, a rank checks what it reads whole; the rest is read once more.
+        reader: Reader of the same files on all ranks.
+        views: All tensors, as views of the tensors in the files.
+        local: Names and shards that this rank holds; a name may occur more than once.
+        checks: Checks, divided over the ranks. While reading, a rank checks tensors that it reads whole; the rest is
+            read once more.
         failure: How an error of a rank begins.
-        progress: Show bars, of what the first rank reads.
+        progress: Show bars for the bytes that the first rank reads.
 
     Raises:
-        StateError: On every rank: a check failed. Nothing has changed where checks come first.
+        StateError: A check failed. Every rank raises it. Nothing has changed if checks come first.
     """
     ranks = Ranks()
     shown = progress and ranks.is_first
@@ -97,7 +99,7 @@ def fill_shards(
 
 
 def _find_copies(local: Sequence[tuple[str, LocalShard]], ranks: Ranks) -> list[_Copies]:
-    """Those of several ranks, in the same order on all, divided so that each rank reads about as much."""
+    """Return parts that several ranks hold, in the same order on all; ranks read about the same number of bytes."""
     ours = list(dict.fromkeys((name, shard.box, shard.values.dtype) for name, shard in local))
     holders: dict[tuple[str, Box, torch.dtype], list[int]] = defaultdict(list)
     for rank, theirs in enumerate(ranks.all_gather(ours)):
@@ -115,12 +117,12 @@ def _find_copies(local: Sequence[tuple[str, LocalShard]], ranks: Ranks) -> list[
 
 
 def _pass_on(same: Sequence[Tensor], line: Sequence[int], rank: int) -> None:
-    """From the rank before to the one behind; all ranks do so in the same order, so each has its turn.
+    """Receive from the previous rank and send to the next; all ranks do so in the same order.
 
     Args:
-        same: This rank's tensors with these values: two, say, if its first and last stage share a matrix.
+        same: This rank's tensors with these values: two if its first and last stage share a matrix, for example.
         line: The ranks.
-        rank: This one.
+        rank: This rank.
     """
     place, first = line.index(rank), same[0]
     device = device_of_messages(dist.group.WORLD)
@@ -143,7 +145,7 @@ def _exchange(message: dist.P2POp) -> None:
 def _targets(
     views: Mapping[str, View], local: Sequence[tuple[str, LocalShard]]
 ) -> dict[str, list[tuple[MappedBox, Tensor]]]:
-    """What this rank needs of each tensor of the files, and where it goes."""
+    """Return the parts of each tensor in the files that this rank needs, and their targets."""
     targets: dict[str, list[tuple[MappedBox, Tensor]]] = {}
     for name, shard in local:
         for mapped in views[name].boxes:

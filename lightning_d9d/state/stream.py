@@ -29,16 +29,16 @@ MAX_SHARD_BYTES = 5 * 1000**3
 def read_tensors(
     path: str | Path, mapper: Mapper | None = None, *, verify: bool = True, check_finite: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a directory or a file, mapped, one after the other; each is read when it is asked for. Local.
+    """Read the tensors of a directory or a file through a mapper, each when it is asked for. Local.
 
     Args:
         path: A directory with `model.safetensors` or an index, or one file; also a URL that fsspec knows.
-        mapper: From names in the files; those that it does not take are not read. None: all, as they are.
+        mapper: Mapper from names in the files; tensors that it does not take are not read. None: all, unchanged.
         verify: Compare with the manifest first, if the directory has one.
-        check_finite: Look first for numbers that are infinite or NaN.
+        check_finite: Search first for numbers that are infinite or NaN.
 
     Returns:
-        Name and tensor, on the CPU or as a DTensor, of which a rank reads what it will hold.
+        Name and tensor, on the CPU or as a DTensor; a rank reads only its shard of a DTensor.
 
     Raises:
         StateError: A file is missing or damaged, or its tensors do not fit the mapper.
@@ -63,27 +63,27 @@ def load_tensors(
     check_first: bool = True,
     progress: bool = False,
 ) -> None:
-    """Fills tensors in place with those of a directory or file. Collective over the default group where there is one.
+    """Fill tensors in place with those of a directory or file. Collective over the default group, if there is one.
 
-    A rank reads what it holds: of DTensors its own slices, whatever their meshes and placements. What several ranks
-    hold alike one of them reads, and passes on. What has several names, such as a weight in two modules, or in the
-    state dict of those, is filled under the first that is there. Floats are cast, but not float8, which needs a scale.
-    Names, shapes and dtypes are checked on all ranks before the first tensor changes on any.
+    A rank reads what it holds: its own slices of DTensors, for any meshes and placements. If several ranks hold the
+    same part, one of them reads it and passes it on. A tensor may have several names, such as a weight in two modules
+    or in their state dict. It is filled under the first name that is there. Floats are cast, but not float8, which
+    needs a scale. Names, shapes and dtypes are checked on all ranks before the first tensor changes on any.
 
     Args:
         target: A module, whose state dict is filled, or tensors by name. Ranks may have different names.
-        path: As in `read_tensors`, on every rank.
+        path: The same path as for `read_tensors`, on every rank.
         mapper: From names in the files to names in the target. None: they are the same.
-        strict: All of the target must be filled, and all that is in the files must be used on some rank. Otherwise what
-            both have: tensors of which all is in the files that the mapper makes them of.
+        strict: If True, all of the target must be filled, and all tensors of the files must be used on some rank. If
+            False, load what both have: the tensors whose inputs to the mapper are all in the files.
         verify: Compare with the manifest, if the directory has one.
-        check_finite: Look for numbers that are infinite or NaN.
-        check_first: Do so before the first tensor changes, which reads the files once more, divided over the ranks.
-            False: while they are read. After an error the tensors have some of the new values.
+        check_finite: Search for numbers that are infinite or NaN.
+        check_first: Check before the first tensor changes, which reads the files once more, divided over the ranks.
+            False: check while reading. Then the tensors have some of the new values after an error.
         progress: Show bars on the first rank.
 
     Raises:
-        StateError: On every rank: a file is missing or damaged, or names, shapes or dtypes do not fit.
+        StateError: A file is missing or damaged, or names, shapes or dtypes do not fit. Every rank raises it.
     """
     ranks, failure = Ranks(), f"weights cannot be loaded from {str(path)!r}"
     held = _tensors_of(target)
@@ -123,30 +123,30 @@ def save_tensors(
     progress: bool = False,
     only_file: str | None = None,
 ) -> None:
-    """Writes tensors as safetensors files with a manifest, and an index if they are several. Collective, as loading.
+    """Write tensors as safetensors files with a manifest, and with an index if there are several files. Collective.
 
-    Tensors may lie on many ranks, which all write, each other files than the rest: the files are the same as from one
-    process. No rank holds more than one whole tensor of the files besides its own, and the slices of it and of others
-    that ranks send to each other meanwhile. From a reader, one tensor is in memory at a time.
+    Tensors may lie on many ranks. All ranks write, each different files; the files are the same as from one process.
+    Besides its own tensors, a rank holds at most one whole tensor of the files, and the slices that ranks send to each
+    other meanwhile. From a reader, one tensor is in memory at a time.
 
     Args:
-        source: A module or tensors by name, with DTensors of any mesh; ranks may have different names. Or what can be
-            read by name, such as a `SafetensorsReader`.
-        directory: As for `complete_directory`.
-        mapper: From names of the source, all of which it must take, to names in the files, which come in its order.
-            None: they are the same, sorted with numbers by value.
-        dtype: Of floats in the files; float8 is refused. None: as they are.
+        source: A module, or tensors by name, with DTensors of any mesh; ranks may have different names. Or an object
+            with tensors that can be read by name, such as a `SafetensorsReader`.
+        directory: The target, as for `complete_directory`.
+        mapper: Mapper from names of the source to names in the files. It must take all names, and gives the order in
+            the files. None: names stay, sorted with numbers by value.
+        dtype: Dtype of floats in the files; float8 is refused. None: unchanged.
         max_shard_bytes: Size at which a new file begins; a larger tensor gets a file of its own.
-        files: What else the directory gets, name and content; the first rank's.
+        files: Further files for the directory, name and content; the first rank's.
         overwrite: Replace an existing directory, with everything in it.
-        verify: Compare what a reader reads with its manifest first.
+        verify: First compare tensors of a reader with its manifest.
         progress: Show a bar on the first rank.
         only_file: Name of one file for all tensors, whatever their size.
 
     Raises:
-        StateError: On every rank: tensors do not fit the mapper, the directory is where a reader reads, or a rank
-            cannot write. Nothing is left then.
-        ConfigError: A dtype that is no float's of safetensors.
+        StateError: Tensors do not fit the mapper, the directory overlaps the one that a reader reads, or a rank cannot
+            write. Every rank raises it, and nothing stays on disk.
+        ConfigError: The dtype is not a float dtype of safetensors.
     """
     if dtype is not None and dtype not in DTYPE_NAMES:
         legal = ", ".join(map(str, DTYPE_NAMES))
@@ -176,7 +176,7 @@ def save_tensors(
 
 
 def _number_aware(name: str) -> list[Any]:
-    """For an order that no stages have a say in, in which layer 10 comes behind layer 2."""
+    """Return a sort key that does not depend on stages and puts layer 10 after layer 2."""
     return [int(text) if i % 2 else text for i, text in enumerate(re.split(r"(\d+)", name))]
 
 
@@ -191,14 +191,14 @@ def _tensors_of(source: nn.Module | Mapping[str, Any]) -> dict[str, Any]:
 
 def _shard(name: str, tensor: Any) -> LocalShard:
     if tensor.dtype not in ALL_DTYPE_NAMES:
-        raise StateError(f"{name} is {tensor.dtype}, which safetensors files do not have; cast it before")
+        raise StateError(f"{name} is {tensor.dtype}, which safetensors files do not have; cast it before saving")
     if not isinstance(tensor, Tensor):
         return LocalShard(tensor, whole_box(tensor.shape))
     return LocalShard.of(name, tensor)
 
 
 class _Lazy:
-    """A tensor of a reader's, whose file is opened for each slice: readers keep few files open."""
+    """A tensor of a reader. It opens its file for each slice, so that readers keep few files open."""
 
     def __init__(self, reader: SafetensorsReader, name: str) -> None:
         self._reader, self._name = reader, name
@@ -218,7 +218,8 @@ def _unused(reader: SafetensorsReader, mapper: Mapper) -> list[str]:
 def _check_fit(name: str, view: View, tensor: Tensor) -> None:
     if view.shape != tuple(tensor.shape):
         raise StateError(
-            f"{name} has shape {list(view.shape)} in the files and {list(tensor.shape)} here; build the model as it was"
+            f"{name} has shape {list(view.shape)} in the files and {list(tensor.shape)} here; build the model with "
+            "the config it was saved with"
         )
     if view.dtype is not None:
         _check_cast(name, view.dtype, "in the files", tensor.dtype, "here")
@@ -228,5 +229,5 @@ def _check_cast(name: str, dtype: torch.dtype, where: str, target: torch.dtype, 
     if dtype == target or (dtype in DTYPE_NAMES and target in DTYPE_NAMES):
         return
     floats = dtype.is_floating_point and target.is_floating_point
-    remedy = "their scales are not known, use an unquantized checkpoint" if floats else "only floats are cast"
+    remedy = "its scales are not known, use an unquantized checkpoint" if floats else "only floats are cast"
     raise StateError(f"{name} is {dtype} {where} and {target} {there}; {remedy}")

@@ -1,4 +1,4 @@
-"""Work on many tensors of files at the same time: whoever waits for the disk, or for a store, keeps nobody else."""
+"""Work on many tensors of files at the same time: a thread that waits for a disk or a store does not block others."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch
 from lightning_d9d.state.progress import Progress
 
 _MAX_THREADS = 16
-"""Twice as many as read at a time, `MOST_READS`: the others check and copy meanwhile."""
+"""Twice the number that may read at a time, `MOST_READS`: the others check and copy meanwhile."""
 _MIN_BUNDLE, _MAX_BUNDLE = 2**22, 2**26
-"""Bytes. A thread that reads much in a row is read ahead for."""
+"""Bytes of a bundle. The system reads ahead for a thread that reads much in a row."""
 
 
 @contextmanager
 def uncollected() -> Generator[None]:
-    """Keep Python from looking for garbage: the boxes of many tensors are made at once, and none is. Local."""
+    """Stop Python's garbage collection while the boxes of many tensors are made: none of them is garbage. Local."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -37,18 +37,18 @@ def in_threads(
 ) -> None:
     """Call `work` for each name, in several threads, without gradients. Local.
 
-    Neighbours are one piece of work, in their order. The largest pieces come first: no thread begins one at the end,
-    when the others have nothing left.
+    Neighbours form one piece of work, in their order. The largest pieces come first, so that threads end at about the
+    same time.
 
     Args:
-        work: What it raises first, in the order of pieces, is raised here, when what has begun has ended.
-        num_bytes: By name.
-        progress: Gets the number of bytes.
+        work: The function. Its first error, in the order of pieces, is raised here after the started pieces have ended.
+        num_bytes: Number of bytes by name.
+        progress: The progress bar that gets the number of bytes.
     """
     inference = torch.is_inference_mode_enabled()
 
     def work_on(names: list[str]) -> int:
-        with torch.inference_mode(inference), torch.no_grad():  # threads begin without
+        with torch.inference_mode(inference), torch.no_grad():  # new threads have neither mode set
             for name in names:
                 work(name)
         return sum(num_bytes[name] for name in names)
@@ -64,7 +64,7 @@ def in_threads(
 
 
 def _bundles(num_bytes: Mapping[str, int], wanted: int) -> list[list[str]]:
-    """Names of neighbours, in pieces of about the wanted number of bytes. What is larger is a piece by itself."""
+    """Group neighbours into pieces of about the wanted number of bytes. A larger tensor is a piece by itself."""
     bundles: list[list[str]] = []
     filled = wanted
     for name, size in num_bytes.items():

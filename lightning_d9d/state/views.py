@@ -1,8 +1,8 @@
-"""Tensors that are made of parts of others, known before there is any data: what mappers compute with.
+"""Views: tensors made of parts of others, known before there is any data. Mappers compute with them.
 
-A `View` says of each part of a tensor which part of which source has its values. Taking views apart and putting them
-together gives views again, whose boxes still name the first sources. So a chain of mappers is one step for whoever
-reads or writes, and a rank that needs a slice of the outcome finds the slices of the sources that it needs.
+A `View` says which part of which source has the values of each part of a tensor. Splitting and joining views gives
+views again, and their boxes still name the first sources. So a chain of mappers is one step for readers and writers. A
+rank that needs a slice of the result finds the slices of the sources that it needs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightning_d9d.state.boxes import Box, MappedBox, Readable, size, whole_box
 
 
 class Spec(NamedTuple):
-    """What is known of a tensor without its data."""
+    """Shape and dtype of a tensor, without its data."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None = None
@@ -38,16 +38,16 @@ class View:
     """A tensor made of parts of others."""
 
     name: str
-    """For errors."""
+    """Name for errors."""
     shape: tuple[int, ...]
     dtype: torch.dtype | None
     boxes: tuple[MappedBox, ...]
     sharding: Sharding | None = None
-    """None: whole."""
+    """Sharding over ranks. None: whole."""
 
     @classmethod
     def of(cls, name: str, spec: Spec | Tensor) -> View:
-        """All of one source."""
+        """Return the view of all of one source."""
         shape = tuple(spec.shape)
         box = whole_box(shape)
         return cls(name, shape, spec.dtype, (MappedBox(box, name, box, tuple(range(len(box)))),), sharding_of(spec))
@@ -59,41 +59,41 @@ class View:
 
     @property
     def box(self) -> Box:
-        """All of it."""
+        """The box of all of it."""
         return whole_box(self.shape)
 
     def renamed(self, name: str) -> View:
-        """Under another name."""
+        """Return the view under another name."""
         return dataclasses.replace(self, name=name)
 
     def cast(self, dtype: torch.dtype) -> View:
-        """In another dtype."""
+        """Return the view in another dtype."""
         boxes = tuple(mapped._replace(casts=(*mapped.casts, dtype)) for mapped in self.boxes)
         return dataclasses.replace(self, dtype=dtype, boxes=boxes)
 
     def narrow(self, dim: int, start: int, length: int) -> View:
-        """Some indices of a dim."""
+        """Return the view of some indices of a dim."""
         held = tuple(range(start, start + length) if i == dim else r for i, r in enumerate(self._whole("split").box))
         boxes = tuple(mapped for each in self.boxes if (mapped := each.within(held)))
         return dataclasses.replace(self, shape=tuple(map(len, held)), boxes=boxes)
 
     def select(self, dim: int, index: int) -> View:
-        """One index of a dim, which is gone then."""
+        """Return the view of one index of a dim, without that dim."""
         one = self.narrow(dim, index, 1)
         return one._with_dims([i for i in range(len(self.shape)) if i != dim])
 
     def permute(self, dims: Sequence[int]) -> View:
-        """The dims in another order."""
+        """Return the view with the dims in another order."""
         return self._whole("transposed")._with_dims(dims)
 
     def as_sharded(self, sharding: Sharding) -> View:
-        """Sharded over ranks."""
+        """Return the view sharded over ranks."""
         return dataclasses.replace(self._whole("distributed again"), sharding=sharding)
 
     def as_gathered(self) -> View:
-        """Whole on each rank."""
+        """Return the view whole on each rank."""
         if self.sharding is None:
-            raise StateError(f"{self.name} is no DTensor, so it cannot be gathered; leave it out of Gather")
+            raise StateError(f"{self.name} is not a DTensor, so it cannot be gathered; leave it out of Gather")
         return dataclasses.replace(self, sharding=None)
 
     def _with_dims(self, dims: Sequence[int]) -> View:
@@ -108,12 +108,12 @@ class View:
     def _whole(self, done: str) -> View:
         if self.sharding is not None:
             raise StateError(
-                f"{self.name} is sharded over ranks and cannot be {done}; let Gather come before, or Distribute last"
+                f"{self.name} is sharded over ranks and cannot be {done}; put Gather before it, or Distribute last"
             )
         return self
 
     def _placed(self, dim: int, start: int, new: bool) -> tuple[MappedBox, ...]:
-        """The boxes in a larger tensor: at an index of a `new` dim, or further along one that is there."""
+        """Return the boxes in a larger tensor: at an index of a `new` dim, or further along an existing one."""
         placed = []
         for mapped in self._whole("put together with others").boxes:
             before, there, after = mapped.place[:dim], mapped.place[dim : dim + 1], mapped.place[dim + 1 :]
@@ -128,18 +128,18 @@ class View:
 
 
 def checked_dim(name: str, num_dims: int, dim: int) -> int:
-    """The dim counted from the front.
+    """Return the dim counted from the front.
 
     Raises:
         StateError: The tensor has no such dim.
     """
     if not -num_dims <= dim < num_dims:
-        raise StateError(f"{name} has {num_dims} dims and none of number {dim}; give one of them")
+        raise StateError(f"{name} has {num_dims} dims, so {dim} is not one of them; give -{num_dims} to {num_dims - 1}")
     return dim % num_dims
 
 
 def stack(name: str, views: Sequence[View], dim: int) -> View:
-    """Along a new dim."""
+    """Stack views along a new dim."""
     first = _alike(name, views, None)
     dim = checked_dim(name, len(first.shape) + 1, dim)
     boxes = tuple(mapped for index, view in enumerate(views) for mapped in view._placed(dim, index, new=True))
@@ -147,7 +147,7 @@ def stack(name: str, views: Sequence[View], dim: int) -> View:
 
 
 def concatenate(name: str, views: Sequence[View], dim: int) -> View:
-    """Along a dim that they have."""
+    """Concatenate views along a dim that they have."""
     dim = checked_dim(name, len(views[0].shape), dim)
     first = _alike(name, views, dim)
     boxes: list[MappedBox] = []
@@ -164,23 +164,23 @@ def _alike(name: str, views: Sequence[View], free_dim: int | None) -> View:
         shapes = [[n for dim, n in enumerate(each.shape) if dim != free_dim] for each in (first, view)]
         if shapes[0] != shapes[1] or len(first.shape) != len(view.shape):
             raise StateError(
-                f"{first.name} {list(first.shape)} and {view.name} {list(view.shape)} cannot be put together to "
+                f"{first.name} {list(first.shape)} and {view.name} {list(view.shape)} cannot be put together into "
                 f"{name}; their shapes must agree"
             )
         if first.dtype != view.dtype:
             raise StateError(
-                f"{first.name} is {first.dtype} and {view.name} {view.dtype}, which cannot be put together to {name}; "
-                "let Cast come before"
+                f"{first.name} is {first.dtype} and {view.name} {view.dtype}, which cannot be put together into "
+                f"{name}; put Cast before it"
             )
     return first
 
 
 def inverted(views: Mapping[str, View], specs: Mapping[str, Spec]) -> dict[str, View]:
-    """The sources as views of the views.
+    """Return the sources as views of the views.
 
     Args:
-        views: Whole, and without sources in common.
-        specs: Of the sources.
+        views: Whole views without common sources.
+        specs: Specs of the sources.
 
     Raises:
         StateError: Some part of a source is in no view, or a view is sharded over ranks.
@@ -193,12 +193,14 @@ def inverted(views: Mapping[str, View], specs: Mapping[str, Spec]) -> dict[str, 
             boxes[mapped.source].append(MappedBox(place, name, box, dims, () if dtype is None else (dtype,)))
     for name, spec in specs.items():
         if sum(size(mapped.place) for mapped in boxes[name]) != size(whole_box(spec.shape)):
-            raise StateError(f"not all of {name} is kept, so it cannot be made again; give a mapper that keeps all")
+            raise StateError(
+                f"the mapper does not keep all of {name}, so it cannot be inverted; give a mapper that keeps all"
+            )
     return {name: View(name, spec.shape, spec.dtype, tuple(boxes[name])) for name, spec in specs.items()}
 
 
 def substituted(view: View, sources: Mapping[str, View]) -> View:
-    """A view whose sources are views themselves, as one of their sources. Its dtype, if not known, is that of them."""
+    """Replace sources that are views by their own sources. An unknown dtype becomes that of the sources."""
     boxes = []
     for mapped in view.boxes:
         values = sources[mapped.source]
@@ -216,9 +218,9 @@ def substituted(view: View, sources: Mapping[str, View]) -> View:
 
 
 def materialized(views: Mapping[str, View], sources: Mapping[str, Readable]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors themselves, one by one. Collective where DTensors are to be whole: they are gathered once.
+    """Yield the tensors, one by one. Collective if DTensors become whole: each is gathered once.
 
-    What is a source as it is gets no new memory. Of a view that is sharded over ranks each rank takes what it will hold
+    A view that is a whole source gets no new memory. For a view that is sharded over ranks, each rank takes its shard
     from its own sources.
     """
     gathered: dict[str, Tensor] = {}
@@ -252,7 +254,7 @@ def _materialized(view: View, sources: Mapping[str, Readable], gathered: dict[st
 
 
 def _unmoved(view: View, sources: Mapping[str, Readable]) -> Tensor | None:
-    """The source of which a view is the whole, each element in its own place; None if there is no such."""
+    """Return the source that the view equals, element by element; None if there is none."""
     if len(view.boxes) != 1:
         return None
     [mapped], source = view.boxes, sources[view.boxes[0].source]

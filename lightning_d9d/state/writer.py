@@ -22,12 +22,12 @@ from lightning_d9d.state.views import View
 
 
 class _StoredTensor(NamedTuple):
-    """A tensor as a file will have it."""
+    """A tensor of a file that will be written."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     boxes: Sequence[tuple[MappedBox, Mapping[Box, Sequence[int]]]]
-    """Each mapped, the boxes that make up its source, and the ranks that hold each."""
+    """Each mapped box, with the boxes that make up its source and the ranks that hold each."""
 
     @property
     def num_bytes(self) -> int:
@@ -53,34 +53,34 @@ def write_tensors(
     progress: bool = False,
     only_file: str | None = None,
 ) -> torch.dtype:
-    """Writes tensors that lie on many ranks into safetensors files: with a manifest, and an index if there are several.
+    """Write tensors of many ranks into safetensors files with a manifest, and an index if there are several files.
 
-    Collective. The files are the same on any mesh. Ranks that hold something of a file take turns to write one, so all
-    of them write at the same time where there are enough files. The slices that another rank holds are sent to the
-    writer, each by one rank: all ranks walk through their files together, tensor by tensor. So besides its own a rank
-    has one tensor of the files in memory, the slices of it that it was sent, and those that it sends.
+    Collective. The files are the same on any mesh. Ranks that hold parts of a file take turns as writers, so all of
+    them write at the same time if there are enough files. Other ranks send their slices to the writer, each slice from
+    one rank. All ranks go through their files together, tensor by tensor. So besides its own tensors a rank holds one
+    tensor of the files, the slices of it that it received, and those that it sends.
 
     Args:
-        folder: Exists, where all ranks reach it.
-        local: This rank's sources by name, in shards or whole. Equal names are one source.
-        views: What is written, in the order of the files.
-        dtype: Of floats in the files; None keeps that of the view, or else of the source.
+        folder: An existing folder that all ranks can reach.
+        local: This rank's sources by name, as shards or whole. Equal names are one source.
+        views: Tensors to write, in the order of the files.
+        dtype: Dtype of floats in the files; None keeps that of the view, or else of the source.
         max_file_bytes: Size at which a new file begins.
-        failure: How an error of a rank begins.
-        progress: Show a bar on the first rank, of what it writes.
+        failure: Beginning of a rank's error.
+        progress: Show a bar of the bytes that the first rank writes.
         only_file: Name of one file for all tensors, whatever their size.
 
     Returns:
         The dtype of the first tensor.
 
     Raises:
-        StateError: On every rank: a source is on no rank or in parts, or a rank cannot write.
+        StateError: A source is missing or incomplete on the ranks, or a rank cannot write. Every rank raises it.
     """
     ranks = Ranks()
     held = ranks.all_gather({name: (shard.box, shard.values.dtype) for name, shard in local.items()})
     tensors = _find_sources(views, held, dtype)
     files = _split_into_files(folder, tensors, max_file_bytes, only_file)
-    # A file of each writer, then all meet: no rank waits for longer than a file takes, nor goes on after a failure.
+    # One file of each writer, then all ranks meet: none waits for longer than a file takes, or goes on after a failure.
     by_writer: dict[int, list[_File]] = defaultdict(list)
     for file in files:
         by_writer[file.writer].append(file)
@@ -104,7 +104,7 @@ def write_tensors(
 def _find_sources(
     views: Mapping[str, View], held: Sequence[Mapping[str, tuple[Box, torch.dtype]]], dtype: torch.dtype | None
 ) -> dict[str, _StoredTensor]:
-    """All tensors of the files, from what each rank holds; the same on every rank."""
+    """Return all tensors of the files with the ranks that hold their parts; the same on every rank."""
     owners: dict[str, dict[Box, list[int]]] = defaultdict(dict)
     dtypes: dict[str, torch.dtype] = {}
     for rank, sources in enumerate(held):
@@ -118,8 +118,7 @@ def _find_sources(
     for name, view in views.items():
         if any(mapped.source not in owners for mapped in view.boxes):
             raise StateError(
-                f"no rank holds {name}, or not all of it; save a whole model, or all stages of one in a call on all "
-                "ranks."
+                f"the ranks do not hold all of {name}. Save a whole model, or all stages of one in a call on all ranks."
             )
         for source in {mapped.source for mapped in view.boxes}:
             _check_complete(source, owners[source], used[source])
@@ -128,7 +127,7 @@ def _find_sources(
         boxes = [(mapped, owners[mapped.source]) for mapped in view.boxes]
         tensors[name] = _StoredTensor(view.shape, dtype if dtype and own.is_floating_point else own, boxes)
     if not tensors:
-        raise StateError("there is no tensor to write; give some.")
+        raise StateError("nothing to write; give at least one tensor.")
     return tensors
 
 
@@ -139,15 +138,15 @@ def _check_complete(name: str, owners: Iterable[Box], num_used: int) -> None:
     expected = max(num_used, bounds)
     if held != expected:
         raise StateError(
-            f"the ranks hold {held} elements of {name} in different shards, but it has {expected}: a parameter that "
-            "differs between ranks must be a DTensor over all of them."
+            f"the ranks hold {held} elements of {name} in different shards, but it has {expected}. A parameter "
+            "that differs between ranks must be a DTensor over all of them."
         )
 
 
 def _split_into_files(
     folder: Place, tensors: Mapping[str, _StoredTensor], max_bytes: int, only_file: str | None
 ) -> list[_File]:
-    """Put consecutive tensors in each."""
+    """Put consecutive tensors into each file."""
     contents: list[dict[str, _StoredTensor]] = []
     num_bytes = max_bytes
     for name, tensor in tensors.items():
@@ -172,7 +171,7 @@ def _split_into_files(
 
 
 def _num_held(tensors: Mapping[str, _StoredTensor]) -> dict[int, int]:
-    """How many elements each rank holds of the sources of some tensors."""
+    """Count the elements that each rank holds of the sources of some tensors."""
     sources = {mapped.source: owners for tensor in tensors.values() for mapped, owners in tensor.boxes}
     held: dict[int, int] = defaultdict(int)
     for owners in sources.values():
@@ -185,7 +184,7 @@ def _num_held(tensors: Mapping[str, _StoredTensor]) -> dict[int, int]:
 def _write_round(
     files: Sequence[_File], local: Mapping[str, LocalShard], rank: int, progress: Progress
 ) -> dict[str, int]:
-    """Some files, each of another writer, all at the same time. Files come in the same order on all ranks.
+    """Write some files at the same time, each by another rank. Files come in the same order on all ranks.
 
     Returns:
         The checksums of what this rank has written.
@@ -198,16 +197,16 @@ def _write_round(
     try:
         return {} if path is None else write_safetensors(path, shapes, dtypes, values)
     finally:
-        for _ in values:  # others do not wait for a rank that has no file, or cannot write it
+        for _ in values:  # others must not wait for a rank that has no file, or cannot write it
             pass
 
 
 def _exchange_tensors(
     files: Sequence[_File], local: Mapping[str, LocalShard], rank: int, progress: Progress
 ) -> Iterator[Tensor]:
-    """This rank's tensors of the files, one by one, each whole and on the CPU.
+    """Yield this rank's tensors of the files, one by one, each whole and on the CPU.
 
-    The ranks send what others need for the tensors that they are at.
+    Ranks send the slices that others need for their current tensors.
     """
     for tensors in zip_longest(*(file.tensors.values() for file in files)):
         messages: list[dist.P2POp] = []
@@ -240,8 +239,8 @@ def _put_together(
     messages: list[dist.P2POp],
     received: list[tuple[Tensor, Tensor]],
 ) -> None:
-    """Fills in this rank's slices, and adds the messages with those of others, and where they belong."""
-    device = device_of_messages(dist.group.WORLD)  # the sources may be on the CPU again, after a run
+    """Fill in this rank's slices, and add the messages with slices of others and their places."""
+    device = device_of_messages(dist.group.WORLD)  # the sources may be back on the CPU after a run
     for mapped, owners in tensor.boxes:
         for box, ranks in owners.items():
             if (held := _held(mapped, box)) is None:
@@ -258,7 +257,7 @@ def _put_together(
 
 
 def _sent(tensor: _StoredTensor, writer: int, local: Mapping[str, LocalShard], rank: int) -> list[dist.P2POp]:
-    """This rank's slices of a tensor, to its writer."""
+    """Make the messages with this rank's slices of a tensor to its writer."""
     messages = []
     for mapped, owners in tensor.boxes:
         ranks = owners.get(local[mapped.source].box, []) if mapped.source in local else []
@@ -270,6 +269,6 @@ def _sent(tensor: _StoredTensor, writer: int, local: Mapping[str, LocalShard], r
 
 
 def _held(mapped: MappedBox, box: Box) -> MappedBox | None:
-    """What of the mapped lies in a box of its source, with its place in the box."""
+    """Return the part of a mapped box that lies in a box of its source, with its place in that box."""
     within = mapped.flipped("").within(box)
     return within and within.flipped(mapped.source)

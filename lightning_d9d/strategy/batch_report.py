@@ -4,7 +4,7 @@
 tokens. Numbers of single ranks go along: a row for each rank, in which only that rank has written. Then everybody has
 all rows, and takes sums, means and extremes from them. Ranks of tensor parallelism, which compute the same loss, are
 not among those sums. Where there are some, a batch with such rows is summed over them, too, and only the first of them
-adds its loss.
+adds its loss. Behind the rows are numbers of which only the sum over all ranks is wanted.
 """
 
 from __future__ import annotations
@@ -37,16 +37,19 @@ class BatchReport:
         """Of all batches since `open`, on all ranks: float64. None: losses are means, or nothing has run."""
         self.rows: Tensor | None = None
         """What ranks sent last, `[ranks, numbers]` float64 on the device; None: nothing yet."""
+        self.sums: Tensor | None = None
+        """The sum over all ranks of what they sent to be added up, float64 on the device; None: nothing."""
         self._mesh = mesh
         self._device = device
         self._is_open = False
         self._group: dist.ProcessGroup | None = None
         self._ours: Tensor | None = None
+        self._added: Tensor | None = None
 
     def open(self) -> None:
         """Begin to watch a fit. Collective over all ranks."""
         self._is_open = True
-        self.weight = self.rows = self._ours = None
+        self.weight = self.rows = self.sums = self._ours = self._added = None
         if self._mesh is not None and self._mesh.sizes[Axis.TP] > 1:
             self._group = self._mesh.group(Axis.DP, Axis.CP, Axis.TP)
 
@@ -54,17 +57,23 @@ class BatchReport:
         """End to watch. Local."""
         self._is_open = self.logs_every_norm = False
         self.norm_groups = {}
-        self._ours = self._group = None
+        self._ours = self._added = self._group = None
 
-    def send(self, numbers: Sequence[float | Tensor]) -> None:
-        """Send numbers with the report of the next batch. All ranks send as many, with the same batch. Local."""
-        rank, size = (0, 1) if self._mesh is None else (dist.get_rank(), dist.get_world_size())
+    def send(self, numbers: Sequence[float | Tensor], added: Tensor | None = None) -> None:
+        """Send numbers with the report of the next batch. All ranks send as many, with the same batch. Local.
+
+        Args:
+            numbers: A row, which all ranks get.
+            added: `[more]` float64 on the device; all ranks get the sum over ranks.
+        """
+        rank, size = (0, 1) if self._mesh is None else (self._mesh.rank, self._mesh.config.world_size)
         rows = torch.zeros(size, len(numbers), dtype=torch.float64)
         rows[rank] = torch.tensor([0.0 if isinstance(each, Tensor) else each for each in numbers], dtype=torch.float64)
         self._ours = rows.to(self._device, non_blocking=True)
         for index, number in enumerate(numbers):
             if isinstance(number, Tensor):
                 self._ours[rank, index] = number
+        self._added = self._ours.new_empty(0) if added is None else added
 
     def attach(self, sums: Tensor) -> Tensor:
         """Return the message of a batch. [Note: rows of ranks]. Local.
@@ -72,11 +81,11 @@ class BatchReport:
         Args:
             sums: `[values, 2]` float64 of this rank.
         """
-        if self._ours is None:
+        if self._ours is None or self._added is None:
             return sums
         if self._group is not None and self._mesh is not None and self._mesh.coordinates[Axis.TP] > 0:
             sums = torch.zeros_like(sums)
-        return torch.cat([sums.flatten(), self._ours.flatten()])
+        return torch.cat([sums.flatten(), self._ours.flatten(), self._added])
 
     def group_or(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         """Return the ranks over which the message is summed last, by default those of `group`. Local."""
@@ -91,10 +100,12 @@ class BatchReport:
             weighs: Whether the weight of the loss, which comes first, is that of tokens, and no mean's.
         """
         if self._ours is not None:
-            flat = message.flatten()
-            self.rows = flat[2 * num_values :].view_as(self._ours)
-            message = flat[: 2 * num_values].view(-1, 2)
-            self._ours = None
+            values, rows, self.sums = message.flatten().tensor_split(
+                (2 * num_values, 2 * num_values + self._ours.numel())
+            )
+            self.rows = rows.view_as(self._ours)
+            message = values.view(-1, 2)
+            self._ours = self._added = None
         if self._is_open and weighs:
             self.weight = message[0, 1].clone() if self.weight is None else self.weight + message[0, 1]
         return message

@@ -37,6 +37,7 @@ from lightning_d9d.strategy.gradient_sync import GradientSync
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.offload import move
 from lightning_d9d.strategy.optimizer_step import OptimizerStep, check_parameter_groups, check_steps_once
+from lightning_d9d.strategy.peer_batches import PeerBatches
 from lightning_d9d.strategy.precision import check_precision
 from lightning_d9d.strategy.rank_model import RankModel
 from lightning_d9d.strategy.ranks import JobRanks
@@ -146,7 +147,7 @@ def alignment(
         None if splitter is None or not needs_equal_batches or splitter.count.is_one else splitter.num_microbatches
     )
     return Alignment(
-        group=None if ranks.dp_size == 1 or splitter is None else ranks.mesh.group(Axis.DP, backend="gloo"),
+        group=None if ranks.num_summed == 1 or splitter is None else ranks.mesh.group(Axis.DP, backend="gloo"),
         in_evaluation=needs_equal_batches,
         num_microbatches=counter,
         run_dummy=run_dummy,
@@ -249,7 +250,7 @@ class TrainingParts:
             return self._staged(module, steps, optimizers)
         summed_by_module = fully_sharded(module) if is_sharded(module) else None
         gradients = self._gradients({}, summed_by_module=summed_by_module)
-        training = PlainTraining(gradients, steps, self.ranks.dp_size, skips_nonfinite=self.skips_nonfinite)
+        training = PlainTraining(gradients, steps, self.ranks.num_summed, skips_nonfinite=self.skips_nonfinite)
         training.memory = self._memory(module, optimizers, gradients)
         return training
 
@@ -280,11 +281,22 @@ class TrainingParts:
             self.evaluation.sequences,
             memory,
             in_backward,
+            self._peers(module),
         )
         progress = None if self.ranks.device.type == "cpu" else LateProgress(self.patches, module.trainer)
         training = StagedTraining(train_step, progress, skips_nonfinite=skips, check_in_backward=check)
         training.memory = memory
         return training
+
+    def _peers(self, module: D9DModule) -> PeerBatches | None:
+        if self.parallel.expert_dispatch != "peer":
+            return None
+        if self.torn is not None:
+            raise ConfigError(
+                "ParallelConfig.expert_dispatch='peer' with step_in_backward=True: a batch whose tokens have no room "
+                "is computed again, with the same weights. Leave out one of them"
+            )
+        return PeerBatches(module, self.ranks.device)
 
     def _memory(
         self, module: L.LightningModule, optimizers: Sequence[Optimizer], gradients: GradientSync, **options: Any

@@ -96,7 +96,7 @@ class DataParallelStages:
             if kind is ShardingKind.EXPERTS:
                 return mesh.group(Axis.EP_REPLICATE)  # also of one rank: a plain module's sums are divided behind it
             if mesh.dp_size in (1, mesh.config.world_size):
-                return None if mesh.dp_size == 1 else dist.group.WORLD
+                return None if mesh.dp_size == 1 else mesh.everyone
             return mesh.group(Axis.DP)
 
         dtype = None if grad_sync.dtype == "auto" else getattr(torch, grad_sync.dtype)

@@ -36,6 +36,12 @@ class Beside(NamedTuple):
         return isinstance(self.module, D9DModule)
 
 
+def _replicas(beside: Beside) -> str | None:
+    if beside.degrees.data_parallel_replicate > 1:
+        return None
+    return "there is one replica; set MeshConfig.data_parallel_replicate above 1"
+
+
 def _sharded_weights(beside: Beside) -> str | None:
     if not beside.is_d9d and beside.parallel.shard_blocks is None:
         return (
@@ -95,9 +101,18 @@ def _expert_ranks(beside: Beside) -> str | None:
     return "each rank has all experts; set MeshConfig.expert_parallel above 1"
 
 
+def _peer_dispatch(beside: Beside) -> str | None:
+    if (missing := _expert_ranks(beside)) is not None:
+        return missing
+    if beside.parallel.expert_dispatch == "peer":
+        return None
+    return "tokens do not travel through memory of a limited size; set ParallelConfig.expert_dispatch='peer'"
+
+
 NEEDS: dict[str, Callable[[Beside], str | None]] = {
     "ParallelConfig.reshard_after_forward": _sharded_weights,
     "ParallelConfig.expert_dispatch": _expert_ranks,
+    "ParallelConfig.expert_capacity": _peer_dispatch,
     "ParallelConfig.context": _context_ranks,
     "ParallelConfig.pad_sequences": _sharded_sequences,
     "ParallelConfig.gather_dtype": _sharded_weights,
@@ -107,6 +122,7 @@ NEEDS: dict[str, Callable[[Beside], str | None]] = {
     "GradSyncConfig.reduce": _sharded_weights_of_stages,
     "D9DStrategy.schedule": _d9d_module,
     "D9DStrategy.step_in_backward": _d9d_module,
+    "D9DStrategy.replicate_sync": _replicas,
 }
 """For each setting that needs something else what is missing, with the remedy; None where nothing is."""
 

@@ -73,7 +73,7 @@ class EpochPlace:
             if is_staged or ranks.dp_size == 1:
                 self._undo.append(seed_order(loader, ranks.seed))
             if ranks.dp_size < ranks.world_size:
-                self._undo.append(seed_workers(loader, ranks.seed, ranks.mesh.coordinates))
+                self._undo.append(seed_workers(loader, ranks.seed, ranks.coordinates))
         if not trains:
             return
         self._states = None
@@ -155,7 +155,7 @@ class EpochPlace:
         resumed, self._resumed = self._resumed, None
         has_random_state = resumed is not None and resumed["random"] is not None
         if self._ranks.world_size > 1 and is_staged and not has_random_state:
-            coordinates = {**self._ranks.mesh.coordinates, "step": global_step}
+            coordinates = {**self._ranks.coordinates, "step": global_step}
             torch.manual_seed(seed_for(self._ranks.seed, purpose="dropout", coordinates=coordinates))
         if resumed is None:
             return
@@ -221,7 +221,8 @@ class EpochPlace:
     @property
     def _sizes(self) -> dict[str, int]:
         """The axes that say which rank is where: equal sizes give a rank of the same number the same place."""
-        return plain({axis: self._ranks.size(axis) for axis in (Axis.PP, Axis.DP, Axis.CP, Axis.TP)})
+        sizes = {axis: self._ranks.size(axis) for axis in (Axis.PP, Axis.DP, Axis.CP, Axis.TP)}
+        return plain({**sizes, Axis.DP: self._ranks.dp_size})
 
     def _of_this_rank(self, ranks: list[dict[str, Any]]) -> dict[str, Any]:
         """Return this rank's state; without random numbers on another mesh, where copies must draw equal ones.

@@ -79,7 +79,7 @@ class Pipeline:
         if mesh is not None:
             sizes = mesh.sizes
             is_whole = sizes[Axis.DP] * sizes[Axis.CP] == mesh.config.world_size
-            self.token_group = dist.group.WORLD if is_whole else mesh.group(Axis.DP, Axis.CP)
+            self.token_group = mesh.everyone if is_whole else mesh.group(Axis.DP, Axis.CP)
             self.batch_group = mesh.group(Axis.PP, Axis.CP) if sizes[Axis.PP] * sizes[Axis.CP] > 1 else None
             self.readers = mesh.group(Axis.PP, Axis.CP, Axis.TP) if sizes[Axis.DP] < mesh.config.world_size else None
         if mesh is not None and self.num_ranks > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -81,10 +81,12 @@ class JobRanks:
         mesh: Parallel degrees.
         timeouts: Limits for collectives.
         backend: "gloo", "nccl", ...; None: the one for the device.
+        apart: Whether replicas mix their weights: the mesh is then that of one replica.
     """
 
-    def __init__(self, mesh: MeshConfig, timeouts: TimeoutConfig, backend: str | None) -> None:
+    def __init__(self, mesh: MeshConfig, timeouts: TimeoutConfig, backend: str | None, *, apart: bool = False) -> None:
         self.config = mesh
+        self._apart = apart
         self.timeouts = timeouts
         self.rank = 0
         self.world_size = 1
@@ -92,6 +94,8 @@ class JobRanks:
         """This process's device."""
         self.data_group: dist.ProcessGroup | None = None
         """The ranks over which batches are split; None for one process."""
+        self.are_described = False
+        """True once the log has their mesh."""
         self._backend = backend
         self._mesh: MeshDomains | None = None
         self._has_step_timeout = False
@@ -133,7 +137,8 @@ class JobRanks:
     def spread(self) -> None:
         """Build the mesh and agree on a seed. Collective; nothing for one process."""
         if self.world_size > 1:
-            self.data_group = dist.group.WORLD if self.mesh.dp_size == self.world_size else self.mesh.group(Axis.DP)
+            is_whole = self.dp_size == self.world_size
+            self.data_group = dist.group.WORLD if is_whole else self.mesh.group_of_replicas(Axis.DP)
             name_rank(self.mesh.rank_name)
             self._seed = self.broadcast(torch.initial_seed())
 
@@ -155,7 +160,7 @@ class JobRanks:
 
     @property
     def mesh(self) -> MeshDomains:
-        """The mesh domains. With one process nothing is built before it is asked for here.
+        """The mesh domains, of one replica where they are apart. With one process nothing is built before.
 
         Raises:
             ConfigError: The ranks have not joined.
@@ -163,23 +168,46 @@ class JobRanks:
         if self._mesh is None:
             if self.world_size > 1 and not dist.is_initialized():
                 raise ConfigError("D9DStrategy.mesh before the ranks have joined; use it in setup() or later")
-            self._mesh = MeshDomains.build(self.config, self.device.type, timeout_seconds=self.timeouts.init_seconds)
+            config = self.config
+            if self._apart:
+                config = replace(config.resolve(self.world_size), data_parallel_replicate=1)
+            num_replicas = self.num_replicas
+            seconds = self.timeouts.init_seconds
+            self._mesh = MeshDomains.build(config, self.device.type, timeout_seconds=seconds, num_replicas=num_replicas)
         return self._mesh
 
     @property
+    def num_replicas(self) -> int:
+        """The number of replicas that are apart; 1 where gradients are summed over all ranks."""
+        return self.config.resolve(self.world_size).data_parallel_replicate if self._apart else 1
+
+    @property
     def mesh_of_several(self) -> MeshDomains | None:
-        """The mesh domains; None for one process."""
-        return self.mesh if self.world_size > 1 else None
+        """The mesh domains; None for one process, and for a replica of one process that is apart."""
+        return self.mesh if self.world_size > self.num_replicas else None
 
     @property
     def dp_size(self) -> int:
-        """The number of data ranks."""
-        return 1 if self.world_size == 1 else self.mesh.dp_size
+        """The number of data ranks, those of all replicas."""
+        return 1 if self.world_size == 1 else self.mesh.dp_size * self.num_replicas
+
+    @property
+    def num_summed(self) -> int:
+        """The number of data ranks over which gradients are summed."""
+        return self.dp_size // self.num_replicas
 
     @property
     def dp_rank(self) -> int:
         """The coordinate of this rank among the data ranks."""
-        return 0 if self.world_size == 1 else self.mesh.dp_rank
+        return 0 if self.world_size == 1 else self.mesh.replica * self.mesh.dp_size + self.mesh.dp_rank
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        """The coordinates of this rank in the mesh, data ranks of all replicas counted."""
+        mesh = self.mesh
+        if self.num_replicas == 1:
+            return mesh.coordinates
+        return {**mesh.coordinates, Axis.DP.value: self.dp_rank, Axis.DP_REPLICATE.value: mesh.replica}
 
     def size(self, axis: str) -> int:
         """Return the size of an axis of the mesh; 1 for one process."""
@@ -192,8 +220,10 @@ class JobRanks:
 
     @property
     def stage_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the same pipeline stages; None for all ranks."""
-        return self.mesh.group(Axis.DP, Axis.CP, Axis.TP) if self.size(Axis.PP) > 1 else None
+        """The ranks that hold the same pipeline stages of one model; None for all ranks."""
+        if self.size(Axis.PP) == 1 and self.num_replicas == 1:
+            return None
+        return self.mesh.group(Axis.DP, Axis.CP, Axis.TP)
 
     @property
     def needs_equal_batches(self) -> bool:

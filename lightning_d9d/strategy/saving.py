@@ -107,12 +107,9 @@ class Saves:
         self._deferred = DeferredSaves(patches, trainer, window_is_open)
         if self._config.asynchronous:
             check_saving_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
-            several = self._ranks.mesh_of_several
-            group = (
-                None
-                if several is None
-                else several.group(Axis.PP, Axis.DP, Axis.CP, Axis.TP, lane="checkpoint", backend="gloo")
-            )
+            axes, group = (Axis.PP, Axis.DP, Axis.CP, Axis.TP), None
+            if self._ranks.world_size > 1:
+                group = self._ranks.mesh.group_of_replicas(*axes, lane="checkpoint", backend="gloo")
             self._background = BackgroundSaver(group)
 
     def wait(self) -> None:

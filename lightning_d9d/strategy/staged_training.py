@@ -88,14 +88,15 @@ class StagedTraining(Training):
     def _backward(self, own: Callable[[], None]) -> None:
         self._train_step.restore(is_last=self.is_last_batch)
         if self.settings.logs_norm and self.is_last_batch:
-            self._module.log("grad_norm", self._train_step.norm(self.gradients.parameters), batch_size=1)
+            self.last_norm = self._train_step.norm(self.gradients.parameters)
+            self._module.log("grad_norm", self.last_norm, batch_size=1)
         if self.is_last_batch:
             for name, parameters in self._module.pipeline.batch_report.norm_groups.items():
                 self._module.log(f"grad_norm/{name}", self._train_step.norm(parameters), batch_size=1)
 
     def clip(self, parameters: Iterable[Any], max_norm: float) -> None:
         """Clip gradients by their norm over all ranks, which is logged."""
-        self._norm = self._train_step.clip(parameters, max_norm)
+        self._norm = self.last_norm = self._train_step.clip(parameters, max_norm)
         self._module.log("grad_norm", self._norm, batch_size=1)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], own: Callable[[], Any], **kwargs: Any) -> Any:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import lightning as L
-from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.fabric.utilities.seed import reset_seed
@@ -33,6 +32,7 @@ from lightning_d9d.loop.patches import Patches
 from lightning_d9d.loop.shutdown import Shutdown, end_children_at_exit
 from lightning_d9d.loop.uneven import align_loaders, begin_evaluation_step, leave_samplers, plan_of
 from lightning_d9d.mesh import MeshConfig
+from lightning_d9d.mixing import ReplicaMixing, Topology
 from lightning_d9d.ops.backend import using_kernels
 from lightning_d9d.ops.grouped_gemm import using_grouped_gemm
 from lightning_d9d.parallel import ParallelConfig
@@ -51,7 +51,6 @@ from lightning_d9d.strategy.building import (
     run_context_of,
     training_by_hand,
 )
-from lightning_d9d.strategy.checkpoint_files import AtomicFileIO, with_atomic_files
 from lightning_d9d.strategy.checkpoints import Checkpoints
 from lightning_d9d.strategy.configuration import (
     check_before_joining,
@@ -67,10 +66,10 @@ from lightning_d9d.strategy.offload import move
 from lightning_d9d.strategy.optimizer_step import OptimizerStep, may_defer_scaling
 from lightning_d9d.strategy.pipeline import Pipeline
 from lightning_d9d.strategy.precision import check_precision, clip_by, step_context
-from lightning_d9d.strategy.rank_hooks import RankHooks
 from lightning_d9d.strategy.rank_model import RankModel
 from lightning_d9d.strategy.ranks import JobRanks, TimeoutConfig
 from lightning_d9d.strategy.run_state import RunState
+from lightning_d9d.strategy.save_hooks import SaveHooks
 from lightning_d9d.strategy.saving import CheckpointConfig
 from lightning_d9d.strategy.sequence_check import SequenceCheck
 from lightning_d9d.strategy.sharding import is_sharded
@@ -80,7 +79,7 @@ from lightning_d9d.sync.buckets import GradSyncConfig
 from lightning_d9d.sync.norm import clip_gradients_by_value
 
 
-class D9DStrategy(RankHooks):
+class D9DStrategy(SaveHooks):
     """Trains any LightningModule as data-parallel replicas, and a `D9DModule` microbatch by microbatch.
 
     `D9DStrategy()` runs in one process without a process group (a notebook, say), or in as many as the Trainer has
@@ -105,11 +104,14 @@ class D9DStrategy(RankHooks):
             then. Needs automatic optimization.
         step_in_backward: Update parameters of a D9DModule while its backward goes on, as soon as their gradients are
             complete, and free these. See [Save memory](../how-to/save-memory.md).
+        replicate_sync: "all_reduce" sums gradients over the replicas of `MeshConfig.data_parallel_replicate`. Otherwise
+            replicas mix their weights with peers, for slow links between them. Then it is a name of
+            `lightning_d9d.mixing.TOPOLOGIES`, a `Topology` of your own, or a `ReplicaMixing`.
         process_group_backend: "gloo", "nccl", ...; by default the one for the device.
     """
 
     strategy_name = "d9d"
-    shared_by_copies = (*RankHooks.shared_by_copies, "_evaluation", "_optimizer_step", "_kernels")
+    shared_by_copies = (*SaveHooks.shared_by_copies, "_evaluation", "_optimizer_step", "_kernels")
 
     def __init__(
         self,
@@ -124,13 +126,16 @@ class D9DStrategy(RankHooks):
         timeouts: TimeoutConfig = TimeoutConfig(),
         skip_nonfinite: bool = False,
         step_in_backward: bool = False,
+        replicate_sync: str | Topology | ReplicaMixing = "all_reduce",
         process_group_backend: str | None = None,
     ) -> None:
         mesh = MeshConfig(data_parallel_replicate=-1) if mesh is None else mesh
         check_classes(mesh=(mesh, MeshConfig), parallel=(parallel, ParallelConfig))
         check_classes(grad_sync=(grad_sync, GradSyncConfig), checkpoint=(checkpoint, CheckpointConfig))
         check_classes(timeouts=(timeouts, TimeoutConfig))
-        super().__init__(JobRanks(mesh, timeouts, process_group_backend))
+        mixing = ReplicaMixing.of(replicate_sync)
+        ranks = JobRanks(mesh, timeouts, process_group_backend, apart=mixing is not None)
+        super().__init__(ranks, mixing, Checkpoints(checkpoint, ranks, may_tear=step_in_backward))
         silence()
         self.parallel = parallel
         self.grad_sync = grad_sync
@@ -138,7 +143,6 @@ class D9DStrategy(RankHooks):
         self.skip_nonfinite = skip_nonfinite
         self.step_in_backward = step_in_backward
         self.staging = Staging(resolve_schedule(schedule), microbatch_size, num_microbatches, mesh.pipeline_parallel)
-        self._checkpoints = Checkpoints(checkpoint, self.ranks, may_tear=step_in_backward)
         self._rank_model: RankModel | None = None
         self._training: Training | None = None
         self._evaluation: EvalStep | None = None
@@ -147,7 +151,6 @@ class D9DStrategy(RankHooks):
         self._interruption: Interruption | None = None
         self._patches: Patches | None = None
         self._kernels = ExitStack()
-        self._is_described = False
 
     def settings(self) -> dict[str, object]:
         """Return the values that ranks must agree on, by the names of arguments."""
@@ -162,6 +165,7 @@ class D9DStrategy(RankHooks):
             "timeouts": self.timeouts,
             "skip_nonfinite": self.skip_nonfinite,
             "step_in_backward": self.step_in_backward,
+            "replicate_sync": "all_reduce" if self.mixed is None else self.mixed.config,
         }
 
     # What the parts say
@@ -247,6 +251,7 @@ class D9DStrategy(RankHooks):
         assert self.cluster_environment is not None
         check_number_of_ranks(self.cluster_environment, self.num_processes, self.num_nodes)
         check_before_joining(trainer, self.mesh_config, self.world_size)
+        self._check_mixing(trainer, module, steps_in_backward=self.step_in_backward)
         super().setup_environment()
         if self.is_distributed:  # one process goes on with its random state, as on Lightning's one-device strategy
             reset_seed()
@@ -312,6 +317,7 @@ class D9DStrategy(RankHooks):
             self.model = self._layer_sync.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
         self._rank_model = place_model(self.model, self.parallel, self.ranks, lambda: self._run_state().names)
+        self._make_replicas_equal()
         if is_sharded(self.model):
             for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
                 patches.replace(loop, "inference_mode", False)  # DTensors know no inference tensors
@@ -331,6 +337,7 @@ class D9DStrategy(RankHooks):
             training = self._training = parts.training(module, self.optimizers)
             self._optimizer_step = training.optimizer_step
             self._update_gradients()
+            self._open_mixing(self._rank_model.tied, self.optimizers)
             self._checkpoints.saves.open(patches, trainer, lambda: training.window_is_open)
             if not self.is_distributed:
                 self._interruption = Interruption(patches, trainer, lambda: training.window_is_open)
@@ -360,6 +367,7 @@ class D9DStrategy(RankHooks):
         self._checkpoints.loads.close()
         self._checkpoints.place.resume(trainer.fit_loop, is_staged=is_staged, global_step=step, say=say_here)
         resume_bar(trainer)
+        self._begin_mixing()
         self._fit.begin(lambda: may_defer_scaling(module, self.optimizers, self._fit.gradients.parameters, plugin))
 
     def on_train_end(self) -> None:
@@ -370,6 +378,7 @@ class D9DStrategy(RankHooks):
             self._interruption.check()
         if self._training is not None:  # a run inside of this one, in a callback say, has dropped it
             self._training.finish()
+        self._end_mixing()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Lightning calls it for batches that are not None."""
@@ -380,8 +389,8 @@ class D9DStrategy(RankHooks):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """One batch: a D9DModule's schedule, or a plain module's own `training_step`."""
         trainer: Any = self._attached.trainer
-        if self.is_distributed and not self._is_described:
-            self._is_described = True
+        if self.is_distributed and not self.ranks.are_described:
+            self.ranks.are_described = True
             say(trainer, describe_gradients(self.mesh, self._fit.gradients, trainer, num_tokens((args, kwargs))))
         self._sync_buffers()
         self._update_gradients()
@@ -408,9 +417,11 @@ class D9DStrategy(RankHooks):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Lightning's own for plain modules. For a D9DModule the closure runs first, then `TrainStep.step`."""
+        closure = self._mixing_first(optimizer, closure)
         own = functools.partial(super().optimizer_step, optimizer, closure, model, **kwargs)
         wrapped = functools.partial(self.precision_plugin._wrap_closure, self._attached, optimizer, closure)
         result = self._fit.step(optimizer, wrapped, own, **kwargs)
+        self._launch_mixing(self._fit.last_norm)
         if self.skip_nonfinite:
             self._attached.log("skipped_steps", self._fit.optimizer_step.skipped.float(), batch_size=1)
         if self.ranks.set_step_timeout() and self.shutdown is not None:
@@ -433,8 +444,8 @@ class D9DStrategy(RankHooks):
 
     def on_validation_start(self) -> None:
         """Make replicas' buffers equal: here, as a rank may have no batch. Collective."""
-        super().on_validation_start()
         self._sync_buffers()
+        super().on_validation_start()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """One batch: of a D9DModule by its stages, or a plain module's own `validation_step`."""
@@ -482,17 +493,6 @@ class D9DStrategy(RankHooks):
         schedulers = [config.scheduler for config in self.lr_scheduler_configs]
         return RunState.of(self._attached, self.ranks, self.checkpoint_config.mode, self.optimizers, schedulers)
 
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """Writes and reads files: the Trainer's plugin, or Lightning's own made safe against torn files."""
-        if self._checkpoint_io is None:
-            self._checkpoint_io = AtomicFileIO()
-        return with_atomic_files(super().checkpoint_io)
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO | None) -> None:
-        self._checkpoint_io = io
-
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
@@ -500,24 +500,13 @@ class D9DStrategy(RankHooks):
         self._sync_buffers()
         content = {**checkpoint, **self.staging.saved}  # hooks and callbacks have seen Lightning's own
         trainer = self._attached.trainer if self._is_fitting else None
-        self._checkpoints.save(content, filepath, storage_options, self._run_state(), self.checkpoint_io, trainer)
+        with self._saving_mean(content, filepath, is_deferred=self._checkpoints.saves.is_inside_of_window):
+            self._checkpoints.save(content, filepath, storage_options, self._run_state(), self.checkpoint_io, trainer)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Lightning's own; where it goes by parameter names first, `save_checkpoint` sees to it."""
         state = self._run_state()
         return {} if state.is_directory or state.is_spread else super().optimizer_state(optimizer)
-
-    def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Remove a file or a directory, when what takes its place is there. See `Saves.remove`."""
-        self._checkpoints.saves.remove(filepath, self.checkpoint_io)
-
-    def checkpoint_will_exist(self, path: str) -> bool | None:
-        """Return whether a checkpoint is there when all saves are done; see `Saves.will_exist`. Collective."""
-        return self._checkpoints.saves.will_exist(path)
-
-    def finish_saves(self) -> None:
-        """Wait for what is saved in the background; see `Saves.wait`. Local."""
-        self._checkpoints.saves.wait()
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a file, or open a directory and read the weights to their places; see `Checkpoints.load`. Collective.
@@ -541,6 +530,7 @@ class D9DStrategy(RankHooks):
             with self.precision_plugin.module_init_context():
                 module.configure_model()
         load_pretrained(module, self._run_state(), unless_in=names)
+        self._opened_mixing(checkpoint)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Give the module the weights; see `Loads.give_weights`. Collective in a pipeline."""

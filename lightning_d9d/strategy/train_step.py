@@ -50,6 +50,7 @@ from lightning_d9d.strategy.gradient_sync import GradientSync
 from lightning_d9d.strategy.loss_scale import LossScaling
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.optimizer_step import OptimizerStep
+from lightning_d9d.strategy.peer_batches import PeerBatches
 from lightning_d9d.strategy.reports import Reports
 from lightning_d9d.strategy.sequence_check import SequenceCheck
 from lightning_d9d.strategy.step_checks import StepChecks
@@ -71,6 +72,7 @@ class TrainStep:
         sequences: Checks in the first batch that stages take parts of sequences.
         memory: Checks that the first batch fits into the memory.
         in_backward: Updates parameters inside `run`; None: `step` alone does. [Note: step in backward].
+        peers: Has batches computed again whose tokens had no room in the memory of other ranks; None: there are none.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class TrainStep:
         sequences: SequenceCheck,
         memory: FitMemory,
         in_backward: StepInBackward | None = None,
+        peers: PeerBatches | None = None,
     ) -> None:
         self.module = module
         self.executor = executor
@@ -95,6 +98,7 @@ class TrainStep:
         self.group = self.pipeline.token_group
         """Ranks over which tokens are split; None for one process."""
         self.in_backward = in_backward
+        self.peers = peers
         divides_means = in_backward is not None
         self.scaling = LossScaling(module, self.group, divides_means=divides_means)
         num_ranks = 1 if self.group is None or divides_means else dist.get_world_size(self.group)
@@ -137,7 +141,14 @@ class TrainStep:
         if in_backward is not None:
             scale = scale if weight is not None else LossScale(scale.of_mean, None)
             in_backward.begin(*self._skip_and_factor(weight, is_first))
+        if self.peers is not None:
+            self.peers.begin(accumulated_batches)
         totals = self._run_schedule(split, scale, is_first, is_last)
+        if self.peers is not None and self.peers.overflowed():
+            for parameter in self.parameters:
+                parameter.grad = None
+            with self.peers.by_all_to_all():
+                totals = self._run_schedule(split, scale, is_first, is_last)
         if is_last:
             self.checks.whole_gradients()
         loss, metrics = self._reduce(totals)

@@ -83,6 +83,8 @@ class Training(ABC):
         """Whether there are gradients of batches for which no step was taken."""
         self._norm: Tensor | None = None
         """The norm of the gradients before they were clipped."""
+        self.last_norm: Tensor | None = None
+        """The same, of the last step in which it was computed."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Training:
         """Hooks and groups are of one run; copies of its Trainer share them."""
@@ -138,7 +140,7 @@ class Training(ABC):
         """
         self._backward(own)
         if self.skips_nonfinite and self.settings.clips_values and self.is_last_batch:
-            self._norm = self.gradients.norm()
+            self._norm = self.last_norm = self.gradients.norm()
         self.window_is_open = not self.is_last_batch
 
     @abstractmethod
@@ -202,7 +204,7 @@ class PlainTraining(Training):
 
     def clip(self, parameters: Iterable[Any], max_norm: float) -> None:
         """Clip gradients by their norm."""
-        self._norm = clip_gradients_by_norm(parameters, max_norm)
+        self._norm = self.last_norm = clip_gradients_by_norm(parameters, max_norm)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], own: Callable[[], Any], **kwargs: Any) -> Any:
         """Step as Lightning does, unless gradients are in another dtype or steps may be left out."""

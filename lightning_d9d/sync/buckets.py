@@ -1,18 +1,17 @@
 """Gradient buckets: flat buffers whose views are the gradients, summed over ranks while backward still runs.
 
-[Note: bucket life]
-A *window* is everything between two optimizer steps: microbatches and accumulated batches. When autograd has put a
-parameter's first gradient of the window in place, the bucket *adopts* it: copies it into its slice of the flat buffer
-(casting to the bucket's dtype) and makes that view the parameter's `.grad`, so that later gradients add in place.
-Parameters come in *bucket groups*, such as those of a pipeline stage, whose gradients are complete at different times.
-`start(bucket_group)` announces its last backward of the window. From then on a bucket is *complete* once each of its
-parameters has received a gradient, and all buckets of a group are after `complete(bucket_group)`. A complete bucket is
-*launched* (one asynchronous SUM all-reduce) when those before it are: all ranks launch in the same order, whatever
-order gradients arrive in. `finish()` launches the rest and waits.
+[Note: bucket life] A *window* is everything between two optimizer steps: microbatches and accumulated batches. When a
+parameter receives its first gradient of the window, the bucket *adopts* it. It copies the gradient into its slice of
+the flat buffer (casting to the bucket's dtype). It makes that view the parameter's `.grad`, so that later gradients add
+in place. Parameters come in *bucket groups*, such as those of a pipeline stage, whose gradients are complete at
+different times. `start(bucket_group)` announces the group's last backward of the window. From then on a bucket is
+*complete* once each of its parameters has received a gradient. After `complete(bucket_group)` all buckets of the group
+are. A complete bucket is *launched* (one asynchronous SUM all-reduce) after those before it. So all ranks launch in the
+same order, while gradients may arrive in any order. `finish()` launches the rest and waits.
 
-A parameter that got no gradient on this rank contributes zeros. Behind the gradients each bucket carries one flag a
-parameter, so the same all-reduce tells who was used anywhere: a parameter that no rank used keeps `grad is None`, as
-under DistributedDataParallel. Only ranks with an unused parameter read flags (a host sync).
+A parameter without a gradient on this rank contributes zeros. After the gradients each bucket has one flag a parameter,
+so the same all-reduce says which were used anywhere. A parameter that no rank used keeps `grad is None`, as under
+DistributedDataParallel. Only ranks with an unused parameter read flags (a host sync).
 """
 
 from __future__ import annotations
@@ -37,16 +36,20 @@ class GradSyncConfig:
     """How gradients of replicated parameters are kept and summed."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of the flat buffers. "auto": the parameter's own for plain LightningModules, as in DDP; for a D9DModule
-    float32 wherever gradients of lower precision are accumulated or reduced."""
+    """Dtype of the flat buffers. "auto": for plain LightningModules the parameter's own, as in DDP. For a D9DModule
+    float32 wherever gradients of lower precision are accumulated or reduced.
+    """
 
     bucket_mb: float = 32.0
-    """Size of a bucket in MiB, counted from local elements and the buffers' dtype. Smaller ones start earlier, larger
-    ones use the network better."""
+    """Size of a bucket in MiB, counted from local elements and the buffers' dtype. Smaller buckets start earlier;
+    larger ones use the network better.
+    """
 
     reduce: Literal["last_microbatch", "every_microbatch"] = "last_microbatch"
-    """When gradients of fully sharded parameters are summed: once, behind the last microbatch of a window, or behind
-    each, for which only a part of the gradients is kept in memory. Replicated parameters' are summed once."""
+    """When gradients of fully sharded parameters are reduced: once, after the last microbatch of a window, or after
+    each microbatch. The latter keeps only a shard of the gradients in memory. Gradients of replicated parameters are
+    reduced once.
+    """
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "float32", "bfloat16"):
@@ -61,8 +64,9 @@ class BucketGroup(NamedTuple):
     """Parameters whose gradients are complete at about the same time."""
 
     parameters: list[nn.Parameter]
-    """With `requires_grad`, or frozen since they received a gradient, in the order the module names them; buckets take
-    them in reverse, about the order in which backward reaches them."""
+    """Parameters with `requires_grad`, or frozen after they received a gradient, in the module's order. Buckets take
+    them in reverse, which is about the order of the backward.
+    """
     group: dist.ProcessGroup | None
     """Ranks that hold replicas; None keeps gradients local (buffers still accumulate in their dtype)."""
 
@@ -79,7 +83,7 @@ class _Bucket:
         self.dtype = dtype
         self.num_elements = sum(local(parameter).numel() for parameter in parameters)
         self.flat: Tensor | None = None
-        """From the first gradient to the sum; [Note: pooled buffers]."""
+        """The buffer from the first gradient to the sum; [Note: pooled buffers]."""
         self.views: list[Tensor] = []
         self.arrived: set[int] = set()
         self.used: list[bool] = []
@@ -88,11 +92,11 @@ class _Bucket:
 
     @property
     def num_bytes(self) -> int:
-        """The size of the buffer, while there is one."""
+        """The size of the buffer in bytes, while it exists."""
         return (self.num_elements + len(self.parameters)) * self.dtype.itemsize
 
     def take_buffer(self) -> Tensor:
-        """The flat buffer, a new one if there is none; what nobody has written is undefined."""
+        """Return the flat buffer, or a new one with undefined values."""
         if self.flat is None:
             sizes = [local(parameter).numel() for parameter in self.parameters]
             device = local(self.parameters[0]).device
@@ -101,7 +105,7 @@ class _Bucket:
         return self.flat
 
     def adopt(self, index: int) -> None:
-        """Make the view this parameter's gradient, keeping the value it has. [Note: bucket life]."""
+        """Make the view this parameter's gradient, keeping its value. [Note: bucket life]."""
         parameter = self.parameters[index]
         self.take_buffer()
         view = self.views[index]
@@ -109,8 +113,8 @@ class _Bucket:
             return
         if parameter.grad.layout != torch.strided:
             raise ConfigError(
-                f"a parameter of shape {tuple(parameter.shape)} received a {parameter.grad.layout} gradient; gradient "
-                "buckets are dense: build the layer with sparse=False"
+                f"a parameter of shape {tuple(parameter.shape)} received a {parameter.grad.layout} gradient; but "
+                "gradient buckets are dense: build the layer with sparse=False"
             )
         local(view).copy_(local(parameter.grad.detach()))
         parameter.grad = view
@@ -139,7 +143,7 @@ class _Bucket:
         self.work = dist.all_reduce(flat, group=self.group, async_op=True)
 
     def wait(self, divisor: float = 1.0) -> None:
-        """Wait for the sum, divide it, and hand gradients that other ranks made to parameters unused here."""
+        """Wait for the sum, divide it, and give parameters unused here the gradients of other ranks."""
         if self.work is not None:
             flat = self.take_buffer()
             with waiting():
@@ -154,7 +158,7 @@ class _Bucket:
         self.flat, self.views = None, []
 
     def end_window(self) -> None:
-        """Wait for the gradients of another one."""
+        """Reset the bucket for the next window."""
         self.launched = False
         self.arrived.clear()
 
@@ -166,16 +170,17 @@ def _laid_out_as(parameter: nn.Parameter, part: Tensor) -> Tensor:
 class GradientBuckets:
     """The gradients of replicated parameters in flat buffers, all-reduced over their ranks as they become complete.
 
-    Of a DTensor the part that this rank holds is summed, over the ranks that hold the same part.
+    The shard of a DTensor is summed over the ranks that hold the same shard.
 
     Collective: every rank of a bucket group's process group builds it with equal parameters in equal order, and calls
-    `finish` as often. A rank that is in the process groups of several bucket groups has them in the same order as its
+    `finish` equally often. A rank in the process groups of several bucket groups has them in the same order as its
     peers.
 
     Args:
-        bucket_groups: Launched from the last to the first.
-        dtype: Of the buffers; None goes by each parameter's own.
-        at_least: Then those are promoted with this; a rank's other parameters, which its peers may lack, play no part.
+        bucket_groups: Bucket groups, launched from the last to the first.
+        dtype: Dtype of the buffers; None uses each parameter's own.
+        at_least: With `dtype=None`, each parameter's dtype is promoted with this one. It does not depend on a rank's
+            other parameters, which its peers may lack.
         bucket_mb: Size limit of a bucket in MiB.
     """
 
@@ -193,10 +198,12 @@ class GradientBuckets:
             for parameters, kept_in in _fill(each.parameters[::-1], dtype, at_least, int(bucket_mb * 2**20))
         ]
         self.before_sum: Callable[[Sequence[nn.Parameter], Sequence[Tensor]], None] | None = None
-        """Sees the parameters of each bucket and their gradients before these are summed over ranks."""
+        """Hook that gets the parameters of each bucket and their gradients before these are summed over ranks."""
         self.on_summed: Callable[[Sequence[nn.Parameter]], None] | None = None
-        """Gets the parameters of a bucket while backward goes on, when their sums are there and the bucket behind it
-        has been launched: the stream does not wait for a sum that has just begun. Not those that `finish` waits for."""
+        """Hook that gets the parameters of a bucket during backward, once they are summed and the next bucket has been
+        launched. So the stream does not wait for a sum that has just begun. It is not called for buckets that `finish`
+        waits for.
+        """
         self._armed: set[int] = set()
         self._completed: set[int] = set()
         self._next = 0
@@ -205,27 +212,27 @@ class GradientBuckets:
         for bucket in self.buckets:
             for index, parameter in enumerate(bucket.parameters):
                 if parameter.dtype != bucket.dtype:
-                    parameter.grad_dtype = None  # lets .grad be the bucket's dtype; autograd then adds into it
+                    parameter.grad_dtype = None  # lets .grad have the bucket's dtype; autograd then adds into it
                 if parameter.requires_grad:
                     hook = partial(self._on_gradient, bucket, index)
                     self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     @property
     def num_bytes(self) -> int:
-        """The size of all buffers on this rank, when all are there."""
+        """The size of all buffers on this rank in bytes, when all exist."""
         return sum(bucket.num_bytes for bucket in self.buckets)
 
     def start(self, bucket_group: int = 0) -> None:
-        """Announce the bucket group's last backward of the window: its complete buckets may leave."""
+        """Announce the bucket group's last backward of the window: its complete buckets may be launched."""
         self._armed.add(bucket_group)
 
     def complete(self, bucket_group: int = 0) -> None:
-        """Announce that all gradients of the bucket group are there: its buckets may leave."""
+        """Announce that all gradients of the bucket group are complete: its buckets may be launched."""
         self._completed.add(bucket_group)
         self._launch_complete()
 
     def finish(self, divisor: float = 1.0) -> None:
-        """Launch what is left in order, wait for all sums (on CUDA the stream waits, not the host) and divide them.
+        """Launch the remaining buckets in order, wait for all sums (on CUDA only the stream waits), divide them.
 
         Raises:
             RuntimeError: A peer failed or the group's timeout passed (from torch).
@@ -283,14 +290,14 @@ class GradientBuckets:
 
 
 def bucket_dtype(parameter: nn.Parameter, dtype: torch.dtype | None, at_least: torch.dtype | None) -> torch.dtype:
-    """Of the buffer that a parameter's gradient is kept in; arguments as for `GradientBuckets`."""
+    """Return the dtype of a parameter's gradient buffer; arguments are those of `GradientBuckets`."""
     return dtype or (parameter.dtype if at_least is None else torch.promote_types(parameter.dtype, at_least))
 
 
 def _fill(
     parameters: list[nn.Parameter], dtype: torch.dtype | None, at_least: torch.dtype | None, limit_bytes: int
 ) -> list[tuple[list[nn.Parameter], torch.dtype]]:
-    """Runs of one dtype and device, each of at most `limit_bytes` unless one parameter is larger."""
+    """Split parameters into runs of one dtype and device, of at most `limit_bytes` or one larger parameter."""
     filled: list[tuple[list[nn.Parameter], torch.dtype]] = []
     room: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}
     for parameter in parameters:

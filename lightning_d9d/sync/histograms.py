@@ -1,8 +1,8 @@
 """Histograms of tensors that ranks share, with the same bins everywhere.
 
-[Note: bins] Borders are plus and minus 1e-12 * 1.2**k, up to 1e6. So values of any size have bins of a fifth of
-themselves, and no rank has to know the extremes of others. The bin in the middle has what is nearer to 0. NaN and
-infinite values are in none.
+[Note: bins] Borders are plus and minus 1e-12 * 1.2**k, up to 1e6. So bins of values of any size are a fifth of them
+wide, and ranks need not know the extremes of others. The bin in the middle has values nearer to 0. NaN and infinite
+values are not in any bin.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from lightning_d9d.waits import waiting
 _SMALLEST, _RATIO, _LARGEST = 1e-12, 1.2, 1e6
 _POSITIVE = [_SMALLEST * _RATIO**k for k in range(math.ceil(math.log(_LARGEST / _SMALLEST, _RATIO)) + 1)]
 BORDERS: tuple[float, ...] = (*(-each for each in reversed(_POSITIVE)), *_POSITIVE)
-"""Between bins, ascending. The first and the last bin have all that is beyond."""
+"""Borders between bins, ascending. The first and the last bin have all values beyond."""
 _CHUNK = 1 << 22
-"""How many values are looked at together, which takes some memory."""
+"""Number of values that are counted together; more take more memory."""
 
 
 def bin_counts(values: Tensor) -> Tensor:
     """Count values by bins: int64 `[len(BORDERS) + 1]`. [Note: bins]. Local; the host waits.
 
     Args:
-        values: Any shape, floating.
+        values: Floating-point values of any shape.
     """
     borders = torch.tensor(BORDERS, device=values.device, dtype=torch.float64)
     num_bins = len(BORDERS) + 1
@@ -47,11 +47,11 @@ def whole_counts(parts: Mapping[str, tuple[Sharding | None, Tensor | None]]) -> 
     """Count the values of tensors that are sharded over ranks, each element once. Collective over those ranks.
 
     Args:
-        parts: By name, how a tensor lies, and the tensor: a DTensor or a plain one, or None for a gradient that is
-            missing. Ranks that share tensors give the same names in the same order.
+        parts: Sharding and tensor by name: a DTensor or a plain one, or None for a missing gradient. Ranks that share
+            tensors give the same names in the same order.
 
     Returns:
-        By name int64 `[len(BORDERS) + 1]` on the host.
+        Counts by name, int64 `[len(BORDERS) + 1]` on the host.
     """
     by_groups: dict[frozenset[dist.ProcessGroup], tuple[list[dist.ProcessGroup], dict[str, Tensor]]] = {}
     for name, (sharding, tensor) in parts.items():

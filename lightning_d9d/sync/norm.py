@@ -1,15 +1,13 @@
 """The norm of all gradients as one number for the whole model, and clipping by it.
 
-[Note: whole norm]
-With p-norms the whole is the p-th root of a sum over elements of |g|^p, so each rank adds up what it holds and the sums
-are added over ranks. Every element must be in it once. A tensor that is sharded along a mesh axis has other elements on
-each rank of that axis: their sums are all-reduced over it. Along an axis on which it is replicated all ranks hold the
-same elements: nothing is added. Gradients sharded over the same process groups share one message, a single number. Its
-dtype is float64 whatever the gradients' are: pipeline stages with parameters of other dtypes, or with none, send alike,
-and the p-th power does not overflow. For the infinity norm, sum is maximum and there is no power.
+[Note: whole norm] A p-norm is the p-th root of the sum of |g|^p over elements. So each rank adds up what it holds, and
+the sums are added over ranks. Every element must count once. A tensor that is sharded along a mesh axis has different
+elements on each rank of that axis: their sums are all-reduced over it. Along an axis on which it is replicated, all
+ranks hold the same elements: nothing is added. Gradients sharded over the same process groups share one message, a
+single number. Its dtype is always float64. So pipeline stages with parameters of other dtypes, or without any, send the
+same, and the p-th power does not overflow. For the infinity norm, the sum is a maximum, without a power.
 
-Collectives depend on how the parameters lie, not on which of them have a gradient or are frozen: ranks may differ in
-that.
+Collectives depend on how parameters are sharded, not on which have a gradient or are frozen: ranks may differ in that.
 """
 
 from __future__ import annotations
@@ -30,14 +28,14 @@ from lightning_d9d.waits import waiting
 
 
 class SquaredNorms(dict[Sharding | None, Tensor]):
-    """Squared norms of this rank's parts of gradients that are gone before `gradient_norm` is called, by sharding."""
+    """Squared norms, by sharding, of this rank's parts of gradients that are freed before `gradient_norm` is called."""
 
     @torch.no_grad()
     def add(self, parameters: Iterable[Tensor]) -> None:
-        """Add those of gradients that are still there. Local; the host does not wait.
+        """Add the norms of gradients that still exist. Local; the host does not wait.
 
         Args:
-            parameters: Each is added once, and is given to `gradient_norm` again, by then without a gradient.
+            parameters: Parameters. Each is added once, and later given to `gradient_norm`, by then without a gradient.
         """
         for sharding, gradients in _local_gradients(list(parameters)).items():
             if gradients:
@@ -54,28 +52,27 @@ def gradient_norm(
     at_least: torch.dtype = torch.float32,
     gone: Mapping[Sharding | None, Tensor] | None = None,
 ) -> Tensor:
-    """The p-norm of all gradients of the model taken as one vector. Collective.
+    """Return the p-norm of all gradients of the model taken as one vector. Collective.
 
-    [Note: whole norm] tells what is summed over which ranks. All ranks of a pipeline stage give the same parameters in
+    [Note: whole norm] says what is summed over which ranks. All ranks of a pipeline stage give the same parameters in
     the same order, though only some may have gradients. The host does not wait, unless some gradients are on the CPU
     and others are not.
 
     Args:
-        parameters: Those of this rank's stages, in any mix of plain tensors and DTensors on any meshes, of any dtypes
-            and devices. One that is given twice counts once; gradients of frozen ones count, as optimizers apply them.
-        norm_type: p > 0, or infinity. For p < 1 that is not a norm, but computed alike.
-        pipeline_group: Ranks whose stages hold other parameters, to be counted together; None if this rank has all.
-        at_least: Dtype of the result; a rank without parameters may have to name that of other ranks.
-        gone: `SquaredNorms` of parameters that have no gradient any more, for the 2-norm.
+        parameters: Parameters of this rank's stages: plain tensors and DTensors on any meshes, of any dtypes and
+            devices. One that is given twice counts once. Gradients of frozen ones count, as optimizers apply them.
+        norm_type: The p > 0, or infinity. For p < 1 this is not a norm, but is computed in the same way.
+        pipeline_group: Ranks whose stages hold other parameters that count too; None if this rank has all.
+        at_least: Least dtype of the result; a rank without parameters may have to give that of other ranks.
+        gone: `SquaredNorms` of parameters whose gradients are freed, for the 2-norm.
 
     Returns:
-        The same number on all ranks, shape `[]`, on the device of the first parameter (without any, on the one that
-        `pipeline_group` is for): float64 if a parameter or gradient is, else `at_least`. 0 where there are no
-        gradients.
+        The same number on all ranks, of shape `[]`; 0 without gradients. It is float64 if a parameter or gradient is,
+        else `at_least`. It is on the device of the first parameter, or without parameters on that of `pipeline_group`.
 
     Raises:
-        ConfigError: `norm_type` is not positive, or a gradient does not lie on the ranks as its parameter does, such as
-            one that is still to be summed (`Partial`).
+        ConfigError: `norm_type` is not positive, or a gradient is not sharded like its parameter, such as one that has
+            still to be summed (`Partial`).
     """
     parameters = list(dict.fromkeys(parameters))
     return _norm(parameters, _local_gradients(parameters), norm_type, pipeline_group, at_least, gone or {})
@@ -91,20 +88,20 @@ def clip_gradients_by_norm(
 ) -> Tensor:
     """Multiply all gradients in place by min(1, max_norm / (norm + 1e-6)), rounded to their dtype.
 
-    Collective, and without waiting, as `gradient_norm`, unless `norm` is given.
+    Collective like `gradient_norm`, unless `norm` is given. The host does not wait.
 
     Args:
         parameters: As for `gradient_norm`.
-        max_norm: What the norm is at most afterwards.
+        max_norm: The largest norm afterwards.
         norm_type: As for `gradient_norm`.
         pipeline_group: As for `gradient_norm`.
-        norm: The norm, where it is known; then nothing is sent.
+        norm: The norm, if it is known; then nothing is sent.
 
     Returns:
-        The norm before.
+        The norm before clipping.
 
     Raises:
-        ConfigError: As `gradient_norm`.
+        ConfigError: `gradient_norm` refuses the arguments.
     """
     parameters = list(dict.fromkeys(parameters))
     by_sharding = _local_gradients(parameters)
@@ -113,13 +110,13 @@ def clip_gradients_by_norm(
     factor = clip_factor(norm, max_norm)
     gradients = [gradient for same_sharding in by_sharding.values() for gradient in same_sharding]
     for (device, dtype), same_type in _by_type(gradients).items():
-        # in the gradients' own dtype: with another one each tensor is a slow kernel of its own
+        # in the gradients' own dtype: with another one each tensor takes a slow kernel of its own
         torch._foreach_mul_(same_type, factor.to(device, dtype))
     return norm
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """What gradients of this norm are multiplied by so that it is at most `max_norm`."""
+    """Return the factor for gradients of this norm that makes it at most `max_norm`."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
@@ -134,7 +131,7 @@ def clip_gradients_by_value(parameters: Iterable[Tensor], max_value: float) -> N
 
 
 def _local_gradients(parameters: list[Tensor]) -> dict[Sharding | None, list[Tensor]]:
-    """The parts of the gradients that this rank holds, by sharding; shardings come in the order of the parameters."""
+    """Return the parts of gradients that this rank holds, by sharding, in the order of the parameters."""
     by_sharding: dict[Sharding | None, list[Tensor]] = {}
     for parameter in parameters:
         sharding, gradient = sharding_of(parameter), parameter.grad
@@ -144,7 +141,7 @@ def _local_gradients(parameters: list[Tensor]) -> dict[Sharding | None, list[Ten
         if sharding_of(gradient) != sharding:
             raise ConfigError(
                 f"a parameter of shape {tuple(parameter.shape)} is {_described(sharding)}, but its gradient is "
-                f"{_described(sharding_of(gradient))}; before the norm, give it the sharding of the parameter: "
+                f"{_described(sharding_of(gradient))}. Give it the sharding of the parameter before the norm: "
                 "parameter.grad = parameter.grad.redistribute(placements=parameter.placements)"
             )
         same_sharding.append(local(gradient))
@@ -171,7 +168,7 @@ def _norm(
 
     device = parameters[0].device if parameters else torch.device("cpu")
     for group in (pipeline_group, *(group for groups, *_ in by_groups.values() for group in groups)):
-        if device.type == "cpu":  # a frozen stage, or gradients that are kept in the host's memory
+        if device.type == "cpu":  # a frozen stage, or gradients that are offloaded
             device = device_of_messages(group)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for groups, gradients, squares in by_groups.values():
@@ -190,7 +187,7 @@ def _norm(
 
 
 def _local_sum(gradients: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """The sum of |g|^p in float64, or the maximum, by way of norms in float32 at least."""
+    """Return the sum of |g|^p in float64, or the maximum, from norms in at least float32."""
     norms: list[Tensor] = []
     for (_, dtype), same_type in _by_type(gradients).items():
         norms += torch._foreach_norm(same_type, norm_type, dtype=torch.float32 if dtype.itemsize < 4 else None)
@@ -217,7 +214,7 @@ def _sum_over(group: dist.ProcessGroup, part: Tensor, norm_type: float) -> Tenso
 
 
 def sharding_groups(sharding: Sharding | None) -> list[dist.ProcessGroup]:
-    """Of the axes along which ranks hold different elements."""
+    """Return the groups of the axes along which ranks hold different elements."""
     if sharding is None:
         return []
     device_mesh, placements = sharding
@@ -228,7 +225,7 @@ def sharding_groups(sharding: Sharding | None) -> list[dist.ProcessGroup]:
 
 
 def _by_type(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-    """What foreach operators take in one call; without empty shards, which have no maximum."""
+    """Group tensors for foreach operators, one list a call, without empty shards, which do not have a maximum."""
     by_type: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         if tensor.numel() > 0:

@@ -27,6 +27,7 @@ NAMES = (
     "parallel",
     "tensor",
     "context",
+    "expert_dispatch",
     "ops",
     "train_step",
     "adapters",

@@ -20,6 +20,8 @@ from torch.optim import Optimizer
 from lightning_d9d import D9DStrategy
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoePretraining
 from lightning_d9d.optim import StochasticAdamW
+from lightning_d9d.parallel import ParallelConfig
+from lightning_d9d.parallel.recompute import recompute_activations
 from lightning_d9d.strategy.step_in_backward import StepInBackward
 from tests.benchmarks import __main__ as main
 from tests.benchmarks import step_profile
@@ -28,11 +30,16 @@ from tests.benchmarks.strategy_overhead import PausedFit, Work
 
 BEHIND, INSIDE, ON_ONE_STREAM = "ordinary step", "step_in_backward", "step_in_backward, one stream"
 MOST = 1.0
-STATES = {"bfloat16 states": torch.bfloat16, "8-bit states": torch.uint8}
+WORK = {
+    "bfloat16 states": (torch.bfloat16, "none"),
+    "8-bit states": (torch.uint8, "none"),
+    "bfloat16 states, blocks recomputed": (torch.bfloat16, "full"),
+}
+"""Dtype of the states, and what is recomputed. With all activations of a batch there, the peak is at the loss."""
 
 
 def cases(device_type: str, quick: bool, layers: int = 8) -> list[Case]:
-    """One for each kind of states: layers of `30b-a3b` on a GPU, else the tiny model."""
+    """One for each kind of work: layers of `30b-a3b` on a GPU, else the tiny model."""
     if device_type == "cuda" and not quick:
         config = replace(Qwen3MoeConfig.preset("30b-a3b"), num_hidden_layers=layers)
         work = Work(config=config, precision="bf16-true", batch_size=4, sequence_length=4096)
@@ -42,9 +49,9 @@ def cases(device_type: str, quick: bool, layers: int = 8) -> list[Case]:
         Case(
             name=name,
             contenders={
-                BEHIND: partial(fit, work, dtype, False),
-                INSIDE: partial(fit, work, dtype, True),
-                ON_ONE_STREAM: partial(OnOneStream, work, dtype),
+                BEHIND: partial(fit, work, dtype, recompute, False),
+                INSIDE: partial(fit, work, dtype, recompute, True),
+                ON_ONE_STREAM: partial(OnOneStream, work, dtype, recompute),
             },
             peer=BEHIND,
             limits={} if quick else {INSIDE: MOST},
@@ -52,9 +59,9 @@ def cases(device_type: str, quick: bool, layers: int = 8) -> list[Case]:
             block_steps=1 if quick else 8,
             repeats=2 if quick else 10,
             afterwards=step_profile.profiles,
-            conditions=work.conditions() | {"states": str(dtype)},
+            conditions=work.conditions() | {"states": str(dtype), "recompute": recompute},
         )
-        for name, dtype in STATES.items()
+        for name, (dtype, recompute) in WORK.items()
     ]
 
 
@@ -67,18 +74,20 @@ class _Module(Qwen3MoePretraining):
         return StochasticAdamW(self.parameters(), lr=1e-5, state_dtype=self._state_dtype)
 
 
-def fit(work: Work, state_dtype: torch.dtype, inside: bool, device: torch.device) -> PausedFit:
+def fit(work: Work, state_dtype: torch.dtype, recompute: str, inside: bool, device: torch.device) -> PausedFit:
     """One fit, which stands still between blocks."""
     module: Any = _Module(work.config, state_dtype)
-    module.stages.append(work.network(device))
+    network = work.network(device)
+    recompute_activations(network, ParallelConfig(recompute=recompute), network.model.layers.values())
+    module.stages.append(network)
     return PausedFit(module, D9DStrategy(step_in_backward=inside), work, device, 1, max_norm=None)
 
 
 class OnOneStream:
     """A fit that updates parameters inside the backward, on its stream."""
 
-    def __init__(self, work: Work, state_dtype: torch.dtype, device: torch.device) -> None:
-        self._fit = fit(work, state_dtype, True, device)
+    def __init__(self, work: Work, state_dtype: torch.dtype, recompute: str, device: torch.device) -> None:
+        self._fit = fit(work, state_dtype, recompute, True, device)
 
     def run(self, steps: int) -> None:
         with patch.object(StepInBackward, "_stream_of_updates", lambda _, stream: stream):

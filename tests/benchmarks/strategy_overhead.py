@@ -1,5 +1,7 @@
 """What `D9DStrategy` costs a step: against a bare torch loop in one process, against stock DDP in two.
 
+The cases called watched compare it with itself: with and without callbacks that watch a run.
+
 All contenders train equal networks with equal initial weights on equal batches: the same loss, fused AdamW on CUDA, a
 constant learning rate through a scheduler, and clipping by norm. Batches come from the same DataLoader (no workers;
 pinned memory on CUDA), and each contender brings them to the device. Trainers have the progress bar, logger and
@@ -11,10 +13,11 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
+from tempfile import gettempdir
 from typing import Any, Literal, Protocol
 
 import lightning as L
@@ -26,6 +29,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_d9d import D9DStrategy, GradSyncConfig
+from lightning_d9d.callbacks import RunMetrics, StepProfile, Stragglers
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3MoePretraining
 from tests.benchmarks.frame import Case
 
@@ -33,6 +37,9 @@ MAX_NORM = 0.1
 WIDE = "D9DStrategy, D9DModule, float32 sums"
 BARE, STAGED, PLAIN = "bare torch loop", "D9DStrategy, D9DModule", "D9DStrategy, plain module"
 STOCK, DDP = "SingleDeviceStrategy, plain module", "DDPStrategy, plain module"
+METRICS, IDLE, ALL = "RunMetrics", "StepProfile, idle", "RunMetrics, StepProfile, Stragglers"
+WATCHED_STEPS = 48
+"""Blocks of the watched cases: each has one report of `Stragglers` and one logged step of `RunMetrics`."""
 
 
 def cases(device_type: str, quick: bool) -> list[Case]:
@@ -84,7 +91,52 @@ def cases(device_type: str, quick: bool) -> list[Case]:
             conditions=work.conditions(),
             **rounds,
         ),
+        *watched_cases(work, device_type, quick, own_dtype),
     ]
+
+
+def watched_cases(work: Work, device_type: str, quick: bool, sums: Literal["auto", "bfloat16"]) -> list[Case]:
+    """With callbacks that watch the run against the same without; targets are for a GPU.
+
+    Args:
+        work: For all.
+        device_type: "cpu" or "cuda".
+        quick: Few and short rounds.
+        sums: The dtype of sums over ranks.
+    """
+    steps = 2 if quick else WATCHED_STEPS
+    limit = 1.005
+
+    def case(num_processes: int, *names: str) -> Case:
+        staged = partial(fit_staged, work, num_processes=num_processes, sums=sums, log_every_n_steps=steps)
+        return Case(
+            name=f"watched, {num_processes} process{'es' if num_processes > 1 else ''}",
+            contenders={
+                STAGED: staged,
+                **{name: partial(staged, watched_by=partial(watchers, name)) for name in names},
+            },
+            peer=STAGED,
+            limits=dict.fromkeys(names, limit) if device_type == "cuda" and not quick else {},
+            num_processes=num_processes,
+            conditions=work.conditions(),
+            warmup_steps=2 if quick else 4,
+            block_steps=steps,
+            repeats=2 if quick else 9,
+        )
+
+    return [case(1, METRICS, IDLE), case(2, METRICS, ALL)]
+
+
+def watchers(name: str) -> list[L.Callback]:
+    """The callbacks of a contender."""
+    found: list[L.Callback] = []
+    if name in (METRICS, ALL):
+        found.append(RunMetrics())
+    if name in (IDLE, ALL):
+        found.append(StepProfile(gettempdir(), first_step=1_000_000))
+    if name == ALL:
+        found.append(Stragglers(every_n_steps=WATCHED_STEPS))
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +249,8 @@ class PausedFit(L.Callback):
         device: torch.device,
         num: int,
         max_norm: float | None = MAX_NORM,
+        callbacks: Sequence[L.Callback] = (),
+        log_every_n_steps: int = 50,
     ) -> None:
         logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
         warnings.filterwarnings("ignore", module="lightning")
@@ -210,12 +264,12 @@ class PausedFit(L.Callback):
             precision=work.precision,  # type: ignore[arg-type]
             gradient_clip_val=max_norm,
             max_epochs=-1,
-            log_every_n_steps=50,
+            log_every_n_steps=log_every_n_steps,
             enable_progress_bar=False,
             enable_model_summary=False,
             enable_checkpointing=False,
             logger=False,
-            callbacks=[self],
+            callbacks=[self, *callbacks],
         )
         self._thread = threading.Thread(target=self._fit, args=(module, work.batches(device)), daemon=True)
         self._thread.start()
@@ -290,10 +344,23 @@ def fit_plain(
 
 
 def fit_staged(
-    work: Work, device: torch.device, num_processes: int = 1, sums: Literal["auto", "bfloat16"] = "auto"
+    work: Work,
+    device: torch.device,
+    num_processes: int = 1,
+    sums: Literal["auto", "bfloat16"] = "auto",
+    watched_by: Callable[[], list[L.Callback]] = list,
+    log_every_n_steps: int = 50,
 ) -> PausedFit:
     """The D9DModule of the network; `sums` is the dtype in which gradients are summed over ranks."""
     module = _Staged(work.config)
     module.stages.append(work.network(device))
     strategy = D9DStrategy(grad_sync=GradSyncConfig(dtype=sums))
-    return PausedFit(module, strategy, work, device, num_processes)
+    return PausedFit(
+        module,
+        strategy,
+        work,
+        device,
+        num_processes,
+        callbacks=watched_by(),
+        log_every_n_steps=log_every_n_steps,
+    )

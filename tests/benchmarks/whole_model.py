@@ -94,7 +94,11 @@ def cases(
     given = {"tokens": tokens, "rows": rows, "recompute": recompute, "states": states}
     case = ModelCase(
         name=f"{layers or config.num_hidden_layers} layers on {gpus} {'GPU' if gpus == 1 else 'GPUs'}",
-        config=replace(config, num_hidden_layers=layers or config.num_hidden_layers),
+        config=replace(
+            config,
+            num_hidden_layers=layers or config.num_hidden_layers,
+            max_position_embeddings=max(config.max_position_embeddings, tokens or 0),
+        ),
         num_processes=gpus,
         parts=tuple(parts),
         steps=steps,

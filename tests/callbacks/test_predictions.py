@@ -132,7 +132,8 @@ def test_an_occupied_directory_is_refused_before_the_data_are_read(tmp_path: Pat
         raise AssertionError("read")
 
     text = (
-        f"predictions cannot be written to '{tmp_path}/out': it exists and is not an empty directory; choose another "
+        f"predictions cannot be written to '{tmp_path}/out': it exists and is not an empty directory; choose "
+        "another path "
         "or set overwrite=True"
     )
     module = Echo()

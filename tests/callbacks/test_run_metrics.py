@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_d9d import ConfigError, D9DStrategy, MeshConfig, ParallelConfig
 from lightning_d9d.callbacks import RunMetrics
+from lightning_d9d.mesh.agreement import Ranks
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoePretraining
+from lightning_d9d.modules import BalanceConfig, ExpertBalance, TopKRouter
 from tests.harness.compare import assert_close_named
 from tests.harness.ranks import RankContext
 from tests.harness.tolerances import Kind
@@ -121,6 +124,39 @@ class Seeing(Callback):
         self.seen.append(values)
 
 
+class Visits(Callback):
+    """Notes which experts tokens visit: by layer and step, all ranks together."""
+
+    def __init__(self) -> None:
+        self.of_ranks: list[dict[tuple[int, int], list[int]]] = []
+        self._own: dict[tuple[int, int], list[int]] = {}
+
+    def on_train_start(self, run: Any, module: Any) -> None:
+        def note(router: TopKRouter, inputs: Any, outputs: Any) -> None:
+            self._own.setdefault((layers[router], run.global_step), []).extend(outputs[0].flatten().tolist())
+
+        layers = {}
+        for name, part in module.named_modules():
+            if isinstance(part, TopKRouter):
+                layers[part] = int(name.partition("layers.")[2].partition(".")[0])
+                part.register_forward_hook(note)
+
+    def on_train_end(self, run: Any, module: Any) -> None:
+        self.of_ranks = Ranks().all_gather(self._own)
+
+    def load(self, layer: int, steps: Sequence[int]) -> tuple[float, float]:
+        """The tokens of the busiest expert over the mean, and the entropy over that of an even load."""
+        visits = [expert for own in self.of_ranks for step in steps for expert in own.get((layer, step), ())]
+        shares = [visits.count(expert) / len(visits) for expert in range(4)]
+        return 4 * max(shares), -sum(share * math.log(share) for share in shares if share) / math.log(4)
+
+
+def check_loads(logged: dict[str, float], visits: Visits, steps: Sequence[int]) -> None:
+    for layer in range(2):
+        found = (logged[f"expert_load/layer_{layer}"], logged[f"expert_entropy/layer_{layer}"])
+        assert found == pytest.approx(visits.load(layer, steps), rel=1e-6)
+
+
 def fit(
     degrees: dict[str, int] | None = None,
     world_size: int = 1,
@@ -183,11 +219,14 @@ def check_counts(logged: dict[str, float], seconds: float, steps: int, world_siz
 
 
 def check_mesh(rank: RankContext, mesh: str) -> None:
-    seen, _ = fit(MESHES[mesh], rank.world_size, metrics={"norm_groups": GROUPS})
+    visits = Visits()
+    seen, _ = fit(MESHES[mesh], rank.world_size, metrics={"norm_groups": GROUPS}, others=[visits])
     assert rank.from_first_rank(lambda: seen) == seen
     first, second = seen[1], seen[3]
     check_counts(first, 1 * first["step/seconds"], 1, rank.world_size)
     check_counts(second, 2 * second["step/seconds"], 2, rank.world_size)
+    check_loads(first, visits, [0])
+    check_loads(second, visits, [1, 2])
     norms = [second[f"grad_norm/{name}"] for name in GROUPS]
     assert_close_named("norm", torch.tensor(norms).norm(), torch.tensor(second["grad_norm"]), kind=Kind.LOSS)
     assert min(norms) > 0
@@ -207,7 +246,10 @@ def others(*names: str) -> list[Any]:
 
 def test_one_process() -> None:
     """The interval of the first values is the first step alone, as the second one is under way when they are sent."""
-    seen, _ = fit(every=2)
+    visits = Visits()
+    seen, _ = fit(every=2, others=[visits])
+    check_loads(seen[1], visits, [0])
+    check_loads(seen[3], visits, [1, 2])
     assert "step/seconds" not in seen[0]
     assert "step/data_seconds" not in seen[1]
     step = BATCH * ROW_SECONDS + MICROBATCH_SECONDS + HOOK_SECONDS
@@ -259,6 +301,17 @@ def test_what_cannot_be_watched_is_refused() -> None:
         fit(metrics={"norm_groups": {"none": "nothing"}})
     with pytest.raises(ConfigError, match="frees gradients"):
         fit(metrics={"norm_groups": {"all": "*"}}, step_in_backward=True)
+
+
+def test_the_load_of_experts_is_the_balance_s_own_where_there_is_one() -> None:
+    """And routers are afterwards as they were."""
+    clock = Clock()
+    module = Ticking(clock, balance=BalanceConfig())
+    trainer(D9DStrategy(), callbacks=[RunMetrics()], max_epochs=1, max_steps=2, log_every_n_steps=1).fit(module)
+    assert all(isinstance(part.balance, ExpertBalance) for part in module.modules() if isinstance(part, TopKRouter))
+    plain = Ticking(clock)
+    trainer(D9DStrategy(), callbacks=[RunMetrics()], max_epochs=1, max_steps=2, log_every_n_steps=1).fit(plain)
+    assert not any(part.balance for part in plain.modules() if isinstance(part, TopKRouter))
 
 
 class Clashing(Callback):

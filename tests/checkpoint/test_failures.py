@@ -81,7 +81,7 @@ def test_what_cannot_be_loaded_is_not_saved(rank: RankContext, bad: str) -> None
     save(path, 1)
     wrong = Path("a") if rank.rank == (0 if bad == "value" else 1) else 1
     tensors: dict[str, Any] = {"a": wrong if bad == "tensor" and rank.rank else torch.ones(2)}
-    with pytest.raises(StateError, match=r"rank \d: .*(wrong' holds pathlib.*Path|a is no tensor but PosixPath)"):
+    with pytest.raises(StateError, match=r"rank \d: .*(wrong' holds pathlib.*Path|a is not a tensor but PosixPath)"):
         save_directory(path, tensors, {"wrong" if bad == "value" else "fine": wrong}, named_values={"wrong": wrong})
     assert loaded(path) == 1
 
@@ -105,9 +105,9 @@ def test_ranks_that_do_not_see_each_others_files(rank: RankContext) -> None:
 def test_ranks_that_see_different_checkpoints(rank: RankContext) -> None:
     for number in (0, 1):
         save(rank.tmp_dir / str(number), number)
-    with pytest.raises(StateError, match="ranks see different ones"):
+    with pytest.raises(StateError, match="ranks see different checkpoints"):
         open_directory(rank.tmp_dir / str(rank.rank))
-    with pytest.raises(StateError, match=r"cannot be read: rank 1: there is nothing under this path"):
+    with pytest.raises(StateError, match=r"cannot be read: rank 1: the path does not exist"):
         open_directory(rank.tmp_dir / ("0" if rank.rank == 0 else "none"))
 
 
@@ -166,7 +166,7 @@ def test_directories_that_cannot_be_written(tmp_path: Path) -> None:
         for name in ("checkpoint", "new"):
             text = forked(lambda name=name: save(tmp_path / name, 2))
             assert "Permission denied" in text
-            assert "let this user write there" in text
+            assert "give this user permission to write there" in text
     finally:
         for folder in (tmp_path, tmp_path / "checkpoint"):
             folder.chmod(0o755)
@@ -180,7 +180,7 @@ def test_paths_where_nothing_can_be(tmp_path: Path) -> None:
     for name, text in {
         "x" * 256: "File name too long.*give a shorter name",
         "file/checkpoint": "Not a directory|File exists",
-        "folder": "a directory with other files is there; remove it",
+        "folder": "it is a directory with other files; remove it",
     }.items():
         with pytest.raises(StateError, match=f"cannot be saved: .*{text}"):
             save(tmp_path / name, 1)
@@ -246,14 +246,20 @@ def values_of(path: Path, **changes: Any) -> None:
 
 
 CORRUPTIONS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "nothing there": (shutil.rmtree, "there is nothing under this path"),
-    "a file": (lambda p: (shutil.rmtree(p), p.write_text("a")), r"values.pt' is missing: it is incomplete or no check"),
-    "no values": (lambda p: (p / "values.pt").unlink(), r"values.pt' is missing: it is incomplete or no checkpoint"),
+    "nothing there": (shutil.rmtree, "the path does not exist"),
+    "a file": (
+        lambda p: (shutil.rmtree(p), p.write_text("a")),
+        r"values.pt' is missing: the checkpoint is incomplete or not one of this",
+    ),
+    "no values": (
+        lambda p: (p / "values.pt").unlink(),
+        r"values.pt' is missing: the checkpoint is incomplete or not one of thispoint",
+    ),
     "values truncated": (lambda p: truncate(p / "values.pt"), "values.pt' is damaged, truncated or foreign"),
     "values empty": (lambda p: os.truncate(p / "values.pt", 0), "values.pt' is damaged, truncated or foreign"),
     "values flipped": (lambda p: flip(p / "values.pt", b"number"), "values.pt' is damaged;"),
     "values of others": (lambda p: torch.save({"a": 1}, p / "values.pt"), "values.pt' is none of this version"),
-    "folder outside": (lambda p: values_of(p, data="../data"), "values.pt' names no folder of tensors"),
+    "folder outside": (lambda p: values_of(p, data="../data"), "values.pt' does not name a folder of tensors"),
     "malicious values": (malicious_values, "values.pt' is damaged, truncated or foreign"),
     "no tensors": (lambda p: shutil.rmtree(data_folder(p)), ".metadata' is missing"),
     "no metadata": (lambda p: (data_folder(p) / ".metadata").unlink(), ".metadata' is missing"),
@@ -262,16 +268,19 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda p: flip(data_folder(p) / ".metadata", b"float32"),
         ".metadata' is damaged, truncated or another",
     ),
-    "malicious metadata": (lambda p: forge(p, pickle.dumps(Malicious(p))), "names posix.mkdir, which no metadata"),
+    "malicious metadata": (
+        lambda p: forge(p, pickle.dumps(Malicious(p))),
+        "names posix.mkdir, which metadata of tensors do not need",
+    ),
     "nested malicious metadata": (
         change_metadata(lambda m: setattr(m, "planner_data", Malicious(Path("/nowhere")))),
-        "names posix.mkdir, which no metadata",
+        "names posix.mkdir, which metadata of tensors do not need",
     ),
     "metadata of other things": (
         lambda p: forge(p, pickle.dumps([1])),
         ".metadata' has something else in place of a Meta",
     ),
-    "metadata no pickle": (lambda p: forge(p, b"a"), ".metadata' is no pickle of plain values"),
+    "metadata no pickle": (lambda p: forge(p, b"a"), ".metadata' is not a pickle of plain values"),
     "bytes in metadata": (
         change_metadata(lambda m: m.state_dict_metadata.update(x=BytesStorageMetadata())),
         "names torch.distributed.checkpoint.metadata.BytesStorageMetadata",

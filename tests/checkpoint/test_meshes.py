@@ -155,7 +155,7 @@ def fit(**changes: Tensor | None) -> dict[str, Tensor]:
 MISFITS: dict[str, tuple[dict[str, Tensor], str]] = {
     "shape": (fit(model_a=torch.zeros(3, 2)), r"model.a has shape \[2, 3\] in the checkpoint, \[3, 2\] in the model"),
     "missing": (fit(model_c=torch.zeros(1)), "model.c is not in the checkpoint"),
-    "extra": (fit(model_b=None), "model.b is in the checkpoint, but not asked for"),
+    "extra": (fit(model_b=None), "model.b is in the checkpoint, but was not requested"),
     "float for integer": (fit(model_steps=torch.zeros(2)), "model.steps is torch.int64 in the checkpoint"),
     "other integer": (fit(model_steps=torch.zeros(2, dtype=torch.int32)), "torch.int32 in the model"),
     "meta": (fit(model_a=torch.zeros(2, 3, device="meta")), "model.a is on the meta device"),

@@ -250,7 +250,7 @@ def test_frozen_and_thawed_parameters(tmp_path: Path) -> None:
     stranger = AdamW(frozen[0].parameters())
     with pytest.raises(StateError, match="it has none of the parameters' names"):
         load(tmp_path / "checkpoint", frozen, stranger)
-    with pytest.raises(StateError, match=r"optimizers.1.* none was saved under this prefix"):
+    with pytest.raises(StateError, match=r"optimizers.1.* no state was saved under this prefix"):
         load(tmp_path / "checkpoint", frozen, part, stranger)
 
 
@@ -315,7 +315,7 @@ def test_state_of_other_kinds(tmp_path: Path) -> None:
 def test_parameters_without_a_name(tmp_path: Path) -> None:
     network = nn.Linear(2, 3)
     optimizer = SGD([{"params": [network.weight]}, {"params": [nn.Parameter(torch.ones(4, 5))]}], lr=0.1)
-    with pytest.raises(ConfigError, match=r"shape \[4, 5\] in group 1 of SGD is none of the module"):
+    with pytest.raises(ConfigError, match=r"shape \[4, 5\] in group 1 of SGD is not in the module"):
         optimizer_state(optimizer, names_of(network), "optimizers.0")
 
 
@@ -336,7 +336,7 @@ EIGHT_BITS = partial(StochasticAdamW, state_dtype=torch.uint8)
 @pytest.mark.parametrize(
     ("first", "second", "problem"),
     [
-        (SGD, AdamW, "it has no betas, eps for AdamW: another kind of optimizer was saved"),
+        (SGD, AdamW, "it lacks betas, eps of AdamW: another kind of optimizer was saved"),
         (AdamW, SGD, "was saved with exp_avg, exp_avg_sq, step, and SGD keeps momentum_buffer: another kind"),
         (MuonAdamW, AdamW, "was saved with momentum, step, and AdamW keeps exp_avg, exp_avg_sq, .*: another kind"),
         (MuonAdamW, StochasticAdamW, "was saved with momentum, step, and StochasticAdamW keeps exp_avg"),
@@ -395,7 +395,9 @@ def test_a_scheduler_fits_other_groups() -> None:
 def test_a_scheduler_that_tells_other_groups_apart_is_refused() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
     state = {"_last_lr": [0.1, 0.1], "min_lrs": [0.0, 0.01], "best": 1.0}
-    with pytest.raises(StateError, match=r"min_lrs=\[0.0, 0.01\], one for each of the optimizer's groups, of which"):
+    with pytest.raises(
+        StateError, match=r"min_lrs=\[0.0, 0.01\], one for each of the optimizer's groups, but there are"
+    ):
         fit_scheduler_state(state, optimizer.param_groups)
 
 

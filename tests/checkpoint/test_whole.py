@@ -46,7 +46,7 @@ def test_one_rank_may_have_an_order_of_its_own() -> None:
 
 
 def test_what_is_unknown_is_refused() -> None:
-    with pytest.raises(StateError, match="other parameter groups"):
+    with pytest.raises(StateError, match="different parameter groups"):
         whole_groups([[record("a", 0.1)], [record("b", 0.2)]], ORDER)
     with pytest.raises(StateError, match="another order than the module"):
         whole_groups([[record("a embed")], [record("b")]], ORDER)
@@ -88,7 +88,7 @@ def test_checkpoints_without_records() -> None:
         for key, value in own.items():
             assert_bitwise_equal(key, state["state"][index][key], value)
     values["optimizer_0.1.bias"] = {**values["optimizer_0.1.bias"], "group": values["optimizer_0.0.bias"]["group"]}
-    with pytest.raises(StateError, match=r"no form .* optimizer_0: .* noted no order"):
+    with pytest.raises(StateError, match=r"not have a form .* optimizer_0: .* did not save their order"):
         whole_checkpoint({**values, "optimizer_states": 1}, tensors)
 
 

@@ -22,12 +22,15 @@ from lightning_d9d.models.qwen3_moe.costs import model_costs
 from lightning_d9d.optim import StochasticAdamW
 from lightning_d9d.schedule import OneForwardOneBackward
 from tests.cli.test_cli import build, callbacks
+from tests.harness.tolerances import Kind, tolerance_for
 from tests.harness.warm import python_path, run_command
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "qwen3_moe"
-NAMES = ["one_gpu", "two_gpus"]
+GPUS = {"one_gpu": 1, "two_gpus": 2, "eight_gpus": 8}
+"""How many each file is for."""
 ROWS = 4
+STEPS_BESIDE_ONE_PROCESS = 3
 
 
 def configured(name: str) -> tuple[str, str]:
@@ -71,6 +74,16 @@ def test_settings_on_two_gpus() -> None:
     assert optimizer_of(cli).defaults["state_dtype"] == "bfloat16"
 
 
+@pytest.mark.usefixtures("base")
+def test_settings_on_eight_gpus() -> None:
+    cli = build(*configured("eight_gpus"), "--trainer.devices", "8")
+    strategy, trainer = cli.trainer.strategy, cli.trainer
+    degrees = strategy.mesh_config.resolve(8)
+    assert (degrees.data_parallel_replicate, degrees.expert_parallel, degrees.data_parallel_shard) == (8, 8, 1)
+    assert (strategy.parallel.recompute, trainer.precision, trainer.gradient_clip_val) == ("every_2", "bf16-true", 1.0)
+    assert optimizer_of(cli).defaults["state_dtype"] == "bfloat16"
+
+
 def optimizer_of(cli: object) -> Optimizer:
     settings = cli.config["fit"]["model"]["init_args"]["optimizer"]  # type: ignore[attr-defined]
     assert settings["class_path"].rpartition(".")[2] == "StochasticAdamW"
@@ -79,8 +92,11 @@ def optimizer_of(cli: object) -> Optimizer:
 
 
 @pytest.mark.usefixtures("base")
-@pytest.mark.parametrize("name", NAMES)
-def test_it_fits_by_arithmetic(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "recompute", "low", "high"),
+    [("one_gpu", "full", 110, 130), ("two_gpus", "full", 110, 130), ("eight_gpus", "every_2", 70, 100)],
+)
+def test_it_fits_by_arithmetic(name: str, recompute: str, low: int, high: int) -> None:
     """Less than the 140 GiB of an H200, with what arithmetic leaves out."""
     config = Qwen3MoeConfig.preset("30b-a3b")
     with torch.device("meta"):
@@ -88,7 +104,8 @@ def test_it_fits_by_arithmetic(name: str) -> None:
     of_rank = [
         parameter
         for key, parameter in model.named_parameters()
-        if name == "one_gpu" or ".experts." not in key or int(key.split(".")[2]) % 2 == 0  # half of all experts
+        # one in so many of all layers' experts, which are as many as the same part of each layer's
+        if ".experts." not in key or int(key.split(".")[2]) % GPUS[name] == 0
     ]
     dtype = torch.uint8 if name == "one_gpu" else torch.bfloat16
     states = state_bytes(StochasticAdamW(of_rank, state_dtype=dtype))
@@ -97,7 +114,7 @@ def test_it_fits_by_arithmetic(name: str) -> None:
         stages={0: StageLayers(layers=range(48), is_first=True, is_last=True)},
         num_stages=1,
         actions=OneForwardOneBackward().program(1, 1).ranks[0],
-        sends_to_experts=name == "two_gpus",
+        sends_to_experts=name != "one_gpu",
     )
     step = StepMemory(
         weights=weight_bytes(of_rank),
@@ -107,8 +124,8 @@ def test_it_fits_by_arithmetic(name: str) -> None:
         eight_bit_states=None,
         activations=activations,
     )
-    settings = StepSettings(recompute="full", num_rows=ROWS, step_in_backward=name == "one_gpu")
-    assert 110 * GIB < step.of(settings).total < 130 * GIB
+    settings = StepSettings(recompute=recompute, num_rows=ROWS, step_in_backward=name == "one_gpu")
+    assert low * GIB < step.of(settings).total < high * GIB
 
 
 @pytest.fixture
@@ -128,17 +145,37 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.jobs
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["one_gpu", "two_gpus"])
 def test_a_tiny_model_trains(tiny: Path, name: str) -> None:
-    variables = {"PYTHONPATH": python_path(), "LIGHTNING_D9D_CACHE": str(tiny / "cache")}
-    result = run_command("fit", *configured(name), *configured("tiny"), folder=tiny, variables=variables)
-    assert result.returncode == 0, result.stderr
-    output = tiny / f"30b_a3b_{name}_output"
-    (metrics,) = output.glob("lightning_logs/version_*/metrics.csv")
-    with metrics.open() as file:
-        losses = [float(row["train_loss"]) for row in csv.DictReader(file) if row["train_loss"]]
+    losses = losses_of(tiny, name)
     assert len(losses) == 20
     assert losses[-1] < losses[0] - 0.5
-    described = json.loads((output / "export" / "config.json").read_text())
-    assert described["model_type"] == "qwen3_moe"
-    assert list((output / "export").glob("*.safetensors"))
+    export = tiny / f"30b_a3b_{name}_output" / "export"
+    assert json.loads((export / "config.json").read_text())["model_type"] == "qwen3_moe"
+    assert list(export.glob("*.safetensors"))
+
+
+@pytest.mark.jobs
+def test_eight_processes_train_as_one(tiny: Path) -> None:
+    exact = (
+        *("--trainer.precision", "32-true", "--trainer.max_steps", str(STEPS_BESIDE_ONE_PROCESS)),
+        *("--trainer.limit_val_batches", "0", "--model.optimizer.state_dtype", "float32"),
+        *("--trainer.strategy.grad_sync.dtype", "float32", "--model.lr_scheduler.warmup_steps", "1"),
+    )
+    losses = losses_of(tiny, "eight_gpus", *exact, "--data.batch_size", "1")
+    alone = ("--trainer.devices", "1", "--trainer.default_root_dir", "alone", "--data.batch_size", "8")
+    degrees = ("--trainer.strategy.mesh.data_parallel_replicate", "1", "--trainer.strategy.mesh.expert_parallel", "1")
+    expected = losses_of(tiny, "eight_gpus", *exact, *alone, *degrees, output="alone")
+    assert len(losses) == STEPS_BESIDE_ONE_PROCESS
+    assert losses == pytest.approx(expected, abs=tolerance_for(Kind.LOSS, torch.float32).absolute)
+
+
+def losses_of(folder: Path, name: str, *options: str, output: str = "") -> list[float]:
+    """Those of the steps of a fit, as its logger has them."""
+    variables = {"PYTHONPATH": python_path(), "LIGHTNING_D9D_CACHE": str(folder / "cache")}
+    settings = (*configured(name), *configured("tiny"), *options)
+    result = run_command("fit", *settings, folder=folder, variables=variables, forks=True)
+    assert result.returncode == 0, result.stderr
+    (metrics,) = (folder / (output or f"30b_a3b_{name}_output")).glob("lightning_logs/version_*/metrics.csv")
+    with metrics.open() as file:
+        return [float(row["train_loss"]) for row in csv.DictReader(file) if row["train_loss"]]

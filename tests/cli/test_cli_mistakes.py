@@ -408,7 +408,7 @@ def test_fields_of_nested_settings_have_help(capsys: pytest.CaptureFixture[str])
         assert text in printed
     with pytest.raises(SystemExit, match="0"):
         D9DCLI(args=["fit", "--trainer.strategy.help", "D9DStrategy", "--trainer.strategy.mesh.help"])
-    assert "Stages, or groups of stages, one after another." in " ".join(capsys.readouterr().out.split())
+    assert "Number of pipeline ranks; each holds one or more stages." in " ".join(capsys.readouterr().out.split())
 
 
 def test_dtypes_of_commands_are_those_of_weights_in_files() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from lightning_d9d.coordination.hang_report import Known, Silent, diagnose, ranks_in_words, report_text
+from lightning_d9d.coordination.hangs import HangWatch
 from lightning_d9d.coordination.messages import ForeignValueError
 from lightning_d9d.coordination.snapshots import NUM_CALLS, Call, Snapshot, Stack, last_calls
 
@@ -134,3 +136,21 @@ def test_a_snapshot_that_no_rank_wrote(change: dict[str, object]) -> None:
     content = json.dumps({**json.loads(snapshot(0, WAITS).to_json()), **change}).encode()
     with pytest.raises(ForeignValueError, match="under 'hang/1/0', which no rank of this job wrote"):
         Snapshot.from_json("hang/1/0", content)
+
+
+def test_the_stacks_of_a_rank_that_has_ended_are_removed(tmp_path: Path) -> None:
+    """Those of a rank that writes the report go when it closes, and what others name elsewhere stays."""
+    watches = [HangWatch(rank, 60, tmp_path, several_nodes=True, signal_number=0) for rank in range(2)]
+    (tmp_path / "foreign").touch()
+    gone = replace(watches[1].place, host="another")
+    foreign = replace(gone, stacks=str(tmp_path / "foreign"))
+    watches[0].places = [watches[0].place, gone, foreign]
+    assert len(list(tmp_path.glob(".stacks-*"))) == 2
+    watches[0]._write(1, "rank 0 waits", None, 0.1)
+    assert "rank 1" in next(tmp_path.glob("hang-*.txt")).read_text()
+    assert [*tmp_path.glob(".stacks-*")] == [Path(watches[0].place.stacks)]
+    assert (tmp_path / "foreign").exists()
+    for watch in watches:
+        watch._thread.start()
+        watch.close()
+    assert not [*tmp_path.glob(".stacks-*")]

@@ -88,12 +88,14 @@ def test_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 @pytest.mark.parametrize("launcher", ["torchrun", "lightning"])
 def test_yaml_on_two_processes(launcher: str, tmp_path: Path):
+    """Ranks of torchrun make their imports; those of Lightning are forks, as `test_shutdown.py` has some that do."""
     variables = {"QUICKSTART_OUTPUT": str(tmp_path), "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
     if launcher == "torchrun":
         module, arguments = "torch.distributed.run", ("--standalone", "--nproc-per-node", "2", "-m", *FIT, *SHORT)
     else:
         module, arguments = FIT[0], (*FIT[1:], "--config", str(EXAMPLES / "pipeline.yaml"), *SHORT)
-    result = run_command(*arguments, folder=tmp_path, variables=variables, module=module, seconds=TIMEOUT_SECONDS)
+    how = {"module": module, "seconds": TIMEOUT_SECONDS, "forks": launcher == "lightning"}
+    result = run_command(*arguments, folder=tmp_path, variables=variables, **how)
     assert result.returncode == 0, result.stderr
     assert "All distributed processes registered. Starting with 2 processes" in result.stderr
     assert "max_steps=4` reached" in result.stderr
@@ -142,7 +144,8 @@ def test_predict_writes_files_unless_it_is_left_out(
 ):
     """Two processes, then this one alone, which takes less time."""
     predict = ("predict", *FIT[2:], *SHORT, "--trainer.limit_predict_batches")
-    result = run_command(*predict, "2", folder=tmp_path, variables={"QUICKSTART_OUTPUT": str(tmp_path)})
+    variables = {"QUICKSTART_OUTPUT": str(tmp_path)}
+    result = run_command(*predict, "2", folder=tmp_path, variables=variables, forks=True)
     assert result.returncode == 0, result.stderr
     folder = tmp_path / "yaml" / "predictions"
     assert f"wrote 8 rows of predictions to {folder}" in result.stderr
@@ -157,7 +160,9 @@ def test_predict_writes_files_unless_it_is_left_out(
 
     with pytest.raises(SystemExit, match="2"):
         predict_here(output=tmp_path)
-    assert "it exists and is not an empty directory; choose another or set overwrite=True" in capsys.readouterr().err
+    assert (
+        "it exists and is not an empty directory; choose another path or set overwrite=True" in capsys.readouterr().err
+    )
     predict_here("--predictions.directory", tmp_path / "other", output=tmp_path)
     assert_close_named("rows", torch.cat([tensor for _, tensor in read_tensors(tmp_path / "other")]), rows)
     predict_here("--predictions.write", "false", output=tmp_path / "none")

@@ -23,7 +23,7 @@ def start_job(num_ranks: int, folder: Path, target: TargetOfRank, *arguments: An
 
     Args:
         num_ranks: Processes.
-        folder: Gets their output, in `0.txt` and so on.
+        folder: Where they run. It gets their output, in `0.txt` and so on.
         target: A function of a module.
         arguments: Picklable.
     """
@@ -79,6 +79,7 @@ def _run(
     with open(folder / f"{number}.txt", "a") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
+    os.chdir(folder)  # a trainer without a directory of its own writes here
     warm.start_as_usual()
     if num_ranks > 1:
         os.environ.update(LOCAL_RANK=str(number), NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

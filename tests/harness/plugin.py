@@ -80,6 +80,7 @@ def _is_installed(distribution: str) -> bool:
 
 NEEDS = {
     "gpu": Need(lambda: _count_gpus() > 0, "no CUDA device", "needs a CUDA device"),
+    "two_gpus": Need(lambda: _count_gpus() > 1, "fewer than two CUDA devices", "needs two CUDA devices"),
     "network_namespaces": Need(
         _can_add_network_namespaces,
         "`ip netns add` is not there or not permitted",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import resource
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ SPINE = (
     "tests/strategy/test_pipeline_faults.py::test_ranks_that_all_raise_can_run_again",
 )
 """The tests of two ranks that are quick: each axis, accumulation, tied parameters, save and resume, a failure."""
+NAMED_BY = {"ranks": ("mark.ranks", "RankContext"), "jobs": ("mark.jobs",)}
+"""By marker, what a file has whose tests have it: cases of a table may bring the marker along."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,6 +44,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(QuickTests(config), "quick-tests")
+
+
+def may_have(marker: str, file: Path) -> bool:
+    """Return whether a test of the file may have the marker "ranks" or "jobs", which runs in a stream of its own."""
+    text = file.read_text()
+    return any(name in text for name in NAMED_BY[marker])
+
+
+def refuse_unseen(items: Iterable[pytest.Item]) -> None:
+    """Refuse tests in files that do not show their marker to `may_have`.
+
+    Raises:
+        pytest.UsageError: With the files.
+    """
+    marked = {(marker, item.path) for item in items for marker in NAMED_BY if item.get_closest_marker(marker)}
+    if unseen := [f"{file} ({marker})" for marker, file in sorted(marked) if not may_have(marker, file)]:
+        raise pytest.UsageError(
+            f"`python -m tests` would not run tests of {unseen}: name the marker there, see NAMED_BY in {__name__}"
+        )
 
 
 def merged(old: Mapping[str, float], ran: Mapping[str, float], collected: Collection[str]) -> dict[str, float]:
@@ -75,6 +96,7 @@ class QuickTests:
         missing = [name for name in SPINE if _file(name) in files and name not in self._collected]
         if missing and not any("::" in argument for argument in config.args):
             raise pytest.UsageError(f"there are no tests {missing}, which SPINE in {__name__} names: mend it")
+        refuse_unseen(items)
         if self._chooses:
             config.hook.pytest_deselected(items=[item for item in items if not self._is_quick(item)])
             items[:] = [item for item in items if self._is_quick(item)]

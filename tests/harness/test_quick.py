@@ -8,7 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.harness.quick import DURATIONS, SLOW_SECONDS, merged
+import pytest
+
+from tests.harness.quick import DURATIONS, SLOW_SECONDS, may_have, merged, refuse_unseen
 
 ROOT = Path(__file__).parents[2]
 TESTS = """
@@ -88,6 +90,27 @@ def test_durations_name_tests_of_files_that_are_there() -> None:
     files = {name.split("::")[0] for name in json.loads(DURATIONS.read_text())}
     assert files
     assert not [name for name in files if not (ROOT / name).exists()]
+
+
+def test_marked_tests_are_in_files_that_their_stream_runs(tmp_path: Path) -> None:
+    """Each stream of `python -m tests` collects the files alone that may have its marker."""
+    hidden = tmp_path / "test_hidden.py"
+    hidden.write_text("def test_x(rank):\n    pass\n")
+    named = tmp_path / "test_named.py"
+    named.write_text("def test_x(rank: RankContext):\n    pass\n")
+    assert not may_have("ranks", hidden)
+    assert may_have("ranks", named)
+
+    class Item:
+        def __init__(self, path: Path) -> None:
+            self.path, self.nodeid = path, path.name
+
+        def get_closest_marker(self, name: str) -> bool:
+            return name == "ranks"
+
+    refuse_unseen([Item(named)])  # type: ignore[list-item]
+    with pytest.raises(pytest.UsageError, match=r"would not run tests of \['.*test_hidden.py \(ranks\)'\]"):
+        refuse_unseen([Item(named), Item(hidden)])  # type: ignore[list-item]
 
 
 def test_a_name_of_the_spine_that_is_gone_stops_the_run(tmp_path: Path) -> None:

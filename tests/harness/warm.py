@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -22,6 +23,7 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 PRELOADED = "LIGHTNING_D9D_TESTS_PRELOADED"
@@ -86,6 +88,73 @@ def start_as_usual() -> None:
     multiprocessing.set_start_method(None, force=True)
 
 
+def fork_pythons() -> None:
+    """Let each `python -m MODULE` that this process starts from here on be a fork of it, with its imports made.
+
+    For launchers: their ranks would make the imports again. A fork begins as a program does: with no other descriptors,
+    handlers of signals, exit functions or modules of tests than it would have.
+    """
+    begin = subprocess._fork_exec  # type: ignore[attr-defined]
+
+    def fork(arguments: Sequence[Any], *how: Any) -> int:
+        words = [os.fsdecode(word) for word in arguments if os.fsdecode(word) != "-u"]
+        if words[:2] != [sys.executable, "-m"]:
+            return begin(arguments, *how)
+        _, _, kept, folder, variables, *streams = how[:11]
+        status, starts_session = how[12], how[14]
+        if process := os.fork():
+            return process
+        code = 1
+        try:
+            for number, stream in enumerate((streams[0], streams[3], streams[5])):
+                if stream != -1:
+                    os.dup2(stream, number)
+            for number in map(int, os.listdir("/dev/fd")):
+                if number > 2 and (number not in kept or number == status):
+                    with suppress(OSError):
+                        os.close(number)
+            if starts_session:
+                os.setsid()
+            if folder is not None:
+                os.chdir(folder)
+            if variables is not None:
+                pairs = (os.fsdecode(variable).partition("=") for variable in variables)
+                _take({name: value for name, _, value in pairs})
+            code = _begin_again(words[2], words[3:])
+        finally:
+            os._exit(code)
+
+    subprocess._fork_exec = fork  # type: ignore[attr-defined]
+
+
+def _begin_again(name: str, arguments: Sequence[str]) -> int:
+    """Run `python -m NAME ARGUMENTS` in a fork of a process that has run others. Return the exit code."""
+    atexit._clear()
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    for module in [module for module in sys.modules if module.startswith("tests.")]:
+        del sys.modules[module]
+    launch = sys.modules["lightning_d9d.loop.launch"]
+    launch._launcher = os.environ.pop(launch._LAUNCHED_BY, None)  # as at its import
+    sys.argv = [name, *arguments]
+    code = 0
+    try:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    return code
+
+
 def run_command(
     *arguments: str,
     folder: Path,
@@ -93,6 +162,7 @@ def run_command(
     module: str = "lightning_d9d.cli",
     text: str = "",
     seconds: float = 120,
+    forks: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run `python -m MODULE ARGUMENTS` in a process that does not begin with the imports.
 
@@ -103,12 +173,13 @@ def run_command(
         module: What runs.
         text: What it can read.
         seconds: When it is killed.
+        forks: Whether what it launches begins with its imports made; see `fork_pythons`.
     """
     with tempfile.TemporaryDirectory() as directory:
         streams = [Path(directory, name) for name in ("stdin", "stdout", "stderr")]
         streams[0].write_text(text)
         command = (module, arguments, folder, {**os.environ, **variables}, *streams)
-        process = context().Process(target=run_module, args=command)
+        process = context().Process(target=run_module, args=command, kwargs={"forks": forks})
         process.start()
         process.join(seconds)
         process.kill()
@@ -126,6 +197,7 @@ def run_module(
     stdin: Path,
     stdout: Path,
     stderr: Path,
+    forks: bool = False,
 ) -> None:
     """Run `python -m NAME ARGUMENTS`: the target of a process.
 
@@ -137,8 +209,11 @@ def run_module(
         stdin: What it reads.
         stdout: Gets what it prints.
         stderr: Gets its errors.
+        forks: Whether what it launches begins with its imports made; see `fork_pythons`.
     """
     start_as_usual()
+    if forks:
+        fork_pythons()
     _take(environment)
     with stdin.open() as file:
         os.dup2(file.fileno(), 0)

@@ -84,7 +84,7 @@ def test_wandb_offline(tmp_path: Path) -> None:
     for max_steps in (2, 4):
         logger = WandbLogger(project="project", save_dir=tmp_path, offline=True)
         checkpoint = run_job(logger, tmp_path, max_steps, checkpoint)
-        wandb.finish()  # as the end of a process does
+        wandb.teardown()  # as the end of a process does: `finish` alone does not wait for the file
     runs, steps = set(), []
     for path in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb")):
         for data in records_in(path):
@@ -109,7 +109,7 @@ def test_histograms_in_wandb(tmp_path: Path) -> None:
     trainer(D9DStrategy(), logger=logger, callbacks=[Histograms(2, "net.0.weight", None)], max_epochs=1).fit(
         module, loader(16)
     )
-    wandb.finish()
+    wandb.teardown()
     steps = []
     (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     for data in records_in(path):

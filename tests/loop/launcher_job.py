@@ -161,6 +161,7 @@ def forked_rank(directory: str, number: int, environment: Mapping[str, str], hos
     with (Path(directory) / f"{number}.txt").open("w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
+    os.chdir(directory)
     for name in list(os.environ):
         if name.startswith(LAUNCHER_VARIABLES):
             del os.environ[name]

@@ -301,6 +301,7 @@ def forked_rank(number: int, directory: str, names: tuple[str, ...]) -> None:
     with (Path(directory) / f"{number}.txt").open("w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
+    os.chdir(directory)
     os.environ.update(LOCAL_RANK=str(number), NODE_RANK="0", WORLD_SIZE="2")
     port = dist.FileStore(f"{directory}/port", 2)
     if number == 0:  # as in most jobs the store ends with rank 0

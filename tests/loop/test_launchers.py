@@ -232,7 +232,7 @@ def test_mpi(tmp_path):
     job = [sys.executable, "-m", "tests.loop.launcher_job", str(tmp_path), "two_devices", "two_devices_cli"]
     result = subprocess.run(
         [mpiexec, "-n", "2", *job],
-        cwd=ROOT,
+        cwd=tmp_path,
         env=environment | {"PYTHONPATH": warm.python_path(), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -371,8 +371,8 @@ def test_addresses_of_real_interfaces():
 @pytest.mark.jobs
 def test_launched_rank_whose_launcher_is_killed(tmp_path: Path) -> None:
     """Before they meet: it ends, too, and does not wait for `TimeoutConfig.init_seconds`."""
-    command = [sys.executable, "-m", "tests.loop.orphan_job", str(tmp_path)]
-    launcher = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=JOB_SECONDS)
+    job = {"folder": tmp_path, "variables": {"PYTHONPATH": warm.python_path()}, "module": "tests.loop.orphan_job"}
+    launcher = warm.run_command(str(tmp_path), **job, seconds=JOB_SECONDS, forks=True)
     assert launcher.returncode == -signal.SIGKILL, launcher.stderr
     with suppress(ProcessLookupError):
         rank = os.pidfd_open(int((tmp_path / "rank 1").read_text()))

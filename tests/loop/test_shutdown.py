@@ -26,7 +26,6 @@ from tests.harness import warm
 
 pytestmark = pytest.mark.jobs
 
-ROOT = Path(__file__).parents[2]
 SHUTDOWN_SECONDS = 2.0  # as in shutdown_job.py, which only the jobs import
 ENDING_SECONDS = SHUTDOWN_SECONDS + 58.0  # a busy machine may take long to notice, print and exit; a hang takes 300 s
 JOB_SECONDS = 180.0
@@ -88,7 +87,7 @@ def run_job(
     output, errors = directory / "output", directory / "errors.txt"
     os.mkfifo(output)
     with watched_job() as environment:
-        command = (module, arguments, ROOT, environment, Path(os.devnull), output, errors)
+        command = (module, arguments, directory, environment, Path(os.devnull), output, errors)
         job = warm.context().Process(target=start_launcher, args=command)
         job.start()
         assert job.pid is not None
@@ -111,7 +110,7 @@ def run_job(
 def start_launcher(*command: Any) -> None:
     """`warm.run_module` in a session of its own."""
     os.setsid()
-    warm.run_module(*command)
+    warm.run_module(*command, forks=True)
 
 
 @contextmanager
@@ -191,7 +190,9 @@ def test_ranks_ignore_ctrl_c_and_a_process_waits_for_threads_of_gloo_at_its_exit
     without_ctrl_c = f"trap '' INT; exec {sys.executable} -m {JOB} {tmp_path} interrupt_ignored busy_at_exit"
     command = ["bash", "-c", without_ctrl_c]
     with watched_job() as environment:  # rank 0 does not wait for one that has trained to the end; this does
-        job = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=JOB_SECONDS)
+        job = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=JOB_SECONDS
+        )
     print(job.stderr)
     ended = Ended.of(tmp_path, [job.returncode], [job.stderr])
     assert ended.exit_codes == [0]

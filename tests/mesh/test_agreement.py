@@ -29,7 +29,8 @@ def test_a_process_alone_succeeds_or_says_why() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "remedy"), [(errno.ENOSPC, "free space"), (errno.EROFS, "let this user write"), (errno.EIO, "make it r")]
+    ("number", "remedy"),
+    [(errno.ENOSPC, "free space"), (errno.EROFS, "give this user permission to write"), (errno.EIO, "make it r")],
 )
 def test_what_the_file_system_refuses_has_a_remedy(number: int, remedy: str) -> None:
     hidden = ValueError("of a library")

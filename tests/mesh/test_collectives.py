@@ -107,7 +107,7 @@ def test_an_error_of_a_first_rank_reaches_all(rank: RankContext, kind: str, fail
     if rank.rank == failing:
         assert caught.type is KeyError
     else:
-        assert str(caught.value) == f"rank {failing}, for which the others waited, failed with KeyError: 'no such file'"
+        assert str(caught.value) == f"rank {failing}, which the others waited for, failed with KeyError: 'no such file'"
     is_first = rank.rank == 0 or (kind == "node" and rank.rank == 2)
     assert bool(entered) == is_first
     rank.barrier()

@@ -114,7 +114,7 @@ def test_impossible_degrees_are_refused_at_once(degrees: dict[str, Any], message
             {"pipeline_parallel": 2, "tensor_parallel": 2, "data_parallel_shard": 5},
             24,
             "data_parallel_shard=5 does not divide 24 ranks, of which pipeline_parallel=2 x tensor_parallel=2 leave 6: "
-            "the nearest that fit are 3 and 6, or -1 for whatever is left",
+            "the nearest that fit are 3 and 6, or -1 for all ranks that are left",
         ),
         (
             {"tensor_parallel": 2, "data_parallel_replicate": 2},

@@ -169,7 +169,7 @@ def test_a_process_group_that_was_there_stays() -> None:
 
 def test_more_than_one_rank_without_a_process_group_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"tensor_parallel=2 does not divide 1 rank: at most 1 fits; .* start the ranks"
+        ConfigError, match=r"tensor_parallel=2 does not divide 1 rank: at most 1 fits; .* start them first"
     ):
         MeshDomains.build(MeshConfig(tensor_parallel=2), "cpu")
 

@@ -118,7 +118,5 @@ def test_derived_numbers_fill_their_bits_and_keep_parts_apart() -> None:
 def test_mistakes_are_told() -> None:
     with pytest.raises(ConfigError, match=r"'noise'.* must be one of 'dropout', 'sharded_dropout'"):
         seed_for(0, purpose="noise", coordinates={})  # type: ignore[arg-type]
-    with pytest.raises(
-        ConfigError, match="needs the coordinates pp, dp, cp, of which cp is missing among pp, dp; start"
-    ):
+    with pytest.raises(ConfigError, match=r"needs the coordinates pp, dp, cp, but cp is missing; it has pp, dp\."):
         seed_for(0, purpose="dropout", coordinates={"pp": 0, "dp": 0})

@@ -112,6 +112,8 @@ PEFT_NAMES = {LAYERS: "layers", MATRICES: "matrices", WITH_NORMS: "norms", LAST_
 KEPT = ParallelConfig(reshard_after_forward=False)
 RESHARD = ParallelConfig(reshard_after_forward=True)
 RECOMPUTED = [ParallelConfig(recompute=kind) for kind in ("full", "selective", "attention", "every_2")]
+PEER = ParallelConfig(expert_dispatch="peer", expert_capacity=1.0)
+"""With so little room that some batches are computed again."""
 RING, HEADS = ParallelConfig(context="ring"), ParallelConfig(context="heads")
 TOKENS_8, TOKENS_16 = Data(8), Data(16)
 PACKED = Data(16, packed=True)
@@ -151,6 +153,16 @@ CASES = [
     Case("rep2 shard4 ep4"),
     Case("rep2 shard4 ep8", accumulated=2),
     Case("rep4 shard2 ep4"),
+    Case("rep2 ep2", parallel=PEER, fast=True),
+    Case("rep4 ep4", parallel=PEER),
+    Case("rep8 ep8", parallel=PEER),
+    Case("rep2 shard2 ep2", microbatch_size=2, parallel=PEER),
+    Case("shard4 ep4", parallel=replace(PEER, recompute="full")),
+    Case("rep2 tp2 ep4", parallel=replace(PEER, recompute="selective")),
+    *(
+        Case("pp2 shard2 ep2", schedule=schedule, parallel=PEER, fast=schedule == "dual_pipe_v")
+        for schedule in ("1f1b", "zero_bubble", "dual_pipe_v")
+    ),
     # pipelines
     Case("pp2 shard2", tied=True),
     Case("pp2 shard2", schedule="zero_bubble_v", tied=True),

@@ -2,13 +2,56 @@
 
 from __future__ import annotations
 
+import random
 from contextlib import suppress
 
 import pytest
 import torch
 
 from lightning_d9d.metrics import StepClock, WaitClock
+from lightning_d9d.metrics.wait_clock import moment
 from lightning_d9d.waits import observed_by, waiting
+
+
+class BusyHost:
+    """Takes the processor away after one in four readings, for longer than a step computes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = self.queued = 0.0
+        self._chance = random.Random(0)
+        monkeypatch.setattr("lightning_d9d.metrics.wait_clock.perf_counter", lambda: self._read("now"))
+        monkeypatch.setattr("lightning_d9d.metrics.wait_clock._seconds_in_queue", lambda: self._read("queued"))
+
+    def _read(self, name: str) -> float:
+        value: float = getattr(self, name)
+        self.now += 1e-6
+        if self._chance.random() < 0.25:
+            self.wait_in_queue(0.05)
+        return value
+
+    def wait_in_queue(self, seconds: float) -> None:
+        self.now += seconds
+        self.queued += seconds
+
+
+def test_what_a_rank_computes_is_known_on_a_busy_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it loses the processor between readings of the clock and of the queue, in waits and outside of them."""
+    host, clock, own = BusyHost(monkeypatch), WaitClock(torch.device("cpu")), []
+    with observed_by(clock):
+        before = (0.0, 0.0, 0.0, 0.0)
+        for _ in range(200):
+            host.now += 0.02
+            host.wait_in_queue(0.1)
+            with waiting():
+                host.now += 0.03
+                host.wait_in_queue(0.2)
+            after = (*moment(), clock.seconds, clock.queued)
+            whole, queue, link, queued_in_link = (b - a for a, b in zip(before, after, strict=True))
+            own.append(whole - link - (queue - queued_in_link))
+            before = after
+    within = sorted(abs(each - 0.02) for each in own)
+    assert within[180] < 1e-4
+    assert sum(own) == pytest.approx(200 * 0.02, rel=0.05)
 
 
 class Moments:

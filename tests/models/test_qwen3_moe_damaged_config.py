@@ -144,14 +144,14 @@ def test_the_file_is_named(tmp_path: Path, content: bytes) -> None:
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.json")
-    assert "no regular file" in assert_refused_or_read(tmp_path)
+    assert "not a regular file" in assert_refused_or_read(tmp_path)
 
 
 def test_a_link_out_of_the_directory_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text(json.dumps(GOOD))
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").symlink_to("../secret")
-    assert "leads outside" in assert_refused_or_read(tmp_path / "model")
+    assert "a link out" in assert_refused_or_read(tmp_path / "model")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names of files on Linux")

@@ -382,7 +382,7 @@ def test_directory_is_replaced_only_when_asked(saved):
     load_huggingface(model, saved)
     assert_same_weights(model, make_model(seed=1))
     (saved.parent / "file").touch()
-    with pytest.raises(StateError, match="a file, which is not replaced by a directory; choose another"):
+    with pytest.raises(StateError, match="a file, which a directory does not replace; choose another"):
         save_huggingface(model, saved.parent / "file", overwrite=True)
 
 

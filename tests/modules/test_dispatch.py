@@ -193,7 +193,8 @@ def test_a_token_goes_to_a_rank_at_most_once(rank: RankContext, routing: str) ->
 
 
 def keep_exchanges(context: object, operator: object, *_: object, **__: object) -> CheckpointPolicy:
-    is_exchange = operator is torch.ops.lightning_d9d.all_to_all_rows.default
+    ops = torch.ops.lightning_d9d
+    is_exchange = operator in (ops.all_to_all_rows.default, ops.all_to_all_copies.default)
     return CheckpointPolicy.MUST_SAVE if is_exchange else CheckpointPolicy.PREFER_RECOMPUTE
 
 

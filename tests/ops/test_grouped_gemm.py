@@ -402,7 +402,9 @@ def test_backends_that_cannot_be_had(monkeypatch):
         grouped_gemm(x, weight, offsets, backend="fast")
     with pytest.raises(ConfigError, match=one_of), using_grouped_gemm("fast"):
         pass
-    with pytest.raises(ConfigError, match=r"'nv' takes bfloat16 on CUDA, not torch.bfloat16 on cpu .* choose 'auto'"):
+    with pytest.raises(
+        ConfigError, match=r"'nv' supports bfloat16 on CUDA, not torch.bfloat16 on cpu .* Choose 'auto'"
+    ):
         grouped_gemm(x, weight, offsets, backend="nv")
     with pytest.raises(ConfigError, match=r"multiples of 16 bytes, not torch.float64 on cpu from 16 to 24 numbers"):
         grouped_gemm(x.double(), weight.double(), offsets, backend="torch")
@@ -472,6 +474,6 @@ def test_quack_that_is_not_there(monkeypatch):
         pass
     x, weight, _, offsets = make([6, 0, 10], 16, 24, torch.bfloat16)
     with pytest.raises(
-        ConfigError, match=r"backend 'quack' takes bfloat16 and float16 on CUDA, .* not torch.bfloat16 on cpu"
+        ConfigError, match=r"backend 'quack' supports bfloat16 and float16 on CUDA, .* not torch.bfloat16 on cpu"
     ):
         grouped_gemm(x, weight, offsets, backend="quack")

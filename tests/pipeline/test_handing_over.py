@@ -371,16 +371,16 @@ def selected(link: Link, got: Any, scale: Tensor) -> Any:
 
 
 REFUSED: list[tuple[Transform, Hooks, str]] = [
-    (distributed, Hooks(), r"stage 0 put out a DTensor placed \(Replicate\(\),\); .*to_local"),
-    (hidden, Hooks(), "stage 0 put out a Hidden; return tensors and plain values"),
-    (elsewhere, Hooks(), "stage 0 put out a tensor on meta; move it to"),
+    (distributed, Hooks(), r"stage 0 returned a DTensor placed \(Replicate\(\),\); .*to_local"),
+    (hidden, Hooks(), "stage 0 returned a Hidden; return tensors and plain values"),
+    (elsewhere, Hooks(), "stage 0 returned a tensor on meta; move it to"),
     (nested, NoInputs(), r"microbatch_inputs returned dict; return StageInputs"),
     (
         numbered,
         Hooks(),
-        r"stage 0 put out \((\w+)\[1, 6, 4\] with gradient, (\S+)\) .* after \(\1\[1, 6, 4\] .*, (?!\2)",
+        r"stage 0 returned \((\w+)\[1, 6, 4\] with gradient, (\S+)\) .* after \(\1\[1, 6, 4\] .*, (?!\2)",
     ),
-    (selected, Hooks(), r"stage 0 put out \(.*\) for a microbatch, after \(.*\) for one of the same shapes"),
+    (selected, Hooks(), r"stage 0 returned \(.*\) for a microbatch, after \(.*\) for one of the same shapes"),
 ]
 
 

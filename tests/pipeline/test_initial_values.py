@@ -40,8 +40,8 @@ def test_values_of_the_old_interface_are_refused() -> None:
             return {"weight": DrawnByGenerator()}
 
     message = (
-        r"initial_values\(\) of submodule 'part' \(Older\) gives 'weight' a DrawnByGenerator, .* return "
-        r"\{'weight': Normal\(std=0.02\)\} .* fill_slice_\(target, shape, ranges, key\) replaces draw"
+        r"initial_values\(\) of submodule 'part' \(Older\) gives 'weight' a DrawnByGenerator, .* Return "
+        r"\{'weight': Normal\(std=0.02\)\} .* needs fill_slice_\(target, shape, ranges, key\) in place of draw"
     )
     with torch.device("meta"):
         module = nn.ModuleDict({"part": Older(3, 4, initializer_range=1.0)})

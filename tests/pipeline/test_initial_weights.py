@@ -567,9 +567,9 @@ def test_values_that_nobody_gives_are_refused() -> None:
             self.scale = nn.Parameter(torch.ones(4))
 
     for build, message in (
-        (Bare, r"'part' \(Bare\) owns scale on the meta device but has no reset_parameters\(\)"),
-        (Scaled, r"reset_parameters\(\) of submodule 'part' \(Scaled\) gives no value to 'scale'"),
-        (OursScaled, r"initial_values\(\) of submodule 'part' \(OursScaled\) says nothing of 'scale'"),
+        (Bare, r"'part' \(Bare\) owns scale on the meta device but lacks a reset_parameters\(\)"),
+        (Scaled, r"reset_parameters\(\) of submodule 'part' \(Scaled\) does not set 'scale'"),
+        (OursScaled, r"initial_values\(\) of submodule 'part' \(OursScaled\) lacks 'scale'"),
     ):
         with pytest.raises(ConfigError, match=message):
             initial(lambda build=build: nn.ModuleDict({"part": build()}))

@@ -275,7 +275,7 @@ def test_a_part_without_a_value_is_refused() -> None:
             self.weight = nn.Parameter(torch.empty(4, 4))
             nn.init.ones_(self.weight[:2])
 
-    with pytest.raises(ConfigError, match=r"gives values to a part of 'weight' only"):
+    with pytest.raises(ConfigError, match=r"sets only a part of 'weight'"):
         start(Rows)
 
 

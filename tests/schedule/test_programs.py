@@ -66,13 +66,16 @@ def test_text_of_actions(action: Action, text: str) -> None:
     "text", ["", "F3", "0F", "0X3", "0F-1", "0F3 ", "0UNSHARD1", "0f3", "0F3|", "|0F3", "0F3|1B2|1F4"]
 )
 def test_what_is_no_action(text: str) -> None:
-    with pytest.raises(ScheduleError, match=r"is no action; write <stage><kind><microbatch> with a kind of F, B, I, W"):
+    with pytest.raises(
+        ScheduleError,
+        match=r"is not an action. Write <stage><kind><microbatch>, such as 0F3, with a kind of F, B, I, W",
+    ):
         parse(text)
 
 
 @pytest.mark.parametrize("text", ["0F3|1SEND_F2", "0UNSHARD|1F2"])
 def test_what_is_no_pair(text: str) -> None:
-    with pytest.raises(ScheduleError, match="cannot be one of an overlapped pair; pair two of F, B, I and W"):
+    with pytest.raises(ScheduleError, match="cannot be part of an overlapped pair; pair two of F, B, I and W"):
         parse(text)
 
 
@@ -102,7 +105,7 @@ def test_text_and_csv_of_programs() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0F0 0B0\n1F0 1Q0", "line 2: '1Q0' is no action"),
+        ("0F0 0B0\n1F0 1Q0", "line 2: '1Q0' is not an action"),
         ("0F0 0B0\n0F1 0B1", r"rank 1 runs 0F1, but stage 0 is on rank 0; a stage's actions belong on one rank"),
         ("0F0 0B0\n2F0 2B0", "no rank runs a forward of stage 1; stages count from 0 without gaps"),
         ("", "no rank runs a forward of stage 0"),
@@ -199,11 +202,11 @@ class Nothing(InTwos):
 @pytest.mark.parametrize(
     ("schedule", "count", "message"),
     [
-        (DualPipeV(), 7, "DualPipeV on 4 pipeline ranks takes no 7 microbatches; nearest it takes: 8$"),
-        (InTwos(), 5, "InTwos on 4 pipeline ranks takes no 5 microbatches; nearest it takes: 4 or 6$"),
-        (InTwos(), 0, "InTwos on 4 pipeline ranks takes no 0 microbatches; nearest it takes: 2$"),
-        (OneForwardOneBackward(), 0, "takes no 0 microbatches; nearest it takes: 1$"),
-        (Nothing(), 3, "nearest it takes: none near$"),
+        (DualPipeV(), 7, "DualPipeV on 4 pipeline ranks does not support 7 microbatches; nearest supported: 8$"),
+        (InTwos(), 5, "InTwos on 4 pipeline ranks does not support 5 microbatches; nearest supported: 4 or 6$"),
+        (InTwos(), 0, "InTwos on 4 pipeline ranks does not support 0 microbatches; nearest supported: 2$"),
+        (OneForwardOneBackward(), 0, "does not support 0 microbatches; nearest supported: 1$"),
+        (Nothing(), 3, "nearest supported: none near$"),
         (LoopedBFS(0), 3, "LoopedBFS.stages_per_rank=0 must be a whole number of at least 1"),
     ],
 )
@@ -240,7 +243,7 @@ def test_a_written_program(tmp_path: Path) -> None:
     assert schedule.program(2, 2) == WrittenProgram(text).program(2, 2)
     assert schedule.program(2, 2).has_messages
     assert str(schedule.forward_only(2, 1)) == "0F0 0SEND_F0\n1RECV_F0 1F0"
-    with pytest.raises(ScheduleError, match=r"takes no 3 microbatches; nearest it takes: 2$"):
+    with pytest.raises(ScheduleError, match=r"does not support 3 microbatches; nearest supported: 2$"):
         schedule.program(2, 3)
     with pytest.raises(ScheduleError, match="has 2 lines, but there are 3 pipeline ranks; write one line for each"):
         schedule.program(3, 2)
@@ -259,19 +262,19 @@ def test_written_messages_need_one_order() -> None:
 
 @pytest.mark.parametrize("arguments", [{}, {"text": "0F0 0B0", "path": "x.csv"}])
 def test_a_written_program_is_text_or_a_file(arguments: dict[str, str]) -> None:
-    with pytest.raises(ScheduleError, match="needs one of both"):
+    with pytest.raises(ScheduleError, match="needs exactly one of the two"):
         WrittenProgram(**arguments)
 
 
 def test_a_written_program_is_checked_at_once() -> None:
-    with pytest.raises(ScheduleError, match="rank 0, action 0: 0B0 comes before 0F0; put it behind"):
+    with pytest.raises(ScheduleError, match="rank 0, action 0: 0B0 comes before 0F0; put it after that"):
         WrittenProgram("0B0 0F0")
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["0F0", "0B0"], r"Given.order\(rank=0, ...\) has '0F0', which is no action; make one with Forward"),
+        (["0F0", "0B0"], r"Given.order\(rank=0, ...\) has '0F0', which is not an action; make one with Forward"),
         (None, r"Given.order\(rank=0, ...\) returned None; return or yield actions"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What `Auto` chooses, against running everything that it could choose on paper."""
+"""The choices of `Auto`, against a simulation of everything that it could choose."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_memory_of_the_device_where_no_cap_is_given() -> None:
 
 
 def measured(truth: ModelCosts, machine: Machine, bounds: list[int], num_rows: int, halves: bool) -> MeasuredCosts:
-    """What a run would have measured of these stages, if `truth` were the truth."""
+    """Return what a run would have measured of these stages if `truth` were the truth."""
     cut = [range(*pair) for pair in pairwise(bounds)]
     exact = replace(machine, action_seconds=0.0)
     costs, _ = costs_of(truth, exact, num_rows, cut)
@@ -240,7 +240,7 @@ def slower(layer: LayerCosts, time: float, memory: float) -> LayerCosts:
 
 
 def in_truth(choice: Choice, num_ranks: int, truth: ModelCosts, machine: Machine) -> float:
-    """What a step with this choice really takes."""
+    """Return the real time of a step with this choice."""
     program = choice.schedule.program(num_ranks, choice.num_microbatches)
     costs, _ = costs_of(truth, machine, choice.microbatch_size, list(choice.layers_of_stage))
     return simulate(program, costs).step_time
@@ -293,8 +293,8 @@ def with_stage(values: dict[str, Any], index: int, **changes: Any) -> dict[str, 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda values: [values], "no measurement of format 1"),
-        (lambda values: {**values, "format": 2}, "no measurement of format 1"),
+        (lambda values: [values], "not a measurement of format 1"),
+        (lambda values: {**values, "format": 2}, "not a measurement of format 1"),
         (lambda values: without(values, "stages"), r"missing fields \['stages'\]"),
         (lambda values: {**values, "stages": 3}, "MeasuredCosts.stages=3 must be a list"),
         (lambda values: {**values, "stages": []}, r"layers \[\]; they must follow one another"),
@@ -372,7 +372,7 @@ def test_what_cannot_be(make: Any, message: str) -> None:
     ],
 )
 def test_before_the_choice_there_is_no_schedule(use: Any) -> None:
-    with pytest.raises(ScheduleError, match="Auto has chosen no schedule yet"):
+    with pytest.raises(ScheduleError, match="Auto has not chosen a schedule yet"):
         use(Auto(8, 4096))
 
 

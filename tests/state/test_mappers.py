@@ -145,7 +145,7 @@ def test_groups_are_forgotten_when_they_are_done() -> None:
 
 
 def test_an_incomplete_group_is_named() -> None:
-    with pytest.raises(StateError, match="k never came, of which qk is made"):
+    with pytest.raises(StateError, match="k never came, but qk is made of it"):
         list(Concatenate(["q", "k"], "qk").stream([("q", A)]))
 
 
@@ -169,20 +169,23 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "two take one": (lambda: Parallel([Rename("a", "b"), Rename("a", "c")]), "a is among the inputs of two"),
     "two make one": (lambda: Parallel([Rename("a", "c"), Rename("b", "c")]), "c is among the outputs of two"),
     "twice in a leaf": (lambda: Stack(["a", "a"], "s"), "Stack names a twice"),
-    "nothing in a leaf": (lambda: Stack([], "s"), "Stack takes or makes no tensor"),
-    "used up": (lambda: Sequential([Rename("a", "b"), Rename("a", "c")]), "a is taken by two mappers in sequence"),
+    "nothing in a leaf": (lambda: Stack([], "s"), "Stack has no inputs or no outputs"),
+    "already taken": (
+        lambda: Sequential([Rename("a", "b"), Rename("a", "c")]),
+        "a is taken by two mappers in sequence",
+    ),
     "in the way": (lambda: Sequential([Identity(["b"]), Rename("a", "b")]), "b is made by a mapper, but one of that"),
     "no such rank": (lambda: Share(Identity(["a"]), 2, 2), "rank 2 of 2"),
-    "missing": (lambda: Stack(["a", "x"], "s").apply({"a": A}), "x: what the mapper takes is not there"),
+    "missing": (lambda: Stack(["a", "x"], "s").apply({"a": A}), "x: this input of the mapper is missing"),
     "shapes": (lambda: Stack(["a", "b"], "s").apply({"a": A, "b": A.T}), r"a \[3, 4\] and b \[4, 3\].*to s"),
     "dtypes": (lambda: Stack(["a", "b"], "s").apply({"a": A, "b": A.double()}), "a is .*32 and b .*64.*Cast"),
-    "no such dim": (lambda: Split("a", {"x": 3}, dim=2).apply({"a": A}), "a has 2 dims and none of number 2"),
+    "no such dim": (lambda: Split("a", {"x": 3}, dim=2).apply({"a": A}), "a has 2 dims, so 2 is not one of them"),
     "not all": (lambda: Split("a", {"x": 1, "y": 1}).apply({"a": A}), r"a \[3, 4\] cannot be split .*\[1, 1\], 2 tog"),
-    "no such child": (lambda: Select("a", {"x": 3}).apply({"a": A}), "no child 3 in dim 0 to be x"),
+    "no such child": (lambda: Select("a", {"x": 3}).apply({"a": A}), "has no child 3 in dim 0 for x"),
     "a child twice": (lambda: Select("a", {"x": 1, "y": 1}), "x and y are both child 1 of a; take each child once"),
-    "lossy": (lambda: Select("a", {"x": 0}).inverse({"a": A}), "not all of a is kept"),
+    "lossy": (lambda: Select("a", {"x": 0}).inverse({"a": A}), "the mapper does not keep all of a"),
     "wrong way": (lambda: Transpose(["a"]).inverse({"a": A}).apply({"a": A}), r"a has shape \[3, 4\] and should"),
-    "whole already": (lambda: Gather(["a"]).apply({"a": A}), "a is no DTensor"),
+    "whole already": (lambda: Gather(["a"]).apply({"a": A}), "a is not a DTensor"),
 }
 
 
@@ -263,7 +266,7 @@ def test_distribute_and_gather(rank: RankContext) -> None:
     again = Sequential([Gather(["b"]), Distribute(["b"], mesh, [Replicate()])]).apply({"b": cut})["b"]
     assert torch.equal(again.to_local().cpu(), whole.T)  # type: ignore[attr-defined]
     assert Rename("b", "c").apply({"b": cut})["c"] is cut
-    with pytest.raises(StateError, match="b is sharded over ranks and cannot be transposed; let Gather come before"):
+    with pytest.raises(StateError, match="b is sharded over ranks and cannot be transposed; put Gather before it"):
         Transpose(["b"]).apply({"b": cut})
     with pytest.raises(StateError, match="b is sharded over ranks and cannot be distributed again"):
         Distribute(["b"], mesh, [Shard(0)]).apply({"b": cut})

@@ -32,6 +32,8 @@ INIT_SECONDS = 4.0
 STEP_SECONDS = 4.0
 SHUTDOWN_SECONDS = 2.0
 TIMEOUTS = TimeoutConfig(init_seconds=INIT_SECONDS, step_seconds=STEP_SECONDS, shutdown_seconds=SHUTDOWN_SECONDS)
+TIMEOUTS_OF_GPUS = replace(TIMEOUTS, init_seconds=60.0)
+"""To begin with CUDA and NCCL takes longer."""
 SLOW_SECONDS = 0.6
 
 NUM_STEPS = 6
@@ -234,7 +236,14 @@ def saved(directory: Path, step: int) -> Path:
 
 
 def run_rank(
-    directory: Path, number: int, num_ranks: int, port: int, kind: str, fault: Fault, loop: str = "fit"
+    directory: Path,
+    number: int,
+    num_ranks: int,
+    port: int,
+    kind: str,
+    fault: Fault,
+    loop: str = "fit",
+    device: str = "cpu",
 ) -> None:
     """One of several processes, as torchrun would start it. Output goes to DIRECTORY/NUMBER.txt.
 
@@ -246,6 +255,7 @@ def run_rank(
         kind: One of `MODULES`.
         fault: The same on all ranks.
         loop: The Trainer's method.
+        device: "cpu" or "cuda".
     """
     be_rank(directory, number, num_ranks, port)
     act = fault.act
@@ -256,7 +266,8 @@ def run_rank(
 
     fault.act = act_and_tell
     checkpoint = saved(directory / BEFORE, SAVE_EVERY) if fault.phase == "load" else None
-    fit(directory, num_ranks, kind=kind, fault=fault, checkpoint=checkpoint, loop=loop)
+    timeouts = TIMEOUTS if device == "cpu" else TIMEOUTS_OF_GPUS
+    fit(directory, num_ranks, device, kind=kind, fault=fault, checkpoint=checkpoint, timeouts=timeouts, loop=loop)
 
 
 def be_rank(directory: Path, number: int, num_ranks: int, port: int) -> None:

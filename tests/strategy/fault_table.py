@@ -45,6 +45,8 @@ class Job:
     """The Trainer's method."""
     num_ranks: int = 2
     others_exit_code: int = 1
+    device: str = "cpu"
+    """Or "cuda"."""
 
     @property
     def limit_seconds(self) -> float:
@@ -67,7 +69,8 @@ class Job:
         fault = Fault(phase.split()[0], self.rank if rank == -1 else rank, self.act, self.skip)
         ranks = [
             warm.context().Process(
-                target=job.run_rank, args=(directory, number, self.num_ranks, port, self.kind, fault, self.loop)
+                target=job.run_rank,
+                args=(directory, number, self.num_ranks, port, self.kind, fault, self.loop, self.device),
             )
             for number in range(self.num_ranks)
         ]

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_d9d import TimeoutConfig
 from lightning_d9d.strategy.ranks import JobRanks
@@ -58,18 +59,22 @@ def in_other_order(_: Any) -> None:
     limit = timedelta(seconds=STEP_SECONDS)
     first, second = (dist.new_group(timeout=limit, group_desc=name) for name in ("first", "second"))
     for group in (first, second) if dist.get_rank() == 0 else (second, first):
-        dist.all_reduce(torch.ones(3), group=group)
+        dist.all_reduce(_ones(3), group=group)
 
 
 def leave_out(_: Any) -> None:
     group = dist.new_group(group_desc="some")
     if dist.get_rank() == 0:
-        dist.all_reduce(torch.ones(3), group=group)
+        dist.all_reduce(_ones(3), group=group)
 
 
 def with_other_shape(_: Any) -> None:
     """The rank that gets more than it has room for is ended by gloo."""
-    dist.all_reduce(torch.ones(7))
+    dist.all_reduce(_ones(7))
+
+
+def _ones(size: int) -> Tensor:
+    return torch.ones(size, device="cuda" if torch.cuda.is_initialized() else "cpu")
 
 
 def take_all_memory(_: Any) -> None:
@@ -115,17 +120,20 @@ class Hang:
     """Until the step timeout; else a rank ends, or raises."""
     reports: bool = True
     kind: str = "plain"
+    lines_on_nccl: tuple[str, ...] = ()
+    """If they are others there."""
 
-    def run(self, directory: Path) -> Ended:
-        """Start the ranks, wait for their end, and check it."""
-        case = Job(1, self.act, self.exit_code, "", (), kind=self.kind)
+    def run(self, directory: Path, device: str = "cpu") -> Ended:
+        """Start the ranks, wait for their end, and check it. On "cuda" NCCL chooses exit codes."""
+        case = Job(1, self.act, self.exit_code, "", (), kind=self.kind, device=device)
         ended = case.run(directory, "forward", self.rank)
-        assert ended.exit_codes == [self.other_exit_code, self.exit_code]
+        on_cuda = device == "cuda"
+        assert all(ended.exit_codes) if on_cuda else ended.exit_codes == [self.other_exit_code, self.exit_code]
         assert ended.seconds < self.limit_seconds
         reports = list(directory.rglob("hang-*.txt"))
         assert len(reports) == self.reports
         said = "".join(report.read_text() for report in reports) or "".join(ended.outputs)
-        for line in self.lines:
+        for line in (self.lines_on_nccl or map(_on_nccl, self.lines)) if on_cuda else self.lines:
             assert re.search(line, said), line
         return ended
 
@@ -133,6 +141,11 @@ class Hang:
     def limit_seconds(self) -> float:
         """From the fault to the end of the job."""
         return self.waits * STEP_SECONDS + REPORT_SECONDS + SHUTDOWN_SECONDS
+
+
+def _on_nccl(line: str) -> str:
+    """There the first collective that is missed is another one, as the host runs ahead."""
+    return line.replace(r"gloo:all_reduce\(Float\[\]\)", r"nccl:\w+\(.*\)").replace("gloo:", "nccl:")
 
 
 _MISSED = r"rank 1 \(.*\) did not come to gloo:all_reduce\(Float\[\]\), number \d+ of group .*rank 0 waits since .*"
@@ -190,6 +203,7 @@ HANGS = {
         "waits since 3.7 s`, where rank 1 waits instead, and `ranks wait for each other: one left a collective out, or "
         "they call them in different orders`",
         rank=None,
+        lines_on_nccl=(r"rank 1 \(.*\) did not come to nccl:all_reduce\(Float\[3\]\), number 1 of group 'some'",),
     ),
     "another order": Hang(
         in_other_order,

@@ -19,7 +19,7 @@ from tests.strategy.plain import trainer
 from tests.strategy.staged import Staged
 
 X, Y = torch.zeros(4, 8), torch.zeros(4, dtype=torch.int64)
-REMEDY = "; give what the hook asks for in the DataLoader's collate_fn, or let the hook take what is there"
+REMEDY = "; add what the hook needs in the DataLoader's collate_fn, or change the hook to use what the batch has"
 
 
 class Encoding(UserDict[str, Any]):
@@ -108,7 +108,7 @@ def test_bugs_stay_what_they_are() -> None:
 
 
 def test_batches_that_are_cut_say_what_they_are() -> None:
-    text = r"^a batch is split into microbatches along dim 0, but it is {}: its tensors must share one first size"
+    text = r"^a batch is split into microbatches along dim 0, but it is {}. Its tensors must share one first size"
     for batch, described in (
         ("text", "a str 'text'"),
         ({}, "an empty dict"),

@@ -140,21 +140,26 @@ def test_a_gpu_has_the_batches_of_a_cpu() -> None:
 def test_copies_do_not_wait_for_computation_and_memory_is_not_used_early() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     copies, pinned = BatchCopies(device), [torch.full((1 << 20,), float(n)).pin_memory() for n in range(8)]
-    copies.begin([pinned[0]])
+
+    def sums() -> list[Tensor]:
+        found = []
+        for each in pinned:
+            (copy,) = copies.begin([each])
+            found.append(copy.sum())  # behind what the stream computes; then the memory of the copy is free
+            del copy
+        return found
+
+    sums()  # CUDA loads a kernel at its first launch, and waits for all others then
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         torch.cuda._sleep(1 << 31)  # the stream that computes is busy for about a second
         busy = torch.cuda.Event()
         busy.record()
-        sums = []
-        for each in pinned:
-            (copy,) = copies.begin([each])
-            sums.append(copy.sum())  # behind the sleep; then the memory of the copy is free
-            del copy
+        found = sums()
         arrived = copies._stream.record_event()
         arrived.synchronize()
         assert not busy.query()  # all copies were done while the other stream had not begun to read them
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert [total.item() / (1 << 20) for total in sums] == list(range(8))
+    assert [total.item() / (1 << 20) for total in found] == list(range(8))

@@ -68,7 +68,7 @@ REFUSED_PIPELINES: dict[str, tuple[dict[str, Any], str]] = {
     "microbatch_size": ({**TWO_STAGES, "microbatch_size": 3}, "4 rows, which microbatch_size=3 does not divide"),
     "too few microbatches": (
         {**TWO_STAGES, "schedule": "dual_pipe_v", "num_microbatches": 2},
-        "DualPipeV on 2 pipeline ranks takes no 2 microbatches; nearest it takes: 4",
+        "DualPipeV on 2 pipeline ranks does not support 2 microbatches; nearest supported: 4",
     ),
 }
 REFUSING_SECONDS = 30.0

@@ -71,6 +71,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"expert_dispatch": "all_to_all"},
         "set MeshConfig.expert_parallel above 1, or leave {} out",
     ),
+    "ParallelConfig.expert_capacity": (
+        {"expert_capacity": 2.0},
+        "set MeshConfig.expert_parallel above 1, or leave {} out",
+    ),
     "ParallelConfig.context": ({"context": "ring"}, "set MeshConfig.context_parallel_shard above 1, or leave {} out"),
     "ParallelConfig.pad_sequences": (
         {"pad_sequences": True},
@@ -107,6 +111,10 @@ OF_PLAIN: dict[str, tuple[dict[str, Any], str]] = {
         REFUSED["ParallelConfig.expert_dispatch"][0],
         "plain LightningModule, whose experts nobody shards; make it a D9DModule",
     ),
+    "ParallelConfig.expert_capacity": (
+        REFUSED["ParallelConfig.expert_capacity"][0],
+        "plain LightningModule, whose experts nobody shards; make it a D9DModule",
+    ),
     **{
         name: (REFUSED[name][0], "plain LightningModule, whose weights .* only where ParallelConfig.shard_blocks names")
         for name, (_, message) in REFUSED.items()
@@ -128,7 +136,10 @@ def test_a_setting_without_an_effect_on_what_shards_itself_is_refused(rank: Rank
 
 
 def test_every_need_is_tested() -> None:
-    assert REFUSED.keys() | {"D9DStrategy.schedule", "D9DStrategy.step_in_backward"} == NEEDS.keys()
+    assert (
+        REFUSED.keys() | {f"D9DStrategy.{name}" for name in ("schedule", "step_in_backward", "replicate_sync")}
+        == NEEDS.keys()
+    )
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -182,6 +193,12 @@ def test_a_schedule_of_a_plain_module_is_refused() -> None:
     trainer(D9DStrategy(schedule="1f1b"), max_steps=1).fit(Plain(), loader(8))
 
 
+def test_replicas_that_mix_are_refused_where_there_is_one() -> None:
+    run = trainer(D9DStrategy(replicate_sync="ring"))
+    with pytest.raises(ConfigError, match=r"replicate_sync=.* there is one replica; set MeshConfig.data_parallel_rep"):
+        run.fit(Plain(), loader(8))
+
+
 def test_steps_in_the_backward_of_a_plain_module_are_refused() -> None:
     run = trainer(D9DStrategy(step_in_backward=True))
     with pytest.raises(ConfigError, match=r"D9DStrategy.step_in_backward=True has no effect here: Plain is a plain"):
@@ -190,7 +207,10 @@ def test_steps_in_the_backward_of_a_plain_module_are_refused() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    sorted(REFUSED.keys() - {f"ParallelConfig.{name}" for name in ("context", "expert_dispatch", "pad_sequences")}),
+    sorted(
+        REFUSED.keys()
+        - {f"ParallelConfig.{name}" for name in ("context", "expert_dispatch", "expert_capacity", "pad_sequences")}
+    ),
 )
 def test_one_process_takes_what_is_written_for_any_number_of_ranks(name: str) -> None:
     """A degree of -1 shards over the ranks that there are, be it one."""

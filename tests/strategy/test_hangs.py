@@ -27,6 +27,14 @@ def test_a_job_that_hangs_says_where_it_is(name: str, tmp_path: Path) -> None:
     HANGS[name].run(tmp_path)
 
 
+@pytest.mark.gpu
+@pytest.mark.two_gpus
+@pytest.mark.jobs
+@pytest.mark.parametrize("name", ["SIGSTOP", "endless Python loop", "a rank leaves a collective out"])
+def test_a_job_on_nccl_that_hangs_says_where_it_is(name: str, tmp_path: Path) -> None:
+    HANGS[name].run(tmp_path, "cuda")
+
+
 @pytest.mark.jobs
 def test_a_signal_asks_for_a_report_and_the_job_goes_on(tmp_path: Path) -> None:
     ended = Job(1, hangs.ask_for_report, 0, "", ()).run(tmp_path, "forward")

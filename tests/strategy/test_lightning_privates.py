@@ -279,7 +279,9 @@ def test_every_use_is_listed() -> None:
 
 
 def test_every_inherited_attribute_is_listed() -> None:
-    trees = [ast.parse((ROOT / "strategy" / name).read_text()) for name in ("rank_hooks.py", "strategy.py")]
+    trees = [
+        ast.parse((ROOT / "strategy" / name).read_text()) for name in ("rank_hooks.py", "save_hooks.py", "strategy.py")
+    ]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     own = {n.attr for n in nodes if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "self"}
     own |= {n.name for n in nodes if isinstance(n, ast.FunctionDef)}

@@ -109,7 +109,7 @@ def test_registered_by_import() -> None:
         ({"schedule": "2f2b"}, r"schedule='2f2b' is unknown; choose one of \['1f1b', 'dual_pipe_v', 'gpipe', "),
         ({"schedule": "zero_buble"}, r"'zero_bubble_v'\]; did you mean 'zero_bubble'\?"),
         ({"schedule": "Auto"}, "schedule='Auto' needs to know the batch: class_path: Auto with init_args: batch_size"),
-        ({"schedule": 3}, "schedule=3 is no schedule"),
+        ({"schedule": 3}, "schedule=3 is not a schedule"),
         ({"schedule": GPipe}, r"schedule=GPipe is a class; give an object, GPipe\(\)"),
         ({"microbatch_size": 0}, "microbatch_size=0 must be an integer of at least 1"),
         ({"num_microbatches": 2.0}, "num_microbatches=2.0 must be an integer"),

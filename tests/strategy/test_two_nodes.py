@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
-import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,9 +25,10 @@ from tests.loop.test_launchers import free_port, read, run_ranks
 pytestmark = pytest.mark.jobs
 
 PREFIX = "lightning-d9d-test-"
-ROOT = Path(__file__).parents[2]
 JOB_SECONDS = 200.0
 EXTRA_SECONDS = 80.0  # a busy machine may take long to notice, print and exit; a hang takes 300 s
+_NEW_NETWORK = 0x40000000
+"""Of `setns(2)`."""
 
 
 @dataclass
@@ -47,18 +49,23 @@ class Node:
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
 
-    def start(self, command: list[str], variables: dict[str, str], output: Path) -> subprocess.Popen[str]:
-        ip = shutil.which("ip")
-        assert ip is not None
-        return subprocess.Popen(
-            [ip, "netns", "exec", self.namespace, *command],
-            cwd=ROOT,
-            env={**os.environ, **variables, "GLOO_SOCKET_IFNAME": self.interface},
-            stdout=subprocess.PIPE,
-            stderr=output.open("w"),
-            text=True,
-            start_new_session=True,
-        )
+    def start(self, module: str, arguments: list[str], folder: Path, stdout: Path, stderr: Path) -> BaseProcess:
+        variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": warm.python_path(), "PYTHONUNBUFFERED": "1"}
+        environment = {**os.environ, **variables, "GLOO_SOCKET_IFNAME": self.interface}
+        command = (module, arguments, folder, environment, Path(os.devnull), stdout, stderr)
+        job = warm.context().Process(target=run_in_namespace, args=(self.namespace, *command))
+        job.start()
+        return job
+
+
+def run_in_namespace(namespace: str, *command: Any) -> None:
+    """`warm.run_module` on a node, in a session of its own."""
+    os.setsid()
+    system = ctypes.CDLL(None, use_errno=True)
+    with open(Path("/run/netns", namespace)) as file:
+        if system.setns(file.fileno(), _NEW_NETWORK) != 0:
+            raise OSError(ctypes.get_errno(), "setns")
+    warm.run_module(*command, forks=True)
 
 
 def remove_namespaces_of_ended_tests() -> None:
@@ -93,7 +100,7 @@ def nodes() -> Iterator[list[Node]]:
 class Ended:
     """A job whose network was cut."""
 
-    exit_codes: list[int] = field(default_factory=list)
+    exit_codes: list[int | None] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     """From the cut."""
     outputs: list[str] = field(default_factory=list)
@@ -101,33 +108,34 @@ class Ended:
 
 def run_and_cut(nodes: list[Node], directory: Path, *cases: str) -> Ended:
     """torchrun on each node, one rank a node; when rank 0 says that it is ready, its cable is pulled."""
-    variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": warm.python_path(), "PYTHONUNBUFFERED": "1"}
     outputs = [directory / f"node{number}.txt" for number in range(2)]
+    said = directory / "said"
+    os.mkfifo(said)
     jobs = []
     for number, node in enumerate(nodes):
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={number}"]
-        torchrun += ["--nproc-per-node=1", f"--master-addr={nodes[0].address}", "--master-port=29500"]
-        command = [*torchrun, "-m", "tests.loop.launcher_job", str(directory), *cases]
-        jobs.append(node.start(command, variables, outputs[number]))
+        arguments = ["--nnodes=2", f"--node-rank={number}", "--nproc-per-node=1"]
+        arguments += [f"--master-addr={nodes[0].address}", "--master-port=29500"]
+        arguments += ["-m", "tests.loop.launcher_job", str(directory), *cases]
+        stdout = said if number == 0 else Path(os.devnull)
+        jobs.append(node.start("torch.distributed.run", arguments, directory, stdout, outputs[number]))
     limits = [threading.Timer(JOB_SECONDS, node.end_processes) for node in nodes]
     ended = Ended()
     try:
         for limit in limits:
             limit.start()
-        assert jobs[0].stdout is not None
-        if any("ready" in line for line in jobs[0].stdout):
-            nodes[0].ip("link", "set", nodes[0].interface, "down")
-        cut = time.monotonic()
-        for job in jobs:
-            ended.exit_codes.append(job.wait())
-            ended.seconds.append(time.monotonic() - cut)
+        with said.open() as lines:
+            if any("ready" in line for line in lines):
+                nodes[0].ip("link", "set", nodes[0].interface, "down")
+            cut = time.monotonic()
+            for job in jobs:
+                job.join()
+                ended.exit_codes.append(job.exitcode)
+                ended.seconds.append(time.monotonic() - cut)
     finally:
         for limit, node in zip(limits, nodes, strict=True):
             limit.cancel()
             limit.join()
             node.end_processes()
-        for job in jobs:
-            job.communicate()
         ended.outputs = [output.read_text() for output in outputs]
         print(ended.seconds, *ended.outputs, sep="\n" + 80 * "=" + "\n")
     return ended

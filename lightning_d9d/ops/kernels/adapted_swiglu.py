@@ -10,6 +10,8 @@ matrices at the end. What it adds to sums over columns is a part, and a second k
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -19,14 +21,25 @@ from lightning_d9d.ops.kernels.compiling import jit
 from lightning_d9d.ops.kernels.thin_products import num_parts, rows_of_expert
 from lightning_d9d.ops.rows import ceil_div, padded_for_products
 
-_ROWS = 64
-_COLUMNS = 64
-"""The columns of a tile of the backward, for whose sums a wider one lacks registers."""
-_COLUMNS_FORWARD = 128
-_NUM_STAGES = 2
+
+class _Tile(NamedTuple):
+    """The size of a tile, the number of tiles that are read or in use at a time, and the warps of a program."""
+
+    rows: int
+    columns: int
+    stages: int
+    warps: int
+
+    def num_warps(self, rank: int, rank_out: int) -> int:
+        """Return how many warps a program has: wide thin tiles take the registers of more."""
+        return max(self.warps, 8) if max(rank, rank_out) > _MOST_FOR_FEW_WARPS else self.warps
+
+
+_FORWARD = _Tile(64, 64, 3, 4)
+_BACKWARD = _Tile(64, 64, 3, 4)
 _BLOCK = 1024
-_MOST_FOR_4_WARPS = 32
-"""Columns of thin tiles; more take the registers of more warps."""
+_MOST_FOR_FEW_WARPS = 32
+"""Columns of thin tiles."""
 
 
 def forward(
@@ -40,10 +53,10 @@ def forward(
     result: Tensor,
     projected: Tensor,
 ) -> None:
-    """Fill the last two; `projected` where there is `a`. All but `offsets` have memory without gaps and elements."""
+    """Fill the last two tensors; `projected` only with `a`. All but `offsets` are contiguous and not empty."""
     (num_rows, inner), num_experts = result.shape, len(offsets)
     rank, rank_out = 0 if b is None else b.shape[2], 0 if a is None else a.shape[1]
-    parts = num_parts(num_rows, num_experts, _ROWS)
+    parts = num_parts(num_rows, num_experts, _FORWARD.rows)
     with torch.cuda.device_of(result):
         _forward[(parts * num_experts,)](
             gate_up,
@@ -60,12 +73,12 @@ def forward(
             inner,
             rank,
             rank_out,
-            ROWS=_ROWS,
-            COLUMNS=_COLUMNS_FORWARD,
+            ROWS=_FORWARD.rows,
+            COLUMNS=_FORWARD.columns,
             RANK=padded_for_products(rank),
             RANK_OUT=padded_for_products(rank_out),
-            num_warps=_num_warps(rank, rank_out),
-            num_stages=_NUM_STAGES,
+            STAGES=_FORWARD.stages,
+            num_warps=_FORWARD.num_warps(rank, rank_out),
         )
 
 
@@ -81,11 +94,11 @@ def backward(
     scale: float,
     results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
 ) -> None:
-    """Fill the gradients of `gate_up`, `h`, `b`, `a` and `weights`, where there are such; as in `forward`."""
+    """Fill the gradients of those of `gate_up`, `h`, `b`, `a` and `weights` that are given, as in `forward`."""
     d_gate_up, dh, db, da, d_weights = results
     (num_rows, inner), num_experts = dy.shape, len(offsets)
     rank, rank_out = 0 if b is None else b.shape[2], 0 if a is None else a.shape[1]
-    blocks = ceil_div(inner, _COLUMNS)
+    blocks = ceil_div(inner, _BACKWARD.columns)
     of_h = dy.new_empty(blocks if rank else 0, num_rows, 2 * rank, dtype=torch.float32)
     of_weights = dy.new_empty(blocks, num_rows, dtype=torch.float32)
     with torch.cuda.device_of(dy):
@@ -109,12 +122,12 @@ def backward(
             inner,
             rank,
             rank_out,
-            ROWS=_ROWS,
-            COLUMNS=_COLUMNS,
+            ROWS=_BACKWARD.rows,
+            COLUMNS=_BACKWARD.columns,
             RANK=padded_for_products(rank),
             RANK_OUT=padded_for_products(rank_out),
-            num_warps=_num_warps(rank, rank_out),
-            num_stages=_NUM_STAGES,
+            STAGES=_BACKWARD.stages,
+            num_warps=_BACKWARD.num_warps(rank, rank_out),
         )
         for partial, result in ((of_h, dh), (of_weights, d_weights)):
             if result.numel():
@@ -123,13 +136,9 @@ def backward(
                 )
 
 
-def _num_warps(rank: int, rank_out: int) -> int:
-    return 4 if max(rank, rank_out) <= _MOST_FOR_4_WARPS else 8
-
-
 @triton.jit
 def _thin_tile(pointer, row, num_rows, rank: tl.constexpr, width: tl.constexpr, RANK: tl.constexpr):
-    """A tile of rows whose first is at the pointer, `[rows, RANK]`: zero in what is padded."""
+    """Load a tile of rows whose first is at the pointer, `[rows, RANK]`, with zeros as padding."""
     n = tl.arange(0, RANK)
     return tl.load(
         pointer + row[:, None] * width + n[None, :], mask=(row < num_rows)[:, None] & (n < rank)[None, :], other=0.0
@@ -146,7 +155,7 @@ def _matrix_tile(
     rank_stride: tl.constexpr,
     RANK: tl.constexpr,
 ):
-    """A tile of columns of a thin matrix, `[RANK, columns]`: zero in what is padded."""
+    """Load a tile of columns of a thin matrix, `[RANK, columns]`, with zeros as padding."""
     n = tl.arange(0, RANK)
     at = n[:, None] * rank_stride + k[None, :] * column_stride
     return tl.load(pointer + at, mask=(n < rank)[:, None] & (k < num_columns)[None, :], other=0.0)
@@ -154,21 +163,21 @@ def _matrix_tile(
 
 @triton.jit
 def _thin_tiles(pointer, row, num_rows, rank: tl.constexpr, RANK: tl.constexpr):
-    """The tiles of the gate and of up, which are side by side."""
+    """Load the tiles of the gate and of up, which are side by side."""
     gate = _thin_tile(pointer, row, num_rows, rank, 2 * rank, RANK)
     return gate, _thin_tile(pointer + rank, row, num_rows, rank, 2 * rank, RANK)
 
 
 @triton.jit
 def _matrix_tiles(pointer, k, num_columns, inner: tl.constexpr, rank: tl.constexpr, RANK: tl.constexpr):
-    """The tiles of the gate and of up, which are `inner` rows apart."""
+    """Load the tiles of the gate and of up, which are `inner` rows apart."""
     gate = _matrix_tile(pointer, k, num_columns, rank, rank, 1, RANK)
     return gate, _matrix_tile(pointer + inner * rank, k, num_columns, rank, rank, 1, RANK)
 
 
 @triton.jit
 def _store_thin_tile(pointer, row, num_rows, rank: tl.constexpr, width: tl.constexpr, RANK: tl.constexpr, values):
-    """Write what `_thin_tile` reads."""
+    """Write the tile that `_thin_tile` reads."""
     n = tl.arange(0, RANK)[None, :]
     tl.store(pointer + row[:, None] * width + n, values, mask=(row < num_rows)[:, None] & (n < rank))
 
@@ -184,7 +193,7 @@ def _store_matrix_tile(
     RANK: tl.constexpr,
     values,
 ):
-    """Write what `_matrix_tile` reads, from `[columns, RANK]`."""
+    """Write the tile that `_matrix_tile` reads, from `[columns, RANK]`."""
     n = tl.arange(0, RANK)[None, :]
     at = k[:, None] * column_stride + n * rank_stride
     tl.store(pointer + at, values, mask=(k < num_columns)[:, None] & (n < rank))
@@ -210,6 +219,7 @@ def _forward(
     COLUMNS: tl.constexpr,
     RANK: tl.constexpr,
     RANK_OUT: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     expert, part = tl.program_id(0) % num_experts, tl.program_id(0) // num_experts
     first, end = rows_of_expert(offsets, expert)
@@ -223,7 +233,7 @@ def _forward(
         if h is not None:
             of_gate, of_up = _thin_tiles(h + wide_start * 2 * rank, row, num_rows, rank, RANK)
         total = tl.zeros([ROWS, RANK_OUT], tl.float32)
-        for column in range(0, inner, COLUMNS):
+        for column in tl.range(0, inner, COLUMNS, num_stages=STAGES):
             num_columns = inner - column
             mask = (row < num_rows)[:, None] & (k < num_columns)[None, :]
             at = row[:, None] * (2 * inner) + k[None, :]
@@ -272,11 +282,11 @@ def _backward(
     COLUMNS: tl.constexpr,
     RANK: tl.constexpr,
     RANK_OUT: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     expert, block = tl.program_id(0) % num_experts, (tl.program_id(0) // num_experts).to(tl.int64)
     first, end = rows_of_expert(offsets, expert)
-    dtype = gate_up.dtype.element_ty
-    row, k = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    dtype, row, k = gate_up.dtype.element_ty, tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     column, num_columns = block * COLUMNS, (inner - block * COLUMNS).to(tl.int32)
     wide_expert, zero = expert.to(tl.int64), expert.to(tl.int64) * 0
     b_at = (wide_expert * 2 * inner + column) * rank
@@ -287,7 +297,7 @@ def _backward(
     if a is not None:
         thin = _matrix_tile(a + a_at, k, num_columns, 1, rank_out, inner, RANK_OUT)
         of_a = tl.zeros([COLUMNS, RANK_OUT], tl.float32)
-    for start in range(first, end, ROWS):
+    for start in tl.range(first, end, ROWS, num_stages=STAGES):
         wide_start, num_rows = start + zero, end - start
         mask = (row < num_rows)[:, None] & (k < num_columns)[None, :]
         at = row[:, None] * (2 * inner) + k[None, :]

@@ -1,8 +1,8 @@
 """Triton kernels of attention: the forward, and a backward of one kernel by queries and one by keys.
 
 [Note: numbers] Products are summed in float32, and exponentials are of base two. Gradients recompute probabilities from
-the logarithms. Each number of a gradient is summed by one program in a fixed order, over all query heads that share a
-head of keys; where that would be too few programs, over some of these, and the sums in float32 are added up.
+the logarithms. One program sums each number of a gradient in a fixed order, over all query heads that share a head of
+keys. If that gives too few programs, each sums over some of these heads, and the float32 sums are added up.
 """
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 
@@ -27,7 +27,7 @@ _LARGE_MEMORY = 120 * 1024
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, masks: Masks, sinks: Tensor | None, out: Tensor, lse: Tensor) -> None:
-    """Fill `out` and the contiguous `lse`. There are queries."""
+    """Fill `out` and the contiguous `lse`. Queries are not empty."""
     q, k, v = (_with_rows(t) for t in (q, k, v))
     batch, heads, num_queries, head_dim = q.shape
     blocks = _blocks_of(q, "forward")
@@ -67,7 +67,7 @@ def backward(
     dk: Tensor,
     dv: Tensor,
 ) -> None:
-    """Fill the gradients that are not empty; `dk` and `dv` both are or neither. There are queries and keys."""
+    """Fill the gradients that are not empty; `dk` and `dv` both are or neither. Queries and keys are not empty."""
     grad_out, q, k, v, out = (_with_rows(t) for t in (grad_out, q, k, v, out))
     batch, heads, num_queries, _ = q.shape
     gradients = dq, dk, dv
@@ -164,18 +164,18 @@ def _keys_backward(
 
 
 def _num_parts(group: int, num_groups: int, device: torch.device) -> int:
-    """Over how many programs the query heads of a group are spread, so that all processors have a few programs."""
+    """Return the number of programs for the query heads of a group, so that all processors have a few programs."""
     wanted = num_programs(num_groups * group, device) // 2
     return next(n for n in range(1, group + 1) if group % n == 0 and (num_groups * n >= wanted or n == group))
 
 
 def _with_rows(tensor: Tensor) -> Tensor:
-    """With the elements of a head side by side."""
+    """Return a tensor with the elements of a head side by side."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _target(tensor: Tensor) -> Tensor:
-    """Where kernels can write what `tensor` is to be."""
+    """Return a tensor to which kernels can write the values of `tensor`."""
     return tensor if tensor.stride(-1) == 1 else torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
@@ -188,7 +188,7 @@ def _in_rows(masks: Masks) -> Masks:
 
 
 def _strides(*tensors: Tensor) -> list[int]:
-    """Of batch, heads and sequence of each."""
+    """Return the strides of batch, heads and sequence of each tensor."""
     return [stride for tensor in tensors for stride in tensor.stride()[:3]]
 
 
@@ -204,7 +204,7 @@ def _blocks_of(q: Tensor, kernel: Literal["forward", "dq", "dk_dv"]) -> Blocks:
 
 
 def _shared_memory(device: torch.device) -> int:
-    """That a program can have; in the interpreter any."""
+    """Return the bytes of shared memory that a program can have; the interpreter has no limit."""
     if device.type == "cpu":
         return _LARGE_MEMORY
     return gpu_properties(device).shared_memory_per_block_optin
@@ -241,7 +241,7 @@ def _arguments_of(masks: Masks, plan: Tensor) -> list[Any]:
 def _rows(
     ptr, first, length, stride, SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Rows from `first` on, `[SIZE, WIDTH]`, 0 outside of the tensor; with `MASKED` there may be such rows."""
+    """Load rows from `first` on, `[SIZE, WIDTH]`, 0 outside of the tensor; only with `MASKED` may rows be outside."""
     row = tl.arange(0, SIZE)[:, None]
     column = tl.arange(0, WIDTH)[None, :]
     pointers = ptr + (tl.full([], 1, tl.int64) * first) * stride + (row * stride + column)
@@ -263,7 +263,7 @@ def _store(values, ptr, first, length, stride, SIZE: tl.constexpr, HEAD_DIM: tl.
 
 @triton.jit
 def _counts(queries, keys, q_ids, k_ids, num_keys, window, CAUSAL: tl.constexpr):
-    """Which pairs count; ids are None or lie as `queries` and `keys`."""
+    """Return which pairs count; ids are None or have the layout of `queries` and `keys`."""
     counts = keys < num_keys
     if CAUSAL:
         counts = counts & (keys <= queries)
@@ -362,7 +362,7 @@ def _prepare(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Two numbers a query: the logarithm of base two, +inf without any key, and its result times the gradient."""
+    """Compute two numbers a query: the base-two logarithm, +inf without a key, and its result times the gradient."""
     batch = (tl.program_id(0) // heads).to(tl.int64)
     head = (tl.program_id(0) % heads).to(tl.int64)
     first = tl.program_id(1) * ROWS
@@ -451,7 +451,7 @@ def _dk_dv(
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Scores lie here by key and query, so that probabilities need not be transposed."""
+    """Compute gradients of keys and values; scores are by key and query, so that nothing is transposed."""
     kv_heads = heads // group
     part = (tl.program_id(0) % parts).to(tl.int64)
     kv_head = (tl.program_id(0) // parts % kv_heads).to(tl.int64)

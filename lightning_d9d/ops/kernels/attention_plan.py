@@ -1,9 +1,9 @@
-"""Which blocks of queries and keys meet in attention, found out on the device.
+"""Plans the blocks of queries and keys that meet in attention, on the device.
 
 A program has a block of rows (queries, or keys for their gradients) and goes through columns (the other ones) a block
-at a time. A plan says which of these it visits: from the first to the last that has a pair, and of these from where to
-where no pair is masked. Of documents it knows the least and largest id of each block, so it is tight where documents
-lie in one piece with ids that rise or fall; other ids cost time, not correctness.
+at a time. A plan has the range of blocks with a pair, and in it the range in which all pairs count. For documents it
+knows the least and largest id of each block. So it is tight if documents are contiguous with ids that rise or fall.
+Other ids cost time, not correctness.
 """
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 
@@ -21,11 +21,11 @@ from lightning_d9d.ops.kernels.compiling import jit
 from lightning_d9d.ops.rows import ceil_div, next_power_of_2
 
 SIZES = ["num_queries", "num_keys", "num_rows", "num_columns", "length", "heads", "group", "parts", "window"]
-"""Numbers that kernels are not compiled again for."""
+"""Arguments whose values do not recompile kernels."""
 
 
 class Blocks(NamedTuple):
-    """How many rows and columns a program has at a time, and how it does."""
+    """Rows and columns that a program has at a time, and its launch settings."""
 
     rows: int
     columns: int
@@ -71,7 +71,7 @@ def plan_blocks(
 
 @jit(do_not_specialize=SIZES)
 def _extremes(ids_ptr, low_ptr, high_ptr, ids_stride, length, COLUMNS: tl.constexpr):
-    """Of the ids of each block of columns."""
+    """Write the least and largest id of each block of columns."""
     block = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
     ids = ids_from(ids_ptr + batch * ids_stride, block * COLUMNS, length, COLUMNS)
@@ -106,7 +106,7 @@ def _plan_rows(
     is_full = first + COLUMNS <= num_columns
     if CAUSAL:
         if ROWS_ARE_QUERIES:
-            most, least = last_row - first, first_row - last  # how far keys are behind their queries
+            most, least = last_row - first, first_row - last  # distances from queries back to keys
         else:
             most, least = last - first_row, first - last_row
         is_useful = is_useful & (most >= 0)
@@ -131,7 +131,7 @@ def _plan_rows(
     place = plan_ptr + (batch * tl.num_programs(0) + tl.program_id(0)) * 4
     tl.store(place, start)
     tl.store(place + 1, end)
-    tl.store(place + 2, tl.maximum(full_start, start))  # with none of them both are `start`
+    tl.store(place + 2, tl.maximum(full_start, start))  # both are `start` if the range is empty
     tl.store(place + 3, tl.maximum(full_end, start))
 
 

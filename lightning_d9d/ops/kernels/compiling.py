@@ -1,7 +1,7 @@
-"""Kernels are compiled once a machine: no process does what another one is at.
+"""Compiles each kernel once a machine: processes do not repeat each other's work.
 
-[Note: compiling] Triton keeps on disk what it has compiled. But processes of a machine that need a kernel at the same
-time all compile it. Here a lock file for each kernel lets one of them do so, while the others wait and then read the
+[Note: compiling] Triton caches compiled kernels on disk. But processes of a machine that need a kernel at the same time
+all compile it. Here a lock file for each kernel lets one process compile, while the others wait and then read the
 result. The hooks are those of Triton's own settings (`triton.knobs.runtime`); hooks of others still run.
 """
 
@@ -25,23 +25,23 @@ from lightning_d9d.startup import add
 PART = "kernels"
 """The name of compiling among the parts of a start."""
 _WAIT_S = 60.0
-"""Longer than a kernel takes: whoever holds its lock for longer will not finish it."""
+"""Longer than a kernel takes: a process that holds its lock for longer will not finish it."""
 _PACKAGE = __name__.rpartition(".")[0]
 _of_thread = threading.local()
 
 
 class Kernel(JITFunction[Any]):
-    """A function that Triton compiles, and that a thread may have compiled alone. [Note: compiling ahead]."""
+    """A function that Triton compiles, and that a thread may compile without launching it. [Note: compiling ahead]."""
 
     def __getitem__(self, grid: Any) -> Any:
-        """Return what launches the kernel."""
+        """Return the launcher of the kernel."""
         return self._compile if only_compiles() else super().__getitem__(grid)
 
     def _compile(self, *args: Any, **kwargs: Any) -> None:
         compiled: Any = self.run(*args, grid=(1,), warmup=True, **kwargs)
         active: Any = driver.active
         if compiled is not None:  # a hook of a user may have compiled it in another way
-            # This keeps on disk what launches the kernel. The kernel is loaded by the thread that launches it.
+            # This caches the launcher on disk. The thread that launches the kernel loads it.
             active.launcher_cls(compiled.src, compiled.metadata)
 
 
@@ -53,11 +53,11 @@ def jit(function: Any = None, **options: Any) -> Any:
 
 
 class Lock:
-    """A file that one thread of one process holds, where the file system has locks.
+    """A lock file that one thread of one process holds, if the file system has locks.
 
     Args:
-        path: Of the file.
-        wait_s: How long to wait for whoever holds it; then one goes on without.
+        path: Path of the file.
+        wait_s: Seconds to wait for the holder; then continue without the lock.
     """
 
     def __init__(self, path: Path, wait_s: float = _WAIT_S) -> None:
@@ -69,7 +69,7 @@ class Lock:
         self.is_held = held
 
     def release(self) -> None:
-        """Let another one have it."""
+        """Release the lock."""
         self._file.close()
 
     def _is_taken(self) -> bool:
@@ -83,7 +83,7 @@ class Lock:
 
 
 def install() -> None:
-    """Let processes wait for each other, where kernels are compiled at all: not for the interpreter. Local."""
+    """Make processes wait for each other's compilation; the interpreter does not compile. Local."""
     if torch.cuda.is_available() and not knobs.runtime.interpret:
         add_hooks()
 
@@ -96,7 +96,7 @@ def add_hooks() -> None:
     def begin(**options: Any) -> bool | None:
         result = before(**options) if before is not None else None
         if not result and _is_ours(options):
-            _release()  # what a failure has left
+            _release()  # a lock that a failure left
             _of_thread.begin = time.perf_counter()
             _of_thread.lock = _lock_of(options)
         return result
@@ -104,7 +104,7 @@ def add_hooks() -> None:
     def end(**options: Any) -> bool | None:
         if _is_ours(options):
             _release()
-            if not only_compiles():  # the main thread's time is that of the start
+            if not only_compiles():  # only the main thread's time counts as startup
                 add(PART, time.perf_counter() - _of_thread.begin, f"; they are kept in {knobs.cache.dir}")
         return after(**options) if after is not None else None
 
@@ -112,24 +112,24 @@ def add_hooks() -> None:
 
 
 def _release() -> None:
-    """Let another one have the lock of this thread."""
+    """Release the lock of this thread."""
     if lock := _of_thread.__dict__.pop("lock", None):
         lock.release()
 
 
 def lock_file(module: str, name: str, specialization: str) -> Path:
-    """Where the lock of a kernel is, for given types, sizes and settings: beside what Triton has compiled."""
+    """Return the lock's path for a kernel with given types, sizes and settings, in Triton's cache."""
     digest = hashlib.sha256("\n".join([module, name, specialization]).encode()).hexdigest()[:32]
     return Path(knobs.cache.dir) / f"lightning_d9d.{digest}.lock"
 
 
 def _is_ours(options: dict[str, Any]) -> bool:
-    """Kernels of others are theirs."""
+    """Return True for kernels of this package."""
     return options["fn"].module.startswith(f"{_PACKAGE}.")
 
 
 def _lock_of(options: dict[str, Any]) -> Lock | None:
-    """None where nothing can be written."""
+    """Return the lock of a kernel; None if its folder cannot be written to."""
     function = options["fn"]
     try:
         return Lock(lock_file(function.module, function.name, options["compile"]["specialization_data"]))

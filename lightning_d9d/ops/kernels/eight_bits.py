@@ -32,7 +32,7 @@ _LEAST = tl.constexpr(LEAST_SQUARE)
 _ROOM_OF_AVERAGE, _BELOW_OF_AVERAGE, _MOST_OF_AVERAGE = map(tl.constexpr, AVERAGE)
 _ROOM_OF_SQUARE, _BELOW_OF_SQUARE, _MOST_OF_SQUARE = map(tl.constexpr, SQUARE)
 _INTERPRETED = tl.constexpr(knobs.runtime.interpret)
-"""Python has none of the device's approximations, which the exact results are found from."""
+"""The interpreter lacks the device's approximations, from which the exact results are found."""
 
 
 def adamw(
@@ -46,7 +46,7 @@ def adamw(
     eps: float,
     seed: int,
 ) -> None:
-    """Update all tensors of a table, as `lightning_d9d.ops.kernels.stochastic.adamw`.
+    """Update all tensors of a table, like `lightning_d9d.ops.kernels.stochastic.adamw`.
 
     Args:
         parts: int64 `[parts, 11]`. The addresses of parameter, exp_avg, exp_avg_sq and the scales of both come first.
@@ -54,7 +54,7 @@ def adamw(
             and the length of its rows.
         gradients: int64 `[parts]`, addresses.
         chunks: int32 `[chunks, 2]`: a part, and which `CHUNK` blocks of it.
-        scalars: As there.
+        scalars: The same as there.
         found_inf: As there.
         dtypes: As there.
         betas: As there.
@@ -93,7 +93,7 @@ def _as_bits(values):
 
 @triton.jit
 def _root(values):
-    """Square roots of normal numbers, rounded to nearest: as `tl.sqrt_rn`, without its branches."""
+    """Compute square roots of normal numbers, rounded to nearest, like `tl.sqrt_rn` without its branches."""
     if _INTERPRETED:
         return tl.sqrt_rn(values)
     else:
@@ -106,7 +106,7 @@ def _root(values):
 
 @triton.jit
 def _quotient(numerator, denominator):
-    """Quotients, rounded to nearest where they are normal numbers: as `tl.div_rn`, without its branches."""
+    """Compute quotients, rounded to nearest if they are normal numbers, like `tl.div_rn` without its branches."""
     if _INTERPRETED:
         return tl.div_rn(numerator, denominator)
     else:

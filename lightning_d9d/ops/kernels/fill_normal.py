@@ -13,8 +13,9 @@ from lightning_d9d.ops.places import FACTORS, MEAN, ROUNDS, STEPS, WORD, Runs
 from lightning_d9d.ops.rows import ceil_div
 
 _BLOCK = 512
-"""Calls of Philox in a program: four for each thread of four warps, so that products of one wait for none of another.
-Some 350 instructions make four values, so these are what takes time, and not memory."""
+"""Calls of Philox in a program: four for each thread of four warps, so that products of one do not wait for another.
+Some 350 instructions make four values, so computation takes the time, not memory.
+"""
 _ROUNDS = tl.constexpr(ROUNDS)
 _FACTOR0, _FACTOR1 = tl.constexpr(FACTORS[0]), tl.constexpr(FACTORS[1])
 _STEP0, _STEP1 = tl.constexpr(STEPS[0]), tl.constexpr(STEPS[1])
@@ -23,7 +24,7 @@ _MEAN = tl.constexpr(MEAN)
 
 def fill_normal(target: Tensor, scale: float, key: int, runs: Runs) -> None:
     """Fill `target`, contiguous, in float32, float16 or bfloat16, with the values of its places; there are some."""
-    calls = (runs.length + 6) // 4  # which the words of a run come from at most, wherever it begins
+    calls = (runs.length + 6) // 4  # the most calls that the words of a run come from, for any beginning
     is_bfloat16 = target.dtype == torch.bfloat16
     with torch.cuda.device_of(target):
         _fill[(ceil_div(runs.num_runs * calls, _BLOCK),)](
@@ -83,7 +84,7 @@ def _philox(c0, k0, k1):
 @triton.jit
 def _store(row_ptr, column, end, word, scale, IS_BFLOAT16: tl.constexpr):
     low, ones = word.to(tl.uint32), (word >> 32).to(tl.uint32)
-    ones = ones - (ones >> 1 & 0x55555555)  # how many there are in 2, 4, 8, 16 and 32 bits
+    ones = ones - (ones >> 1 & 0x55555555)  # number of ones in 2, 4, 8, 16 and 32 bits
     ones = (ones & 0x33333333) + (ones >> 2 & 0x33333333)
     ones = ones + (ones >> 4) & 0x0F0F0F0F
     ones = ones + (ones >> 8)

@@ -1,10 +1,10 @@
 """Kernels of `linear_cross_entropy`: one program a row of logits.
 
 A program reads its row in blocks of `LANES x WIDTH` numbers, `WIDTH` of which are the 16 bytes that a thread loads at
-once. Maxima and sums are kept by lane, so threads need nothing of each other before the end of the row, and there is
-one exponential a number and one a lane. The gradient is written from the end of the row to its start: what has been
-read last is still in the cache. Blocks go on behind the columns of a row to where the next row begins, so that loads
-are wide where the number of columns is odd; what lies between is overwritten, too.
+once. Maxima and sums are kept by lane, so threads do not need each other before the end of the row. There is one
+exponential a number and one a lane. The gradient is written from the end of the row to its start: the numbers read last
+are still in the cache. Blocks extend past the columns of a row to the beginning of the next row, so that loads are wide
+even for an odd number of columns. The gap between rows is overwritten too.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false
@@ -21,7 +21,7 @@ from lightning_d9d.ops.rows import ceil_div, next_power_of_2
 _MOST_AT_ONCE = 16384
 _NUMBERS_PER_THREAD = 16
 _PROGRAMS_OF_SCALE = 1056
-"""Eight a multiprocessor of an H200: enough to saturate memory, and soon gone where there is nothing to do."""
+"""Eight programs a multiprocessor of an H200: enough to saturate memory, and quick to end if there is nothing to do."""
 
 _SCALED_AT_ONCE = 4096
 
@@ -29,16 +29,16 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 _LOG2_E_REST = tl.constexpr(1.4426950408889634 - 1.44269502162933349609375)  # what float32 cuts
 _LN_2 = tl.constexpr(0.6931471805599453)
 _LOWEST = tl.constexpr(-1e30)
-"""Where maxima start: finite, so that a lane of -inf alone has exponentials 0."""
+"""Start of maxima: finite, so that a lane with only -inf has exponentials 0."""
 
 
 def write_statistics(logits: Tensor, labels: Tensor, statistics: Tensor, *, first: int, soft_cap: float) -> None:
-    """Write of each row the log-sum-exp, the logit of the label (0 if it is no column) and the sum of the logits.
+    """Write each row's log-sum-exp, logit of the label (0 if it is not a column) and sum of logits.
 
     Args:
-        logits: shape `[rows, columns]`, the last dim contiguous, and all of the memory between rows its own.
+        logits: shape `[rows, columns]`, the last dim contiguous; it owns the memory between rows.
         labels: int64 `[rows]`; column 0 has the label `first`.
-        statistics: float32 `[3, rows]`, the last dim contiguous; is written to.
+        statistics: float32 `[3, rows]`, the last dim contiguous; overwritten.
         first: label of the first column.
         soft_cap: 0 for none.
     """
@@ -51,7 +51,7 @@ def write_gradient(
     """Overwrite logits with `factors[0] * softmax - factors[1] * is_label - factors[2]`, through the soft cap.
 
     Args:
-        logits: shape `[rows, columns]`, the last dim contiguous, and all of the memory between rows its own.
+        logits: shape `[rows, columns]`, the last dim contiguous; it owns the memory between rows.
         labels: int64 `[rows]`; column 0 has the label `first`.
         lse: log-sum-exp of each row, float32 `[rows]`.
         factors: float32 `[3, rows]`, the last dim contiguous.
@@ -72,7 +72,7 @@ def write_statistics_and_gradient(
     z_loss: float,
     label_smoothing: float,
 ) -> None:
-    """`write_statistics`, and `write_gradient` with the factors of the sum of the losses, of whole rows at once."""
+    """Do `write_statistics`, and `write_gradient` with the factors of the losses' sum, on whole rows at once."""
     _launch(
         logits,
         labels,
@@ -88,7 +88,7 @@ def write_statistics_and_gradient(
 
 
 def scale_in_place(tensor: Tensor, factor: Tensor) -> None:
-    """Multiply a contiguous tensor by a float32 scalar on the device; where that is 1, memory is not touched."""
+    """Multiply a contiguous tensor by a float32 scalar on the device; if that is 1, memory is not touched."""
     if tensor.numel():
         num_programs = min(_PROGRAMS_OF_SCALE, ceil_div(tensor.numel(), _SCALED_AT_ONCE))
         _scale_kernel[(num_programs,)](tensor, factor, tensor.numel(), BLOCK=_SCALED_AT_ONCE, num_warps=8)
@@ -148,7 +148,7 @@ def _capped(logits, soft_cap):
 @triton.jit
 def _exp(x, EXACT: tl.constexpr):
     if EXACT:
-        x = tl.where(x < -200.0, -200.0, x)  # of which the exponential is 0, and no rest is infinite
+        x = tl.where(x < -200.0, -200.0, x)  # its exponential is 0, and the rest is finite
     product = x * _LOG2_E
     result = tl.exp2(product)
     if EXACT:  # in float32 the rounding of the product would be most of the error
@@ -180,7 +180,7 @@ def _kernel(
 ):
     """Write the statistics (`READS`) or read a log-sum-exp from there; then perhaps write the gradient (`WRITES`).
 
-    With both, factors are those of the sum of the losses and all columns are here; `factors` is not read.
+    With both, factors are those of the losses' sum, this rank has all columns, and `factors` is not read.
     """
     EXACT: tl.constexpr = logits_of_rows.dtype.element_ty == tl.float32
     index = tl.program_id(0).to(tl.int64)

@@ -1,13 +1,13 @@
 """Triton kernels of `moe_permute` and `moe_unpermute`.
 
 [Note: sorting] A program goes through a block of copies and gives each its number among those of its expert there; it
-keeps count of experts (`_rank`). To that number each copy then adds the first row of its expert and block, for which
-every program sums up the counts of all blocks before its own (`_finish`): less time than a third launch would take. All
-sums are of integers, so their order does not matter.
+keeps count of experts (`_rank`). Each copy then adds the first row of its expert and block to that number. For this
+every program sums up the counts of all blocks before its own (`_finish`), which is faster than a third launch. All sums
+are of integers, so their order does not matter.
 
 [Note: copying] A program reads rows of some tokens once and writes all their copies, as tokens are near each other and
-copies are not: a kernel by copies would read each token `top_k` times. Summing reads the copies, and writes once. Where
-copies and products with rows are wanted of the same tokens, a program has all rows of one token in flight while it
+copies are not: a kernel by copies would read each token `top_k` times. Summing reads the copies, and writes once. If
+copies and products with rows of the same tokens are needed, a program has all rows of one token in flight while it
 writes the copies.
 """
 
@@ -24,37 +24,38 @@ from lightning_d9d.ops.kernels.compiling import jit
 from lightning_d9d.ops.rows import ceil_div, next_power_of_2, num_programs
 
 NUMBERS = ["num_tokens", "num_rows"]
-"""Differ from step to step where tokens come from other ranks: a kernel is not compiled again for other divisors."""
+"""Arguments that differ from step to step if tokens come from other ranks: they do not recompile kernels."""
 _NUM_WARPS = 4
 _TILE_BYTES = 4096
-"""Of a program's tile: two accesses of 16 bytes for each thread, times the number of copies in flight."""
+"""Bytes of a program's tile: two accesses of 16 bytes for each thread, times the number of copies in flight."""
 _DOT_TILE_BYTES = 2048
-"""Of products of rows, which read two of these at a time."""
+"""Bytes of a tile of products of rows, which read two of these at a time."""
 _BOTH_TILE_BYTES = 16384
-"""Of copies and products at once: all rows of a token."""
+"""Bytes of a tile of copies and products at once: all rows of a token."""
 _STREAMED_BYTES = 2**28
-"""Copies of so many bytes, several times what caches hold, are gone from there before the next product reads them
-anyway: they are written as what is not read again. Fewer stay where they can be found."""
+"""From this size on, several times that of caches, copies are evicted before the next product reads them: they are
+written past the cache. Smaller ones stay in the cache.
+"""
 _STEP = 64
-"""Copies that are ranked at a time. More are compared with more others."""
+"""Copies that are ranked at a time. With more, each is compared with more others."""
 _AT_ONCE = 32
-"""How many of these a copy is compared with at once."""
+"""Number of these that a copy is compared with at once."""
 _MOST_STEPS = 64
-"""Of a block, whose copies are in the registers of a program at the end."""
+"""Most steps of a block: at the end its copies are in a program's registers."""
 _MOST_BLOCKS = 256
-"""If that is possible. Fewer make more steps, more make more counts to sum up."""
+"""Most blocks, if possible. Fewer blocks need more steps, more blocks have more counts to sum up."""
 _MOST_COUNTS = 65536
-"""That a program sums up, all blocks together: with more than 256 experts there are fewer blocks."""
+"""Most counts that a program sums up over all blocks: with more than 256 experts there are fewer blocks."""
 _BLOCKS_TO_FINISH = 2
-"""A program's: with more the counts are summed up by fewer, and each waits longer."""
+"""Blocks that a program finishes. With more, fewer programs sum up the counts, and each waits longer."""
 _SOURCES = 1024
-"""Copies whose rows a program tells their token."""
+"""Copies for whose rows a program writes the token."""
 _COUNTS_AT_ONCE = 8192
-"""Of all experts and some blocks: eight loads of 16 bytes for each thread."""
+"""Counts of all experts and some blocks at a time: eight loads of 16 bytes for each thread."""
 
 
 def sort(indices: Tensor, multiple: int, places: Tensor, counts: Tensor, offsets: Tensor) -> None:
-    """Writes the last three; see [Note: sorting]."""
+    """Write the last three tensors; see [Note: sorting]."""
     indices, num_experts, num_copies = indices.contiguous(), len(counts), indices.numel()
     if num_copies == 0 or num_experts == 0:
         counts.zero_()
@@ -96,14 +97,14 @@ def sort(indices: Tensor, multiple: int, places: Tensor, counts: Tensor, offsets
 
 
 def fill_sources(places: Tensor, sources: Tensor) -> None:
-    """Writes the last."""
+    """Write the last tensor."""
     if places.numel():
         grid = (ceil_div(places.numel(), _SOURCES),)
         _fill_sources[grid](places.contiguous(), sources, places.numel(), places.shape[1], BLOCK=_SOURCES)
 
 
 def copy_rows(x: Tensor, places: Tensor, weights: Tensor | None, rows: Tensor) -> None:
-    """Writes the last, but for padding; see [Note: copying]."""
+    """Write the last tensor, except padding; see [Note: copying]."""
     if places.numel() == 0 or rows.numel() == 0:
         return
     matrix = _matrix(x)
@@ -126,7 +127,7 @@ def copy_rows(x: Tensor, places: Tensor, weights: Tensor | None, rows: Tensor) -
 
 
 def clear_padding(counts: Tensor, offsets: Tensor, rows: Tensor) -> None:
-    """Writes the last where there is padding."""
+    """Clear the padding of the last tensor."""
     if rows.numel() == 0:
         return
     width = rows.numel() // len(rows)
@@ -136,7 +137,7 @@ def clear_padding(counts: Tensor, offsets: Tensor, rows: Tensor) -> None:
 
 
 def sum_rows(rows: Tensor, places: Tensor, weights: Tensor | None, sums: Tensor) -> None:
-    """Writes the last; see [Note: copying]."""
+    """Write the last tensor; see [Note: copying]."""
     if sums.numel() == 0:
         return
     if places.shape[1] == 0:
@@ -160,7 +161,7 @@ def sum_rows(rows: Tensor, places: Tensor, weights: Tensor | None, sums: Tensor)
 
 
 def dot_rows(x: Tensor, rows: Tensor, places: Tensor, products: Tensor) -> None:
-    """Writes the last."""
+    """Write the last tensor."""
     if products.numel() == 0:
         return
     if rows.numel() == 0:
@@ -186,7 +187,7 @@ def dot_rows(x: Tensor, rows: Tensor, places: Tensor, products: Tensor) -> None:
 def copy_and_dot_rows(
     x: Tensor, rows: Tensor, places: Tensor, weights: Tensor, copies: Tensor, products: Tensor
 ) -> None:
-    """Writes the last two, copies but for padding: `copy_rows` and `dot_rows` in one; see [Note: copying]."""
+    """Write the last two tensors, copies without padding: `copy_rows` and `dot_rows` in one; see [Note: copying]."""
     if products.numel() == 0:
         return
     if rows.numel() == 0:
@@ -245,13 +246,13 @@ def _rank(
     own, bins = tl.arange(0, STEP), tl.arange(0, EXPERTS)
     first = block * num_steps * STEP
     end = tl.minimum(first + num_steps * STEP, num_copies)
-    # What is past the end counts for an expert that there is not: EXPERTS is more than their number.
+    # Copies past the end count for an expert that does not exist: EXPERTS is more than their number.
     experts = tl.load(indices + first + own, mask=first + own < end, other=num_experts).to(tl.int32)
     counts = tl.zeros([EXPERTS], tl.int32)
     for step in range(0, num_steps):
         start = first + step * STEP
         copies = start + own
-        # The next ones are on their way while these are compared.
+        # The next ones are loaded while these are compared.
         next_experts = tl.load(indices + copies + STEP, mask=copies + STEP < end, other=num_experts).to(tl.int32)
         rank = tl.gather(counts, experts, 0)
         for other in range(0, STEP, AT_ONCE):
@@ -281,7 +282,7 @@ def _finish(
     BLOCKS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    """Turns ranks to places, and writes counts and offsets of all."""
+    """Turn ranks into places, and write counts and offsets of all experts."""
     first_block = tl.program_id(0) * TO_FINISH
     bins = tl.arange(0, EXPERTS)
     total = tl.zeros([BLOCKS, EXPERTS], tl.int32)
@@ -351,7 +352,7 @@ def _copy(
 def _clear(counts, offsets, rows, num_rows, width, num_experts, TAIL: tl.constexpr, COLUMNS: tl.constexpr):
     program = tl.program_id(0)
     columns = tl.arange(0, COLUMNS)
-    # Programs of experts clear what follows their rows, the others share what follows all.
+    # Programs of experts clear the padding after their rows; the others share the rest.
     first = tl.load(offsets + program - 1, mask=(program > 0) & (program <= num_experts), other=0)
     first += tl.load(counts + program, mask=program < num_experts, other=0)
     last = tl.load(offsets + program, mask=program < num_experts, other=num_rows)

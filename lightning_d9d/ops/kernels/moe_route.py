@@ -1,11 +1,10 @@
 """Triton kernels of `moe_route`.
 
-A program has a tile of some tokens' logits in registers, all experts of each. It is read once, and whatever belongs to
-the chosen experts alone is read a second time, out of the cache.
+A program has a tile of some tokens' logits in registers, all experts of each. It is read once; values of the chosen
+experts are read a second time, from the cache.
 
-[Note: how experts are chosen] Floats are turned to integers in the same order, of which a warp finds the largest with
-one instruction (`redux`), and then the lowest place that has it. So equal floats come in order, and a float that is no
-number is the largest.
+[Note: how experts are chosen] Floats are converted to integers of the same order. A warp finds the largest with one
+instruction (`redux`), and then its lowest place. So equal floats come in order, and NaN is the largest.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false
@@ -35,7 +34,7 @@ def route(
     counts: Tensor,
     scores: Tensor,
 ) -> None:
-    """Writes the last four."""
+    """Write the last four tensors."""
     counts.zero_()
     num_tokens, num_experts = logits.shape
     if num_tokens == 0:
@@ -78,7 +77,7 @@ def backward(
     normalize: bool,
     of_logits: Tensor,
 ) -> None:
-    """Writes the last."""
+    """Write the last tensor."""
     num_tokens, num_experts = of_logits.shape
     if num_tokens == 0:
         return
@@ -96,7 +95,7 @@ def backward(
         of_logits,
         num_tokens,
         num_experts,
-        TOP_K=indices.shape[1],  # loops over it are unrolled, so that all loads are on their way together
+        TOP_K=indices.shape[1],  # loops over it are unrolled, so that all loads are in flight together
         SIGMOID=sigmoid,
         NORMALIZE=normalize,
         OF_WEIGHTS=of_weights is not None,
@@ -170,7 +169,7 @@ def _route(
             if HAS_BIAS:
                 compared = scores + tl.load(bias + columns, mask=is_expert, other=0.0).to(tl.float32)[None, :]
 
-        # [Note: how experts are chosen]. The least integer is of no float: it stands for what cannot be chosen.
+        # [Note: how experts are chosen]. No float has the least integer: it marks experts that cannot be chosen.
         keys = tl.where(is_expert[None, :], _in_order(compared), -0x80000000)
         picked = tl.zeros([ROWS, TOP], tl.int32)
         for place in range(top_k):
@@ -188,7 +187,7 @@ def _route(
         own = tl.load(logits + tokens[:, None] * stride + picked, mask=is_place, other=0.0).to(tl.float32)
         if NORMALIZE:
             own = tl.where((places < top_k)[None, :], own, float("-inf"))
-            if SIGMOID:  # 1 / (1 + exp(-x)) is exp(min(x, 0)) / (1 + exp(-|x|)), which is zero for no finite x
+            if SIGMOID:  # 1 / (1 + exp(-x)) is exp(min(x, 0)) / (1 + exp(-|x|)), which is not zero for finite x
                 below = tl.minimum(own, 0.0, tl.PropagateNan.ALL)
                 own = tl.exp(below - tl.max(below, 1)[:, None]) / (1.0 + tl.exp(-tl.abs(own)))
                 own = own / tl.sum(own, 1)[:, None]
@@ -197,7 +196,7 @@ def _route(
         elif SIGMOID:
             own = _scores(own, True)
         else:
-            # As in `_scores`, whose maximum and sum the compiler does not compute twice.
+            # The same as in `_scores`; the compiler does not compute maximum and sum twice.
             most = tl.max(values, 1)[:, None]
             own = tl.exp(own - most) / tl.sum(tl.exp(values - most), 1)[:, None]
         target = tokens[:, None] * top_k + places[None, :]
@@ -251,7 +250,7 @@ def _backward(
                     gradient = gradient / (1.0 + tl.exp(own))
             of_chosen += tl.where(columns[None, :] == index[:, None], gradient[:, None], 0.0)
 
-    # Of logits if weights are normalized, of scores if not.
+    # The gradient of logits if weights are normalized, of scores if not.
     result = of_chosen
     if OF_SCORES or not NORMALIZE:
         values = tl.load(logits + tokens[:, None] * stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)

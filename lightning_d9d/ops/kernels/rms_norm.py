@@ -27,7 +27,7 @@ def forward(
     normed: Tensor,
     total: Tensor,
 ) -> None:
-    """Fill `normed` and, with `residual`, `total`, which have memory without gaps. There are elements."""
+    """Fill `normed` and, with `residual`, `total`, which are contiguous and not empty."""
     x = rows_of(x)
     residual = None if residual is None else rows_of(residual)
     num_rows, dim = x.shape
@@ -61,7 +61,7 @@ def backward(
     dx: Tensor,
     dweight: Tensor,
 ) -> None:
-    """Fill `dx`, gradient of what was normed, and `dweight`, unless they are empty. There are elements."""
+    """Fill `dx`, the gradient of the normed tensor, and `dweight`, unless they are empty."""
     dnormed, total = rows_of(dnormed), rows_of(total)
     dtotal = None if dtotal is None else rows_of(dtotal)
     num_rows, dim = total.shape
@@ -95,7 +95,7 @@ def backward(
 
 
 def _tile(dim: int, size: int) -> tuple[int, int, int]:
-    """Rows and columns of a tile, and its warps."""
+    """Return rows and columns of a tile, and its warps."""
     block = next_power_of_2(dim)
     return max(1, size // block), block, min(32, max(8, block // 512))
 
@@ -134,7 +134,7 @@ def _forward(
 
 @triton.jit
 def _load(ptr, stride, row, column, num_rows, dim):
-    """Zeros after the last row, and where there is no tensor."""
+    """Load a tile, with zeros after the last row, and for an absent tensor."""
     if ptr is None:
         return tl.zeros([1, 1], tl.float32)
     else:
@@ -170,13 +170,13 @@ def _backward(
     dnormed = _load(dnormed_ptr, dnormed_stride, row, column, num_rows, dim)
     dtotal = _load(dtotal_ptr, dtotal_stride, row, column, num_rows, dim)
     for _ in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        # The next tile is on its way while this one is computed: sums over rows make all threads wait.
+        # The next tile is loaded while this one is computed: sums over rows make all threads wait.
         next_row = row + tl.num_programs(0) * ROWS
         next_x = _load(total_ptr, total_stride, next_row, column, num_rows, dim)
         next_dnormed = _load(dnormed_ptr, dnormed_stride, next_row, column, num_rows, dim)
         next_dtotal = _load(dtotal_ptr, dtotal_stride, next_row, column, num_rows, dim)
         normed, gradient = x.to(tl.float32), dnormed.to(tl.float32)
-        # without eps infinite for the rows that there are not, which would make NaN of the sums
+        # without eps it is infinite for rows that do not exist, and the sums would be NaN
         scale = tl.where(row < num_rows, tl.rsqrt(tl.sum(normed * normed, axis=1)[:, None] / dim + eps), 0)
         normed *= scale
         if partial_ptr is not None:

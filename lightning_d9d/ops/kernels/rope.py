@@ -1,8 +1,8 @@
 """Triton kernels of `rope` and `norm_rope`: a program has whole heads of some tokens in registers.
 
 A launch is for queries and keys, or for one tensor alone: the first programs work on queries, the others on keys. A
-tile is of some heads of some tokens in one row of the batch, both powers of two; that of heads divides the tensor's. So
-rows of all tiles lie alike, and only where a tile begins has to be computed for each.
+tile has some heads of some tokens in one row of the batch. Both numbers are powers of two; the number of heads divides
+the tensor's. So all tiles have the same layout, and only the beginning of each has to be computed.
 
 Pairs are in two blocks, one of their first elements and one of their second; elements that are not turned, if there are
 any, are in a third.
@@ -27,9 +27,9 @@ from lightning_d9d.ops.rows import ceil_div, next_power_of_2, num_programs
 _TILE = 4096
 """Elements that a program works on at a time."""
 _FORWARD_ELEMENTS = 32
-"""A thread's: four loads of 16 bytes in 16 bits."""
+"""Elements of a thread: four loads of 16 bytes in 16 bits."""
 _BACKWARD_ELEMENTS = 16
-"""It has as many of the gradient, of the next tile and of sums."""
+"""Elements of a thread, which has equally many of the gradient, of the next tile and of sums."""
 
 
 def forward(
@@ -45,7 +45,7 @@ def forward(
     eps: float = 0.0,
     zero_centered: bool = False,
 ) -> None:
-    """Fill `results`, which have memory without gaps: what is given is normed, if there are weights, then turned.
+    """Fill the contiguous `results`: the inputs are normed, if there are weights, then turned.
 
     Queries and keys, if there are any, have one dtype, and so have their weights. `back` turns by the negative angles.
     """
@@ -95,7 +95,7 @@ def backward(
 ) -> None:
     """Fill gradients of queries and keys, `inputs`, and those of their `weights`, if there are any.
 
-    The arguments are what `forward` had, and the gradients of its results.
+    The arguments are those of `forward`, and the gradients of its results.
     """
     q, k, (cos, sin, table_strides) = _dense(q), _dense(k), _tables(cos, sin)
     dq_turned, dk_turned = _dense(dq_turned), _dense(dk_turned)
@@ -147,12 +147,12 @@ def _dense(tensor: Tensor | None) -> Tensor | None: ...
 
 
 def _dense(tensor: Tensor | None) -> Tensor | None:
-    """With the elements of a head side by side."""
+    """Return a tensor with the elements of a head side by side."""
     return tensor if tensor is None or tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, tuple[int, int]]:
-    """With equal strides, and those of rows of the batch and of tokens."""
+    """Return both tables with equal strides, and the strides of rows of the batch and of tokens."""
     cos, sin = _dense(cos), _dense(sin)
     if cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
@@ -160,7 +160,7 @@ def _tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, tuple[int, int]]:
 
 
 def _tiles(q: Tensor, k: Tensor | None, cos: Tensor, elements: int) -> tuple[int, int, dict[str, Any]]:
-    """How many tiles queries and keys have, and what kernels take for their size; `elements` are a thread's."""
+    """Return the number of tiles of queries and keys, and the kernels' sizes; `elements` are a thread's."""
     dim, pairs = q.shape[-1], cos.shape[-1]
     half = next_power_of_2(pairs)
     rest = next_power_of_2(dim - 2 * pairs) if dim > 2 * pairs else 0
@@ -174,20 +174,20 @@ def _tiles(q: Tensor, k: Tensor | None, cos: Tensor, elements: int) -> tuple[int
 
 
 def _num_tiles(x: Tensor, rows: int) -> tuple[int, int]:
-    """How many tiles of so many rows a tensor has, and the heads of each."""
+    """Return the number of tiles of `rows` rows that a tensor has, and the heads of each."""
     batch, seq, num_heads, _ = x.shape
     heads = min(rows, max(num_heads & -num_heads, 1))
     return batch * ceil_div(seq, rows // heads) * (num_heads // heads), heads
 
 
 def _is_wide(*tensors: Tensor | None) -> bool:
-    """Whether offsets need 64 bits, which are slower, in tensors of these shapes with these strides or without gaps."""
+    """Return True if offsets in these tensors, or contiguous ones of their shapes, need 64 bits, which are slower."""
     most = max(max(x.numel(), sum(map(mul, x.shape, x.stride()))) for x in tensors if x is not None)
     return most >= 2**31
 
 
 def _shared_programs(q_tiles: int, k_tiles: int, device: torch.device) -> tuple[int, int]:
-    """How many programs work on queries, and on keys: as their tiles are shared, and one at least for any."""
+    """Return the numbers of programs for queries and keys: in proportion to tiles, at least one if there are any."""
     num_tiles = q_tiles + k_tiles
     programs = num_programs(num_tiles, device, a_processor=2)
     of_keys = round(programs * k_tiles / max(num_tiles, 1))
@@ -196,19 +196,19 @@ def _shared_programs(q_tiles: int, k_tiles: int, device: torch.device) -> tuple[
 
 
 def _sizes(q: Tensor, k: Tensor | None, cos: Tensor) -> tuple[int | None, ...]:
-    """Tokens of a row of the batch, heads of queries and of keys, width of a head, and pairs."""
+    """Return tokens of a row of the batch, heads of queries and of keys, width of a head, and pairs."""
     _, seq, heads, dim = q.shape
     return seq, heads, None if k is None else k.shape[2], dim, cos.shape[-1]
 
 
 def _strides(x: Tensor | None) -> tuple[int | None, ...]:
-    """Of rows of the batch, tokens and heads."""
+    """Return the strides of rows of the batch, tokens and heads."""
     return (None, None, None) if x is None else x.stride()[:3]
 
 
 @triton.jit
 def _place(tile, seq, heads, WIDE: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr):
-    """Row of the batch of a tile, and its first token and head there."""
+    """Return a tile's row of the batch, and its first token and head there."""
     head_tiles, seq_tiles = heads // HEADS, tl.cdiv(seq, TOKENS)
     batch = tile // head_tiles // seq_tiles
     token = tile // head_tiles % seq_tiles * TOKENS
@@ -226,7 +226,7 @@ def _first(place, strides):
 
 @triton.jit
 def _rows(strides, WIDE: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr):
-    """How far the rows of a tile are from its first: the same in every tile."""
+    """Return the offsets of a tile's rows from its first, which are the same in every tile."""
     row = tl.arange(0, TOKENS * HEADS)[:, None]
     if WIDE:
         row = row.to(tl.int64)
@@ -471,7 +471,7 @@ def _load(
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """Which rows of a tile there are, where they and their gradients are and go to, and what is read of them."""
+    """Load a tile: which rows exist, the places of the rows and of their gradients, and their values."""
     _x_ptr, _gradient_ptr, _weight_ptr, _dx_ptr, heads, strides, gradient_strides = tensor
     row_token, x_rows, gradient_rows, angle_rows = rows
     cos_ptr, sin_ptr, table_strides = tables
@@ -517,7 +517,7 @@ def _backward_tiles(
         first_tile, num_tiles, rows, tensor, tables, sizes, INTERLEAVED, WIDE, TOKENS, HEADS, HALF
     )
     for tile in range(first_tile, num_tiles, step):
-        # The next tile is on its way while this one is computed: sums over rows make threads wait.
+        # The next tile is loaded while this one is computed: sums over rows make threads wait.
         following = _load(tile + step, num_tiles, rows, tensor, tables, sizes, INTERLEAVED, WIDE, TOKENS, HEADS, HALF)
         cos, sin = raw_cos.to(tl.float32), raw_sin.to(tl.float32)
         first, second = raw_first.to(tl.float32), raw_second.to(tl.float32)
@@ -532,7 +532,7 @@ def _backward_tiles(
             weighted_rest = rest_gradient * rest_weight
             squares += tl.sum(rest * rest, axis=1)
             product += tl.sum(weighted_rest * rest, axis=1)
-        # without eps infinite for the rows that there are not, which would make NaN of the sums
+        # without eps it is infinite for rows that do not exist, and the sums would be NaN
         scale = tl.where(mask, tl.rsqrt(squares[:, None] * inverse + eps), 0)
         first *= scale
         second *= scale

@@ -12,9 +12,9 @@ from lightning_d9d.ops.rows import ceil_div, next_power_of_2
 
 _ROWS = 128
 _COLUMNS = 16
-"""Few, so that there are many programs: the sums of a weight are no larger than a cache."""
+"""Columns of a program: few, so that there are many programs, as the sums of a weight fit into a cache."""
 _COLUMNS_AT_ONCE = 8
-"""Where a program has all rows at once: 32 bytes of each, the least that memory reads."""
+"""Columns of a program that has all rows at once: 32 bytes of each, the least that memory reads."""
 
 
 def add_up(
@@ -23,8 +23,8 @@ def add_up(
     """Fill `result`, shape `[columns]` in any dtype, with the sums over the rows of `partial`, float32, in fixed order.
 
     With `second`, of the same shape and dtype, these are the sums of the first `num_first` rows, and it gets those of
-    the others. All have memory without gaps. With `at_once` a program loads all rows of its columns before it adds:
-    faster for up to some hundred.
+    the others. All are contiguous. With `at_once` a program loads all rows of its columns before it adds: faster for up
+    to some hundred.
     """
     num_rows, dim = partial.shape
     if second is None:

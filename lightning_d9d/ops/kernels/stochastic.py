@@ -17,12 +17,13 @@ from lightning_d9d.ops.rows import ceil_div
 _ROUNDED = 2048
 """Elements a program rounds: eight for each thread of eight warps, so 16 bytes of bfloat16."""
 _TILE = 1024
-"""Elements that AdamW updates at a time: four for each thread of eight warps, which one call of Philox has bits for.
-A thread makes them and uses them, so that none waits for another; it computes some 80 instructions for each element,
-about as many as there is time for while memory is busy."""
+"""Elements that AdamW updates at a time: four for each thread of eight warps, for which one call of Philox has bits. A
+thread makes and uses its own bits, so that threads do not wait for each other. It runs some 80 instructions for each
+element, about as many as fit while memory is busy.
+"""
 _WARPS = 8
 CHUNK = 16 * _TILE
-"""Elements that a program of AdamW updates, so that what it reads of the tables is little beside them."""
+"""Elements that a program of AdamW updates: so many that reading the tables costs little."""
 _ROUNDS = tl.constexpr(ROUNDS)
 _SPREAD = tl.constexpr(SPREAD)
 _LARGEST = tl.constexpr(torch.finfo(torch.bfloat16).max)
@@ -61,8 +62,8 @@ def adamw(
             number of elements, and the `first`, `length` and `stride` of `Block`.
         gradients: int64 `[blocks]`, addresses.
         chunks: int32 `[chunks, 2]`: a block, and which `CHUNK` elements of it.
-        scalars: float32 `[tensors, 5]`: step size, the inverse root of the second bias correction, what is left of a
-            parameter after decay, what a gradient is multiplied by, the step.
+        scalars: float32 `[tensors, 5]`: step size, the inverse root of the second bias correction, the factor of a
+            parameter for decay, the factor of a gradient, the step.
         found_inf: float32 scalar; nothing is changed unless it is 0.
         dtypes: of parameters, gradients and states.
         betas: decay rates.
@@ -92,7 +93,7 @@ def adamw(
 
 @triton.jit
 def _philox(c0, c1, c2, c3, k0, k1):
-    """As `lightning_d9d.ops.philox.philox`. One product gives both halves, for which `tl.philox` takes two."""
+    """Compute `lightning_d9d.ops.philox.philox`. One product gives both halves; `tl.philox` takes two."""
     for _ in tl.static_range(_ROUNDS):  # type: ignore[misc]
         low, high = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
         c0, c1 = (high >> 32).to(tl.uint32) ^ c1 ^ k0, high.to(tl.uint32)
@@ -104,20 +105,20 @@ def _philox(c0, c1, c2, c3, k0, k1):
 
 @triton.jit
 def _words(counter, key0, key1):
-    """Of a 64-bit counter."""
+    """Make the words of a 64-bit counter."""
     none = tl.zeros_like(counter).to(tl.uint32)
     return _philox(counter.to(tl.uint32), (counter >> 32).to(tl.uint32), none, none, key0, key1)
 
 
 @triton.jit
 def _in_order(w0, w1, w2, w3):
-    """The words of each call one after the other."""
+    """Put the words of each call one after the other."""
     return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [4 * w0.shape[0]])
 
 
 @triton.jit
 def _widened(values):
-    """Float32, of 16-bit integers that are bfloat16, or as it is."""
+    """Widen 16-bit integers that are bfloat16 to float32; return float32 unchanged."""
     if values.dtype == tl.int16:
         bits = values.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
         return bits.to(tl.float32, bitcast=True)
@@ -127,7 +128,7 @@ def _widened(values):
 
 @triton.jit
 def _rounded(values, random):
-    """16-bit integers that are bfloat16; `random` has 16 bits, and no NaN has its payload in the cut bits alone."""
+    """Round to bfloat16 as 16-bit integers, by 16 random bits; a NaN has payload outside the bits that are cut."""
     bits = values.to(tl.uint32, bitcast=True) + tl.where(tl.abs(values) <= _LARGEST, random, 0)
     return (bits >> 16).to(tl.uint16).to(tl.int16, bitcast=True)
 
@@ -140,7 +141,7 @@ def _quiet(values):
 
 @triton.jit
 def _pointer(address, WIDE: tl.constexpr):
-    """To float32, or to 16 bits."""
+    """Make a pointer to float32, or to 16 bits."""
     if WIDE:
         return address.to(tl.pointer_type(tl.float32))
     else:
@@ -149,7 +150,7 @@ def _pointer(address, WIDE: tl.constexpr):
 
 @triton.jit
 def _store(pointer, values, random, mask, WIDE: tl.constexpr):
-    """Float32, or rounded."""
+    """Store values as float32, or rounded."""
     if WIDE:
         tl.store(pointer, values, mask=mask)
     else:
@@ -255,7 +256,7 @@ def _adamw(
 
 @triton.jit
 def _index(start, lanes, first, length, stride, is_sliced):
-    """In the whole parameter, of elements `start + lanes` of a block."""
+    """Return the indices in the whole parameter of elements `start + lanes` of a block."""
     index = first + start + lanes
     if is_sliced:
         columns = (start % length + lanes).to(tl.uint32)

@@ -14,11 +14,11 @@ _TILE = 1024
 """Elements of a tile, for 4 warps: 8 a thread, so a load of 16 bytes of each argument in 16 bits. With twice as many
 there are fewer programs at a time, and those that go through all columns for the weights' gradient take 20 % longer."""
 _MAX_COLUMNS = 256
-"""So that few are masked where the width is no power of 2, such as 768."""
+"""Most columns of a tile, so that few are masked if the width is not a power of 2, such as 768."""
 
 
 def forward(gate: Tensor, up: Tensor | None, weights: Tensor | None, result: Tensor) -> None:
-    """Fill `result`, which has memory without gaps. There are elements."""
+    """Fill `result`, which is contiguous and not empty."""
     gate, up = _halves(gate, up)
     num_rows, inner = gate.shape
     rows, columns = _tile(inner)
@@ -49,7 +49,7 @@ def backward(
     dup: Tensor,
     dweights: Tensor,
 ) -> None:
-    """Fill the gradients that are not empty; that of a fused `gate` is `dgate`, of both halves. There are elements."""
+    """Fill the gradients that are not empty; `dgate` of a fused `gate` has both halves."""
     is_fused = up is None
     dy = rows_of(dy)
     gate, up = _halves(gate, up)
@@ -83,7 +83,7 @@ def backward(
 
 
 def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
-    """As rows."""
+    """Return gate and up as rows."""
     if up is not None:
         return rows_of(gate), rows_of(up)
     gate, up = rows_of(gate).chunk(2, dim=1)

@@ -1,10 +1,9 @@
 """Triton kernels of products of sorted rows with thin matrices, one a group: those of experts' adapters.
 
-[Note: thin products] A product of rank r reads much and computes little: what counts is in which order rows are read.
-Programs are `EXPERTS x some`, the expert being what differs between neighbours. An expert's rows are in the order of
-tokens. So programs that run at a time read copies of the same tokens, from memory once and then from the cache. For
-that rows are read where the tokens are, by `sources`, rather than where their copies are. Each program finds its rows
-from `offsets`, on the device.
+[Note: thin products] A product of rank r reads much and computes little, so the order of reads matters. The grid is
+`EXPERTS x some`: neighbours differ in the expert. An expert's rows are in the order of tokens. So programs that run at
+the same time read copies of the same tokens, from memory once and then from the cache. For this, rows are read from the
+tokens, by `sources`, rather than from their copies. Each program finds its rows from `offsets`, on the device.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -26,7 +25,7 @@ _ROWS_READ = 128
 _COLUMNS_READ = 64
 """The columns of a tile where rows are only read."""
 _MORE_PROGRAMS = 4
-"""An expert has so many times the programs that equal experts would need. Larger ones then take no longer."""
+"""Factor on the programs that an expert of mean size would need, so that larger experts do not take longer."""
 _BLOCK = 1024
 
 
@@ -36,9 +35,9 @@ def num_parts(num_rows: int, num_experts: int, rows: int) -> int:
 
 
 def project(x: Tensor, matrices: Tensor, offsets: Tensor, sources: Tensor | None, scale: float, result: Tensor) -> None:
-    """Fill `result` `[rows, n]` with `scale * matrices[g] @ x[row]`; matrices are `[groups, n, width]`. All have some.
+    """Fill `result` `[rows, n]` with `scale * matrices[g] @ x[row]`; matrices are `[groups, n, width]`.
 
-    With `sources` a row is `x[sources[row]]`. Elements of a row of `x` are side by side.
+    No tensor is empty. With `sources` a row is `x[sources[row]]`. Elements of a row of `x` are side by side.
     """
     (num_rows, rank), num_experts = result.shape, len(offsets)
     parts = num_parts(num_rows, num_experts, _ROWS_READ)
@@ -65,7 +64,7 @@ def project(x: Tensor, matrices: Tensor, offsets: Tensor, sources: Tensor | None
 
 
 def accumulate(rows: Tensor, h: Tensor, matrices: Tensor, offsets: Tensor, scale: float) -> None:
-    """Add `scale * h[row] @ matrices[g]` to each row; matrices are `[groups, n, width]`. All have elements."""
+    """Add `scale * h[row] @ matrices[g]` to each row; matrices are `[groups, n, width]`. No tensor is empty."""
     (num_rows, width), num_experts = rows.shape, len(offsets)
     parts = num_parts(num_rows, num_experts, _ROWS)
     with torch.cuda.device_of(rows):
@@ -90,7 +89,8 @@ def accumulate(rows: Tensor, h: Tensor, matrices: Tensor, offsets: Tensor, scale
 def gradient(h: Tensor, x: Tensor, offsets: Tensor, sources: Tensor | None, scale: float, result: Tensor) -> None:
     """Fill `result` `[groups, n, width]`, of any strides, with `scale * h.T @ x` of each group's rows.
 
-    With `sources` a row is `x[sources[row]]`. Elements of a row of `x` are side by side. There are columns and groups.
+    With `sources` a row is `x[sources[row]]`. Elements of a row of `x` are side by side. Columns and groups are not
+    empty.
     """
     (num_experts, rank, width), n = result.shape, padded_for_products(result.shape[1])
     with torch.cuda.device_of(result):
@@ -115,12 +115,12 @@ def gradient(h: Tensor, x: Tensor, offsets: Tensor, sources: Tensor | None, scal
 
 
 def pick(products: Tensor, offsets: Tensor, sources: Tensor, scale: float, h: Tensor) -> None:
-    """Fill `h` `[rows, n]` with the part of its expert in `products` `[tokens, groups * n]`. All have elements."""
+    """Fill `h` `[rows, n]` with the part of its expert in `products` `[tokens, groups * n]`. No tensor is empty."""
     _move(products, offsets, sources, scale, h, False)
 
 
 def spread(h: Tensor, offsets: Tensor, sources: Tensor, columns: Tensor) -> None:
-    """Write `h` `[rows, n]` to the part of its expert in `columns` `[tokens, groups * n]`. All have elements."""
+    """Write `h` `[rows, n]` to the part of its expert in `columns` `[tokens, groups * n]`. No tensor is empty."""
     _move(columns, offsets, sources, 1.0, h, True)
 
 

@@ -1,0 +1,109 @@
+"""Flat buffers of what this rank holds of tensors, in float32 or wider."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_d9d.mesh.seeds import derived
+from lightning_d9d.mesh.sharding import local
+from lightning_d9d.ops.stochastic import round_stochastic_
+
+Batches = Sequence[Sequence[Tensor]]
+"""Tensors that may travel in one message. See [Note: copies stay equal] in `mixer.py`."""
+
+
+class Flat:
+    """A flat buffer for tensors of one dtype, which is summed over replicas.
+
+    Args:
+        whole: Parameters or other tensors, of one dtype and device. Of a DTensor the part that this rank holds counts.
+    """
+
+    def __init__(self, whole: Sequence[Tensor]) -> None:
+        self.whole = whole
+        self.dtype = torch.promote_types(whole[0].dtype, torch.float32)
+        self.num_elements = sum(local(each).numel() for each in whole)
+        self.work: dist.Work | None = None
+        self._values: Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the buffer."""
+        return self.num_elements * self.dtype.itemsize
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors that this rank holds."""
+        return [local(each) for each in self.whole]
+
+    @property
+    def values(self) -> Tensor:
+        """The buffer, which is made at the first use."""
+        if self._values is None:
+            device = local(self.whole[0]).device
+            self._values = torch.empty(self.num_elements, dtype=self.dtype, device=device)
+        return self._values
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """The part of the buffer for each tensor, in its shape."""
+        tensors = self.tensors
+        split = self.values.split([tensor.numel() for tensor in tensors])
+        return [part.view(tensor.shape) for part, tensor in zip(split, tensors, strict=True)]
+
+    @torch.no_grad()
+    def fill(self) -> Tensor:
+        """Copy the tensors into the buffer, and return it. Local."""
+        torch._foreach_copy_(self.parts, self.tensors)
+        return self.values
+
+    @torch.no_grad()
+    def write(self, number: int) -> None:
+        """Overwrite the tensors by the buffer; bfloat16 is rounded stochastically. Local.
+
+        Args:
+            number: Another one each time, equal wherever the same values are rounded.
+        """
+        parts, tensors = self.parts, self.tensors
+        if tensors[0].dtype != torch.bfloat16:
+            torch._foreach_copy_(tensors, parts)
+            return
+        for index, (tensor, part) in enumerate(zip(tensors, parts, strict=True)):
+            round_stochastic_(tensor, part, derived("mixing", number, index, list(tensor.shape)))
+
+    def release(self) -> None:
+        """Free the buffer. Local."""
+        self._values = None
+
+
+def flat_buffers(batches: Batches, bucket_bytes: int) -> list[Flat]:
+    """Make buffers of at most so many bytes, unless one tensor is larger. Local.
+
+    Args:
+        batches: Tensors of different batches have different buffers.
+        bucket_bytes: The limit.
+    """
+    filled: list[list[Tensor]] = []
+    for batch in batches:
+        room: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], int]] = {}
+        for tensor in batch:
+            own = local(tensor)
+            size = own.numel() * torch.promote_types(own.dtype, torch.float32).itemsize
+            members, left = room.get((own.dtype, own.device), ([], 0))
+            if size > left:
+                members, left = [], bucket_bytes
+                filled.append(members)
+            if size > 0:
+                members.append(tensor)
+            room[own.dtype, own.device] = members, left - size
+    return [Flat(members) for members in filled if members]
+
+
+def norm_of(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the squared norm of tensors in float32 or wider, a float64 scalar on their device. Local."""
+    norms = torch._foreach_norm(list(tensors), 2)
+    return torch.stack([norm.double() for norm in norms]).square().sum()

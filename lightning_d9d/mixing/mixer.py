@@ -1,0 +1,187 @@
+"""Mixes the weights of this rank with those at the same place of other replicas.
+
+[Note: life of a round]
+After the optimizer's step k `launch` copies the weights to flat buffers. It begins to sum these over the replicas of
+the edge, a bucket at a time. The forward and the backward of step k + 1 run meanwhile, on the weights as they are. Then
+`finish` waits for the sums and mixes, and the optimizer applies the gradients to the mix. Nothing changes the weights
+in between, so own values need not be kept.
+
+[Note: copies stay equal] Ranks of one replica may hold copies of a parameter, at other places of their models. Sums of
+three or more numbers depend on their order, which may depend on the place in a message. So parameters that lie alike
+have buckets of their own. Wherever there are copies, these buckets have the same parameters in the same order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.mesh import MeshDomains
+from lightning_d9d.mixing.flat import Batches, Flat, flat_buffers, norm_of
+from lightning_d9d.mixing.rounds import Rounds
+from lightning_d9d.mixing.topology import Edge
+from lightning_d9d.waits import WaitObserver, waiting
+
+MAX_GROUPS = 64
+"""The most rounds with different edges: each needs a process group."""
+
+
+class Mixer:
+    """This rank's part in the rounds of its replica. Making one is collective over all ranks.
+
+    Args:
+        rounds: The edges of each round.
+        mesh: The mesh of this rank's replica, beside which there are others.
+        bucket_bytes: Size limit of a message.
+        adaptive: How far a replica moves towards the mix. See `ReplicaMixing`.
+        observer: Hears of waits for the edge; None: nobody does.
+
+    Raises:
+        ConfigError: There are too many different rounds.
+    """
+
+    def __init__(
+        self,
+        rounds: Rounds,
+        mesh: MeshDomains,
+        *,
+        bucket_bytes: int,
+        adaptive: float = 1.0,
+        observer: WaitObserver | None = None,
+    ) -> None:
+        self.rounds = rounds
+        self.replica = mesh.replica
+        self.adaptive = adaptive
+        self.num_launched = 0
+        """The number of rounds that have begun."""
+        self.is_under_way = False
+        """Whether a round has begun and not ended."""
+        self.measures = False
+        """Whether `finish` measures the distance to the edge's mean."""
+        self.squared_distance: Tensor | None = None
+        """The squared distance of this rank's values to the mean of the edge, when it was measured last: float64."""
+        self._observer = observer
+        self._bucket_bytes = bucket_bytes
+        self._flats: list[Flat] = []
+        partitions = [tuple(sorted(edge.replicas for edge in edges)) for edges in rounds.edges]
+        if len(different := {*partitions}) > MAX_GROUPS:
+            raise ConfigError(
+                f"{rounds.topology!r} has {len(different)} different rounds for {rounds.num_replicas} replicas, and "
+                f"each needs a process group; give it at most {MAX_GROUPS}"
+            )
+        made = {split: mesh.mixing_group(split) for split in dict.fromkeys(partitions)}
+        self._groups = [made[split] for split in partitions]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Mixer:
+        """Groups and messages are of one run; copies of its Trainer share them."""
+        return self
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of all buffers on this rank: 4 bytes a parameter, 8 for float64."""
+        return sum(flat.num_bytes for flat in self._flats)
+
+    @property
+    def edge(self) -> Edge:
+        """The edge of the round that is under way, or was last."""
+        return self.rounds.edge(self.replica, max(0, self.num_launched - 1))
+
+    def take(self, batches: Batches) -> None:
+        """Mix these parameters from the next round on, in place of those before. Local, between rounds.
+
+        Args:
+            batches: Parameters that may share messages, equal at the same places of all replicas.
+        """
+        assert not self.is_under_way
+        self._flats = flat_buffers(batches, self._bucket_bytes)
+
+    def launch(self) -> None:
+        """Begin the next round. Collective over the edge, without waiting."""
+        assert not self.is_under_way
+        group = self._groups[self.num_launched % len(self._groups)]
+        self.num_launched += 1
+        self.is_under_way = True
+        if len(self.edge.replicas) > 1:
+            for flat in self._flats:
+                flat.work = dist.all_reduce(flat.fill(), group=group, async_op=True)
+
+    @torch.no_grad()
+    def finish(self, optimizer: Optimizer | None = None) -> None:
+        """Wait for the round that is under way, and mix. Nothing where none is.
+
+        Args:
+            optimizer: Its `pre_average_hook(edge, weight)` is called before, if it has one. Each parameter has then
+                `neighbour_sum`, the sum of the other replicas' values: as this rank holds it, float32 or wider.
+        """
+        if not self.is_under_way:
+            return
+        self.is_under_way = False
+        edge = self.edge
+        if len(edge.replicas) == 1:
+            return
+        self._wait()
+        if self.measures:
+            self.squared_distance = self._distance(len(edge.replicas))
+        own, others = edge.weight - edge.weight_of_others, edge.weight_of_others
+        hook = getattr(optimizer, "pre_average_hook", None)
+        if hook is not None:
+            own = edge.weight
+            for flat in self._flats:
+                torch._foreach_sub_(flat.parts, [tensor.to(flat.dtype) for tensor in flat.tensors])
+            self._call(hook, edge)
+        own, others = 1 - self.adaptive + self.adaptive * own, self.adaptive * others
+        for flat in self._flats:
+            flat.values.mul_(others)
+            if own:
+                torch._foreach_add_(flat.parts, [tensor.to(flat.dtype) for tensor in flat.tensors], alpha=own)
+            flat.write(self.num_launched)
+
+    def drop(self) -> None:
+        """Wait for the round that is under way, and leave the weights as they are."""
+        if self.is_under_way and len(self.edge.replicas) > 1:
+            self._wait()
+        self.is_under_way = False
+
+    def repeat(self) -> None:
+        """Begin the last round once more, after a resume: its sums were not saved. Collective over the edge."""
+        if self.num_launched > 0 and not self.is_under_way:
+            self.num_launched -= 1
+            self.launch()
+
+    def close(self) -> None:
+        """Free the buffers. Local."""
+        self._flats = []
+
+    def _wait(self) -> None:
+        with waiting():
+            if self._observer is not None:
+                self._observer.begin_wait()
+            for flat in self._flats:
+                assert flat.work is not None
+                flat.work.wait()
+                flat.work = None
+            if self._observer is not None:
+                self._observer.end_wait()
+
+    def _call(self, hook: Any, edge: Edge) -> None:
+        pairs = [pair for flat in self._flats for pair in zip(flat.whole, flat.parts, strict=True)]
+        for parameter, part in pairs:
+            parameter.neighbour_sum = part  # type: ignore[attr-defined]
+        try:
+            hook(edge, edge.weight)
+        finally:
+            for parameter, _ in pairs:
+                del parameter.neighbour_sum  # type: ignore[attr-defined]
+
+    def _distance(self, size: int) -> Tensor | None:
+        squares = []
+        for flat in self._flats:
+            means = torch._foreach_mul(flat.parts, 1 / size)
+            torch._foreach_sub_(means, [tensor.to(flat.dtype) for tensor in flat.tensors])
+            squares.append(norm_of(means))
+        return torch.stack([each.to(squares[0].device) for each in squares]).sum() if squares else None

@@ -1,0 +1,206 @@
+"""Experts on other ranks of a host: tokens are written into these ranks' memory, and the host waits for nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from itertools import count
+from typing import Any
+from weakref import WeakValueDictionary, finalize
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.modules.dispatch import AllToAllDispatch, DispatchedTokens, without_repetitions
+from lightning_d9d.ops.backend import runs_triton
+from lightning_d9d.ops.collectives import group_named
+from lightning_d9d.ops.moe_permute import Permutation, sort_by_expert
+from lightning_d9d.ops.peer_exchange import PeerPlan, peer_combine, peer_dispatch, share_counts
+from lightning_d9d.ops.peer_memory import (
+    LATE,
+    PeerLayout,
+    PeerMemory,
+    allocate_peer_memory,
+    drop_peer_memory,
+    keep_peer_memory,
+    peer_memory,
+)
+
+_NUMBERS = count()
+_EXCHANGES: WeakValueDictionary[str, PeerExchange] = WeakValueDictionary()
+"""By the name of their group, for all layers and stages."""
+_SPARE = 1.25
+"""Memory that is made again has room for so many times what was needed."""
+
+
+class PeerExchange:
+    """The memory that ranks of a group write to, shared by all its `PeerDispatch`, and whether tokens had room in it.
+
+    Memory is made in the first forward. A rank's experts then have room for `capacity` times the copies of tokens of
+    the rank that has most. A rank can receive all that the others may send at a time.
+
+    Args:
+        group: The ranks, all on one host.
+        capacity: Copies for a rank's experts, as a multiple of an even share.
+        timeout_s: The limit of a wait for another rank, in seconds.
+
+    Raises:
+        ConfigError: The capacity is below 1 or infinite.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, capacity: float = 1.5, *, timeout_s: float = 600.0) -> None:
+        if not 1.0 <= capacity < math.inf:
+            raise ConfigError(f"capacity={capacity} must be 1 or more: 1 has room for experts with equal loads alone")
+        self.group_name, self.num_ranks = group.group_name, group.size()
+        self.ranks = tuple(dist.get_process_group_ranks(group))
+        self.capacity, self.timeout_s = capacity, timeout_s
+        self.name = f"{group.group_name}|{next(_NUMBERS)}"
+        self.num_rows = 0
+        """The number of copies of tokens that a rank's experts have room for."""
+        self.is_off = False
+        """True while tokens travel by all-to-all."""
+        finalize(self, drop_peer_memory, self.name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PeerExchange:
+        return self
+
+    @property
+    def memory(self) -> PeerMemory | None:
+        """The memory that ranks write to; None before the first forward."""
+        return peer_memory(self.name) if self.num_rows else None
+
+    def prepare(self, x: Tensor, top_k: int, num_local: int) -> None:
+        """Make memory for tokens, if there is none yet, or none for rows as wide. Collective where it makes any."""
+        row_bytes = x.shape[1] * x.element_size()
+        if self.num_rows == 0 or peer_memory(self.name).layout.row_bytes < row_bytes:
+            self._allocate(len(x), row_bytes, top_k, num_local, x.device)
+
+    def failures(self) -> Tensor | None:
+        """Return `OVERFLOW` and `LATE` as they have happened, an int32 on the device; None before the first forward."""
+        return None if (memory := self.memory) is None else memory.status
+
+    def grow(self) -> None:
+        """Make as much memory as the last batch needed, and clear the flags. Collective; the host waits.
+
+        Raises:
+            RuntimeError: A rank did not come in time.
+        """
+        memory = self.memory
+        assert memory is not None, "nothing has overflowed yet"
+        _, status, tokens, copies = memory.state.tolist()
+        self.check(status)
+        layout = memory.layout
+        needed: list[Any] = [None] * self.num_ranks
+        dist.all_gather_object(needed, (tokens, copies), group=group_named(self.group_name))
+        tokens, copies = (max(each) for each in zip(*needed, strict=True))
+        copies = math.ceil(copies * max(1.0, tokens / layout.num_rows))  # of tokens that did not come none was counted
+        num_tokens = layout.num_rows if tokens <= layout.num_rows else math.ceil(tokens * _SPARE)
+        num_rows = self.num_rows if copies <= self.num_rows else math.ceil(copies * _SPARE)
+        if num_tokens > layout.num_rows:
+            device = memory.own.device
+            drop_peer_memory(self.name)
+            self._keep(layout._replace(num_rows=num_tokens), device)
+        else:
+            memory.state[1:] = 0
+        self.num_rows = num_rows
+
+    def check(self, status: int) -> None:
+        """Raise `RuntimeError` if a rank did not come in time."""
+        if status & LATE:
+            raise RuntimeError(
+                f"expert_dispatch='peer': a rank of {list(self.ranks)} did not write its tokens within "
+                f"{self.timeout_s:g} s; it has died or hangs"
+            )
+
+    def close(self) -> None:
+        """Free the memory. Local."""
+        drop_peer_memory(self.name)
+        self.num_rows = 0
+
+    def _allocate(self, num_tokens: int, row_bytes: int, top_k: int, num_local: int, device: torch.device) -> None:
+        drop_peer_memory(self.name)
+        sizes: list[Any] = [None] * self.num_ranks
+        dist.all_gather_object(sizes, num_tokens, group=group_named(self.group_name))
+        most = max(1, *sizes)
+        # No rank has more to send. More than that arrives only where the load is very uneven.
+        layout = PeerLayout(self.num_ranks, num_local, most * min(self.num_ranks, top_k), row_bytes, top_k)
+        self._keep(layout, device)
+        worst = self.num_ranks * most * min(top_k, num_local)
+        self.num_rows = min(worst, math.ceil(self.capacity * most * top_k))
+
+    def _keep(self, layout: PeerLayout, device: torch.device) -> None:
+        group = group_named(self.group_name)
+        keep_peer_memory(self.name, allocate_peer_memory(group, layout, device, timeout_s=self.timeout_s))
+
+
+def peer_exchange(group: dist.ProcessGroup, capacity: float) -> PeerExchange:
+    """Return the exchange that all layers of a group share. Local."""
+    exchange = _EXCHANGES.get(group.group_name)
+    if exchange is None or exchange.capacity != capacity:
+        exchange = _EXCHANGES[group.group_name] = PeerExchange(group, capacity)
+    return exchange
+
+
+def peer_exchanges(modules: Iterable[nn.Module]) -> list[PeerExchange]:
+    """Return the exchanges of the mixtures of experts in some modules, each once. Local."""
+    dispatches = (getattr(part, "dispatch", None) for module in modules for part in module.modules())
+    return list({each.exchange.name: each.exchange for each in dispatches if isinstance(each, PeerDispatch)}.values())
+
+
+class PeerDispatch:
+    """`Dispatch` to experts that are spread over the ranks of one host, evenly and in order, through their memory.
+
+    What travels, and the order of rows and sums, is that of `AllToAllDispatch`. But each rank writes its tokens
+    straight into the memory of the ranks that they go to. How many there are is known on the device alone, so the
+    host waits for nothing. `x` of what `dispatch` returns has room for a number of rows; `offsets` say how many there
+    are, and those behind them are arbitrary.
+
+    Where tokens do not fit, a flag on the device is set (`PeerExchange.failures`), and results are worthless until
+    `PeerExchange.grow`. Where no gradient is recorded, tokens travel by all-to-all, as they do with
+    `PeerExchange.is_off`.
+
+    Both methods, and their backward, are collective, also for ranks without tokens.
+
+    Args:
+        num_experts: Of all ranks.
+        group: Its ranks, in the order of the experts.
+        exchange: What it shares with others of the group.
+
+    Raises:
+        ConfigError: The experts cannot be spread evenly.
+    """
+
+    def __init__(self, num_experts: int, group: dist.ProcessGroup, exchange: PeerExchange | None = None) -> None:
+        self.plain = AllToAllDispatch(num_experts, group)
+        self.num_experts, self.num_ranks = num_experts, group.size()
+        self.exchange = PeerExchange(group) if exchange is None else exchange
+
+    def dispatch(self, x: Tensor, indices: Tensor, weights: Tensor) -> DispatchedTokens:
+        """See `Dispatch`. Collective.
+
+        Raises:
+            ConfigError: A rank cannot write to another one's memory; on every rank, in the first call.
+        """
+        if self.exchange.is_off or not torch.is_grad_enabled():
+            return self.plain.dispatch(x, indices, weights)
+        exchange, num_local = self.exchange, self.num_experts // self.num_ranks
+        exchange.prepare(x, indices.shape[1], num_local)
+        triton = runs_triton(x, weights)
+        ranks = without_repetitions(indices // num_local, self.num_ranks).int()
+        to_ranks = sort_by_expert(ranks, self.num_ranks + 1)
+        table = share_counts(to_ranks.counts[:-1], exchange.name, triton)
+        plan = PeerPlan(to_ranks.places, ranks, table)
+        rows, of_rows, places, offsets = peer_dispatch(
+            x, weights, indices, plan, exchange.num_rows, exchange.name, triton
+        )
+        copies = Permutation(places, offsets.diff(prepend=offsets.new_zeros(1)), offsets, exchange.num_rows)
+        return DispatchedTokens(rows, of_rows, offsets, copies, plan)
+
+    def combine(self, results: Tensor, tokens: DispatchedTokens) -> Tensor:
+        """See `Dispatch`. Collective."""
+        if not isinstance(tokens.exchange, PeerPlan):
+            return self.plain.combine(results, tokens)
+        triton = runs_triton(results)
+        return peer_combine(results, tokens.copies.places, tokens.exchange, self.exchange.name, triton)

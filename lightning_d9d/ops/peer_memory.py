@@ -1,0 +1,194 @@
+"""Memory of the ranks of one host that each of them can write to, and its layout."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_d9d.errors import ConfigError
+
+OVERFLOW, LATE = 1, 2
+"""Bits of `PeerMemory.status`: more rows than fit; a rank that did not come in time."""
+_ALIGNMENT = 256
+_WEIGHT_BYTES = 8
+"""A weight is float32, or float64 for tests."""
+_MEMORIES: dict[str, PeerMemory] = {}
+
+
+class PeerLayout(NamedTuple):
+    """The offsets in each rank's buffer, in bytes; those of notes are from the start of a region."""
+
+    num_ranks: int
+    """The ranks of the group."""
+
+    num_local: int
+    """The experts of a rank."""
+
+    num_rows: int
+    """The most tokens that a rank can receive at a time, or get back."""
+
+    row_bytes: int
+    """The most bytes of a token."""
+
+    top_k: int
+    """The experts of a token."""
+
+    @property
+    def counts_at(self) -> int:
+        """The offset of two tables with the numbers of tokens that each rank sends to each."""
+        return _aligned(4 * self.num_ranks)
+
+    @property
+    def regions_at(self) -> int:
+        """The offset of the first of two regions."""
+        return self.counts_at + _aligned(8 * self.num_ranks**2)
+
+    @property
+    def weights_at(self) -> int:
+        """The offset of the weights of each row's experts."""
+        return _aligned(self.num_rows * self.row_bytes)
+
+    @property
+    def experts_at(self) -> int:
+        """The offset of the numbers of each row's experts."""
+        return self.weights_at + _aligned(self.num_rows * self.top_k * _WEIGHT_BYTES)
+
+    @property
+    def region_bytes(self) -> int:
+        """The length of a region."""
+        return self.experts_at + _aligned(self.num_rows * self.top_k * 4)
+
+    @property
+    def num_bytes(self) -> int:
+        """The length of a rank's buffer."""
+        return self.regions_at + 2 * self.region_bytes
+
+
+class PeerMemory:
+    """A buffer on each rank of a group, all of them mapped here, and the state of exchanges through them.
+
+    Args:
+        buffers: One of each rank, uint8 `[layout.num_bytes]`, zeros before any rank begins.
+        rank: The number of this rank.
+        layout: The offsets in a buffer.
+        timeout_s: The limit of a wait for other ranks, in seconds; after it `LATE` is set.
+        owner: Kept as long as the buffers are used.
+    """
+
+    def __init__(
+        self, buffers: Sequence[Tensor], rank: int, layout: PeerLayout, *, timeout_s: float = 600.0, owner: Any = None
+    ) -> None:
+        self.buffers, self.rank, self.layout, self.timeout_s, self.owner = list(buffers), rank, layout, timeout_s, owner
+        self.own = self.buffers[rank]
+        device = self.own.device
+        self.pointers = torch.tensor([each.data_ptr() for each in self.buffers], dtype=torch.int64, device=device)
+        self.state = torch.zeros(4, dtype=torch.int32, device=device)
+        """The number of exchanges, `status`, and the most tokens and the most copies that have come at a time."""
+
+    @property
+    def status(self) -> Tensor:
+        """The bits of `OVERFLOW` and `LATE` that have happened, an int32 on the device."""
+        return self.state[1]
+
+    def view(self, rank: int, at: int, dtype: torch.dtype, *shape: int) -> Tensor:
+        """Return a part of a rank's buffer, in place."""
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        return self.buffers[rank][at : at + num_bytes].view(dtype).view(shape)
+
+    def region(self, turn: int) -> int:
+        """Return the offset of the region of an exchange."""
+        return self.layout.regions_at + (turn & 1) * self.layout.region_bytes
+
+
+def peer_memory(name: str) -> PeerMemory:
+    """Return a memory that `keep_peer_memory` has kept."""
+    return _MEMORIES[name]
+
+
+def keep_peer_memory(name: str, memory: PeerMemory) -> None:
+    """Let operators find a memory by its name; it takes the place of an earlier one."""
+    _MEMORIES[name] = memory
+
+
+def drop_peer_memory(name: str) -> None:
+    """Forget a memory, if there is one."""
+    _MEMORIES.pop(name, None)
+
+
+def allocate_peer_memory(
+    group: dist.ProcessGroup, layout: PeerLayout, device: torch.device, *, timeout_s: float = 600.0
+) -> PeerMemory:
+    """Give each rank of a group a buffer, and map all of them here. Collective over the group; the host waits.
+
+    On CUDA that is torch's symmetric memory, without multicast; on the CPU files in memory.
+
+    Raises:
+        ConfigError: Ranks are on several hosts, or a device cannot write to another one's memory; on every rank.
+    """
+    problems = _each(group, _problem(group, device))
+    if found := [f"rank {rank}: {each}" for rank, each in enumerate(problems) if each]:
+        raise ConfigError(f"expert_dispatch='peer' cannot be had, {found[0]}; choose 'all_to_all'")
+    if device.type == "cuda":
+        buffers, owner = _device_buffers(group, layout.num_bytes, device)
+    else:
+        buffers, owner = _host_buffers(group, layout.num_bytes), None
+    return PeerMemory(buffers, group.rank(), layout, timeout_s=timeout_s, owner=owner)
+
+
+def _device_buffers(group: dist.ProcessGroup, num_bytes: int, device: torch.device) -> tuple[list[Tensor], Any]:
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    import torch.distributed._symmetric_memory as symmetric
+
+    own = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
+    handle = symmetric.rendezvous(own, group.group_name)
+    own.zero_()
+    torch.cuda.synchronize(device)
+    _each(group, None)  # nobody writes before all are zero
+    buffers = [handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(group.size())]
+    return buffers, (own, handle)
+
+
+def _host_buffers(group: dist.ProcessGroup, num_bytes: int) -> list[Tensor]:
+    folder = "/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir()
+    descriptor, path = tempfile.mkstemp(prefix="lightning-d9d-", dir=folder)
+    try:
+        os.truncate(descriptor, num_bytes)
+        os.close(descriptor)
+        paths = _each(group, path)
+        buffers = [torch.from_file(each, shared=True, size=num_bytes, dtype=torch.uint8) for each in paths]
+        _each(group, None)  # all have mapped it
+    finally:
+        Path(path).unlink()
+    return buffers
+
+
+def _problem(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Return why this rank cannot write to the memory of others; None if it can. Collective."""
+    here = (socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text())
+    index = device.index if device.index is not None or device.type != "cuda" else torch.cuda.current_device()
+    for rank, (host, other) in enumerate(_each(group, (here, index))):
+        if host != here:
+            return f"rank {rank} is on another host ({host[0]})"
+        is_visible = device.type == "cuda" and other != index and other < torch.cuda.device_count()
+        if is_visible and not torch.cuda.can_device_access_peer(index, other):
+            return f"GPU {index} has no peer access to GPU {other}"
+    return None
+
+
+def _each(group: dist.ProcessGroup, value: Any) -> list[Any]:
+    """Return the value of every rank. Collective."""
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

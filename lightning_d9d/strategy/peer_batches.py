@@ -1,0 +1,98 @@
+"""Batches whose tokens had no room in the memory of experts' ranks are computed again, so no token is lost.
+
+[Note: computed again] How many tokens come to a rank is known on its device alone (`PeerDispatch`). So the host asks
+once, when it has launched all of a batch, whether a rank had too many. Then gradients are dropped, and the batch is run
+by all-to-all, before anything is stepped. Losses and metrics are those of the second run. Random numbers go on, so
+dropout draws others. Tokens of experts are counted once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.log import logger
+from lightning_d9d.mesh.collectives import device_of_messages
+from lightning_d9d.modules import ExpertBalance
+from lightning_d9d.modules.peer_dispatch import peer_exchanges
+from lightning_d9d.strategy.module import D9DModule
+from lightning_d9d.waits import waiting
+
+
+class PeerBatches:
+    """Knows whether a batch must be computed again. [Note: computed again].
+
+    Args:
+        module: With its stages built.
+        device: Of this rank.
+    """
+
+    def __init__(self, module: D9DModule, device: torch.device) -> None:
+        self.num_repeated = 0
+        """How many batches were computed again."""
+        self._exchanges = peer_exchanges(module.indexed_stages.values())
+        self._counters = [part.tokens_per_expert for part in module.modules() if isinstance(part, ExpertBalance)]
+        self._counted: list[Tensor] = []
+        self._device = device
+
+    def begin(self, accumulated_batches: int) -> None:
+        """A batch begins. Local.
+
+        Raises:
+            ConfigError: Gradients of several batches are added up, so those of one cannot be dropped.
+        """
+        if accumulated_batches > 1:
+            raise ConfigError(
+                f"ParallelConfig.expert_dispatch='peer' with accumulate_grad_batches={accumulated_batches}: a batch "
+                "whose tokens have no room is computed again without its gradients. Use larger batches and "
+                "D9DStrategy(microbatch_size=...), or 'all_to_all'"
+            )
+        self._counted = [counter.clone() for counter in self._counters]
+
+    def overflowed(self) -> bool:
+        """Return whether tokens of the batch had no room on any rank. Collective over all ranks; the host waits.
+
+        Raises:
+            RuntimeError: A rank did not write its tokens in time.
+        """
+        flags = torch.zeros(2, dtype=torch.int32, device=self._device)
+        for exchange in self._exchanges:
+            if (failures := exchange.failures()) is not None:
+                flags = torch.maximum(flags, torch.stack([failures & 1, failures & 2]))
+        message = flags.to(device_of_messages(dist.group.WORLD))
+        with waiting():
+            dist.all_reduce(message, op=dist.ReduceOp.MAX)
+        overflow, late = message.tolist()
+        if late:
+            for exchange in self._exchanges:
+                if (failures := exchange.failures()) is not None:
+                    exchange.check(int(failures))
+            raise RuntimeError("expert_dispatch='peer': ranks waited in vain for tokens of another one")
+        return bool(overflow)
+
+    @contextmanager
+    def by_all_to_all(self) -> Generator[None]:
+        """Open around the second run of a batch; afterwards there is more memory. Collective over all ranks."""
+        if self.num_repeated == 0:
+            logger.warning(
+                "expert_dispatch='peer': tokens of a batch had no room in the memory of experts' ranks, so it is "
+                "computed again by all-to-all, and there is more memory from then on; a larger "
+                "ParallelConfig.expert_capacity, or a more even load of experts, avoids that"
+            )
+        self.num_repeated += 1
+        for counter, value in zip(self._counters, self._counted, strict=True):
+            counter.copy_(value)
+        for exchange in self._exchanges:
+            exchange.is_off = True
+        try:
+            yield
+        finally:
+            for exchange in self._exchanges:
+                exchange.is_off = False
+        for exchange in self._exchanges:
+            exchange.grow()

@@ -1,0 +1,87 @@
+"""Numbers of replicas that mix: exchanged at a step that logs, and logged at the next one."""
+
+from __future__ import annotations
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_d9d.metrics.wait_clock import WaitClock
+from lightning_d9d.strategy.ranks import JobRanks
+from lightning_d9d.waits import waiting
+
+_LOSSES = ("train_loss", "loss")
+
+
+class ReplicaReport:
+    """Logs the mean and the most over replicas, late: nobody waits for another replica.
+
+    Args:
+        ranks: The ranks of the job.
+        group: The ranks at this one's place in all replicas.
+        clock: Adds up the waits for edges.
+    """
+
+    def __init__(self, ranks: JobRanks, group: dist.ProcessGroup, clock: WaitClock) -> None:
+        self._ranks = ranks
+        self._group = group
+        self._clock = clock
+        self._seconds = 0.0
+        self._sums: Tensor | None = None
+        self._most: Tensor | None = None
+        self._works: list[dist.Work] = []
+        self.centre: Tensor | None = None
+        """The distance of this replica to the mean of all, when that was taken last: logged with the next report."""
+
+    def exchange(self, module: L.LightningModule, squared_distance: Tensor | None, norm: Tensor | None) -> None:
+        """Log what was exchanged last, and begin to exchange this step's. Collective over replicas, without waiting.
+
+        Args:
+            module: Logs.
+            squared_distance: This rank's, to the mean of the edge.
+            norm: The norm of the replica's gradients; None: it is unknown.
+        """
+        self._log(module)
+        metrics = module.trainer.callback_metrics
+        loss = next((metrics[name] for name in _LOSSES if name in metrics), None)
+        seconds = self._clock.seconds
+        wait, self._seconds = seconds - self._seconds, seconds
+        device = self._ranks.device
+        nothing = torch.full((), torch.nan, dtype=torch.float64, device=device)
+        distance = nothing if squared_distance is None else self.whole(squared_distance.to(device)).sqrt()
+        of_replica = (loss, norm, self.centre)
+        own = [nothing if each is None else each.detach().to(device, torch.float64) for each in of_replica]
+        values = torch.stack([*own, distance, torch.full_like(nothing, wait)])
+        self._sums, self._most = values.clone(), values.nan_to_num(nan=-torch.inf)
+        works = (
+            dist.all_reduce(self._sums, group=self._group, async_op=True),
+            dist.all_reduce(self._most, dist.ReduceOp.MAX, group=self._group, async_op=True),
+        )
+        self._works = [work for work in works if work is not None]
+
+    def whole(self, squared: Tensor) -> Tensor:
+        """Return the sum of squares over the ranks of this replica. Collective over these."""
+        mesh = self._ranks.mesh_of_several
+        if mesh is not None:
+            squared = squared.clone()
+            with waiting():
+                dist.all_reduce(squared, group=mesh.everyone)
+        return squared
+
+    def end(self) -> None:
+        """Wait for what is under way. Collective over replicas."""
+        for work in self._works:
+            work.wait()
+        self._works = []
+
+    def _log(self, module: L.LightningModule) -> None:
+        if not self._works or self._sums is None or self._most is None:
+            return
+        with waiting():
+            self.end()
+        means, most = self._sums / self._group.size(), self._most
+        names = ("loss", "norm", "distance_to_centre", "distance_to_edge", "edge_wait_seconds")
+        for index, name in enumerate(names):
+            module.log(f"replicas/{name}_mean", means[index].float(), batch_size=1)
+            module.log(f"replicas/{name}_most", most[index].float(), batch_size=1)

@@ -1,0 +1,215 @@
+"""Experts on other ranks, whose memory tokens are written to: the numbers of one process, and of all-to-all."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from lightning_d9d.modules import AllToAllDispatch, Dispatch
+from lightning_d9d.modules.peer_dispatch import PeerDispatch, PeerExchange
+from lightning_d9d.ops.backend import using_kernels
+from tests.harness.compare import assert_bitwise_equal, assert_tensors_close
+from tests.harness.ranks import RankContext
+from tests.modules.test_dispatch import (
+    NUM_EXPERTS,
+    ROUTINGS,
+    Tokens,
+    in_one_process,
+    make_experts,
+    make_tokens,
+    mixture,
+    on_2_and_4_ranks,
+    on_device,
+    recomputed,
+    run,
+    shard,
+)
+
+SKEWED = ("one expert", "experts of one rank")
+
+
+def fits(dispatch: PeerDispatch, rank: RankContext) -> bool:
+    """Whether the tokens of all ranks had room since it was asked for last."""
+    failures = dispatch.exchange.failures()
+    assert failures is not None
+    return not any(rank.all_gather_object(failures.item()))
+
+
+@on_2_and_4_ranks
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_equals_one_process(rank: RankContext, routing: str, num_ranks: int) -> None:
+    assert rank.world_size == num_ranks
+    mesh = init_device_mesh(rank.device.type, (num_ranks,))
+    tokens = [make_tokens(source, routing, 2) for source in range(num_ranks)]
+    expected = in_one_process(make_experts(), tokens, rank)
+    experts = shard(make_experts(), mesh)
+    dispatch = PeerDispatch(NUM_EXPERTS, mesh.get_group())
+    own = on_device(tokens[rank.rank], rank)
+    run(dispatch, experts, own)
+    has_room = fits(dispatch, rank)
+    assert has_room == (routing not in SKEWED)
+    if not has_room:
+        dispatch.exchange.grow()
+    actual = run(dispatch, experts, own)
+    assert_tensors_close(actual, expected)
+    for name, value in run(dispatch, experts, own).items():
+        assert_bitwise_equal(name, value, actual[name])
+    assert fits(dispatch, rank)
+    dispatch.exchange.close()
+
+
+@on_2_and_4_ranks
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_equals_all_to_all_bit_by_bit(rank: RankContext, dtype: torch.dtype, kernels: str, num_ranks: int) -> None:
+    """The same rows in the same order, and sums in the same order and dtype."""
+    mesh = init_device_mesh(rank.device.type, (num_ranks,))
+    experts = shard(make_experts(dtype), mesh)
+    own = on_device(make_tokens(rank.rank, "unequal numbers", 3, dtype), rank)
+    dispatch = PeerDispatch(NUM_EXPERTS, mesh.get_group())
+    dispatch.exchange.capacity = 4.0
+    with using_kernels(kernels):
+        expected = run(AllToAllDispatch(NUM_EXPERTS, mesh.get_group()), experts, own)
+        for _ in range(3):
+            for name, value in run(dispatch, experts, own).items():
+                assert_bitwise_equal(name, value, expected[name])
+    dispatch.exchange.close()
+
+
+def keep_exchanges(context: object, operator: object, *_: object, **__: object) -> CheckpointPolicy:
+    ops = torch.ops.lightning_d9d
+    kept = (ops.peer_counts.default, ops.peer_dispatch.default, ops.peer_combine.default, ops.moe_sort.default)
+    return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def recomputed_but_exchanges(*arguments: object) -> Tensor:
+    def contexts() -> object:
+        return create_selective_checkpoint_contexts(keep_exchanges)
+
+    return checkpoint(mixture, *arguments, use_reentrant=False, context_fn=contexts)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("split", [False, True], ids=["full backward", "split backward"])
+@pytest.mark.parametrize(
+    ("forward", "num_again"),
+    [(mixture, 0), (recomputed, 2), (recomputed_but_exchanges, 0)],
+    ids=["none", "full", "ops"],
+)
+def test_recomputation_and_split_backward(
+    rank: RankContext, forward: Callable[..., Tensor], num_again: int, split: bool
+) -> None:
+    """Equal bit by bit; counts, tokens and results are exchanged, both gradients, and again what is not kept."""
+    mesh = init_device_mesh(rank.device.type, (2,))
+    dispatch, experts = PeerDispatch(NUM_EXPERTS, mesh.get_group()), shard(make_experts(), mesh)
+    tokens = on_device(make_tokens(rank.rank, "a rank without tokens"), rank)
+    expected = run(dispatch, experts, tokens)
+    memory = dispatch.exchange.memory
+    assert memory is not None
+    assert memory.state[0] == 3 + 2
+    for name, value in run(dispatch, experts, tokens, forward, split).items():
+        assert_bitwise_equal(name, value, expected[name])
+    assert memory.state[0] == 2 * (3 + 2) + num_again
+    assert fits(dispatch, rank)
+    dispatch.exchange.close()
+
+
+@pytest.mark.ranks(2)
+def test_more_tokens_than_the_first_batch_had(rank: RankContext) -> None:
+    """No rank waits for another one; all know that the results are worthless; then there is memory for them."""
+    mesh = init_device_mesh(rank.device.type, (2,))
+    experts = shard(make_experts(), mesh)
+    dispatch, plain = PeerDispatch(NUM_EXPERTS, mesh.get_group()), AllToAllDispatch(NUM_EXPERTS, mesh.get_group())
+    run(dispatch, experts, on_device(make_tokens(rank.rank, "natural"), rank))
+    assert fits(dispatch, rank)
+    x, indices, weights, gradient = make_tokens(rank.rank, "natural")
+    times = 5 if rank.rank == 0 else 1
+    more = on_device(
+        (x.repeat(times, 1), indices.repeat(times, 1), weights.repeat(times, 1), gradient.repeat(times, 1)), rank
+    )
+    expected = run(plain, experts, more)
+    run(dispatch, experts, more)
+    assert not fits(dispatch, rank)
+    dispatch.exchange.is_off = True
+    assert_tensors_close(run(dispatch, experts, more), expected)
+    dispatch.exchange.is_off = False
+    dispatch.exchange.grow()
+    assert_tensors_close(run(dispatch, experts, more), expected)
+    assert fits(dispatch, rank)
+    dispatch.exchange.close()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_a_rank_that_does_not_come_is_noticed(rank: RankContext, kernels: str) -> None:
+    """Waits end, later ones at once, and the error names the ranks."""
+    dispatch = PeerDispatch(NUM_EXPERTS, rank.group, PeerExchange(rank.group, timeout_s=0.2))
+    x, indices, weights, _ = on_device(make_tokens(rank.rank, "natural", dtype=torch.float32), rank)
+    with using_kernels(kernels), pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("lightning_d9d.ops.kernels.peer_exchange._LOOKS_ON_CPU", 50)
+        dispatch.exchange.prepare(x, 2, NUM_EXPERTS // 2)
+        if rank.rank == 0:
+            x.requires_grad_()
+            tokens = dispatch.dispatch(x, indices, weights)
+            dispatch.combine(tokens.x, tokens)
+            failures = dispatch.exchange.failures()
+            assert failures is not None
+            with pytest.raises(RuntimeError, match=r"a rank of \[0, 1\] did not write its tokens within 0.2 s"):
+                dispatch.exchange.check(int(failures.item()))
+    rank.barrier()
+    dispatch.exchange.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.ranks(2)
+def test_the_host_waits_for_nothing(rank: RankContext) -> None:
+    mesh = init_device_mesh(rank.device.type, (2,))
+    dispatch, experts = PeerDispatch(NUM_EXPERTS, mesh.get_group()), shard(make_experts(torch.bfloat16), mesh)
+    tokens = on_device(make_tokens(rank.rank, "unequal numbers", dtype=torch.bfloat16), rank)
+    run(dispatch, experts, tokens)  # what is set up at the first call may wait
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(dispatch, experts, tokens)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert fits(dispatch, rank)
+    dispatch.exchange.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.ranks(2)
+def test_a_cuda_graph(rank: RankContext) -> None:
+    """Forward and backward are captured once, and replayed with other tokens."""
+    dispatch = PeerDispatch(NUM_EXPERTS, rank.group)
+    plain = AllToAllDispatch(NUM_EXPERTS, rank.group)
+    first, second = (
+        on_device(make_tokens(2 * step + rank.rank, "natural", dtype=torch.bfloat16), rank) for step in (0, 1)
+    )
+
+    def step(dispatch: Dispatch, tokens: Tokens) -> dict[str, Tensor]:
+        x, indices, weights, gradient = tokens
+        x, weights = x.detach().requires_grad_(), weights.detach().requires_grad_()
+        sent = dispatch.dispatch(x, indices, weights)
+        output = dispatch.combine(sent.x * sent.weights.unsqueeze(1).to(sent.x.dtype), sent)
+        gradients = torch.autograd.grad(output, [x, weights], gradient)
+        return {"output": output, "x": gradients[0], "weights": gradients[1]}
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step(dispatch, first)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    held = tuple(each.clone() for each in first)
+    with torch.cuda.graph(graph, stream=stream):
+        captured = step(dispatch, held)
+    for tokens in (second, first, second):
+        for each, value in zip(held, tokens, strict=True):
+            each.copy_(value)
+        graph.replay()
+        for name, value in step(plain, tokens).items():
+            assert_bitwise_equal(name, captured[name], value)
+    assert fits(dispatch, rank)
+    dispatch.exchange.close()
