@@ -1,4 +1,4 @@
-"""How fast a machine computes and sends: tables that are shipped, or a file that `doctor --measure` has written."""
+"""Rates at which a machine computes and sends: tables that are shipped, or one in a file."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class MachineTable:
     """Rates of one kind of GPU, and of the links between several. Operations and bytes a second.
 
     Raises:
-        ConfigError: A rate is no finite number above 0.
+        ConfigError: A rate is not a finite number above 0.
     """
 
     device: str
-    """As `torch.cuda.get_device_name` has it."""
+    """The name that `torch.cuda.get_device_name` returns."""
     memory_gib: float
-    """That torch can have."""
+    """The memory that torch can have."""
     peak_flops: float
     """Dense products in bfloat16, by the data sheet: what MFU is a share of."""
     linear_flops: float
@@ -33,23 +33,25 @@ class MachineTable:
     grouped_flops: float
     """Products of experts."""
     attention_forward_flops: float
+    """The forward of attention."""
     attention_backward_flops: float
+    """The backward of attention."""
     copy_bytes: float
     """Bytes read and written by what only moves memory."""
     gpus_per_node: int
     node_link_bytes: float
-    """That a rank sends to others of its node."""
+    """Bytes a second that a rank sends to others of its node."""
     network_bytes: float
-    """That a rank sends to other nodes."""
+    """Bytes a second that a rank sends to other nodes."""
     latency: float
-    """Seconds of a message besides."""
+    """Seconds that a message takes besides."""
     action_seconds: float
-    """What an action of a pipeline takes beside its kernels."""
+    """Seconds that an action of a pipeline takes beside its kernels."""
     host_share: float
-    """By what share of themselves kernels take longer in a step than alone."""
+    """The share of their time that kernels take longer in a step than alone."""
     source: str
     from_data_sheets: tuple[str, ...] = ()
-    """Fields that nobody has measured."""
+    """The fields that nobody has measured."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "from_data_sheets", tuple(self.from_data_sheets))
@@ -62,7 +64,7 @@ class MachineTable:
 
     @property
     def memory_bytes(self) -> int:
-        """That torch can have."""
+        """The memory that torch can have."""
         return int(self.memory_gib * 2**30)
 
     @property
@@ -110,21 +112,21 @@ def machine_of(gpu: str | MachineTable, *, gpus_per_node: int | None = None) -> 
         gpus_per_node: In place of the table's.
 
     Raises:
-        ConfigError: Nobody knows the GPU, or the file is none of tables.
+        ConfigError: The GPU is unknown, or the file does not have one table.
     """
     if isinstance(gpu, MachineTable):
         table = gpu
     elif Path(gpu).suffix == ".json":
         tables = _read(Path(gpu))
         if len(tables) != 1:
-            raise ConfigError(f"{gpu} has {len(tables)} machines; doctor --measure writes a file with one")
+            raise ConfigError(f"{gpu} has {len(tables)} machines; leave one")
         (table,) = tables.values()
     else:
         tables = shipped()
         if gpu.lower() not in tables:
             raise ConfigError(
-                f"gpu={gpu!r} is unknown{did_you_mean(gpu.lower(), tables)}; choose one of {', '.join(tables)}, or give "
-                "a file that `lightning-d9d doctor --measure machine.json` has written there"
+                f"gpu={gpu!r} is unknown{did_you_mean(gpu.lower(), tables)}; choose one of {', '.join(tables)}, or a "
+                "file that ends in .json with a table like theirs"
             )
         table = tables[gpu.lower()]
     if gpus_per_node is None:
@@ -140,4 +142,4 @@ def _read(path: Path) -> dict[str, MachineTable]:
         return {name: MachineTable(**values) for name, values in content.items()}
     except (OSError, ValueError, TypeError, AttributeError) as error:
         what = reason(error) if isinstance(error, OSError) else error
-        raise ConfigError(f"{path} is no table of a machine ({what}); write one by doctor --measure") from error
+        raise ConfigError(f"{path} is not a table of a machine: {what}; see MachineTable.save") from error
