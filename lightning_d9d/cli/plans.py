@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from lightning_d9d.errors import ConfigError, reason
 from lightning_d9d.plan import Plan, machine_of, plan_of, search, write_page
 from lightning_d9d.plan.planning import costs_of_length, layers_of, rank_model
 from lightning_d9d.plan.search import name_of, settings_of
+from lightning_d9d.schedule import OneForwardOneBackward
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.strategy import D9DStrategy
 
@@ -36,7 +38,11 @@ class _Planning(D9DCLI):
         if not isinstance(self.model, D9DModule):
             raise ConfigError(f"plan needs a D9DModule, whose layers have costs, and got {type(self.model).__name__}")
         machine = machine_of(given.gpu, gpus_per_node=given.gpus_per_node)
-        degrees = strategy.mesh_config.resolve(given.world_size)
+        mesh, schedule = strategy.mesh_config, strategy.schedule
+        if given.search:
+            free = {"pipeline_parallel": 1, "data_parallel_shard": 1, "data_parallel_replicate": -1}
+            mesh, schedule = replace(mesh, **free, expert_parallel=1), OneForwardOneBackward()
+        degrees = mesh.resolve(given.world_size)
         tokens = given.tokens or _of_data(self.datamodule, "sequence_length", "--tokens, the tokens of a row")
         data_ranks = degrees.data_parallel_replicate * degrees.data_parallel_shard
         accumulated = trainer["accumulate_grad_batches"] or 1
@@ -50,6 +56,8 @@ class _Planning(D9DCLI):
             tokens=tokens,
             precision=precision,
             accumulates_batches=accumulated > 1,
+            mesh=degrees,
+            schedule=schedule,
         )
         costs = costs_of_length(self.model, precision)
         asynchronous = strategy.checkpoint_config.asynchronous

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -24,22 +24,22 @@ from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.strategy import D9DStrategy
 
 _RESERVED_SHARE, _RESERVED_BYTES = 0.06, 256 * 2**20
-"""What the allocator has beside what is allocated: fragments of 6 %, as of 121 GiB allocated with 129 reserved and 122
-with 136 (docs/how-to/train-the-30b.md) rounded down, and pools of small blocks."""
+"""The share and the bytes that the allocator has beside what is allocated: fragments, and pools of small blocks. On an
+H200 it had 129 GiB for 121, and 136 for 122 (docs/how-to/train-the-30b.md)."""
 _OUTSIDE_BYTES = 700 * 2**20
-"""CUDA's context and libraries, and buffers of nccl, which torch's allocator does not know."""
+"""The bytes of CUDA's context and libraries, and buffers of nccl, which torch's allocator does not know."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlan:
-    """What one rank of the pipeline has; all ranks of its stages are like it, or have a little less."""
+    """A rank of the pipeline, its memory and its messages; all ranks of its stages are like it, or have a little less."""
 
     rank: int
-    """Of the pipeline."""
+    """The rank of the pipeline."""
     stages: tuple[int, ...]
     layers: int
     num_ranks: int
-    """That are like it."""
+    """Ranks that are like it."""
     elements: dict[Part, int]
     peak: PeakBytes
     sent: tuple[Sent, ...]
@@ -64,13 +64,13 @@ class Plan:
     ranks: tuple[RankPlan, ...]
     timed: Timed
     tokens: int
-    """Of all ranks, in a step."""
+    """Tokens of all ranks in a step."""
     flops: dict[str, float]
-    """Of a rank and step, by convention."""
+    """Operations of a rank and step, by convention."""
     num_parameters: int
     checkpoint_bytes: int
     host_bytes: int
-    """Of a node, for copies of checkpoints and what is kept there."""
+    """Bytes of a node for copies of checkpoints."""
     clips: bool = True
 
     @property
@@ -85,21 +85,21 @@ class Plan:
 
     @property
     def step_seconds(self) -> float:
-        """Of a step."""
+        """Seconds of a step."""
         return self.timed.seconds.total
 
     @property
     def tokens_per_second(self) -> float:
-        """Of each rank."""
+        """Tokens a second of each rank."""
         return self.tokens / self.step_seconds / self.model.mesh.world_size
 
     @property
     def mfu(self) -> dict[str, float]:
-        """By convention."""
+        """The MFU by convention."""
         return {name: flops / self.step_seconds / self.machine.peak_flops for name, flops in self.flops.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan in types of JSON."""
+        """Return the plan in types of JSON."""
         seconds = self.timed.seconds
         return {
             "mesh": asdict(self.model.mesh),
@@ -161,7 +161,7 @@ def plan(
         module: Not yet built; its `model_costs` say what its layers cost.
         strategy: With the mesh, the schedule and what is recomputed.
         world_size: Ranks.
-        machine: A name of `lightning_d9d.plan.shipped()`, a file that `doctor --measure` wrote, or a table.
+        machine: A name of `lightning_d9d.plan.shipped()`, a file that `MachineTable.save` wrote, or a table.
         rows: Of a batch, of ranks with one share of the data.
         tokens: Of a row.
         precision: The Trainer's.
@@ -221,11 +221,24 @@ def rank_model(
     tokens: int,
     precision: str = "bf16-true",
     accumulates_batches: bool = False,
+    mesh: MeshConfig | None = None,
+    schedule: Schedule | None = None,
 ) -> RankModel:
     """Return all that memory and time follow from. Local.
 
+    Args:
+        module: Not yet built.
+        strategy: With the mesh, the schedule and what is recomputed.
+        world_size: Ranks.
+        rows: Of a batch, of ranks with one share of the data.
+        tokens: Of a row.
+        precision: The Trainer's.
+        accumulates_batches: Whether several batches make a step.
+        mesh: In place of the strategy's.
+        schedule: In place of the strategy's.
+
     Raises:
-        ConfigError: As `plan`.
+        ConfigError: The mesh is impossible, or the module does not say what its layers cost.
     """
     for name, value in (("world_size", world_size), ("rows", rows), ("tokens", tokens)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -234,13 +247,13 @@ def rank_model(
         raise ConfigError(f"plan needs a D9DModule, whose layers have costs, and got a {type(module).__name__}")
     if not isinstance(strategy, D9DStrategy):
         raise ConfigError(f"plan needs a D9DStrategy, and got {type(strategy).__name__}; give trainer.strategy one")
-    mesh = strategy.mesh_config.resolve(world_size)
+    mesh = (mesh or strategy.mesh_config).resolve(world_size)
     costs = costs_of_length(module, precision)(tokens)
     whole = module.whole_on_meta()
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
     weights = in_dtype(weights_of(whole.stages[0], strategy.parallel.shard_blocks), dtype)
     check_mesh(mesh, costs, weights.layers)
-    schedule, number = strategy.schedule, None
+    schedule, number = schedule or strategy.schedule, None
     if isinstance(schedule, Auto):
         choice = schedule.choose(mesh.pipeline_parallel, costs, state_ratio=4.0)
         schedule, number = choice.schedule, choice.num_microbatches
@@ -304,7 +317,7 @@ def layers_of(module: D9DModule, num_layers: int, num_stages: int) -> tuple[rang
 
 
 def _state_bytes(whole: D9DModule) -> Callable[[Share], int]:
-    """What counts the states of a share, by the optimizer that the module would make."""
+    """Return the function that counts the bytes of the states of a share, by the module's own optimizer."""
     try:
         count = states_of(whole.make_optimizer())
     except ConfigError:
@@ -376,7 +389,7 @@ def _whole(weight: Any) -> Share:
 
 
 def _merged(sent: Sequence[Sent]) -> list[Sent]:
-    """Messages of one kind to the same ranks as one entry."""
+    """Return messages of one kind to the same ranks as one entry."""
     found: dict[tuple[Any, ...], Sent] = {}
     for each in sent:
         key = each.kind, each.what, each.axis, each.num_ranks, each.span
@@ -389,8 +402,3 @@ def _merged(sent: Sequence[Sent]) -> list[Sent]:
             )
         )
     return list(found.values())
-
-
-def with_schedule(model: RankModel, schedule: Schedule, layers: tuple[range, ...]) -> RankModel:
-    """Return the same model under another schedule."""
-    return replace(model, schedule=schedule, layers_of_stages=layers)

@@ -2,8 +2,8 @@
 
 [Note: time of a step] Layers take the seconds of `Machine.seconds`, times 1 and `host_share`. Forwards that are
 recomputed count once more. Messages of tokens and of tensor or context parallelism wait for nothing else and count in
-whole. Those of weights and gradients run beside the computation, which they slow down by `_SLOWED` of their own time;
-what is longer than the computation counts in whole. A pipeline runs its program on paper with these seconds. The
+whole. Messages of weights and gradients run beside the computation, and slow it down by `_SLOWED` of their own time.
+If they take longer than the computation, the rest counts in whole. A pipeline runs its program on paper with these seconds. The
 update reads and writes weights, gradients and states once, and the norm reads gradients once.
 """
 
@@ -22,8 +22,8 @@ from lightning_d9d.schedule.layers import LayerSeconds
 from lightning_d9d.schedule.simulate import Simulation
 
 _SLOWED = 0.35
-"""Of the time of messages beside computation, fitted to `ep1` and `fsdp` of `parallel` in docs/reference/benchmarks.md:
-there steps are 10.3 and 7.4 % longer with messages of 39 ms."""
+"""The share of the time of messages that computation beside them is slowed down by. It is fitted to `ep1` and `fsdp` of
+`parallel` in docs/reference/benchmarks.md: steps with messages of 39 ms are 10.3 and 7.4 % longer."""
 _BESIDE = ("weights", "gradients")
 
 
@@ -35,17 +35,17 @@ class StepSeconds:
     recompute: float
     """The part of `compute` that recomputation is."""
     messages: float
-    """Of tokens and activations, while nobody computes."""
+    """Messages of tokens and activations, while nobody computes."""
     sums: float
-    """What gathering weights and summing gradients add."""
+    """The time that gathering weights and summing gradients add."""
     bubble: float
-    """In which the rank waits for others of the pipeline."""
+    """The time that the rank waits for others of the pipeline."""
     update: float
     """The optimizer, and the norm where gradients are clipped."""
 
     @property
     def total(self) -> float:
-        """Of the step."""
+        """Seconds of the step."""
         return self.compute + self.messages + self.sums + self.bubble + self.update
 
 
@@ -147,13 +147,13 @@ def _is_waited_for(sent: Sent) -> bool:
 
 
 def _seconds(sent: Sent, machine: MachineTable) -> float:
-    """What messages take by themselves. Of a group over several nodes each node's ranks share what goes out."""
+    """Return the seconds that messages take by themselves."""
     _, rate = machine.link(sent.span)
     return sent.num_bytes / rate + sent.num_messages * machine.latency
 
 
 def _transfer(model: RankModel, machine: MachineTable) -> float:
-    """Of a microbatch to the next stage."""
+    """Return the seconds of a microbatch on its way to the next stage."""
     pp = model.mesh.pipeline_parallel
     if pp == 1:
         return 0.0

@@ -111,6 +111,8 @@ def module_of(run: Run, is_quick: bool) -> Qwen3MoePretraining:
     """Return the module of a run."""
     config = Qwen3MoeConfig.preset("tiny" if is_quick else run.preset)  # type: ignore[arg-type]
     config = dataclasses.replace(config, **({} if is_quick else run.sizes))
+    most = max(config.max_position_embeddings, run.tokens)
+    config = dataclasses.replace(config, max_position_embeddings=most)
     optimizers = {"adamw": None}
     for name in ("bfloat16", "uint8"):
         optimizers[name] = functools.partial(StochasticAdamW, lr=1e-5, state_dtype=getattr(torch, name))
