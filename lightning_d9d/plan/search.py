@@ -14,11 +14,12 @@ from lightning_d9d.plan.planning import Plan, check_mesh, plan_of
 from lightning_d9d.schedule import DualPipeV, Interleaved1F1B, ModelCosts, OneForwardOneBackward, Schedule, ZeroBubbleV
 
 SCHEDULES: tuple[Schedule, ...] = (OneForwardOneBackward(), Interleaved1F1B(), ZeroBubbleV(), DualPipeV())
-"""The schedules that are tried with several stages."""
-RECOMPUTED = ("none", "selective", "every_2", "full")
+"""The schedules that are tried with several stages; meshes are chosen with the first of them."""
+RECOMPUTED = ("none", "every_2", "full")
 """The kinds of recomputation that are tried."""
-_MOST_STAGES = 64
-_MOST_EXPERT_RANKS = 64
+_MOST_STAGES = 16
+_BEST_MESHES = 6
+"""The meshes for which all schedules and numbers of microbatches are tried."""
 
 
 def search(
@@ -33,7 +34,9 @@ def search(
 ) -> list[Plan]:
     """Return the fastest plans that fit, for the ranks, the rows and the optimizer of a model description. Local.
 
-    Tried are powers of two of stages, shards and expert ranks. Tensor and context parallelism stay as they are.
+    Meshes are powers of two: up to 16 stages, shards and expert ranks within a node, two nodes, or all data ranks. They
+    are compared under 1F1B with microbatches of one row. The best of them are then tried with all schedules and other
+    microbatches. Tensor and context parallelism stay as they are.
 
     Args:
         model: The description; its rows are those of a step on all its ranks.
@@ -47,8 +50,11 @@ def search(
     Raises:
         ConfigError: No mesh fits the memory; the message has the nearest one.
     """
-    tried = candidates(model, layers_of)
-    found = [plan_of(each, machine, costs, asynchronous=asynchronous, clips=clips) for each in tried]
+
+    def planned(tried: Iterator[RankModel]) -> list[Plan]:
+        return [plan_of(each, machine, costs, asynchronous=asynchronous, clips=clips) for each in tried]
+
+    found = planned(meshes(model, machine.gpus_per_node, layers_of))
     if not found:
         raise ConfigError(
             f"no mesh of {model.mesh.world_size} ranks divides {_rows(model)} rows of a step; give other rows"
@@ -60,21 +66,22 @@ def search(
             f"nothing that was tried fits {machine.memory_gib:.1f} GiB; the nearest, {name_of(nearest)}, needs "
             f"{nearest.missing / 2**30:.1f} GiB more. Give more ranks, fewer rows, or optimizer states of eight bits"
         )
-    return sorted(fitting, key=lambda each: each.step_seconds)[:most]
+    fitting.sort(key=_step_seconds)
+    for best in fitting[:_BEST_MESHES]:
+        fitting += [each for each in planned(schedules(best.model, layers_of)) if each.missing <= 0]
+    return sorted({name_of(each): each for each in fitting}.values(), key=_step_seconds)[:most]
 
 
-def candidates(model: RankModel, layers_of: Callable[[int], Sequence[range]]) -> Iterator[RankModel]:
-    """Yield the model on every mesh, schedule and kind of recomputation that is tried. Local."""
-    mesh, num_layers = model.mesh, len(model.costs.layers)
+def meshes(model: RankModel, gpus_per_node: int, layers_of: Callable[[int], Sequence[range]]) -> Iterator[RankModel]:
+    """Yield the model on every mesh and with every kind of recomputation that is tried. Local."""
+    mesh, num_rows = model.mesh, _rows(model)
     inner = mesh.tensor_parallel * mesh.context_parallel_shard * mesh.context_parallel_replicate
-    for pp in _powers(min(num_layers, _MOST_STAGES, mesh.world_size)):
-        if mesh.world_size % (pp * inner):
-            continue
+    near = {1, gpus_per_node // 2, gpus_per_node, 2 * gpus_per_node} - {0}
+    for pp in _powers(min(len(model.costs.layers), _MOST_STAGES, mesh.world_size)):
         data = mesh.world_size // (pp * inner)
-        num_rows = _rows(model)
-        if num_rows % data:
+        if mesh.world_size % (pp * inner) or num_rows % data:
             continue
-        for shard, experts in product(_powers(data), _powers(_MOST_EXPERT_RANKS)):
+        for shard, experts, recompute in product(sorted({*near, data}), sorted(near), RECOMPUTED):
             if data % shard:
                 continue
             degrees = {"pipeline_parallel": pp, "data_parallel_shard": shard, "expert_parallel": experts}
@@ -83,30 +90,34 @@ def candidates(model: RankModel, layers_of: Callable[[int], Sequence[range]]) ->
                 check_mesh(tried, model.costs, model.weights.layers)
             except ConfigError:
                 continue
-            yield from _schedules(model, tried, num_rows // data, layers_of)
+            rows = num_rows // data
+            yield replace(
+                model,
+                mesh=tried,
+                schedule=SCHEDULES[0],
+                layers_of_stages=tuple(layers_of(pp)),
+                rows=1 if pp > 1 else rows,
+                num_microbatches=rows if pp > 1 else 1,
+                parallel=replace(model.parallel, recompute=recompute),
+            )
 
 
-def _schedules(
-    model: RankModel, mesh: MeshConfig, rows: int, layers_of: Callable[[int], Sequence[range]]
-) -> Iterator[RankModel]:
-    pp = mesh.pipeline_parallel
+def schedules(model: RankModel, layers_of: Callable[[int], Sequence[range]]) -> Iterator[RankModel]:
+    """Yield the model with every schedule and number of microbatches that is tried on its mesh. Local."""
+    pp, rows = model.mesh.pipeline_parallel, model.rows * model.num_microbatches
     for schedule in SCHEDULES if pp > 1 else SCHEDULES[:1]:
         num_stages = len(schedule.placement(pp))
         if num_stages > len(model.costs.layers):
             continue
-        numbers = {number for number in (1, pp, 2 * pp, 4 * pp, rows) if rows % number == 0}
-        for number, recompute in product(sorted(numbers if pp > 1 else {1, rows}), RECOMPUTED):
-            if not schedule.takes(pp, number):
-                continue
-            yield replace(
-                model,
-                mesh=mesh,
-                schedule=schedule,
-                layers_of_stages=tuple(layers_of(num_stages)),
-                rows=rows // number,
-                num_microbatches=number,
-                parallel=replace(model.parallel, recompute=recompute),
-            )
+        for number in sorted({each for each in (1, pp, 2 * pp, rows // 2, rows) if each and rows % each == 0}):
+            if schedule.takes(pp, number):
+                yield replace(
+                    model,
+                    schedule=schedule,
+                    layers_of_stages=tuple(layers_of(num_stages)),
+                    rows=rows // number,
+                    num_microbatches=number,
+                )
 
 
 def name_of(plan: Plan) -> str:
@@ -151,6 +162,10 @@ def _rows(model: RankModel) -> int:
     """Return the rows of a step on all ranks."""
     mesh = model.mesh
     return model.rows * model.num_microbatches * mesh.data_parallel_replicate * mesh.data_parallel_shard
+
+
+def _step_seconds(plan: Plan) -> float:
+    return plan.step_seconds
 
 
 def _powers(most: int) -> list[int]:
