@@ -61,6 +61,16 @@ def test_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     assert documents_of("out/a") == [[*text.encode()] for text in TEXTS if text]
 
 
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_progress_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> None:
+    """Of bytes of text, on a terminal only."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    size = Path("a.jsonl").stat().st_size
+    run("a", "a.jsonl", "--tokenizer", "bytes", "--processes", "1")
+    said = capsys.readouterr().err
+    assert f"{size}/{size}" in said.replace(".0", "") if is_terminal else not said
+
+
 def test_a_tokenizer_in_two_processes() -> None:
     from tokenizers import ByteLevelBPETokenizer
     from transformers import AutoTokenizer, PreTrainedTokenizerFast

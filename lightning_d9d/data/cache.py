@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -28,6 +29,8 @@ _TURN_SECONDS = 5.0
 SILENT_SECONDS = 7200.0
 """The longest time that a rank may make a file without progress."""
 _CHUNK = 1 << 24
+_SETTLED_NS = 2_000_000_000
+"""How long before it was hashed a file was written to, at least: later writes could leave it the same times."""
 
 Progress = Callable[[], None]
 """Called by what makes a file whenever it is a little further."""
@@ -98,8 +101,15 @@ def _run_on(makers: Sequence[int], work: Callable[[Progress], str], ranks: Ranks
     if ranks.alone:
         return [work(lambda: None)]
     job = _Job(work) if ranks.rank in makers else None
-    while any(ranks.all_gather(job is not None and job.is_busy(_TURN_SECONDS))):
-        pass
+    try:
+        while any(ranks.all_gather(job is not None and job.is_busy(_TURN_SECONDS))):
+            pass
+    except RuntimeError as error:  # of the backend: the watchdog adds which rank
+        error.add_note(
+            f"a rank has ended while data were prepared on rank{'s' * (len(makers) > 1)} "
+            f"{', '.join(map(str, makers))}; run the same again: texts go on where they were, chats begin again"
+        )
+        raise
     return ranks.together("data cannot be prepared", lambda: None if job is None else job.result())
 
 
@@ -137,11 +147,19 @@ class _Job:
         self._progress = time.monotonic()
 
 
-def digest_of_files(paths: Sequence[str | Path], tell: Progress) -> str:
+def digest_of_files(paths: Sequence[str | Path], folder: Path, tell: Progress) -> str:
     """Return a hash of what files have in them, those of directories in the order of their names. Local.
 
+    A file that was hashed before is not read again while its size, its times and its inode stay. The time of its entry
+    (`ctime`) is one of them, which no program can set. Hashes are kept in the folder `digests`.
+
+    Args:
+        paths: Files and directories.
+        folder: Keeps the hashes of files.
+        tell: Called whenever a little more was read.
+
     Raises:
-        ConfigError: A file cannot be read.
+        ConfigError: A file cannot be read, or the folder cannot be written to.
     """
     digest = hashlib.sha256()
     for path in map(Path, paths):
@@ -149,15 +167,38 @@ def digest_of_files(paths: Sequence[str | Path], tell: Progress) -> str:
             try:
                 if path.is_dir() and not each.is_file():
                     continue
-                with each.open("rb") as file:
-                    content = hashlib.sha256()
-                    while chunk := file.read(_CHUNK):
-                        content.update(chunk)
-                        tell()
+                content = _digest_of_file(each, folder / "digests", tell)
             except OSError as error:
                 raise ConfigError(f"{each} cannot be read: {reason(error)}") from error
-            digest.update(content.digest() + str(path.suffix).encode())
+            digest.update(content + str(path.suffix).encode())
     return digest.hexdigest()
+
+
+def _digest_of_file(path: Path, folder: Path, tell: Progress) -> bytes:
+    note, began = folder / hashlib.sha256(str(path.resolve()).encode()).hexdigest(), time.time_ns()
+    with path.open("rb") as file:
+        before = _stamp(file)
+        with suppress(OSError, ValueError, KeyError, TypeError):  # none, or a damaged one
+            noted = json.loads(note.read_text())
+            if noted["stamp"] == before:
+                return bytes.fromhex(noted["sha256"])
+        content = hashlib.sha256()
+        while chunk := file.read(_CHUNK):
+            content.update(chunk)
+            tell()
+        is_settled = _stamp(file) == before and max(before[1:3]) < began - _SETTLED_NS
+    if is_settled:
+        with _writable(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        with replacing(note) as part:
+            part.write_text(json.dumps({"path": str(path), "stamp": before, "sha256": content.hexdigest()}))
+    return content.digest()
+
+
+def _stamp(file: BinaryIO) -> list[int]:
+    """Return what differs whenever somebody has written to a file."""
+    found = os.fstat(file.fileno())
+    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
 
 
 @contextmanager

@@ -58,12 +58,12 @@ def tokenized_chats(
     Raises:
         ConfigError: A chat or a file is not as it must be, or the folder cannot be written to. The same on all ranks.
     """
-    name = partial(_name, files, tokenizer, max_length)
+    name = partial(_name, files, tokenizer, max_length, folder)
     path = made_once(folder, name, partial(_make, files, tokenizer, max_length), ranks)
     return _open(path)
 
 
-def _name(files: Sequence[str | Path], tokenizer: Any, max_length: int, tell: Progress) -> str:
+def _name(files: Sequence[str | Path], tokenizer: Any, max_length: int, folder: Path, tell: Progress) -> str:
     ChatTokenizer(tokenizer, max_length)  # refuses what cannot be used
     chat_pieces(files)
     about = [
@@ -73,7 +73,7 @@ def _name(files: Sequence[str | Path], tokenizer: Any, max_length: int, tell: Pr
         tokenizer.backend_tokenizer.to_str(),
         tokenizer.chat_template,
         tokenizer.special_tokens_map,
-        digest_of_files(files, tell),
+        digest_of_files(files, folder, tell),
     ]
     return f"chats-{hashlib.sha256(json.dumps(about, default=str).encode()).hexdigest()[:32]}.pt"
 

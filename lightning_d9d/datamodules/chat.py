@@ -112,8 +112,9 @@ class ChatDataModule(RowsDataModule):
         """Makes tokens of the files, or maps those that were made before. Collective in a Trainer."""
         if self.train_samples is not None:
             return
-        tokenizer = pretrained_tokenizer(self.tokenizer) if isinstance(self.tokenizer, str) else self.tokenizer
-        self._check_vocabulary(tokenizer)
+        with self._on_all_ranks():
+            tokenizer = pretrained_tokenizer(self.tokenizer) if isinstance(self.tokenizer, str) else self.tokenizer
+            self._check_vocabulary(tokenizer)
         self._padding_id = getattr(tokenizer, "pad_token_id", None) or 0
         chats = self._tokenized(self.train, tokenizer)
         if self.validation is not None:

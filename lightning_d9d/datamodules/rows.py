@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import lightning as L
@@ -12,6 +14,7 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_d9d.data import DataRank
 from lightning_d9d.datamodules.batch_size import rows_of_rank
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.mesh.agreement import Ranks
 
 Loader = DataLoader[dict[str, Tensor]]
 _Read = TypeVar("_Read")
@@ -140,6 +143,16 @@ class RowsDataModule(L.LightningDataModule):
             num_workers=self.num_workers,
             pin_memory=is_on_gpu,
         )
+
+    @contextmanager
+    def _on_all_ranks(self) -> Iterator[None]:
+        """Run a block of `setup` that reads data: what fails on one rank is raised on all. Collective in a Trainer."""
+        ranks = Ranks(alone=self.trainer is None)
+        if ranks.alone:
+            yield
+            return
+        with ranks.agreed("data cannot be read"):
+            yield
 
     def _required(self, read: _Read | None) -> _Read:
         """Return what `setup` has read."""

@@ -96,15 +96,17 @@ class ByteTextDataModule(RowsDataModule):
         """The held-out text, `[num_bytes]` uint8, after `setup`."""
 
     def setup(self, stage: str | None = None) -> None:
-        """Reads the files, once; every rank reads all of them."""
+        """Reads the files, once; every rank reads all of them. Collective in a Trainer."""
         if self.train_tokens is not None:
             return
-        text = read_text(text_files(self.directory, self.pattern))
-        if not len(text):
-            raise ConfigError(
-                f"directory={self.directory!r} and pattern={self.pattern!r} of ByteTextDataModule match no readable "
-                f"UTF-8 text in {source_directory(self.directory)}; correct the path or the pattern (e.g. '**/*.txt')."
-            )
+        with self._on_all_ranks():
+            text = read_text(text_files(self.directory, self.pattern))
+            if not len(text):
+                raise ConfigError(
+                    f"directory={self.directory!r} and pattern={self.pattern!r} of ByteTextDataModule match no "
+                    f"readable UTF-8 text in {source_directory(self.directory)}; correct the path or the pattern (e.g. "
+                    "'**/*.txt')."
+                )
         num_training = len(text) - int(len(text) * self.validation_fraction)
         self.train_tokens, self.validation_tokens = text[:num_training], text[num_training:]
 

@@ -55,7 +55,7 @@ class Texts:
 
     def _name(self, paths: Sequence[str], tell: Progress) -> str:
         Encoder(self._settings.tokenizer)  # refuses what cannot be used
-        about = [description(self._settings), digest_of_files(paths, tell)]
+        about = [description(self._settings), digest_of_files(paths, self._folder, tell)]
         return f"tokens-{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]}.bin"
 
     def _make(self, paths: Sequence[str], path: Path, tell: Progress) -> None:

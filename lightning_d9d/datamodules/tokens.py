@@ -122,32 +122,55 @@ class TokenDataModule(RowsDataModule):
         self.validation_files = validation_files
         self.borders = borders
         self._border = None if token is None else BorderToken(token, is_first=first_token is not None)
+        self._prepared: dict[tuple[Path, ...], Path] = {}
+        """The files of tokens of texts, of each part of the mixture."""
         self._training: Mixture | None = None
         self._held_out: list[TokenRows | LitDataRows] = []
 
     def setup(self, stage: str | None = None) -> None:
-        """Opens the files, once, and says what is in them. Every rank does so."""
+        """Opens the files, once, and says what is in them. Collective in a Trainer."""
         if self._training is not None:
             return
+        if self._texts is not None:
+            self._prepare(self._texts)
+        with self._on_all_ranks():
+            self._open_all()
+
+    def _parts(self) -> list[list[str]]:
+        """Return paths and patterns of each part of the mixture."""
+        paths = [self.files] if isinstance(self.files, str) else list(self.files)
+        is_mixture = isinstance(self.files, dict) or any(map(is_litdata, paths))
+        return [[path] for path in paths] if is_mixture else [paths]
+
+    def _held_out_paths(self) -> list[str]:
+        return [self.validation_files] if isinstance(self.validation_files, str) else self.validation_files or []
+
+    def _prepare(self, texts: Texts) -> None:
+        """Make files of tokens of all texts. Collective in a Trainer."""
+        with self._on_all_ranks():
+            found = [self._found(part, "files") for part in self._parts() if not any(map(is_litdata, part))]
+            if self.validation_files is not None:
+                found.append(self._found(self._held_out_paths(), "validation_files"))
+        for paths in found:
+            if sources := self._texts_of(paths):
+                self._prepared[tuple(sources)] = texts.prepared(sources, Ranks(alone=self.trainer is None))
+
+    def _open_all(self) -> None:
         training: list[TokenRows | LitDataRows] = []
         held_out_rows: list[TokenRows | LitDataRows] = []
-        paths = [self.files] if isinstance(self.files, str) else list(self.files)
-        texts = paths if isinstance(self.files, dict) or any(map(is_litdata, paths)) else [paths]
-        for text in texts:
-            if isinstance(text, str) and is_litdata(text):
-                rows, held_out_part = self._open_litdata(text)
+        for part in self._parts():
+            if any(map(is_litdata, part)):
+                rows, held_out_part = self._open_litdata(part[0])
                 training.append(rows)
                 held_out_rows.append(held_out_part)
                 continue
-            name, spans = self._open([text] if isinstance(text, str) else text, "files")
+            name, spans = self._open(part, "files")
             if self.validation_files is None:
                 spans, held_out = _split(spans, self.validation_fraction)
                 held_out_rows.append(self._rows(f"the held-out part of {name}", held_out))
             training.append(self._rows(name, spans))
         if self.validation_files is not None:
-            given = self.validation_files
-            opened = self._open([given] if isinstance(given, str) else given, "validation_files")
-            held_out_rows.append(self._rows(*opened))
+            held_out_rows.append(self._rows(*self._open(self._held_out_paths(), "validation_files")))
         weights = list(self.files.values()) if isinstance(self.files, dict) else None
         self._training, self._held_out = Mixture(training, weights), held_out_rows
         if self._texts is not None:
@@ -178,19 +201,25 @@ class TokenDataModule(RowsDataModule):
         sampler = EpochSampler(PermutedOrder(len(rows)), num_ranks, rank, self.seed, shuffle=trains)
         return self._loader(rows, sampler, trains)
 
-    def _open(self, paths: Sequence[str], setting: str) -> tuple[str, list[Span]]:
-        """Open the files that paths and patterns name, in the order of their names."""
+    def _found(self, paths: Sequence[str], setting: str) -> list[Path]:
+        """Return the files that paths and patterns name, in the order of their names."""
         if not paths:
             raise ConfigError(f"{setting} of TokenDataModule is empty; name a file of tokens")
         found = [path for each in paths for path in _matching(each, setting, self._texts is not None)]
         if twice := [str(path) for path, count in Counter(found).items() if count > 1]:
             raise ConfigError(f"{setting} of TokenDataModule names {', '.join(twice)} more than once; leave one out")
-        texts = [path for path in found if self._is_text(path)]
-        if texts and self._texts is not None:
+        return found
+
+    def _texts_of(self, paths: Sequence[Path]) -> list[Path]:
+        return [path for path in paths if self._is_text(path)]
+
+    def _open(self, paths: Sequence[str], setting: str) -> tuple[str, list[Span]]:
+        """Open what paths and patterns name; the file of tokens of texts has the place of the first of them."""
+        found, spans = self._found(paths, setting), []
+        if texts := self._texts_of(found):
             place = found.index(texts[0])
             found = [path for path in found if path not in texts]
-            found.insert(place, self._texts.prepared(texts, Ranks(alone=self.trainer is None)))
-        spans = []
+            found.insert(place, self._prepared[tuple(texts)])
         for path in found:
             has_index = path.with_suffix(".idx").is_file()
             file = TokenFile(path, None if has_index else self._border)

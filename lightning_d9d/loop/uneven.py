@@ -7,6 +7,9 @@ lengths are known and equal nothing is done. Elsewhere ranks look one batch ahea
   pass through Lightning's loop, as there is an optimizer step to take.
 - In evaluation and prediction Lightning's loop sees a rank's own batches only. At the end, before ranks meet, those
   that have had less than others run the rest. These are forwards of their last batch, without hooks, loss or result.
+
+A training batch that has been read ahead is copied to the GPU at once, behind the step of the batch before it. Where
+nobody else reads ahead, loaders whose worker processes read into pinned memory are read one batch ahead for that.
 """
 
 from __future__ import annotations
@@ -52,6 +55,8 @@ class Alignment:
 
     resumes: Callable[[], bool]
     """Returns whether loaders are still to take their place in a checkpoint, and begin then."""
+    copy_ahead: Callable[[Any], None] | None = None
+    """Begins to copy a batch to the device before its turn; None where it does not pay."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Alignment:
         """Nothing in it changes, and process groups cannot be copied."""
@@ -195,11 +200,19 @@ class _HandedOut:
     """The states from which the batch after this one comes; None for loaders without one of their own."""
 
 
+class _ReadAhead(NamedTuple):
+    item: Any
+    error: Exception | None
+    """The exception of the loader, `StopIteration` at its end; it is raised when it is the batch's turn."""
+    states: list[Any]
+    """The states from which this item comes; None for loaders without one of their own."""
+
+
 class TrainingLoader(_AlignedLoader):
     """Gives all data ranks the same number of training batches, the last of them dummy batches where data are short.
 
     It keeps the states that loaders had before they were read ahead. So it does with one data rank, too: Lightning
-    reads ahead itself where a loader has no length.
+    reads ahead itself where a loader has no length. Batches that were read ahead are in no place of a checkpoint.
 
     Args:
         loader: As for `_AlignedLoader`.
@@ -218,6 +231,9 @@ class TrainingLoader(_AlignedLoader):
         """Whether the loaders begin later."""
         self._has_read = False
         """Whether this iteration has given a batch."""
+        self._reads_ahead = False
+        """Whether it reads a batch ahead though lengths are known and equal."""
+        self._ahead: _ReadAhead | None = None
         self.wait_seconds = 0.0
         """How long the loop has waited for batches."""
         self._history: deque[_HandedOut] = deque(
@@ -228,7 +244,7 @@ class TrainingLoader(_AlignedLoader):
         if self._has_read:  # so that this is another epoch than the one that goes on
             for loader in self.flattened:
                 end_resuming(loader)
-        self._has_read = False
+        self._has_read, self._reads_ahead, self._ahead = False, False, None
         if self._agreement is None and self.alignment.resumes() and any(map(_is_stream, self.flattened)):
             # The loop asks for the length alone. Streams that began here would lose what nobody trains on.
             self._iterator = _SUPPORTED_MODES[self._mode]["iterator"](self.flattened, self._limits)
@@ -242,6 +258,8 @@ class TrainingLoader(_AlignedLoader):
         self._history.clear()
         if not self.is_even:
             self._look_ahead(BatchPlan())
+        elif self.alignment.copy_ahead is not None and hasattr(self._loop._data_fetcher, "batches"):
+            self._reads_ahead = all(map(_is_read_by_workers, self.flattened))
         return self
 
     def __len__(self) -> int:
@@ -268,8 +286,13 @@ class TrainingLoader(_AlignedLoader):
             raise StopIteration
         self._has_read = True
         if self.is_even:
-            return super().__next__()
+            item = self._next_even()
+            if self._reads_ahead:
+                self._read_ahead()
+            return item
         item, plan = (self._read(), BatchPlan()) if self._agreement is None else self._agreed(self._agreement)
+        if self._agreement is None:
+            self._copy_ahead(item)  # Lightning reads it ahead
         self._has_ended = item is None
         if item is None:
             raise StopIteration
@@ -277,6 +300,35 @@ class TrainingLoader(_AlignedLoader):
         self._num_handed_out += 1
         batch = copy_containers(item[0])  # hooks may change them
         return batch, self._num_handed_out - 1, 0
+
+    def _next_even(self) -> Any:
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            return super().__next__()
+        if ahead.error is not None:
+            raise ahead.error
+        return ahead.item
+
+    def _read_ahead(self) -> None:
+        """Read the next batch and begin to copy it, unless this one is the epoch's last."""
+        fetcher = self._loop._data_fetcher
+        if fetcher.fetched + 1 >= fetcher.length:  # it counts this one when it has it
+            return
+        states = self._own_states()
+        try:
+            item, error = super().__next__(), None
+        except Exception as raised:
+            item, error = None, raised
+        self._ahead = _ReadAhead(item, error, states)
+        self._copy_ahead(item)
+
+    def _copy_ahead(self, item: Any) -> None:
+        if item is not None and self.alignment.copy_ahead is not None:
+            self.alignment.copy_ahead(item[0])
+
+    def _own_states(self) -> list[Any]:
+        states = super()._state_dicts()
+        return [None if is_place_of_sampler(each) else copy.deepcopy(each) for each in states]
 
     def _agreed(self, agreement: Agreement) -> tuple[Any, BatchPlan]:
         """The next item, which some rank has; None if no rank has one."""
@@ -296,12 +348,13 @@ class TrainingLoader(_AlignedLoader):
 
     def _look_ahead(self, plan: BatchPlan) -> None:
         """Keep the states of loaders and read the next batch, unless their end has been read."""
-        states = [None if is_place_of_sampler(each) else copy.deepcopy(each) for each in super()._state_dicts()]
+        states = self._own_states()
         self._history.append(_HandedOut(plan, self._history[-1].states if plan.is_dummy else states))
         if self._agreement is None:
             return
         if not plan.is_dummy:
             self._next = self._read()
+            self._copy_ahead(self._next)
         if self._next is not None and self._next[0] is not None:
             self._dummy = self._next
         place = 0 if self._next is not None else END if self._dummy is not None else NOTHING
@@ -316,13 +369,15 @@ class TrainingLoader(_AlignedLoader):
     def _state_dicts(self) -> list[dict[str, Any]]:
         """Return the states after what was trained on, though more has been read."""
         states = super()._state_dicts()
+        if self._ahead is not None:
+            return _as_then(states, self._ahead.states)
         progress = self._loop.epoch_loop.batch_progress
         is_at_end = self._next is None and self._agreement is not None
         if self.is_even or not self._history or self._has_ended or (is_at_end and progress.is_last_batch):
             return states  # where the epoch is over, those from which the next one begins
         is_open = progress.current.ready - progress.current.processed
         earlier = self._history[-1 - min(self._num_ahead() + is_open, len(self._history) - 1)].states
-        return [now if then is None else then for now, then in zip(states, earlier, strict=True)]
+        return _as_then(states, earlier)
 
     def _num_ahead(self) -> int:
         """Batches that Lightning has taken and not trained on."""
@@ -417,6 +472,16 @@ def catch_up(loop: Any) -> None:
     """At the end of one of the loop's loaders, before ranks meet there. Collective over the data ranks."""
     if isinstance(loop._combined_loader, EvaluationLoader):
         loop._combined_loader.catch_up()
+
+
+def _as_then(states: list[Any], earlier: list[Any]) -> list[Any]:
+    """Return earlier states, and the present ones of loaders whose place the loop counts; none where a run is over."""
+    return [now if then is None else then for now, then in zip(states, earlier, strict=False)]
+
+
+def _is_read_by_workers(loader: object) -> bool:
+    """Return whether processes of its own read it into pinned memory: reading ahead takes no random number here."""
+    return isinstance(loader, DataLoader) and loader.num_workers > 0 and loader.pin_memory
 
 
 def _is_stream(loader: object) -> bool:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_d9d.modules.adapters import ExpertsAdapter, adapter_of
+from lightning_d9d.modules.halves import Halves
 from lightning_d9d.modules.initial_values import Constant, DrawnByRows, Normal
 from lightning_d9d.ops import Permutation, adapted_down, adapted_gate_up, adapted_swiglu, grouped_gemm, swiglu
 
@@ -36,7 +37,14 @@ class GroupedExperts(DrawnByRows):
         """The adapters of both products; None where there is none, or a merged one."""
         return adapter_of(self, "gate_up_lora"), adapter_of(self, "down_lora")
 
-    def forward(self, x: Tensor, weights: Tensor, offsets: Tensor, copies: Permutation | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        offsets: Tensor,
+        copies: Permutation | None = None,
+        second: Halves | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Applies each row's expert.
 
         Args:
@@ -44,10 +52,20 @@ class GroupedExperts(DrawnByRows):
             weights: factor of each row's result, shape `[rows]`.
             offsets: int32, shape `[experts]`: the row after the last one of each expert.
             copies: from tokens to rows, without padding. Adapters then need fewer passes.
+            second: another half of the tokens. Both are computed in one call, for which weights are gathered once.
 
         Returns:
-            Shape `[rows, hidden]`; with `copies` the sums of tokens' results, `[tokens, hidden]`.
+            Shape `[rows, hidden]`; with `copies` the sums of tokens' results, `[tokens, hidden]`. With `second` what
+            its `end` made of the results of both halves.
         """
+        if second is None:
+            return self._results(x, weights, offsets, copies)
+        second.begin(0)
+        first_results = second.end(0, self._results(x, weights, offsets, None))
+        second.begin(1)
+        return first_results, second.end(1, self._results(second.x, second.weights, second.offsets, None))
+
+    def _results(self, x: Tensor, weights: Tensor, offsets: Tensor, copies: Permutation | None) -> Tensor:
         up, down = self._adapters
         # down_proj is linear, so the factor may come before it: there the rows are narrower, and no result is kept.
         inner, h = self._inner(x, weights, offsets, copies, up, down)

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from lightning_d9d.modules.balance import BalanceConfig, ExpertBalance
 from lightning_d9d.modules.dispatch import Dispatch, LocalDispatch
 from lightning_d9d.modules.experts import GroupedExperts
+from lightning_d9d.modules.halves import Halves, SideStream
 from lightning_d9d.modules.initial_values import Constant, DrawnByRows, Normal
 from lightning_d9d.modules.linear import Linear
 from lightning_d9d.modules.mlp import SwiGLU
@@ -92,6 +95,8 @@ class SparseMoE(nn.Module):
         )
         self.experts = GroupedExperts(num_experts, hidden_size, intermediate_size, initializer_range=std)
         self.dispatch: Dispatch = LocalDispatch(num_experts)
+        self.in_halves = False
+        """Whether tokens go to experts on other ranks in two halves. [Note: two halves] in `halves`."""
         self.has_loss = balance is not None and balance.has_losses
         self.has_shared_expert = shared_intermediate_size > 0
         if self.has_shared_expert:
@@ -105,16 +110,43 @@ class SparseMoE(nn.Module):
         """
         flat = x.flatten(0, -2)
         indices, weights, loss = self.gate(x)
-        # Before the rest: a recomputation ends with the last product, and need not bring the results back for this.
-        shared = self.shared_expert_gate(flat).sigmoid() * self.shared_expert(flat) if self.has_shared_expert else None
-        if isinstance(self.dispatch, LocalDispatch) and self.experts.has_adapters:
-            tokens = self.dispatch.sort(flat, indices, weights)
-            y = self.experts(tokens.x, tokens.weights, tokens.offsets, tokens.copies)
+        if self.in_halves:
+            y, shared = self._in_halves(flat, indices, weights)
         else:
-            tokens = self.dispatch.dispatch(flat, indices, weights)
-            results = self.experts(tokens.x, tokens.weights, tokens.offsets)
-            y = self.dispatch.combine(results, tokens)
+            y, shared = self._at_once(flat, indices, weights)
         if shared is not None:
             y = y + shared
         y = y.view_as(x)
         return (y, loss) if self.has_loss else y
+
+    def _shared(self, flat: Tensor) -> Tensor | None:
+        return self.shared_expert_gate(flat).sigmoid() * self.shared_expert(flat) if self.has_shared_expert else None
+
+    def _at_once(self, flat: Tensor, indices: Tensor, weights: Tensor) -> tuple[Tensor, Tensor | None]:
+        # Before the rest: a recomputation ends with the last product, and need not bring the results back for this.
+        shared = self._shared(flat)
+        if isinstance(self.dispatch, LocalDispatch) and self.experts.has_adapters:
+            tokens = self.dispatch.sort(flat, indices, weights)
+            return self.experts(tokens.x, tokens.weights, tokens.offsets, tokens.copies), shared
+        tokens = self.dispatch.dispatch(flat, indices, weights)
+        results = self.experts(tokens.x, tokens.weights, tokens.offsets)
+        return self.dispatch.combine(results, tokens), shared
+
+    def _in_halves(self, flat: Tensor, indices: Tensor, weights: Tensor) -> tuple[Tensor, Tensor | None]:
+        side, num_first = SideStream(flat.device), (len(flat) + 1) // 2
+        sizes = [num_first, len(flat) - num_first]
+        parts = [*zip(flat.split(sizes), indices.split(sizes), weights.split(sizes), strict=True)]
+        tokens = [side.run(partial(self.dispatch.dispatch, *part), part, half) for half, part in enumerate(parts)]
+        shared = self._shared(flat)
+
+        def begin(half: int) -> None:
+            side.wait(half, tokens[half][:3])
+
+        def end(half: int, results: Tensor) -> Tensor:
+            return side.run(partial(self.dispatch.combine, results, tokens[half]), [results], half)
+
+        second = Halves(*tokens[1][:3], begin, end)
+        sums = self.experts(*tokens[0][:3], second=second)
+        for half, part in enumerate(sums):
+            side.wait(half, [part])
+        return torch.cat(sums), shared

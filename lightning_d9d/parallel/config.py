@@ -53,6 +53,10 @@ class ParallelConfig:
     """With `expert_dispatch="peer"` the copies of tokens that a rank's experts have memory for, as a multiple of an
     even share: at least 1. A batch that needs more is computed again by all-to-all, and then there is more memory."""
 
+    overlap_experts: bool = False
+    """True sends the tokens of a layer to experts on other ranks in two halves. On CUDA messages have a stream of their
+    own: those of one half run beside the products of the other. Messages are half as long, and twice as many."""
+
     grouped_gemm: GroupedGemmBackend = "auto"
     """What the products of experts run on. "auto": torch's `grouped_mm` where it takes their tensors, else "eager";
     large ones on Hopper "quack", where that is installed. "torch". "quack": the package quack-kernels (`pip install
@@ -96,6 +100,7 @@ class ParallelConfig:
             ("compile", (True, False)),
             ("cuda_graphs", (True, False)),
             ("expert_dispatch", get_args(ExpertDispatch)),
+            ("overlap_experts", (True, False)),
             ("kernels", get_args(Kernels)),
             ("grouped_gemm", get_args(GroupedGemmBackend)),
             ("context", ("gather", "ring", "heads")),
@@ -122,6 +127,11 @@ class ParallelConfig:
             raise ConfigError(
                 f"ParallelConfig.compile=True with recompute={self.recompute!r}, of something inside of blocks, which "
                 "are compiled whole; choose recompute='none', 'full', 'offload' or 'every_2'"
+            )
+        if self.compile and self.overlap_experts:
+            raise ConfigError(
+                "ParallelConfig.compile=True with overlap_experts=True: the compiler does not see streams; leave out "
+                "one of them"
             )
         if self.cuda_graphs and (self.compile or self.recompute != "none"):
             other = "compile=True" if self.compile else f"recompute={self.recompute!r}"

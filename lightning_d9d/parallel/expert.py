@@ -52,6 +52,7 @@ def shard_experts(module: nn.Module, mesh: MeshDomains, parallel: ParallelConfig
     for moe in [each for each in module.modules() if isinstance(each, SparseMoE)]:
         if num_parts > 1:
             moe.dispatch = _dispatch(moe.experts.gate_up_proj.shape[0], mesh, parallel)
+            moe.in_halves = parallel.overlap_experts
         _shard(moe.experts, mesh, parallel)
 
 

@@ -8,7 +8,6 @@ from itertools import product
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.memory.rank import RankModel
-from lightning_d9d.mesh import MeshConfig
 from lightning_d9d.plan.machine import MachineTable
 from lightning_d9d.plan.planning import Plan, check_mesh, plan_of
 from lightning_d9d.schedule import DualPipeV, Interleaved1F1B, ModelCosts, OneForwardOneBackward, Schedule, ZeroBubbleV

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.core.hooks import DataHooks
@@ -11,13 +13,25 @@ from torch import Tensor
 
 from lightning_d9d.pipeline.trees import children, with_children
 
+_MOST_AHEAD = 3
+"""Batches whose copies are kept at most: Lightning has one ahead, ranks that agree have read another."""
+
+
+class _Copy(NamedTuple):
+    original: Tensor
+    version: int | None
+    """The count of changes of the original when it was copied."""
+    copy: Tensor
+    arrived: torch.cuda.Event
+
 
 class BatchCopies:
     """Copies batches while the GPU computes on those before them; the host waits for nothing. Local.
 
-    The host is ahead of the GPU: it takes a batch from the loader while the GPU still works on the one before. Copies
-    go to a stream that waits for none of that work. The stream that computes waits for the copy, by an event. Memory of
-    the copy belongs to the stream of copies, and is used again only when the stream that computes is done with it.
+    A batch that has been read ahead is copied ahead (`begin_ahead`), before the step of the batch before it is
+    launched. So its copy runs behind that step, also where the step waits for the GPU. Copies go to a stream that waits
+    for no computation. The stream that computes waits for the copy, by an event. Memory of the copy belongs to the
+    stream of copies, and is used again only when the stream that computes is done with it.
 
     Args:
         device: Of the copies, a GPU.
@@ -26,6 +40,7 @@ class BatchCopies:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
+        self._ahead: deque[dict[int, _Copy]] = deque(maxlen=_MOST_AHEAD)
 
     @classmethod
     @functools.cache
@@ -33,43 +48,90 @@ class BatchCopies:
         """Return those of this process to a device, with one stream."""
         return cls(device)
 
+    def begin_ahead(self, batch: Any) -> None:
+        """Copy the tensors in pinned memory of a batch whose turn comes later; `begin` takes these copies.
+
+        Copies of at most three batches are kept, the latest.
+        """
+        copies = self._copied(_pinned(batch))
+        if copies:
+            self._ahead.append(copies)
+
     def begin(self, batch: Any) -> Any:
         """Return a batch whose tensors in pinned memory are copied to the device; all else in it stays as it is.
 
         Containers are new; only plain dicts, lists and tuples are looked into. What is read on the current stream from
-        now on is the copy.
+        now on is the copy. A tensor that was copied ahead, and that torch has not changed since, is not copied again.
         """
+        pinned = _pinned(batch)
+        found = {id(tensor): copy for tensor in pinned if (copy := self._taken(tensor)) is not None}
+        found |= self._copied([tensor for tensor in pinned if id(tensor) not in found])
         computing = torch.cuda.current_stream(self._device)
-        copies: list[Tensor] = []
-        with torch.cuda.stream(self._stream):
-            moved = self._moved(batch, copies)
-            arrived = self._stream.record_event() if copies else None
-        if arrived is not None:
+        for arrived in {id(each.arrived): each.arrived for each in found.values()}.values():
             computing.wait_event(arrived)
-            for copy in copies:
-                copy.record_stream(computing)
-        return moved
+        for each in found.values():
+            each.copy.record_stream(computing)
+        return _replaced(batch, {key: each.copy for key, each in found.items()})
 
-    def _moved(self, tree: Any, copies: list[Tensor]) -> Any:
-        if type(tree) is Tensor:
-            if tree.device.type != "cpu" or not tree.is_pinned():
-                return tree
-            copies.append(tree.to(self._device, non_blocking=True))
-            return copies[-1]
-        parts = children(tree) if type(tree) in (dict, list, tuple) or hasattr(tree, "_fields") else None
-        if parts is None:
-            return tree
-        names, values = parts
-        moved = [self._moved(value, copies) for value in values]
-        return with_children(tree, moved if names is None else dict(zip(names, moved, strict=True)))
+    def forget(self) -> None:
+        """Drop copies that nobody has taken. Local."""
+        self._ahead.clear()
+
+    def _copied(self, tensors: list[Tensor]) -> dict[int, _Copy]:
+        if not tensors:
+            return {}
+        with torch.cuda.stream(self._stream):
+            copies = [tensor.to(self._device, non_blocking=True) for tensor in tensors]
+            arrived = torch.cuda.Event()
+            arrived.record(self._stream)
+        return {id(own): _Copy(own, _version(own), copy, arrived) for own, copy in zip(tensors, copies, strict=True)}
+
+    def _taken(self, tensor: Tensor) -> _Copy | None:
+        for copies in self._ahead:
+            if (found := copies.pop(id(tensor), None)) is not None:  # which holds the original: the id is its own
+                return found if found.version == _version(tensor) else None
+        return None
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def _pinned(tree: Any) -> list[Tensor]:
+    """Return the tensors in pinned memory, each once."""
+    found: dict[int, Tensor] = {}
+    _walked(tree, lambda tensor: found.setdefault(id(tensor), tensor) if _is_pinned(tensor) else tensor)
+    return list(found.values())
+
+
+def _is_pinned(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.is_pinned()
+
+
+def _replaced(tree: Any, copies: dict[int, Tensor]) -> Any:
+    return _walked(tree, lambda tensor: copies.get(id(tensor), tensor))
+
+
+def _walked(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if type(tree) is Tensor:
+        return change(tree)
+    parts = children(tree) if type(tree) in (dict, list, tuple) or hasattr(tree, "_fields") else None
+    if parts is None:
+        return tree
+    names, values = parts
+    walked = [_walked(value, change) for value in values]
+    return with_children(tree, walked if names is None else dict(zip(names, walked, strict=True)))
 
 
 def moves_itself(*owners: object) -> bool:
     """Return whether a module or data module has a `transfer_batch_to_device` of its own."""
-    return any(
-        owner is not None and getattr(type(owner), _HOOK, None) not in (None, getattr(DataHooks, _HOOK))
-        for owner in owners
-    )
+    return any(_has_own(owner, "transfer_batch_to_device") for owner in owners)
 
 
-_HOOK = "transfer_batch_to_device"
+def changes_first(*owners: object) -> bool:
+    """Return whether a module or data module has an `on_before_batch_transfer` of its own."""
+    return any(_has_own(owner, "on_before_batch_transfer") for owner in owners)
+
+
+def _has_own(owner: object, hook: str) -> bool:
+    return owner is not None and getattr(type(owner), hook, None) not in (None, getattr(DataHooks, hook))

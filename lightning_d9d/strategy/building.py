@@ -131,6 +131,7 @@ def alignment(
     splitter: BatchSplitter | None,
     run_dummy: Callable[[Any, BatchPlan], None],
     resumes: Callable[[], bool],
+    copy_ahead: Callable[[Any], None] | None,
 ) -> Alignment:
     """Decide how data ranks get the same number of batches. Collective over the data ranks of a D9DModule.
 
@@ -141,6 +142,7 @@ def alignment(
         splitter: Splits batches of a D9DModule; None for a plain module.
         run_dummy: As for `Alignment`.
         resumes: Likewise.
+        copy_ahead: Likewise.
     """
     needs_equal_batches = splitter is not None and ranks.needs_equal_batches
     counter = (
@@ -152,6 +154,7 @@ def alignment(
         num_microbatches=counter,
         run_dummy=run_dummy,
         resumes=resumes,
+        copy_ahead=copy_ahead,
     )
 
 

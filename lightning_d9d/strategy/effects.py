@@ -112,6 +112,7 @@ def _peer_dispatch(beside: Beside) -> str | None:
 NEEDS: dict[str, Callable[[Beside], str | None]] = {
     "ParallelConfig.reshard_after_forward": _sharded_weights,
     "ParallelConfig.expert_dispatch": _expert_ranks,
+    "ParallelConfig.overlap_experts": _expert_ranks,
     "ParallelConfig.expert_capacity": _peer_dispatch,
     "ParallelConfig.context": _context_ranks,
     "ParallelConfig.pad_sequences": _sharded_sequences,

@@ -202,7 +202,7 @@ class EpochPlace:
             raise StateError(f"checkpoint {path!r} is of a run with other training dataloaders: {error}") from error
         if num_read == 0:
             for each, state in zip(loader.flattened, states, strict=False):  # no states: saved before training began
-                if not is_place_of_sampler(state) and _stopped_early(fit_loop, each):
+                if not is_place_of_sampler(state) and (_stopped_early(fit_loop, each) or _is_at_end(fit_loop, state)):
                     end_resuming(each)
                     iter(each)  # what is left of an epoch that is over
         if num_read and any(map(is_replayed, loader.flattened)):
@@ -261,6 +261,14 @@ def _stopped_early(fit_loop: Any, loader: Any) -> bool:
     """Return whether an epoch that is over has left batches of a loader, as limits and modes of several let it."""
     length, num_processed = sized_len(loader), fit_loop.epoch_loop.batch_progress.current.processed
     return num_processed % length != 0 if length else fit_loop.trainer.limit_train_batches != 1.0
+
+
+def _is_at_end(fit_loop: Any, state: Any) -> bool:
+    """Return whether torchdata's loader has given all of an epoch, and was not asked for more to know it.
+
+    It would give an epoch without a batch.
+    """
+    return fit_loop.epoch_loop.batch_progress.is_last_batch and state.get("_iterator_finished") is False
 
 
 def _loader_states(loader: CombinedLoader | None) -> list[dict[str, Any]]:

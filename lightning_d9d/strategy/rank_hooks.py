@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any, Self, TypeVar, cast
 
 import torch
@@ -12,7 +13,7 @@ from lightning.pytorch.strategies.parallel import ParallelStrategy
 
 from lightning_d9d.loop.launch import Launcher, check_launcher_is_noticed
 from lightning_d9d.mesh import Axis, MeshConfig, MeshDomains
-from lightning_d9d.strategy.batch_copies import BatchCopies, moves_itself
+from lightning_d9d.strategy.batch_copies import BatchCopies, changes_first, moves_itself
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.ranks import JobRanks, TimeoutConfig
 
@@ -155,17 +156,34 @@ class RankHooks(ParallelStrategy):
         A module or data module that has a `transfer_batch_to_device` of its own moves it itself.
         """
         device = device or self.root_device
-        module = self.lightning_module
-        trainer: Any = module and module._trainer
-        if device.type == "cuda" and not moves_itself(module, getattr(trainer, "datamodule", None)):
+        if device.type == "cuda" and not moves_itself(*self._owners_of_hooks):
             batch = BatchCopies.to(device).begin(batch)
         return super().batch_to_device(batch, device, dataloader_idx)
+
+    def copier_ahead(self) -> Callable[[Any], None] | None:
+        """Return what begins to copy a batch that has been read ahead; None where that would be in vain. Local.
+
+        So it is without a GPU, and where a module or data module moves batches or changes them first.
+        """
+        owners = self._owners_of_hooks
+        if self.root_device.type != "cuda" or moves_itself(*owners) or changes_first(*owners):
+            return None
+        return BatchCopies.to(self.root_device).begin_ahead
+
+    @property
+    def _owners_of_hooks(self) -> tuple[object, object]:
+        """The module, and the data module."""
+        module = self.lightning_module
+        trainer: Any = module and module._trainer
+        return module, getattr(trainer, "datamodule", None)
 
     def teardown(self) -> None:
         """End a run as Lightning does, but leave a D9DModule and the states of its optimizers on their device. Local.
 
         Lightning moves both to the host's memory. That takes a minute for 60 GB, and ranks of a node share that memory.
         """
+        if self.root_device.type == "cuda":
+            BatchCopies.to(self.root_device).forget()
         if not isinstance(self.lightning_module, D9DModule):
             super().teardown()
             return

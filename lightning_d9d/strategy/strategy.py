@@ -325,8 +325,8 @@ class D9DStrategy(SaveHooks):
             pads = self.parallel.pad_sequences
             splitter = BatchSplitter(module, self.pipeline, self.microbatch_count, pads_sequences=pads)
             self._evaluation = module.evaluation = EvalStep(module, splitter, SequenceCheck(module))
-        aligned = alignment(self.ranks, self.splitter, self._run_dummy, self._checkpoints.place.is_to_be_resumed)
-        align_loaders(patches, trainer, aligned)
+        hooks = self._run_dummy, self._checkpoints.place.is_to_be_resumed, self.copier_ahead()
+        align_loaders(patches, trainer, alignment(self.ranks, self.splitter, *hooks))
         if self._is_fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()

@@ -48,7 +48,7 @@ SELECTIONS = {
     "fine_tune": ("layers", "experts", "seconds"),
     "step_in_backward": ("layers",),
     "optimizer_loss": ("methods", "rates", "steps", "jobs"),
-    "data": ("file_gib",),
+    "data": ("file_gib", "memory"),
     "whole_model": ("layers", "gpus", "parts", "steps", "tokens", "rows", "recompute", "states"),
     "plan_runs": ("gpus",),
 }
@@ -106,6 +106,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="of `optimizer_loss` and `whole_model`")
     parser.add_argument("--jobs", type=int, help="of `optimizer_loss`: runs at a time on one device")
     parser.add_argument("--file_gib", type=float, help="of `data`: size of the file of tokens; default: 40")
+    parser.add_argument(
+        "--memory", choices=("held", "free"), help="of `data`: whether others hold memory; default: held"
+    )
     parser.add_argument("--gpus", type=int, choices=(1, 2), help="of `whole_model` and `plan_runs`")
     parser.add_argument("--parts", nargs="+", help="of `whole_model`; default: all")
     parser.add_argument("--tokens", type=int, help="of `whole_model`: in a row")

@@ -1,8 +1,9 @@
 """Rows from a file of tokens: how fast a loader gives them from a cold disk, and what they cost a step on a GPU.
 
-The file has random ids, so that no file system can store it in less. It is larger than the memory that is left:
-another process holds the rest. Before each round the system has forgotten the file (`posix_fadvise`), and each round
-reads other rows. `read from disk` is what worker processes have had the disk read, as a multiple of the bytes of rows.
+The file has random ids, so that no file system can store it in less. It is larger than the memory that is left: other
+processes hold the rest, unless `--memory free` is given. Before each round the system has forgotten the file
+(`posix_fadvise`), and each round reads other rows. `read from disk` is what worker processes have had the disk read, as
+a multiple of the bytes of rows: one or more if nothing came from memory.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -56,16 +57,18 @@ class LoaderCase:
     sequence_length: int
     num_batches: int
     repeats: int
+    is_judged: bool
     fills_memory: bool
     num_processes: int = 1
 
 
-def cases(device_type: str, quick: bool, file_gib: float | None = None) -> list[Any]:
+def cases(device_type: str, quick: bool, file_gib: float | None = None, memory: str = "held") -> list[Any]:
     """The loader from a file of 40 GiB, or what the disk has room for; on a GPU the step, too."""
     path = str(make_file(file_gib, quick))
     size = {"batch_size": 2, "sequence_length": 32} if quick else {"batch_size": 16, "sequence_length": 4096}
     rounds = {"num_batches": 8, "repeats": 2} if quick else {"num_batches": 200, "repeats": 6}
-    loader = LoaderCase(name="loader", path=path, fills_memory=not quick, **size, **rounds)
+    holds = memory == "held" and not quick
+    loader = LoaderCase(name="loader", path=path, is_judged=not quick, fills_memory=holds, **size, **rounds)
     if device_type == "cpu" and not quick:
         return [loader]
     if quick:
@@ -153,25 +156,29 @@ sys.stdin.read()
 
 @contextmanager
 def memory_taken(num_bytes: int) -> Iterator[None]:
-    """Another process holds so many bytes, and is the first that the system ends if they were too many.
+    """Other processes hold so many bytes, and are the first that the system ends if they were too many.
+
+    There is one for each processor, since a single one would clear more than 100 GiB for a minute.
 
     Raises:
-        MemoryError: It could not, or was ended.
+        MemoryError: They could not, or one was ended.
     """
     if num_bytes <= 0:
         yield
         return
-    command = [sys.executable, "-I", "-c", _HOLDS, str(num_bytes)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout is not None
-        try:
-            if holder.stdout.readline() != "held\n":
-                raise MemoryError(f"{num_bytes} bytes of memory could not be held")
-            yield
-            if holder.poll() is not None:
-                raise MemoryError(f"the system has ended the process that held {num_bytes} bytes")
-        finally:
-            holder.kill()
+    num_holders = os.cpu_count() or 1
+    command = [sys.executable, "-I", "-c", _HOLDS, str(-(-num_bytes // num_holders))]
+    with ExitStack() as stack:
+        holders = []
+        for _ in range(num_holders):
+            holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            holders.append(stack.enter_context(holder))
+            stack.callback(holder.kill)
+        if any(holder.stdout.readline() != "held\n" for holder in holders):  # type: ignore[union-attr]
+            raise MemoryError(f"{num_bytes} bytes of memory could not be held")
+        yield
+        if any(holder.poll() is not None for holder in holders):
+            raise MemoryError(f"the system has ended a process of those that held {num_bytes} bytes")
 
 
 def rows_of(path: str, device: torch.device, **options: Any) -> DataLoader[Any]:
@@ -231,7 +238,7 @@ def run_case(case: Case | LoaderCase, device_type: str) -> dict[str, Any]:
         "batch": f"{case.batch_size} x {case.sequence_length} tokens",
         "tokens_per_second": [tokens for tokens, _ in rounds],
         "read_from_disk": [read for _, read in rounds],
-        "is_judged": case.fills_memory,
+        "is_judged": case.is_judged,
     }
 
 

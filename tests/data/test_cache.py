@@ -146,7 +146,7 @@ def test_a_digest_is_that_of_the_content(tmp_path: Path) -> None:
         (tmp_path / name).write_text(content)
 
     def digest(*names: str) -> str:
-        return digest_of_files([tmp_path / name for name in names], lambda: None)
+        return digest_of_files([tmp_path / name for name in names], tmp_path / "cache", lambda: None)
 
     before = digest("a.txt", "b.txt"), digest("saved")
     assert digest("b.txt", "a.txt") != before[0]
@@ -156,3 +156,65 @@ def test_a_digest_is_that_of_the_content(tmp_path: Path) -> None:
     assert digest("saved") != before[1]
     with pytest.raises(ConfigError, match=r"a\.txt cannot be read: it does not exist"):
         digest("a.txt")
+
+
+def _digest(path: Path, folder: Path) -> tuple[str, int]:
+    """The hash, and how many parts of the file were read for it."""
+    parts: list[int] = []
+    return digest_of_files([path], folder, lambda: parts.append(1)), len(parts)
+
+
+def _written_long_ago(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a few seconds pass."""
+    now = path.stat().st_ctime_ns + 3_000_000_000
+    monkeypatch.setattr(cache.time, "time_ns", lambda: now)
+
+
+def test_a_file_that_nobody_has_written_to_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, folder = tmp_path / "a.txt", tmp_path / "cache"
+    file.write_text("one")
+    first = _digest(file, folder)
+    assert first[1] == 1
+    assert _digest(file, folder) == first  # written to just now: the next write may have the same time
+    _written_long_ago(file, monkeypatch)
+    assert _digest(file, folder) == first
+    assert _digest(file, folder) == (first[0], 0)
+    times = file.stat()
+    file.write_text("two")
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))  # as `touch -r` and `cp -p` do
+    changed = _digest(file, folder)
+    assert changed[1] == 1
+    assert changed[0] != first[0]
+
+
+def test_a_file_that_is_written_to_while_it_is_hashed_is_hashed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, folder = tmp_path / "a.txt", tmp_path / "cache"
+    file.write_text("one")
+    _written_long_ago(file, monkeypatch)
+
+    parts: list[int] = []
+
+    def write() -> None:
+        parts.append(1)
+        if len(parts) == 1:
+            with file.open("a") as end:
+                end.write("more")
+
+    digest_of_files([file], folder, write)
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("damage", ["", "{}", '{"stamp": 1, "sha256": "x"}'])
+def test_a_damaged_note_of_a_hash_is_written_again(
+    tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, folder = tmp_path / "a.txt", tmp_path / "cache"
+    file.write_text("one")
+    _written_long_ago(file, monkeypatch)
+    first = _digest(file, folder)
+    (note,) = (folder / "digests").iterdir()
+    note.write_text(damage)
+    assert _digest(file, folder) == first
+    assert _digest(file, folder) == (first[0], 0)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from lightning_d9d import D9DStrategy
 from lightning_d9d.datamodules import ChatDataModule, TokenDataModule
-from lightning_d9d.datamodules.rows import RowsDataModule
 from tests.data.chats import make_tokenizer
 from tests.strategy.plain import trainer
 
@@ -46,11 +45,10 @@ class Reader(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def tokens(files: dict[str, float], num_workers: int) -> TokenDataModule:
-    """Rows of files of tokens, for `train`."""
-    return TokenDataModule(
-        files, SEQUENCE_LENGTH, global_batch_size=GLOBAL_BATCH, seed=3, num_workers=num_workers, validation_fraction=0.1
-    )
+def tokens(files: dict[str, float], num_workers: int, **options: Any) -> TokenDataModule:
+    """Rows of files of tokens, or of texts, for `train`."""
+    options = {"global_batch_size": GLOBAL_BATCH, "seed": 3, "validation_fraction": 0.1, **options}
+    return TokenDataModule(files, SEQUENCE_LENGTH, num_workers=num_workers, **options)
 
 
 def chats(path: str, packing: bool, num_workers: int) -> ChatDataModule:
@@ -59,7 +57,7 @@ def chats(path: str, packing: bool, num_workers: int) -> ChatDataModule:
     return ChatDataModule(path, make_tokenizer("chatml"), num_workers=num_workers, **options)
 
 
-def train(output: Path, data: Callable[[], RowsDataModule], num_ranks: int, options: dict[str, Any]) -> None:
+def train(output: Path, data: Callable[[], L.LightningDataModule], num_ranks: int, options: dict[str, Any]) -> None:
     """One rank of the job.
 
     Args:

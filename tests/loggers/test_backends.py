@@ -10,22 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger
 
-from lightning_d9d import ConfigError, D9DStrategy
-from lightning_d9d.callbacks import BackgroundLoggers, Histograms
+from lightning_d9d import ConfigError
 from lightning_d9d.loggers import AimLogger
-from tests.strategy.plain import Plain, loader, trainer
-
-
-def run_job(logger: Any, folder: Path, max_steps: int, checkpoint: Path | None = None) -> Path:
-    """Train up to so many steps, and return the checkpoint of the last one."""
-    saving = ModelCheckpoint(folder / "checkpoints", "{step}", every_n_train_steps=2, save_top_k=-1)
-    options: dict[str, Any] = {"enable_checkpointing": True, "max_steps": max_steps, "max_epochs": None}
-    run = trainer(D9DStrategy(), logger=logger, callbacks=[BackgroundLoggers(), saving], **options)
-    run.fit(Plain(), loader(16), ckpt_path=checkpoint)
-    return folder / "checkpoints" / f"step={max_steps}.ckpt"
+from tests.loggers.jobs import in_process, log_histograms, log_steps, run_job
+from tests.strategy.plain import Plain
 
 
 def two_jobs(make: Any, folder: Path) -> None:
@@ -77,14 +67,10 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.loggers
 def test_wandb_offline(tmp_path: Path) -> None:
-    import wandb
     from wandb.proto.wandb_internal_pb2 import Record
 
-    checkpoint = None
-    for max_steps in (2, 4):
-        logger = WandbLogger(project="project", save_dir=tmp_path, offline=True)
-        checkpoint = run_job(logger, tmp_path, max_steps, checkpoint)
-        wandb.teardown()  # as the end of a process does: `finish` alone does not wait for the file
+    in_process(log_steps, tmp_path, 2, None)
+    in_process(log_steps, tmp_path, 4, tmp_path / "checkpoints" / "step=2.ckpt")
     runs, steps = set(), []
     for path in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb")):
         for data in records_in(path):
@@ -100,16 +86,11 @@ def test_wandb_offline(tmp_path: Path) -> None:
 
 @pytest.mark.loggers
 def test_histograms_in_wandb(tmp_path: Path) -> None:
-    import wandb
     from wandb.proto.wandb_internal_pb2 import Record
 
-    logger = WandbLogger(project="project", save_dir=tmp_path, offline=True)
-    module, name = Plain(), "weights/net.0.weight"
-    size = module.net[0].weight.numel()
-    trainer(D9DStrategy(), logger=logger, callbacks=[Histograms(2, "net.0.weight", None)], max_epochs=1).fit(
-        module, loader(16)
-    )
-    wandb.teardown()
+    size = Plain().net[0].weight.numel()
+    in_process(log_histograms, tmp_path)
+    name = "weights/net.0.weight"
     steps = []
     (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     for data in records_in(path):

@@ -112,6 +112,7 @@ PEFT_NAMES = {LAYERS: "layers", MATRICES: "matrices", WITH_NORMS: "norms", LAST_
 KEPT = ParallelConfig(reshard_after_forward=False)
 RESHARD = ParallelConfig(reshard_after_forward=True)
 RECOMPUTED = [ParallelConfig(recompute=kind) for kind in ("full", "selective", "attention", "every_2")]
+IN_HALVES = ParallelConfig(overlap_experts=True)
 PEER = ParallelConfig(expert_dispatch="peer", expert_capacity=1.0)
 """With so little room that some batches are computed again."""
 RING, HEADS = ParallelConfig(context="ring"), ParallelConfig(context="heads")
@@ -153,6 +154,13 @@ CASES = [
     Case("rep2 shard4 ep4"),
     Case("rep2 shard4 ep8", accumulated=2),
     Case("rep4 shard2 ep4"),
+    Case("rep2 shard2 ep2", microbatch_size=2, parallel=IN_HALVES, fast=True),
+    Case("shard4 ep2", parallel=replace(IN_HALVES, recompute="full")),
+    Case("shard4 ep4", parallel=replace(IN_HALVES, recompute="selective")),
+    Case("rep2 tp2 ep4", parallel=replace(IN_HALVES, expert_dispatch="peer")),
+    Case("pp2 shard2 ep2", schedule="zero_bubble", parallel=IN_HALVES),
+    Case("pp2 shard2 ep2", schedule="dual_pipe_v", parallel=replace(IN_HALVES, expert_dispatch="peer")),
+    Case("rep2 ep2", peft=LAYERS, parallel=IN_HALVES),
     Case("rep2 ep2", parallel=PEER, fast=True),
     Case("rep4 ep4", parallel=PEER),
     Case("rep8 ep8", parallel=PEER),

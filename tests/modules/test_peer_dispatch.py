@@ -1,5 +1,6 @@
 """Experts on other ranks, whose memory tokens are written to: the numbers of one process, and of all-to-all."""
 
+import socket
 from collections.abc import Callable
 
 import pytest
@@ -8,6 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from lightning_d9d import ConfigError
 from lightning_d9d.modules import AllToAllDispatch, Dispatch
 from lightning_d9d.modules.peer_dispatch import PeerDispatch, PeerExchange
 from lightning_d9d.ops.backend import using_kernels
@@ -213,3 +215,24 @@ def test_a_cuda_graph(rank: RankContext) -> None:
             assert_bitwise_equal(name, captured[name], value)
     assert fits(dispatch, rank)
     dispatch.exchange.close()
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_on_another_host_is_refused_on_every_rank(rank: RankContext) -> None:
+    """Before any memory is made, so no rank waits for another."""
+    mesh = init_device_mesh(rank.device.type, (2,))
+    dispatch = PeerDispatch(NUM_EXPERTS, mesh.get_group())
+    own = on_device(make_tokens(rank.rank, "natural", 2), rank)
+    experts, name = shard(make_experts(), mesh), ["node-a", "node-b"][rank.rank]
+    match = r"rank 0: rank 1 is on another host \(node-b\); choose 'all_to_all'"
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(socket, "gethostname", lambda: name)
+        with pytest.raises(ConfigError, match=match):
+            run(dispatch, experts, own)
+    assert dispatch.exchange.memory is None
+
+
+@pytest.mark.ranks(2)
+def test_experts_that_ranks_do_not_divide_are_refused(rank: RankContext) -> None:
+    with pytest.raises(ConfigError, match=r"7 experts cannot be spread evenly over the 2 ranks \[0, 1\]"):
+        PeerDispatch(7, rank.group)

@@ -90,6 +90,8 @@ def test_dtypes_of_messages(dtype: torch.dtype, options: dict[str, Any], expecte
         ({"reshard_after_forward": "never"}, "reshard_after_forward='never' must be one of True, False, 'auto'"),
         ({"recompute": "every_0"}, "recompute='every_0' must be"),
         ({"expert_dispatch": "fast"}, "expert_dispatch='fast' must be one of"),
+        ({"overlap_experts": "yes"}, "overlap_experts='yes' must be one of True, False"),
+        ({"overlap_experts": True, "compile": True}, "compile=True with overlap_experts=True"),
         ({"gather_dtype": "float16"}, "gather_dtype='float16' must be one of"),
         ({"shard_blocks": "Block"}, "shard_blocks='Block' must be a list"),
         ({"shard_blocks": ()}, "must be a list"),

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_d9d import D9DStrategy
 from lightning_d9d.strategy import batch_copies
-from lightning_d9d.strategy.batch_copies import BatchCopies, moves_itself
+from lightning_d9d.strategy.batch_copies import BatchCopies, changes_first, moves_itself
 from tests.strategy.plain import Plain, trainer
 
 Pair = namedtuple("Pair", ["first", "second"])
@@ -26,11 +26,11 @@ class FakeStream:
     def __init__(self, name: str, calls: list[str]) -> None:
         self.name, self.calls = name, calls
 
-    def record_event(self) -> str:
+    def record_event(self) -> object:
         self.calls.append(f"record on {self.name}")
-        return "event"
+        return object()
 
-    def wait_event(self, event: str) -> None:
+    def wait_event(self, event: object) -> None:
         self.calls.append(f"{self.name} waits")
 
 
@@ -77,7 +77,45 @@ def test_what_is_not_pinned_stays(cuda: FakeCuda) -> None:
     batch = [torch.ones(1), torch.nn.Parameter(torch.ones(2)), {"a": 1}]
     moved = BatchCopies(torch.device("meta")).begin(batch)
     assert all(now is then for now, then in zip(moved[:2], batch[:2], strict=True))
-    assert cuda.calls == ["begin", "end"]
+    assert cuda.calls == []
+
+
+def test_what_was_copied_ahead_is_not_copied_again(cuda: FakeCuda) -> None:
+    copies, first, second = BatchCopies(torch.device("meta")), torch.ones(2), torch.ones(3)
+    copies.begin_ahead([first, {"again": first, "second": second}, torch.ones(1)])
+    assert cuda.calls == ["begin", "record on copies", "end"]
+    cuda.calls.clear()
+    first_copy, rest, small = copies.begin([first, {"again": first, "second": second}, torch.ones(1)])
+    assert cuda.calls == ["computing waits", *["used by computing"] * 2]
+    assert rest["again"] is first_copy
+    assert [first_copy.shape, rest["second"].shape, small.device.type] == [first.shape, second.shape, "cpu"]
+    cuda.calls.clear()
+    copies.begin([first])  # a dummy batch comes again
+    assert cuda.calls == ["begin", "record on copies", "end", "computing waits", "used by computing"]
+
+
+def test_what_was_changed_since_is_copied_again(cuda: FakeCuda) -> None:
+    copies, changed, kept = BatchCopies(torch.device("meta")), torch.ones(2), torch.ones(3)
+    copies.begin_ahead([changed, kept])
+    changed.add_(1)
+    cuda.calls.clear()
+    copies.begin([changed, kept])
+    assert cuda.calls.count("record on copies") == 1
+    assert cuda.calls.count("computing waits") == 2
+
+
+def test_copies_that_nobody_takes_are_few(cuda: FakeCuda) -> None:
+    copies = BatchCopies(torch.device("meta"))
+    batches = [[torch.ones(2)] for _ in range(9)]
+    for batch in batches:
+        copies.begin_ahead(batch)
+    assert len(copies._ahead) == 3
+    cuda.calls.clear()
+    copies.begin(batches[-1])
+    assert "begin" not in cuda.calls
+    copies.forget()
+    copies.begin(batches[-2])
+    assert "begin" in cuda.calls
 
 
 def test_modules_that_move_batches_themselves() -> None:
@@ -88,6 +126,8 @@ def test_modules_that_move_batches_themselves() -> None:
     assert moves_itself(Plain(), Own())
     assert not moves_itself(Plain(), L.LightningDataModule())
     assert not moves_itself(None, None)
+    assert changes_first(Seeing())
+    assert not changes_first(Plain(), Own(), None)
 
 
 class Seeing(Plain):
@@ -163,3 +203,30 @@ def test_copies_do_not_wait_for_computation_and_memory_is_not_used_early() -> No
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert [total.item() / (1 << 20) for total in found] == list(range(8))
+
+
+class Waiting(Plain):
+    """Waits for the GPU in each step, and looks whether the next batch has arrived while the GPU is busy."""
+
+    def __init__(self) -> None:
+        super().__init__(batch_norm=False)
+        self.arrived_ahead: list[bool] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        torch.cuda._sleep(1 << 30)
+        busy = torch.cuda.Event()
+        busy.record()
+        copies = BatchCopies.to(batch[0].device)
+        copies._stream.synchronize()
+        self.arrived_ahead.append(bool(copies._ahead and any(copies._ahead)) and not busy.query())
+        torch.cuda.synchronize()
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.gpu
+def test_the_next_batch_is_copied_behind_a_step_that_waits() -> None:
+    rows = TensorDataset(torch.arange(48 * 8.0).view(48, 8), torch.zeros(48, dtype=torch.int64))
+    module = Waiting()
+    loader = DataLoader(rows, 8, num_workers=2, pin_memory=True)
+    trainer(D9DStrategy(), 1, "cuda", max_epochs=2).fit(module, loader)
+    assert module.arrived_ahead == [True, True, True, True, True, False] * 2

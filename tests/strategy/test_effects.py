@@ -71,6 +71,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"expert_dispatch": "all_to_all"},
         "set MeshConfig.expert_parallel above 1, or leave {} out",
     ),
+    "ParallelConfig.overlap_experts": (
+        {"overlap_experts": True},
+        "set MeshConfig.expert_parallel above 1, or leave {} out",
+    ),
     "ParallelConfig.expert_capacity": (
         {"expert_capacity": 2.0},
         "set MeshConfig.expert_parallel above 1, or leave {} out",
@@ -109,6 +113,10 @@ OF_PLAIN: dict[str, tuple[dict[str, Any], str]] = {
     "ParallelConfig.pad_sequences": ({"pad_sequences": True}, "plain LightningModule, whose sequences nobody shards"),
     "ParallelConfig.expert_dispatch": (
         REFUSED["ParallelConfig.expert_dispatch"][0],
+        "plain LightningModule, whose experts nobody shards; make it a D9DModule",
+    ),
+    "ParallelConfig.overlap_experts": (
+        REFUSED["ParallelConfig.overlap_experts"][0],
         "plain LightningModule, whose experts nobody shards; make it a D9DModule",
     ),
     "ParallelConfig.expert_capacity": (
@@ -209,7 +217,10 @@ def test_steps_in_the_backward_of_a_plain_module_are_refused() -> None:
     "name",
     sorted(
         REFUSED.keys()
-        - {f"ParallelConfig.{name}" for name in ("context", "expert_dispatch", "expert_capacity", "pad_sequences")}
+        - {
+            f"ParallelConfig.{name}"
+            for name in ("context", "expert_dispatch", "overlap_experts", "expert_capacity", "pad_sequences")
+        }
     ),
 )
 def test_one_process_takes_what_is_written_for_any_number_of_ranks(name: str) -> None:

@@ -99,6 +99,15 @@ def test_an_epoch_that_a_limit_ends_is_over(loader: str, tmp_path: Path) -> None
     assert resumed.batches == whole.batches[12:]
 
 
+@pytest.mark.parametrize("loader", LOADERS)
+def test_saved_in_the_last_batch_of_an_epoch(loader: str, tmp_path: Path) -> None:
+    """Whether a loader knows by then that its epoch is over or not, the next one is whole."""
+    path = tmp_path / "end.ckpt"
+    whole = fit(Plain, loader, Saving(BATCHES - 1, path))
+    resumed = fit(Plain, loader, path=path)
+    assert resumed.batches == whole.batches[2 * BATCHES :]
+
+
 @pytest.mark.parametrize("kind", [Plain, Staged])
 def test_a_save_inside_of_an_accumulation_window_is_done_at_its_end(kind: type, tmp_path: Path) -> None:
     path = tmp_path / "middle.ckpt"
