@@ -130,7 +130,11 @@ def plan_parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpus_per_node", type=int, help="by default as many as the GPU's usual nodes have")
     parser.add_argument("--rows", type=int, help="of a batch of one data rank; by default as the data say")
     parser.add_argument("--tokens", type=int, help="of a row; by default as the data say")
-    parser.add_argument("--search", action="store_true", help="try meshes, schedules and recomputation, and list ten")
+    parser.add_argument(
+        "--search",
+        action="store_true",
+        help="list the ten fastest meshes, schedules and kinds of recomputation; the mesh of the file is not used",
+    )
     parser.add_argument("--json", help="a file for the plan, with all numbers")
     parser.add_argument("--page", help="a file for a page of HTML")
     parser.add_argument("--yaml", help="a file for the settings of the best plan, which a later --config reads")

@@ -17,7 +17,7 @@ from enum import StrEnum
 import torch
 from torch import nn
 
-from lightning_d9d.mesh import MeshConfig
+from lightning_d9d.mesh import Axis, MeshConfig
 from lightning_d9d.modules import GroupedQueryAttention, LMHead, SparseMoE, SwiGLU, TokenEmbedding
 from lightning_d9d.modules.adapters import Adapter
 from lightning_d9d.parallel.config import ParallelConfig
@@ -233,7 +233,7 @@ class Spread:
         self.num_ranks = mesh.world_size // mesh.pipeline_parallel
         self._tp = mesh.tensor_parallel
         self._shards = mesh.data_parallel_shard * mesh.context_parallel_shard
-        self._fsdp_of_experts = mesh.expert_weights()["ep_fsdp"]
+        self._fsdp_of_experts = mesh.expert_weights()[Axis.EP_FSDP]
         self._apart = mesh.expert_parallel * mesh.tensor_parallel * mesh.context_parallel_replicate > 1
         self._has_units = self._shards > 1 and (
             self._fsdp_of_experts > 1 or parallel.gather_dtype is not None or parallel.offload

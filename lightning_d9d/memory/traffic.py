@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from lightning_d9d.memory.rank import RankModel
 from lightning_d9d.memory.spread import Cut, Part, Share
+from lightning_d9d.mesh import Axis
 
 NUMBERS_OF_A_LOSS = 2
 """That ranks with parts of a vocabulary tell each other for each token."""
@@ -67,7 +68,7 @@ def _of_weights(model: RankModel, held: Sequence[Share]) -> Iterator[Sent]:
         width, wide = share.weight.dtype.itemsize, max(model.sum_bytes, share.weight.dtype.itemsize)
         is_apart = share.weight.cut is Cut.EXPERTS and model.spread().experts_are_apart()
         axis, span = (
-            ("ep_fsdp", mesh.expert_parallel * share.num_shards) if is_apart else ("dp_cp_shard", shards * inner)
+            (Axis.EP_FSDP, mesh.expert_parallel * share.num_shards) if is_apart else (Axis.DP_CP_SHARD, shards * inner)
         )
         if share.is_unit:
             ring = share.num_padded * share_sent(share.num_shards)
@@ -83,7 +84,7 @@ def _of_weights(model: RankModel, held: Sequence[Share]) -> Iterator[Sent]:
         flags = 0 if share.is_unit else 1
         for place, num in enumerate(groups):
             sums = 2 * (share.numel + flags) * wide * share_sent(num)
-            of_sums = ("tp", mesh.tensor_parallel) if place else ("dp_replicate", model.spread().num_ranks)
+            of_sums = (Axis.TP, mesh.tensor_parallel) if place else (Axis.DP_REPLICATE, model.spread().num_ranks)
             yield Sent("all_reduce", "gradients", of_sums[0], num, of_sums[1], sums, 1)
 
 
@@ -110,8 +111,8 @@ def _of_tokens(model: RankModel, rank: int) -> Iterator[Sent]:
             if tp > 1:
                 times = 2 * (1 if Cut.EXPERTS in weights else 2)
                 ring = number * times * tp * tokens * hidden * share_sent(tp)
-                yield Sent("all_gather", "activations", "tp", tp, tp, ring * (1.5 if again else 1), number * times)
-                yield Sent("reduce_scatter", "activations", "tp", tp, tp, ring, number * times)
+                yield Sent("all_gather", "activations", Axis.TP, tp, tp, ring * (1.5 if again else 1), number * times)
+                yield Sent("reduce_scatter", "activations", Axis.TP, tp, tp, ring, number * times)
             if cp > 1:
                 yield from _of_context(model, layer.shares, tokens * tp, width, cp)
         if stage.after is not None and tp > 1:
@@ -119,8 +120,8 @@ def _of_tokens(model: RankModel, rank: int) -> Iterator[Sent]:
             hidden = model.costs.layers[0].output_bytes / model.tokens
             ring = model.num_microbatches * 2 * tp * tokens * hidden * share_sent(tp)
             losses = model.num_microbatches * NUMBERS_OF_A_LOSS * _WIDE * tokens * tp * (tp - 1)
-            yield Sent("all_gather", "activations", "tp", tp, tp, ring + losses, 4 * model.num_microbatches)
-            yield Sent("reduce_scatter", "activations", "tp", tp, tp, ring, 2 * model.num_microbatches)
+            yield Sent("all_gather", "activations", Axis.TP, tp, tp, ring + losses, 4 * model.num_microbatches)
+            yield Sent("reduce_scatter", "activations", Axis.TP, tp, tp, ring, 2 * model.num_microbatches)
 
 
 def _of_context(model: RankModel, shares: Sequence[Share], tokens: float, width: int, cp: int) -> Iterator[Sent]:
@@ -141,14 +142,14 @@ def _of_context(model: RankModel, shares: Sequence[Share], tokens: float, width:
     keys, wide, span = tokens * sum(cut), max(_WIDE, width), cp * tp
     match model.parallel.context:
         case "gather":
-            yield Sent("all_gather", "activations", "cp", cp, span, number * 2 * width * keys * (cp - 1), 2 * number)
-            yield Sent("reduce_scatter", "activations", "cp", cp, span, number * wide * keys * (cp - 1), number)
+            yield Sent("all_gather", "activations", Axis.CP, cp, span, number * 2 * width * keys * (cp - 1), 2 * number)
+            yield Sent("reduce_scatter", "activations", Axis.CP, cp, span, number * wide * keys * (cp - 1), number)
         case "ring":
             sends = number * (2 * width * keys * (cp - 1) + wide * keys * cp)
-            yield Sent("point_to_point", "activations", "cp", cp, span, sends, number * (3 * cp - 2))
+            yield Sent("point_to_point", "activations", Axis.CP, cp, span, sends, number * (3 * cp - 2))
         case "heads":
             sends = number * 2 * width * (2 * tokens * queries + keys) * share_sent(cp)
-            yield Sent("all_to_all", "activations", "cp", cp, span, sends, 8 * number)
+            yield Sent("all_to_all", "activations", Axis.CP, cp, span, sends, 8 * number)
 
 
 def _of_pipeline(model: RankModel, rank: int) -> Iterator[Sent]:
@@ -162,4 +163,4 @@ def _of_pipeline(model: RankModel, rank: int) -> Iterator[Sent]:
             num += 0 <= other < len(placement) and placement[other] != rank
     number = num * model.num_microbatches
     span = math.ceil(model.mesh.world_size / pp) + 1
-    yield Sent("point_to_point", "activations", "pp", pp, span, number * each, number)
+    yield Sent("point_to_point", "activations", Axis.PP, pp, span, number * each, number)

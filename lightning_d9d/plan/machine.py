@@ -50,11 +50,11 @@ class MachineTable:
     host_share: float
     """The share of their time that kernels take longer in a step than alone."""
     source: str
-    from_data_sheets: tuple[str, ...] = ()
-    """The fields that nobody has measured."""
+    not_measured: tuple[str, ...] = ()
+    """The fields that come from data sheets, other devices, fits or assumptions; `source` says which."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "from_data_sheets", tuple(self.from_data_sheets))
+        object.__setattr__(self, "not_measured", tuple(self.not_measured))
         for each in fields(self):
             value = getattr(self, each.name)
             if each.type in ("float", "int"):

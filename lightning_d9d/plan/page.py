@@ -71,6 +71,8 @@ def page_of(plan: Plan) -> str:
         "<h2>Messages</h2>",
         *_table(["axis", "degree", "link"], degrees(plan)),
         *_table(["link", "GB a step", "s alone"], sent),
+        f"<p>Rates: {escape(plan.machine.source)}. Not measured on this device: "
+        f"{escape(', '.join(plan.machine.not_measured) or 'none')}.</p>",
         "</body></html>\n",
     ]
     return "\n".join(parts)

@@ -24,15 +24,15 @@ from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.strategy.strategy import D9DStrategy
 
 _RESERVED_SHARE, _RESERVED_BYTES = 0.06, 256 * 2**20
-"""The share and the bytes that the allocator has beside what is allocated: fragments, and pools of small blocks. On an
-H200 it had 129 GiB for 121, and 136 for 122 (docs/how-to/train-the-30b.md)."""
+"""The share and the bytes that the allocator has beside what is allocated: fragments, and pools of small blocks.
+They are chosen with one H200 in view that had 129 GiB for 121 (docs/benchmarks/whole-model.md)."""
 _OUTSIDE_BYTES = 700 * 2**20
-"""The bytes of CUDA's context and libraries, and buffers of nccl, which torch's allocator does not know."""
+"""The bytes of CUDA's context and libraries, and buffers of nccl, which torch does not know. Assumed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlan:
-    """A rank of the pipeline, its memory and its messages; all ranks of its stages are like it, or have a little less."""
+    """A rank of the pipeline with its memory and messages; others of its stages have as much, or a little less."""
 
     rank: int
     """The rank of the pipeline."""

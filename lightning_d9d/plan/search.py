@@ -8,6 +8,7 @@ from itertools import product
 
 from lightning_d9d.errors import ConfigError
 from lightning_d9d.memory.rank import RankModel
+from lightning_d9d.mesh import Axis
 from lightning_d9d.plan.machine import MachineTable
 from lightning_d9d.plan.planning import Plan, check_mesh, plan_of
 from lightning_d9d.schedule import DualPipeV, Interleaved1F1B, ModelCosts, OneForwardOneBackward, Schedule, ZeroBubbleV
@@ -123,12 +124,12 @@ def name_of(plan: Plan) -> str:
     """Return what a plan of a search has chosen, in few words."""
     model, mesh = plan.model, plan.model.mesh
     degrees = {
-        "pp": mesh.pipeline_parallel,
+        Axis.PP: mesh.pipeline_parallel,
         "replicate": mesh.data_parallel_replicate,
         "shard": mesh.data_parallel_shard,
         "ep": mesh.expert_parallel,
-        "tp": mesh.tensor_parallel,
-        "cp": mesh.context_parallel_shard * mesh.context_parallel_replicate,
+        Axis.TP: mesh.tensor_parallel,
+        Axis.CP: mesh.context_parallel_shard * mesh.context_parallel_replicate,
     }
     words = [f"{name}{degree}" for name, degree in degrees.items() if degree > 1] or ["one rank"]
     if mesh.pipeline_parallel > 1:

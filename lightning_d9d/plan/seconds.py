@@ -3,8 +3,8 @@
 [Note: time of a step] Layers take the seconds of `Machine.seconds`, times 1 and `host_share`. Forwards that are
 recomputed count once more. Messages of tokens and of tensor or context parallelism wait for nothing else and count in
 whole. Messages of weights and gradients run beside the computation, and slow it down by `_SLOWED` of their own time.
-If they take longer than the computation, the rest counts in whole. A pipeline runs its program on paper with these seconds. The
-update reads and writes weights, gradients and states once, and the norm reads gradients once.
+If they take longer than the computation, the rest counts in whole. A pipeline runs its program on paper with these
+seconds. The update reads and writes weights, gradients and states once, and the norm reads gradients once.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from lightning_d9d.memory.peak import LayerOfRank, StageOfRank
 from lightning_d9d.memory.rank import RankModel
 from lightning_d9d.memory.spread import Share
 from lightning_d9d.memory.traffic import Sent, traffic
+from lightning_d9d.mesh import Axis
 from lightning_d9d.plan.machine import MachineTable
 from lightning_d9d.schedule import Costs, simulate
 from lightning_d9d.schedule.layers import LayerSeconds
 from lightning_d9d.schedule.simulate import Simulation
 
 _SLOWED = 0.35
-"""The share of the time of messages that computation beside them is slowed down by. It is fitted to `ep1` and `fsdp` of
-`parallel` in docs/reference/benchmarks.md: steps with messages of 39 ms are 10.3 and 7.4 % longer."""
+"""The share of the time of messages that computation beside them is slowed down by. It lies between those of `ep1`
+and `fsdp` in docs/benchmarks/parallel.md, 0.42 and 0.31: 10.3 and 7.4 % of their steps are exposed. Messages take 39 ms
+there by the table's rate of links, which is assumed."""
 _BESIDE = ("weights", "gradients")
 
 
@@ -143,7 +145,7 @@ def _recomputed(layer: LayerOfRank, machine: MachineTable) -> float:
 
 
 def _is_waited_for(sent: Sent) -> bool:
-    return sent.what not in _BESIDE and sent.axis != "pp"
+    return sent.what not in _BESIDE and sent.axis != Axis.PP
 
 
 def _seconds(sent: Sent, machine: MachineTable) -> float:

@@ -141,6 +141,7 @@ def report(plan: Plan) -> str:
         f"a checkpoint takes {plan.checkpoint_bytes / 1e9:.1f} GB of disk"
         + (f", and {gib(plan.host_bytes)} GiB of a node's memory while it is written" if plan.host_bytes else ""),
     ]
-    if plan.machine.from_data_sheets:
-        lines.append(f"nobody has measured {', '.join(plan.machine.from_data_sheets)} of this machine")
+    if plan.machine.not_measured:
+        lines.append(f"not measured on this device: {', '.join(plan.machine.not_measured)}")
+    lines.append(f"rates: {plan.machine.source}")
     return "\n".join(lines)

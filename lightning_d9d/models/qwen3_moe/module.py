@@ -247,7 +247,7 @@ class Qwen3MoePretraining(D9DModule):
         parallelize_qwen3_moe(stage, mesh, parallel)
 
     def layers_of_stages(self, num_stages: int) -> list[range]:
-        """The layers of each of so many stages."""
+        """Return the layers of each of so many stages."""
         if self.layers_per_stage is not None and num_stages > 1:
             num_layers = self.config.num_hidden_layers
             return split_by_sizes(self.layers_per_stage, num_layers, num_stages, "layers_per_stage")
