@@ -17,7 +17,7 @@ SUITE_REQUIREMENTS = (
     *("pytest-xdist", "pytest-rerunfailures", "pytest-random-order", "psutil", "pandas", "scikit-learn", "tensorboard"),
     *("cloudpickle", "fastapi", "uvicorn", "httpx"),
 )
-"""What the tests of Lightning need beside those of this package."""
+"""Packages that the tests of Lightning need beside those of this package."""
 
 
 def _install(session: nox.Session, *extras: str) -> None:
@@ -51,7 +51,7 @@ def quick(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def meshes(session: nox.Session) -> None:
-    """Every mesh, and every number of microbatches, against one process on the CPU. With GPUs: with `--device cuda`."""
+    """Compare every mesh, and every number of microbatches, with one process on the CPU. GPUs: `--device cuda`."""
     _install(session, "test")
     others = (
         *("tests/pipeline/test_executor.py", "tests/benchmarks/test_training.py"),
@@ -112,7 +112,7 @@ def docs(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def minimums(session: nox.Session) -> None:
-    """The tests with torch 2.11, the oldest supported (several GB to download)."""
+    """Run the tests with torch 2.11, the oldest supported (several GB to download)."""
     session.install("-q", "torch==2.11.0", "numpy<2.4")  # with later ones the interpreter of its Triton fails
     session.install("-q", "-e", ".[test]")
     session.run("python", "-m", "tests", *session.posargs, env={"OMP_NUM_THREADS": "1"})
@@ -120,7 +120,7 @@ def minimums(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def latest(session: nox.Session) -> None:
-    """The tests with the newest torch and Lightning of the registry (several GB to download)."""
+    """Run the tests with the newest torch and Lightning of the registry (several GB to download)."""
     session.install("-q", "-e", ".[test]")
     session.install("-q", "--upgrade", "torch", "lightning")  # apart: also beyond the bounds of pyproject.toml
     session.run("python", "-m", "tests", *session.posargs, env={"OMP_NUM_THREADS": "1"})

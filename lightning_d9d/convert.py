@@ -65,8 +65,8 @@ def main(chosen: argparse.Namespace) -> None:
         chosen: What `lightning_d9d.cli.commands.convert_parser` reads.
 
     Raises:
-        StateError: What is read is missing, damaged or of another kind, or the target cannot be written.
-        ConfigError: What is asked for cannot be.
+        StateError: The source is missing, damaged or of another kind, or the target cannot be written.
+        ConfigError: The arguments ask for something impossible.
     """
     dtype = getattr(torch, chosen.dtype) if chosen.dtype else None
     with reading(chosen.source):
@@ -262,7 +262,7 @@ def _whole(checkpoint: Checkpoint, name: str) -> Tensor:
 
 
 def _write_file(source: str, target: Path, dtype: torch.dtype | None, weights_only: bool) -> None:
-    """Of a checkpoint directory, Lightning's own file. All of it is in memory then."""
+    """Write a checkpoint directory as Lightning's own file. All of it is in memory then."""
     if (Path(source) / "config.json").is_file():
         raise ConfigError(
             f"{source} is a Hugging Face directory, of which no .ckpt file is made: start a training from it with "

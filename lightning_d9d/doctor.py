@@ -56,7 +56,7 @@ class Finding:
     """A line of the table."""
 
     level: Level
-    """"note": something optional is missing; "BROKEN": training needs it."""
+    """The value "note" means that something optional is missing; "BROKEN", that training needs it."""
     name: str
     value: str
     remedy: str = ""
@@ -64,12 +64,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank found."""
+    """The findings of one rank."""
 
     rank: int
     host: str
     findings: list[Finding]
-    """Of its machine; rank 0's are printed, of the others what is not well."""
+    """Findings about its machine. All of rank 0's are printed; of other ranks, only what is wrong."""
     versions: dict[str, str | None]
     clock_offset_seconds: float
     """This rank's clock ahead of rank 0's."""
@@ -79,7 +79,7 @@ class RankReport:
 
 @dataclass(frozen=True)
 class GroupReport:
-    """What ranks found together."""
+    """The findings of all ranks together."""
 
     ranks: list[RankReport]
     findings: list[Finding]
@@ -115,7 +115,7 @@ def examine_packages(packages: Sequence[env.OptionalPackage]) -> Iterator[Findin
 
 
 def examine_devices(num_devices: int, seen_by_driver: str | None) -> Iterator[Finding]:
-    """Whether torch can use the GPUs that the driver lists (`nvidia-smi -L`)."""
+    """Check that torch can use the GPUs that the driver lists (`nvidia-smi -L`)."""
     num_listed = len(seen_by_driver.splitlines()) if seen_by_driver else 0
     if num_devices == 0 and num_listed > 0 and "CUDA_VISIBLE_DEVICES" not in os.environ:
         built_for = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is a CPU build"
@@ -159,7 +159,7 @@ def examine_group(
     begin: Callable[[str], object] = lambda backend: None,
     gloo_group: dist.ProcessGroup | None = None,
 ) -> GroupReport:
-    """All ranks. Collective; on rank 0 the report is of all of them.
+    """Check all ranks. Collective; rank 0's report covers all of them.
 
     Args:
         device: This rank's CUDA device, None where it has none.
@@ -276,7 +276,7 @@ def _clock_offset(group: dist.ProcessGroup | None) -> tuple[float, float]:
 
 
 def compare_ranks(ranks: Sequence[RankReport]) -> Iterator[Finding]:
-    """What differs between ranks and must not, and what is not well on a rank other than 0."""
+    """Yield differences between ranks that must be equal, and what is wrong on ranks other than 0."""
     first = ranks[0]
     for report in ranks[1:]:
         place = f"rank {report.rank} on {report.host}"
@@ -368,7 +368,7 @@ def _run_rank(rank: int, size: int, store: str, sender: Connection) -> None:
 
 
 def find_launcher() -> ClusterEnvironment | None:
-    """What started this process as one of several, if anything did."""
+    """Return the launcher that started this process as one of several, if any did."""
     kinds = (TorchElasticEnvironment, SLURMEnvironment, LSFEnvironment, MPIEnvironment)
     found = next((kind() for kind in kinds if kind.detect()), None)
     if found is None and {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():

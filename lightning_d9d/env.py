@@ -1,4 +1,4 @@
-"""What this machine has: versions, optional packages, devices, space. The one place that asks."""
+"""The machine's versions, optional packages, devices and space. The one place that asks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from packaging.version import Version
 
 MINIMUM_VERSIONS = {"python": "3.11", "torch": "2.11", "lightning": "2.6.4", "triton": "3.6"}
-"""As in pyproject.toml."""
+"""The minimums of pyproject.toml."""
 TESTED_VERSIONS = {"python": "3.12", "torch": "2.15", "lightning": "2.6.6", "triton": "3.9"}
 """The newest of each that all tests have been run with. pyproject.toml excludes later minor versions of torch."""
 
@@ -38,7 +38,7 @@ class OptionalPackage:
     """A package that some features need."""
 
     name: str
-    """As imported."""
+    """The name for `import`."""
     version: str | None
     """None where it is not installed."""
     extra: str
@@ -89,7 +89,7 @@ def untested() -> str | None:
 
 
 def optional_packages() -> list[OptionalPackage]:
-    """The packages that extras of lightning-d9d install."""
+    """Return the packages that extras of lightning-d9d install."""
     return [
         OptionalPackage(name, _installed_version(distribution), extra)
         for name, (distribution, extra) in _OPTIONAL.items()
@@ -108,7 +108,7 @@ def cuda_devices() -> list[Device]:
 
 
 def nvidia_smi(*arguments: str) -> str | None:
-    """What `nvidia-smi` prints, or None where the program is missing or fails."""
+    """Return the output of `nvidia-smi`, or None where the program is missing or fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None

@@ -7,12 +7,12 @@ from collections.abc import Iterable
 
 
 def divisors(number: int) -> list[int]:
-    """The positive divisors of a number, ascending; of 0 none."""
+    """Return the positive divisors of a number, ascending; 0 has none."""
     low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*low, *(number // n for n in low)})
 
 
 def nearest(value: int, legal: Iterable[int]) -> list[int]:
-    """The largest legal number below a value and the smallest one above it, or the one of them that exists."""
+    """Return the largest legal number below a value and the smallest one above it, or the one that exists."""
     ascending = sorted(legal)
     return [n for n in ascending if n < value][-1:] + [n for n in ascending if n > value][:1]

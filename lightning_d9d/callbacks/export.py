@@ -216,10 +216,10 @@ def _usable(callback: str) -> Iterator[None]:
 
 
 def qwen3_moe_stages(module: nn.Module, callback: L.Callback) -> list[Qwen3MoeForCausalLM]:
-    """The Qwen3-MoE inside a module: the whole one, or this rank's stages of it.
+    """Return the Qwen3-MoE inside a module: the whole one, or this rank's stages of it.
 
     Raises:
-        ConfigError: In the name of the callback: there is none.
+        ConfigError: The module holds no Qwen3-MoE; the message names the callback.
     """
     found = [part for part in module.modules() if isinstance(part, Qwen3MoeForCausalLM)]
     if not found:

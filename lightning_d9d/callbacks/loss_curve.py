@@ -75,7 +75,7 @@ class LossCurve(L.Callback):
         figure.savefig(self.path, dpi=120)
 
     def state_dict(self) -> dict[str, Any]:
-        """The points so far."""
+        """Return the points so far."""
         return {"training": self.training, "validation": self.validation}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

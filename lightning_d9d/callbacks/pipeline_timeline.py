@@ -28,7 +28,7 @@ from lightning_d9d.strategy.strategy import D9DStrategy
 
 
 class _Stage(NamedTuple):
-    """What only the rank that holds a stage knows of it."""
+    """Facts that only the rank with a stage knows."""
 
     layers: tuple[int, int] | None
     activation_bytes: float
@@ -127,7 +127,7 @@ class PipelineTimeline(L.Callback):
             rank_zero_warn(f"PipelineTimeline measured nothing: the fit ended before its step {self.step}")
 
     def _gather_stages(self, module: D9DModule) -> list[_Stage]:
-        """Of all stages of the pipeline. Collective over it."""
+        """Return the facts of all stages of the pipeline. Collective over it."""
         assert self._activations is not None
         held = self._activations.means()
         ours = {index: _Stage(_layers(stage), held[index]) for index, stage in module.indexed_stages.items()}

@@ -47,7 +47,7 @@ class PredictionWriter(BasePredictionWriter):
         max_shard_bytes: Size at which a new file begins. A rank has about so much in memory.
 
     Raises:
-        ConfigError: In predict: a prediction is not of this form.
+        ConfigError: A prediction is not of this form; raised in predict.
         StateError: In predict, on every rank: the directory has files and `overwrite` is not set, or cannot be written.
     """
 
@@ -109,7 +109,7 @@ class PredictionWriter(BasePredictionWriter):
 
 
 def _writes(module: L.LightningModule) -> bool:
-    """Whether this rank is the one that writes, of those that share a batch."""
+    """Return whether this rank writes, among those that share a batch."""
     if not isinstance(module, D9DModule) or module.pipeline.mesh is None:
         return True
     places = module.pipeline.mesh.coordinates

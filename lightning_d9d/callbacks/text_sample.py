@@ -55,7 +55,7 @@ class TextSample(L.Callback):
 
     @torch.no_grad()
     def generate(self, module: nn.Module) -> str:
-        """The text that follows the prompt, the same on every rank. Collective over the ranks that share the model.
+        """Return the text that follows the prompt, the same on every rank. Collective over the ranks of the model.
 
         Args:
             module: A `Qwen3MoeForCausalLM`, or a LightningModule with one or with this rank's stages of one.
@@ -75,7 +75,7 @@ class TextSample(L.Callback):
         return bytes(tokens[-self.num_characters :].tolist()).decode("utf-8", errors="replace")
 
     def _logits(self, module: nn.Module, stages: list[Qwen3MoeForCausalLM], input_ids: Tensor) -> Tensor:
-        """Of the whole sequence, from all ranks that share it."""
+        """Return the logits of the whole sequence, from all ranks that share it."""
         if not isinstance(module, D9DModule):
             return stages[0](input_ids).logits
         length = input_ids.shape[1]

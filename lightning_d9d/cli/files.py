@@ -16,13 +16,13 @@ from lightning_d9d.cli.wording import MistakeError
 from lightning_d9d.errors import did_you_mean
 
 CHECKPOINT_WORDS = ("last", "best", "hpc", "auto")
-"""What Lightning takes for `ckpt_path` beside paths and the names of its registry."""
+"""Words that Lightning takes for `ckpt_path`, beside paths and the names of its registry."""
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Each option without `--` with its value, of `--name value` as of `--name=value`."""
+    """Yield each option, without `--`, and its value; it reads `--name value` and `--name=value`."""
     for argument, following in zip_longest(arguments, arguments[1:], fillvalue=""):
         if argument == "-c" or argument.startswith("--"):
             name, equals, value = argument.removeprefix("--").partition("=")
@@ -30,7 +30,7 @@ def options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def config_files(arguments: Sequence[str]) -> list[str]:
-    """What `--config` and `-c` name, but for URLs and configurations that are written in the argument itself."""
+    """Return the files of `--config` and `-c`, without URLs and configurations written in the argument itself."""
     values = [value for name, value in options(arguments) if name == "config"]
     return [value for value in values if value not in ("", "-") and "://" not in value and not _is_inline(value)]
 
@@ -58,10 +58,10 @@ def check_files(arguments: Sequence[str]) -> None:
 
 
 def check_checkpoint(path: str, subject: str) -> None:
-    """Looks whether a checkpoint is there. Words of Lightning's, URLs and `${...}` are left to others.
+    """Check that a checkpoint exists. Lightning's own words, URLs and `${...}` are not checked here.
 
     Raises:
-        MistakeError: It is not; the message begins with the subject.
+        MistakeError: The checkpoint does not exist; the message begins with the subject.
     """
     if path in CHECKPOINT_WORDS or path.startswith("registry") or "://" in path or "${" in path:
         return
@@ -97,14 +97,14 @@ def missing(path: str) -> str:
 
 
 class Written:
-    """What a user wrote: arguments, and behind them the files that they name."""
+    """The user's input: arguments, and the files that they name."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
         self._options = list(options(arguments))
         self._files = [(path, _compose(path)) for path in config_files(arguments)]
 
     def find(self, path: Sequence[str], value: str | None = None) -> str | None:
-        """The place of a setting: the option, or the file and the line.
+        """Return the place of a setting: the option, or the file and the line.
 
         Args:
             path: The names that lead to it, without `init_args`; indices of lists may be left out.
@@ -177,7 +177,7 @@ def _below(node: yaml.Node | None, path: list[str], line: int = 1) -> Iterator[t
 
 
 def _settings(node: yaml.Node | None) -> Iterator[tuple[yaml.Node, yaml.Node]]:
-    """All keys and values in a node, however deep."""
+    """Yield all keys and values in a node, however deep."""
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             yield key, value

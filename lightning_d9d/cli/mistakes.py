@@ -1,7 +1,7 @@
-"""What jsonargparse refuses, in a user's words: place, what is wrong, the nearest name, and what is legal.
+"""Errors of jsonargparse in a user's words: place, what is wrong, the nearest name, and what is legal.
 
 Its message is a tree of lines: keys and classes that lead to the mistake, below each all alternatives of a type. The
-alternative that says most is the mistake; of a message that has none of them the lines that are no alternatives stay.
+alternative that says most is the mistake. A message without alternatives keeps its other lines.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def explain(message: str, arguments: Sequence[str], parser: ArgumentParser) -> s
 
 
 def essence(message: str) -> str:
-    """The message without the alternatives that jsonargparse lists around it."""
+    """Return the message without the alternatives that jsonargparse lists around it."""
     lines = [line.strip().removeprefix("- ") for line in message.splitlines() if not line.lstrip().startswith(_NOISE)]
     return "\n".join(filter(None, lines)) or message
 
@@ -182,7 +182,7 @@ def _children(known: Iterable[str], names: Sequence[str]) -> list[str]:
 
 
 def _names_of(owner: str | None, parser: ArgumentParser) -> list[str]:
-    """The options of a class, or of the whole command line, nested ones with dots."""
+    """Return the options of a class or of the whole command line, nested ones with dots."""
     if owner is not None:
         kind, parser = resolve_name(owner), ArgumentParser(exit_on_error=False)
         first = next(iter(inspect.signature(kind).parameters), "")
@@ -286,7 +286,7 @@ _KINDS = (
     (_NO_VALUE, _no_value),
     (_TYPE, _wrong_value),
 )
-"""What can be wrong, most telling first."""
+"""Possible mistakes, most telling first."""
 
 
 def explain_interpolation(error: OmegaConfBaseException, arguments: Sequence[str], values: Mapping[str, Any]) -> str:

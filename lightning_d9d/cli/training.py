@@ -58,7 +58,7 @@ class _Parser(LightningArgumentParser):
         super().__init__(*args, **kwargs)
 
     def dump(self, *args: Any, **kwargs: Any) -> str:
-        """The configuration as text. OmegaConf replaces `${...}` in the first that has any."""
+        """Return the configuration as text. OmegaConf replaces `${...}` in the first that has any."""
         text = super().dump(*args, **kwargs)
         if self.written is None and "${" in text:
             self.written = yaml.safe_load(text)
@@ -87,14 +87,14 @@ def _as_written(value: Any, written: Any) -> Any:
 
 @dataclass
 class PredictionFiles:
-    """What `predict` does with what it predicts: see `PredictionWriter`."""
+    """Settings for the predictions of `predict`: see `PredictionWriter`."""
 
     write: bool = True
-    """Whether it is written, unless the Trainer has a callback for that."""
+    """Write the predictions, unless the Trainer has a callback for that."""
     directory: str | None = None
     """Where to; by default `predictions` in the Trainer's default_root_dir."""
     overwrite: bool = False
-    """Whether to replace an existing directory, with everything in it."""
+    """Replace an existing directory, with everything in it."""
 
 
 class SaveTrainingConfig(SaveConfigCallback):
@@ -104,7 +104,7 @@ class SaveTrainingConfig(SaveConfigCallback):
         """Write `config.yaml` for its owner alone: arguments may be secrets. Collective.
 
         Raises:
-            ConfigError: It cannot be written, for lack of space, say; on every rank.
+            ConfigError: The file cannot be written, for lack of space, say; raised on every rank.
         """
         if stage != "fit":
             return
@@ -264,7 +264,7 @@ class D9DCLI(LightningCLI):
         """Builds Trainer, model and data.
 
         Raises:
-            ConfigError: What a constructor refused, with the place of the value that the message names.
+            ConfigError: A constructor refused a value; the message names its place.
         """
         self._check_strategy()
         with self._placed(ValueError, TypeError, MisconfigurationException):
@@ -356,7 +356,7 @@ def run(_: object = None) -> None:
     """Runs the subcommand of `sys.argv`, which is one of Lightning's.
 
     Raises:
-        ConfigError: What the user asked for cannot be.
+        ConfigError: The arguments ask for something impossible.
         StateError: A checkpoint cannot be read.
     """
     D9DCLI(parser_kwargs={"prog": "lightning-d9d"})

@@ -1,4 +1,4 @@
-"""What batches are read from.
+"""Files and datasets that batches are read from.
 
 `token_files.py` reads and writes files of tokens, `token_rows.py` makes rows and mixtures of them, and
 `permutation.py` shuffles without memory. `records.py` reads JSON lines, tables and saved datasets. `documents.py` finds

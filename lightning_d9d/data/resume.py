@@ -261,33 +261,33 @@ def end_resuming(loader: Any) -> None:
 
 
 def is_replayed(loader: object) -> bool:
-    """Whether `make_replayed` took it."""
+    """Return whether `make_replayed` took the loader."""
     return getattr(loader, "replays_batches", False)
 
 
 def can_replay(loader: object) -> bool:
-    """Whether `make_replayed` takes it."""
+    """Return whether `make_replayed` takes the loader."""
     return not hasattr(loader, "load_state_dict") and hasattr(loader, "__dict__") and hasattr(type(loader), "__iter__")
 
 
 def resumes_at(loader: object) -> int | None:
-    """As `ResumableSampler.resumes_at`, of a loader's sampler; None for others."""
+    """Return `ResumableSampler.resumes_at` of a loader's sampler; None for other samplers."""
     samplers = (getattr(loader, name, None) for name in ("batch_sampler", "sampler"))
     return next((sampler.resumes_at for sampler in samplers if isinstance(sampler, ResumableSampler)), None)
 
 
 def without_resuming(sampler: Any) -> Any:
-    """The sampler that a `ResumableSampler` has around; another as it is."""
+    """Return the sampler inside a `ResumableSampler`; another sampler is returned as it is."""
     return sampler._order if isinstance(sampler, ResumableSampler) else sampler
 
 
 def is_place_of_sampler(state: object) -> bool:
-    """Whether it is a state of a `ResumableSampler`."""
+    """Return whether this is a state of a `ResumableSampler`."""
     return isinstance(state, Mapping) and state.keys() == _FROM_THE_START.keys()
 
 
 def can_resume_by_sampler(loader: object) -> bool:
-    """Whether it is a map-style DataLoader without a way of its own to resume."""
+    """Return whether this is a map-style DataLoader without a way of its own to resume."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
     try:
@@ -302,14 +302,14 @@ def _place_in_pass(num_read: int, length: int) -> int:
 
 
 def _draws(sampler: Any) -> bool:
-    """Whether its order may follow from random numbers."""
+    """Return whether its order may follow from random numbers."""
     while type(sampler) is BatchSampler:
         sampler = sampler.sampler
     return type(sampler) not in _ORDERED
 
 
 def _attributes(sampler: Any) -> Iterator[Any]:
-    """Of a sampler and of those inside of it."""
+    """Yield the attributes of a sampler and of the samplers inside of it."""
     for value in getattr(sampler, "__dict__", {}).values():
         yield value
         if isinstance(value, Sampler) or isinstance(getattr(value, "_sampler", None), Sampler):
@@ -333,11 +333,11 @@ def _set_states(sampler: Any, states: list[Tensor]) -> None:
         generator.set_state(state)
 
 
-# Orders that can be dealt out again
+# Orders that can be redistributed
 
 
 def _description(sampler: Any, num_ranks: int) -> dict[str, Any] | None:
-    """What, with the state of random numbers, an epoch's order over all data ranks follows from; None if not known."""
+    """Return what decides an epoch's order over all data ranks, with the random state; None if not known."""
     batches = sampler if type(sampler) is BatchSampler else None
     sampler = sampler if batches is None else batches.sampler
     common = {

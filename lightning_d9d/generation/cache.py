@@ -44,7 +44,7 @@ class CachedDecoder:
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor) -> Tensor:
-        """The logits after each of these tokens, which follow those of earlier calls.
+        """Return the logits after each of these tokens, which follow those of earlier calls.
 
         Args:
             input_ids: Integers, shape `[batch, new]`; the same batch in all calls.
@@ -53,7 +53,7 @@ class CachedDecoder:
             Shape `[batch, new, vocab]`.
 
         Raises:
-            ConfigError: They are more than `max_length` with those before.
+            ConfigError: The tokens, with those before, are more than `max_length`.
         """
         end = self.length + input_ids.shape[1]
         if end > self.max_length:

@@ -25,8 +25,8 @@ def main_generate(chosen: argparse.Namespace) -> None:
         chosen: What `lightning_d9d.cli.commands.generate_parser` reads.
 
     Raises:
-        StateError: What is read is missing, damaged or of another kind.
-        ConfigError: What is asked for cannot be.
+        StateError: The model's files are missing, damaged or of another kind.
+        ConfigError: The arguments ask for something impossible.
     """
     sampling = Sampling(chosen.temperature, chosen.top_k, chosen.top_p)
     model, tokenizer = _load(chosen)

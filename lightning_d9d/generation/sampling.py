@@ -16,7 +16,7 @@ class Sampling:
     """How the next token is chosen from the logits."""
 
     temperature: float = 0.0
-    """What logits are divided by before a token is drawn; lower is more certain. 0 takes the likeliest one."""
+    """The divisor of the logits before a token is drawn; lower is more certain. 0 takes the likeliest one."""
 
     top_k: int | None = None
     """How many of the likeliest tokens are drawn from; None: all."""
@@ -40,7 +40,7 @@ class Sampling:
             )
 
     def choose(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """The next token of each row, int64 `[batch]`, from logits `[batch, vocab]`."""
+        """Return the next token of each row, int64 `[batch]`, from logits `[batch, vocab]`."""
         if self.temperature == 0:
             return logits.argmax(-1)
         logits = logits.float() / self.temperature

@@ -22,14 +22,14 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tok
 
 
 class Tokenizer(Protocol):
-    """What turns text into tokens and back; those of `transformers` do."""
+    """A tokenizer turns text into tokens and back; those of `transformers` do."""
 
     def encode(self, text: str) -> Sequence[int]:
-        """The tokens of a text."""
+        """Return the tokens of a text."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens."""
+        """Return the text of tokens."""
         ...
 
 
@@ -37,16 +37,16 @@ class ByteTokenizer:
     """Takes the UTF-8 bytes of a text for its tokens, as `ByteTextDataModule` does."""
 
     def encode(self, text: str) -> list[int]:
-        """The bytes of a text."""
+        """Return the bytes of a text."""
         return list(text.encode())
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of bytes; what is no UTF-8, or no byte, becomes a replacement character."""
+        """Return the text of bytes. What is not a byte, or not UTF-8, becomes a replacement character."""
         return b"".join(bytes([t]) if t < _NUM_BYTES else b"\xff" for t in tokens).decode(errors="replace")
 
 
 def load_model(source: str | Path, dtype: torch.dtype | None = None, device: str = "cpu") -> Qwen3MoeForCausalLM:
-    """A whole Qwen3-MoE or dense Qwen3 from a Hugging Face directory or a checkpoint of `Qwen3MoePretraining`. Local.
+    """Read a whole Qwen3 model, MoE or dense, from Hugging Face files or a `Qwen3MoePretraining` checkpoint. Local.
 
     Args:
         source: A directory with `config.json` and safetensors files; a checkpoint directory, or a `.ckpt` file.
@@ -55,7 +55,7 @@ def load_model(source: str | Path, dtype: torch.dtype | None = None, device: str
 
     Raises:
         StateError: Nothing that can be read is there, or a file is damaged.
-        ConfigError: It is another kind of model, or this machine has no such device.
+        ConfigError: The model is of another kind, or this machine has no such device.
     """
     try:
         torch.empty(0, device=device)
@@ -116,7 +116,7 @@ def pretrained_tokenizer(name: str) -> Any:
 
 
 def load_tokenizer(name: str | None, source: str | Path, vocab_size: int) -> Tokenizer:
-    """The tokenizer of a model. Local.
+    """Return the tokenizer of a model. Local.
 
     Args:
         name: A directory, or a name that `transformers` knows, with tokenizer files; "bytes" for a model of bytes. None

@@ -23,25 +23,25 @@ class ParallelConfig:
     """
 
     reshard_after_forward: bool | Literal["auto"] = "auto"
-    """Whether fully sharded parameters are let go of after each forward and gathered again for its backward. False
-    keeps them from a stage's first forward of a batch to its last backward: faster, at the price of the memory of the
+    """Reshard fully sharded parameters after each forward and all-gather them again for its backward. False keeps
+    them from a stage's first forward of a batch to its last backward: faster, at the price of the memory of the
     rank's whole stages. "auto": False in pipelines and with several microbatches, else True. Schedules with split
     backwards always keep them."""
 
     recompute: str = "none"
-    """What is not kept from forward to backward, but computed again. With "none" all is kept. With "full" each block is
-    computed again. With "offload" it is, too, and its input waits in the host's memory, copied beside the computation.
-    With "selective" all of a block is but for matrix products, attention, routing and all-to-alls. With "attention"
-    each attention module is. With "every_2", or another number, every second block is. With "3_of_4", or other numbers,
-    the first three of every four blocks are."""
+    """Activations that are recomputed in the backward instead of kept. With "none" all are kept. With "full" each block
+    is computed again. With "offload" it is, too, and its input waits in the host's memory, copied beside the
+    computation. With "selective" all of a block is but for matrix products, attention, routing and all-to-alls. With
+    "attention" each attention module is. With "every_2", or another number, every second block is. With "3_of_4", or
+    other numbers, the first three of every four blocks are."""
 
     compile: bool = False
-    """Whether `torch.compile` compiles each block. Recomputation is of whole blocks then. In split backwards compiled
+    """Compile each block with `torch.compile`. Recomputation is of whole blocks then. In split backwards compiled
     blocks have no weight phase."""
 
     cuda_graphs: bool = False
-    """Whether the forward and the backward of each block are captured as CUDA graphs, for small models, whose steps
-    wait for the host. It takes ranks that hold the whole model, neither `compile` nor `recompute`, and schedules in
+    """Capture the forward and the backward of each block as CUDA graphs, for small models, whose steps wait for the
+    host. It takes ranks that hold the whole model, neither `compile` nor `recompute`, and schedules in
     which the backward of a microbatch comes before the next forward. Without CUDA it changes nothing."""
 
     expert_dispatch: ExpertDispatch = "auto"
@@ -58,11 +58,11 @@ class ParallelConfig:
     own: those of one half run beside the products of the other. Messages are half as long, and twice as many."""
 
     grouped_gemm: GroupedGemmBackend = "auto"
-    """What the products of experts run on. "auto": torch's `grouped_mm` where it takes their tensors, else "eager";
-    large ones on Hopper "quack", where that is installed. "torch". "quack": the package quack-kernels (`pip install
-    'lightning-d9d[quack]'`). "nv": the package nv-grouped-gemm (`pip install 'lightning-d9d[grouped-gemm]'`), whose
-    every product waits for the device. "eager": a product for each expert; it waits, too. For all of the process, from
-    setup to teardown."""
+    """The backend of the experts' matrix products. "auto": torch's `grouped_mm` where it takes their tensors, else
+    "eager"; large ones on Hopper "quack", where that is installed. "torch". "quack": the package quack-kernels (`pip
+    install 'lightning-d9d[quack]'`). "nv": the package nv-grouped-gemm (`pip install 'lightning-d9d[grouped-gemm]'`),
+    whose every product waits for the device. "eager": a product for each expert; it waits, too. For all of the process,
+    from setup to teardown."""
 
     context: Literal["gather", "ring", "heads"] = "gather"
     """How attention sees sequences that are spread over ranks (context parallelism). "gather": each rank gathers the
@@ -70,24 +70,24 @@ class ParallelConfig:
     rank holds all. "heads": an all-to-all gives each rank whole sequences, for some heads."""
 
     pad_sequences: bool = False
-    """Whether sequences whose tokens the ranks of context and tensor parallelism cannot share evenly are padded at
-    their end, with labels that do not count. Otherwise they are refused."""
+    """Pad sequences that the ranks of context and tensor parallelism cannot share evenly. The padding is at their end,
+    with labels that do not count. False refuses such sequences."""
 
     kernels: Kernels = "auto"
-    """What ops run on: "auto", on CUDA their own kernels, or what has been measured to be faster there; "torch",
-    torch's everywhere, to find out whether a kernel is at fault; "triton", their own everywhere. For all ops of the
+    """The kernels of ops. "auto": on CUDA their own, or what was measured to be faster there. "torch":
+    torch's everywhere, to find out whether a kernel is at fault. "triton": their own everywhere. For all ops of the
     process, from setup to teardown."""
 
     gather_dtype: Literal["float32", "bfloat16"] | None = None
-    """In which dtype fully sharded parameters are gathered and computed with. None: bfloat16 if the Trainer's precision
+    """The dtype that fully sharded parameters are gathered and computed in. None: bfloat16 if the Trainer's precision
     is "bf16-mixed", whose autocast is then off inside of stages, else the parameters' own."""
 
     reduce_dtype: Literal["float32", "bfloat16"] | None = None
-    """In which dtype gradients of fully sharded parameters are summed and kept. None: that of `GradSyncConfig`, if it
-    names one, else float32 or the parameters' own if wider."""
+    """The dtype that gradients of fully sharded parameters are summed and kept in. None: that of `GradSyncConfig`, if
+    it names one, else float32 or the parameters' own if wider."""
 
     offload: bool = False
-    """Whether fully sharded parameters, their gradients and the optimizer's state stay in the host's memory."""
+    """Keep fully sharded parameters, their gradients and the optimizer's state in the host's memory."""
 
     shard_blocks: tuple[str, ...] | None = None
     """Names of the classes whose modules are gathered one at a time when parameters are fully sharded. By default, of a
@@ -146,7 +146,7 @@ class ParallelConfig:
 
     @property
     def dtypes(self) -> tuple[torch.dtype | None, torch.dtype | None]:
-        """Of gathering and of reducing."""
+        """The dtypes of gathering and of reducing, None where they are not set."""
         gathered, reduced = (name and getattr(torch, name) for name in (self.gather_dtype, self.reduce_dtype))
         return gathered, reduced
 

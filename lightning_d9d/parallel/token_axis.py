@@ -14,9 +14,9 @@ from lightning_d9d.parallel.tokens import TokenShard
 from lightning_d9d.pipeline.trees import put_together, take_apart
 
 SEED = 20
-"""Of numbers that stand for those of a batch."""
+"""The seed of random numbers that replace those of a batch."""
 _MOST_NUMBERS = 2**24
-"""Of a tensor that are in float64 at once."""
+"""The most numbers of a tensor that are in float64 at once."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ class TokenAxis:
 
     num_rows: int
     lengths: frozenset[int]
-    """Of what is a part of a sequence."""
+    """Lengths of the parts of a sequence."""
 
     @staticmethod
     def of(tokens: TokenShard, num_rows: int, num_tokens: int) -> TokenAxis:
-        """Of microbatches with this rank's chunks, `num_tokens` of each row."""
+        """Return the axis of microbatches with this rank's chunks, `num_tokens` of each row."""
         chunks = {num_tokens} if tokens.sequence.size > 1 else set()
         return TokenAxis(num_rows, frozenset(chunks | {num_tokens // tokens.num_slices}))
 
@@ -50,18 +50,18 @@ class TokenAxis:
         return 0 if may_be_first else None
 
     def places(self, x: Tensor, dim: int) -> Tensor:
-        """Of the tokens in their rows, int64, one for each entry of the dim."""
+        """Return the tokens' places in their rows, int64, one for each entry of the dim."""
         length = x.shape[dim] if x.shape[dim] in self.lengths else x.shape[dim] // self.num_rows
         return torch.arange(x.shape[dim], device=x.device) % length
 
     def with_nan(self, x: Any, place: Callable[[Tensor], Tensor]) -> Any:
-        """A copy with NaN for the tokens whose places these are. What has no tokens, or no floats, stays."""
+        """Return a copy with NaN for the tokens at these places. Values without tokens or floats stay."""
         if (dim := self.dim_of(x)) is None or not x.is_floating_point():
             return x
         return x.index_fill(dim, place(self.places(x, dim)).nonzero().flatten(), float("nan"))
 
     def reversed(self, x: Any) -> Any:
-        """A copy with the tokens of each row in the opposite order. What has none stays."""
+        """Return a copy with the tokens of each row in the opposite order. Values without tokens stay."""
         if (dim := self.dim_of(x)) is None:
             return x
         places = self.places(x, dim)
@@ -69,29 +69,29 @@ class TokenAxis:
         return x.index_select(dim, torch.arange(len(places), device=x.device) - places + (length - 1 - places))
 
     def exchanged(self, x: Any, place: Callable[[Tensor], Tensor]) -> Any:
-        """A copy in which the tokens with such places are those of the opposite order. What has none stays."""
+        """Return a copy with the tokens at such places taken from the opposite order. Values without tokens stay."""
         if (dim := self.dim_of(x)) is None:
             return x
         taken = place(self.places(x, dim))
         return torch.where(taken.view([-1 if each == dim else 1 for each in range(x.dim())]), self.reversed(x), x)
 
     def has_nan(self, x: Any, place: Callable[[Tensor], Tensor]) -> bool:
-        """Whether some token with such a place has a NaN."""
+        """Return whether some token at such a place has a NaN."""
         if (dim := self.dim_of(x)) is None or not x.is_floating_point():
             return False
         return bool(x.isnan().movedim(dim, 0).flatten(1).any(1)[place(self.places(x, dim))].any())
 
     def is_mixed(self, x: Any) -> bool:
-        """Whether other tokens than that in the middle have a NaN."""
+        """Return whether a token other than the middle one has a NaN."""
         return self.has_nan(x, is_other)
 
     def is_pooled(self, x: Any) -> bool:
-        """Whether it is one vector for each row, with NaN."""
+        """Return whether the value is one vector for each row, with NaN."""
         is_vectors = isinstance(x, Tensor) and x.is_floating_point() and x.dim() == 2 and self.dim_of(x) is None
         return is_vectors and len(x) == self.num_rows and x.shape[1] > 1 and bool(x.isnan().any())
 
     def summary(self, x: Any) -> Tensor | None:
-        """One number for each token, which tells what it has; None where there are none."""
+        """Return one number for each token, a random projection of its values; None where there are no tokens."""
         if (dim := self.dim_of(x)) is None:
             return None
         flat = x.detach().movedim(dim, 0).reshape(x.shape[dim], -1)
@@ -102,37 +102,37 @@ class TokenAxis:
 
 
 def is_middle(places: Tensor) -> Tensor:
-    """Whether it is the one in the middle of its row."""
+    """Return whether each place is the middle of its row."""
     return places == (places.max() + 1) // 2
 
 
 def is_other(places: Tensor) -> Tensor:
-    """Whether it is another than that."""
+    """Return whether each place is not the middle of its row."""
     return ~is_middle(places)
 
 
 def is_any(places: Tensor) -> Tensor:
-    """Whether it is some place: yes."""
+    """Return True for every place."""
     return places >= 0
 
 
 def is_none(places: Tensor) -> Tensor:
-    """Whether it is no place: no."""
+    """Return False for every place."""
     return places < 0
 
 
 def is_even(places: Tensor) -> Tensor:
-    """Whether its number is even."""
+    """Return whether each place is even."""
     return places % 2 == 0
 
 
 def is_odd(places: Tensor) -> Tensor:
-    """Whether its number is odd."""
+    """Return whether each place is odd."""
     return places % 2 == 1
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """All tensors of a tree, such as arguments, dataclasses or batches. See `lightning_d9d.pipeline.trees`."""
+    """Return all tensors of a tree, such as arguments, dataclasses or batches. See `lightning_d9d.pipeline.trees`."""
     return take_apart(tree)[0]
 
 

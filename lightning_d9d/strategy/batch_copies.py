@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from lightning.pytorch.core.hooks import DataHooks
@@ -82,8 +82,7 @@ class BatchCopies:
             return {}
         with torch.cuda.stream(self._stream):
             copies = [tensor.to(self._device, non_blocking=True) for tensor in tensors]
-            arrived = torch.cuda.Event()
-            arrived.record(self._stream)
+            arrived = cast("torch.cuda.Event", self._stream.record_event())
         return {id(own): _Copy(own, _version(own), copy, arrived) for own, copy in zip(tensors, copies, strict=True)}
 
     def _taken(self, tensor: Tensor) -> _Copy | None:

@@ -40,7 +40,7 @@ UNREADABLE = (
     struct.error,
     zipfile.BadZipFile,
 )
-"""What torch raises for a file that is no checkpoint."""
+"""Errors that torch raises for a file that is not a checkpoint."""
 
 
 class AtomicFileIO(TorchCheckpointIO):
@@ -56,7 +56,7 @@ class AtomicFileIO(TorchCheckpointIO):
         """Save a file. URLs are left to Lightning.
 
         Raises:
-            StateError: It could not be written; what was there before still is.
+            StateError: The file could not be written; an earlier file is still there.
         """
         if storage_options is not None or "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
@@ -124,7 +124,7 @@ def unreadable(path: str | Path, error: BaseException) -> StateError:
 def read_checkpoint(
     read: Callable[[], dict[str, Any]], path: str | Path, weights_only: bool | None = True
 ) -> dict[str, Any]:
-    """What `read` returns.
+    """Return the result of `read`.
 
     Args:
         read: Reads the file.

@@ -15,24 +15,24 @@ from lightning_d9d.strategy.module import D9DModule
 
 
 class Beside(NamedTuple):
-    """What a setting is given with."""
+    """The other settings beside a setting."""
 
     module: L.LightningModule
     mesh: MeshConfig
-    """As it was given: a degree may be -1."""
+    """The mesh as it was given: a degree may be -1."""
     degrees: MeshConfig
     """The same for the ranks that there are."""
     parallel: ParallelConfig
 
     @property
     def shards_data(self) -> bool:
-        """Whether an axis shards weights. A degree of -1 says so for any number of ranks, one included."""
+        """True where an axis shards weights. A degree of -1 says so for any number of ranks, one included."""
         degrees = self.degrees.data_parallel_shard * self.degrees.context_parallel_shard
         return degrees > 1 or self.mesh.data_parallel_shard == -1
 
     @property
     def is_d9d(self) -> bool:
-        """Whether the module is a `D9DModule`."""
+        """True where the module is a `D9DModule`."""
         return isinstance(self.module, D9DModule)
 
 

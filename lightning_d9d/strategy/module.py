@@ -63,7 +63,7 @@ class D9DModule(OptimizedModule):
     """
 
     share_predictions: bool = True
-    """Whether `predict` returns the same on every rank of a pipeline. Otherwise those without the last stage get None,
+    """Return the same from `predict` on every rank of a pipeline. Otherwise those without the last stage get None,
     and nothing is sent."""
 
     sequence_dims: ClassVar[Mapping[str, int]] = {}
@@ -137,7 +137,7 @@ class D9DModule(OptimizedModule):
         raise NotImplementedError(f"{type(self).__name__} must implement microbatch_inputs(microbatch) -> StageInputs")
 
     def microbatch_loss(self, output: Any, microbatch: Any) -> Tensor | WeightedLoss:
-        """The loss of the last stage's output: a scalar mean, or a `WeightedLoss` for exact weights (tokens)."""
+        """Return the loss of the last stage's output: a scalar mean, or a `WeightedLoss` for exact weights (tokens)."""
         raise NotImplementedError(f"{type(self).__name__} must implement microbatch_loss(output, microbatch)")
 
     def prepare_batch(self, batch: Any) -> Any:
@@ -167,7 +167,7 @@ class D9DModule(OptimizedModule):
         return {}
 
     def predict_output(self, output: Any) -> Any:
-        """What `predict` returns for the last stage's output of one microbatch."""
+        """Return the prediction for the last stage's output of one microbatch."""
         return output
 
     def on_after_optimizer_step(self, skipped: Tensor | None) -> None:
@@ -180,7 +180,7 @@ class D9DModule(OptimizedModule):
         """
 
     def model_costs(self, sequence_length: int, bytes_per_element: int) -> ModelCosts | None:
-        """What the layers cost, for `schedule=Auto(...)`; asked for before there are stages. None: unknown.
+        """Return the layers' costs for `schedule=Auto(...)`, before there are stages. None: unknown.
 
         Args:
             sequence_length: Tokens of a row.
@@ -194,10 +194,10 @@ class D9DModule(OptimizedModule):
         """Build this rank's stages once: on the meta device, then with storage and initial weights on the device.
 
         A module that has run, or was loaded, is built again where this run has other stages or spreads them otherwise.
-        They take the tensors along if this rank has all of them: whole, or as DTensors that lie alike.
+        New stages reuse existing tensors if this rank has all of them: whole, or as DTensors of equal layout.
 
         Raises:
-            ConfigError: It has not.
+            ConfigError: This rank lacks some of these tensors.
         """
         self.check_overrides()
         self._rows = BatchRows()  # other data may have other lists
@@ -241,7 +241,7 @@ class D9DModule(OptimizedModule):
         return apart
 
     def set_peft(self, method: PeftMethod) -> None:
-        """As `lightning_d9d.peft.inject` with this module.
+        """Call `lightning_d9d.peft.inject` with this module.
 
         Raises:
             ConfigError: The stages are built, or there is a method.
@@ -277,7 +277,7 @@ class D9DModule(OptimizedModule):
 
     @property
     def _spread_now(self) -> tuple[MeshConfig, ParallelConfig]:
-        """What this run spreads stages with."""
+        """The mesh and the parallel settings that spread this run's stages."""
         mesh = MeshConfig() if self.pipeline.mesh is None else self.pipeline.mesh.config
         return spread_with(mesh, self.context.parallel)
 
@@ -332,7 +332,7 @@ class D9DModule(OptimizedModule):
 
     @property
     def context(self) -> RunContext:
-        """What this module knows of its run: from the strategy, or that of a stock strategy's one process."""
+        """The context of this module's run: the strategy's, or that of a stock strategy's one process."""
         if self.run_context is not None:
             return self.run_context
         return RunContext.stock(torch.device("cpu") if self._trainer is None else self.trainer.strategy.root_device)
@@ -370,7 +370,7 @@ class D9DModule(OptimizedModule):
         weights_only: bool | None = None,
         **kwargs: Any,
     ) -> Self:
-        """As Lightning's, from a file or a directory; a directory is read whole, to the CPU. Not collective.
+        """Load as Lightning does, from a file or a directory; a directory is read whole, to the CPU. Not collective.
 
         The object is of this class, whatever the checkpoint says. Nothing that it names is imported.
         Dataclasses, enums and tuples that the command line saved are made as `__init__` is annotated. Other objects are
@@ -491,11 +491,11 @@ class D9DModule(OptimizedModule):
         return self._evaluate(batch, "val")
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
-        """As `validation_step`, logged as `test_loss`."""
+        """Evaluate a batch as `validation_step` does, and log `test_loss`."""
         return self._evaluate(batch, "test")
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        """As `validation_step`: `predict_output` of the batch."""
+        """Run a batch as `validation_step` does, and return its `predict_output`."""
         if self.evaluation is not None:
             return self.evaluation.predict(batch)
         return self.predict_output(self._output_of(self.prepare_batch(batch)))
@@ -516,7 +516,7 @@ class D9DModule(OptimizedModule):
 
     @property
     def makes_loss(self) -> bool:
-        """Whether `microbatch_loss` is called for the batch that runs: it needs labels, say."""
+        """True where `microbatch_loss` is called for the batch that runs: it needs labels, say."""
         return not (self._without_loss or self._trainer is None or self.trainer.predicting)
 
     @contextmanager

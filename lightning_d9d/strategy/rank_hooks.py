@@ -182,8 +182,8 @@ class RankHooks(ParallelStrategy):
 
         Lightning moves both to the host's memory. That takes a minute for 60 GB, and ranks of a node share that memory.
         """
-        if self.root_device.type == "cuda":
-            BatchCopies.to(self.root_device).forget()
+        if self.ranks.device.type == "cuda":
+            BatchCopies.to(self.ranks.device).forget()
         if not isinstance(self.lightning_module, D9DModule):
             super().teardown()
             return

@@ -400,7 +400,7 @@ def test_fields_of_nested_settings_have_help(capsys: pytest.CaptureFixture[str])
         D9DCLI(args=["fit", "--trainer.strategy.help", "lightning_d9d.D9DStrategy"])
     printed = " ".join(capsys.readouterr().out.split())
     for text in (
-        "--trainer.strategy.parallel.recompute RECOMPUTE What is not kept from forward to backward",
+        "--trainer.strategy.parallel.recompute RECOMPUTE Activations that are recomputed in the backward",
         "--trainer.strategy.grad_sync.bucket_mb BUCKET_MB Size of a bucket in MiB",
         "--trainer.strategy.checkpoint.mode {auto,sharded,consolidated} The form of a checkpoint.",
         "--trainer.strategy.timeouts.step_seconds STEP_SECONDS Timeout of collectives from then on.",

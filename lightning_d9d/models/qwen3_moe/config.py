@@ -94,7 +94,7 @@ class Qwen3MoeConfig:
     """Number of experts that each token visits."""
 
     norm_topk_prob: bool = False
-    """Whether a token's weights over its chosen experts are scaled to sum to one."""
+    """Scale a token's weights over its chosen experts to sum to one."""
 
     shared_expert_intermediate_size: int = 0
     """Inner width of a further expert of each mixture layer that every token visits, times a sigmoid of its own, as in
@@ -116,10 +116,10 @@ class Qwen3MoeConfig:
     """Longest document the model is meant for, in tokens. `Qwen3MoePretraining` does not train on longer ones."""
 
     tie_word_embeddings: bool = False
-    """Whether the head uses the embedding's matrix."""
+    """Let the head use the embedding's matrix."""
 
     attention_bias: bool = False
-    """Whether the four attention projections have a bias."""
+    """Give the four attention projections a bias."""
 
     initializer_range: float = 0.02
     """Standard deviation of the initial matrices."""
@@ -376,7 +376,7 @@ def refuse_checkpoint(path: str | Path) -> None:
     """Point from a checkpoint to what takes one, where a Hugging Face directory is needed. Local.
 
     Raises:
-        ConfigError: It is one, file or directory.
+        ConfigError: The path is a checkpoint, file or directory.
     """
     if "://" not in str(path) and (is_directory(path) or (Path(path).suffix == ".ckpt" and Path(path).is_file())):
         raise ConfigError(
@@ -387,14 +387,14 @@ def refuse_checkpoint(path: str | Path) -> None:
 
 
 def read_description(path: Place) -> dict[str, Any]:
-    """The values of a `config.json`.
+    """Return the values of a `config.json`.
 
     Args:
         path: The file; a link out of its directory is refused, as the weights beside it are.
 
     Raises:
-        ConfigError: It cannot be read, or is not one table.
-        StateError: It is a link that leads elsewhere.
+        ConfigError: The file cannot be read, or is not one table.
+        StateError: The file is a link that leads elsewhere.
     """
     if isinstance(path, Path):
         check_link(path.parent, path.name, path)

@@ -1,0 +1,53 @@
+"""The page of all settings: its tables have every field of the configurations, with the defaults of the code."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_d9d import (
+    CheckpointConfig,
+    D9DStrategy,
+    GradSyncConfig,
+    MeshConfig,
+    ParallelConfig,
+    TimeoutConfig,
+)
+from lightning_d9d.mixing import ReplicaMixing
+from lightning_d9d.modules.balance import BalanceConfig
+
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "settings.md"
+ROW = re.compile(r"^\| `(\w+)` \| `(.*?)` \|", re.M)
+CONFIGS = (
+    MeshConfig,
+    ParallelConfig,
+    GradSyncConfig,
+    CheckpointConfig,
+    TimeoutConfig,
+    ReplicaMixing,
+    BalanceConfig,
+)
+
+
+def rows_of(name: str) -> list[tuple[str, str]]:
+    sections = re.split(r"^## `(\w+)`$", PAGE.read_text(encoding="utf-8"), flags=re.M)
+    return ROW.findall(dict(zip(sections[1::2], sections[2::2], strict=True))[name])
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.__name__)
+def test_fields_and_defaults_of_a_config(config: Any) -> None:
+    assert rows_of(config.__name__) == [(each.name, repr(each.default)) for each in dataclasses.fields(config)]
+
+
+def test_arguments_of_the_strategy() -> None:
+    defaults = {name: each.default for name, each in inspect.signature(D9DStrategy).parameters.items()}
+    named = {
+        name: f"{type(value).__name__}()" if dataclasses.is_dataclass(value) else repr(value)
+        for name, value in defaults.items()
+    }
+    assert rows_of("D9DStrategy") == [*named.items()]
