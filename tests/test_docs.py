@@ -21,7 +21,7 @@ import torch.distributed.run
 import yaml
 
 from lightning_d9d.cli import D9DCLI, main
-from lightning_d9d.cli.commands import PARSERS, parse
+from lightning_d9d.cli.commands import PARSERS, parse, plan_parser
 from tests.harness.ranks import RankContext
 
 ROOT = Path(__file__).parents[1]
@@ -89,6 +89,8 @@ def check_command(words: list[str]) -> None:
                 return
             if arguments[0] == "learning-rate":
                 arguments = ["fit", *arguments[2:]]
+            if arguments[0] == "plan":
+                arguments = ["fit", *plan_parser().parse_known_args(arguments[1:])[1]]
             asks_for_help = any(argument.endswith("help") for argument in words[:-1])
             try:
                 Built(args=arguments if asks_for_help else [*arguments, "--trainer.accelerator", "cpu"])

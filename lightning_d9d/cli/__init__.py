@@ -17,7 +17,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from lightning_d9d.cli.commands import PARSERS, check_paths, check_picture, parse
+from lightning_d9d.cli.commands import PARSERS, check_paths, check_picture, check_plan, parse
 from lightning_d9d.cli.files import check_files
 from lightning_d9d.cli.wording import MistakeError
 from lightning_d9d.errors import ConfigError, StateError, did_you_mean, first_of_others, reason
@@ -35,6 +35,7 @@ SUBCOMMANDS: dict[str, tuple[str, tuple[str, str]]] = {
     "test": ("computes the test metrics of a checkpoint", _TRAINING),
     "predict": ("runs a model on data and keeps what it returns", _TRAINING),
     "learning-rate": ("draws the learning rate of a run", ("lightning_d9d.cli.rates", "run")),
+    "plan": ("tells what a run holds, sends and takes", ("lightning_d9d.cli.plans", "run")),
     "convert": ("turns weights and checkpoints into other forms", ("lightning_d9d.convert", "main")),
     "prepare-data": ("turns texts into files of tokens", ("lightning_d9d.prepare", "main")),
     "doctor": ("checks whether this machine is fit for training", ("lightning_d9d.doctor", "main")),
@@ -106,6 +107,8 @@ def _parse(arguments: list[str]) -> tuple[str, str, Namespace | None]:
         )
     if name == "learning-rate":
         check_picture(arguments[1:])
+    if name == "plan":
+        check_plan(arguments[1:])
     check_files(arguments)
     return *SUBCOMMANDS.get(name, ("", _TRAINING))[1], None
 

@@ -122,6 +122,37 @@ def report_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def plan_parser() -> argparse.ArgumentParser:
+    """Makes the parser of `plan`'s own options; others are those of `fit`."""
+    parser = _Parser("plan", "Tells what the run of a configuration holds, sends and takes; options of fit follow.")
+    parser.add_argument("--world_size", type=int, required=True, help="ranks of the run")
+    parser.add_argument("--gpu", default="h100", help="h100, h200, a100, b200, or a .json file with rates (h100)")
+    parser.add_argument("--gpus_per_node", type=int, help="by default as many as the GPU's usual nodes have")
+    parser.add_argument("--rows", type=int, help="of a batch of one data rank; by default as the data say")
+    parser.add_argument("--tokens", type=int, help="of a row; by default as the data say")
+    parser.add_argument(
+        "--search",
+        action="store_true",
+        help="list the ten fastest meshes, schedules and kinds of recomputation; the mesh of the file is not used",
+    )
+    parser.add_argument("--json", help="a file for the plan, with all numbers")
+    parser.add_argument("--page", help="a file for a page of HTML")
+    parser.add_argument("--yaml", help="a file for the settings of the best plan, which a later --config reads")
+    return parser
+
+
+def check_plan(arguments: Sequence[str]) -> None:
+    """Look at the options of `plan` that are its own.
+
+    Args:
+        arguments: The words behind the subcommand.
+
+    Raises:
+        MistakeError: One is missing or illegal.
+    """
+    plan_parser().parse_known_args(arguments)
+
+
 def generate_parser() -> argparse.ArgumentParser:
     """Makes the parser of `generate`."""
     parser = _model_parser("generate", "Writes what a model makes of a prompt: greedily, or drawn with a temperature.")

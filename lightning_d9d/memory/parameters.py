@@ -82,6 +82,19 @@ def state_bytes(optimizer: Optimizer, *, eight_bits: bool = False) -> int | None
     )
 
 
+def states_of(optimizer: Optimizer) -> Callable[[Tensor], int] | None:
+    """Return what counts the bytes of states for a tensor that an optimizer would train. Local.
+
+    Args:
+        optimizer: Its first group says how states are kept.
+
+    Returns:
+        None for an optimizer that `state_bytes` does not know.
+    """
+    count = _STATES.get(type(optimizer))
+    return None if count is None else lambda tensor: count(tensor, optimizer.param_groups[0])
+
+
 def _of_adam(parameter: Tensor, group: Mapping[str, Any]) -> int:
     return (3 if group.get("amsgrad") else 2) * local(parameter).nbytes + _STEP_BYTES
 

@@ -204,9 +204,13 @@ def num_shards(parameter: nn.Parameter) -> int:
     """Over how many ranks `fully_shard` has sharded it, those of tensor and expert parallelism left out."""
     if not isinstance(parameter, DTensor):
         return 1
-    mesh, others = parameter.device_mesh, (Axis.TP, Axis.EP_SHARD)
+    mesh, others = parameter.device_mesh, {Axis.TP, Axis.TP_SHARD, Axis.TP_REPLICATE, Axis.EP_SHARD}
     names = mesh.mesh_dim_names or ()
-    axes = [axis for axis, placed in enumerate(parameter.placements) if placed.is_shard() and names[axis] not in others]
+    axes = [
+        axis
+        for axis, placed in enumerate(parameter.placements)
+        if not placed.is_replicate() and names[axis] not in others
+    ]
     return math.prod(mesh.size(axis) for axis in axes)
 
 

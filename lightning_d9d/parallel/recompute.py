@@ -221,8 +221,8 @@ class _Kept:
     def _may_be_latest(self, tensor: Tensor) -> bool:
         if type(tensor) not in (Tensor, nn.Parameter):
             return True
-        memory = tensor.untyped_storage().data_ptr()
-        return any(memory == each.untyped_storage().data_ptr() for each in self.results[-1].tensors)
+        memory = tensor.untyped_storage()._cdata  # tensors on the meta device have no other address
+        return any(memory == each.untyped_storage()._cdata for each in self.results[-1].tensors)
 
     def close(self) -> None:
         """The forward is done: what nothing needs is forgotten."""

@@ -17,6 +17,19 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 
+ATTENTION_BACKWARD = 2.5
+"""Operations of attention's backward over those of its forward: scores are computed again."""
+
+
+class Moment(NamedTuple):
+    """Bytes that are there for a while in a layer's backward, beside what it keeps and the gradient of its output."""
+
+    row_bytes: float
+    """For each row; less than 0 where what was kept is gone."""
+    gradient_bytes: float
+    """Gradients of the layer's weights that are there, in the dtype of the weights."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerCosts:
     """Costs of one layer for one row of a batch (one sequence) on one rank: computed, moved and kept.
@@ -52,6 +65,18 @@ class LayerCosts:
     """Bytes sent to the next stage if the layer is a stage's last, and back as its gradient. The layer's input has the
     same size; with `recompute="full"` only the input is kept.
     """
+    frozen_bytes: float | None = None
+    """Bytes kept if the layer's matrices are frozen and have no adapters; None: unknown."""
+    forward_peak_bytes: float = 0.0
+    """The most bytes of the layer while its forward runs, with what it keeps and its output."""
+    backward_moments: tuple[Moment, ...] = ()
+    """The moments of the backward at which most is there; empty: unknown."""
+    attention_flops: float = 0.0
+    """The operations of `forward_flops` that are attention's scores and their sums. Those of its backward are in
+    `backward_input_flops`.
+    """
+    grouped_flops: float = 0.0
+    """The operations of `forward_flops` that are grouped products. Each part of the backward has as many."""
     dispatch_bytes: float = 0.0
     """Buffer of the tokens that are sent to experts on other ranks; it is freed when they have arrived."""
 
@@ -134,6 +159,12 @@ class Machine:
     """Operations per second in products: attention 430 to 610e12, projections 670 to 690e12, grouped products 475 to
     570e12, head 695e12.
     """
+    grouped_flops_per_second: float | None = None
+    """Operations per second in grouped products; None: as in others."""
+    attention_forward_flops_per_second: float | None = None
+    """Operations per second in the forward of attention; None: as in products."""
+    attention_backward_flops_per_second: float | None = None
+    """Operations per second in the backward of attention; None: as in products."""
     bytes_per_second: float = 4.26e12
     """Bytes per second to and from memory, reads and writes together, as in a copy."""
     link_bytes_per_second: float = 160e9
@@ -156,16 +187,30 @@ class Machine:
     def seconds(self, layer: LayerCosts, num_rows: float) -> LayerSeconds:
         """Return how long `layer` takes for a microbatch. [Note: time of a layer]."""
 
-        def action(flops: float, moved: float, weight_bytes: float) -> float:
-            products = max(num_rows * flops / self.flops_per_second, weight_bytes / self.bytes_per_second)
-            return products + num_rows * moved / self.bytes_per_second
+        def action(flops: float, moved: float, weight_bytes: float, attended: float, rate: float | None) -> float:
+            grouped = min(layer.grouped_flops, flops - attended)
+            seconds = (flops - attended - grouped) / self.flops_per_second
+            seconds += grouped / (self.grouped_flops_per_second or self.flops_per_second)
+            products = max(num_rows * seconds, weight_bytes / self.bytes_per_second)
+            attention = num_rows * attended / (rate or self.flops_per_second)
+            return products + attention + num_rows * moved / self.bytes_per_second
 
         weights = layer.weight_bytes
-        forward = action(layer.forward_flops, layer.forward_bytes, weights if layer.forward_flops else 0)
-        inputs = action(
-            layer.backward_input_flops, layer.backward_input_bytes, weights if layer.backward_input_flops else 0
+        forward = action(
+            layer.forward_flops,
+            layer.forward_bytes,
+            weights if layer.forward_flops else 0,
+            min(layer.attention_flops, layer.forward_flops),
+            self.attention_forward_flops_per_second,
         )
-        gradients = action(layer.backward_weight_flops, layer.backward_weight_bytes, weights)
+        inputs = action(
+            layer.backward_input_flops,
+            layer.backward_input_bytes,
+            weights if layer.backward_input_flops else 0,
+            min(ATTENTION_BACKWARD * layer.attention_flops, layer.backward_input_flops),
+            self.attention_backward_flops_per_second,
+        )
+        gradients = action(layer.backward_weight_flops, layer.backward_weight_bytes, weights, 0.0, None)
         if layer.is_compiled:
             inputs, gradients = inputs + gradients, 0.0
         return LayerSeconds(forward, inputs, gradients, inputs + gradients)

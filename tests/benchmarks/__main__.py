@@ -39,6 +39,7 @@ NAMES = (
     "optimizer_loss",
     "data",
     "whole_model",
+    "plan_runs",
 )
 SELECTIONS = {
     "pipeline": ("schedules", "microbatches"),
@@ -49,6 +50,7 @@ SELECTIONS = {
     "optimizer_loss": ("methods", "rates", "steps", "jobs"),
     "data": ("file_gib", "memory"),
     "whole_model": ("layers", "gpus", "parts", "steps", "tokens", "rows", "recompute", "states"),
+    "plan_runs": ("gpus",),
 }
 """Options of single benchmarks."""
 
@@ -107,7 +109,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--memory", choices=("held", "free"), help="of `data`: whether others hold memory; default: held"
     )
-    parser.add_argument("--gpus", type=int, choices=(1, 2), help="of `whole_model`")
+    parser.add_argument("--gpus", type=int, choices=(1, 2), help="of `whole_model` and `plan_runs`")
     parser.add_argument("--parts", nargs="+", help="of `whole_model`; default: all")
     parser.add_argument("--tokens", type=int, help="of `whole_model`: in a row")
     parser.add_argument("--rows", type=int, help="of `whole_model`: in a batch of a GPU")

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_d9d import MeshConfig
+from lightning_d9d.memory.traffic import NUMBERS_OF_A_LOSS, share_sent
 from lightning_d9d.mesh import MeshDomains
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig
 from lightning_d9d.modules import LMHead
@@ -25,7 +26,6 @@ from lightning_d9d.parallel import shard_tensors
 from tests.benchmarks.frame import Case
 from tests.benchmarks.pipeline import fill_by_name
 from tests.benchmarks.training import (
-    NUMBERS_OF_A_LOSS,
     ON_CPU,
     QUICK,
     Account,
@@ -37,7 +37,6 @@ from tests.benchmarks.training import (
     allocated,
     fitting,
     num_gpus,
-    share_sent,
 )
 from tests.benchmarks.training import table as table
 from tests.benchmarks.training import write as write

@@ -22,6 +22,9 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from lightning_d9d import GradSyncConfig, MeshConfig
+from lightning_d9d.memory.rank import RankModel
+from lightning_d9d.memory.spread import weights_of
+from lightning_d9d.memory.traffic import by_kind, traffic
 from lightning_d9d.mesh import MeshDomains
 from lightning_d9d.mesh.collectives import all_gather_object
 from lightning_d9d.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -35,7 +38,7 @@ from lightning_d9d.parallel.fsdp import fully_sharded
 from lightning_d9d.parallel.tokens import own_chunks
 from lightning_d9d.pipeline.executor import Executor, LossScale, SplitBatch
 from lightning_d9d.pipeline.totals import BatchTotals
-from lightning_d9d.schedule import resolve_schedule
+from lightning_d9d.schedule import OneForwardOneBackward, resolve_schedule
 from lightning_d9d.strategy.data_parallel import DataParallelStages
 from lightning_d9d.strategy.pipeline import Pipeline
 from lightning_d9d.strategy.train_step import cast_gradients
@@ -45,8 +48,6 @@ from tests.benchmarks.pipeline_probe import host_syncs
 
 MEMORY_SHARE = 0.75
 """Of a GPU, that all contenders take together; the rest is for the allocator, nccl and cuBLAS."""
-NUMBERS_OF_A_LOSS = 2
-"""That ranks with parts of a vocabulary tell each other for each token."""
 
 
 @dataclass(frozen=True)
@@ -216,15 +217,7 @@ SENT = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "point_to_po
 
 
 def account(work: Work, way: Way) -> Account:
-    """Of n ranks in a ring each sends (n - 1)/n of the whole to gather or to scatter it, and twice that to all-reduce.
-
-    Tokens go to each rank with some of their experts and back, and gradients the same way. Numbers and weights of their
-    experts, float32, go there, and gradients of these back. Before that every rank tells every other in int64 how many
-    tokens and copies each gets. Forced experts of a token are on as many ranks as there are, or as it has experts.
-
-    Ranks of tensor parallelism gather the tokens of attention, of a dense MLP, of the head and of the gradients of what
-    they scatter; they scatter as often. Of each token they gather some numbers for its loss.
-    """
+    """What is held, by sizes and degrees; `lightning_d9d.memory.traffic` says what is sent."""
     config, mesh, width = work.config, way.mesh, work.dtype.itemsize
     wide = max(4, width)
     hidden, tp = config.hidden_size, mesh.tensor_parallel
@@ -247,21 +240,11 @@ def account(work: Work, way: Way) -> Account:
         (experts // mesh.expert_parallel, of_experts["ep_fsdp"], of_experts["ep_dp_replicate"]),
     )
     held = [whole // each for whole, each, _ in parts]
-    shared = sum(whole * share_sent(each) for whole, each, _ in parts)
-    copied = sum(each * 2 * share_sent(num) for each, (_, _, num) in zip(held, parts, strict=True))
     # Gradients are as narrow as weights where they are neither summed nor accumulated.
     adds_up = work.num_microbatches > 1
     widths = [wide if adds_up or each > 1 or num > 1 else width for _, each, num in parts]
     in_buckets = [adds_up or num > 1 if each == 1 else False for _, each, num in parts]
     gradients = [each * width for each, width in zip(held, widths, strict=True)]
-    rows = num_sparse * work.num_tokens * min(config.num_experts_per_tok, mesh.expert_parallel)
-    row_bytes = 4 * hidden * width + 2 * 2 * config.num_experts_per_tok * wide
-    counts = num_sparse * work.num_microbatches * 2 * mesh.expert_parallel * 8
-    # Of tensor parallelism
-    num_cut = 2 * (num_layers + num_layers - num_sparse + 1)
-    gathered = num_cut * tp * work.num_tokens * hidden * width * share_sent(tp)
-    of_losses = NUMBERS_OF_A_LOSS * wide * work.num_tokens * tp * (tp - 1)
-    attention = _of_attention(work, way)
     return Account(
         flops=work.flops(way),
         tokens=work.num_tokens,
@@ -270,35 +253,27 @@ def account(work: Work, way: Way) -> Account:
         lasting_gradients=sum(each for each, lasts in zip(gradients, in_buckets, strict=True) if lasts),
         moments=2 * width * sum(held),
         activations=_activations(work, way),
-        all_gather=width * shared * (1 if work.is_kept else 2) + gathered + of_losses + attention["all_gather"],
-        reduce_scatter=wide * shared + gathered + attention["reduce_scatter"],
-        all_reduce=wide * copied,
-        all_to_all=rows * row_bytes * share_sent(mesh.expert_parallel)
-        + counts * (mesh.expert_parallel - 1)
-        + attention["all_to_all"],
-        point_to_point=attention["point_to_point"],
+        **sent(work, way),
     )
 
 
-def _of_attention(work: Work, way: Way) -> dict[str, float]:
-    """What a rank sends because others have parts of its sequences.
-
-    "gather": keys and values in forward and backward, then all their gradients, float32. "ring": both go round, and in
-    the backward the gradients to the end. "heads": queries, keys, values and the result, and gradients of these.
-    """
-    config, mesh, width = work.config, way.mesh, work.dtype.itemsize
-    num, tokens = way.num_parts, work.num_tokens * mesh.tensor_parallel * config.num_hidden_layers
-    heads = config.num_attention_heads // mesh.tensor_parallel
-    keys = tokens * config.head_dim * 2 * max(1, config.num_key_value_heads // mesh.tensor_parallel)
-    sent: dict[str, float] = dict.fromkeys(SENT, 0.0)
-    match way.parallel.context:
-        case "gather":
-            sent |= {"all_gather": 2 * width * keys * (num - 1), "reduce_scatter": max(4, width) * keys * (num - 1)}
-        case "ring" if num > 1:
-            sent |= {"point_to_point": 2 * width * keys * (num - 1) + max(4, width) * keys * num}
-        case "heads":
-            sent |= {"all_to_all": 2 * width * (2 * tokens * config.head_dim * heads + keys) * share_sent(num)}
-    return sent
+def sent(work: Work, way: Way) -> dict[str, float]:
+    """Bytes by kind of collective, by the package's own arithmetic."""
+    with torch.device("meta"):
+        weights = weights_of(Qwen3MoeForCausalLM(work.config).to(work.dtype))
+    length = work.sequence_length * way.num_parts
+    model = RankModel(
+        weights=weights,
+        costs=model_costs(work.config, length, work.dtype.itemsize),
+        tokens=length,
+        mesh=way.mesh,
+        schedule=OneForwardOneBackward(),
+        layers_of_stages=(range(work.config.num_hidden_layers),),
+        rows=work.num_rows // work.num_microbatches * way.mesh.tensor_parallel,
+        num_microbatches=work.num_microbatches,
+        parallel=way.parallel,
+    )
+    return dict.fromkeys(SENT, 0.0) | by_kind(traffic(model, 0))
 
 
 def _activations(work: Work, way: Way) -> int:
@@ -308,11 +283,6 @@ def _activations(work: Work, way: Way) -> int:
     num_gathered = 2 * work.config.num_hidden_layers - work.config.num_sparse_layers + 1
     more = num_gathered * (way.mesh.tensor_parallel - 1) * work.config.hidden_size * work.dtype.itemsize
     return int(work.num_rows // work.num_microbatches * (row + more * work.sequence_length))
-
-
-def share_sent(num_ranks: int) -> float:
-    """Of what ranks in a ring gather or scatter, how much each sends."""
-    return (num_ranks - 1) / num_ranks
 
 
 class Trained:

@@ -10,7 +10,9 @@ They fit if
 """
 
 import contextlib
+import math
 import pickle
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +20,15 @@ from itertools import combinations, zip_longest
 from pathlib import Path
 
 _MAX_PROBLEMS = 8
+
+KINDS = {
+    "allgather_base": "all_gather",
+    "reduce_scatter_base": "reduce_scatter",
+    "allreduce": "all_reduce",
+    "alltoall_base": "all_to_all",
+    "send": "point_to_point",
+}
+"""Operators that send, by kind of collective."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,3 +168,18 @@ def _order_problems(records: Sequence[Sequence[Entry]]) -> list[str]:
 
 def _title(name: str, ranks: Iterable[int]) -> str:
     return f"group {name} of ranks {list(ranks)}"
+
+
+def sent_bytes(entry: Entry, rank: int) -> float:
+    """The bytes that this rank sends in one call, in a ring."""
+    matched = re.fullmatch(r"(?:bool|[a-z]+(\d+)\w*)\[(.*)\]", entry.tensors)
+    assert matched is not None, entry
+    width = int(matched[1] or 8) // 8
+    dims = matched[2].split(", ") if matched[2] else []
+    others = (len(entry.ranks) - 1) / len(entry.ranks)
+    if entry.operator == "send":
+        return width * math.prod(map(int, dims))
+    if entry.operator == "alltoall_base":
+        rows = sum(entry.sends) - entry.sends[entry.ranks.index(rank)]
+        return rows * width * math.prod(map(int, dims[1:]))
+    return width * math.prod(map(int, dims)) * others * (2 if entry.operator == "allreduce" else 1)

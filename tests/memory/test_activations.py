@@ -21,16 +21,16 @@ from lightning_d9d.schedule import (
     ZeroBubble,
     add_data_parallel,
 )
-from tests.parallel.kept import bytes_kept
+from tests.memory.traced import traced
 
-ROWS, SEQUENCE, FLOAT32 = 2, 256, 4
+ROWS, SEQUENCE, WIDTH = 2, 512, 2
 MIXED = dataclasses.replace(Qwen3MoeConfig.preset("tiny"), mlp_only_layers=(1,))
 CONFIGS = {
     "sparse and dense": MIXED,
     "shared expert": dataclasses.replace(MIXED, shared_expert_intermediate_size=96),
     "dense": dataclasses.replace(MIXED, num_experts=0, mlp_only_layers=()),
 }
-TOLERANCE = 0.03
+TOLERANCE = 0.035
 """Of what a real model keeps. Left out are statistics of rows, and indices of routing."""
 
 
@@ -40,29 +40,18 @@ def alone(costs: ModelCosts) -> Activations:
     return Activations(costs=costs, stages={0: whole}, num_stages=1, actions=actions)
 
 
-def kept_on_cpu_alone(config: Qwen3MoeConfig, kind: str) -> int:
-    """On a CPU torch has norms of several operations, which keep their result as well; all kinds keep the rest once."""
-    queries, keys = (num * config.head_dim for num in (config.num_attention_heads, config.num_key_value_heads))
-    of_layer = {"none": 2 * config.hidden_size + queries + keys, "attention": 2 * config.hidden_size}
-    num_layers = {"every_2": config.num_hidden_layers // 2}.get(kind, config.num_hidden_layers)
-    norms = num_layers * of_layer.get("none" if kind == "every_2" else kind, 0) + config.hidden_size
-    rope = 2 * SEQUENCE * config.head_dim
-    gradient_of_head = config.vocab_size * config.hidden_size  # made in the forward; counted as a gradient
-    return FLOAT32 * (ROWS * SEQUENCE * norms + rope + gradient_of_head)
-
-
 @pytest.mark.parametrize("kind", ["none", "selective", "attention", "every_2", "full"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_what_a_model_keeps(name: str, kind: str) -> None:
     config = CONFIGS[name]
-    torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM(config)
+    with torch.device("meta"):
+        model = Qwen3MoeForCausalLM(config).bfloat16()
     recompute_activations(model, ParallelConfig(recompute=kind))
-    ids = torch.randint(config.vocab_size, (ROWS, SEQUENCE + 1))
-    inputs = {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous(), "reduction": "sum"}
-    real = bytes_kept(model, inputs) - kept_on_cpu_alone(config, kind)
+    gradient_of_head = WIDTH * config.vocab_size * config.hidden_size  # made in the forward; counted as a gradient
+    rope = WIDTH * SEQUENCE * config.head_dim
+    real = traced(model, ROWS, SEQUENCE)[0] - gradient_of_head - rope
 
-    costs = model_costs(config, SEQUENCE, FLOAT32)
+    costs = model_costs(config, SEQUENCE, WIDTH)
     predicted = alone(costs).kept(kind, ROWS)
     assert predicted is not None
     assert predicted.beside_gradients == 0
@@ -72,22 +61,6 @@ def test_what_a_model_keeps(name: str, kind: str) -> None:
         for layer in costs.layers
     )  # fmt: skip
     assert predicted.most - ROWS * most_again == pytest.approx(real, rel=TOLERANCE)
-
-
-MEASURED = {"none": 8895, "attention": 7150, "every_2": 4672, "selective": 3440, "full": 450}
-"""MiB that four layers of `30b-a3b` keep on an H200, with 4 rows of 4096 tokens: docs/how-to/save-memory.md."""
-
-
-@pytest.mark.parametrize("kind", MEASURED)
-def test_what_was_measured_on_a_gpu(kind: str) -> None:
-    """Arithmetic says a little less: 110 MiB or less, whatever the kind."""
-    config = dataclasses.replace(Qwen3MoeConfig.preset("30b-a3b"), num_hidden_layers=4)
-    costs = model_costs(config, 4096, 2)
-    kept, layer = alone(costs).kept(kind, 4), costs.layers[0]
-    assert kept is not None
-    smallest = {"none": layer.activation_bytes, "selective": layer.selective_bytes, "attention": layer.attention_bytes}
-    again = 4 * (layer.activation_bytes - (smallest.get(kind) or layer.output_bytes))
-    assert MEASURED[kind] - 130 < (kept.most - again) / 2**20 < MEASURED[kind]
 
 
 LAYER = LayerCosts(activation_bytes=100, selective_bytes=40, output_bytes=10, dispatch_bytes=6)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from lightning_d9d.models.qwen3_moe.config import Qwen3MoeConfig
-from lightning_d9d.schedule.layers import LayerCosts, ModelCosts
+from lightning_d9d.schedule.layers import ATTENTION_BACKWARD, LayerCosts, ModelCosts, Moment
 
 _TOKEN_ID = 8
+_WIDE = 4
+"""Bytes of a number in float32."""
+_NOTES = 20
+"""Bytes that routing keeps for each expert of a token."""
 
 
 def model_costs(config: Qwen3MoeConfig, sequence_length: int, bytes_per_element: int = 2) -> ModelCosts:
@@ -13,7 +17,8 @@ def model_costs(config: Qwen3MoeConfig, sequence_length: int, bytes_per_element:
 
     Operations are those of matrix products (two for each multiplication) and of attention, causal: half of the full
     square, and in its backward two and a half times the forward, for scores are computed again. Each token is computed
-    by its own experts, but all experts' weights are held. Activations are what the modules keep. A tied head counts
+    by its own experts, but all experts' weights are held. Activations are what the modules keep with the kernels of a
+    GPU; torch's on a CPU keep more of norms and SwiGLU. A tied head counts
     with a matrix of its own, which the last rank has a copy of. Its logits are one chunk, whose gradient is kept for a
     weight backward; with more of them, none is kept, and they are computed again.
 
@@ -74,9 +79,10 @@ def _layer(config: Qwen3MoeConfig, sequence_length: int, bytes_per_element: int,
     wide = num_copies * inner
     attention = 2 * sequence_length**2 * queries
 
-    # x, normed x; q and k before and after norm and rope, v; what was attended. Then x, normed x, copies for experts;
-    # gate, up, silu(gate), their product, and that with the experts' weights where there are any.
-    kept = 4 * hidden + 3 * queries + 3 * keys + copied + (5 if is_sparse else 4) * wide + 4 * shared + gated
+    # x, normed x; q and k before and after norm and rope, v; what was attended, and its logarithms. Then x, normed x,
+    # copies for experts; gate, up, and their product, with the experts' weights where there are any.
+    of_attention = 2 * hidden + 3 * queries + 3 * keys
+    kept = of_attention + 2 * hidden + copied + 3 * wide + 3 * shared + gated
     # The layer's input, and results: of the four projections, attention, the router, gate and up, the shared expert.
     selective = 2 * hidden + 2 * queries + 2 * keys + router + 2 * wide + 2 * shared + gated
     # Inputs of products, and gradients of their outputs.
@@ -93,17 +99,33 @@ def _layer(config: Qwen3MoeConfig, sequence_length: int, bytes_per_element: int,
         + 3 * gated
         + (2 * (hidden + copied) if is_sparse else 0)
     )
+    # Numbers in float32: logarithms of attention; weights of experts twice, their numbers and places in int64.
+    notes = sequence_length * (_WIDE * config.num_attention_heads + (_NOTES * num_copies if is_sparse else 0))
+    down = bytes_per_element * (config.num_experts if is_sparse else 1) * inner * hidden
+    if is_sparse:
+        # the gradient of copies, and of what goes into `down`; then that of gate and up, of copies, and both gradients
+        moments = (Moment(tokens * (copied + wide), down), Moment(tokens * (copied - wide), 3 * down))
+    else:
+        moments = (Moment(tokens * 2 * wide, down), Moment(tokens * (hidden - wide), 2 * down))
+    rest = tokens * (2 * hidden + copied + 3 * wide + 3 * shared + gated)
+    # Gradients of the result of attention, of queries, keys and values, beside those of the layer's output.
+    moments += (Moment(tokens * (hidden + 2 * queries + 2 * keys) - rest, 3 * down),)
     return LayerCosts(
         forward_flops=2 * sequence_length * products + attention,
-        backward_input_flops=2 * sequence_length * products + 2.5 * attention,
+        backward_input_flops=2 * sequence_length * products + ATTENTION_BACKWARD * attention,
         backward_weight_flops=2 * sequence_length * products,
         forward_bytes=tokens * moved,
         backward_input_bytes=tokens * moved_back,
         weight_bytes=bytes_per_element * num_weights,
-        activation_bytes=tokens * kept,
-        selective_bytes=tokens * selective,
-        attention_bytes=tokens * (kept - 3 * queries - 3 * keys),
+        activation_bytes=tokens * kept + notes,
+        selective_bytes=tokens * selective + notes,
+        attention_bytes=tokens * (kept - 3 * queries - 3 * keys) + notes,
         split_activation_bytes=tokens * (inputs + gradients),
         output_bytes=tokens * hidden,
         dispatch_bytes=tokens * copied,
+        forward_peak_bytes=tokens * (kept + (copied if is_sparse else 0) + hidden) + notes,
+        backward_moments=moments,
+        frozen_bytes=tokens * (2 * hidden + 3 * queries + 3 * keys + 2 * wide + 2 * shared + gated) + notes,
+        attention_flops=attention,
+        grouped_flops=2 * sequence_length * 3 * hidden * wide if is_sparse else 0.0,
     )

@@ -238,7 +238,7 @@ class Qwen3MoePretraining(D9DModule):
     def configure_stage(self, stage: StageInfo) -> nn.Module:
         """The stage's part of the network, split by the strategy, by `layers_per_stage` or with virtual layers."""
         if stage.layers is None:
-            stage = dataclasses.replace(stage, layers=self._layers_of_stages(stage.num_stages)[stage.index])
+            stage = dataclasses.replace(stage, layers=self.layers_of_stages(stage.num_stages)[stage.index])
         return Qwen3MoeForCausalLM(self.config, stage, self.balance)
 
     def parallelize_stage(self, stage: nn.Module, mesh: MeshDomains | None, parallel: ParallelConfig) -> None:
@@ -246,7 +246,8 @@ class Qwen3MoePretraining(D9DModule):
         assert isinstance(stage, Qwen3MoeForCausalLM)
         parallelize_qwen3_moe(stage, mesh, parallel)
 
-    def _layers_of_stages(self, num_stages: int) -> list[range]:
+    def layers_of_stages(self, num_stages: int) -> list[range]:
+        """Return the layers of each of so many stages."""
         if self.layers_per_stage is not None and num_stages > 1:
             num_layers = self.config.num_hidden_layers
             return split_by_sizes(self.layers_per_stage, num_layers, num_stages, "layers_per_stage")

@@ -1,0 +1,130 @@
+"""`lightning-d9d plan`: memory, time and messages of a run that `fit` would do, on any number of ranks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+
+from lightning_d9d.cli.commands import plan_parser
+from lightning_d9d.cli.training import D9DCLI
+from lightning_d9d.errors import ConfigError, reason
+from lightning_d9d.plan import Plan, machine_of, plan_of, search, write_page
+from lightning_d9d.plan.planning import costs_of_length, layers_of, rank_model
+from lightning_d9d.plan.search import name_of, settings_of
+from lightning_d9d.schedule import OneForwardOneBackward
+from lightning_d9d.strategy.module import D9DModule
+from lightning_d9d.strategy.strategy import D9DStrategy
+
+
+class _Planning(D9DCLI):
+    """Builds model, data and strategy as `fit` does, without a Trainer, and plans."""
+
+    options: Namespace
+
+    def instantiate_trainer(self, **kwargs: Any) -> Any:
+        """Builds none: it would look for the devices of the run."""
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        trainer = self.config_init[subcommand]["trainer"]
+        strategy, given = trainer["strategy"], self.options
+        if not isinstance(strategy, D9DStrategy):
+            raise ConfigError(f"plan needs a D9DStrategy, and trainer.strategy is {strategy!r}")
+        if not isinstance(self.model, D9DModule):
+            raise ConfigError(f"plan needs a D9DModule, whose layers have costs, and got {type(self.model).__name__}")
+        machine = machine_of(given.gpu, gpus_per_node=given.gpus_per_node)
+        mesh, schedule = strategy.mesh_config, strategy.schedule
+        if given.search:
+            free = {"pipeline_parallel": 1, "data_parallel_shard": 1, "data_parallel_replicate": -1}
+            mesh, schedule = replace(mesh, **free, expert_parallel=1), OneForwardOneBackward()
+        degrees = mesh.resolve(given.world_size)
+        tokens = given.tokens or _of_data(self.datamodule, "sequence_length", "--tokens, the tokens of a row")
+        data_ranks = degrees.data_parallel_replicate * degrees.data_parallel_shard
+        accumulated = trainer["accumulate_grad_batches"] or 1
+        clips = trainer["gradient_clip_val"] is not None
+        precision = str(trainer["precision"] or "32-true")
+        model = rank_model(
+            self.model,
+            strategy,
+            given.world_size,
+            rows=given.rows or _rows_of_data(self.datamodule, data_ranks * accumulated),
+            tokens=tokens,
+            precision=precision,
+            accumulates_batches=accumulated > 1,
+            mesh=degrees,
+            schedule=schedule,
+        )
+        costs = costs_of_length(self.model, precision)
+        asynchronous = strategy.checkpoint_config.asynchronous
+        if given.search:
+            own, num_layers = self.model, len(model.costs.layers)
+            plans = search(
+                model,
+                machine,
+                costs,
+                lambda num_stages: layers_of(own, num_layers, num_stages),
+                asynchronous=asynchronous,
+                clips=clips,
+            )
+            sys.stdout.write(_ranking(plans))
+            best = plans[0]
+        else:
+            best = plan_of(model, machine, costs, asynchronous=asynchronous, clips=clips)
+            sys.stdout.write(f"{best}\n")
+        _write(best, given)
+
+
+def _of_data(data: Any, name: str, option: str) -> int:
+    value = getattr(data, name, None)
+    if not isinstance(value, int):
+        raise ConfigError(f"the data of this configuration do not say their {name}; give {option}")
+    return value
+
+
+def _rows_of_data(data: Any, num_batches: int) -> int:
+    """Rows of a batch of one data rank."""
+    whole = getattr(data, "global_batch_size", None)
+    if not isinstance(whole, int):
+        return _of_data(data, "batch_size", "--rows, the rows of a batch of one data rank")
+    if whole % num_batches:
+        raise ConfigError(f"global_batch_size={whole} is not a multiple of {num_batches} batches of a step")
+    return whole // num_batches
+
+
+def _ranking(plans: list[Plan]) -> str:
+    lines = ["the fastest that fit, by arithmetic:"]
+    for number, each in enumerate(plans, 1):
+        lines.append(
+            f"{number:3}. {each.step_seconds:.3f} s, {each.tokens_per_second:,.0f} tokens/s a GPU, "
+            f"{each.most.needed / 2**30:.1f} GiB: {name_of(each)}"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _write(plan: Plan, given: Namespace) -> None:
+    try:
+        if given.json:
+            Path(given.json).write_text(json.dumps(plan.to_dict(), indent=1) + "\n")
+        if given.yaml:
+            Path(given.yaml).write_text(yaml.safe_dump(settings_of(plan), sort_keys=False))
+    except OSError as error:
+        raise ConfigError(f"{error.filename} cannot be written: {reason(error)}; give another file") from error
+    if given.page:
+        write_page(plan, given.page)
+
+
+def run(_: object = None) -> None:
+    """Runs the subcommand of `sys.argv`: its own options, and those of `fit`.
+
+    Raises:
+        ConfigError: The mesh is impossible, the GPU unknown, nothing fits, or a file cannot be written.
+    """
+    own, others = plan_parser().parse_known_args(sys.argv[2:])
+    _Planning.options = cast(Namespace, own)
+    sys.argv[1:] = ["fit", *others]
+    _Planning(parser_kwargs={"prog": "lightning-d9d"})

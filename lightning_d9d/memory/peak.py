@@ -1,0 +1,307 @@
+"""The most that a step has allocated on a rank: its actions one after the other, layer by layer.
+
+[Note: what is there when] From step to step there are weights and optimizer states. A forward adds what each layer
+keeps; the layer that runs takes more for a moment. A backward takes a layer's share away again and leaves gradients.
+Recomputed layers keep their input, and are whole when their backward comes. The first backward of a window makes
+gradients; later ones add to them, with one more gradient at a time. What is gathered by FSDP2 comes on top: a unit and
+the next one, the gradients of a gathered unit, and a message in which gradients are summed, until the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+from lightning_d9d.memory.spread import Share
+from lightning_d9d.parallel.config import ParallelConfig
+from lightning_d9d.schedule.actions import Action, Backward, BackwardInput, BackwardWeight, Forward, compute_parts
+from lightning_d9d.schedule.layers import LayerCosts, Moment
+
+_WORKSPACE = 33 * 2**20
+"""What cuBLAS takes from torch's allocator on Hopper: 32 MiB and 1 MiB (torch's `getChosenWorkspaceSize`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientRules:
+    """How gradients of a step are kept.
+
+    `accumulates`: several backwards add up. `wide`: bytes of a number in a sum or in a bucket. `part_bytes`: gradients
+    that are there at once where the update is inside of the backward; None: it is not.
+    """
+
+    accumulates: bool = False
+    wide: int = 4
+    part_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeakBytes:
+    """What is there at the moment when most is. `total` is what torch calls allocated."""
+
+    weights: int = 0
+    gradients: int = 0
+    states: int = 0
+    activations: int = 0
+    gathered: int = 0
+    """Units of FSDP2 in whole, their gradients, and messages in which these are summed."""
+    working: int = 0
+    """What the layer that runs takes for itself: results, gradients of results, logits, tokens on their way."""
+    constant: int = _WORKSPACE
+
+    @property
+    def total(self) -> int:
+        """The sum."""
+        return sum(getattr(self, each.name) for each in fields(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerOfRank:
+    """A layer as a rank has it: what it costs for a microbatch, and what it holds."""
+
+    costs: LayerCosts
+    """For all rows of a microbatch, on this rank."""
+    shares: tuple[Share, ...]
+    recompute: str = "none"
+    place: int = 0
+    """Its index among the blocks of its stage."""
+    wire_bytes: float = 0.0
+    """Tokens on their way to experts of other ranks and back, while they are."""
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether only its input is kept."""
+        if self.recompute in ("none", "selective", "attention"):
+            return False
+        return ParallelConfig(recompute=self.recompute).recomputes_block(self.place)
+
+    @property
+    def kept(self) -> float:
+        """Bytes from forward to backward."""
+        costs = self.costs
+        match self.recompute:
+            case "selective":
+                return costs.activation_bytes if costs.selective_bytes is None else costs.selective_bytes
+            case "attention":
+                return costs.activation_bytes if costs.attention_bytes is None else costs.attention_bytes
+            case "offload":
+                return 0.0
+        return costs.output_bytes if self.is_recomputed else costs.activation_bytes
+
+    @property
+    def forward_peak(self) -> float:
+        """The most while its forward runs, with what it keeps."""
+        return max(self.costs.forward_peak_bytes + self.wire_bytes, self.costs.activation_bytes)
+
+    @property
+    def moments(self) -> tuple[Moment, ...]:
+        """Of the backward; where nobody says, the gradients of its weights."""
+        given = self.costs.backward_moments
+        return given or (Moment(0.0, self.costs.weight_bytes),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageOfRank:
+    """A stage as a rank has it."""
+
+    layers: Sequence[LayerOfRank]
+    before: LayerOfRank | None = None
+    after: LayerOfRank | None = None
+
+    @property
+    def parts(self) -> list[LayerOfRank]:
+        """In the order in which they run."""
+        return [*([self.before] if self.before else []), *self.layers, *([self.after] if self.after else [])]
+
+
+class _Gradients:
+    """Gradients of a layer: what stays, what is fresh, and what FSDP2 adds."""
+
+    def __init__(self, layer: LayerOfRank, rules: GradientRules) -> None:
+        trained = [share for share in layer.shares if share.weight.is_trained]
+        self.fresh = sum(share.num_gathered * share.weight.dtype.itemsize for share in trained)
+        self.largest = max((share.num_gathered * share.weight.dtype.itemsize for share in trained), default=0)
+        units = [share for share in trained if share.is_unit]
+        rest = [share for share in trained if not share.is_unit]
+        in_buckets = [share for share in rest if share.num_copies > 1 or rules.accumulates]
+        own = [share for share in rest if not (share.num_copies > 1 or rules.accumulates)]
+
+        def wide(share: Share) -> int:
+            return max(rules.wide, share.weight.dtype.itemsize)
+
+        self.stays = sum(share.numel * share.weight.dtype.itemsize for share in own)
+        self.stays += sum(share.numel * wide(share) for share in in_buckets)
+        self.of_shards = sum(share.numel * wide(share) for share in units)
+        self.message = sum(share.num_padded * wide(share) for share in units)
+        self.whole_units = sum(share.num_gathered * share.weight.dtype.itemsize for share in units)
+        self.whole_units_wide = sum(share.num_gathered * wide(share) for share in units)
+        self.adopts = sum(share.numel * wide(share) for share in in_buckets) > 0
+
+
+def gathered_bytes(layer: LayerOfRank) -> int:
+    """Count the bytes of a layer's units when they are gathered. Local."""
+    return sum(share.num_gathered * share.weight.dtype.itemsize for share in layer.shares if share.is_unit)
+
+
+def peak(
+    stages: Mapping[int, StageOfRank],
+    actions: Sequence[Action],
+    *,
+    weights: int,
+    states: int,
+    rules: GradientRules,
+    keeps_gathered: bool,
+) -> PeakBytes:
+    """Find the moment of a step at which a rank has allocated most. [Note: what is there when]. Local.
+
+    Args:
+        stages: The rank's, by index in the whole model.
+        actions: What the rank does in a batch, in order.
+        weights: Bytes of its weights.
+        states: Bytes of its optimizer states.
+        rules: How gradients are kept.
+        keeps_gathered: Whether fully sharded stages stay gathered over a batch.
+    """
+    return _Walk(stages, weights, states, rules, keeps_gathered).run(actions)
+
+
+class _Walk:
+    def __init__(
+        self, stages: Mapping[int, StageOfRank], weights: int, states: int, rules: GradientRules, keeps: bool
+    ) -> None:
+        self.stages = stages
+        self.base = weights, states
+        self.rules = rules
+        self.keeps = keeps
+        self.gradients = {
+            (index, place): _Gradients(layer, rules)
+            for index, stage in stages.items()
+            for place, layer in enumerate(stage.parts)
+        }
+        self.activations = 0.0
+        self.there = 0.0  # gradients
+        self.has_gradients: set[int] = set()
+        self.kept_stages = sum(gathered_bytes(part) for stage in stages.values() for part in stage.parts)
+        self.best = PeakBytes(weights=weights, states=states)
+
+    def run(self, actions: Sequence[Action]) -> PeakBytes:
+        remaining: dict[int, int] = {}
+        parts = [part for action in actions for part in compute_parts(action)]
+        for part in parts:
+            if isinstance(part, Backward | BackwardWeight):
+                remaining[part.stage] = remaining.get(part.stage, 0) + 1
+        seen: set[tuple[object, ...]] = set()
+        for part in parts:
+            stage = self.stages[part.stage]
+            is_last = False
+            if isinstance(part, Backward | BackwardWeight):
+                remaining[part.stage] -= 1
+                is_last = remaining[part.stage] == 0
+            state = type(part), part.stage, round(self.activations), round(self.there), is_last
+            is_new = state not in seen
+            seen.add(state)
+            match part:
+                case Forward():
+                    self.forward(part.stage, stage, looks=is_new)
+                case BackwardInput():
+                    self.backward_input(part.stage, stage, looks=is_new)
+                case BackwardWeight():
+                    self.backward_weight(part.stage, stage, is_last=is_last)
+                case _:
+                    self.backward(part.stage, stage, is_last=is_last, looks=is_new or is_last)
+        return self.best
+
+    def note(self, working: float, gathered: float = 0.0, gradients: float = 0.0) -> None:
+        weights, states = self.base
+        gathered += self.kept_stages if self.keeps else 0
+        now = PeakBytes(
+            weights=weights,
+            states=states,
+            gradients=int(self.there + gradients),
+            activations=int(self.activations),
+            gathered=int(gathered),
+            working=int(working),
+        )
+        if now.total > self.best.total:
+            self.best = now
+
+    def around(self, stage: StageOfRank, place: int, step: int) -> float:
+        """Bytes of the unit that runs and of the next one, which is there twice: as a message, and copied out."""
+        if self.keeps:
+            return 0.0
+        parts = stage.parts
+        following = place + step
+        coming = 2 * gathered_bytes(parts[following]) if 0 <= following < len(parts) else 0
+        return gathered_bytes(parts[place]) + coming
+
+    def forward(self, index: int, stage: StageOfRank, *, looks: bool) -> None:
+        for place, layer in enumerate(stage.parts):
+            if looks:
+                self.note(layer.forward_peak, self.around(stage, place, 1))
+            self.activations += layer.kept
+
+    def backward(self, index: int, stage: StageOfRank, *, is_last: bool, looks: bool) -> None:
+        is_first = index not in self.has_gradients
+        message = 0.0
+        for place in reversed(range(len(stage.parts))):
+            layer, own = stage.parts[place], self.gradients[index, place]
+            whole = max(layer.kept, layer.costs.activation_bytes)
+            again = whole - layer.kept
+            around = self.around(stage, place, -1) + message
+            unit_gradients = 0.0 if not own.whole_units else own.whole_units
+            if looks:
+                *earlier, last = layer.moments
+                for moment in (*earlier, last):
+                    share = (
+                        min(1.0, moment.gradient_bytes / layer.costs.weight_bytes) if layer.costs.weight_bytes else 0
+                    )
+                    fresh = share * own.fresh if is_first or own.adopts or own.whole_units else own.largest
+                    if own.adopts and is_first:
+                        fresh = max(fresh - own.largest, 0) * own.stays / max(1, own.fresh) + own.largest
+                    if self.rules.part_bytes is not None and not self.rules.accumulates:
+                        fresh = min(fresh, self.rules.part_bytes + own.largest)
+                    is_later = layer.recompute == "attention" and moment is not last  # that is recomputed behind them
+                    now_again = 0.0 if is_later else again
+                    self.note(now_again + layer.costs.output_bytes + moment.row_bytes, around, fresh)
+                if again:
+                    self.note(max(layer.forward_peak - layer.kept, again) + layer.costs.output_bytes, around)
+                if layer.wire_bytes:
+                    self.note(again + layer.costs.output_bytes + layer.wire_bytes, around)
+            self.activations -= layer.kept
+            self.settle(own, is_first=is_first, is_last=is_last)
+            if own.message and (is_last or not self.keeps):
+                if looks:
+                    self.note(0.0, around - message - gathered_bytes(layer) + own.message + unit_gradients)
+                message = own.message
+        self.has_gradients.add(index)
+        if is_last:
+            self.note(0.0, message)
+
+    def backward_input(self, index: int, stage: StageOfRank, *, looks: bool) -> None:
+        for place in reversed(range(len(stage.parts))):
+            layer = stage.parts[place]
+            whole = max(layer.kept, layer.costs.activation_bytes)
+            split = layer.costs.split_activation_bytes
+            if looks:
+                self.note(whole - layer.kept + layer.costs.output_bytes, self.around(stage, place, -1))
+            self.activations += split - layer.kept
+
+    def backward_weight(self, index: int, stage: StageOfRank, *, is_last: bool) -> None:
+        is_first = index not in self.has_gradients
+        for place in reversed(range(len(stage.parts))):
+            layer, own = stage.parts[place], self.gradients[index, place]
+            self.note(0.0, 0.0, own.fresh if is_first else own.largest)
+            self.activations -= layer.costs.split_activation_bytes
+            self.settle(own, is_first=is_first, is_last=is_last)
+        self.has_gradients.add(index)
+
+    def settle(self, own: _Gradients, *, is_first: bool, is_last: bool) -> None:
+        """What a layer's backward leaves behind."""
+        if self.rules.part_bytes is not None and not self.rules.accumulates:
+            self.there = min(self.there + own.stays + own.of_shards, self.rules.part_bytes)
+            return
+        if is_first:
+            self.there += own.stays
+            if own.of_shards:
+                self.there += own.of_shards if is_last or not self.keeps else own.whole_units_wide
+        elif is_last and own.of_shards and self.keeps:
+            self.there += own.of_shards - own.whole_units_wide

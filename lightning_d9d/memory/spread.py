@@ -1,0 +1,298 @@
+"""What each rank of a mesh holds of a model's weights, by arithmetic: no mesh is built, no rank is started.
+
+[Note: shares of a weight] A weight is cut twice. Tensor parallelism cuts matrices in equal parts; heads of keys and
+values in as many parts as there are heads at most, and expert parallelism cuts experts. What is left is fully sharded
+over `num_shards` ranks along `shard_dim`: each but the last has ceil(size / num_shards) of it. `num_copies` ranks hold
+the same in the end. The rules are those of `lightning_d9d.parallel`; tests hold them against its tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import torch
+from torch import nn
+
+from lightning_d9d.mesh import Axis, MeshConfig
+from lightning_d9d.modules import GroupedQueryAttention, LMHead, SparseMoE, SwiGLU, TokenEmbedding
+from lightning_d9d.modules.adapters import Adapter
+from lightning_d9d.parallel.config import ParallelConfig
+from lightning_d9d.parallel.data import blocks_of, shard_dim
+
+
+class Cut(StrEnum):
+    """What cuts a weight before it is fully sharded."""
+
+    NOTHING = "nothing"
+    TENSOR = "tensor ranks"
+    HEADS = "tensor ranks, in heads of keys and values"
+    EXPERTS = "expert ranks"
+
+
+class Part(StrEnum):
+    """What a weight is for, as tables have it."""
+
+    EMBEDDING = "embedding"
+    ATTENTION = "attention"
+    MLP = "dense MLP"
+    ROUTER = "router"
+    EXPERTS = "experts"
+    NORMS = "norms"
+    HEAD = "head"
+    ADAPTERS = "adapters"
+    OTHER = "other"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weight:
+    """A parameter of the whole model."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    part: Part
+    cut: Cut = Cut.NOTHING
+    dim: int = 0
+    """Along which it is cut."""
+    num_heads: int = 0
+    """Of keys and values, where those cut it."""
+    is_trained: bool = True
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelWeights:
+    """The parameters of a whole model, as a pipeline cuts it."""
+
+    before: tuple[Weight, ...] = ()
+    layers: tuple[tuple[Weight, ...], ...]
+    after: tuple[Weight, ...] = ()
+    tied: tuple[Weight, ...] = ()
+    """Those of `before` of which the last stage has a copy, if it is not the first."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole model, each once."""
+        return sum(each.numel for each in (*self.before, *(w for layer in self.layers for w in layer), *self.after))
+
+    def of_stage(self, layers: range, *, is_first: bool, is_last: bool) -> list[Weight]:
+        """Return what a stage has."""
+        before = self.before if is_first else self.tied if is_last else ()
+        inside = (weight for index in layers for weight in self.layers[index])
+        return [*before, *inside, *(self.after if is_last else ())]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What a rank holds of a weight. [Note: shares of a weight]."""
+
+    weight: Weight
+    gathered: tuple[int, ...]
+    """Its shape when it is gathered over the ranks that fully shard it."""
+    shape: tuple[int, ...]
+    """Its shape on the first of these ranks, which has most."""
+    num_shards: int
+    num_copies: int
+    is_unit: bool
+    """Whether FSDP2 gathers and reduces it."""
+
+    @property
+    def numel(self) -> int:
+        """Elements that the rank holds."""
+        return math.prod(self.shape)
+
+    @property
+    def num_gathered(self) -> int:
+        """Elements when it is gathered."""
+        return math.prod(self.gathered)
+
+    @property
+    def num_padded(self) -> int:
+        """Elements of a message of FSDP2, in which all ranks have as much as the first."""
+        return self.numel * self.num_shards
+
+    def of_rank(self, place: int) -> tuple[int, ...]:
+        """Return the shape on another of the ranks that fully shard it: a shape with a 0 where nothing is left."""
+        if self.num_shards == 1:
+            return self.shape
+        dim = shard_dim(self.gathered, self.num_shards)
+        left = max(0, min(self.shape[dim], self.gathered[dim] - place * self.shape[dim]))
+        return (*self.shape[:dim], left, *self.shape[dim + 1 :])
+
+
+def weights_of(model: nn.Module, shard_blocks: Sequence[str] | None = None) -> ModelWeights:
+    """List the parameters of a whole model, which may be on the meta device. Local.
+
+    What is neither in a block nor declared before the first of them counts as behind the layers.
+
+    Args:
+        model: One stage that has everything.
+        shard_blocks: As `ParallelConfig.shard_blocks`.
+    """
+    described = _described(model)
+    blocks = blocks_of(model, shard_blocks)
+    block_of = {parameter: index for index, block in enumerate(blocks) for parameter in block.parameters()}
+    before: list[Weight] = []
+    layers: list[list[Weight]] = [[] for _ in blocks]
+    after: list[Weight] = []
+    for parameter in model.parameters():
+        if parameter in block_of:
+            layers[block_of[parameter]].append(described[parameter])
+        else:
+            is_before = described[parameter].part is Part.EMBEDDING
+            (before if is_before else after).append(described[parameter])
+    is_tied = any(isinstance(each, LMHead) and each.weight is None for each in model.modules())
+    tied = tuple(each for each in before if each.part is Part.EMBEDDING) if is_tied else ()
+    return ModelWeights(before=tuple(before), layers=tuple(map(tuple, layers)), after=tuple(after), tied=tied)
+
+
+_Rule = tuple[nn.Module, Part, Cut, int, int]
+"""A module, what its parameters are for, and what cuts them: along which dim, with how many heads."""
+
+
+def _described(model: nn.Module) -> dict[nn.Parameter, Weight]:
+    """What is known of each parameter, from the modules that own it."""
+    found: dict[nn.Parameter, Weight] = {}
+    inside = {part for moe in model.modules() if isinstance(moe, SparseMoE) for part in moe.modules()}
+    adapters: list[_Rule] = [
+        (each, Part.ADAPTERS, Cut.NOTHING, 0, 0)
+        for each in model.modules()
+        if isinstance(each, Adapter) and each not in inside
+    ]
+    rules = [rule for module in model.modules() for rule in _rules(module, module in inside)]
+    for module, part, cut, dim, heads in (*adapters, *rules):
+        for parameter in module.parameters():
+            if parameter in found:
+                continue
+            is_vector = parameter.dim() == 1 and dim == 1  # the bias of a layer whose inputs are cut
+            plain = _plain(parameter, part)
+            found[parameter] = plain if is_vector else replace(plain, cut=cut, dim=dim, num_heads=heads)
+    for parameter in model.parameters():
+        found.setdefault(parameter, _plain(parameter, Part.NORMS if parameter.dim() == 1 else Part.OTHER))
+    return found
+
+
+def _rules(module: nn.Module, is_in_mixture: bool) -> list[_Rule]:
+    """The rules of a module of a class that parallelism knows; those of its parts come first."""
+    match module:
+        case GroupedQueryAttention():
+            heads = module.k_proj.out_features // module.head_dim
+            return [
+                (module.q_proj, Part.ATTENTION, Cut.TENSOR, 0, 0),
+                (module.k_proj, Part.ATTENTION, Cut.HEADS, 0, heads),
+                (module.v_proj, Part.ATTENTION, Cut.HEADS, 0, heads),
+                (module.o_proj, Part.ATTENTION, Cut.TENSOR, 1, 0),
+                (module.q_norm, Part.NORMS, Cut.NOTHING, 0, 0),
+                (module.k_norm, Part.NORMS, Cut.NOTHING, 0, 0),
+                (module, Part.ATTENTION, Cut.TENSOR, 0, 0),
+            ]
+        case SparseMoE():
+            return [
+                (module.gate, Part.ROUTER, Cut.NOTHING, 0, 0),
+                (module.experts, Part.EXPERTS, Cut.EXPERTS, 0, 0),
+                (module, Part.MLP, Cut.NOTHING, 0, 0),
+            ]
+        case SwiGLU() if not is_in_mixture:
+            return [
+                (module.gate_proj, Part.MLP, Cut.TENSOR, 0, 0),
+                (module.up_proj, Part.MLP, Cut.TENSOR, 0, 0),
+                (module.down_proj, Part.MLP, Cut.TENSOR, 1, 0),
+            ]
+        case TokenEmbedding():
+            return [(module, Part.EMBEDDING, Cut.TENSOR, 0, 0)]
+        case nn.Embedding():
+            return [(module, Part.EMBEDDING, Cut.NOTHING, 0, 0)]
+        case LMHead():
+            return [(module, Part.HEAD, Cut.TENSOR, 0, 0)]
+    return []
+
+
+def _plain(parameter: nn.Parameter, part: Part) -> Weight:
+    shape = tuple(parameter.shape)
+    return Weight(shape=shape, dtype=parameter.dtype, part=part, is_trained=parameter.requires_grad)
+
+
+class Spread:
+    """How weights lie on the ranks of a stage, for one mesh and configuration.
+
+    Args:
+        mesh: Resolved degrees.
+        parallel: Says what FSDP2 does with experts, by its dtypes and `offload`.
+    """
+
+    def __init__(self, mesh: MeshConfig, parallel: ParallelConfig | None = None) -> None:
+        parallel = parallel or ParallelConfig()
+        self.mesh = mesh
+        self.num_ranks = mesh.world_size // mesh.pipeline_parallel
+        self._tp = mesh.tensor_parallel
+        self._shards = mesh.data_parallel_shard * mesh.context_parallel_shard
+        self._fsdp_of_experts = mesh.expert_weights()[Axis.EP_FSDP]
+        self._apart = mesh.expert_parallel * mesh.tensor_parallel * mesh.context_parallel_replicate > 1
+        self._has_units = self._shards > 1 and (
+            self._fsdp_of_experts > 1 or parallel.gather_dtype is not None or parallel.offload
+        )
+        self.share = functools.cache(self._share)
+
+    def experts_are_apart(self) -> bool:
+        """Whether experts are gathered, or summed, over other ranks than the rest of their layer."""
+        return self._apart
+
+    def _share(self, weight: Weight) -> Share:
+        """What a rank has of a weight."""
+        num_parts, num_shards, is_unit = 1, self._shards, self._shards > 1
+        match weight.cut:
+            case Cut.EXPERTS if self._apart:
+                num_parts = self.mesh.expert_parallel
+                is_unit = self._has_units
+                num_shards = self._fsdp_of_experts if is_unit else 1
+            case Cut.TENSOR:
+                num_parts = self._tp
+            case Cut.HEADS:
+                num_parts = min(self._tp, weight.num_heads)
+        gathered = list(weight.shape)
+        gathered[weight.dim] //= num_parts
+        shape = list(gathered)
+        if num_shards > 1:
+            dim = shard_dim(gathered, num_shards)
+            shape[dim] = -(-gathered[dim] // num_shards)
+        return Share(
+            weight=weight,
+            gathered=tuple(gathered),
+            shape=tuple(shape),
+            num_shards=num_shards,
+            num_copies=self.num_ranks // num_parts // num_shards,
+            is_unit=is_unit,
+        )
+
+    def shares(self, weights: Iterable[Weight]) -> list[Share]:
+        """Return what a rank has of several."""
+        return [self.share(each) for each in weights]
+
+
+def elements(shares: Iterable[Share]) -> dict[Part, int]:
+    """Count the elements that the rank with most holds, by what they are for. Local."""
+    counted: dict[Part, int] = {}
+    for each in shares:
+        counted[each.weight.part] = counted.get(each.weight.part, 0) + each.numel
+    return counted
+
+
+def in_dtype(weights: ModelWeights, dtype: torch.dtype) -> ModelWeights:
+    """Return the same weights in another dtype. Local."""
+
+    def changed(several: Iterable[Weight]) -> tuple[Weight, ...]:
+        return tuple(replace(each, dtype=dtype) for each in several)
+
+    return ModelWeights(
+        before=changed(weights.before),
+        layers=tuple(map(changed, weights.layers)),
+        after=changed(weights.after),
+        tied=changed(weights.tied),
+    )

@@ -1,0 +1,166 @@
+"""Bytes that a rank sends in a step, by kind of message and by the ranks that it goes to.
+
+[Note: what is sent] Of n ranks in a ring each sends (n - 1)/n of the whole to gather or to scatter it, and twice that
+to sum it. Tokens go to each rank with some of their experts and back, and gradients the same way. Numbers and weights
+of their experts, float32, go there, and gradients of these back; before that every rank tells every other in int64 how
+many tokens and copies each gets. Ranks of tensor parallelism gather the tokens of attention, of a dense MLP, of the
+head and of the gradients of what they scatter; they scatter as often, and gather some numbers of each loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from lightning_d9d.memory.rank import RankModel
+from lightning_d9d.memory.spread import Cut, Part, Share
+from lightning_d9d.mesh import Axis
+
+NUMBERS_OF_A_LOSS = 2
+"""That ranks with parts of a vocabulary tell each other for each token."""
+_WIDE = 4
+
+
+class Sent(NamedTuple):
+    """Messages of one kind to the same ranks, in a step."""
+
+    kind: str
+    """"all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "point_to_point"."""
+    what: str
+    """"weights", "gradients", "tokens to experts", "activations"."""
+    axis: str
+    """Of the mesh: the ranks that it goes to."""
+    num_ranks: int
+    span: int
+    """From the first to the last of them: how many consecutive ranks have them all."""
+    num_bytes: float
+    """That this rank sends."""
+    num_messages: int
+
+
+def share_sent(num_ranks: int) -> float:
+    """Return how much of what ranks in a ring gather or scatter each sends. Local."""
+    return (num_ranks - 1) / num_ranks
+
+
+def traffic(model: RankModel, rank: int) -> list[Sent]:
+    """List what a rank of the pipeline sends in a step. Local."""
+    held = model.held(rank)
+    found = [*_of_weights(model, held), *_of_tokens(model, rank), *_of_pipeline(model, rank)]
+    return [each for each in found if each.num_ranks > 1 and each.num_bytes > 0]
+
+
+def by_kind(sent: Sequence[Sent]) -> dict[str, float]:
+    """Sum bytes by kind. Local."""
+    sums: dict[str, float] = {}
+    for each in sent:
+        sums[each.kind] = sums.get(each.kind, 0.0) + each.num_bytes
+    return sums
+
+
+def _of_weights(model: RankModel, held: Sequence[Share]) -> Iterator[Sent]:
+    mesh, gathers = model.mesh, 1 if model.keeps_gathered else 2 * model.num_microbatches
+    inner = mesh.tensor_parallel * mesh.context_parallel_replicate
+    shards = mesh.data_parallel_shard * mesh.context_parallel_shard
+    copies = mesh.data_parallel_replicate * mesh.context_parallel_replicate
+    for share in held:
+        width, wide = share.weight.dtype.itemsize, max(model.sum_bytes, share.weight.dtype.itemsize)
+        is_apart = share.weight.cut is Cut.EXPERTS and model.spread().experts_are_apart()
+        axis, span = (
+            (Axis.EP_FSDP, mesh.expert_parallel * share.num_shards) if is_apart else (Axis.DP_CP_SHARD, shards * inner)
+        )
+        if share.is_unit:
+            ring = share.num_padded * share_sent(share.num_shards)
+            of_gather = Sent("all_gather", "weights", axis, share.num_shards, span, gathers * ring * width, gathers)
+            yield of_gather
+            if share.weight.is_trained:
+                yield Sent("reduce_scatter", "gradients", axis, share.num_shards, span, ring * wide, 1)
+        if not share.weight.is_trained:
+            continue
+        groups = [share.num_copies]
+        if share.is_unit and not is_apart:
+            groups = [copies, share.num_copies // copies]  # FSDP2's own, and afterwards those of tensor ranks
+        flags = 0 if share.is_unit else 1
+        for place, num in enumerate(groups):
+            sums = 2 * (share.numel + flags) * wide * share_sent(num)
+            of_sums = (Axis.TP, mesh.tensor_parallel) if place else (Axis.DP_REPLICATE, model.spread().num_ranks)
+            yield Sent("all_reduce", "gradients", of_sums[0], num, of_sums[1], sums, 1)
+
+
+def _of_tokens(model: RankModel, rank: int) -> Iterator[Sent]:
+    """Of activations, in all microbatches."""
+    mesh, spread = model.mesh, model.spread()
+    tp, ep = mesh.tensor_parallel, mesh.expert_parallel
+    cp = mesh.context_parallel_shard * mesh.context_parallel_replicate
+    again = model.parallel.recompute in ("full", "offload")
+    for stage in model.stages(rank, spread).values():
+        for layer in stage.layers:
+            number = model.num_microbatches
+            weights = {share.weight.cut: share.weight for share in layer.shares}
+            width = layer.shares[0].weight.dtype.itemsize
+            tokens = model.share_of_row * model.tokens
+            hidden = layer.costs.output_bytes / tokens
+            if ep > 1 and layer.costs.dispatch_bytes:
+                top_k = layer.costs.dispatch_bytes / layer.costs.output_bytes
+                rows = tokens * min(top_k, ep) * share_sent(ep)
+                once = rows * (hidden + 2 * top_k * _WIDE) + 2 * ep * 8 * (ep - 1)
+                back = rows * (3 * hidden + 2 * top_k * _WIDE)
+                sends = number * (back + once * (2 if again else 1))
+                yield Sent("all_to_all", "tokens to experts", "ep", ep, ep, sends, number * (9 if again else 6))
+            if tp > 1:
+                times = 2 * (1 if Cut.EXPERTS in weights else 2)
+                ring = number * times * tp * tokens * hidden * share_sent(tp)
+                yield Sent("all_gather", "activations", Axis.TP, tp, tp, ring * (1.5 if again else 1), number * times)
+                yield Sent("reduce_scatter", "activations", Axis.TP, tp, tp, ring, number * times)
+            if cp > 1:
+                yield from _of_context(model, layer.shares, tokens * tp, width, cp)
+        if stage.after is not None and tp > 1:
+            tokens = model.share_of_row * model.tokens
+            hidden = model.costs.layers[0].output_bytes / model.tokens
+            ring = model.num_microbatches * 2 * tp * tokens * hidden * share_sent(tp)
+            losses = model.num_microbatches * NUMBERS_OF_A_LOSS * _WIDE * tokens * tp * (tp - 1)
+            yield Sent("all_gather", "activations", Axis.TP, tp, tp, ring + losses, 4 * model.num_microbatches)
+            yield Sent("reduce_scatter", "activations", Axis.TP, tp, tp, ring, 2 * model.num_microbatches)
+
+
+def _of_context(model: RankModel, shares: Sequence[Share], tokens: float, width: int, cp: int) -> Iterator[Sent]:
+    """What a layer sends because others have parts of its sequences.
+
+    "gather": keys and values in forward and backward, then all their gradients, float32. "ring": both go round, and in
+    the backward the gradients to the end. "heads": queries, keys, values and the result, and gradients of these.
+    """
+    number, tp = model.num_microbatches, model.mesh.tensor_parallel
+    cut = [share.gathered[0] for share in shares if share.weight.cut is Cut.HEADS and len(share.gathered) > 1]
+    if not cut:
+        return
+    queries = max(
+        share.gathered[0]
+        for share in shares
+        if share.weight.part is Part.ATTENTION and share.weight.cut is Cut.TENSOR and share.weight.dim == 0
+    )
+    keys, wide, span = tokens * sum(cut), max(_WIDE, width), cp * tp
+    match model.parallel.context:
+        case "gather":
+            yield Sent("all_gather", "activations", Axis.CP, cp, span, number * 2 * width * keys * (cp - 1), 2 * number)
+            yield Sent("reduce_scatter", "activations", Axis.CP, cp, span, number * wide * keys * (cp - 1), number)
+        case "ring":
+            sends = number * (2 * width * keys * (cp - 1) + wide * keys * cp)
+            yield Sent("point_to_point", "activations", Axis.CP, cp, span, sends, number * (3 * cp - 2))
+        case "heads":
+            sends = number * 2 * width * (2 * tokens * queries + keys) * share_sent(cp)
+            yield Sent("all_to_all", "activations", Axis.CP, cp, span, sends, 8 * number)
+
+
+def _of_pipeline(model: RankModel, rank: int) -> Iterator[Sent]:
+    """Hidden states to the next stage, and gradients of them to the one before, unless it is on this rank."""
+    pp = model.mesh.pipeline_parallel
+    placement = model.schedule.placement(pp)
+    each = model.costs.layers[0].output_bytes * model.share_of_row
+    num = 0
+    for stage in model.schedule.stages_of(rank, pp):
+        for other in (stage - 1, stage + 1):
+            num += 0 <= other < len(placement) and placement[other] != rank
+    number = num * model.num_microbatches
+    span = math.ceil(model.mesh.world_size / pp) + 1
+    yield Sent("point_to_point", "activations", Axis.PP, pp, span, number * each, number)

@@ -1,0 +1,11 @@
+"""Plans of runs by arithmetic: memory, bubble, traffic and time of any number of ranks, on a laptop.
+
+The arithmetic of memory and traffic is `lightning_d9d.memory`'s, which the strategy's own check shares.
+"""
+
+from lightning_d9d.plan.machine import MachineTable, machine_of, shipped
+from lightning_d9d.plan.page import write_page
+from lightning_d9d.plan.planning import Plan, RankPlan, plan, plan_of
+from lightning_d9d.plan.search import search
+
+__all__ = ["MachineTable", "Plan", "RankPlan", "machine_of", "plan", "plan_of", "search", "shipped", "write_page"]

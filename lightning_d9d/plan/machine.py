@@ -1,0 +1,145 @@
+"""Rates at which a machine computes and sends: tables that are shipped, or one in a file."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from lightning_d9d.errors import ConfigError, did_you_mean, reason
+from lightning_d9d.schedule import Machine
+
+_SHIPPED = Path(__file__).with_name("machines.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineTable:
+    """Rates of one kind of GPU, and of the links between several. Operations and bytes a second.
+
+    Raises:
+        ConfigError: A rate is not a finite number above 0.
+    """
+
+    device: str
+    """The name that `torch.cuda.get_device_name` returns."""
+    memory_gib: float
+    """The memory that torch can have."""
+    peak_flops: float
+    """Dense products in bfloat16, by the data sheet: what MFU is a share of."""
+    linear_flops: float
+    """Products of projections and of the head."""
+    grouped_flops: float
+    """Products of experts."""
+    attention_forward_flops: float
+    """The forward of attention."""
+    attention_backward_flops: float
+    """The backward of attention."""
+    copy_bytes: float
+    """Bytes read and written by what only moves memory."""
+    gpus_per_node: int
+    node_link_bytes: float
+    """Bytes a second that a rank sends to others of its node."""
+    network_bytes: float
+    """Bytes a second that a rank sends to other nodes."""
+    latency: float
+    """Seconds that a message takes besides."""
+    action_seconds: float
+    """Seconds that an action of a pipeline takes beside its kernels."""
+    host_share: float
+    """The share of their time that kernels take longer in a step than alone."""
+    source: str
+    not_measured: tuple[str, ...] = ()
+    """The fields that come from data sheets, other devices, fits or assumptions; `source` says which."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "not_measured", tuple(self.not_measured))
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.type in ("float", "int"):
+                is_number = isinstance(value, int | float) and math.isfinite(value)
+                if not is_number or value < 0 or (value == 0 and each.name not in ("host_share", "latency")):
+                    raise ConfigError(f"a machine's {each.name}={value!r} must be a number above 0")
+
+    @property
+    def memory_bytes(self) -> int:
+        """The memory that torch can have."""
+        return int(self.memory_gib * 2**30)
+
+    @property
+    def rates(self) -> Machine:
+        """The rates by which layers are timed."""
+        return Machine(
+            flops_per_second=self.linear_flops,
+            grouped_flops_per_second=self.grouped_flops,
+            attention_forward_flops_per_second=self.attention_forward_flops,
+            attention_backward_flops_per_second=self.attention_backward_flops,
+            bytes_per_second=self.copy_bytes,
+            link_bytes_per_second=self.node_link_bytes / 2,
+            link_latency=self.latency,
+            action_seconds=self.action_seconds,
+        )
+
+    def link(self, span: int) -> tuple[str, float]:
+        """Return which link joins so many consecutive ranks, and its bytes a second."""
+        if span <= self.gpus_per_node:
+            return "node", self.node_link_bytes
+        return "network", self.network_bytes
+
+    def save(self, path: str | Path, name: str) -> None:
+        """Write it to a file, which `machine_of` reads.
+
+        Raises:
+            ConfigError: The file cannot be written.
+        """
+        try:
+            Path(path).write_text(json.dumps({name: asdict(self)}, indent=1) + "\n")
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {reason(error)}; give another place") from error
+
+
+def shipped() -> dict[str, MachineTable]:
+    """Return the tables of this package, by name."""
+    return _read(_SHIPPED)
+
+
+def machine_of(gpu: str | MachineTable, *, gpus_per_node: int | None = None) -> MachineTable:
+    """Return the table of a GPU. Local.
+
+    Args:
+        gpu: A name of `shipped()`, a file with one table, or a table.
+        gpus_per_node: In place of the table's.
+
+    Raises:
+        ConfigError: The GPU is unknown, or the file does not have one table.
+    """
+    if isinstance(gpu, MachineTable):
+        table = gpu
+    elif Path(gpu).suffix == ".json":
+        tables = _read(Path(gpu))
+        if len(tables) != 1:
+            raise ConfigError(f"{gpu} has {len(tables)} machines; leave one")
+        (table,) = tables.values()
+    else:
+        tables = shipped()
+        if gpu.lower() not in tables:
+            raise ConfigError(
+                f"gpu={gpu!r} is unknown{did_you_mean(gpu.lower(), tables)}; choose one of {', '.join(tables)}, or a "
+                "file that ends in .json with a table like theirs"
+            )
+        table = tables[gpu.lower()]
+    if gpus_per_node is None:
+        return table
+    if gpus_per_node < 1:
+        raise ConfigError(f"gpus_per_node={gpus_per_node} must be at least 1")
+    return replace(table, gpus_per_node=gpus_per_node)
+
+
+def _read(path: Path) -> dict[str, MachineTable]:
+    try:
+        content: dict[str, dict[str, Any]] = json.loads(path.read_text())
+        return {name: MachineTable(**values) for name, values in content.items()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        what = reason(error) if isinstance(error, OSError) else error
+        raise ConfigError(f"{path} is not a table of a machine: {what}; see MachineTable.save") from error

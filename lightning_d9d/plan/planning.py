@@ -1,0 +1,404 @@
+"""`plan`: what a run holds, sends and takes on each kind of rank, before it is paid for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.memory.parameters import states_of
+from lightning_d9d.memory.peak import PeakBytes
+from lightning_d9d.memory.rank import RankModel
+from lightning_d9d.memory.spread import Part, Share, elements, in_dtype, weights_of
+from lightning_d9d.memory.traffic import Sent, traffic
+from lightning_d9d.mesh import MeshConfig
+from lightning_d9d.metrics import Convention, StepFlops
+from lightning_d9d.pipeline.partition import distribute_layers
+from lightning_d9d.plan.machine import MachineTable, machine_of
+from lightning_d9d.plan.seconds import Timed, timed
+from lightning_d9d.schedule import Auto, ModelCosts, Schedule
+from lightning_d9d.strategy.module import D9DModule
+from lightning_d9d.strategy.strategy import D9DStrategy
+
+_RESERVED_SHARE, _RESERVED_BYTES = 0.06, 256 * 2**20
+"""The share and the bytes that the allocator has beside what is allocated: fragments, and pools of small blocks.
+They are chosen with one H200 in view that had 129 GiB for 121 (docs/benchmarks/whole-model.md)."""
+_OUTSIDE_BYTES = 700 * 2**20
+"""The bytes of CUDA's context and libraries, and buffers of nccl, which torch does not know. Assumed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPlan:
+    """A rank of the pipeline with its memory and messages; others of its stages have as much, or a little less."""
+
+    rank: int
+    """The rank of the pipeline."""
+    stages: tuple[int, ...]
+    layers: int
+    num_ranks: int
+    """Ranks that are like it."""
+    elements: dict[Part, int]
+    peak: PeakBytes
+    sent: tuple[Sent, ...]
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that torch's allocator has of the device."""
+        return int(self.peak.total * (1 + _RESERVED_SHARE)) + _RESERVED_BYTES
+
+    @property
+    def needed(self) -> int:
+        """Bytes of the device, with those that torch does not know."""
+        return self.reserved + _OUTSIDE_BYTES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A run, as arithmetic has it. `str` of it is a report."""
+
+    model: RankModel
+    machine: MachineTable
+    ranks: tuple[RankPlan, ...]
+    timed: Timed
+    tokens: int
+    """Tokens of all ranks in a step."""
+    flops: dict[str, float]
+    """Operations of a rank and step, by convention."""
+    num_parameters: int
+    checkpoint_bytes: int
+    host_bytes: int
+    """Bytes of a node for copies of checkpoints."""
+    clips: bool = True
+
+    @property
+    def most(self) -> RankPlan:
+        """The rank that needs most memory."""
+        return max(self.ranks, key=lambda each: each.needed)
+
+    @property
+    def missing(self) -> int:
+        """Bytes that are missing on that rank; 0 or less: it fits."""
+        return self.most.needed - self.machine.memory_bytes
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a step."""
+        return self.timed.seconds.total
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens a second of each rank."""
+        return self.tokens / self.step_seconds / self.model.mesh.world_size
+
+    @property
+    def mfu(self) -> dict[str, float]:
+        """The MFU by convention."""
+        return {name: flops / self.step_seconds / self.machine.peak_flops for name, flops in self.flops.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan in types of JSON."""
+        seconds = self.timed.seconds
+        return {
+            "mesh": asdict(self.model.mesh),
+            "world_size": self.model.mesh.world_size,
+            "machine": asdict(self.machine),
+            "schedule": type(self.model.schedule).__name__,
+            "microbatches": {"number": self.model.num_microbatches, "rows": self.model.rows},
+            "recompute": self.model.parallel.recompute,
+            "parameters": self.num_parameters,
+            "ranks": [
+                {
+                    "pipeline_rank": each.rank,
+                    "stages": list(each.stages),
+                    "layers": each.layers,
+                    "num_ranks": each.num_ranks,
+                    "elements": {str(part): value for part, value in each.elements.items()},
+                    "bytes": asdict(each.peak),
+                    "allocated_bytes": each.peak.total,
+                    "reserved_bytes": each.reserved,
+                    "needed_bytes": each.needed,
+                    "sent": [message._asdict() for message in each.sent],
+                }
+                for each in self.ranks
+            ],
+            "missing_bytes": max(0, self.missing),
+            "checkpoint_bytes": self.checkpoint_bytes,
+            "host_bytes": self.host_bytes,
+            "bubble": self.timed.bubble_ratio,
+            "step_seconds": self.step_seconds,
+            "seconds": asdict(seconds),
+            "links": {name: {"bytes": of[0], "seconds": of[1]} for name, of in self.timed.links.items()},
+            "tokens_per_step": self.tokens,
+            "tokens_per_second_and_gpu": self.tokens_per_second,
+            "mfu": self.mfu,
+        }
+
+    def __str__(self) -> str:
+        from lightning_d9d.plan.text import report
+
+        return report(self)
+
+
+def plan(
+    module: D9DModule,
+    strategy: D9DStrategy,
+    world_size: int,
+    machine: str | MachineTable = "h100",
+    *,
+    rows: int,
+    tokens: int,
+    precision: str = "bf16-true",
+    accumulates_batches: bool = False,
+    clips: bool = True,
+    gpus_per_node: int | None = None,
+) -> Plan:
+    """Plan a run by arithmetic. No process group, no GPU; it takes seconds for any number of ranks. Local.
+
+    Args:
+        module: Not yet built; its `model_costs` say what its layers cost.
+        strategy: With the mesh, the schedule and what is recomputed.
+        world_size: Ranks.
+        machine: A name of `lightning_d9d.plan.shipped()`, a file that `MachineTable.save` wrote, or a table.
+        rows: Of a batch, of ranks with one share of the data.
+        tokens: Of a row.
+        precision: The Trainer's.
+        accumulates_batches: Whether several batches make a step.
+        clips: Whether the Trainer clips gradients by their norm.
+        gpus_per_node: In place of the table's.
+
+    Raises:
+        ConfigError: The mesh is impossible, the GPU unknown, or the module does not say what its layers cost.
+    """
+    table = machine_of(machine, gpus_per_node=gpus_per_node)
+    model = rank_model(
+        module,
+        strategy,
+        world_size,
+        rows=rows,
+        tokens=tokens,
+        precision=precision,
+        accumulates_batches=accumulates_batches,
+    )
+    return plan_of(
+        model,
+        table,
+        costs_of_length(module, precision),
+        asynchronous=strategy.checkpoint_config.asynchronous,
+        clips=clips,
+    )
+
+
+def costs_of_length(module: D9DModule, precision: str) -> Callable[[int], ModelCosts]:
+    """Return what gives the costs of a row by its length, in bytes of what a precision computes in.
+
+    Raises:
+        ConfigError: The module does not say.
+    """
+    width = 2 if precision.startswith(("bf16", "16")) else 4
+
+    def costs(tokens: int) -> ModelCosts:
+        found = module.model_costs(tokens, width)
+        if found is None:
+            raise ConfigError(
+                f"{type(module).__name__} does not say what its layers cost: implement "
+                "model_costs(sequence_length, bytes_per_element) -> ModelCosts, with activation_bytes, output_bytes "
+                "and flops of each layer"
+            )
+        return found
+
+    return costs
+
+
+def rank_model(
+    module: D9DModule,
+    strategy: D9DStrategy,
+    world_size: int,
+    *,
+    rows: int,
+    tokens: int,
+    precision: str = "bf16-true",
+    accumulates_batches: bool = False,
+    mesh: MeshConfig | None = None,
+    schedule: Schedule | None = None,
+) -> RankModel:
+    """Return all that memory and time follow from. Local.
+
+    Args:
+        module: Not yet built.
+        strategy: With the mesh, the schedule and what is recomputed.
+        world_size: Ranks.
+        rows: Of a batch, of ranks with one share of the data.
+        tokens: Of a row.
+        precision: The Trainer's.
+        accumulates_batches: Whether several batches make a step.
+        mesh: In place of the strategy's.
+        schedule: In place of the strategy's.
+
+    Raises:
+        ConfigError: The mesh is impossible, or the module does not say what its layers cost.
+    """
+    for name, value in (("world_size", world_size), ("rows", rows), ("tokens", tokens)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"plan got {name}={value!r}, which must be a whole number of at least 1")
+    if not isinstance(module, D9DModule):
+        raise ConfigError(f"plan needs a D9DModule, whose layers have costs, and got a {type(module).__name__}")
+    if not isinstance(strategy, D9DStrategy):
+        raise ConfigError(f"plan needs a D9DStrategy, and got {type(strategy).__name__}; give trainer.strategy one")
+    mesh = (mesh or strategy.mesh_config).resolve(world_size)
+    costs = costs_of_length(module, precision)(tokens)
+    whole = module.whole_on_meta()
+    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    weights = in_dtype(weights_of(whole.stages[0], strategy.parallel.shard_blocks), dtype)
+    check_mesh(mesh, costs, weights.layers)
+    schedule, number = schedule or strategy.schedule, None
+    if isinstance(schedule, Auto):
+        choice = schedule.choose(mesh.pipeline_parallel, costs, state_ratio=4.0)
+        schedule, number = choice.schedule, choice.num_microbatches
+    number = strategy.microbatch_count.of(rows) if number is None else number
+    if not schedule.takes(mesh.pipeline_parallel, number):
+        raise ConfigError(
+            f"{type(schedule).__name__} cannot run {number} microbatches on {mesh.pipeline_parallel} pipeline ranks; "
+            "give other microbatches or rows"
+        )
+    num_stages = len(schedule.placement(mesh.pipeline_parallel))
+    sums = strategy.grad_sync.dtype
+    return RankModel(
+        weights=weights,
+        costs=costs,
+        tokens=tokens,
+        mesh=mesh,
+        schedule=schedule,
+        layers_of_stages=layers_of(module, len(costs.layers), num_stages),
+        rows=-(-rows // number),
+        num_microbatches=number,
+        parallel=strategy.parallel,
+        accumulates_batches=accumulates_batches,
+        sum_bytes=4 if sums == "auto" else getattr(torch, sums).itemsize,
+        step_in_backward=strategy.step_in_backward,
+        bucket_bytes=int(strategy.grad_sync.bucket_mb * 2**20),
+        state_bytes=_state_bytes(whole),
+    )
+
+
+def check_mesh(mesh: MeshConfig, costs: ModelCosts, layers: Sequence[Sequence[Any]]) -> None:
+    """Refuse degrees that the model cannot be cut by. Local.
+
+    Raises:
+        ConfigError: The message names the degree, what it is to divide, and a remedy.
+    """
+    if mesh.pipeline_parallel > len(costs.layers):
+        raise ConfigError(
+            f"pipeline_parallel={mesh.pipeline_parallel} of a model with {len(costs.layers)} layers; a stage has at "
+            f"least one, so give {len(costs.layers)} or less"
+        )
+    for weight in {weight for layer in layers for weight in layer}:
+        degree, name, size = 1, "", 1
+        if weight.part is Part.EXPERTS:
+            degree, name, size = mesh.expert_parallel, "expert_parallel", weight.shape[0]
+        elif weight.num_heads:
+            degree, name, size = mesh.tensor_parallel, "tensor_parallel", weight.num_heads
+            if degree % size == 0:
+                continue
+        elif weight.cut == "tensor ranks":
+            degree, name, size = mesh.tensor_parallel, "tensor_parallel", weight.shape[weight.dim]
+        if size % degree:
+            raise ConfigError(f"MeshConfig.{name}={degree} does not divide {size} of {weight.part}; give a divisor")
+    if mesh.expert_parallel > 1 and not any(w.part is Part.EXPERTS for layer in layers for w in layer):
+        raise ConfigError(f"MeshConfig.expert_parallel={mesh.expert_parallel} of a model without experts; leave it 1")
+
+
+def layers_of(module: D9DModule, num_layers: int, num_stages: int) -> tuple[range, ...]:
+    """Return the layers of each stage, as the module cuts them, or evenly. Local."""
+    own = getattr(module, "layers_of_stages", None)
+    return tuple(distribute_layers(num_layers, num_stages, 0, 0) if own is None else own(num_stages))
+
+
+def _state_bytes(whole: D9DModule) -> Callable[[Share], int]:
+    """Return the function that counts the bytes of the states of a share, by the module's own optimizer."""
+    try:
+        count = states_of(whole.make_optimizer())
+    except ConfigError:
+        count = None
+    if count is None:
+        return lambda share: 2 * share.numel * share.weight.dtype.itemsize + 4
+    counted = count
+    return lambda share: counted(torch.empty(share.shape, dtype=share.weight.dtype, device="meta"))
+
+
+def plan_of(
+    model: RankModel,
+    machine: MachineTable,
+    costs: Callable[[int], ModelCosts],
+    *,
+    asynchronous: bool = False,
+    clips: bool = True,
+) -> Plan:
+    """Plan what a model description says. Local."""
+    mesh, pp = model.mesh, model.mesh.pipeline_parallel
+    per_rank = mesh.world_size // pp
+    ranks = []
+    for rank in range(pp):
+        held, stages = model.held(rank), model.schedule.stages_of(rank, pp)
+        ranks.append(
+            RankPlan(
+                rank=rank,
+                stages=tuple(stages),
+                layers=sum(len(model.layers_of_stages[stage]) for stage in stages),
+                num_ranks=per_rank,
+                elements=elements(held),
+                peak=model.peak(rank),
+                sent=tuple(_merged(traffic(model, rank))),
+            )
+        )
+    data = mesh.data_parallel_replicate * mesh.data_parallel_shard
+    tokens = model.rows * model.num_microbatches * model.tokens * data
+    recomputed = model.parallel.recompute
+    whole = 1.0 if recomputed in ("full", "offload") else 0.0
+    is_frozen = not all(w.is_trained for layer in model.weights.layers for w in layer)
+    flops = StepFlops(costs(model.tokens), costs(2 * model.tokens), whole, frozen=is_frozen)
+    per_gpu = tokens / model.tokens / mesh.world_size
+    trained = [
+        w for w in (*model.weights.before, *(x for layer in model.weights.layers for x in layer), *model.weights.after)
+    ]
+    saved = sum(w.numel * w.dtype.itemsize for w in trained)
+    saved += sum(model.state_bytes(_whole(w)) for w in trained if w.is_trained)
+    most = max(ranks, key=lambda each: each.needed)
+    copies = (most.peak.weights + most.peak.states) * asynchronous * min(machine.gpus_per_node, mesh.world_size)
+    return Plan(
+        model=model,
+        machine=machine,
+        ranks=tuple(ranks),
+        timed=timed(model, machine, clips=clips),
+        tokens=tokens,
+        flops={
+            "causal": per_gpu * flops.count(Convention.CAUSAL),
+            "full": per_gpu * flops.count(Convention.FULL),
+        },
+        num_parameters=model.weights.numel,
+        checkpoint_bytes=saved,
+        host_bytes=copies,
+        clips=clips,
+    )
+
+
+def _whole(weight: Any) -> Share:
+    return Share(weight=weight, gathered=weight.shape, shape=weight.shape, num_shards=1, num_copies=1, is_unit=False)
+
+
+def _merged(sent: Sequence[Sent]) -> list[Sent]:
+    """Return messages of one kind to the same ranks as one entry."""
+    found: dict[tuple[Any, ...], Sent] = {}
+    for each in sent:
+        key = each.kind, each.what, each.axis, each.num_ranks, each.span
+        before = found.get(key)
+        found[key] = (
+            each
+            if before is None
+            else each._replace(
+                num_bytes=before.num_bytes + each.num_bytes, num_messages=before.num_messages + each.num_messages
+            )
+        )
+    return list(found.values())

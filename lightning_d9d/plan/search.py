@@ -1,0 +1,172 @@
+"""A search over meshes, schedules, microbatches and recomputation for a number of ranks and a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+
+from lightning_d9d.errors import ConfigError
+from lightning_d9d.memory.rank import RankModel
+from lightning_d9d.mesh import Axis
+from lightning_d9d.plan.machine import MachineTable
+from lightning_d9d.plan.planning import Plan, check_mesh, plan_of
+from lightning_d9d.schedule import DualPipeV, Interleaved1F1B, ModelCosts, OneForwardOneBackward, Schedule, ZeroBubbleV
+
+SCHEDULES: tuple[Schedule, ...] = (OneForwardOneBackward(), Interleaved1F1B(), ZeroBubbleV(), DualPipeV())
+"""The schedules that are tried with several stages; meshes are chosen with the first of them."""
+RECOMPUTED = ("none", "every_2", "full")
+"""The kinds of recomputation that are tried."""
+_MOST_STAGES = 16
+_BEST_MESHES = 6
+"""The meshes for which all schedules and numbers of microbatches are tried."""
+
+
+def search(
+    model: RankModel,
+    machine: MachineTable,
+    costs: Callable[[int], ModelCosts],
+    layers_of: Callable[[int], Sequence[range]],
+    *,
+    asynchronous: bool = False,
+    clips: bool = True,
+    most: int = 10,
+) -> list[Plan]:
+    """Return the fastest plans that fit, for the ranks, the rows and the optimizer of a model description. Local.
+
+    Meshes are powers of two: up to 16 stages, shards and expert ranks within a node, two nodes, or all data ranks. They
+    are compared under 1F1B with microbatches of one row. The best of them are then tried with all schedules and other
+    microbatches. Tensor and context parallelism stay as they are.
+
+    Args:
+        model: The description; its rows are those of a step on all its ranks.
+        machine: The GPUs.
+        costs: The costs of a row by its length.
+        layers_of: The layers of each stage, for a number of stages.
+        asynchronous: True if checkpoints are written in the background.
+        clips: True if gradients are clipped by their norm.
+        most: How many plans to return.
+
+    Raises:
+        ConfigError: No mesh fits the memory; the message has the nearest one.
+    """
+
+    def planned(tried: Iterator[RankModel]) -> list[Plan]:
+        return [plan_of(each, machine, costs, asynchronous=asynchronous, clips=clips) for each in tried]
+
+    found = planned(meshes(model, machine.gpus_per_node, layers_of))
+    if not found:
+        raise ConfigError(
+            f"no mesh of {model.mesh.world_size} ranks divides {_rows(model)} rows of a step; give other rows"
+        )
+    fitting = [each for each in found if each.missing <= 0]
+    if not fitting:
+        nearest = min(found, key=lambda each: each.missing)
+        raise ConfigError(
+            f"nothing that was tried fits {machine.memory_gib:.1f} GiB; the nearest, {name_of(nearest)}, needs "
+            f"{nearest.missing / 2**30:.1f} GiB more. Give more ranks, fewer rows, or optimizer states of eight bits"
+        )
+    fitting.sort(key=_step_seconds)
+    for best in fitting[:_BEST_MESHES]:
+        fitting += [each for each in planned(schedules(best.model, layers_of)) if each.missing <= 0]
+    return sorted({name_of(each): each for each in fitting}.values(), key=_step_seconds)[:most]
+
+
+def meshes(model: RankModel, gpus_per_node: int, layers_of: Callable[[int], Sequence[range]]) -> Iterator[RankModel]:
+    """Yield the model on every mesh and with every kind of recomputation that is tried. Local."""
+    mesh, num_rows = model.mesh, _rows(model)
+    inner = mesh.tensor_parallel * mesh.context_parallel_shard * mesh.context_parallel_replicate
+    near = {1, gpus_per_node // 2, gpus_per_node, 2 * gpus_per_node} - {0}
+    for pp in _powers(min(len(model.costs.layers), _MOST_STAGES, mesh.world_size)):
+        data = mesh.world_size // (pp * inner)
+        if mesh.world_size % (pp * inner) or num_rows % data:
+            continue
+        for shard, experts, recompute in product(sorted({*near, data}), sorted(near), RECOMPUTED):
+            if data % shard:
+                continue
+            degrees = {"pipeline_parallel": pp, "data_parallel_shard": shard, "expert_parallel": experts}
+            try:
+                tried = replace(mesh, data_parallel_replicate=data // shard, **degrees).resolve(mesh.world_size)
+                check_mesh(tried, model.costs, model.weights.layers)
+            except ConfigError:
+                continue
+            rows = num_rows // data
+            yield replace(
+                model,
+                mesh=tried,
+                schedule=SCHEDULES[0],
+                layers_of_stages=tuple(layers_of(pp)),
+                rows=1 if pp > 1 else rows,
+                num_microbatches=rows if pp > 1 else 1,
+                parallel=replace(model.parallel, recompute=recompute),
+            )
+
+
+def schedules(model: RankModel, layers_of: Callable[[int], Sequence[range]]) -> Iterator[RankModel]:
+    """Yield the model with every schedule and number of microbatches that is tried on its mesh. Local."""
+    pp, rows = model.mesh.pipeline_parallel, model.rows * model.num_microbatches
+    for schedule in SCHEDULES if pp > 1 else SCHEDULES[:1]:
+        num_stages = len(schedule.placement(pp))
+        if num_stages > len(model.costs.layers):
+            continue
+        for number in sorted({each for each in (1, pp, 2 * pp, rows // 2, rows) if each and rows % each == 0}):
+            if schedule.takes(pp, number):
+                yield replace(
+                    model,
+                    schedule=schedule,
+                    layers_of_stages=tuple(layers_of(num_stages)),
+                    rows=rows // number,
+                    num_microbatches=number,
+                )
+
+
+def name_of(plan: Plan) -> str:
+    """Return what a plan of a search has chosen, in few words."""
+    model, mesh = plan.model, plan.model.mesh
+    degrees = {
+        Axis.PP: mesh.pipeline_parallel,
+        "replicate": mesh.data_parallel_replicate,
+        "shard": mesh.data_parallel_shard,
+        "ep": mesh.expert_parallel,
+        Axis.TP: mesh.tensor_parallel,
+        Axis.CP: mesh.context_parallel_shard * mesh.context_parallel_replicate,
+    }
+    words = [f"{name}{degree}" for name, degree in degrees.items() if degree > 1] or ["one rank"]
+    if mesh.pipeline_parallel > 1:
+        words.append(f"{type(model.schedule).__name__} of {model.num_microbatches}")
+    elif model.num_microbatches > 1:
+        words.append(f"{model.num_microbatches} microbatches")
+    return " ".join([*words, f"recompute {model.parallel.recompute}"])
+
+
+def settings_of(plan: Plan) -> dict[str, object]:
+    """Return the arguments of a YAML file's `trainer.strategy.init_args` and of its data that a plan stands for."""
+    model, mesh = plan.model, plan.model.mesh
+    degrees = {
+        name: getattr(mesh, name)
+        for name in ("pipeline_parallel", "data_parallel_replicate", "data_parallel_shard", "expert_parallel")
+    }
+    strategy: dict[str, object] = {"mesh": degrees, "parallel": {"recompute": model.parallel.recompute}}
+    if mesh.pipeline_parallel > 1:
+        strategy["schedule"] = {"class_path": f"lightning_d9d.schedule.{type(model.schedule).__name__}"}
+    if model.num_microbatches > 1:
+        strategy["num_microbatches"] = model.num_microbatches
+    rows = model.rows * model.num_microbatches
+    return {
+        "trainer": {"strategy": {"class_path": "D9DStrategy", "init_args": strategy}},
+        "data": {"init_args": {"batch_size": rows}},
+    }
+
+
+def _rows(model: RankModel) -> int:
+    """Return the rows of a step on all ranks."""
+    mesh = model.mesh
+    return model.rows * model.num_microbatches * mesh.data_parallel_replicate * mesh.data_parallel_shard
+
+
+def _step_seconds(plan: Plan) -> float:
+    return plan.step_seconds
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << exponent for exponent in range(most.bit_length()) if 1 << exponent <= most]

@@ -1,0 +1,192 @@
+"""The time of a step: what ranks compute, what they send, and what of it nobody computes beside.
+
+[Note: time of a step] Layers take the seconds of `Machine.seconds`, times 1 and `host_share`. Forwards that are
+recomputed count once more. Messages of tokens and of tensor or context parallelism wait for nothing else and count in
+whole. Messages of weights and gradients run beside the computation, and slow it down by `_SLOWED` of their own time.
+If they take longer than the computation, the rest counts in whole. A pipeline runs its program on paper with these
+seconds. The update reads and writes weights, gradients and states once, and the norm reads gradients once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lightning_d9d.memory.peak import LayerOfRank, StageOfRank
+from lightning_d9d.memory.rank import RankModel
+from lightning_d9d.memory.spread import Share
+from lightning_d9d.memory.traffic import Sent, traffic
+from lightning_d9d.mesh import Axis
+from lightning_d9d.plan.machine import MachineTable
+from lightning_d9d.schedule import Costs, simulate
+from lightning_d9d.schedule.layers import LayerSeconds
+from lightning_d9d.schedule.simulate import Simulation
+
+_SLOWED = 0.35
+"""The share of the time of messages that computation beside them is slowed down by. It lies between those of `ep1`
+and `fsdp` in docs/benchmarks/parallel.md, 0.42 and 0.31: 10.3 and 7.4 % of their steps are exposed. Messages take 39 ms
+there by the table's rate of links, which is assumed."""
+_BESIDE = ("weights", "gradients")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSeconds:
+    """Where the time of a step goes, on the rank that computes most."""
+
+    compute: float
+    recompute: float
+    """The part of `compute` that recomputation is."""
+    messages: float
+    """Messages of tokens and activations, while nobody computes."""
+    sums: float
+    """The time that gathering weights and summing gradients add."""
+    bubble: float
+    """The time that the rank waits for others of the pipeline."""
+    update: float
+    """The optimizer, and the norm where gradients are clipped."""
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step."""
+        return self.compute + self.messages + self.sums + self.bubble + self.update
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """A step's time, its pipeline on paper, and what each link carries."""
+
+    seconds: StepSeconds
+    simulation: Simulation
+    bubble_ratio: float
+    links: dict[str, tuple[float, float]]
+    """By link, bytes that the busiest rank sends, and the seconds that they take by themselves."""
+
+
+def timed(model: RankModel, machine: MachineTable, *, clips: bool) -> Timed:
+    """Predict the time of a step. [Note: time of a step]. Local."""
+    spread, pp = model.spread(), model.mesh.pipeline_parallel
+    num_stages = len(model.layers_of_stages)
+    of_stages: list[_Stage | None] = [None] * num_stages
+    sent = [traffic(model, rank) for rank in range(pp)]
+    for rank in range(pp):
+        stages = model.stages(rank, spread)
+        waits = sum(_seconds(each, machine) for each in sent[rank] if _is_waited_for(each))
+        per_action = waits / max(1, len(stages) * model.num_microbatches)
+        for index, stage in stages.items():
+            of_stages[index] = _stage(model, stage, machine, per_action)
+    known = [stage for stage in of_stages if stage is not None]
+    costs = Costs(
+        forward=[each.forward for each in known],
+        backward_input=[each.backward_input for each in known],
+        backward_weight=[each.backward_weight for each in known],
+        backward=[each.backward_input + each.backward_weight for each in known],
+        transfer=_transfer(model, machine),
+        latency=machine.latency,
+    )
+    simulation = simulate(model.schedule.program(pp, model.num_microbatches), costs)
+    busy = max(range(pp), key=lambda rank: simulation.compute_time[rank])
+    beside = sum(_seconds(each, machine) for each in sent[busy] if each.what in _BESIDE)
+    stages_of = model.schedule.stages_of(busy, pp)
+    messages = model.num_microbatches * sum(known[index].messages for index in stages_of)
+    compute = simulation.compute_time[busy] - messages
+    seconds = StepSeconds(
+        compute=compute,
+        recompute=model.num_microbatches * sum(known[index].again for index in stages_of),
+        messages=messages,
+        sums=_SLOWED * beside + max(0.0, beside - compute),
+        bubble=simulation.step_time - simulation.compute_time[busy],
+        update=_update(model, max((model.held(rank) for rank in (0, pp - 1)), key=_elements), machine, clips=clips),
+    )
+    return Timed(
+        seconds=seconds, simulation=simulation, bubble_ratio=simulation.bubble_ratio, links=_links(sent, machine)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stage:
+    forward: float
+    backward_input: float
+    backward_weight: float
+    messages: float
+    again: float
+
+
+def _stage(model: RankModel, stage: StageOfRank, machine: MachineTable, messages: float) -> _Stage:
+    slower = 1 + machine.host_share
+    seconds = [_of_layer(each, machine) for each in stage.parts]
+    again = sum(_recomputed(each, machine) for each in stage.layers) * slower
+    more = machine.action_seconds
+    return _Stage(
+        forward=slower * sum(each.forward for each in seconds) + messages / 2 + more,
+        backward_input=slower * sum(each.backward_input for each in seconds) + again + messages / 2 + more,
+        backward_weight=slower * sum(each.backward_weight for each in seconds),
+        messages=messages,
+        again=again,
+    )
+
+
+def _of_layer(layer: LayerOfRank, machine: MachineTable) -> LayerSeconds:
+    """A layer's costs are of a microbatch on this rank; matrices that it reads are what it has gathered."""
+    held = sum(share.num_gathered * share.weight.dtype.itemsize for share in layer.shares)
+    return machine.rates.seconds(replace(layer.costs, weight_bytes=float(held)), 1)
+
+
+def _recomputed(layer: LayerOfRank, machine: MachineTable) -> float:
+    """Seconds of what is computed again, of a layer."""
+    whole = _of_layer(layer, machine).forward
+    attention = layer.costs.attention_flops / machine.attention_forward_flops
+    moved = layer.costs.forward_bytes / machine.copy_bytes
+    match layer.recompute:
+        case "selective":
+            return moved
+        case "attention":
+            return attention
+    return whole if layer.is_recomputed else 0.0
+
+
+def _is_waited_for(sent: Sent) -> bool:
+    return sent.what not in _BESIDE and sent.axis != Axis.PP
+
+
+def _seconds(sent: Sent, machine: MachineTable) -> float:
+    """Return the seconds that messages take by themselves."""
+    _, rate = machine.link(sent.span)
+    return sent.num_bytes / rate + sent.num_messages * machine.latency
+
+
+def _transfer(model: RankModel, machine: MachineTable) -> float:
+    """Return the seconds of a microbatch on its way to the next stage."""
+    pp = model.mesh.pipeline_parallel
+    if pp == 1:
+        return 0.0
+    _, rate = machine.link(model.mesh.world_size // pp + 1)
+    return model.costs.layers[0].output_bytes * model.share_of_row / (rate / 2)
+
+
+def _update(model: RankModel, held: Sequence[Share], machine: MachineTable, *, clips: bool) -> float:
+    trained = [share for share in held if share.weight.is_trained]
+    weights = sum(share.numel * share.weight.dtype.itemsize for share in trained)
+    wide = [share.is_unit or share.num_copies > 1 or model.accumulates for share in trained]
+    gradients = sum(
+        share.numel * (max(model.sum_bytes, share.weight.dtype.itemsize) if is_wide else share.weight.dtype.itemsize)
+        for share, is_wide in zip(trained, wide, strict=True)
+    )
+    states = sum(model.state_bytes(share) for share in trained)
+    return (2 * weights + 2 * states + gradients * (2 if clips else 1)) / machine.copy_bytes
+
+
+def _elements(held: Sequence[Share]) -> int:
+    return sum(share.numel for share in held if share.weight.is_trained)
+
+
+def _links(sent: Sequence[Sequence[Sent]], machine: MachineTable) -> dict[str, tuple[float, float]]:
+    found: dict[str, tuple[float, float]] = {}
+    for of_rank in sent:
+        sums: dict[str, tuple[float, float]] = {}
+        for each in of_rank:
+            name, _ = machine.link(each.span)
+            num_bytes, seconds = sums.get(name, (0.0, 0.0))
+            sums[name] = num_bytes + each.num_bytes, seconds + _seconds(each, machine)
+        for name, values in sums.items():
+            found[name] = max(found.get(name, (0.0, 0.0)), values)
+    return found
