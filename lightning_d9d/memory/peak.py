@@ -3,8 +3,8 @@
 [Note: what is there when] From step to step there are weights and optimizer states. A forward adds what each layer
 keeps; the layer that runs takes more for a moment. A backward takes a layer's share away again and leaves gradients.
 Recomputed layers keep their input, and are whole when their backward comes. The first backward of a window makes
-gradients; later ones add to them, with one more gradient at a time. What is gathered by FSDP2 comes on top: a unit and
-the next one, the gradients of a gathered unit, and a message in which gradients are summed, until the next one.
+gradients; later ones add to them, with one more gradient at a time. Units that FSDP2 gathers come on top: one and
+the next one, the gradients of a gathered unit, and the message that sums gradients, until the next one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightning_d9d.schedule.actions import Action, Backward, BackwardInput, Back
 from lightning_d9d.schedule.layers import LayerCosts, Moment
 
 _WORKSPACE = 33 * 2**20
-"""What cuBLAS takes from torch's allocator on Hopper: 32 MiB and 1 MiB (torch's `getChosenWorkspaceSize`)."""
+"""The workspace of cuBLAS on Hopper, from torch's allocator: 32 MiB and 1 MiB (torch's `getChosenWorkspaceSize`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class GradientRules:
 
 @dataclass(frozen=True, kw_only=True)
 class PeakBytes:
-    """What is there at the moment when most is. `total` is what torch calls allocated."""
+    """The bytes at the moment when most are there. Torch calls `total` allocated."""
 
     weights: int = 0
     gradients: int = 0
@@ -45,7 +45,7 @@ class PeakBytes:
     gathered: int = 0
     """Units of FSDP2 in whole, their gradients, and messages in which these are summed."""
     working: int = 0
-    """What the layer that runs takes for itself: results, gradients of results, logits, tokens on their way."""
+    """Bytes of the layer that runs: results, gradients of results, logits, tokens on their way."""
     constant: int = _WORKSPACE
 
     @property
@@ -69,7 +69,7 @@ class LayerOfRank:
 
     @property
     def is_recomputed(self) -> bool:
-        """Whether only its input is kept."""
+        """True if only its input is kept."""
         if self.recompute in ("none", "selective", "attention"):
             return False
         return ParallelConfig(recompute=self.recompute).recomputes_block(self.place)
@@ -94,7 +94,7 @@ class LayerOfRank:
 
     @property
     def moments(self) -> tuple[Moment, ...]:
-        """Of the backward; where nobody says, the gradients of its weights."""
+        """The moments of the backward; if they are unknown, that with the gradients of its weights."""
         given = self.costs.backward_moments
         return given or (Moment(0.0, self.costs.weight_bytes),)
 
@@ -109,7 +109,7 @@ class StageOfRank:
 
     @property
     def parts(self) -> list[LayerOfRank]:
-        """In the order in which they run."""
+        """All layers in the order in which they run."""
         return [*([self.before] if self.before else []), *self.layers, *([self.after] if self.after else [])]
 
 
@@ -295,7 +295,7 @@ class _Walk:
         self.has_gradients.add(index)
 
     def settle(self, own: _Gradients, *, is_first: bool, is_last: bool) -> None:
-        """What a layer's backward leaves behind."""
+        """Count the gradients that a layer's backward leaves behind."""
         if self.rules.part_bytes is not None and not self.rules.accumulates:
             self.there = min(self.there + own.stays + own.of_shards, self.rules.part_bytes)
             return

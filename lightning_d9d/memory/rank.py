@@ -31,30 +31,30 @@ class RankModel:
     costs: ModelCosts
     """For one whole row, on one rank."""
     tokens: int
-    """Of a whole row."""
+    """The tokens of a whole row."""
     mesh: MeshConfig
     schedule: Schedule
     layers_of_stages: tuple[range, ...]
     rows: int
-    """Of a microbatch, of ranks that share one."""
+    """The rows of a microbatch, of ranks that share one."""
     num_microbatches: int
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     accumulates_batches: bool = False
     sum_bytes: int = 4
-    """Of a number in which gradients are summed."""
+    """Bytes of a number in which gradients are summed."""
     step_in_backward: bool = False
     bucket_bytes: int = 32 * 2**20
     state_bytes: StateBytes = lambda share: 2 * share.numel * share.weight.dtype.itemsize + 4
-    """Of the optimizer, for what a rank holds of a weight."""
+    """Bytes of the optimizer's states for what a rank holds of a weight."""
 
     @property
     def accumulates(self) -> bool:
-        """Whether several backwards add up to a step."""
+        """True if several backwards add up to a step."""
         return self.num_microbatches > 1 or self.accumulates_batches
 
     @property
     def keeps_gathered(self) -> bool:
-        """Whether fully sharded stages stay gathered over a batch, as the strategy decides it."""
+        """True if fully sharded stages stay gathered over a batch, as the strategy decides it."""
         given = self.parallel.reshard_after_forward
         splits = any(isinstance(part, BackwardInput) for action in self.actions(0) for part in compute_parts(action))
         if given == "auto":
@@ -178,7 +178,7 @@ class RankModel:
 
 
 def tokens_at_once(tokens: int, hidden: int, vocabulary: int) -> int:
-    """Of how many tokens `linear_cross_entropy` has logits at a time in bfloat16, with its defaults. Local."""
+    """Return for how many tokens `linear_cross_entropy` has logits at a time in bfloat16, by default. Local."""
     x = torch.empty(tokens, hidden, dtype=torch.bfloat16, device="meta")
     options = ChunkOptions(-100, 0.0, 0.0, 0.0, 0, 0, vocabulary, "", True)
     return min(tokens, rows_at_once(x, options))

@@ -1,7 +1,7 @@
-"""What each rank of a mesh holds of a model's weights, by arithmetic: no mesh is built, no rank is started.
+"""The parts of a model's weights that each rank of a mesh holds, by arithmetic: no mesh is built.
 
-[Note: shares of a weight] A weight is cut twice. Tensor parallelism cuts matrices in equal parts; heads of keys and
-values in as many parts as there are heads at most, and expert parallelism cuts experts. What is left is fully sharded
+[Note: shares of a weight] A weight is cut twice. Tensor parallelism cuts matrices in equal parts. It cuts
+heads of keys and values in as many parts as there are heads at most. Expert parallelism cuts experts. What is left is fully sharded
 over `num_shards` ranks along `shard_dim`: each but the last has ceil(size / num_shards) of it. `num_copies` ranks hold
 the same in the end. The rules are those of `lightning_d9d.parallel`; tests hold them against its tensors.
 """
@@ -25,7 +25,7 @@ from lightning_d9d.parallel.data import blocks_of, shard_dim
 
 
 class Cut(StrEnum):
-    """What cuts a weight before it is fully sharded."""
+    """The ranks that cut a weight before it is fully sharded."""
 
     NOTHING = "nothing"
     TENSOR = "tensor ranks"
@@ -34,7 +34,7 @@ class Cut(StrEnum):
 
 
 class Part(StrEnum):
-    """What a weight is for, as tables have it."""
+    """The part of a model that a weight belongs to, as tables name it."""
 
     EMBEDDING = "embedding"
     ATTENTION = "attention"
@@ -56,9 +56,9 @@ class Weight:
     part: Part
     cut: Cut = Cut.NOTHING
     dim: int = 0
-    """Along which it is cut."""
+    """The dim along which it is cut."""
     num_heads: int = 0
-    """Of keys and values, where those cut it."""
+    """The heads of keys and values, if it is cut in heads."""
     is_trained: bool = True
 
     @property
@@ -75,7 +75,7 @@ class ModelWeights:
     layers: tuple[tuple[Weight, ...], ...]
     after: tuple[Weight, ...] = ()
     tied: tuple[Weight, ...] = ()
-    """Those of `before` of which the last stage has a copy, if it is not the first."""
+    """The weights of `before` of which the last stage has a copy, if it is not the first."""
 
     @property
     def numel(self) -> int:
@@ -91,7 +91,7 @@ class ModelWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """What a rank holds of a weight. [Note: shares of a weight]."""
+    """The part of a weight that a rank holds. [Note: shares of a weight]."""
 
     weight: Weight
     gathered: tuple[int, ...]
@@ -101,7 +101,7 @@ class Share:
     num_shards: int
     num_copies: int
     is_unit: bool
-    """Whether FSDP2 gathers and reduces it."""
+    """True if FSDP2 gathers and reduces it."""
 
     @property
     def numel(self) -> int:
@@ -158,7 +158,7 @@ _Rule = tuple[nn.Module, Part, Cut, int, int]
 
 
 def _described(model: nn.Module) -> dict[nn.Parameter, Weight]:
-    """What is known of each parameter, from the modules that own it."""
+    """Describe each parameter by the modules that own it."""
     found: dict[nn.Parameter, Weight] = {}
     inside = {part for moe in model.modules() if isinstance(moe, SparseMoE) for part in moe.modules()}
     adapters: list[_Rule] = [
@@ -241,11 +241,11 @@ class Spread:
         self.share = functools.cache(self._share)
 
     def experts_are_apart(self) -> bool:
-        """Whether experts are gathered, or summed, over other ranks than the rest of their layer."""
+        """Return whether experts are gathered, or summed, over other ranks than the rest of their layer."""
         return self._apart
 
     def _share(self, weight: Weight) -> Share:
-        """What a rank has of a weight."""
+        """Return the part of a weight that a rank has."""
         num_parts, num_shards, is_unit = 1, self._shards, self._shards > 1
         match weight.cut:
             case Cut.EXPERTS if self._apart:

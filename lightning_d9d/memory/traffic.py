@@ -1,10 +1,11 @@
 """Bytes that a rank sends in a step, by kind of message and by the ranks that it goes to.
 
-[Note: what is sent] Of n ranks in a ring each sends (n - 1)/n of the whole to gather or to scatter it, and twice that
-to sum it. Tokens go to each rank with some of their experts and back, and gradients the same way. Numbers and weights
-of their experts, float32, go there, and gradients of these back; before that every rank tells every other in int64 how
-many tokens and copies each gets. Ranks of tensor parallelism gather the tokens of attention, of a dense MLP, of the
-head and of the gradients of what they scatter; they scatter as often, and gather some numbers of each loss.
+[Note: what is sent] Each of n ranks in a ring sends (n - 1)/n of the whole to gather or to scatter it. To sum it, each
+sends twice as much. Tokens go to each rank with some of their experts and back, and gradients the same way. Numbers and
+weights of their experts go there in float32, and gradients of these come back. Before that every rank sends every other
+the numbers of tokens and copies in int64. Ranks of tensor parallelism gather the tokens of attention, of a dense MLP and
+of the head. They also gather the gradients of what they scatter. They scatter as often, and gather some numbers of each
+loss.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from lightning_d9d.memory.spread import Cut, Part, Share
 from lightning_d9d.mesh import Axis
 
 NUMBERS_OF_A_LOSS = 2
-"""That ranks with parts of a vocabulary tell each other for each token."""
+"""Numbers for each token that ranks with parts of a vocabulary send each other."""
 _WIDE = 4
 
 
@@ -26,16 +27,16 @@ class Sent(NamedTuple):
     """Messages of one kind to the same ranks, in a step."""
 
     kind: str
-    """"all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "point_to_point"."""
+    """One of "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "point_to_point"."""
     what: str
-    """"weights", "gradients", "tokens to experts", "activations"."""
+    """One of "weights", "gradients", "tokens to experts", "activations"."""
     axis: str
-    """Of the mesh: the ranks that it goes to."""
+    """The axis of the mesh whose ranks it goes to."""
     num_ranks: int
     span: int
-    """From the first to the last of them: how many consecutive ranks have them all."""
+    """The number of consecutive ranks from the first to the last of them."""
     num_bytes: float
-    """That this rank sends."""
+    """The bytes that this rank sends."""
     num_messages: int
 
 
@@ -89,7 +90,7 @@ def _of_weights(model: RankModel, held: Sequence[Share]) -> Iterator[Sent]:
 
 
 def _of_tokens(model: RankModel, rank: int) -> Iterator[Sent]:
-    """Of activations, in all microbatches."""
+    """Yield messages of activations, in all microbatches."""
     mesh, spread = model.mesh, model.spread()
     tp, ep = mesh.tensor_parallel, mesh.expert_parallel
     cp = mesh.context_parallel_shard * mesh.context_parallel_replicate
@@ -125,10 +126,11 @@ def _of_tokens(model: RankModel, rank: int) -> Iterator[Sent]:
 
 
 def _of_context(model: RankModel, shares: Sequence[Share], tokens: float, width: int, cp: int) -> Iterator[Sent]:
-    """What a layer sends because others have parts of its sequences.
+    """Yield the messages of a layer because others have parts of its sequences.
 
-    "gather": keys and values in forward and backward, then all their gradients, float32. "ring": both go round, and in
-    the backward the gradients to the end. "heads": queries, keys, values and the result, and gradients of these.
+    With "gather" keys and values go out in forward and backward, then all their gradients, in float32. With "ring" both
+    go round, and in the backward their gradients. With "heads" queries, keys, values, the result and their gradients
+    go out.
     """
     number, tp = model.num_microbatches, model.mesh.tensor_parallel
     cut = [share.gathered[0] for share in shares if share.weight.cut is Cut.HEADS and len(share.gathered) > 1]
