@@ -4,7 +4,7 @@
 keeps; the layer that runs takes more for a moment. A backward takes a layer's share away again and leaves gradients.
 Recomputed layers keep their input, and are whole when their backward comes. The first backward of a window makes
 gradients; later ones add to them, with one more gradient at a time. Units that FSDP2 gathers come on top: one and
-the next one, the gradients of a gathered unit, and the message that sums gradients, until the next one.
+the next one, with the gradients of a gathered unit. So does the message that sums gradients, until the next one.
 """
 
 from __future__ import annotations
