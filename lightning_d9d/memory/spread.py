@@ -1,9 +1,9 @@
 """The parts of a model's weights that each rank of a mesh holds, by arithmetic: no mesh is built.
 
-[Note: shares of a weight] A weight is cut twice. Tensor parallelism cuts matrices in equal parts. It cuts
-heads of keys and values in as many parts as there are heads at most. Expert parallelism cuts experts. The rest is fully
-sharded over `num_shards` ranks along `shard_dim`: each but the last has ceil(size / num_shards) of it. `num_copies` ranks hold
-the same in the end. The rules are those of `lightning_d9d.parallel`; tests hold them against its tensors.
+[Note: shares of a weight] A weight is cut twice. Tensor parallelism cuts matrices in equal parts. It cuts heads of keys
+and values in as many parts as there are heads at most. Expert parallelism cuts experts. The rest is fully sharded over
+`num_shards` ranks along `shard_dim`: each but the last has ceil(size / num_shards) of it. `num_copies` ranks hold the
+same in the end. The rules are those of `lightning_d9d.parallel`; tests hold them against its tensors.
 """
 
 from __future__ import annotations

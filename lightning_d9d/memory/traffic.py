@@ -4,8 +4,8 @@
 sends twice as much. Tokens go to each rank with some of their experts and back, and gradients the same way. Numbers and
 weights of their experts go there in float32, and gradients of these come back. Before that every rank sends every other
 the numbers of tokens and copies in int64. Ranks of tensor parallelism gather the tokens of attention, of a dense MLP
-and of the head. They also gather the gradients of what they scatter. They scatter as often, and gather some numbers of each
-loss.
+and of the head. They also gather the gradients of what they scatter. They scatter as often, and gather some numbers of
+each loss.
 """
 
 from __future__ import annotations
