@@ -253,7 +253,7 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no values": (
         lambda p: (p / "values.pt").unlink(),
-        r"values.pt' is missing: the checkpoint is incomplete or not one of thispoint",
+        r"values.pt' is missing: the checkpoint is incomplete or not one of this",
     ),
     "values truncated": (lambda p: truncate(p / "values.pt"), "values.pt' is damaged, truncated or foreign"),
     "values empty": (lambda p: os.truncate(p / "values.pt", 0), "values.pt' is damaged, truncated or foreign"),
