@@ -8,14 +8,15 @@ before the first batch, on a microbatch of it, in these ways:
 2. With NaN in the numbers of one token. Modules made for shards give random numbers in place of results, with NaN for
    that token. If another token becomes NaN, the innermost module whose output shows it mixes tokens. NaN survives
    masks that multiply, and weights that are zero.
-3. With NaN in the numbers of all tokens. NaN in a matrix of one vector for each row shows that its module used the
-   tokens of its own rank: their mean, or the last of them. Losses, numbers or one number for each row, may be summed.
+3. With NaN in the numbers of all tokens. A module may return a matrix of one vector for each row. NaN in it shows that
+   the vectors come from the tokens of its own rank: their mean, or the last of them. Losses, numbers or one number for
+   each row, may be summed.
 4. With the same numbers on all ranks, forwards and with the tokens reversed. A module whose output is not reversed with
    its input depends on the places of tokens. If its output is the same on all ranks, it counts places on each from 0.
    `microbatch_inputs` is checked in the same way.
 5. The last stage, `microbatch_loss` and `microbatch_metrics`, with every second token replaced by that of the reversed
-   order, with the other tokens replaced, and with all. A loss that sums over pairs of a token and its label changes by
-   as much in the third run as in the first two together. A loss that shifts labels does not, nor does a mean over
+   order, with the other tokens replaced, and with all. A sum over pairs of a token and its label changes by as much in
+   the third run as in the first two together. A loss that shifts labels does not, nor does a mean over
    tokens. A number that is the same in all runs, such as the share of rows in which every token is right, shows
    nothing.
 
@@ -295,7 +296,7 @@ class _Results:
 
     @contextmanager
     def in_place_of_modules(self, change: Callable[[Any], Any]) -> Generator[None]:
-        """Make the modules return random numbers, changed by `change`, while open; the numbers are the same each time."""
+        """Make the modules return random numbers, the same each time, changed by `change`, while open."""
         generators: dict[torch.device, torch.Generator] = {}
 
         def random(x: Any) -> Any:
