@@ -66,7 +66,7 @@ class TokenShard:
     def of_whole(self, compute: Callable[[Tensor], Tensor], ids: Tensor) -> Tensor:
         """Return this rank's chunks of the result of `compute` for whole sequences, given its chunks of `ids`.
 
-        `ids` has the shape `[batch, seq]`, with the tokens of this rank's chunks. Collective over the ranks of context parallelism.
+        `ids` has the shape `[batch, seq]`. Collective over the ranks of context parallelism.
         """
         return self.sequence.take(compute(self.join(ids, 1)), 1)
 
