@@ -1,4 +1,4 @@
-"""How a module is spread over the ranks of a mesh: each piece can be used alone, on any module."""
+"""Spreads a module over the ranks of a mesh; each function can be used alone, on any module."""
 
 from lightning_d9d.parallel.compiling import compile_blocks
 from lightning_d9d.parallel.config import ParallelConfig

@@ -1,12 +1,13 @@
-"""Blocks that `torch.compile` compiles, one by one.
+"""Compiles blocks with `torch.compile`, one by one.
 
-An attribute `forward` of each block calls the compiled `forward` of its class, so parameters keep their names, hooks
-run around it as ever (FSDP2's are not compiled), copies of a block compute with their own weights, and blocks of one
-class and structure share one compilation. What recomputes a block ([Note: what is recomputed] in `recompute`) does so
-around the compiled call.
+Each block gets an attribute `forward`, which calls the compiled `forward` of its class. So parameters keep their names,
+and copies of a block compute with their own weights. Hooks run around the compiled call; FSDP2's are not compiled.
+Blocks of one class and structure share one compilation. A block is recomputed ([Note: what is recomputed] in
+`recompute`) around the compiled call.
 
-[Note: compiled weight gradients] In split backwards a compiled block has no weight phase: its backward, one compiled
-function, gives all gradients in the input phase. What is not compiled, such as embedding and head, is split as ever.
+[Note: compiled weight gradients] A compiled block has no weight phase in split backwards. Its backward is one compiled
+function, which computes all gradients in the input phase. Modules that are not compiled, such as embedding and head,
+are split as usual.
 """
 
 from __future__ import annotations
@@ -28,22 +29,23 @@ from lightning_d9d.parallel.recompute import keep_activations
 
 
 def compile_blocks(module: nn.Module, parallel: ParallelConfig, blocks: Iterable[nn.Module] | None = None) -> None:
-    """Let `torch.compile` compile the blocks of a module when they are first called, in place. Local.
+    """Compile the blocks of a module with `torch.compile` when they are first called, in place. Local.
 
     Losses and gradients are those of the uncompiled module up to rounding. The first call of each class of blocks, mode
-    (training or not) and structure waits for the compiler. A second shape is compiled once more, for sizes that change,
-    where nothing in the block fixes them; after eight compilations of a class torch runs further shapes uncompiled.
+    (training or not) and structure waits for the compiler. A second shape compiles the block once more, for varying
+    sizes where nothing in the block fixes them. After eight compilations of a class torch runs further shapes
+    uncompiled.
 
     Args:
-        module: Any.
+        module: Any module.
         parallel: Blocks are compiled if `parallel.compile` is set. In any case earlier calls, and those of
-            `recompute_activations`, are taken back: call that afterwards.
-        blocks: Parts of the module; by default what `blocks_of` finds with `parallel.shard_blocks`.
+            `recompute_activations`, are undone: call that afterwards.
+        blocks: Parts of the module; by default those that `blocks_of` finds with `parallel.shard_blocks`.
 
     Raises:
-        ConfigError: There are no blocks. A block has a `forward` of its own, beside that of its class. Or it is to be
-            recomputed, and has a router with losses over several ranks: the recomputation does not ask them again, and
-            the compiler may take its numbers for the first ones.
+        ConfigError: The module has neither blocks nor lists of modules. A block has a `forward` of its own, beside that
+            of its class. Or activations are recomputed, and a router has losses over several ranks. The recomputation
+            does not ask those ranks again, and the compiler may take its numbers for the first ones.
     """
     for part in module.modules():
         keep_activations(part)

@@ -19,80 +19,83 @@ class ParallelConfig:
     """How a module is spread over the ranks of a mesh.
 
     Raises:
-        ConfigError: A value that is none of those named below.
+        ConfigError: A value is not one of those named below, or two settings exclude each other.
     """
 
     reshard_after_forward: bool | Literal["auto"] = "auto"
     """Reshard fully sharded parameters after each forward and all-gather them again for its backward. False keeps
-    them from a stage's first forward of a batch to its last backward: faster, at the price of the memory of the
-    rank's whole stages. "auto": False in pipelines and with several microbatches, else True. Schedules with split
+    them from a stage's first forward of a batch to its last backward: faster, but the rank's whole stages must fit
+    into memory. Pipelines and several microbatches make "auto" False; otherwise it is True. Schedules with split
     backwards always keep them."""
 
     recompute: str = "none"
     """Activations that are recomputed in the backward instead of kept. With "none" all are kept. With "full" each block
-    is computed again. With "offload" it is, too, and its input waits in the host's memory, copied beside the
-    computation. With "selective" all of a block is but for matrix products, attention, routing and all-to-alls. With
-    "attention" each attention module is. With "every_2", or another number, every second block is. With "3_of_4", or
-    other numbers, the first three of every four blocks are."""
+    is recomputed. With "offload" each block is recomputed, and its input waits in host memory, copied while other
+    blocks compute. With "selective" all of a block is recomputed except matrix products, attention, routing and
+    all-to-alls. With "attention" each attention module is recomputed. With "every_2", or another number, every second
+    block is recomputed. With "3_of_4", or other numbers, the first three of every four blocks are recomputed."""
 
     compile: bool = False
-    """Compile each block with `torch.compile`. Recomputation is of whole blocks then. In split backwards compiled
+    """Compile each block with `torch.compile`. Recomputation then covers whole blocks. In split backwards compiled
     blocks have no weight phase."""
 
     cuda_graphs: bool = False
     """Capture the forward and the backward of each block as CUDA graphs, for small models, whose steps wait for the
-    host. It takes ranks that hold the whole model, neither `compile` nor `recompute`, and schedules in
-    which the backward of a microbatch comes before the next forward. Without CUDA it changes nothing."""
+    host. Each rank must hold the whole model. Neither `compile` nor `recompute` may be set. The schedule must run the
+    backward of a microbatch before the next forward. Without CUDA it changes nothing."""
 
     expert_dispatch: ExpertDispatch = "auto"
-    """How tokens come to experts on other ranks. "auto": "local" where a rank has all experts, else "all_to_all".
+    """How tokens reach experts on other ranks. "auto" is "local" where a rank has all experts, else "all_to_all".
     With "peer" ranks of one host write into each other's memory while a D9DModule is trained, and the host does not
-    wait for sizes. It takes windows of one batch, without `step_in_backward`."""
+    wait for sizes. It needs accumulation windows of one batch, without `step_in_backward`."""
 
     expert_capacity: float = 1.5
-    """With `expert_dispatch="peer"` the copies of tokens that a rank's experts have memory for, as a multiple of an
-    even share: at least 1. A batch that needs more is computed again by all-to-all, and then there is more memory."""
+    """Copies of tokens that a rank's experts have memory for, as a multiple of an even share, with
+    `expert_dispatch="peer"`: at least 1. A batch that needs more is recomputed by all-to-all, and then the memory
+    grows."""
 
     overlap_experts: bool = False
-    """True sends the tokens of a layer to experts on other ranks in two halves. On CUDA messages have a stream of their
-    own: those of one half run beside the products of the other. Messages are half as long, and twice as many."""
+    """Send the tokens of a layer to experts on other ranks in two halves. On CUDA messages have a stream of their own:
+    messages of one half overlap the products of the other. Messages are half as long, and twice as many."""
 
     grouped_gemm: GroupedGemmBackend = "auto"
-    """The backend of the experts' matrix products. "auto": torch's `grouped_mm` where it takes their tensors, else
-    "eager"; large ones on Hopper "quack", where that is installed. "torch". "quack": the package quack-kernels (`pip
-    install 'lightning-d9d[quack]'`). "nv": the package nv-grouped-gemm (`pip install 'lightning-d9d[grouped-gemm]'`),
-    whose every product waits for the device. "eager": a product for each expert; it waits, too. For all of the process,
-    from setup to teardown."""
+    """The backend of the experts' matrix products. By default, "auto" uses torch's `grouped_mm` where that supports
+    their tensors, else "eager". On Hopper it uses "quack" for large ones, where that is installed. With "torch" it is
+    always `grouped_mm`. "quack" is the package quack-kernels (`pip install 'lightning-d9d[quack]'`). The package
+    nv-grouped-gemm (`pip install 'lightning-d9d[grouped-gemm]'`) is "nv"; each of its products waits for the device.
+    With "eager" each expert has a product, which waits, too. It applies to the whole process, from setup to
+    teardown."""
 
     context: Literal["gather", "ring", "heads"] = "gather"
-    """How attention sees sequences that are spread over ranks (context parallelism). "gather": each rank gathers the
-    keys and values of all. "ring": they travel from rank to rank while those that are there are attended to, and no
-    rank holds all. "heads": an all-to-all gives each rank whole sequences, for some heads."""
+    """How attention sees sequences that are spread over ranks (context parallelism). With "gather" each rank
+    all-gathers the keys and values. With "ring" keys and values travel from rank to rank while those that have arrived
+    are attended to; a rank never holds all. With "heads" an all-to-all gives each rank whole sequences, for some
+    heads."""
 
     pad_sequences: bool = False
     """Pad sequences that the ranks of context and tensor parallelism cannot share evenly. The padding is at their end,
-    with labels that do not count. False refuses such sequences."""
+    and its labels do not count. False refuses such sequences."""
 
     kernels: Kernels = "auto"
-    """The kernels of ops. "auto": on CUDA their own, or what was measured to be faster there. "torch":
-    torch's everywhere, to find out whether a kernel is at fault. "triton": their own everywhere. For all ops of the
-    process, from setup to teardown."""
+    """The kernels of ops. By default, "auto" uses their own on CUDA, or those that were measured to be faster there.
+    With "torch" all ops use torch's, to find out whether a kernel is at fault. With "triton" all ops use their own. It
+    applies to all ops of the process, from setup to teardown."""
 
     gather_dtype: Literal["float32", "bfloat16"] | None = None
-    """The dtype that fully sharded parameters are gathered and computed in. None: bfloat16 if the Trainer's precision
-    is "bf16-mixed", whose autocast is then off inside of stages, else the parameters' own."""
+    """The dtype that fully sharded parameters are gathered and computed in. None means bfloat16 if the Trainer's
+    precision is "bf16-mixed", whose autocast is then off inside stages, else the parameters' own."""
 
     reduce_dtype: Literal["float32", "bfloat16"] | None = None
-    """The dtype that gradients of fully sharded parameters are summed and kept in. None: that of `GradSyncConfig`, if
-    it names one, else float32 or the parameters' own if wider."""
+    """The dtype that gradients of fully sharded parameters are summed and kept in. None means the dtype of
+    `GradSyncConfig`, if it names one, else float32 or the parameters' own if wider."""
 
     offload: bool = False
-    """Keep fully sharded parameters, their gradients and the optimizer's state in the host's memory."""
+    """Keep fully sharded parameters, their gradients and the optimizer's state in host memory."""
 
     shard_blocks: tuple[str, ...] | None = None
-    """Names of the classes whose modules are gathered one at a time when parameters are fully sharded. By default, of a
-    `D9DModule`'s stage, the entries of its `ModuleList`s and `ModuleDict`s. Plain LightningModules are sharded and
-    recomputed only where it is given."""
+    """Names of the classes whose modules are gathered one at a time when parameters are fully sharded. By default,
+    these are the entries of the `ModuleList`s and `ModuleDict`s of a `D9DModule`'s stage. Plain LightningModules are
+    sharded and recomputed only where it is given."""
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -146,19 +149,19 @@ class ParallelConfig:
 
     @property
     def dtypes(self) -> tuple[torch.dtype | None, torch.dtype | None]:
-        """The dtypes of gathering and of reducing, None where they are not set."""
+        """Return the dtypes to gather and to reduce in, None where they are not set."""
         gathered, reduced = (name and getattr(torch, name) for name in (self.gather_dtype, self.reduce_dtype))
         return gathered, reduced
 
     def recomputes_block(self, place: int) -> bool:
-        """Return whether all of the block at this place in its stage is computed again."""
+        """Return whether all of the block at this place in its stage is recomputed."""
         if (part := self._recomputed_of) is not None:
             return place % part[1] < part[0]
         return self.recompute in ("full", "offload")
 
     @property
     def _recomputed_of(self) -> tuple[int, int] | None:
-        """How many of how many blocks: (1, 2) of "every_2" and (3, 4) of "3_of_4"; None for the other kinds."""
+        """Return how many of how many blocks: (1, 2) for "every_2", (3, 4) for "3_of_4", None for the other kinds."""
         if match := re.fullmatch(r"every_([1-9]\d*)", self.recompute):
             return 1, int(match[1])
         if (match := re.fullmatch(r"([1-9]\d*)_of_([1-9]\d*)", self.recompute)) and int(match[1]) <= int(match[2]):

@@ -1,14 +1,15 @@
-"""Context parallelism: attention over sequences of which each rank holds a part.
+"""Implements context parallelism: attention over sequences of which each rank holds a shard.
 
 [Note: who holds what] A sequence is split into `2 * size` equal chunks. Rank r holds chunks r and `2 * size - 1 - r`,
 an early and a late one (`SequenceShard`). So all ranks have the same number of pairs of queries and keys under a
-causal mask. With its own tokens rank r attends causally, as to a sequence of their own, since its chunks are in order.
-Of the tokens of a rank before it only the early chunk counts, for all its queries; of those of a rank after it both
-chunks do, but for its late queries alone. All of these are whole blocks, without a causal border inside, of equal size.
+causal mask. Rank r attends to its own tokens causally, as to a sequence of their own, since its chunks are in order. A
+rank before it contributes only its early chunk, to all queries of rank r. A rank after it contributes both chunks, to
+the late queries of rank r alone. All of these are whole blocks of equal size, without a causal border inside.
 
-[Note: partial results] Each block gives a result and its logarithm (`lightning_d9d.ops.attention_block`), which are
-summed in float32, in an order that depends on the rank only. Kept for the backward are what came in and what goes out:
-keys and values of other ranks come again. Their gradients travel and are summed in float32, too.
+[Note: partial results] Each block gives a result and the logarithms of its sums of exponentiated scores
+(`lightning_d9d.ops.attention_block`). Results are summed in float32, in an order that depends on the rank only. The
+forward keeps its inputs and outputs for the backward; keys and values of other ranks are sent again. Their gradients
+travel and are summed in float32, too.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ class SequenceShard:
     """The shard of each sequence that a rank holds. [Note: who holds what]. Nothing is communicated."""
 
     rank: int = 0
-    """This one's among those that share sequences."""
+    """The index of this rank among those that share sequences."""
     size: int = 1
-    """How many share sequences; one holds them whole."""
+    """The number of ranks that share sequences; a single one holds them whole."""
 
     def take(self, whole: Tensor, dim: int) -> Tensor:
-        """This rank's shard of a tensor that has whole sequences along `dim`; of one rank the tensor itself.
+        """Return this rank's shard of a tensor with whole sequences along `dim`; for one rank the tensor itself.
 
         Raises:
             ConfigError: The length of the sequences is not a multiple of `2 * size`.
@@ -64,15 +65,15 @@ class SequenceShard:
         return torch.cat([chunks[self.rank], chunks[-1 - self.rank]], dim)
 
     def positions(self, local_length: int, device: torch.device) -> Tensor:
-        """Where this rank's tokens are in the whole sequence, int64, shape `[local_length]`.
+        """Return the places of this rank's tokens in the whole sequence, int64, shape `[local_length]`.
 
         Raises:
-            ConfigError: The length is odd, so not that of two chunks.
+            ConfigError: The length is odd, so it is not the length of two chunks.
         """
         return self.take(torch.arange(local_length * self.size, device=device), 0)
 
     def join(self, shards: Tensor, dim: int) -> Tensor:
-        """Whole sequences along `dim`, from the shards of all ranks, one after the other along `dim`."""
+        """Return whole sequences along `dim` from the shards of all ranks, one after the other along `dim`."""
         if self.size == 1:
             return shards
         chunks = shards.chunk(2 * self.size, dim)
@@ -103,7 +104,7 @@ class ContextAttention(ABC):
         window: int | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attends with this rank's queries to the whole sequences, as `lightning_d9d.ops.attention` on one device.
+        """Attend with this rank's queries to the whole sequences, as `lightning_d9d.ops.attention` on one device.
 
         Args:
             q: shape `[batch, heads, local seq, head_dim]`: this rank's shard, as `SequenceShard` takes it.
@@ -142,18 +143,18 @@ class ContextAttention(ABC):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int | None, sinks: Tensor | None
     ) -> Tensor:
-        """`documents` are those of all ranks, one after the other."""
+        """Attend, given the `documents` of all ranks, one after the other."""
 
 
 class GatherAttention(ContextAttention):
-    """Causal attention for which each rank gathers the keys and values of all.
+    """Causal attention for which each rank all-gathers the keys and values.
 
-    They are gathered while the rank attends to its own, and again in the backward, where one message brings all
-    gradients home. Takes the memory of whole sequences of keys and values, in the backward also of their gradients in
+    They are gathered while the rank attends to its own, and again in the backward, where one reduce-scatter sums
+    all gradients. Takes the memory of whole sequences of keys and values, in the backward also of their gradients in
     float32, for one layer at a time.
 
-    One operator computes it, `torch.ops.lightning_d9d.gather_attention`: what is to be kept for a recomputation can
-    name it.
+    One operator computes it, `torch.ops.lightning_d9d.gather_attention`, so selective recomputation can keep its
+    results.
     """
 
     def _attend(
@@ -169,8 +170,7 @@ class RingAttention(ContextAttention):
     round once more, and their gradients with them. Takes the memory of two ranks' keys and values, in the backward also
     of their gradients in float32.
 
-    One operator computes it, `torch.ops.lightning_d9d.ring_attention`: what is to be kept for a recomputation can name
-    it.
+    One operator computes it, `torch.ops.lightning_d9d.ring_attention`, so selective recomputation can keep its results.
     """
 
     def _attend(
@@ -182,8 +182,8 @@ class RingAttention(ContextAttention):
 class HeadsAttention(ContextAttention):
     """Causal attention for which each rank takes some heads of whole sequences, as in https://arxiv.org/abs/2309.14509.
 
-    One all-to-all brings queries, keys and values to the ranks of their heads, another the results back. In between is
-    `lightning_d9d.ops.attention`.
+    One all-to-all brings queries, keys and values to the ranks of their heads, another brings the results back. In
+    between runs `lightning_d9d.ops.attention`.
 
     The ranks must be able to share the heads of queries, and those of keys and values, equally.
     """
@@ -217,7 +217,7 @@ class HeadsAttention(ContextAttention):
             )
 
     def _exchange(self, by_rank: Tensor) -> Tensor:
-        """Sends `by_rank[r]` to rank r; returns what came from each, in their order."""
+        """Send `by_rank[r]` to rank r, and return what came from each rank, in their order."""
         once = [1] * self.sequence.size
         return all_to_all_rows(by_rank, once, once, self.group_name)
 
@@ -229,14 +229,14 @@ def shard_context(stage: nn.Module, group: dist.ProcessGroup, kind: str) -> None
     """Let each `GroupedQueryAttention` of a module attend over the ranks of a group, in place. Local.
 
     Args:
-        stage: Any module. From then on it takes this rank's part of sequences, as `SequenceShard` takes them. What
-            tensor parallelism is to shard is sharded.
+        stage: Any module. From then on it takes this rank's shard of sequences, as `SequenceShard` takes them. If
+            tensor parallelism shards it, `shard_tensors` must have run before.
         group: The ranks that share sequences.
         kind: "gather", "ring" or "heads": see `GatherAttention`, `RingAttention` and `HeadsAttention`.
 
     Raises:
-        ConfigError: There is no such kind, it cannot take these heads, a window or sinks, or a module attends in a way
-            of its own.
+        ConfigError: The kind is unknown or does not support these heads, a window or sinks, or a module attends in a
+            way of its own.
     """
     if kind not in KINDS:
         raise ConfigError(f"context={kind!r} must be one of {', '.join(map(repr, KINDS))}")
@@ -270,27 +270,27 @@ class _Block(NamedTuple):
     """Some of this rank's queries and some keys and values."""
 
     ranks: slice
-    """Whose keys and values."""
+    """Ranks that the keys and values come from."""
     rows: slice
-    """Which of this rank's queries."""
+    """The rows of this rank's queries."""
     keys: slice
-    """Which of each rank's keys."""
+    """The places of each rank's keys."""
     masks: Masks
-    """Which pairs of these count."""
+    """Masks that select the pairs of queries and keys that count."""
 
     def attend(self, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """`q` are all of this rank's queries, `kv` the block's keys and values."""
+        """Attend, given all of this rank's queries as `q`, and the block's keys and values as `kv`."""
         return attention_block(q[:, :, self.rows], kv[0], kv[1], self.masks)
 
     def gradients(self, grad_out: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the block's queries, and of its `kv`."""
+        """Return the gradients of the block's queries and of its `kv`."""
         grad_out, q, out, lse = (t[:, :, self.rows] for t in (grad_out, q, out, lse))
         dq, dk, dv = attention_block_backward(grad_out, q, kv[0], kv[1], out, lse, self.masks)
         return dq, torch.stack((dk, dv))
 
 
 class _Blocks:
-    """What this rank's queries attend to. [Note: who holds what]."""
+    """The blocks that this rank's queries attend to. [Note: who holds what]."""
 
     def __init__(self, q: Tensor, documents: Tensor | None, group_name: str) -> None:
         self.group = group_named(group_name)
@@ -300,7 +300,7 @@ class _Blocks:
         self._documents = None if documents is None else documents.unflatten(1, (self.size, -1))
 
     def with_keys_of(self, ranks: slice) -> _Block:
-        """Of consecutive ranks: some before this one, some after it, or it alone."""
+        """Return the block of consecutive ranks: some before this one, some after it, or it alone."""
         rows = slice(self._half if ranks.start > self.rank else 0, None)
         keys = slice(self._half if ranks.start < self.rank else None)
         documents = self._documents_of(self.own, rows), self._documents_of(ranks, keys)
@@ -311,7 +311,7 @@ class _Blocks:
 
     @property
     def of_others(self) -> list[_Block]:
-        """As few as possible."""
+        """Return the fewest blocks that cover the other ranks' keys."""
         others = [slice(0, self.rank), slice(self.rank + 1, self.size)]
         return [self.with_keys_of(ranks) for ranks in others if ranks.start < ranks.stop]
 
@@ -361,7 +361,7 @@ def _gather_attention_backward(
 
 
 def _gather(tensor: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
-    """Starts to gather the tensors of all ranks; the result waits, for all with ranks as a further first dim."""
+    """Start an all-gather; the result waits for it and returns all tensors, with ranks as a further first dim."""
     gathered = tensor.new_empty(group.size(), *tensor.shape)
     work = all_gather_single(gathered.flatten(0, 1), tensor, group=group, async_op=True)
 
@@ -375,7 +375,7 @@ def _gather(tensor: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
 
 
 def _in_a_row(kv: Tensor, block: _Block) -> Tensor:
-    """Of `[ranks, 2, batch, kv_heads, local seq, head_dim]` the block's, in the order of ranks."""
+    """Return the block's part of `[ranks, 2, batch, kv_heads, local seq, head_dim]`, in the order of ranks."""
     return kv[block.ranks, ..., block.keys, :].movedim(0, -3).flatten(-3, -2)
 
 
@@ -420,7 +420,7 @@ def _ring_attention_backward(
 
 
 def _go_round(kv: Tensor, blocks: _Blocks) -> Iterator[tuple[_Block, Tensor]]:
-    """The block of each rank's keys, and these with their values, this rank's first; passes them on meanwhile."""
+    """Yield each rank's block with its keys and values, this rank's first, and pass them on meanwhile."""
     for step in range(blocks.size):
         next_kv = _pass_on(kv, blocks) if step < blocks.size - 1 else None
         rank = (blocks.rank - step) % blocks.size
@@ -431,7 +431,7 @@ def _go_round(kv: Tensor, blocks: _Blocks) -> Iterator[tuple[_Block, Tensor]]:
 
 
 def _pass_on(tensor: Tensor, blocks: _Blocks) -> Callable[[], Tensor]:
-    """Starts to send a tensor to the next rank; the result waits for that of the rank before."""
+    """Start to send a tensor to the next rank; the result waits for the tensor of the previous rank."""
     if blocks.size == 1:
         return lambda: tensor
     received = torch.empty_like(tensor)
@@ -451,7 +451,7 @@ def _pass_on(tensor: Tensor, blocks: _Blocks) -> Callable[[], Tensor]:
 
 
 def _in_form_of(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """With their dtypes and order in memory, as `_new_gradients` tells the compiler."""
+    """Return values in the dtypes and memory order of the tensors, as `_new_gradients` states for the compiler."""
     return tuple(torch.empty_like(t).copy_(value) for t, value in zip(tensors, values, strict=True))
 
 
@@ -464,7 +464,7 @@ def _new_gradients(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -
 
 
 def _define(name: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
-    """One operator for the forward and one for its backward, which `torch.compile` takes whole."""
+    """Define an operator for the forward and one for its backward, which `torch.compile` does not look into."""
     qkv, rest = "Tensor q, Tensor k, Tensor v", "Tensor? documents, str group_name"
     gradients = define(
         f"{name}_backward",
@@ -489,4 +489,4 @@ _gather_op = _define("gather_attention", _gather_attention, _gather_attention_ba
 _ring_op = _define("ring_attention", _ring_attention, _ring_attention_backward)
 
 CONTEXT_OPS = (torch.ops.lightning_d9d.gather_attention.default, torch.ops.lightning_d9d.ring_attention.default)
-"""What attends in the forward. Selective recomputation keeps the results."""
+"""Operators that attend in the forward. Selective recomputation keeps their results."""

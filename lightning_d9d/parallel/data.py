@@ -1,21 +1,23 @@
-"""Fully sharded data parallelism: which modules are gathered together, and when, with torch's FSDP2.
+"""Implements fully sharded data parallelism: which modules are gathered together, and when, with torch's FSDP2.
 
-[Note: units] `fully_shard` gathers and reduces the parameters of a *unit* in one message. A block of the model is one;
-its experts are one of their own, whose collectives run over other ranks; what is left is gathered with the stage.
+[Note: units] `fully_shard` gathers and reduces the parameters of a *unit* in one message. Each block of the model is a
+unit. The experts of a block are a unit of their own, whose collectives run over other ranks. The remaining parameters
+are gathered with the stage.
 
-[Note: kept or not] By itself FSDP2 lets go of a unit after its forward and again after its backward, where it also
-reduces its gradients. That is right where a batch is one microbatch. In a pipeline it would gather a stage twice for
-each microbatch, and of a split backward no hook would reduce what its weight backward computes. So there a stage is
-*kept*: gathered before its first forward of the batch, let go of after its last backward, and reduced once, by the
-hooks if that is a full backward, so that it overlaps, else by hand.
+[Note: kept or not] By itself FSDP2 reshards a unit after its forward. It reshards it again after its backward, where it
+also reduces its gradients. This is right where a batch is one microbatch. In a pipeline it would gather a stage twice
+for each microbatch. No hook would reduce the gradients that the weight backward of a split backward computes. So a
+pipeline *keeps* a stage: it gathers the stage before its first forward of the batch, and reshards it after its last
+backward. Gradients are reduced once. If the last backward is a full one, the hooks reduce them, which overlaps;
+otherwise `FullySharded.reduce` does.
 
 [Note: sums] Gradients are added up over ranks, in float32 at least, and not divided: a `D9DModule` divides all of them
-once. A unit's reduction has every trained parameter in it, with zeros where this rank has no gradient: else ranks that
-use different parameters would send messages of different sizes. So a parameter that no rank used gets zeros, where a
-replicated one would get none.
+once. A unit's reduction includes every trained parameter, with zeros where this rank has no gradient. Otherwise ranks
+that use different parameters would send messages of different sizes. So a parameter that no rank used gets zeros, where
+a replicated one would get none.
 
-FSDP2 keeps a sharded gradient in the dtype of its parameter, and has no public way to reduce outside of its hooks. What
-is used of its inside is in `fsdp.py`.
+FSDP2 keeps a sharded gradient in the dtype of its parameter, and has no public way to reduce outside of its hooks.
+`fsdp.py` holds all uses of its private names.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from lightning_d9d.parallel.fsdp import forget_forward, reset, roots
 
 
 def weight_mesh(mesh: MeshDomains) -> DeviceMesh | None:
-    """What weights outside of experts are fully sharded over, behind an axis of copies if there are any.
+    """Return the mesh that shards weights outside of experts, behind an axis of copies if there are any.
 
     A part of `MeshDomains.weights`, so collective at the first use. None where no axis shards data.
     """
@@ -63,15 +65,15 @@ def shard_data(
     """Shard the parameters of a stage over the data ranks, in place; nothing where no axis shards data.
 
     Parameters that already belong to a unit stay there, and experts that are spread over ranks are left alone.
-    Collective in the way of `fully_shard`: every rank shards the same.
+    Collective as `fully_shard` is: every rank shards the same.
 
     Args:
-        stage: On the meta device, or with equal values on all ranks.
-        units: Its modules that are gathered one at a time, or lists of modules that are gathered together and run one
-            after the other, in the order in which they run. The rest of the stage is gathered with the first of them
-            and kept until its backward is done; with it those that are not `separable`.
-        mesh: Of all ranks.
-        parallel: Says when to let go, the dtype to gather in, and where to keep.
+        stage: A stage on the meta device, or with equal values on all ranks.
+        units: Modules of the stage, in the order in which they run. Each is gathered by itself; the modules of a list,
+            which run one after the other, are gathered together. The rest of the stage, with units that are not
+            `separable`, is gathered with the first of them. It is kept until its backward is done.
+        mesh: The mesh of all ranks.
+        parallel: When to reshard, the dtype to gather in, and where to keep shards.
         casts_inputs: Whether floats that a unit is called with are cast to the dtype that it is gathered in.
     """
     over = weight_mesh(mesh)
@@ -85,9 +87,9 @@ def shard_data(
 
 
 def separable(module: nn.Module, units: Iterable[nn.Module | list[nn.Module]]) -> list[nn.Module | list[nn.Module]]:
-    """Those units that share no parameter with another one or with the rest of the module.
+    """Return the units that share no parameter with another one or with the rest of the module.
 
-    Gathered apart from what has the same parameter they would be untied.
+    A unit that is gathered apart from another holder of its parameter would untie the two.
     """
     units = list(units)
     parameters = [{each for part in _modules_of(unit) for each in part.parameters()} for unit in units]
@@ -102,20 +104,20 @@ def _modules_of(unit: nn.Module | list[nn.Module]) -> list[nn.Module]:
 
 
 def as_unit(unit: nn.Module | list[nn.Module]) -> nn.Module | list[nn.Module]:
-    """A unit as `fully_shard` takes it: torch 2.11 refuses a `ModuleDict` by itself, even one with a forward."""
+    """Return a unit as `fully_shard` takes it: torch 2.11 refuses a `ModuleDict` by itself, even one with a forward."""
     return [unit] if isinstance(unit, nn.Module) and _is_run_list(unit) else unit
 
 
 def _is_run_list(module: nn.Module) -> bool:
-    """Whether it is a list or dictionary of modules with a forward of its own, such as a `BlockSequence`."""
+    """Return whether a module is a list or dictionary of modules with its own forward, such as a `BlockSequence`."""
     return isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is not nn.Module.forward
 
 
 def settings(unit: nn.Module | list[nn.Module], parallel: ParallelConfig, casts_inputs: bool = True) -> dict[str, Any]:
-    """The keyword arguments of `fully_shard` for a unit that follow from the configuration.
+    """Return the keyword arguments of `fully_shard` for a unit that follow from the configuration.
 
     Args:
-        unit: What is gathered together.
+        unit: A module or modules that are gathered together.
         parallel: The configuration.
         casts_inputs: Whether tensors that the unit is called with are cast to the dtype that it is gathered in.
     """
@@ -134,12 +136,12 @@ def settings(unit: nn.Module | list[nn.Module], parallel: ParallelConfig, casts_
 
 
 def blocks_of(stage: nn.Module, class_names: Sequence[str] | None = None) -> list[nn.Module]:
-    """The modules of a stage that are treated alike, one after the other.
+    """Return the blocks of a stage: its modules that are treated alike, one after the other.
 
     Args:
         stage: The stage.
-        class_names: Of which classes they are; by default the entries of the outermost `ModuleList`s and `ModuleDict`s,
-            which may be the stage itself if it has a forward, as `BlockSequence` has.
+        class_names: The classes of the blocks. By default, blocks are the entries of the outermost `ModuleList`s and
+            `ModuleDict`s. The stage itself may be one of these if it has a forward, as `BlockSequence` has.
 
     Raises:
         ConfigError: The stage has no module of one of these classes.
@@ -158,15 +160,15 @@ def blocks_of(stage: nn.Module, class_names: Sequence[str] | None = None) -> lis
 
 
 def check_blocks(module: nn.Module, blocks: Sequence[nn.Module], setting: str) -> None:
-    """See that there are blocks for a setting that is about blocks, or could be on other stages.
+    """Check that a setting about blocks has some here, or could have some on other stages.
 
     Args:
-        module: What the blocks are of. A stage of a pipeline may have an empty list of them.
-        blocks: The setting is for these.
-        setting: Its name and value, `"ParallelConfig.compile=True"`.
+        module: The module with the blocks. A stage of a pipeline may have an empty list of them.
+        blocks: The blocks that the setting applies to.
+        setting: The setting's name and value, such as `"ParallelConfig.compile=True"`.
 
     Raises:
-        ConfigError: There are none, and no list of modules that could have some.
+        ConfigError: The module has neither blocks nor a list of modules that could hold some.
     """
     if not blocks and not has_lists(module):
         raise ConfigError(
@@ -177,12 +179,12 @@ def check_blocks(module: nn.Module, blocks: Sequence[nn.Module], setting: str) -
 
 
 def has_lists(module: nn.Module) -> bool:
-    """Whether it has a list or dictionary of modules, if only an empty one, or is one."""
+    """Return whether a module has or is a list or dictionary of modules, even an empty one."""
     return any(isinstance(part, nn.ModuleList | nn.ModuleDict) for part in module.modules())
 
 
 def class_name(module: nn.Module) -> str:
-    """Of its class, which `fully_shard` exchanges for one that is derived from `FSDPModule` and it."""
+    """Return the name of a module's class before `fully_shard` replaced it by one derived from `FSDPModule` and it."""
     cls = type(module)
     return (cls.__bases__[1] if isinstance(module, FSDPModule) and len(cls.__bases__) > 1 else cls).__name__
 
@@ -196,12 +198,12 @@ def _entries(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def is_of_experts(parameter: nn.Parameter) -> bool:
-    """Whether it is spread over the ranks of an expert axis."""
+    """Return whether a parameter is spread over the ranks of an expert axis."""
     return isinstance(parameter, DTensor) and Axis.EP_SHARD in (parameter.device_mesh.mesh_dim_names or ())
 
 
 def num_shards(parameter: nn.Parameter) -> int:
-    """Over how many ranks `fully_shard` has sharded it, those of tensor and expert parallelism left out."""
+    """Return over how many ranks `fully_shard` sharded a parameter, without those of tensor and expert parallelism."""
     if not isinstance(parameter, DTensor):
         return 1
     mesh, others = parameter.device_mesh, {Axis.TP, Axis.TP_SHARD, Axis.TP_REPLICATE, Axis.EP_SHARD}
@@ -215,22 +217,22 @@ def num_shards(parameter: nn.Parameter) -> int:
 
 
 def shard_dim(dims: Sequence[int], num_shards: int) -> int:
-    """The dim along which a parameter of this shape is sharded: 0, or 1 where dim 0 is too short and dim 1 divides."""
+    """Return the dim along which this shape is sharded: 0, or 1 where dim 0 is too short and dim 1 divides evenly."""
     return 1 if dims[0] < num_shards and len(dims) > 1 and dims[1] % num_shards == 0 else 0
 
 
 def place(num_shards: int, parameter: nn.Parameter) -> Shard:
-    """`shard_dim` as `fully_shard` asks for it, of what other axes have left of a parameter."""
+    """Return the `shard_dim` of this rank's part of a parameter on other axes, in the form for `fully_shard`."""
     return Shard(shard_dim(local(parameter).shape, num_shards))
 
 
 class FullySharded:
-    """The units of one stage, gathered and reduced as the schedule says. [Note: kept or not].
+    """Gathers and reduces the units of one stage as the schedule says. [Note: kept or not].
 
     Args:
-        stage: With units made by `fully_shard`.
-        keeps: Whether the stage is kept over a batch. It always is if backwards come in two halves.
-        reduces_each: Whether gradients are reduced after each microbatch, not after the last alone.
+        stage: A stage with units made by `fully_shard`.
+        keeps: Whether the stage is kept over a batch. It is always kept if backwards are split.
+        reduces_each: Whether gradients are reduced after each microbatch, not only after the last.
     """
 
     def __init__(self, stage: nn.Module, *, keeps: bool, reduces_each: bool) -> None:
@@ -247,20 +249,20 @@ class FullySharded:
         self._roots = roots(self.units)
         self._groups = [group for root in self._roots for group in root.groups]
         self._reduced: set[nn.Parameter] = set()
-        """Of this window: those that get gradients, or did when it began."""
+        """Parameters that require gradients, or did at the beginning of a batch of this window."""
         for group in self._groups:
             group.reduce_all(self._reduced, keeps_wide=True)
 
     def begin(self, *, is_first: bool, reduces: bool, splits_backward: bool) -> None:
-        """A batch begins.
+        """Begin a batch.
 
         Args:
-            is_first: Of a window: gradients of an earlier one that met no step are forgotten.
+            is_first: Whether it is the first of a window. Gradients that an earlier window left are then dropped.
             reduces: Whether gradients are reduced in this batch.
-            splits_backward: Whether backwards come in two halves.
+            splits_backward: Whether backwards are split.
 
         Raises:
-            ConfigError: Gradients are to be reduced after each microbatch, but come in two halves.
+            ConfigError: Gradients are to be reduced after each microbatch, but backwards are split.
         """
         if splits_backward and self.reduces_each:
             raise ConfigError(
@@ -280,7 +282,7 @@ class FullySharded:
         self._set(reduces=self.reduces_each, keeps=self._keeps_now)
 
     def unshard(self) -> None:
-        """Start to gather what is kept; forwards wait for it."""
+        """Start to gather the stage if it is kept; forwards wait for it."""
         if not self._keeps_now:
             return
         handles = [unit.unshard(async_op=True) for unit in self.units]
@@ -293,12 +295,12 @@ class FullySharded:
             group.accumulate_wide()
 
     def reshard(self) -> None:
-        """Let go of what is gathered."""
+        """Reshard the stage."""
         for unit in self.units:
             unit.reshard()
 
     def last_backward(self) -> None:
-        """The coming full backward is the last of the batch: its hooks may reduce and let go."""
+        """Announce that the coming full backward is the last of the batch: its hooks may reduce and reshard."""
         self._has_announced_last = True
         if self._keeps_now:
             for group in self._groups:  # all is there, but the first unit would prefetch the last of the forward before
@@ -308,7 +310,7 @@ class FullySharded:
             root.unit.set_is_last_backward(True)
 
     def reduce(self) -> None:
-        """All gradients of the batch are there: reduce them, if no hook has."""
+        """Reduce the gradients of the batch, which are complete, unless the hooks do."""
         if self._has_announced_last or not self._reduces:
             return
         self._set(reduces=True, keeps=False)
@@ -318,11 +320,11 @@ class FullySharded:
             root.finish()
 
     def drop(self) -> None:
-        """Forget a batch that was broken off."""
+        """Forget a batch that was interrupted."""
         reset(self.units)
 
     def close(self) -> None:
-        """Leave the units as they were."""
+        """Reshard the units, restore their own hooks, and drop gradients that were not reduced."""
         self.reshard()
         for group in self._groups:
             group.restore()

@@ -1,4 +1,4 @@
-"""Blocks that run by a function in place of the `forward` of their class."""
+"""Runs blocks by a function in place of the `forward` of their class."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lightning_d9d.errors import ConfigError
 
 
 def replace_forwards(blocks: Iterable[nn.Module], function: Callable[..., Any], setting: str) -> None:
-    """Let `function(block, *args, **kwargs)` run each block, by an attribute `forward`, which copies of a block keep.
+    """Run each block as `function(block, *args, **kwargs)`, by an attribute `forward`, which copies of a block keep.
 
     Raises:
-        ConfigError: A block has a `forward` of its own, beside that of its class. It names what asked, `setting`.
+        ConfigError: A block has a `forward` of its own, beside that of its class. The error names the `setting`.
     """
     for block in dict.fromkeys(blocks):
         if "forward" in vars(block):
@@ -27,7 +27,7 @@ def replace_forwards(blocks: Iterable[nn.Module], function: Callable[..., Any], 
 
 
 def restore_forwards(module: nn.Module, function: Callable[..., Any]) -> None:
-    """Take back what `replace_forwards` did with this function, anywhere in `module`."""
+    """Undo what `replace_forwards` did with this function, anywhere in `module`."""
     for part in module.modules():
         forward = vars(part).get("forward")
         if isinstance(forward, partial) and forward.func is function:

@@ -1,9 +1,9 @@
-"""All private names of FSDP2 that this package uses, behind adapters. Everything else here calls public functions.
+"""Adapts all private names of FSDP2 that this package uses. Everything else here calls public functions.
 
-FSDP2 has no public way to reduce the gradients of a unit outside of its hooks, to keep sharded gradients wider than
-their parameters before torch 2.15, or to forget a forward without waiting for its messages: `reset_iter_state` waits
-for an all-gather that a rank which failed may never have joined. `tests/parallel/test_fsdp.py` pins each private name,
-with the versions of torch that it was seen in.
+FSDP2 has no public way to reduce the gradients of a unit outside of its hooks. Before torch 2.15 it has none to keep
+sharded gradients wider than their parameters. It has none to forget a forward without waiting for its messages:
+`reset_iter_state` waits for an all-gather that a failed rank may never have joined. `tests/parallel/test_fsdp.py` pins
+each private name, with the versions of torch that it was seen in.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from lightning_d9d.waits import waiting
 
 ACCUMULATES_IN_LEAF = isinstance(getattr(FSDPParam, "unsharded_accumulated_grad", None), property)
-"""Whether unreduced gradients add up in `.grad` of the unsharded parameter (torch 2.15), or in a tensor beside it."""
+"""True where unreduced gradients add up in `.grad` of the unsharded parameter (torch 2.15), not in another tensor."""
 
 _WAITS = ("wait_for_unshard", "finalize_backward")
-"""Methods of FSDP2's groups in which computation waits for what was gathered, and for the last reductions."""
+"""Methods of FSDP2's groups that wait for an all-gather, and for the last reductions."""
 
 
 class _TrainedParameters:
-    """Contains every parameter that requires a gradient when it is asked."""
+    """Contains every parameter that requires a gradient at the time of the question."""
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
         return parameter.requires_grad
@@ -46,14 +46,14 @@ class ParameterGroup:
 
     @property
     def sharded_parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters in the form that the optimizer sees."""
+        """Return the parameters in the form that the optimizer sees."""
         return (each.sharded_param for each in self._group.fsdp_params)
 
     def reduce_all(self, reduced: Container[nn.Parameter], *, keeps_wide: bool) -> None:
-        """Let each reduction have the same parameters on all ranks, with zeros for those that this rank has not used.
+        """Make each reduction have the same parameters on all ranks, with zeros for those that this rank has not used.
 
         Args:
-            reduced: Sharded parameters that a reduction has; asked at each reduction.
+            reduced: Sharded parameters that a reduction includes; looked up at each reduction.
             keeps_wide: Whether sharded gradients stay in the dtype of the reduction if that is the wider one.
         """
         if keeps_wide:
@@ -71,7 +71,7 @@ class ParameterGroup:
             vars(self._group).pop(name, None)
 
     def keep_after_forward(self, keeps: bool) -> None:
-        """Keep what is gathered after a forward, or reshard as `fully_shard` was asked to."""
+        """Keep parameters gathered after a forward, or reshard as `fully_shard` was asked to."""
         self._group.post_forward_mesh_info = None if keeps else self._post_forward_mesh
 
     def update_dtypes(self) -> None:
@@ -87,7 +87,7 @@ class ParameterGroup:
             self._group._init_reduce_scatter_param_order()
 
     def accumulate_wide(self) -> None:
-        """Let weight backwards, which no hook of FSDP2 sees, add up in the dtype of the reduction."""
+        """Accumulate gradients of weight backwards, which no hook of FSDP2 sees, in the dtype of the reduction."""
         for each in self._group.fsdp_params:
             if each.reduce_dtype is not None and hasattr(each, "_unsharded_param"):
                 each._unsharded_param.grad_dtype = each.reduce_dtype
@@ -105,19 +105,19 @@ class ParameterGroup:
         self._group._post_forward_indices.clear()
 
     def reduce(self) -> None:
-        """Reduce the gradients that are there, and reshard if the unit is set to."""
+        """Reduce the gradients that exist, and reshard if the unit is set to."""
         self._group.post_backward()
 
 
 def parameter_groups(unit: FSDPModule) -> list[ParameterGroup]:
-    """The groups of a unit: none if it has no parameters of its own, several if they lie on several meshes."""
+    """Return the groups of a unit: none if it has no parameters of its own, several if they lie on several meshes."""
     return [ParameterGroup(group) for group in _groups(_state_of(unit))]
 
 
 def reduce_unused(unit: FSDPModule) -> None:
-    """Let each reduction of a unit have all of its trained parameters, used on this rank or not.
+    """Make each reduction of a unit include all of its trained parameters, used on this rank or not.
 
-    Gradients stay in the dtype of their parameters, and are divided as FSDP2 does.
+    Gradients stay in the dtype of their parameters, and are divided as FSDP2 divides them.
     """
     if hasattr(unit, "set_reduce_scatter_unused_params"):  # since torch 2.13
         unit.set_reduce_scatter_unused_params(True, recurse=False)
@@ -150,7 +150,7 @@ class Root:
 
 
 def roots(units: Sequence[FSDPModule]) -> list[Root]:
-    """The outermost ones of these units, which come first, as in `Module.modules()`.
+    """Return the outermost ones of these units, each before the units inside, as in `Module.modules()`.
 
     They are initialised as the first forward would: each takes the units inside as its own.
     """
@@ -192,7 +192,7 @@ def reset(units: Sequence[FSDPModule]) -> None:
 
 
 def fully_sharded(module: nn.Module) -> set[nn.Parameter]:
-    """The parameters that FSDP2 reduces, in their sharded form."""
+    """Return the parameters that FSDP2 reduces, in their sharded form."""
     units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
     return {parameter for unit in units for group in parameter_groups(unit) for parameter in group.sharded_parameters}
 
@@ -205,7 +205,7 @@ def _wait(original: Callable[[Any], None], group: Any) -> None:
 def _post_backward(
     group: Any, reduced: Container[nn.Parameter], original: Callable[[Any], None], keeps_wide: bool, *_: object
 ) -> None:
-    """FSDP2's own, with all reduced parameters, and kept in the dtype of the reduction."""
+    """Run FSDP2's own method with all reduced parameters, and keep gradients in the dtype of the reduction."""
     if group.reduce_grads:
         members = [each for each in group.fsdp_params if hasattr(each, "_unsharded_param")]
         if ACCUMULATES_IN_LEAF:
@@ -218,7 +218,7 @@ def _post_backward(
 
 
 def _give_one_dtype(group: Any, members: Sequence[Any], reduced: Container[nn.Parameter], keeps_wide: bool) -> None:
-    """Before torch 2.15 all gradients of a reduction have one dtype, and sharded ones that of their parameter."""
+    """Give all gradients of a reduction one dtype, as FSDP2 requires before torch 2.15; add zeros for missing ones."""
     if keeps_wide and group._reduce_dtype is not None:
         group._orig_dtype = torch.promote_types(group._reduce_dtype, group._orig_dtype)
     gradients = [each.unsharded_accumulated_grad for each in members] + [e._unsharded_param.grad for e in members]

@@ -1,15 +1,16 @@
-"""Blocks whose kernels are launched all at once: CUDA graphs, for steps that wait for the host.
+"""Launches all kernels of a block at once, as CUDA graphs, for steps that wait for the host.
 
 Each block gets an attribute `forward`, as in `compiling`. The first call with tensors of a form captures the block's
-forward and backward; later ones copy their tensors to where the captured kernels read, and launch the graph.
+forward and backward. Later calls copy their tensors to where the captured kernels read, and launch the graph.
 
-[Note: what a graph holds] A graph has the addresses of its tensors. Weights that have moved since, or have become
-trainable, are noticed, and captured again. What the forward leaves for the backward lies in the graph, once: a second
-forward overwrites it, and so does the backward, so the backward of the first, or the same one again, is refused.
-Results and gradients are copied out, since a caller may keep them. What Python decided is in a graph as well: forwards
-while a part of the block is not trained, or counts no tokens (`lightning_d9d.pipeline.CountsTokens`), are another form.
+[Note: what a graph holds] A graph has the addresses of its tensors. A block is captured again where weights have moved
+since, or have become trainable. The graph holds one copy of the tensors that the forward saves for the backward. A
+second forward overwrites it, and so does the backward. So the backward of an earlier forward is refused, and so is a
+second backward of one forward. Results and gradients are copied out, since a caller may keep them. The decisions of
+Python code are in a graph as well. Forwards while a part of the block is not trained, or counts no tokens
+(`lightning_d9d.pipeline.CountsTokens`), are another form.
 
-In split backwards a captured block has no weight phase, as a compiled one.
+A captured block has no weight phase in split backwards, like a compiled one.
 """
 
 from __future__ import annotations
@@ -34,32 +35,32 @@ from lightning_d9d.parallel.data import blocks_of, check_blocks
 from lightning_d9d.parallel.forwards import replace_forwards, restore_forwards
 
 MAX_FORMS = 8
-"""How many forms of its inputs a block is captured for; others run as without graphs."""
+"""The number of forms of its inputs that a block is captured for; others run without graphs."""
 _NUM_WARM_UPS = 2
-"""Kernels are compiled and chosen, and workspaces taken, when they first run."""
+"""Runs before a capture: kernels are compiled and chosen, and workspaces allocated, when they first run."""
 
 
 def capture_blocks(
     module: nn.Module, parallel: ParallelConfig, mesh: MeshDomains | None, blocks: Iterable[nn.Module] | None = None
 ) -> None:
-    """Let the blocks of a module run as CUDA graphs while it is trained on CUDA, in place. Local.
+    """Run the blocks of a module as CUDA graphs while it is trained on CUDA, in place. Local.
 
     Losses and gradients are those of the uncaptured module. Dropout draws other numbers. Each block keeps the memory of
     its activations for each form of its inputs (shapes, dtypes, which of them require gradients), up to eight. The
-    forward must not wait for the device or for other ranks, nor do anything but compute, from its arguments, parameters
-    and buffers, and change buffers in place: what else it does happens only when it is captured. Nothing can be
+    forward must not wait for the device or for other ranks. It may only compute from its arguments, parameters and
+    buffers, and change buffers in place. Anything else happens only when it is captured. Results cannot be
     differentiated twice.
 
     Args:
-        module: Any.
-        parallel: Blocks are captured if `parallel.cuda_graphs` is set. In any case earlier calls are taken back.
-        mesh: Of all ranks; None for one process.
-        blocks: Parts of the module; by default what `blocks_of` finds with `parallel.shard_blocks`.
+        module: Any module.
+        parallel: Blocks are captured if `parallel.cuda_graphs` is set. In any case earlier calls are undone.
+        mesh: The mesh of all ranks; None for one process.
+        blocks: Parts of the module; by default those that `blocks_of` finds with `parallel.shard_blocks`.
 
     Raises:
-        ConfigError: There are no blocks, ranks do not hold whole models, routers have a loss over several ranks, or a
-            block has a `forward` of its own, beside that of its class. In the first training step: a block cannot be
-            captured, or a parameter has a hook, which would change its gradient twice.
+        ConfigError: The module has neither blocks nor lists of modules. Ranks do not hold whole models. Routers have a
+            loss over several ranks. Or a block has a `forward` of its own, beside that of its class. In the first
+            training step: a block cannot be captured, or a parameter has a hook, which would change its gradient twice.
     """
     restore_forwards(module, _forward)
     release_graphs(module)
@@ -86,7 +87,7 @@ def capture_blocks(
 
 
 def release_graphs(module: nn.Module) -> None:
-    """Let go of the memory of what has been captured; a next call captures again. Local."""
+    """Free the memory of all captured graphs of a module; a next call captures again. Local."""
     for part in module.modules():
         _captured.pop(part, None)
 
@@ -119,7 +120,7 @@ def _forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
             of_inputs = iter(inputs)
             replaced = [next(of_inputs) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             new_args, new_kwargs = tree_unflatten(replaced, structure)
-            # A weight that autocast has cast before would be cast never again.
+            # The cache of autocast would make a graph read a copy of a weight that nothing updates.
             with (
                 defer(None),
                 torch.autocast("cuda", autocasts or None, enabled=bool(autocasts), cache_enabled=False),
@@ -143,7 +144,7 @@ def _forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _form(block: nn.Module, leaves: Sequence[Any], structure: Any) -> tuple[Any, ...]:
-    """What is in a graph of a block beside the values of tensors: where it differs, there is another graph."""
+    """Return everything a block's graph depends on beside the values of tensors; each form has its own graph."""
     return (
         structure,
         torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
@@ -159,9 +160,9 @@ class _Graphs:
 
     Args:
         call: The function.
-        tensors: What it is called with.
-        weights: What else it computes gradients of.
-        buffers: What it may change; it does not change while it is captured.
+        tensors: Its arguments.
+        weights: Other tensors that it computes gradients of.
+        buffers: Buffers that it may change; the capture restores their values.
     """
 
     def __init__(
@@ -183,7 +184,7 @@ class _Graphs:
                 torch.autograd.grad(differentiable, sources, gradients, allow_unused=True)
         torch.cuda.current_stream().wait_stream(stream)
         self.forward, self.backward, self.num_forwards = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(), 0
-        # Other threads, that pin memory or watch collectives, may go on meanwhile.
+        # Other threads, which pin memory or watch collectives, may continue meanwhile.
         with torch.cuda.graph(self.forward, stream=stream, capture_error_mode="thread_local"):
             results, self.structure = tree_flatten(call(self.inputs))
         differentiable = _differentiable(results)
@@ -239,4 +240,4 @@ def _differentiable(results: Iterable[Any]) -> list[Tensor]:
 
 
 _captured: WeakKeyDictionary[nn.Module, tuple[Any, dict[Any, _Graphs]]] = WeakKeyDictionary()
-"""Of each block: where its weights lie, and what has been captured, by form. Not in the block: copies share nothing."""
+"""The addresses of each block's weights, and its graphs by form. Kept outside of blocks: copies share nothing."""

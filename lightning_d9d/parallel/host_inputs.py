@@ -1,10 +1,10 @@
-"""Inputs of recomputed blocks that wait in the host's memory for their backward.
+"""Keeps inputs of recomputed blocks in host memory until their backward.
 
 [Note: copies beside the computation] A block's input is copied to pinned memory when its forward begins. Copies have a
-stream of their own, which waits for the stream that made the input. When a backward comes to a block, its input is
-brought back. The copy for the block before begins then, and goes on while this block is computed again. So two inputs
-are on the device at a time, and only that of a batch's last block is waited for. Memory that both streams use is freed
-for others when both are done with it.
+stream of their own, which waits for the stream that made the input. When a backward reaches a block, its input is
+copied back. The copy for the previous block begins then, and continues while this block is recomputed. So two inputs
+are on the device at a time, and only the copy for a batch's last block is waited for. Memory that both streams use is
+reused when both are done with it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class _Waiting:
-    """A tensor that waits in the host's memory.
+    """A tensor that waits in host memory.
 
     Args:
-        tensor: On any device.
+        tensor: A tensor on any device.
         before: The tensor that was sent before it, and is needed after it.
     """
 
@@ -37,7 +37,7 @@ class _Waiting:
         self._copy(tensor, self._host)
 
     def take(self) -> Tensor:
-        """Return the tensor on its device, and begin to bring back the one that is needed next."""
+        """Return the tensor on its device, and begin to copy back the one that is needed next."""
         back = self._begin()
         arrived, self._back, self._arrived, self._was_taken = self._arrived, None, None, True
         before = None if self._before is None else self._before()
@@ -54,7 +54,7 @@ class _Waiting:
         return self._back
 
     def _copy(self, source: Tensor, target: Tensor) -> torch.cuda.Event | None:
-        """Copy behind what the current stream has been given, on the stream of copies; without waiting on CUDA."""
+        """Copy on the stream of copies, after all work of the current stream so far; on CUDA the host does not wait."""
         if self._device.type != "cuda":
             target.copy_(source)
             return None
@@ -74,14 +74,14 @@ def _stream_of_copies(device: torch.device) -> torch.cuda.Stream:
 
 
 _latest: weakref.ref[_Waiting] | None = None
-"""The one that was sent last."""
+"""The tensor that was sent last."""
 
 
 def inputs_on_host(inputs: Collection[object]) -> AbstractContextManager[object]:
-    """Open around a checkpoint, whose inputs then wait in the host's memory. [Note: copies beside the computation].
+    """Keep the inputs of a checkpoint, opened inside, in host memory. [Note: copies beside the computation].
 
     Args:
-        inputs: Those of the checkpoint. Tensors that require a gradient are sent; others, such as tables that all
+        inputs: Inputs of the checkpoint. Tensors that require a gradient are sent; others, such as tables that all
             blocks share, stay.
     """
     sent = {each.untyped_storage().data_ptr() for each in inputs if type(each) is Tensor and each.requires_grad}

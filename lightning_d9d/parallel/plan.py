@@ -1,9 +1,9 @@
-"""Who sums each gradient over the ranks that have a part in it: one table for all kinds of parallelism.
+"""Defines who sums each gradient over the ranks that have a part in it: one table for all kinds of parallelism.
 
-Tokens are split over the ranks of a pipeline stage. The gradient of the whole batch is the sum of what each rank's
-tokens contribute, so for each parameter every axis of the ranks must be summed over exactly once: by somebody, and by
-nobody else. (With tensor parallelism ranks compute one loss together, each for its slice of the tokens or its part of
-the matrices; what a rank has then of a gradient is a summand of the whole in the same way.)
+Tokens are split over the ranks of a pipeline stage. The gradient of the whole batch is the sum of the contributions of
+all ranks' tokens. So each parameter's gradient must be summed exactly once over every axis of the ranks. With tensor
+parallelism ranks compute one loss together, each for its slice of the tokens or its shard of the matrices. Then each
+rank's gradient is a summand of the whole in the same way.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ShardingKind(StrEnum):
 
 
 NOT_TENSOR_SHARDED = (ShardingKind.REPLICATED, ShardingKind.FULLY_SHARDED)
-"""Where all tensor ranks have the same, or the same shard."""
+"""Kinds where all tensor ranks have the same parameter, or the same shard of it."""
 
 
 class Summed(StrEnum):
@@ -80,7 +80,7 @@ WHO_SUMS: dict[ShardingKind, dict[Axis, Summed]] = {
         Axis.EP_SHARD: Summed.WITH_TOKENS,
     },
 }
-"""For each kind the axes that make up the ranks of a stage, and who sums over each."""
+"""The axes that make up the ranks of a stage, and who sums over each, for each kind."""
 
 
 def parallelize(stage: nn.Module, mesh: MeshDomains | None, parallel: ParallelConfig) -> None:
@@ -89,8 +89,8 @@ def parallelize(stage: nn.Module, mesh: MeshDomains | None, parallel: ParallelCo
     Tensor and context parallelism are left to `shard_tensors` and `shard_context`, which must know the model.
 
     Args:
-        stage: On the meta device.
-        mesh: Of all ranks; None for one process.
+        stage: A stage on the meta device.
+        mesh: The mesh of all ranks; None for one process.
         parallel: The configuration; it may name the classes of the stage's blocks.
     """
     blocks = blocks_of(stage, parallel.shard_blocks)
@@ -104,14 +104,14 @@ def parallelize(stage: nn.Module, mesh: MeshDomains | None, parallel: ParallelCo
 
 
 def sharding_kind(parameter: nn.Parameter, fully_sharded: set[nn.Parameter]) -> ShardingKind:
-    """How a parameter of a stage lies.
+    """Return how a parameter of a stage is sharded.
 
     Args:
-        parameter: In its sharded form.
-        fully_sharded: What FSDP2 reduces.
+        parameter: A parameter in its sharded form.
+        fully_sharded: Parameters that FSDP2 reduces.
 
     Raises:
-        ConfigError: It lies in a way that the table does not know.
+        ConfigError: The parameter is sharded in a way that is not in the table.
     """
     axes = parameter.device_mesh.mesh_dim_names or () if isinstance(parameter, DTensor) else ()
     if parameter in fully_sharded:
@@ -135,7 +135,7 @@ def sharding_kind(parameter: nn.Parameter, fully_sharded: set[nn.Parameter]) -> 
 
 
 def _of_tensor_axes(parameter: nn.Parameter) -> ShardingKind | None:
-    """How it lies on the axes of tensor parallelism; None if it does not."""
+    """Return how a parameter is sharded over the axes of tensor parallelism; None if it is not."""
     if not isinstance(parameter, DTensor):
         return None
     names = parameter.device_mesh.mesh_dim_names or ()
@@ -148,14 +148,14 @@ def _of_tensor_axes(parameter: nn.Parameter) -> ShardingKind | None:
 
 
 def axes_left(kind: ShardingKind) -> list[Axis]:
-    """The axes over which gradients of this kind are still to be summed when the backward of a stage is done."""
+    """Return the axes over which gradients of this kind remain to be summed after the backward of a stage."""
     return [axis for axis, by in WHO_SUMS[kind].items() if by in (Summed.IN_BUCKETS, Summed.AFTERWARDS)]
 
 
 def group_of(kind: ShardingKind, mesh: MeshDomains, summed: Summed) -> dist.ProcessGroup | None:
-    """The ranks over which gradients of this kind are summed in one of the ways; None where it is one rank.
+    """Return the ranks over which gradients of this kind are summed in one of the ways; None for a single rank.
 
-    Collective over all ranks if there is no such group yet.
+    Collective over all ranks if this group does not exist yet.
     """
     axes = [axis for axis, by in WHO_SUMS[kind].items() if by is summed and mesh.sizes[axis] > 1]
     num_ranks = math.prod(mesh.sizes[axis] for axis in axes)

@@ -1,30 +1,33 @@
-"""Finds what mixes the tokens of a rank alone, where ranks share sequences.
+"""Finds modules that mix the tokens of a rank alone, where ranks share sequences.
 
-Attention, a convolution or a mean that is not made for it sees the tokens of its own rank, and counts places from the
-first of those. Nothing fails, and the loss is that of another model. So stages run apart before the first batch, on a
-microbatch of it:
+Attention, a convolution or a mean may not be made for shared sequences. It then sees the tokens of its own rank alone,
+and counts places from the first of those. Nothing fails, and the loss is that of another model. So stages run once more
+before the first batch, on a microbatch of it, in these ways:
 
-1. As it is, to see what comes out of modules that are made for parts of sequences.
-2. With NaN in the numbers of one token. Modules made for parts give random numbers in place of results, with NaN for
-   that token. If another token becomes NaN, the innermost module in whose output it does mixes tokens. NaN survives
+1. As it is, to see what comes out of modules that are made for shards of sequences.
+2. With NaN in the numbers of one token. Modules made for shards give random numbers in place of results, with NaN for
+   that token. If another token becomes NaN, the innermost module whose output shows it mixes tokens. NaN survives
    masks that multiply, and weights that are zero.
-3. With NaN in the numbers of all tokens. A module with NaN in a matrix of one vector for each row has made that of its
-   own tokens: their mean, or the last of them. Losses, numbers or one number for each row, may be summed.
+3. With NaN in the numbers of all tokens. A module may return a matrix of one vector for each row. NaN in it shows that
+   the vectors come from the tokens of its own rank: their mean, or the last of them. Losses, numbers or one number for
+   each row, may be summed.
 4. With the same numbers on all ranks, forwards and with the tokens reversed. A module whose output is not reversed with
-   its input goes by the places of tokens. If its output is the same on all ranks, it counts places on each from 0.
-   `microbatch_inputs` is looked at in the same way.
-5. The last stage, `microbatch_loss` and `microbatch_metrics`, with every second token exchanged for that of the
-   reversed order, with the others exchanged, and with all. A loss that adds up what each token has with its label
-   changes by as much in the third run as in the first two together. One whose labels are shifted there does not, nor
-   that of a mean over tokens. A number that is the same in all runs, such as the share of rows in which every token is
-   right, shows nothing.
+   its input depends on the places of tokens. If its output is the same on all ranks, it counts places on each from 0.
+   `microbatch_inputs` is checked in the same way.
+5. The last stage, `microbatch_loss` and `microbatch_metrics`, with every second token replaced by that of the reversed
+   order, with the other tokens replaced, and with all. A sum over pairs of a token and its label changes by as much in
+   the third run as in the first two together. A loss that shifts labels does not, nor does a mean over
+   tokens. A number that is the same in all runs, such as the share of rows in which every token is right, shows
+   nothing.
 
-What ranks compute together (`gather_dim` and the like, `TokenShard`, torch's functional collectives), or are going to
-(`TokenShard.summand`), has no NaN and other numbers on each rank, so what is made of it is not noticed.
+Ranks compute some results together: with `gather_dim` and the like, `TokenShard` and torch's functional collectives.
+Others they will sum (`TokenShard.summand`). The checks replace NaN in these results by numbers, or all their numbers by
+random ones that differ between ranks. So nothing that is computed from them is noticed.
 
-Modules that ask other ranks in other ways have an attribute `takes_sharded_sequences = True`. They are believed if they
-make no other tokens of the first rank NaN where its middle one is, or if some token of another rank becomes NaN where
-all of the first rank are. So are subclasses of ours that have a forward of their own.
+Modules that ask other ranks in other ways have an attribute `takes_sharded_sequences = True`. Two runs with NaN on the
+first rank check this. Such a module passes if NaN in the middle token reaches no other token of the first rank. It also
+passes if NaN in all tokens reaches a token of another rank. The same holds for subclasses of this package's modules
+that have a forward of their own.
 """
 
 from __future__ import annotations
@@ -63,15 +66,15 @@ _MIXES = "mixes the tokens of its own rank alone"
 _POOLS = "makes a vector for each row from the tokens of its own rank alone"
 _BY_PLACES = "counts the places of tokens from the first one of its own rank"
 _MOST_CHANGE = 2**-5
-"""How far the numbers of a token may lie apart, relative to the largest, as it stands in another row of a matrix."""
+"""The most that a token's numbers may differ, relative to the largest, in different rows of a matrix."""
 _MOST_ROUNDING = 2**-16
-"""How far sums over all tokens may lie apart, relative to the largest, in float32; in narrower dtypes 8 times eps."""
+"""The most that sums over all tokens may differ, relative to the largest, in float32; 8 eps in narrower dtypes."""
 _SAME = 2**-20
-"""How far sums of the same numbers may lie apart on two ranks, relative to the largest."""
+"""The most that sums of the same numbers may differ on two ranks, relative to the largest."""
 
 
 class _FoundError(Exception):
-    """A module that is not as it must be."""
+    """A module failed a check."""
 
     def __init__(self, module: nn.Module, what: str) -> None:
         super().__init__()
@@ -87,10 +90,10 @@ class _Seen(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """How loss and metrics are made of what the last stage gives."""
+    """How loss and metrics are computed from the output of the last stage."""
 
     make: Callable[[Any, Any], Mapping[str, Sequence[Tensor]]]
-    """Takes output and microbatch, and gives numbers, of which each is to be a sum over tokens, by what they are."""
+    """Takes output and microbatch, and returns numbers by name; each must be a sum over tokens."""
     microbatch: Any
 
 
@@ -104,19 +107,19 @@ def probe(
     modes: Mapping[nn.Module, bool],
     loss: Loss | None = None,
 ) -> None:
-    """See that no module of a stage mixes tokens, or counts them, on its rank alone. Collective over the stage's ranks.
+    """Check that no module of a stage mixes or counts tokens on its rank alone. Collective over the stage's ranks.
 
     Args:
-        stage: With values, spread over the ranks, and `apart`.
-        args: What it is going to be called with.
-        kwargs: The same by name.
-        mesh: Of all ranks.
+        stage: A stage with values, spread over the ranks, inside `apart`.
+        args: The positional arguments of its coming call.
+        kwargs: The keyword arguments.
+        mesh: The mesh of all ranks.
         axis: How to find the tokens in these.
         modes: Which of its modules train. In training norms over tokens mix, and dropout does not.
-        loss: Of the last stage.
+        loss: Loss and metrics, for the last stage.
 
     Raises:
-        ConfigError: One does, with its name; on all ranks that share sequences.
+        ConfigError: A module, which the error names, does; on all ranks that share sequences.
     """
     made = _outermost(stage, _is_made_for_shards)
     results = _Results(axis, made)
@@ -143,7 +146,7 @@ def probe(
 
 @contextmanager
 def _named(stage: nn.Module, mesh: MeshDomains) -> Generator[None]:
-    """Says what was found, with its name."""
+    """Turn a failed check into a `ConfigError` that names the module."""
     try:
         yield
     except _FoundError as found:
@@ -174,13 +177,13 @@ def _says_so(module: nn.Module) -> bool:
 
 
 def _must_show(module: nn.Module) -> bool:
-    """Whether its class says that it asks other ranks, or is one of ours with a forward of a user's own."""
+    """Return whether a class says that it asks other ranks, or is one of ours with a user's own forward."""
     has_own_forward = type(module).forward not in (GroupedQueryAttention.forward, SparseMoE.forward)
     return _says_so(module) or (_is_ours(module) and has_own_forward)
 
 
 def _outermost(stage: nn.Module, is_one: Callable[[nn.Module], bool]) -> list[nn.Module]:
-    """The modules that are one and within no other."""
+    """Return the modules that fulfil the condition, without those inside another one that does."""
     found: list[nn.Module] = []
 
     def visit(module: nn.Module) -> None:
@@ -196,9 +199,9 @@ def _outermost(stage: nn.Module, is_one: Callable[[nn.Module], bool]) -> list[nn
 
 @contextmanager
 def apart(stages: nn.Module) -> Generator[Mapping[nn.Module, bool]]:
-    """Forwards that leave nothing behind: no gradients, dropout, compiled code, random numbers or changed buffers.
+    """Run forwards that leave nothing behind: no gradients, dropout, compiled code, random numbers or changed buffers.
 
-    Gives for each module whether it trains otherwise.
+    Yields for each module whether it trains otherwise.
     """
     modes = {module: module.training for module in stages.modules()}
     buffers = [(buffer, buffer.clone()) for buffer in stages.buffers()]
@@ -228,7 +231,7 @@ def _in_modes(modes: Mapping[nn.Module, bool]) -> Generator[None]:
 
 @contextmanager
 def _forwards(modules: Sequence[nn.Module], make: Callable[[nn.Module], Callable[..., Any]]) -> Generator[None]:
-    """While open, modules run by what `make` makes of them."""
+    """Replace the forwards of modules by the results of `make` while open."""
     before = [(module, vars(module).get("forward")) for module in modules]
     replaced = [make(module) for module in modules]
     for module, forward in zip(modules, replaced, strict=True):
@@ -243,13 +246,13 @@ def _forwards(modules: Sequence[nn.Module], make: Callable[[nn.Module], Callable
 
 
 class _Declared:
-    """Sees whether modules that say of themselves that they ask other ranks do so."""
+    """Checks whether modules that claim to ask other ranks do so."""
 
     def __init__(self, axis: TokenAxis, mesh: MeshDomains) -> None:
         self.axis, self.mesh = axis, mesh
 
     def check(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Run it twice more, with NaN on the first rank. Collective over ranks that share sequences."""
+        """Run a module twice more, with NaN on the first rank. Collective over ranks that share sequences."""
         on_first = self.mesh.coordinates[Axis.CP] == self.mesh.coordinates[Axis.TP] == 0
 
         def outputs(place: Callable[[Tensor], Tensor]) -> list[Tensor]:
@@ -266,7 +269,7 @@ class _Declared:
 
 
 class _Results:
-    """What modules made for parts of sequences gave: random numbers of the same shapes stand for it later."""
+    """Keeps the forms of results of modules made for shards; random numbers of the same shapes replace them later."""
 
     def __init__(self, axis: TokenAxis, made: Sequence[nn.Module]) -> None:
         self.axis, self.made = axis, made
@@ -274,7 +277,7 @@ class _Results:
 
     @contextmanager
     def kept(self, declared: _Declared) -> Generator[None]:
-        """While open, they run and what they give is noted."""
+        """Run the modules and note their results while open."""
 
         def make(module: nn.Module) -> Callable[..., Any]:
             forward = module.forward
@@ -293,7 +296,7 @@ class _Results:
 
     @contextmanager
     def in_place_of_modules(self, change: Callable[[Any], Any]) -> Generator[None]:
-        """While open, they give random numbers, the same whenever this is opened, as `change` makes them."""
+        """Make the modules return random numbers, the same each time, changed by `change`, while open."""
         generators: dict[torch.device, torch.Generator] = {}
 
         def random(x: Any) -> Any:
@@ -312,12 +315,12 @@ class _Results:
 
 
 def _without_numbers(x: Any) -> Any:
-    """Its shape, dtype and device in next to no memory."""
+    """Return a tensor of the same shape, dtype and device that takes almost no memory."""
     return x.new_empty(()).expand(x.shape) if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
 class _Changed(TorchFunctionMode):
-    """Changes the numbers that are looked up for tokens, and those that ranks make together."""
+    """Changes the numbers that are looked up for tokens, and those that ranks compute together."""
 
     def __init__(self, looked_up: Callable[[Any], Any], together: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -348,7 +351,7 @@ def _check_spread(
     is_wrong: Callable[[Any], bool],
     what: str,
 ) -> None:
-    """Run with NaN, up to the first module that gives a tensor that is wrong, or within which another gets one."""
+    """Run with NaN, up to the first module that returns a wrong tensor, or passes one to a module inside."""
     parents = {child: module for module in stage.modules() for child in module.children()}
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -422,7 +425,7 @@ def _check_loss(
     mesh: MeshDomains,
     axis: TokenAxis,
 ) -> None:
-    """See that it adds up what each token has with its label, at whichever place."""
+    """Check that the loss sums over pairs of a token and its label, independent of their places."""
     microbatch = _of_first_rank(loss.microbatch, mesh)
     runs, names, rounding = [], list[str](), _MOST_ROUNDING
     for place in (is_none, is_even, is_odd, is_any):
@@ -461,17 +464,17 @@ def _loss_error(name: str, what: str, mesh: MeshDomains) -> ConfigError:
 def check_inputs(
     inputs_of: Callable[[Any], Mapping[str, Any]], microbatch: Any, name: str, mesh: MeshDomains, axis: TokenAxis
 ) -> None:
-    """See that what stages are called with does not count tokens on its rank alone. Collective over ranks that share.
+    """Check that inputs of stages do not count tokens on one rank alone. Collective over ranks that share sequences.
 
     Args:
-        inputs_of: Makes keyword arguments of a microbatch.
-        microbatch: With this rank's tokens.
-        name: Of what makes them.
-        mesh: Of all ranks.
+        inputs_of: Makes keyword arguments from a microbatch.
+        microbatch: A microbatch with this rank's tokens.
+        name: The name of `inputs_of`, for the error.
+        mesh: The mesh of all ranks.
         axis: How to find the tokens.
 
     Raises:
-        ConfigError: It does; on all ranks that share sequences.
+        ConfigError: An input counts tokens on one rank alone; on all ranks that share sequences.
     """
     same = _of_first_rank(microbatch, mesh)
     seen: list[dict[str, list[Tensor]]] = []
@@ -512,7 +515,7 @@ def _are_close(ours: list[Tensor], theirs: list[Tensor]) -> bool:
 
 
 def _of_first_rank(tree: Any, mesh: MeshDomains) -> Any:
-    """Copies with the numbers of the first of the ranks that share sequences. Collective over them."""
+    """Return copies with the numbers of the first of the ranks that share sequences. Collective over them."""
     copied = mapped(lambda x: x.detach().clone(), tree)
     for axis in (Axis.CP, Axis.TP):
         if mesh.sizes[axis] > 1:
@@ -523,7 +526,7 @@ def _of_first_rank(tree: Any, mesh: MeshDomains) -> Any:
 
 
 def _over_sharing(mesh: MeshDomains, value: Any) -> list[Any]:
-    """The values of all ranks that share sequences. Collective over them."""
+    """Return the values of all ranks that share sequences. Collective over them."""
     values = [value]
     for axis in (Axis.CP, Axis.TP):
         if mesh.sizes[axis] > 1:

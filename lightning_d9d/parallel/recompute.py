@@ -1,24 +1,24 @@
-"""Activations that are computed again in the backward rather than kept since the forward.
+"""Recomputes activations in the backward instead of keeping them from the forward.
 
-[Note: what is recomputed] A recomputed module runs under `torch.utils.checkpoint` (the non-reentrant one): its inputs
-are kept, and the first of its nodes that the backward comes to runs its forward again, up to the last tensor that some
-node has saved. An attribute `forward` of the module does it, so parameters keep their names, and hooks around `forward`
-run once: FSDP2 gathers a recomputed block for its recomputation and keeps it for its backward. So it does with what it
-gathers inside of a block, such as experts.
+[Note: what is recomputed] A recomputed module runs under `torch.utils.checkpoint` (the non-reentrant one), which keeps
+its inputs. The first of its nodes that the backward reaches runs its forward again, up to the last tensor that some
+node has saved. An attribute `forward` of the module does it, so parameters keep their names. Hooks around `forward` run
+once. So FSDP2 gathers a recomputed block for its recomputation and keeps it for its backward. It treats units inside a
+block, such as experts, in the same way.
 
-*Random numbers* of the forward repeat. The generators' states are always remembered, since nobody knows beforehand
-whether a module draws; that is a small part of a block's time on the host.
+*Random numbers* of the forward repeat. The generators' states are always saved, since nobody knows beforehand whether a
+module draws. This is a small part of a block's time on the host.
 
 *Split backwards* recompute once, in the input backward. Weight gradients wait as they do without recomputation
 (`lightning_d9d.ops.weight_gradients`): products keep their inputs, now the recomputed ones, for the weight backward. So
 between its two backwards a microbatch is as large as without recomputation.
 
-[Note: what is kept] "selective" keeps the results of some ops, in the order in which they are made, and gives them back
-in the recomputation, which makes the same calls in the same order. Not kept is what that does not need: results made
-after the last tensor that is saved, and the latest one before if nothing has read it by then. Of a mixture of experts
-these are what comes back from other ranks and the last product's results, the largest tensors it has. Results that are
-modified in place are made again, and so is attention with dropout: if it were left out, later modules would draw other
-random numbers.
+[Note: what is kept] "selective" keeps the results of some ops, in the order of their calls. It returns them in the
+recomputation, which makes the same calls in the same order. It keeps no result that the recomputation does not need.
+These are the results made after the last tensor that is saved, and the latest one before if nothing has read it by
+then. In a mixture of experts these are the tokens that come back from other ranks and the last product's results, its
+largest tensors. Results that are modified in place are recomputed. So is attention with dropout: if it were left out,
+later modules would draw other random numbers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from lightning_d9d.parallel.data import blocks_of, check_blocks, has_lists
 from lightning_d9d.parallel.host_inputs import inputs_on_host
 
 ATTENTION: tuple[type[nn.Module], ...] = (GroupedQueryAttention, nn.MultiheadAttention)
-"""What `recompute="attention"` recomputes, if nothing else is said."""
+"""Classes of the modules that `recompute="attention"` recomputes by default."""
 
 _aten = torch.ops.aten
 _ATTENTION_OPS = {
@@ -56,7 +56,7 @@ _ATTENTION_OPS = {
         _aten._scaled_dot_product_fused_attention_overrideable.default,
     )
 }
-"""With the place of the argument that says whether they draw random numbers."""
+"""Attention ops, each with the place of the argument that decides whether it draws random numbers."""
 _KEPT_OPS = {
     _aten.mm.default,
     _aten.mm.dtype,
@@ -90,21 +90,22 @@ def recompute_activations(
     *,
     attention: tuple[type[nn.Module], ...] = ATTENTION,
 ) -> None:
-    """Let parts of a module forget their activations and compute them again in the backward, in place.
+    """Drop the activations of parts of a module and recompute them in the backward, in place.
 
     Results and gradients stay the same, bit by bit where ops are deterministic, and so do names of parameters. Without
-    grad mode nothing is recomputed. Copies of the module do as it does. A further call replaces an earlier one.
+    grad mode nothing is recomputed. Copies of the module recompute as well. A further call replaces an earlier one.
     Nothing is communicated. See [Note: what is recomputed].
 
     Args:
-        module: Any.
-        parallel: `parallel.recompute` says what is recomputed; "none" takes back an earlier call.
-        blocks: Parts of the module, in order; by default what `blocks_of` finds with `parallel.shard_blocks`. Of these
-            "every_2" takes the first, the third and so on, "3_of_4" leaves out the fourth, the eighth and so on.
-        attention: Of which classes the modules are that "attention" recomputes, wherever they are in the module.
+        module: Any module.
+        parallel: `parallel.recompute` selects what is recomputed; "none" undoes an earlier call.
+        blocks: Parts of the module, in order; by default those that `blocks_of` finds with `parallel.shard_blocks`.
+            Of these "every_2" takes the first, the third and so on. "3_of_4" leaves out the fourth, the eighth and so
+            on.
+        attention: Classes of the modules that "attention" recomputes, wherever they are in the module.
 
     Raises:
-        ConfigError: There is nothing of the kind that is to be recomputed.
+        ConfigError: The module has nothing of the kind that is to be recomputed.
     """
     for part in module.modules():
         keep_activations(part)
@@ -131,7 +132,7 @@ def recompute_activations(
 
 
 def keep_activations(module: nn.Module) -> None:
-    """Take `recompute_activations` back for one module, not for those in it."""
+    """Undo `recompute_activations` for one module, not for those inside."""
     forward = vars(module).get("forward")
     if isinstance(forward, partial) and forward.func is _forward:
         _, replaced, _ = forward.args
@@ -141,7 +142,7 @@ def keep_activations(module: nn.Module) -> None:
 
 
 def _forward(module: nn.Module, replaced: Any, kind: str, *args: Any, **kwargs: Any) -> Any:
-    """`module.forward`, or what has `replaced` it, under a checkpoint."""
+    """Run `module.forward`, or the function that has `replaced` it, under a checkpoint."""
     forward = partial(type(module).forward, module) if replaced is None else replaced
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
@@ -150,7 +151,7 @@ def _forward(module: nn.Module, replaced: Any, kind: str, *args: Any, **kwargs: 
     def run(*values: Any) -> Any:
         return forward(*values[:num_positional], **dict(zip(names, values[num_positional:], strict=True)))
 
-    # All by position: of keywords torch would save no tensors, and not see whether they are on a GPU that draws.
+    # All by position: torch saves no tensors of keywords, and does not see whether they are on a GPU that draws.
     values = (*args, *kwargs.values())
     contexts = _contexts if kind == "selective" else noop_context_fn
     with inputs_on_host(values) if kind == "offload" else nullcontext():
@@ -161,9 +162,9 @@ class _Result(NamedTuple):
     op: object
     value: Any
     reshaped: list[Tensor]
-    """Results of `_unsafe_view` of it: they share its memory, but count changes to it by themselves."""
+    """Results of `_unsafe_view` of the value: they share its memory, but have their own version counters."""
     versions: list[int]
-    """Versions that the tensors in it, and then those in `reshaped`, had when they were made."""
+    """Versions that the tensors in the value, and then those in `reshaped`, had when they were made."""
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -175,7 +176,7 @@ class _Result(NamedTuple):
         return self.versions != [tensor._version for tensor in (*self.tensors, *self.reshaped)]
 
     def map(self, change: Any) -> _Result:
-        """Itself with other tensors."""
+        """Return the same result with other tensors."""
         if isinstance(self.value, tuple):
             value = tuple(change(part) if isinstance(part, Tensor) else part for part in self.value)
         else:
@@ -184,7 +185,7 @@ class _Result(NamedTuple):
 
 
 class _Kept:
-    """What one call keeps. [Note: what is kept]."""
+    """The results that one call keeps. [Note: what is kept]."""
 
     def __init__(self) -> None:
         self.results: deque[_Result] = deque()
@@ -200,7 +201,7 @@ class _Kept:
         self._is_unread = all(type(tensor) is Tensor for tensor in result.tensors)
 
     def reshape(self, source: Any, reshaped: Tensor) -> bool:
-        """Note a result of `_unsafe_view`, as products of more than two dims end with; false if not of the latest."""
+        """Note a result of `_unsafe_view`, which ends products of more than two dims; False if not of the latest."""
         if not (self.results and any(source is tensor for tensor in self.results[-1].tensors)):
             return False
         self.results[-1].reshaped.append(reshaped)
@@ -208,11 +209,11 @@ class _Kept:
         return True
 
     def read(self) -> None:
-        """An op has run."""
+        """Note that an op has run, which may have read the latest result."""
         self._is_unread = False
 
     def saved(self, tensor: Tensor) -> None:
-        """A tensor is saved for the backward, so the recomputation comes as far as this."""
+        """Note that a tensor is saved for the backward, so the recomputation reaches this point."""
         if self._is_unread and self._may_be_latest(tensor):
             self._is_unread = False
         self._num_needed = len(self.results) - self._is_unread
@@ -225,15 +226,15 @@ class _Kept:
         return any(memory == each.untyped_storage()._cdata for each in self.results[-1].tensors)
 
     def close(self) -> None:
-        """The forward is done: what nothing needs is forgotten."""
+        """End the forward, and drop results that the recomputation does not need."""
         results = [*self.results]
         self.results.clear()
         self.results.extend(result.map(Tensor.detach) for result in results[: self._num_needed])
-        if self._passes_unread:  # nobody looks at its values, but the recomputation comes by
+        if self._passes_unread:  # nobody reads its values, but the recomputation reaches it
             self.results.append(results[self._num_needed].map(_of_no_memory))
 
     def take(self, op: object) -> _Result | None:
-        """The next result; None where it must be made again."""
+        """Return the next result; None where it must be recomputed."""
         if not self.results:
             return None
         result = self.results.popleft()
@@ -297,6 +298,6 @@ def _forward_context(kept: _Kept) -> Generator[None]:
 
 
 def _contexts() -> tuple[Any, Any]:
-    """Around a forward and its recomputation."""
+    """Return the contexts of a forward and of its recomputation."""
     kept = _Kept()
     return _forward_context(kept), _Recomputation(kept)

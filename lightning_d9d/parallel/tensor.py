@@ -1,23 +1,23 @@
-"""Tensor parallelism with sequence parallelism: matrices sharded over ranks, and sequences between them.
+"""Implements tensor parallelism with sequence parallelism: ranks shard matrices, and sequences between them.
 
-[Note: who holds which tokens] Between the modules that are sharded, each rank of the tensor axis holds a slice of the
-rows' tokens, one after the other: norms, residuals, routers and experts work on that, and between pipeline stages each
-rank sends its own slice. A module that is sharded *gathers* the tokens of all slices, computes with its part of the
-matrices, and *scatters*: what ranks have computed is summed, and each keeps its slice of the sum. A message each way,
-and in the backward the same ones in exchange.
+[Note: who holds which tokens] Between sharded modules, each rank of the tensor axis holds a slice of the rows' tokens.
+Slices follow the order of ranks. Norms, residuals, routers and experts work on the slice. Between pipeline stages each
+rank sends its own slice. A sharded module *gathers* the tokens of all slices, computes with its shard of the matrices,
+and *scatters*. The scatter sums the results of all ranks, and each rank keeps its slice of the sum. There is one
+message each way. In the backward the two change places.
 
-[Note: gradients] All ranks of the axis compute one loss together. A parameter that is sharded has met the tokens of all
-slices: its gradient is complete. One that is not sharded, such as a norm's, has met those of this rank's slice or
-heads: its gradient is summed over the axis with those of all other ranks.
+[Note: gradients] All ranks of the axis compute one loss together. A sharded parameter has seen the tokens of all
+slices: its gradient is complete. A parameter that is not sharded, such as a norm's, has seen those of this rank's slice
+or heads. Its gradient is summed over the axis with those of all other ranks.
 
-[Note: adapters] A low-rank adapter beside a sharded weight is sharded where that is: its `b` with the outputs, its `a`
-with the inputs. Its other matrix is whole on each rank, which has a summand of the gradient.
+[Note: adapters] A low-rank adapter beside a sharded weight is sharded in the same dim: its `b` with the outputs, its
+`a` with the inputs. Its other matrix is whole on each rank, which has a summand of the gradient.
 
-[Note: shared heads] Where there are more ranks than heads of keys and values, several ranks hold the same heads: the
-axis is split in two, `tp_shard` and `tp_replicate` (`MeshDomains.split_tensor`), for all weights of the model.
+[Note: shared heads] With more ranks than heads of keys and values, several ranks hold the same heads. Then the axis is
+split into `tp_shard` and `tp_replicate` (`MeshDomains.split_tensor`), for all weights of the model.
 
-Parameters that are sharded are DTensors, so that checkpoints, norms and FSDP2 know what a rank holds. Activations are
-plain tensors.
+Sharded parameters are DTensors, so that checkpoints, norms and FSDP2 know what a rank holds. Activations are plain
+tensors.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ _SEQUENCE = 1
 def shard_tensors(module: nn.Module, mesh: MeshDomains) -> None:
     """Shard attention, dense MLPs, embedding and head of a module over the tensor axis, in place.
 
-    What it is called with between them has this rank's slice of the tokens. [Note: who holds which tokens]. Mixtures of
-    experts are left whole: they compute for their slice alone. Nothing where there is one rank. Collective over all
-    ranks: each shards the same. For stages of a `D9DModule`: in a plain LightningModule nobody sums the gradients of
-    what is not sharded over these ranks.
+    Between these, activations hold this rank's slice of the tokens. [Note: who holds which tokens]. Mixtures of experts
+    stay whole: they compute for their slice alone. With one rank nothing is done. Collective over all ranks: each
+    shards the same. For stages of a `D9DModule`: a plain LightningModule does not sum the gradients of parameters that
+    are not sharded over these ranks.
 
     Args:
-        module: On the meta device, or with equal values on all ranks. Its data is not sharded yet.
-        mesh: Of all ranks.
+        module: A module on the meta device, or with equal values on all ranks. Its data is not sharded yet.
+        mesh: The mesh of all ranks.
 
     Raises:
         ConfigError: Heads, inner widths or the vocabulary cannot be shared evenly by the ranks.
@@ -87,12 +87,12 @@ def shard_tensors(module: nn.Module, mesh: MeshDomains) -> None:
 def split_for_heads(stages: Iterable[nn.Module], mesh: MeshDomains) -> None:
     """Split the tensor axis as attention on any rank needs it. [Note: shared heads]. Collective over all ranks.
 
-    For a mesh that is new to the stages, sharded over another one or not at all. `shard_tensors` does it by itself
-    where all ranks call it for equal modules, unlike those of a pipeline.
+    Use it for a mesh that is new to the stages, which are sharded over another one or not at all. `shard_tensors` does
+    it by itself where all ranks call it for equal modules, unlike those of a pipeline.
 
     Args:
-        stages: This rank's.
-        mesh: Of all ranks.
+        stages: This rank's stages.
+        mesh: The mesh of all ranks.
 
     Raises:
         ConfigError: The numbers of heads need different splits; on every rank.
@@ -102,14 +102,14 @@ def split_for_heads(stages: Iterable[nn.Module], mesh: MeshDomains) -> None:
 
 
 def _heads_of(stages: Iterable[nn.Module]) -> set[int]:
-    """The numbers of heads of keys and values."""
+    """Return the numbers of heads of keys and values."""
     parts = (part for stage in stages for part in stage.modules() if isinstance(part, GroupedQueryAttention))
     return {part.k_proj.out_features // part.head_dim for part in parts}
 
 
 def _split(numbers_of_heads: Iterable[int], mesh: MeshDomains) -> None:
     for number in sorted(numbers_of_heads):
-        if mesh.sizes[Axis.TP] % number == 0:  # what cannot be shared, `shard_attention` refuses
+        if mesh.sizes[Axis.TP] % number == 0:  # `shard_attention` refuses the other numbers, if they cannot be shared
             mesh.split_tensor(number)
 
 
@@ -117,7 +117,7 @@ def shard_attention(attention: GroupedQueryAttention, mesh: MeshDomains) -> None
     """Give each rank some heads. [Note: shared heads]. Collective over all ranks.
 
     Raises:
-        ConfigError: The ranks cannot have equally many query heads, or there is no way to share those of keys.
+        ConfigError: The ranks cannot share the query heads evenly, or they cannot share the heads of keys and values.
     """
     tp = mesh.sizes[Axis.TP]
     num_heads = attention.q_proj.out_features // attention.head_dim
@@ -140,7 +140,7 @@ def shard_attention(attention: GroupedQueryAttention, mesh: MeshDomains) -> None
 
 
 def shard_mlp(mlp: SwiGLU, mesh: MeshDomains) -> None:
-    """Give each rank a part of the inner width.
+    """Give each rank an equal part of the inner width.
 
     Raises:
         ConfigError: The parts would not be equal.
@@ -153,7 +153,7 @@ def shard_mlp(mlp: SwiGLU, mesh: MeshDomains) -> None:
 
 
 def shard_embedding(embedding: nn.Embedding, mesh: MeshDomains) -> None:
-    """Give each rank a part of the vocabulary; it is called with all tokens and returns this rank's slice of them.
+    """Give each rank a part of the vocabulary; the embedding takes all tokens and returns this rank's slice of them.
 
     Raises:
         ConfigError: The parts would not be equal.
@@ -166,9 +166,9 @@ def shard_embedding(embedding: nn.Embedding, mesh: MeshDomains) -> None:
 
 
 def shard_head(head: LMHead, mesh: MeshDomains) -> None:
-    """Give each rank a part of the vocabulary; it is called with this rank's slice of the tokens, and all labels.
+    """Give each rank a part of the vocabulary; the head takes this rank's slice of the tokens, and all labels.
 
-    Losses are those of all tokens, on every rank. Logits are gathered only if they are asked for.
+    Losses are those of all tokens, on every rank. Logits are gathered only if no labels are given.
 
     Raises:
         ConfigError: The parts would not be equal.
@@ -181,7 +181,7 @@ def shard_head(head: LMHead, mesh: MeshDomains) -> None:
 
 
 def gather_tokens(module: nn.Module, mesh: MeshDomains) -> None:
-    """Let a module see the tokens of all slices where it is called with this rank's, as its first argument."""
+    """Make a module gather the tokens of all slices from this rank's slice, its first argument."""
     module.forward = partial(_with_all_tokens, module, _group_name(mesh))
 
 
@@ -193,7 +193,7 @@ def shard_colwise(module: nn.Linear, mesh: MeshDomains, *, num_shards: int | Non
     Args:
         module: The layer.
         mesh: Of all ranks.
-        num_shards: Into how many shards the outputs are split at most; fewer than ranks only after
+        num_shards: The largest number of shards of the outputs; smaller than the number of ranks only after
             `MeshDomains.split_tensor` with this number.
     """
     is_shared = num_shards is not None and num_shards < mesh.sizes[Axis.TP]
@@ -206,7 +206,7 @@ def shard_colwise(module: nn.Linear, mesh: MeshDomains, *, num_shards: int | Non
 def shard_rowwise(module: nn.Linear, mesh: MeshDomains) -> None:
     """Give each rank some inputs of a linear layer, as torch's `RowwiseParallel`.
 
-    Called with these of all tokens, it returns this rank's slice.
+    Called with these inputs of all tokens, it returns this rank's slice of the tokens.
     """
     _shard(module, "weight", mesh, 1)
     _shard_adapter(module, "a", mesh, 1)
@@ -226,7 +226,7 @@ def _shard(module: nn.Module, name: str, mesh: MeshDomains, dim: int, *, is_shar
 
 
 def _shard_adapter(module: nn.Module, name: str, mesh: MeshDomains, dim: int, *, is_shared: bool = False) -> None:
-    """Shard that matrix of a layer's adapter that has the sharded dim of its weight. [Note: adapters].
+    """Shard the matrix of a layer's adapter that has the sharded dim of its weight. [Note: adapters].
 
     The adapter's other matrix stays whole, and its product is a part of the same sum: nothing more is sent.
     """
@@ -235,12 +235,12 @@ def _shard_adapter(module: nn.Module, name: str, mesh: MeshDomains, dim: int, *,
 
 
 def _rows_of(weight: Tensor) -> tuple[int, bool]:
-    """The first row of a matrix that this rank has, and whether it has the last one."""
+    """Return the first row of a matrix that this rank has, and whether it has the last one."""
     rows = local_ranges(weight)[0]
     return rows.start, rows.stop == len(weight)
 
 
-# Forwards of modules that are sharded
+# Forwards of sharded modules
 
 
 def _with_all_tokens(module: nn.Module, group_name: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -279,11 +279,11 @@ def _predict(
     x, own = (x, whole) if adapter is None else adapter.extend(x, whole)
     if labels is None:
         logits = module.loss_options.capped(linear(x, own, own_part=True))
-        return gather_dim(logits, -1, group_name, sums_gradients=False)  # what all ranks make of them is one loss
+        return gather_dim(logits, -1, group_name, sums_gradients=False)  # all ranks compute one loss from them
     return linear_cross_entropy(x, own, labels, options=module.loss_options, reduction=reduction, shard=shard)
 
 
-# What is refused
+# Checks
 
 
 def _check_shared(number: int, what: str, tp: int) -> None:

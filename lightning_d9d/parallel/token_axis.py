@@ -1,4 +1,4 @@
-"""Where the tokens of a rank lie in tensors, and copies with other numbers for some of them."""
+"""Finds the tokens of a rank in tensors, and makes copies with other numbers for some of them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from lightning_d9d.pipeline.trees import put_together, take_apart
 SEED = 20
 """The seed of random numbers that replace those of a batch."""
 _MOST_NUMBERS = 2**24
-"""The most numbers of a tensor that are in float64 at once."""
+"""The largest number of a tensor's numbers that are in float64 at once."""
 
 
 @dataclass(frozen=True)
 class TokenAxis:
-    """Finds the tokens of a rank in tensors by their numbers: those of its chunks, and of its slice of them."""
+    """Finds the tokens of a rank in tensors by their number: that of its chunks, or of its slice of them."""
 
     num_rows: int
     lengths: frozenset[int]
-    """Lengths of the parts of a sequence."""
+    """Lengths of the parts of a sequence: this rank's chunks, and its slice of them."""
 
     @staticmethod
     def of(tokens: TokenShard, num_rows: int, num_tokens: int) -> TokenAxis:
@@ -34,11 +34,10 @@ class TokenAxis:
         return TokenAxis(num_rows, frozenset(chunks | {num_tokens // tokens.num_slices}))
 
     def dim_of(self, x: Any) -> int | None:
-        """Where the tokens are: the first dim behind that of rows, or the first one of all, perhaps with the rows.
+        """Return the dim of tokens: the first that fits behind the dim of rows, or dim 0, perhaps joined with rows.
 
-        A matrix with a row for each token may be as wide as there are tokens.
-
-        None where there are none. DTensors are not looked at: what is computed with them is that of all ranks.
+        A matrix with a row for each token may be as wide as the number of tokens. Tensors without tokens give None. So
+        do DTensors: results that are computed with them belong to all ranks.
         """
         if not isinstance(x, Tensor) or isinstance(x, nn.Parameter | DTensor):
             return None
@@ -91,7 +90,7 @@ class TokenAxis:
         return is_vectors and len(x) == self.num_rows and x.shape[1] > 1 and bool(x.isnan().any())
 
     def summary(self, x: Any) -> Tensor | None:
-        """Return one number for each token, a random projection of its values; None where there are no tokens."""
+        """Return one number for each token, a random projection of its values; None for values without tokens."""
         if (dim := self.dim_of(x)) is None:
             return None
         flat = x.detach().movedim(dim, 0).reshape(x.shape[dim], -1)
@@ -137,6 +136,6 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 def mapped(change: Callable[[Tensor], Any], tree: Any) -> Any:
-    """The tree with what `change` makes of its tensors."""
+    """Return the tree with each of its tensors replaced by what `change` makes of it."""
     tensors, skeleton = take_apart(tree)
     return put_together(skeleton, [change(tensor) for tensor in tensors])

@@ -1,4 +1,4 @@
-"""Which tokens a rank has of the batch that its data rank reads."""
+"""Defines which tokens a rank has of the batch that its data rank reads."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from lightning_d9d.pipeline.trees import with_children
 
 @dataclass(frozen=True)
 class TokenShard:
-    """The tokens of a rank: by context parallelism two chunks of each sequence, by tensor parallelism a slice of those.
+    """The tokens of a rank: two chunks of each sequence by context parallelism, a slice of those by tensor parallelism.
 
-    By default all of them. Methods without a word about it are local.
+    By default a rank has all tokens. Methods are local unless their docstring names a collective.
     """
 
     sequence: SequenceShard = field(default_factory=SequenceShard)
     """The shard of each sequence, over the ranks of context parallelism."""
 
     num_slices: int = 1
-    """In how many slices the tokens of this rank's chunks lie on the ranks of tensor parallelism, between modules that
-    gather them."""
+    """The number of slices that split the tokens of this rank's chunks over the ranks of tensor parallelism, between
+    modules that gather them."""
 
     context_group: str = ""
-    """`group_name` of the ranks of context parallelism."""
+    """The `group_name` of the ranks of context parallelism."""
 
     tensor_group: str = ""
-    """`group_name` of the ranks with the slices."""
+    """The `group_name` of the ranks with the slices."""
 
     slice_index: int = 0
-    """Which of the slices this rank has."""
+    """The index of this rank's slice."""
 
     @staticmethod
     def of(mesh: MeshDomains | None) -> TokenShard:
-        """That of this rank."""
+        """Return the tokens this rank holds."""
         if mesh is None or mesh.sizes[Axis.CP] * mesh.sizes[Axis.TP] == 1:
             return TokenShard()
         return TokenShard(
@@ -56,42 +56,42 @@ class TokenShard:
 
     @property
     def multiple(self) -> int:
-        """What the length of a whole sequence is a multiple of."""
+        """Return the number that the length of a whole sequence must be a multiple of."""
         return self.num_slices * (2 * self.sequence.size if self.sequence.size > 1 else 1)
 
     def positions(self, slice_length: int, device: torch.device) -> Tensor:
-        """Places in the whole sequence of the tokens of this rank's chunks, int64 `[1, slice_length * num_slices]`."""
+        """Return the places of this rank's chunks in the whole sequence, int64 `[1, slice_length * num_slices]`."""
         return self.sequence.positions(slice_length * self.num_slices, device).unsqueeze(0)
 
     def of_whole(self, compute: Callable[[Tensor], Tensor], ids: Tensor) -> Tensor:
-        """This rank's chunks of what `compute` makes of whole sequences, from its chunks `[batch, seq]` of `ids`.
+        """Return this rank's chunks of the result of `compute` for whole sequences, given its chunks of `ids`.
 
-        Collective over the ranks of context parallelism.
+        `ids` has the shape `[batch, seq]`. Collective over the ranks of context parallelism.
         """
         return self.sequence.take(compute(self.join(ids, 1)), 1)
 
     def join(self, chunks: Tensor, dim: int) -> Tensor:
-        """Whole sequences along `dim` from the chunks of all ranks. Collective over ranks of context parallelism."""
+        """Join the chunks of all ranks to whole sequences along `dim`. Collective over ranks of context parallelism."""
         if self.sequence.size == 1:
             return chunks
         return self.sequence.join(gather_dim(chunks, dim, self.context_group), dim)
 
     def own_slice(self, chunks: Tensor, dim: int) -> Tensor:
-        """This rank's slice of the tokens of its chunks, which lie along `dim`: what it has between modules. A view."""
+        """Return this rank's slice of the tokens of its chunks along `dim`, as it has it between modules. A view."""
         length = chunks.shape[dim] // self.num_slices
         return chunks.narrow(dim, self.slice_index * length, length)
 
     def whole(self, slices: Tensor, dim: int) -> Tensor:
-        """Whole sequences along `dim`, in order, from the slices of all ranks. Collective over ranks that share them.
+        """Join the slices of all ranks to whole sequences along `dim`, in order. Collective over ranks that share them.
 
-        Gradients come as in `sum`.
+        Gradients are as in `sum`.
         """
         if self.num_slices > 1:
             slices = gather_dim(slices, dim, self.tensor_group, sums_gradients=False)
         return self.join(slices, dim)
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of what each rank makes of its slice, over all ranks that share sequences. Collective over them.
+        """Sum the results of each rank's slice over all ranks that share sequences. Collective over them.
 
         Ranks with other chunks each have a loss of their own, to which the sum may belong; ranks with other slices
         have one loss together. The gradients of summands are those of the sum of all losses.
@@ -104,26 +104,26 @@ class TokenShard:
 
     @staticmethod
     def summand(x: Tensor) -> Tensor:
-        """Marks what a rank makes of its own tokens, which a later `sum` adds to that of the others. Returns it.
+        """Mark and return a result of one rank's tokens, which a later `sum` adds to those of the other ranks.
 
         Between modules and stages, a sum over the tokens of one rank alone is refused without this.
         """
         return handle_torch_function(TokenShard.summand, (x,), x) if has_torch_function_unary(x) else x
 
     def mean(self, loss: Tensor) -> Tensor:
-        """The mean of a loss over all ranks that share sequences, each of which has equally many tokens. Collective.
+        """Average a loss over all ranks that share sequences, each of which has equally many tokens. Collective.
 
-        Gradients come as in `sum`.
+        Gradients are as in `sum`.
         """
         num_ranks = self.num_slices * self.sequence.size
         return loss if num_ranks == 1 else self.sum(loss / num_ranks)
 
 
 def sequence_length(batch: Any, dims: Mapping[str, int]) -> int:
-    """The number of tokens of a batch's sequences; 0 where it has none of the tensors in `dims`.
+    """Return the number of tokens of a batch's sequences; 0 where it has none of the tensors in `dims`.
 
     Raises:
-        ConfigError: The batch is no mapping, or its sequences have different lengths.
+        ConfigError: The batch is not a mapping, or its sequences have different lengths.
     """
     if not isinstance(batch, Mapping):
         raise ConfigError(
@@ -142,18 +142,18 @@ def sequence_length(batch: Any, dims: Mapping[str, int]) -> int:
 def own_chunks(
     batch: Any, dims: Mapping[str, int], tokens: TokenShard, padding: Mapping[str, int] | None = None
 ) -> Any:
-    """A batch with this rank's chunks of its sequences.
+    """Return a batch with this rank's chunks of its sequences.
 
     Args:
-        batch: A mapping of tensors, of which those in `dims` are sharded; the others stay.
-        dims: The dim of tokens in each tensor that has one. Names that the batch does not have do not matter.
-        tokens: What this rank has.
+        batch: A mapping of tensors. Tensors in `dims` are sharded; the others stay.
+        dims: The dim of tokens in each tensor that has one. Names that the batch does not have are ignored.
+        tokens: The tokens this rank holds.
         padding: Sequences that cannot be shared evenly are padded at their end, with the number that is given here for
-            a name, or 0. None: they are refused.
+            a name, or 0. With None they are refused.
 
     Raises:
-        ConfigError: The batch is no mapping or has none of the tensors, sequences have different lengths, or their
-            length cannot be shared.
+        ConfigError: The batch is not a mapping or has none of the tensors. Or its sequences have different lengths, or
+            a length that cannot be shared.
     """
     if tokens.multiple == 1 or not dims:
         return batch
