@@ -29,11 +29,11 @@ def rms_norm(
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False, residual: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`x / sqrt(mean(x**2) + eps) * weight` over the last dim (https://arxiv.org/abs/1910.07467).
+    """Compute `x / sqrt(mean(x**2) + eps) * weight` over the last dim (https://arxiv.org/abs/1910.07467).
 
     Computed in float32, float64 for float64, and rounded once. On CUDA one operator,
-    `torch.ops.lightning_d9d.rms_norm`, reads and writes memory once, and so does its backward, which keeps `x` (with
-    `residual` the sum instead) and computes the root mean square again. The gradient of `weight` is summed in a fixed
+    `torch.ops.lightning_d9d.rms_norm`, reads and writes memory once, and so does its backward. The backward keeps `x`,
+    or the sum with `residual`, and computes the root mean square again. The gradient of `weight` is summed in a fixed
     order. Gradients that nobody asks for are not computed.
 
     Args:
@@ -62,7 +62,7 @@ def rms_norm(
 def rms_norm_reference(
     x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False, residual: Tensor | None = None
 ) -> Any:
-    """`rms_norm` without checks; a weight wider than `x` is rounded first, unless it is zero-centred."""
+    """Compute `rms_norm` without checks; a weight wider than `x` is rounded first, unless it is zero-centred."""
     total = x if residual is None else x + residual
     if zero_centered:
         wide = torch.promote_types(total.dtype, torch.float32)
