@@ -53,7 +53,7 @@ class DrawnByRows(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} must implement initial_values()")
 
     def reset_parameters(self) -> None:
-        """Gives all of them their initial values again, from torch's random state."""
+        """Gives all parameters and buffers of this module their initial values, from torch's random state."""
         for name, value in self.initial_values().items():
             if not (tensor := getattr(self, name)).is_meta:  # where torch would take its time for nothing
                 value.fill_(tensor)

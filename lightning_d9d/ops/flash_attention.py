@@ -118,7 +118,7 @@ def block_backward(
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int | None) -> Tensor:
-    """Causal attention on the package that is installed, arguments and result as in `lightning_d9d.ops.attention`.
+    """Run causal attention on the installed package, with arguments and result of `lightning_d9d.ops.attention`.
 
     Its backward adds with atomics in some versions, so two runs may differ in their last bits. With documents the host
     waits for the device, since the package has to know how many there are.
@@ -143,12 +143,12 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, w
 
 
 def _first(result: Tensor | tuple[Tensor, ...]) -> Tensor:
-    """Some versions return logarithms as well."""
+    """Return the output alone: some versions return logarithms as well."""
     return result[0] if isinstance(result, tuple) else result
 
 
 def _borders(documents: Tensor) -> tuple[Tensor, int]:
-    """Where runs of equal ids begin in all rows one after the other, and after the last; how long the longest is."""
+    """Return the starts of runs of equal ids in all rows, then the end, and the length of the longest run."""
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     starts = begins.flatten().nonzero().flatten()

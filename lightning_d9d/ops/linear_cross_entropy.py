@@ -222,7 +222,7 @@ def linear_cross_entropy_reference(
     reduction: Reduction = "none",
     shard: VocabShard | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`linear_cross_entropy` with `return_lse`, from all logits at once, for moderate ones if they lie on ranks."""
+    """Compute `linear_cross_entropy` with `return_lse` from all logits at once; sharded logits must be moderate."""
     first, vocab_size = (0, len(weight)) if shard is None else (shard.first, shard.vocab_size)
 
     def sum_of_ranks(x: Tensor) -> Tensor:
@@ -377,7 +377,7 @@ def _keeps_graph() -> bool:
 
 
 def _scaled(gradient: Tensor, factor: Tensor, options: ChunkOptions) -> Tensor:
-    """The product; in place where nobody will ask for it again."""
+    """Return the product; in place where it is not needed again."""
     if torch.compiler.is_compiling() or not options.triton or _keeps_graph():
         return gradient * factor
     from lightning_d9d.ops.kernels import linear_cross_entropy as kernels

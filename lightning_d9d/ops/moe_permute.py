@@ -129,7 +129,7 @@ def sum_copies(rows: Tensor, places: Tensor) -> Tensor:
 def moe_permute_reference(
     x: Tensor, indices: Tensor, weights: Tensor | None, num_experts: int, *, multiple: int = 1
 ) -> tuple[Tensor, Tensor | None, Permutation]:
-    """`moe_permute` with torch's own operators and derivatives."""
+    """Compute `moe_permute` with torch's own operators and derivatives."""
     num_rows = sort_by_expert(indices, num_experts, multiple).num_rows
     permutation = Permutation(*sort_reference(indices, num_experts, multiple), num_rows)
     rows = _copied(x, permutation.places, None, num_rows)
@@ -139,12 +139,12 @@ def moe_permute_reference(
 
 
 def moe_unpermute_reference(rows: Tensor, permutation: Permutation, weights: Tensor | None = None) -> Tensor:
-    """`moe_unpermute` with torch's own operators and derivatives."""
+    """Compute `moe_unpermute` with torch's own operators and derivatives."""
     return summed(rows, permutation.places, weights)
 
 
 def sort_reference(indices: Tensor, num_experts: int, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Places, counts and offsets of a `Permutation`."""
+    """Return places, counts and offsets of a `Permutation`."""
     experts, order = indices.flatten().sort(stable=True)
     ends = torch.searchsorted(experts, torch.arange(num_experts, device=indices.device), right=True)
     counts = ends.diff(prepend=ends.new_zeros(1))
@@ -175,7 +175,7 @@ def _copied(x: Tensor, places: Tensor, weights: Tensor | None, num_rows: int) ->
 
 
 def gathered(rows: Tensor, places: Tensor, num_rows: int | None = None) -> Tensor:
-    """Rows by place `[tokens, top_k, ...]`; zero where there is none.
+    """Return rows by place `[tokens, top_k, ...]`; zero where there is none.
 
     With `num_rows` places from there on have none; by default those that are past the rows, if places are more.
     """

@@ -161,7 +161,7 @@ def _new_gradients(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _empty_gradients(given: _Given) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Memory for those of queries, keys and the weights of both; without elements for what is not asked for."""
+    """Return memory for gradients of queries, keys and both weights; without elements for those not asked for."""
 
     def like(tensor: Tensor | None, is_needed: bool) -> Tensor:
         return given.q.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape if is_needed else 0)

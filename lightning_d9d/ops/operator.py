@@ -117,7 +117,7 @@ def define(
 def _recorded(
     name: str, run: Callable[..., Any], setup_context: Callable[..., None] | None, backward: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """`run` with a derivative."""
+    """Call `run` with a derivative."""
 
     # Not Function.setup_context, for which torch looks at the signature in each call.
     def forward(ctx: Any, *args: Any) -> Any:
@@ -136,7 +136,7 @@ def _recorded_first(
     setup_context: Callable[..., None] | None,
     backward: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """`run` with a derivative, whose arguments are kept before. [Note: kept before it is made]."""
+    """Call `run` with a derivative whose arguments are kept before. [Note: kept before it is made]."""
 
     def without_memory(*args: Any) -> Any:
         result = fake(*args)

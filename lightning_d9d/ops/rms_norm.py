@@ -91,7 +91,7 @@ def _norm(x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, zero_c
 def _new_norm(
     x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, zero_centered: bool
 ) -> tuple[Tensor, Tensor]:
-    """Without residual the second one is empty, since an op may not return what it was given."""
+    """Return memory for norm and sum; the sum is empty without residual, as an op may not return its input."""
     if residual is None:
         return x.new_empty(x.shape), x.new_empty(0)
     dtype = torch.promote_types(x.dtype, residual.dtype)
@@ -127,7 +127,7 @@ def _new_gradients(
     needs_total: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Empty ones are not asked for."""
+    """Return memory for gradients; empty ones are not asked for."""
     return total.new_empty(total.shape if needs_total else 0), weight.new_empty(weight.shape if needs_weight else 0)
 
 

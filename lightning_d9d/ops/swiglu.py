@@ -89,7 +89,7 @@ def _new_gradients(
     needs_up: bool,
     needs_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty ones are not asked for."""
+    """Return memory for gradients; empty ones are not asked for."""
     dgate = gate.new_empty(gate.shape if needs_gate else 0)
     dup = gate.new_empty(dy.shape if needs_up else 0)
     dweights = dy.new_empty(0) if weights is None else weights.new_empty(weights.shape if needs_weights else 0)

@@ -57,7 +57,7 @@ def parallelize_qwen3_moe(stage: Qwen3MoeForCausalLM, mesh: MeshDomains | None, 
 
 
 def _gathered_together(stage: Qwen3MoeForCausalLM, layers: list[nn.Module]) -> list[nn.Module | list[nn.Module]]:
-    """Units for `shard_data`: each layer, the embedding, and the final norm with the head.
+    """Return the units for `shard_data`: each layer, the embedding, and the final norm with the head.
 
     A tied embedding is used by two modules, so it is gathered with the stage and kept.
     """
