@@ -1,5 +1,6 @@
 """Models in plain torch, one package each.
 
-A model's package holds its configuration (`config.py`), the network on one device (`model.py`), its Hugging Face layout
-on disk (`huggingface.py`) and the LightningModules that train it (`module.py`, the only file that imports Lightning).
+A model's package holds its configuration (`config.py`) and the network on one device (`model.py`). `huggingface.py`
+reads and writes its Hugging Face layout. `module.py` has the LightningModules that train it, and is the only file that
+imports Lightning.
 """

@@ -38,7 +38,7 @@ class Adapter(DrawnByRows):
         rank: Columns of `b`, and rows of each part of `a`.
         scale: Factor of the product.
         dropout: Probability with which an element of the input is left out, in training.
-        num_parts: Of the weight's rows; see [Note: adapters of experts].
+        num_parts: Number of parts of the weight's rows; see [Note: adapters of experts].
     """
 
     is_merged = False
@@ -53,7 +53,7 @@ class Adapter(DrawnByRows):
         self.register_state_dict_post_hook(_leave_out_merged)
 
     def initial_values(self) -> dict[str, Normal | Constant]:
-        """Zeros for `b`; `a` gives a hidden state of variance 1 one of 1/3, as torch's linear layers do."""
+        """Return zeros for `b`; `a` gives a hidden state of variance 1 one of 1/3, as torch's linear layers do."""
         return {"a": Normal(1 / math.sqrt(3 * self.a.shape[-1])), "b": Constant(0.0)}
 
     def dropped(self, x: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ class EmbeddingAdapter(Adapter):
         super().__init__(weight.t(), rank, scale=scale, dropout=dropout)
 
     def initial_values(self) -> dict[str, Normal | Constant]:
-        """Zeros for `b`; the input has a single 1, so the variance of a hidden state is that of `a`."""
+        """Return zeros for `b`; the input has a single 1, so the variance of a hidden state is that of `a`."""
         return {"a": Normal(1 / math.sqrt(3)), "b": Constant(0.0)}
 
     def forward(self, ids: Tensor, look_up: Callable[[Tensor, Tensor], Tensor] = F.embedding) -> Tensor:
@@ -148,7 +148,7 @@ class HeadAdapter(Adapter):
     """The adapter of a head, whose products are made with its loss."""
 
     def extend(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs and a weight whose product is that of the head with its adapter.
+        """Return inputs and a weight whose product is that of the head with its adapter.
 
         The weight is copied, and where gradients are made it gets one as a whole. So an adapter of the head costs more
         than its size suggests.
@@ -184,13 +184,13 @@ class ExpertsAdapter(Adapter):
 
 
 def adapter_of(module: nn.Module, name: str = "lora") -> Any:
-    """The adapter that a module has under a name and that is to be applied; None if it has none, or a merged one."""
+    """Return a module's adapter of a name, if it is to be applied; None if the module has none, or a merged one."""
     adapter = module._modules.get(name)
     return None if adapter is None or adapter.is_merged else adapter
 
 
 def adapted_linear(module: nn.Linear, input: Tensor, *, own_part: bool = False, with_bias: bool = True) -> Tensor:
-    """A linear layer with its adapter, if it has one.
+    """Apply a linear layer with its adapter, if it has one.
 
     Args:
         module: The layer.
@@ -208,7 +208,7 @@ def adapted_linear(module: nn.Linear, input: Tensor, *, own_part: bool = False, 
 
 
 def linears_of_one_input(modules: Sequence[nn.Linear], input: Tensor) -> list[Tensor]:
-    """Linear layers that are called with the same input; those with adapters share what can be shared.
+    """Apply linear layers to the same input; those with adapters share what can be shared.
 
     Args:
         modules: At most `lightning_d9d.ops.adapted_linears.MOST_LAYERS`.
@@ -251,7 +251,7 @@ def _joined_matrices(
 
 
 def adapted_embedding(module: nn.Embedding, input: Tensor) -> Tensor:
-    """An embedding with its adapter, if it has one."""
+    """Apply an embedding with its adapter, if it has one."""
     y = type(module).forward(module, input)
     adapter = adapter_of(module)
     return y if adapter is None else y + adapter(input)
@@ -262,7 +262,7 @@ def _whole(parameter: Tensor) -> Tensor:
 
 
 def _leave_out_merged(adapter: Adapter, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    """After a merge the state is that of a model without adapters."""
+    """Drop the matrices of a merged adapter: the state is that of a model without adapters."""
     if adapter.is_merged:
         for name in ("a", "b"):
             state.pop(prefix + name, None)

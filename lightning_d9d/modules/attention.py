@@ -23,11 +23,11 @@ class GroupedQueryAttention(DrawnByRows):
     """Causal self-attention in which several query heads share one key and value head.
 
     Queries and keys are normalised per head (RMSNorm over head_dim), then turned by their position. See
-    https://arxiv.org/abs/2305.13245 for the grouping. One op does it for both, with the weights and the epsilon of
-    `q_norm` and `k_norm`; these modules are called only if they or their `forward` were exchanged for others, have
-    hooks, are sharded by themselves, or differ in their options.
+    https://arxiv.org/abs/2305.13245 for the grouping. One op does this for both, with the weights and the epsilon of
+    `q_norm` and `k_norm`. These modules are called only if they or their `forward` were replaced, have hooks, are
+    sharded by themselves, or differ in their options.
 
-    `attend` is what mixes values, `lightning_d9d.ops.attention`; set it to something else that is called alike.
+    `attend` mixes values and is `lightning_d9d.ops.attention`; set it to another function with the same arguments.
 
     Args:
         hidden_size: width of the residual stream.
@@ -81,7 +81,7 @@ class GroupedQueryAttention(DrawnByRows):
         self.reset_parameters()
 
     def initial_values(self) -> dict[str, Normal | Constant]:
-        """Zeros for the sinks, if there are any."""
+        """Return zeros for the sinks, if there are any."""
         return {} if self.sinks is None else {"sinks": Constant(0.0)}
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], documents: Tensor | None = None) -> Tensor:
@@ -122,7 +122,7 @@ class GroupedQueryAttention(DrawnByRows):
 
 
 def _is_plain(norm: nn.Module) -> bool:
-    """Whether it is what it was made as. FSDP2 exchanges the class of what it gathers in a call of the module."""
+    """Return True if a norm is as it was built. FSDP2 replaces the class of a module that it gathers in a call."""
     is_exchanged = type(norm) is not RMSNorm or "forward" in vars(norm)
     return not is_exchanged and not has_hooks(norm) and not isinstance(norm.weight, DTensor)
 

@@ -3,8 +3,8 @@
 `ExpertBalance` is the part of a router that does this; a router of one's own can have one, too.
 
 [Note: sequences on several ranks] Ranks may share sequences: each has equally many tokens of each (`spread_sequences`).
-A loss on a rank then is a mean over its own tokens, with the counts of experts that one process would have, so the mean
-of these losses over the ranks is the loss of one process. Taking it is the model's part, once for all layers.
+A loss on a rank is then a mean over its own tokens, with the counts of experts that one process would have. So the mean
+of these losses over the ranks is the loss of one process. The model takes this mean, once for all layers.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class BalanceConfig:
     """How tokens are kept evenly spread over experts. Each part is off at its default; the load is counted in any case.
 
     Raises:
-        ConfigError: A negative or infinite number, or values that contradict each other.
+        ConfigError: A number is negative or infinite, or values contradict each other.
     """
 
     bias_rate: float = 0.0
-    """By how much an expert's bias changes after each optimizer step, such as 0.001: up where the expert got fewer
-    tokens than the mean, down where it got more (https://arxiv.org/abs/2408.15664)."""
+    """Change of an expert's bias after each optimizer step, such as 0.001. The bias rises where the expert got fewer
+    tokens than the mean, and falls where it got more (https://arxiv.org/abs/2408.15664)."""
 
     sequence_loss: float = 0.0
     """Coefficient of the balance loss of each sequence (https://arxiv.org/abs/2412.19437), such as 0.0001. Where ranks
@@ -49,7 +49,7 @@ class BalanceConfig:
     0.001."""
 
     forced: bool = False
-    """For benchmarks: experts take turns, whatever the router says. The result is no trained model."""
+    """For benchmarks: experts take turns, whatever the router says. The result is not a trained model."""
 
     def __post_init__(self) -> None:
         for name in ("bias_rate", "sequence_loss", "global_batch_loss", "z_loss"):
@@ -66,20 +66,20 @@ class BalanceConfig:
 
     @property
     def has_losses(self) -> bool:
-        """Whether the router has a loss."""
+        """True if the router has a loss."""
         return any((self.sequence_loss, self.global_batch_loss, self.z_loss))
 
 
 class ExpertBalance(DrawnByRows):
-    """What a router knows of its experts' load, and what it does about it.
+    """The load of a router's experts, and the means to balance it.
 
-    The bias is float32 whatever the model's dtype, for its steps are too small for others. It is part of checkpoints;
-    the counts are not. Tokens count in forwards with gradient, but not in those that a recomputation
+    The bias is float32 whatever the model's dtype, because its steps are too small for others. It is part of
+    checkpoints; the counts are not. Tokens count in forwards with gradient, but not in those that a recomputation
     (`torch.utils.checkpoint` with `use_reentrant=False`) repeats.
 
     Args:
-        num_experts: Of the layer.
-        config: Which parts are on.
+        num_experts: Number of experts of the layer.
+        config: The parts that are on.
     """
 
     bias: Tensor | None
@@ -96,15 +96,15 @@ class ExpertBalance(DrawnByRows):
         self.group: dist.ProcessGroup | None = None
         """The ranks whose tokens make up the global batch; None: this process alone."""
         self.sequence_group_name: str | None = None
-        """Of the ranks that share this one's sequences, if there are any: `spread_sequences`."""
+        """Name of the group of ranks that share this one's sequences, if there are any: `spread_sequences`."""
         self.sequence_rank = 0
-        """Which of them this one is."""
+        """The rank of this process in that group."""
         self.register_buffer("bias", torch.empty(num_experts, dtype=torch.float32) if config.bias_rate else None)
         self.register_buffer("tokens_per_expert", torch.empty(num_experts, dtype=torch.int64), persistent=False)
         self.reset_parameters()
 
     def initial_values(self) -> dict[str, Constant]:
-        """Zeros."""
+        """Return zeros for the bias and the counts."""
         return {name: Constant(0.0) for name, _ in self.named_buffers(recurse=False)}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ExpertBalance:
@@ -124,7 +124,8 @@ class ExpertBalance(DrawnByRows):
         the sequences, except in recomputations.
 
         Args:
-            logits: Of the router, shape `[..., tokens, experts]`: sequences of tokens, or this rank's part of each.
+            logits: Logits of the router, shape `[..., tokens, experts]`: sequences of tokens, or this rank's part of
+                each.
             top_k: How many experts a token visits.
             normalize: Whether the weights of a token sum to one.
 
@@ -146,7 +147,7 @@ class ExpertBalance(DrawnByRows):
         return routes.indices, routes.weights, self._loss(logits, routes) if is_training else None
 
     def _turns(self, num_tokens: int, top_k: int, logits: Tensor) -> Tensor:
-        """Forced choices: the copies of all tokens take turns one after the other.
+        """Return forced choices: the copies of all tokens take turns one after the other.
 
         First those of the first rank that shares the sequences, then those of the second and so on. The experts of a
         token are far from each other where `top_k` divides their number: as many ranks as possible have some of them.
@@ -182,10 +183,10 @@ class ExpertBalance(DrawnByRows):
 
 
 def sequence_balance_loss(probabilities: Tensor, counts: Tensor) -> Tensor:
-    """The mean over sequences of `balance_loss`.
+    """Return the mean over sequences of `balance_loss`.
 
     Args:
-        probabilities: Of each expert for each token of this rank, shape `[..., tokens, experts]`.
+        probabilities: Probability of each expert for each token of this rank, shape `[..., tokens, experts]`.
         counts: How many tokens of each sequence went to each expert, perhaps on other ranks, too; shape
             `[sequences, experts]`.
     """
@@ -195,12 +196,12 @@ def sequence_balance_loss(probabilities: Tensor, counts: Tensor) -> Tensor:
 
 
 def balance_loss(probabilities: Tensor, counts: Tensor) -> Tensor:
-    """`num_experts * sum(f * P)`: 1 where the load is even, more where the probable experts are the busy ones.
+    """Return `num_experts * sum(f * P)`: 1 for an even load, more where the probable experts are the busy ones.
 
     `f` is each expert's fraction of all copies of tokens, without gradient, and `P` its mean probability.
 
     Args:
-        probabilities: Of each expert for each token of this rank, shape `[..., experts]`.
+        probabilities: Probability of each expert for each token of this rank, shape `[..., experts]`.
         counts: How many tokens went to each expert, perhaps on other ranks, too; shape `[experts]`.
     """
     num_experts = len(counts)
@@ -209,7 +210,7 @@ def balance_loss(probabilities: Tensor, counts: Tensor) -> Tensor:
 
 
 def router_z_loss(logits: Tensor) -> Tensor:
-    """The mean over tokens of the squared logsumexp of their logits `[..., experts]`; keeps logits small."""
+    """Return the mean over tokens of the squared logsumexp of their logits `[..., experts]`; keeps logits small."""
     squares = logits.logsumexp(-1).square()
     return squares.sum() / max(1, squares.numel())
 
@@ -218,7 +219,7 @@ def spread_sequences(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Lets each `ExpertBalance` of a module know that ranks share sequences. Not collective.
 
     Args:
-        module: Of this rank, in which it meets equally many tokens of each sequence as the others do.
+        module: A module of this rank, in which it meets equally many tokens of each sequence as the others do.
         group: All ranks with tokens of the same sequences; if it is this one alone, its sequences are whole.
     """
     for part in module.modules():
@@ -233,8 +234,8 @@ def update_expert_bias(
 ) -> dict[str, Tensor]:
     """Moves each bias by `rate` towards an even load, and begins to count again. Call it after an optimizer step.
 
-    An expert with fewer tokens than the mean of its layer gets `rate` more, one with more tokens `rate` less; where no
-    token was counted nothing changes. Biases stay equal on all ranks. Nothing waits for the host.
+    An expert with fewer tokens than the mean of its layer gets `rate` more, one with more tokens `rate` less. Where no
+    token was counted, nothing changes. Biases stay equal on all ranks. Nothing waits for the host.
 
     Collective over `group`, in one all-reduce for all layers.
 
@@ -265,15 +266,15 @@ def update_expert_bias(
 
 
 def expert_load(counts: Tensor) -> Tensor:
-    """How even a load is, in two numbers that are 1 where it is.
+    """Return two numbers that say how even a load is; both are 1 for an even one.
 
     Args:
         counts: Tokens of each expert, shape `[..., experts]`.
 
     Returns:
-        Float32 `[..., 2]`: the tokens of the busiest expert over the mean, up to the number of experts, and the entropy
-        of the experts' fractions over that of an even load, down to 0 where one expert has all. Where nothing was
-        counted both are 0.
+        Float32 `[..., 2]`. First, the tokens of the busiest expert over the mean, up to the number of experts. Second,
+        the entropy of the experts' fractions over that of an even load, down to 0 where one expert has all. Both are 0
+        where nothing was counted.
     """
     num_experts = counts.shape[-1]
     fractions = counts.float() / counts.sum(-1, keepdim=True).clamp_min(1)
@@ -282,14 +283,14 @@ def expert_load(counts: Tensor) -> Tensor:
 
 
 def _count(indices: Tensor, num_experts: int) -> Tensor:
-    """How many tokens of each sequence go to each expert, int64 `[sequences, experts]`, from `[..., tokens, top_k]`."""
+    """Count each sequence's tokens by expert, int64 `[sequences, experts]`, from indices `[..., tokens, top_k]`."""
     *sequences, tokens, top_k = indices.shape
     flat = indices.reshape(math.prod(sequences), tokens * top_k)
     return flat.new_zeros(len(flat), num_experts).scatter_add_(1, flat, torch.ones_like(flat))
 
 
 def _relative(counts: Tensor, dtype: torch.dtype) -> Tensor:
-    """Counts over their mean along the last dim; 0 where there are none."""
+    """Return counts over their mean along the last dim; 0 where there are none."""
     return counts.to(dtype) * counts.shape[-1] / counts.sum(-1, keepdim=True).clamp_min(1)
 
 

@@ -26,7 +26,7 @@ class Exchange(NamedTuple):
     """Number of tokens from each rank."""
 
     to_ranks: Permutation
-    """From this rank's tokens to those that it sent: one for each rank with experts of the token."""
+    """Permutation from this rank's tokens to those that it sent: one for each rank with experts of the token."""
 
 
 class DispatchedTokens(NamedTuple):
@@ -42,7 +42,7 @@ class DispatchedTokens(NamedTuple):
     """The row after the last one of each of this rank's experts, int32, shape `[local experts]`."""
 
     copies: Permutation
-    """From tokens that are here to their copies, sorted by expert and, within an expert, by token."""
+    """Permutation from the tokens here to their copies, sorted by expert and, within an expert, by token."""
 
     exchange: Exchange | PeerPlan | None = None
     """How the tokens came here, where they are not this rank's alone."""
@@ -60,7 +60,7 @@ class Dispatch(Protocol):
             weights: factors of these experts' results, shape `[tokens, top_k]`.
 
         Raises:
-            ConfigError: More copies than int32 can count.
+            ConfigError: There are more copies than int32 can count.
         """
         ...
 
@@ -104,16 +104,16 @@ class AllToAllDispatch:
     its experts are there, with the numbers and weights of all its experts. The rank makes the copies for its experts,
     and sums their results in float32. One row of the tokens' dtype goes back, and the token's rank sums these.
 
-    Three exchanges bring tokens there: one small message of fixed size, with which every rank learns what all others
-    will send; the tokens; their experts and weights. A fourth brings the results back. The rows of an expert are
-    ordered by rank, then by token, so all is deterministic. The host reads how many rows go where, once a call, and
-    waits for nothing else.
+    Three exchanges bring tokens there. The first is a small message of fixed size, from which every rank learns what
+    all others will send. The second has the tokens, the third their experts and weights. A fourth brings the results
+    back. The rows of an expert are ordered by rank, then by token, so all is deterministic. The host reads how many
+    rows go where, once a call, and waits for nothing else.
 
     Both methods, and their backward, are collective, also for ranks without tokens. All ranks agree on which of `x` and
     `weights` require gradients, and on their dtypes.
 
     Args:
-        num_experts: Of all ranks.
+        num_experts: Number of experts on all ranks.
         group: Its ranks, in the order of the experts. Only its name is kept, so that modules with it can be copied.
 
     Raises:
@@ -173,12 +173,12 @@ class AllToAllDispatch:
         return to_ranks.sum(all_to_all_rows(tokens.copies.sum(results), sent, received, self.group_name))
 
     def _gather(self, message: Tensor) -> Tensor:
-        """Every rank's message. As an all-to-all, so that a recomputation keeps it where it keeps those."""
+        """Return every rank's message. It is an all-to-all, so that a recomputation keeps it where it keeps those."""
         once = [1] * self.num_ranks
         return all_to_all_rows(message.expand(self.num_ranks, *message.shape), once, once, self.group_name)
 
     def _splits(self, traffic: list[list[list[int]]]) -> tuple[list[int], list[int], int]:
-        """How many tokens this rank sends to each and receives from each, and how many copies it makes of these.
+        """Return the tokens sent to each rank, those received from each, and the number of copies made of these.
 
         Args:
             traffic: By sending rank, the numbers of tokens to each rank, and those of their copies there.
@@ -199,7 +199,7 @@ def _made(permutation: Permutation, x: Tensor, notes: Tensor) -> tuple[Tensor, T
 
 
 def without_repetitions(ranks: Tensor, none: int) -> Tensor:
-    """Ranks of tokens' experts `[tokens, top_k]`, where a rank that came before in its row is replaced by `none`."""
+    """Replace by `none` each rank that came before in its row of tokens' experts' `ranks` `[tokens, top_k]`."""
     is_equal = ranks.unsqueeze(2) == ranks.unsqueeze(1)  # [tokens, top_k, top_k]
     return torch.where(is_equal.tril(-1).any(2), none, ranks)
 

@@ -17,7 +17,7 @@ class TokenEmbedding(DrawnByRows, nn.Embedding):
         super().__init__(vocab_size, hidden_size)
 
     def initial_values(self) -> dict[str, Normal | Constant]:
-        """A normal weight."""
+        """Return a normal weight."""
         return {"weight": Normal(self.initializer_range)}
 
 

@@ -24,7 +24,7 @@ class GroupedExperts(DrawnByRows):
         self.reset_parameters()
 
     def initial_values(self) -> dict[str, Normal | Constant]:
-        """Normal matrices; each expert has random streams of its own."""
+        """Return normal matrices; each expert has random streams of its own."""
         return {"gate_up_proj": Normal(self.initializer_range), "down_proj": Normal(self.initializer_range)}
 
     @property

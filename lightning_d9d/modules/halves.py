@@ -51,7 +51,7 @@ class SideStream:
         self._ends: dict[int, torch.cuda.Event] = {}
 
     def run(self, function: Callable[[], T], inputs: Iterable[Tensor], key: int) -> T:
-        """Call it on the side stream, behind what the current one has got so far; `wait(key)` waits for it."""
+        """Call a function on the side stream, behind what the current one has got so far; `wait(key)` waits for it."""
         if self._stream is None:
             return function()
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
@@ -76,5 +76,5 @@ class SideStream:
 
 @cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """The same one for all layers: their messages have one order."""
+    """Return one stream for all layers: their messages have one order."""
     return torch.cuda.Stream(device)

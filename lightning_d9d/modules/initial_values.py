@@ -18,11 +18,11 @@ class Normal:
     """Standard deviation."""
 
     def fill_slice_(self, target: Tensor, shape: Sequence[int], ranges: Sequence[range], key: int) -> None:
-        """A slice of a whole tensor, in place: the indices `ranges` of `shape`. `key` decides all values."""
+        """Fill a slice of a whole tensor, in place: the indices `ranges` of `shape`. `key` decides all values."""
         fill_normal_(target, self.std, key, shape, ranges)
 
     def fill_(self, tensor: Tensor) -> None:
-        """All of a tensor, in place, from torch's random state."""
+        """Fill all of a tensor, in place, from torch's random state."""
         nn.init.normal_(tensor, std=self.std)
 
 
@@ -33,11 +33,11 @@ class Constant:
     value: float
 
     def fill_slice_(self, target: Tensor, shape: Sequence[int], ranges: Sequence[range], key: int) -> None:
-        """A slice of a whole tensor, in place."""
+        """Fill a slice of a whole tensor, in place."""
         target.fill_(self.value)
 
     def fill_(self, tensor: Tensor) -> None:
-        """All of a tensor, in place."""
+        """Fill all of a tensor, in place."""
         nn.init.constant_(tensor, self.value)
 
 
@@ -49,11 +49,11 @@ class DrawnByRows(nn.Module):
     """
 
     def initial_values(self) -> Mapping[str, Normal | Constant]:
-        """For each parameter and buffer that this module owns itself: its name, and what it starts as."""
+        """Return the name and initial value of each parameter and buffer that this module owns itself."""
         raise NotImplementedError(f"{type(self).__name__} must implement initial_values()")
 
     def reset_parameters(self) -> None:
-        """Gives all of them their initial values again, from torch's random state."""
+        """Gives all parameters and buffers of this module their initial values, from torch's random state."""
         for name, value in self.initial_values().items():
             if not (tensor := getattr(self, name)).is_meta:  # where torch would take its time for nothing
                 value.fill_(tensor)

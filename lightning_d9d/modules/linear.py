@@ -13,6 +13,6 @@ class Linear(DrawnByRows, nn.Linear):
         super().__init__(in_features, out_features, bias=bias)
 
     def initial_values(self) -> dict[str, Normal | Constant]:
-        """A normal weight, and zeros for the bias if there is one."""
+        """Return a normal weight, and zeros for the bias if there is one."""
         bias = {} if self.bias is None else {"bias": Constant(0.0)}
         return {"weight": Normal(self.initializer_range), **bias}

@@ -45,13 +45,13 @@ class LMHead(DrawnByRows):
         self.reset_parameters()
 
     def initial_values(self) -> dict[str, Normal | Constant]:
-        """A normal weight, if there is one."""
+        """Return a normal weight, if there is one."""
         return {} if self.weight is None else {"weight": Normal(self.initializer_range)}
 
     def forward(
         self, x: Tensor, labels: Tensor | None = None, reduction: Reduction = "none", weight: Tensor | None = None
     ) -> Tensor:
-        """Logits, or with labels the cross-entropy of each.
+        """Return logits, or with labels the cross-entropy of each.
 
         Args:
             x: hidden states, shape `[..., hidden]`.
@@ -61,8 +61,8 @@ class LMHead(DrawnByRows):
             weight: shape `[vocab, hidden]`, instead of the head's own.
 
         Returns:
-            Logits `[..., vocab]` in the model's dtype, within the soft cap if there is one; or losses in float32
-            (float64 for a float64 model), shape of `labels` or a scalar.
+            Logits `[..., vocab]` in the model's dtype, within the soft cap if there is one. With labels, losses in
+            float32 (float64 for a float64 model), in the shape of `labels` or a scalar.
         """
         whole = self.weight if weight is None else weight
         assert whole is not None, "a head without a weight needs one in the call"
@@ -92,7 +92,7 @@ class SplitLMHead(nn.ModuleDict):
         self.loss_options = loss_options
 
     def forward(self, x: Tensor, labels: Tensor | None = None, reduction: Reduction = "none") -> Tensor:
-        """As `LMHead.forward`, over the parts in order."""
+        """Return the result of `LMHead.forward` over the parts in order."""
         weight = torch.cat([part.get_parameter("weight") for part in self.values()])
         return _logits_or_loss(x, weight, labels, reduction, self.loss_options)
 

@@ -17,6 +17,6 @@ class SwiGLU(nn.Module):
         self.down_proj = Linear(intermediate_size, hidden_size, initializer_range=initializer_range)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shape `[..., hidden]` to the same shape."""
+        """Apply the MLP: shape `[..., hidden]` to the same shape."""
         gate, up = linears_of_one_input([self.gate_proj, self.up_proj], x)
         return self.down_proj(swiglu((gate, up)))

@@ -40,7 +40,7 @@ class TopKRouter(DrawnByRows):
         self.reset_parameters()
 
     def initial_values(self) -> dict[str, Normal | Constant]:
-        """A normal weight."""
+        """Return a normal weight."""
         return {"weight": Normal(self.initializer_range)}
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -67,12 +67,12 @@ class SparseMoE(nn.Module):
     Args:
         hidden_size: Width of tokens.
         intermediate_size: Inner width of an expert.
-        num_experts: Of them.
-        top_k: How many each token visits.
+        num_experts: Number of experts.
+        top_k: Number of experts that each token visits.
         normalize: Whether the weights of a token's experts are scaled to sum to one.
         initializer_range: Standard deviation of the initial matrices.
-        shared_intermediate_size: Inner width of a further expert that all tokens visit, times a sigmoid of their own;
-            0: there is none.
+        shared_intermediate_size: Inner width of a further expert that all tokens visit, times a sigmoid of their own; 0
+            for none.
         balance: How tokens are spread over experts; None counts and costs nothing.
     """
 
@@ -104,7 +104,7 @@ class SparseMoE(nn.Module):
             self.shared_expert_gate = Linear(hidden_size, 1, initializer_range=std)
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
-        """Shape `[..., hidden]` to the same shape; any number of tokens, also none.
+        """Apply the mixture: shape `[..., hidden]` to the same shape; any number of tokens, also none.
 
         Where a loss of the router is configured, it is returned too: a scalar, or None without gradient.
         """

@@ -37,7 +37,7 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """Shape `[..., dim]` to the same shape and dtype; with `residual` the norm of the sum, and the sum."""
+        """Norm `[..., dim]` in the same shape and dtype; with `residual` return the norm of the sum, and the sum."""
         if residual is None:
             return rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered)
         return rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered, residual=residual)

@@ -30,7 +30,7 @@ from lightning_d9d.ops.peer_memory import (
 
 _NUMBERS = count()
 _EXCHANGES: WeakValueDictionary[str, PeerExchange] = WeakValueDictionary()
-"""By the name of their group, for all layers and stages."""
+"""Exchanges by the name of their group, for all layers and stages."""
 _SPARE = 1.25
 """Memory that is made again has room for so many times what was needed."""
 
@@ -164,9 +164,9 @@ class PeerDispatch:
     Both methods, and their backward, are collective, also for ranks without tokens.
 
     Args:
-        num_experts: Of all ranks.
+        num_experts: Number of experts on all ranks.
         group: Its ranks, in the order of the experts.
-        exchange: What it shares with others of the group.
+        exchange: The exchange that it shares with others of the group.
 
     Raises:
         ConfigError: The experts cannot be spread evenly.

@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def document_positions(document_ids: Tensor) -> Tensor:
-    """Positions that begin at 0 with each document; the host waits for nothing.
+    """Return positions that begin at 0 with each document; the host waits for nothing.
 
     Args:
         document_ids: integers, shape `[batch, seq]`. A document is a run of equal ids.
@@ -20,13 +20,13 @@ def document_positions(document_ids: Tensor) -> Tensor:
 
 
 def rope_tables(position_ids: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the rotary angles (https://arxiv.org/abs/2104.09864).
+    """Return the cosine and sine of the rotary angles (https://arxiv.org/abs/2104.09864).
 
     Args:
         position_ids: integer positions, shape `[batch, seq]`; batch may be 1 for all rows.
         head_dim: width of a head; pair i turns by `position * theta ** (-2 i / head_dim)`.
         theta: base of the frequencies.
-        dtype: of the model; the tables have float32 at least, for bfloat16 cannot count positions beyond 256.
+        dtype: dtype of the model; the tables have float32 at least, because bfloat16 cannot count positions beyond 256.
 
     Returns:
         Two tensors of shape `[batch, seq, 1, head_dim / 2]`, to be shared by all layers and heads, for

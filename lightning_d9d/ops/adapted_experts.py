@@ -32,12 +32,12 @@ from lightning_d9d.ops.sharded_weights import local_shard
 from lightning_d9d.ops.swiglu import swiglu
 
 MOST_RANK = 64
-"""Whose tiles fit into registers; more take ordinary grouped products."""
+"""Largest rank whose tiles fit into registers; larger ones take ordinary grouped products."""
 _MOST_READ = 96
 """Columns of all experts' matrices, by copies of a token: a dense product with so many takes as long as reading all
 rows."""
 _MOST_WRITTEN = 512
-"""The same for a product that is added to: rows would be read and written."""
+"""Like `_MOST_READ`, for a product that is added to: rows would be read and written."""
 
 
 def adapted_gate_up(
@@ -54,7 +54,7 @@ def adapted_gate_up(
         a: Shape `[experts, n, hidden]`.
         offsets: As in `grouped_gemm`.
         scale: Factor of the second product.
-        copies: From tokens to rows, without padding.
+        copies: Permutation from tokens to rows, without padding.
 
     Returns:
         Shapes `[rows, out]` and `[rows, n]`.
@@ -76,9 +76,9 @@ def adapted_swiglu(
     offsets: Tensor,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor | None]:
-    """`swiglu` of experts' rows, with what one adapter adds before and another one needs. [Note: adapted experts].
+    """Add an adapter's summand to experts' rows, then compute `swiglu` and the next adapter's hidden state.
 
-    On CUDA one operator, `torch.ops.lightning_d9d.adapted_swiglu`, which keeps its arguments.
+    On CUDA one operator, `torch.ops.lightning_d9d.adapted_swiglu`, which keeps its arguments. [Note: adapted experts].
 
     Args:
         gate_up: Shape `[rows, 2 * inner]`, the gate first.
@@ -116,7 +116,7 @@ def adapted_down(
         h: Shape `[rows, rank]`.
         b: Shape `[experts, hidden, rank]`.
         offsets: As in `grouped_gemm`.
-        copies: From tokens to rows, without padding: then the results of each token's copies are summed.
+        copies: Permutation from tokens to rows, without padding: then the results of each token's copies are summed.
 
     Returns:
         Shape `[rows, hidden]`, or with `copies` `[tokens, hidden]`.
@@ -130,7 +130,7 @@ def adapted_down(
 
 
 def thin_product(x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
-    """`grouped_gemm` with matrices of which one dim is a rank: in 16 bits on CUDA padded to rows of 16 bytes.
+    """Run `grouped_gemm` with matrices that have a rank as one dim: in 16 bits on CUDA padded to rows of 16 bytes.
 
     Args:
         x: Rows sorted by expert, shape `[rows, in]`.
@@ -155,7 +155,7 @@ def thin_product(x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
 def adapted_gate_up_reference(
     x: Tensor, weight: Tensor, a: Tensor, offsets: Tensor, scale: float, copies: Permutation | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`adapted_gate_up` as separate products."""
+    """Compute `adapted_gate_up` as separate products."""
     rows = x if copies is None else copies.copy(x)
     return grouped_gemm(rows, weight, offsets), thin_product(rows, a, offsets) * scale
 
@@ -169,7 +169,7 @@ def adapted_swiglu_reference(
     offsets: Tensor,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor | None]:
-    """`adapted_swiglu` as separate products."""
+    """Compute `adapted_swiglu` as separate products."""
     if h is not None and b is not None:
         halves = zip(h.chunk(2, 1), b.chunk(2, 1), strict=True)
         gate_up = gate_up + torch.cat([thin_product(of_h, of_b, offsets) for of_h, of_b in halves], 1)
@@ -180,7 +180,7 @@ def adapted_swiglu_reference(
 def adapted_down_reference(
     inner: Tensor, weight: Tensor, h: Tensor, b: Tensor, offsets: Tensor, copies: Permutation | None = None
 ) -> Tensor:
-    """`adapted_down` as separate products."""
+    """Compute `adapted_down` as separate products."""
     rows = grouped_gemm(inner, weight, offsets) + thin_product(h, b, offsets)
     return rows if copies is None else copies.sum(rows)
 
@@ -203,7 +203,7 @@ def _is_dense(rank: int, offsets: Tensor, places: Tensor | None, most: int) -> b
 
 
 def _project(x: Tensor, matrices: Tensor, offsets: Tensor, sources: Tensor | None, scale: float, dense: bool) -> Tensor:
-    """`scale * matrices[g] @ x` of each row, matrices `[groups, n, width]`: shape `[rows, n]`."""
+    """Return `scale * matrices[g] @ x` of each row, shape `[rows, n]`, for matrices `[groups, n, width]`."""
     from lightning_d9d.ops.kernels import thin_products as kernels
 
     rank = matrices.shape[1]
@@ -219,7 +219,7 @@ def _project(x: Tensor, matrices: Tensor, offsets: Tensor, sources: Tensor | Non
 
 
 def _columns(h: Tensor, offsets: Tensor, sources: Tensor, num_tokens: int) -> Tensor:
-    """Each row in the columns of its token and expert, `[tokens, groups * n]`; all else is zero."""
+    """Place each row in the columns of its token and expert, `[tokens, groups * n]`; all else is zero."""
     from lightning_d9d.ops.kernels import thin_products as kernels
 
     columns = h.new_zeros(num_tokens, len(offsets) * h.shape[1])
@@ -246,7 +246,7 @@ def _summed(
     places: Tensor | None,
     columns: Tensor | None,
 ) -> Tensor:
-    """Rows plus `scale * h @ matrices[g]`; with places summed over a token's copies, densely if there are `columns`."""
+    """Add `scale * h @ matrices[g]` to rows; with places sum over a token's copies, densely if there are `columns`."""
     if places is None:
         return _added(rows, h, matrices, offsets, scale)
     if columns is None:

@@ -78,7 +78,7 @@ def _layers(*pairs: Tensor | None) -> list[tuple[Tensor, Tensor]]:
 
 
 def _product(one: Tensor, other: Tensor, scale: float) -> Tensor:
-    """`scale * one @ other`, rounded once."""
+    """Return `scale * one @ other`, rounded once."""
     return torch.addmm(one.new_empty(()), one, other, beta=0, alpha=scale)
 
 

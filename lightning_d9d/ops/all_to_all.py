@@ -15,8 +15,8 @@ from lightning_d9d.waits import waiting
 def all_to_all_rows(rows: Tensor, received: Sequence[int], sent: Sequence[int], group_name: str) -> Tensor:
     """Sends consecutive blocks of rows to the ranks of a group and returns those that they sent. Collective.
 
-    One operator, `torch.ops.lightning_d9d.all_to_all_rows`: what is to be kept for a recomputation can name it, and
-    `torch.compile` takes it whole. Its backward is the same exchange the other way, so ranks must agree on whether
+    One operator, `torch.ops.lightning_d9d.all_to_all_rows`. A policy of what to keep for a recomputation can name it,
+    and `torch.compile` takes it whole. Its backward is the same exchange the other way. So ranks must agree on whether
     `rows` requires a gradient, and each takes part in the backward, without rows too. The host waits for nothing.
 
     Args:
@@ -34,18 +34,18 @@ def all_to_all_rows(rows: Tensor, received: Sequence[int], sent: Sequence[int], 
 def all_to_all_copies(
     x: Tensor, copies: Tensor, permutation: Permutation, received: Sequence[int], sent: Sequence[int], group_name: str
 ) -> Tensor:
-    """`all_to_all_rows` of copies that were made before the number of rows was known on the host. Collective.
+    """Run `all_to_all_rows` of copies made before the number of rows was known on the host. Collective.
 
     One operator, `torch.ops.lightning_d9d.all_to_all_copies`. Its backward is the exchange the other way, and
     `permutation.sum`.
 
     Args:
-        x: What gets the gradient, shape `[tokens, ...]`.
+        x: Tensor that gets the gradient, shape `[tokens, ...]`.
         copies: `permutation.copy(x)`, of which the first `sum(sent)` rows are sent.
         permutation: Where copies are; those with places from `sum(sent)` on are not sent.
         received: As for `all_to_all_rows`.
-        sent: As there.
-        group_name: As there.
+        sent: As for `all_to_all_rows`.
+        group_name: As for `all_to_all_rows`.
     """
     return _copies_op(x, copies.detach(), permutation.places, permutation.counts, received, sent, group_name)
 

@@ -30,7 +30,7 @@ from lightning_d9d.ops.linear import autocast_dtype
 from lightning_d9d.ops.operator import define
 
 AttentionKernel = Literal["auto", "cudnn", "flash", "efficient", "math", "triton", "flash-attn"]
-"""What computes attention: see `attention`."""
+"""Kernels that compute attention: see `attention`."""
 
 _BACKENDS = {
     "cudnn": (SDPBackend.CUDNN_ATTENTION, can_use_cudnn_attention),
@@ -49,15 +49,16 @@ def attention(
     sinks: Tensor | None = None,
     kernel: AttentionKernel = "auto",
 ) -> Tensor:
-    """Causal attention, `softmax(q @ k.T / sqrt(head_dim)) @ v` over the keys up to a token's own.
+    """Attend causally: `softmax(q @ k.T / sqrt(head_dim)) @ v` over the keys up to a token's own.
 
-    Several query heads may share one head of keys and values (https://arxiv.org/abs/2305.13245). What runs it,
+    Several query heads may share one head of keys and values (https://arxiv.org/abs/2305.13245). The choices of
     `kernel`:
 
-    - "auto": flash-attn 4 for causal attention and windows over 2048 tokens or more on Hopper, where it is installed
-      and heads have 64 or 128 numbers; else what torch chooses for causal attention (cuDNN on Hopper, flash attention
-      on other GPUs), Triton kernels for documents and windows on CUDA, and elsewhere, in float64 and with heads of more
-      than 256 numbers, torch with a mask of `batch * seq**2` numbers, which is kept for the backward.
+    - "auto": flash-attn 4 for causal attention and windows over 2048 tokens or more, on Hopper. It must be installed,
+      and heads must have 64 or 128 numbers. Other causal attention runs on torch's choice: cuDNN on Hopper, flash
+      attention on other GPUs. Other documents and windows run on Triton kernels on CUDA. On other devices, in float64
+      and with heads of more than 256 numbers they run on torch, with a mask of `batch * seq**2` numbers that is
+      kept for the backward.
     - "cudnn", "flash", "efficient", "math": that of torch. The first two take neither documents nor window, "efficient"
       neither sinks nor shared heads. With a mask where there are documents or a window.
     - "triton": kernels that compute only blocks of tokens with documents in common, for any shape.
@@ -65,8 +66,8 @@ def attention(
       documents the host waits for the device.
 
     Two runs of the Triton kernels give equal bits; of the backwards of other kernels, cuDNN's too, that is not
-    promised. These kernels, those that "auto" takes of flash-attn 4, and whatever computes sinks on CUDA, are one
-    operator, `torch.ops.lightning_d9d.attention`; its backward takes probabilities again from the logarithms of their
+    promised. One operator, `torch.ops.lightning_d9d.attention`, has these kernels, those of flash-attn 4 that "auto"
+    takes, and all that computes sinks on CUDA. Its backward computes probabilities again from the logarithms of their
     sums, one float32 number a query and head. The host waits for nothing.
 
     Args:
@@ -143,7 +144,7 @@ def attention_reference(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """`attention` with all scores written out."""
+    """Compute `attention` with all scores written out."""
     heads, seq, head_dim = q.shape[1:]
     k, v = (t.repeat_interleave(heads // k.shape[1], 1) for t in (k, v))
     scores = (q @ k.mT / head_dim**0.5).masked_fill(~_counts(seq, q.device, documents, window), float("-inf"))
@@ -154,7 +155,7 @@ def attention_reference(
 
 
 def _counts(seq: int, device: torch.device, documents: Tensor | None, window: int | None) -> Tensor:
-    """Which keys count for a query, by query and key: shape `[1 or batch, 1, seq, seq]`."""
+    """Return True for keys that count, by query and key: shape `[1 or batch, 1, seq, seq]`."""
     counts = torch.ones(1, 1, seq, seq, dtype=torch.bool, device=device)
     if documents is not None:
         counts = documents[:, None, :, None] == documents[:, None, None, :]
@@ -163,13 +164,13 @@ def _counts(seq: int, device: torch.device, documents: Tensor | None, window: in
 
 
 def _mask(q: Tensor, documents: Tensor | None, window: int | None) -> Tensor:
-    """What is added to scores."""
+    """Return the mask that is added to scores."""
     counts = _counts(q.shape[2], q.device, documents, window)
     return torch.zeros_like(counts, dtype=q.dtype).masked_fill_(~counts, float("-inf"))
 
 
 def _choice(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int | None, sinks: Tensor | None) -> str:
-    """What "auto" stands for: "torch" is torch's choice, "block" the operator's, which the compiler cannot trace."""
+    """Choose for "auto": "torch" is torch's choice, "block" the operator's, which the compiler cannot trace."""
     can_run_triton = triton_can_run(q, k, v)
     if can_run_triton and runs_triton(q, k, v, by_default=False):
         return "triton"
@@ -207,7 +208,7 @@ def _check(
 def _why_not(
     kernel: str, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int | None, sinks: Tensor | None
 ) -> str | None:
-    """Why a kernel cannot run this."""
+    """Return why a kernel cannot run this."""
     is_masked = documents is not None or window is not None
     of_what = f"{q.dtype} on {q.device.type} with head_dim {q.shape[-1]}"
     if kernel == "math":
@@ -299,7 +300,7 @@ def _new_gradients(grad_out: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, T
 
 
 def _empty_gradients(given: _Given) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Memory for the gradients of `q`, `k`, `v` and `sinks`; without elements for those that are not asked for."""
+    """Return memory for the gradients of `q`, `k`, `v` and `sinks`; without elements for those not asked for."""
     sinks = given.q if given.sinks is None else given.sinks
     needs_kv = given.needs_kv
     parts = ((given.q, given.needs_q), (given.k, needs_kv), (given.v, needs_kv), (sinks, given.needs_sinks))

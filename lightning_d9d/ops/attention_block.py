@@ -50,8 +50,8 @@ def attention_block(
     """Attend with queries to a block of keys; several query heads may share one head of keys and values.
 
     On CUDA this runs on flash-attn 4 if it is installed, or on torch's cuDNN or flash attention kernels, if they
-    support the arguments. Otherwise, and always with documents, it runs on Triton kernels: they skip pairs of blocks
-    without a common document. float64, heads of more than 256 numbers and other devices use
+    support the arguments. Otherwise, and always with documents, it runs on Triton kernels, which skip pairs of blocks
+    without a common document. Tensors in float64, heads of more than 256 numbers and other devices use
     `attention_block_reference`.
 
     Args:

@@ -6,12 +6,12 @@ from torch import Tensor
 
 
 class Masks(NamedTuple):
-    """Which pairs of queries and keys count in attention."""
+    """The pairs of queries and keys that count in attention."""
 
     causal: bool
     """Queries and keys are those of the same tokens, and a query attends to keys up to its own."""
     window: int | None = None
-    """How many of these at most, its own and those before it; only with `causal`."""
+    """Most keys of a query, its own and those before it; only with `causal`."""
     q_documents: Tensor | None = None
     """Integers, shape `[batch, queries]`; only keys with the same one count. With `k_documents` or not at all."""
     k_documents: Tensor | None = None

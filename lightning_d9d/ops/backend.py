@@ -22,9 +22,10 @@ def set_kernels(kernels: Kernels) -> None:
     """Choose the kernels of all ops of this process, until the next call. Compiled blocks and CUDA graphs follow.
 
     Args:
-        kernels: "auto": for tensors on CUDA Triton's kernels, or others that were measured to be faster there; else
-            torch's. "torch": torch's everywhere, to find out if a kernel is at fault. "triton": Triton's everywhere. On
-            the CPU this needs its interpreter (`TRITON_INTERPRET=1` before the first kernel is imported), for tests.
+        kernels: With "auto", tensors on CUDA use Triton's kernels, or others that were measured to be faster there;
+            others use torch's. All use torch's with "torch", to find out if a kernel is at fault. All use Triton's with
+            "triton". On the CPU this needs its interpreter (`TRITON_INTERPRET=1` before the first kernel is imported),
+            for tests.
 
     Raises:
         ConfigError: The value is not one of these.

@@ -79,8 +79,8 @@ def sum_over(x: Tensor, group_name: str, *, sums_gradients: bool) -> Tensor:
     Args:
         x: This rank's summand, with an equal shape and dtype on all ranks.
         group_name: `group_name` of a process group of torch.
-        sums_gradients: True if ranks compute different things with the sum, so that the gradient of a summand is the
-            sum of theirs: one more message in the backward. False if all compute the same: each rank's gradient of the
+        sums_gradients: True if ranks compute different things with the sum. The gradient of a summand is then the sum
+            of theirs, with one more message in the backward. False if all compute the same: each rank's gradient of the
             sum is that of its summand.
 
     Returns:

@@ -21,9 +21,9 @@ from torch.autograd import Function
 from lightning_d9d.log import logger
 
 _MOST_AT_A_TIME = 8
-"""A compiler is a process or a thread at work; those of other ranks want processors, too."""
+"""Most compilers at work, each a process or a thread: those of other ranks need processors, too."""
 THREAD_PREFIX = "compiles "
-"""Names of threads that compile ahead begin so."""
+"""Beginning of the names of threads that compile ahead."""
 _slots = threading.Semaphore(min(_MOST_AT_A_TIME, os.cpu_count() or 1))
 _of_thread = threading.local()
 
@@ -37,8 +37,8 @@ class BackwardAhead:
     """The backward of one operator, to be compiled for each form of arguments that its forward is called with.
 
     Args:
-        name: Of the operator.
-        fake: Gives its results without values.
+        name: Name of the operator.
+        fake: Gives the operator's results without values.
         setup_context: Keeps what `backward` needs.
         backward: Gives the gradients.
     """
@@ -65,7 +65,7 @@ class BackwardAhead:
         """Begin to compile in a thread, unless arguments of this form were there before. Local.
 
         Args:
-            args: Of the forward.
+            args: Arguments of the forward.
         """
         device = next((arg.device for arg in args if isinstance(arg, Tensor)), None)
         if device is None or not _has_compiler(device):

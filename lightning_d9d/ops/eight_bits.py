@@ -25,28 +25,28 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 32
-"""How many places of a row have one scale."""
+"""Number of places of a row with one scale."""
 CUT = 19
-"""How many bits of a float32 a code lacks; as many random ones round."""
+"""Number of bits of a float32 that a code lacks; as many random ones round."""
 LEAST_SQUARE = 2.0**-126
 """The least `exp_avg_sq` that there is, a normal number."""
 
 
 class Codes(NamedTuple):
-    """How codes count steps."""
+    """The way in which codes count steps."""
 
     room: int
-    """Added to the bits of a magnitude, it makes the exponent one more where the top step is below the magnitude."""
+    """Summand of a magnitude's bits: it raises the exponent by one where the top step is below the magnitude."""
     below: int
-    """How many powers of two the smallest one is below the largest."""
+    """Number of powers of two from the smallest to the largest."""
     most_scale: int
     """The largest scale."""
 
 
 AVERAGE = Codes(2**23 - 1 - int((15 / 16 - 2**-7) * 2**23), 7, 247)
-"""For `exp_avg`."""
+"""Codes of `exp_avg`."""
 SQUARE = Codes(2**19 - 1, 15, 239)
-"""For `exp_avg_sq`."""
+"""Codes of `exp_avg_sq`."""
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:

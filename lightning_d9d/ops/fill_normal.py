@@ -100,7 +100,7 @@ def _fill_on_host(target: Tensor, scale: float, key: int, runs: Runs) -> None:
 
 
 def num_threads() -> int:
-    """Cores for this process: those it may use, unless its node's ranks have fewer each."""
+    """Return the cores for this process: those it may use, unless its node's ranks have fewer each."""
     cores = os.cpu_count() or 1
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
     return max(1, min(allowed, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))

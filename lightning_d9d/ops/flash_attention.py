@@ -22,7 +22,7 @@ _PACKAGE = "flash_attn"
 _VERSION_4 = f"{_PACKAGE}.cute.interface"
 _VERSION_4_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE"
 _MODULES = (_VERSION_4, "flash_attn_interface", "flash_attn.flash_attn_interface")
-"""Of versions 4, 3 and 2, the newest first."""
+"""Modules of versions 4, 3 and 2, the newest first."""
 _BLOCK_HEAD_DIMS = (64, 128)
 """Widths of heads for which the kernels of version 4 have been run and compared."""
 _LEAST_KEYS = 2048
@@ -30,7 +30,7 @@ _LEAST_KEYS = 2048
 
 
 def flash_attention_package() -> ModuleType | None:
-    """The newest one that is installed."""
+    """Return the newest version that is installed, or None."""
     _keep_compiled()
     packages = ((name, optional_module(name)) for name in _MODULES)
     return next((each for name, each in packages if each and (name != _VERSION_4 or _is_version_4(each))), None)
@@ -55,14 +55,15 @@ def _keep_compiled() -> None:
 
 @cache
 def _is_version_4(package: ModuleType) -> bool:
-    """Wheels of flash-attn 2.8 hold a draft of it, under the same name, that is called in another way."""
+    """Return False for the draft in wheels of flash-attn 2.8, which has the same name but other arguments."""
     return "return_lse" in signature(package.flash_attn_func).parameters
 
 
 def runs_blocks(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether version 4 is installed and its kernels for blocks take such tensors: on Hopper, where they were compared.
+    """Return True if version 4 is installed and its kernels for blocks take such tensors.
 
-    Where `torch.nn.attention.sdpa_kernel` narrows torch's own kernels down it leaves none of these.
+    Only Hopper counts, where these kernels were compared. They are not used where `torch.nn.attention.sdpa_kernel`
+    narrows down torch's own kernels.
     """
     is_fit = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.dtype == k.dtype == v.dtype
     is_plain = not any(isinstance(tensor, DTensor) for tensor in (q, k, v))
@@ -79,12 +80,12 @@ def _has_block_kernels(device: torch.device) -> bool:
 
 
 def is_faster(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether `runs_blocks`, and so many keys that it takes less time than cuDNN and the Triton kernels."""
+    """Return True if `runs_blocks`, and there are so many keys that it is faster than cuDNN and the Triton kernels."""
     return is_at_least(k.shape[2], _LEAST_KEYS) and runs_blocks(q, k, v)
 
 
 def block(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None) -> tuple[Tensor, Tensor]:
-    """`attention_block` on version 4."""
+    """Run `attention_block` on version 4."""
     package = flash_attention_package()
     assert package is not None
     if not (q.numel() and k.numel()):
@@ -99,7 +100,7 @@ def block(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None) 
 def block_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, window: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`attention_block_backward` on version 4. Its sums are atomic, but for `torch.use_deterministic_algorithms`.
+    """Run `attention_block_backward` on version 4. Sums are atomic, but for `torch.use_deterministic_algorithms`.
 
     The package's own derivative belongs to its own forward; the function beneath is the one that torch calls, too.
     """
@@ -117,7 +118,7 @@ def block_backward(
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int | None) -> Tensor:
-    """Causal attention on the package that is installed, arguments and result as in `lightning_d9d.ops.attention`.
+    """Run causal attention on the installed package, with arguments and result of `lightning_d9d.ops.attention`.
 
     Its backward adds with atomics in some versions, so two runs may differ in their last bits. With documents the host
     waits for the device, since the package has to know how many there are.
@@ -142,12 +143,12 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, w
 
 
 def _first(result: Tensor | tuple[Tensor, ...]) -> Tensor:
-    """Some versions return logarithms as well."""
+    """Return the output alone: some versions return logarithms as well."""
     return result[0] if isinstance(result, tuple) else result
 
 
 def _borders(documents: Tensor) -> tuple[Tensor, int]:
-    """Where runs of equal ids begin in all rows one after the other, and after the last; how long the longest is."""
+    """Return the starts of runs of equal ids in all rows, then the end, and the length of the longest run."""
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     starts = begins.flatten().nonzero().flatten()

@@ -23,7 +23,7 @@ GroupedGemmBackend = Literal["auto", "torch", "quack", "nv", "eager"]
 _TORCH_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _QUACK_DTYPES = (torch.bfloat16, torch.float16)
 _LEAST_QUACK_OPERATIONS = 10**11
-"""From this size on "auto" uses quack: the device then works longer than the host takes to call it."""
+"""Least size from which "auto" uses quack: the device then works longer than the host takes to call it."""
 _chosen: GroupedGemmBackend = "auto"
 
 
@@ -32,7 +32,7 @@ def grouped_gemm(x: Tensor, weight: Tensor, offsets: Tensor, *, backend: Grouped
 
     One operator, `torch.ops.lightning_d9d.grouped_gemm`, differentiable in `x` and `weight` any number of times. Its
     backward is the same product with transposed matrices and, for the weight,
-    `torch.ops.lightning_d9d.grouped_gemm_weight_gradient`; it keeps `x` only for the gradient of `weight` and `weight`
+    `torch.ops.lightning_d9d.grouped_gemm_weight_gradient`. It keeps `x` only for the gradient of `weight`, and `weight`
     only for that of `x`. Sums are in float32, in float64 for that; results are rounded once. A group without rows gives
     its matrix a zero gradient. Under autocast both factors are cast as `torch.nn.functional.linear` would. Inside
     `defer`, and with a leaf as `weight`, the gradient of `weight` is deferred; see

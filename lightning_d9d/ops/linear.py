@@ -21,19 +21,20 @@ def linear(
     dtype: torch.dtype | None = None,
     own_part: bool = False,
 ) -> Tensor:
-    """`torch.nn.functional.linear`, whose weight gradient can wait.
+    """Compute `torch.nn.functional.linear`, with a weight gradient that can be deferred.
 
-    Inside `defer` and with a leaf as `weight`, the gradients of `weight` and `bias` are deferred, and equal bit by bit
-    those of `torch.nn.functional.linear`, also under autocast; see `lightning_d9d.ops.weight_gradients`.
+    Inside `defer` and with a leaf as `weight`, the gradients of `weight` and `bias` are deferred; see
+    `lightning_d9d.ops.weight_gradients`. They equal bit by bit those of `torch.nn.functional.linear`, also under
+    autocast.
 
     Args:
         x: shape `[..., in]`.
-        weight: shape `[out, in]`. It may be a DTensor: one that is replicated takes a plain `x` too, and its gradient
-            is a DTensor placed alike, to which this rank's rows alone have contributed.
+        weight: shape `[out, in]`. It may be a DTensor. A replicated one takes a plain `x` too. Its gradient is a
+            DTensor with the same placements, to which this rank's rows alone have contributed.
         bias: shape `[out]`.
         dtype: compute the product in this dtype, also under autocast, and keep `x` and `weight` for the backward as
-            they are; `x` has two dims or more then. In float32 and without `bias`, where both are bfloat16 on CUDA,
-            nothing is cast: products of such numbers are exact in float32, and added up in it. In the backward
+            they are. Then `x` has two dims or more. Nothing is cast for float32 without `bias`, where both are bfloat16
+            on CUDA. Products of such numbers are exact in float32, and added up in it. In the backward
             [Note: two halves].
         own_part: a plain `x` is multiplied with the part that this rank holds of a sharded DTensor, and the result
             is this rank's own. Otherwise torch refuses such a weight.
@@ -58,7 +59,7 @@ def linear(
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype to which `torch.nn.functional.linear` casts `tensor`: its own without autocast, and for float64."""
+    """Return the dtype to which `F.linear` casts `tensor`: its own without autocast, and for float64."""
     device_type = tensor.device.type
     # Meta tensors know no autocast. To ask whether others do is more than torch 2.11 can compile.
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
@@ -161,13 +162,13 @@ def _wide_weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
 
 
 def _widens(x: Tensor, weight: Tensor, dtype: torch.dtype | None) -> bool:
-    """Whether tensor cores give the product in float32, for which DTensors have no rule."""
+    """Return True if tensor cores give the product in float32, for which DTensors have no rule."""
     is_plain = not isinstance(x, DTensor) and not isinstance(weight, DTensor)
     return is_plain and x.is_cuda and dtype == torch.float32 and x.dtype == weight.dtype == torch.bfloat16
 
 
 def _halves(wide: Tensor) -> Tensor:
-    """A float32 gradient as the sum of two in bfloat16.
+    """Return a float32 gradient as the sum of two in bfloat16.
 
     [Note: two halves] The second is what rounding cut off of the first, so together they have 16 bits of it. A product
     with both is one with twice as many columns. What is infinite, or rounded to that, becomes NaN.

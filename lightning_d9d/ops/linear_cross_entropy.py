@@ -1,25 +1,26 @@
 """Cross-entropy of hidden states times a vocabulary's matrix, some tokens at a time, so that all logits never exist.
 
 [Note: gradients of chunks] The forward walks over chunks of tokens. The logits of a chunk are a product of cuBLAS into
-one buffer, which the next chunk gets, too; a kernel takes the losses from there. If only the sum of the losses is asked
-for, the derivative of each loss is known up to a factor: in the same pass the kernel overwrites the logits with their
-gradient, and two more products add the chunk to the gradients of `x` and `weight`, which the backward only has to scale
-(it touches no memory where the factor is 1). So nothing is computed twice. With one loss a token, or in float16, where
-gradients without the factor (a loss scale) underflow, the backward computes the logits of each chunk again.
+one buffer, which the next chunk reuses. A kernel takes the losses from there. If only the sum of the losses is asked
+for, the derivative of each loss is known up to a factor. Then the kernel overwrites the logits with their gradient in
+the same pass. Two more products add the chunk to the gradients of `x` and `weight`. The backward only has to scale
+these, and touches no memory where the factor is 1. So nothing is computed twice. With one loss a token the backward
+computes the logits of each chunk again. It does so in float16 too, where gradients without the factor (a loss scale)
+underflow.
 
 *The weight's gradient* is the sum of the products of all chunks. In float32 it is added up in place. A narrower weight
 has a gradient as narrow; each product adds to it in float32 and rounds the sum. After n chunks of equal size these
-roundings have the error of sqrt((n + 1) / 2) roundings of the result, beside those of logits and of their gradients,
-which torch has as well. For n = 8 that is 1.7 times torch's error (measured; 2.1 if the others were nothing). More
+roundings have the error of sqrt((n + 1) / 2) roundings of the result. Roundings of logits and of their gradients come
+on top, in torch as well. For n = 8 that is 1.7 times torch's error (measured; 2.1 if the others were nothing). More
 chunks add up in float32 first, in a buffer of its own.
 
-*Chunks* have a multiple of 2048 tokens where there is room: the gradient of `x` then has as many tiles of 128 x 256 as
-the multiprocessors of an H100 or H200 can do at a time (128 of 132 at hidden size 2048), or a multiple.
+*Chunks* have a multiple of 2048 tokens where there is room. At hidden size 2048 the gradient of `x` then has 128 tiles
+of 128 x 256, or a multiple. An H100 or H200 computes 128 of them at a time on its 132 multiprocessors.
 
-*Inside `defer`* the product for the weight's gradient waits for the weight backward. What is kept for it: the
-gradient of the logits, if all of them are one chunk, so at most `chunk_bytes` a microbatch. Otherwise nothing but what
-the op was given and a number a token, and the weight backward computes the logits again: four products in place of
-three. The gradient of `bias` does not wait.
+*Inside `defer`* the product for the weight's gradient waits for the weight backward. If all logits are one chunk, their
+gradient is kept for it, so at most `chunk_bytes` a microbatch. Otherwise only the op's arguments and a number a token
+are kept. The weight backward then computes the logits again: four products in place of three. The gradient of `bias`
+does not wait.
 """
 
 from __future__ import annotations
@@ -57,16 +58,16 @@ class LossOptions(NamedTuple):
     """Options of the loss that `linear_cross_entropy` computes."""
 
     soft_cap: float | None = None
-    """Bound of the logits; None for none."""
+    """Bound of the logits; None leaves them unbounded."""
     z_loss: float = 0.0
     """Factor of the squared log-sum-exp."""
     label_smoothing: float = 0.0
-    """From 0 to 1."""
+    """Smoothing of labels, from 0 to 1."""
     ignore_index: int = IGNORED
     """A label without a loss."""
 
     def capped(self, logits: Tensor) -> Tensor:
-        """`soft_cap * tanh(logits / soft_cap)`, or the logits themselves without a soft cap."""
+        """Return `soft_cap * tanh(logits / soft_cap)`, or the logits themselves without a soft cap."""
         return capped(logits, self.soft_cap)
 
     def check(self) -> None:
@@ -130,22 +131,22 @@ def linear_cross_entropy(
     chunk_bytes: int | None = None,
     shard: VocabShard | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Cross-entropy of `x @ weight.T + bias` with `labels`, in the memory of some tokens' logits.
+    """Compute the cross-entropy of `x @ weight.T + bias` with `labels`, in the memory of some tokens' logits.
 
     With logits `z`, or `soft_cap * tanh(z / soft_cap)` in their place, `lse = log(sum(exp(z)))` and
     `s = label_smoothing`, the loss of a token is
     `lse - (1 - s) * z[label] - s * mean(z) + z_loss * lse**2`, and 0 if its label is `ignore_index`. These are the
     `options`.
 
-    Products are in the dtype of `x`, or that of autocast, logits and their gradients are rounded to it, and all between
-    is in float32 (float64 for float64). When gradients are made, in how many products, and in what the weight's adds
-    up: [Note: gradients of chunks]. Only those that are asked for are made. Inside `defer`, and with a leaf as
-    `weight`, the gradient of `weight` is deferred. Cannot be differentiated twice. The host waits for nothing.
+    Products are in the dtype of `x`, or that of autocast. Logits and their gradients are rounded to it, and all between
+    is in float32 (float64 for float64). [Note: gradients of chunks] says when gradients are made, in how many products,
+    and in what dtype the weight's adds up. Only gradients that are asked for are made. Inside `defer`, and with a leaf
+    as `weight`, the gradient of `weight` is deferred. Cannot be differentiated twice. The host waits for nothing.
 
-    With `shard` the vocabulary lies on several ranks, each with some rows of the matrix: a collective, with one
-    message a chunk in the forward, of two numbers a token (three with `label_smoothing`). All ranks get the same loss,
-    bit for bit, and it is one loss, not a summand. The backward has no messages: the gradient of `x` is what this
-    rank's rows add to it, and the caller sums.
+    With `shard` the vocabulary lies on several ranks, each with some rows of the matrix. The call is then collective,
+    with one message a chunk in the forward, of two numbers a token (three with `label_smoothing`). All ranks get the
+    same loss, bit for bit, and it is one loss, not a summand. The backward has no messages: the gradient of `x` is what
+    this rank's rows add to it, and the caller sums.
 
     Operators: `torch.ops.lightning_d9d.linear_cross_entropy` and `.linear_cross_entropy_backward`.
 
@@ -160,8 +161,9 @@ def linear_cross_entropy(
         reduction: "none" for one loss a token; "sum" for their sum.
         return_lse: also return `lse`, of ignored tokens as well. With "none" gradients flow through it, too.
         chunk_bytes: how many bytes the logits of a chunk may take; it has one token at least. With torch's kernels
-            these are counted in float32, and there are copies. None: 1 GiB; or as much as makes eight chunks, where
-            that takes no more than the gradient of `weight` in float32, which more chunks would be added up in.
+            these are counted in float32, and there are copies. None takes 1 GiB, or as much as makes eight chunks. The
+            latter holds where it takes no more memory than the gradient of `weight` in float32, in which more chunks
+            would be added up.
         shard: which rows of the whole matrix this rank holds; None for all.
 
     Returns:
@@ -220,7 +222,7 @@ def linear_cross_entropy_reference(
     reduction: Reduction = "none",
     shard: VocabShard | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`linear_cross_entropy` with `return_lse`, from all logits at once, for moderate ones if they lie on ranks."""
+    """Compute `linear_cross_entropy` with `return_lse` from all logits at once; sharded logits must be moderate."""
     first, vocab_size = (0, len(weight)) if shard is None else (shard.first, shard.vocab_size)
 
     def sum_of_ranks(x: Tensor) -> Tensor:
@@ -375,7 +377,7 @@ def _keeps_graph() -> bool:
 
 
 def _scaled(gradient: Tensor, factor: Tensor, options: ChunkOptions) -> Tensor:
-    """The product; in place where nobody will ask for it again."""
+    """Return the product; in place where it is not needed again."""
     if torch.compiler.is_compiling() or not options.triton or _keeps_graph():
         return gradient * factor
     from lightning_d9d.ops.kernels import linear_cross_entropy as kernels

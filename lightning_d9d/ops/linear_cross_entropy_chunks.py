@@ -25,15 +25,15 @@ class ChunkOptions(NamedTuple):
 
     ignore_index: int
     soft_cap: float
-    """0 for none."""
+    """Bound of the logits; 0 for none."""
     z_loss: float
     label_smoothing: float
     chunk_bytes: int
-    """0 for None."""
+    """Bytes that the logits of a chunk may take; 0 for None."""
     first: int
     vocab_size: int
     group_name: str
-    """Empty for none."""
+    """Group of `VocabShard`; empty for none."""
     triton: bool
 
 

@@ -54,7 +54,7 @@ class Permutation(NamedTuple):
 
     @property
     def _padding(self) -> tuple[Tensor | None, Tensor | None]:
-        """What tells rows of padding from others, if there are any; else nothing is kept for the backward."""
+        """Counts and offsets to tell rows of padding from others; without padding the backward keeps nothing."""
         return (self.counts, self.offsets) if self.num_rows > self.places.numel() else (None, None)
 
 
@@ -76,11 +76,11 @@ def moe_permute(
         x: Shape `[tokens, hidden]`.
         indices: The experts of each token, int32 or int64 `[tokens, top_k]`, all of them below `num_experts`.
         weights: One for each copy, shape `[tokens, top_k]`, if they are needed in the order of rows.
-        num_experts: Of all.
-        multiple: What the number of an expert's rows is to be a multiple of.
+        num_experts: Number of all experts.
+        multiple: Each expert's rows are padded to a multiple of this number.
 
     Returns:
-        The rows `[rows, hidden]`, their weights `[rows]`, and what `moe_unpermute` needs.
+        The rows `[rows, hidden]`, their weights `[rows]`, and the permutation for `moe_unpermute`.
     """
     permutation = sort_by_expert(indices, num_experts, multiple)
     return permutation.copy(x), None if weights is None else permutation.spread(weights), permutation
@@ -89,12 +89,13 @@ def moe_permute(
 def moe_unpermute(rows: Tensor, permutation: Permutation, weights: Tensor | None = None) -> Tensor:
     """Sums the copies of each token: row `places[t, k]`, perhaps times `weights[t, k]`, over k.
 
-    In float32, in the order of k, rounded once to the dtype of `rows`. Differentiable in `rows` and in `weights`, whose
-    gradient is the product of a row with the gradient of its token; only with weights are rows kept for that.
+    Sums are in float32, in the order of k, rounded once to the dtype of `rows`. Differentiable in `rows` and in
+    `weights`. The gradient of a weight is the product of its row with the gradient of its token; only with weights are
+    rows kept for that.
 
     Args:
         rows: One for each of `moe_permute`, shape `[rows, hidden]`. Padding is not read, and its gradient is zero.
-        permutation: What `moe_permute` has returned.
+        permutation: The permutation that `moe_permute` has returned.
         weights: Shape `[tokens, top_k]`; None: ones.
 
     Returns:
@@ -104,7 +105,7 @@ def moe_unpermute(rows: Tensor, permutation: Permutation, weights: Tensor | None
 
 
 def sort_by_expert(indices: Tensor, num_experts: int, multiple: int = 1) -> Permutation:
-    """The places of copies of tokens with these experts `[tokens, top_k]`; see `moe_permute`."""
+    """Return the places of copies of tokens with these experts `[tokens, top_k]`; see `moe_permute`."""
     num_copies = indices.numel()
     num_rows = (num_copies + min(num_experts, num_copies) * (multiple - 1)) // multiple * multiple
     sort = _sort_op if runs_triton(indices) else sort_reference
@@ -128,7 +129,7 @@ def sum_copies(rows: Tensor, places: Tensor) -> Tensor:
 def moe_permute_reference(
     x: Tensor, indices: Tensor, weights: Tensor | None, num_experts: int, *, multiple: int = 1
 ) -> tuple[Tensor, Tensor | None, Permutation]:
-    """`moe_permute` with torch's own operators and derivatives."""
+    """Compute `moe_permute` with torch's own operators and derivatives."""
     num_rows = sort_by_expert(indices, num_experts, multiple).num_rows
     permutation = Permutation(*sort_reference(indices, num_experts, multiple), num_rows)
     rows = _copied(x, permutation.places, None, num_rows)
@@ -138,12 +139,12 @@ def moe_permute_reference(
 
 
 def moe_unpermute_reference(rows: Tensor, permutation: Permutation, weights: Tensor | None = None) -> Tensor:
-    """`moe_unpermute` with torch's own operators and derivatives."""
+    """Compute `moe_unpermute` with torch's own operators and derivatives."""
     return summed(rows, permutation.places, weights)
 
 
 def sort_reference(indices: Tensor, num_experts: int, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Places, counts and offsets of a `Permutation`."""
+    """Return places, counts and offsets of a `Permutation`."""
     experts, order = indices.flatten().sort(stable=True)
     ends = torch.searchsorted(experts, torch.arange(num_experts, device=indices.device), right=True)
     counts = ends.diff(prepend=ends.new_zeros(1))
@@ -174,7 +175,7 @@ def _copied(x: Tensor, places: Tensor, weights: Tensor | None, num_rows: int) ->
 
 
 def gathered(rows: Tensor, places: Tensor, num_rows: int | None = None) -> Tensor:
-    """Rows by place `[tokens, top_k, ...]`; zero where there is none.
+    """Return rows by place `[tokens, top_k, ...]`; zero where there is none.
 
     With `num_rows` places from there on have none; by default those that are past the rows, if places are more.
     """

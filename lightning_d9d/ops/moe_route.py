@@ -60,7 +60,7 @@ def moe_route(
 
     Args:
         logits: Shape `[tokens, experts]`.
-        top_k: How many experts a token visits.
+        top_k: Number of experts that a token visits.
         scores: Kind of scores.
         bias: Added to the scores for the choice only, shape `[experts]`. It does not get a gradient.
         normalize: If True, the weights of a token sum to one.
@@ -95,7 +95,7 @@ def moe_route_reference(
     chosen: Tensor | None = None,
     with_scores: bool = False,
 ) -> Routes:
-    """`moe_route` with torch's own operators."""
+    """Compute `moe_route` with torch's own operators."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     is_softmax, of_all = scores == "softmax", None
     if with_scores or not normalize or bias is not None:

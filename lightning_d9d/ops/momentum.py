@@ -16,9 +16,9 @@ def momentum_direction_(average: Tensor, gradient: Tensor, decay: float, dtype: 
 
     Args:
         average: Float32 or float64; overwritten.
-        gradient: Of its shape; of any dtype that is not wider.
+        gradient: Shape of `average`, in any dtype that is not wider.
         decay: From 0 to below 1.
-        dtype: The direction's.
+        dtype: Dtype of the direction.
 
     Returns:
         A new tensor of that shape and dtype. It is computed in the dtype of `average`, and rounded once.
@@ -40,9 +40,9 @@ def descend_(
 
     Args:
         weight: Bfloat16; overwritten.
-        direction: Bfloat16 or float32, of its shape.
+        direction: Bfloat16 or float32, in the shape of `weight`.
         keep: A number, or a tensor without dims on the device; the host does not read it.
-        size: The same.
+        size: A number or a tensor, like `keep`.
         seed: As for `round_stochastic_`.
         offset: As for `round_stochastic_`.
     """

@@ -5,17 +5,17 @@ from torch import Tensor
 
 
 def multihot_from_indices(indices: Tensor, weights: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """From the experts of tokens to a map over all experts, as other libraries for mixtures of experts take it.
+    """Convert the experts of tokens to a map over all experts, as other libraries for mixtures of experts take it.
 
     Differentiable in `weights`. Nothing waits for the host.
 
     Args:
         indices: The experts of each token, int64 `[tokens, top_k]`, different ones.
-        weights: Of these, `[tokens, top_k]`.
-        num_experts: Of all.
+        weights: Weights of these experts, `[tokens, top_k]`.
+        num_experts: Number of all experts.
 
     Returns:
-        Whether a token visits an expert, bool `[tokens, experts]`, and its weight there, 0 where it does not.
+        A bool `[tokens, experts]`, True where a token visits an expert, and its weight there, 0 where it does not.
     """
     shape = len(indices), num_experts
     visits = torch.zeros(shape, dtype=torch.bool, device=indices.device).scatter(1, indices, True)
@@ -23,7 +23,7 @@ def multihot_from_indices(indices: Tensor, weights: Tensor, num_experts: int) ->
 
 
 def indices_from_multihot(visits: Tensor, weights: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """The way back from `multihot_from_indices`; experts come in their own order, whatever it was before.
+    """Convert back from `multihot_from_indices`; experts come in their own order, whatever it was before.
 
     Args:
         visits: Bool `[tokens, experts]`, true for `top_k` experts of each token.

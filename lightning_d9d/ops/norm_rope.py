@@ -19,7 +19,7 @@ def norm_rope(
     interleaved: bool = False,
     zero_centered: bool = False,
 ) -> Tensor:
-    """`rope(rms_norm(x, weight, eps), cos, sin)`: queries or keys, normed by head and turned by their positions.
+    """Compute `rope(rms_norm(x, weight, eps), cos, sin)` of queries or keys: norm heads, then turn them by position.
 
     Computed in float32 (float64 for float64). On CUDA one operator, `torch.ops.lightning_d9d.norm_rope`, reads and
     writes memory once and rounds once, where torch rounds what is normed, too. So does its backward, which keeps the
@@ -60,10 +60,10 @@ def norm_rope_qk(
     interleaved: bool = False,
     zero_centered: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`norm_rope` of queries and of keys, in one launch of its kernel where they have one dtype, and their weights.
+    """Compute `norm_rope` of queries and keys, in one launch where they have one dtype, and so have their weights.
 
-    The backward is one launch, and one that sums up gradients of weights, where both results have a gradient and the
-    same is asked for of queries and of keys. Else it is one for each.
+    The backward is one launch, and one that sums up gradients of weights. This holds where both results have a gradient
+    and the same is asked for of queries and of keys. Otherwise each has launches of its own.
 
     Args:
         q: shape `[batch, seq, heads, head_dim]`.
@@ -104,7 +104,7 @@ def norm_rope_reference(
     interleaved: bool = False,
     zero_centered: bool = False,
 ) -> Tensor:
-    """`norm_rope` without checks."""
+    """Compute `norm_rope` without checks."""
     normed = rms_norm_reference(x, weight, eps, zero_centered=zero_centered)
     return rope_reference(normed, cos, sin, interleaved=interleaved)
 
@@ -161,7 +161,7 @@ def _new_gradients(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _empty_gradients(given: _Given) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Memory for those of queries, keys and the weights of both; without elements for what is not asked for."""
+    """Return memory for gradients of queries, keys and both weights; without elements for those not asked for."""
 
     def like(tensor: Tensor | None, is_needed: bool) -> Tensor:
         return given.q.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape if is_needed else 0)

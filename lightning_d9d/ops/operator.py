@@ -27,9 +27,9 @@ from torch.nn import Parameter
 from lightning_d9d.ops.compile_ahead import BackwardAhead, only_compiles
 
 _VALUES = frozenset({type(None), bool, int, float, str, torch.dtype, list, tuple})
-"""Classes of arguments that are no tensors, and hold none."""
+"""Classes of arguments that neither are tensors nor hold any."""
 _BATCHED_GRADIENTS = torch._C._dispatch_key_parse("VmapMode")
-"""Of `torch.autograd.grad(is_grads_batched=True)`, which `torch.func` knows nothing of."""
+"""Dispatch key of `torch.autograd.grad(is_grads_batched=True)`, which `torch.func` does not see."""
 
 
 def define(
@@ -49,7 +49,7 @@ def define(
     [Note: straight calls]. It takes arguments by position alone, all of them.
 
     Args:
-        name: of the operator, once in a process.
+        name: name of the operator, once in a process.
         schema: its arguments and results, `"(Tensor x, float eps) -> Tensor"`. No lists of tensors.
         run: computes it on every device; its derivative is not looked for in there.
         fake: gives results without values, for tensors that have none.
@@ -117,7 +117,7 @@ def define(
 def _recorded(
     name: str, run: Callable[..., Any], setup_context: Callable[..., None] | None, backward: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """`run` with a derivative."""
+    """Call `run` with a derivative."""
 
     # Not Function.setup_context, for which torch looks at the signature in each call.
     def forward(ctx: Any, *args: Any) -> Any:
@@ -136,7 +136,7 @@ def _recorded_first(
     setup_context: Callable[..., None] | None,
     backward: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """`run` with a derivative, whose arguments are kept before. [Note: kept before it is made]."""
+    """Call `run` with a derivative whose arguments are kept before. [Note: kept before it is made]."""
 
     def without_memory(*args: Any) -> Any:
         result = fake(*args)

@@ -11,7 +11,7 @@ from lightning_d9d.log import logger
 
 @cache
 def optional_module(name: str) -> ModuleType | None:
-    """The module, or None where it is not installed. One that cannot be imported is named in a warning, too."""
+    """Return the module, or None where it is not installed. A warning names a module that fails to import."""
     try:
         return import_module(name)
     except ModuleNotFoundError as error:

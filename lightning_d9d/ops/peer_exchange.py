@@ -58,7 +58,7 @@ def peer_dispatch(
         plan: Where tokens go.
         num_rows: The number of copies that this rank has memory for.
         memory: The name of a `PeerMemory`.
-        triton: Whether kernels do it.
+        triton: True to use kernels.
 
     Returns:
         Four tensors. Copies are sorted by this rank's experts and, within an expert, by rank and token: `[num_rows,
@@ -76,10 +76,10 @@ def peer_combine(results: Tensor, copies: Tensor, plan: PeerPlan, memory: str, t
 
     Args:
         results: One for each row of `peer_dispatch`, shape `[num_rows, hidden]`.
-        copies: Its places.
-        plan: As there.
-        memory: As there.
-        triton: As there.
+        copies: The places that `peer_dispatch` returned.
+        plan: As for `peer_dispatch`.
+        memory: As for `peer_dispatch`.
+        triton: As for `peer_dispatch`.
 
     Returns:
         Shape `[tokens, hidden]`.

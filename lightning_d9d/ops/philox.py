@@ -16,7 +16,9 @@ WORD = 0xFFFFFFFF
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four random words for each counter: Philox4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3").
+    """Return four random words for each counter.
+
+    They are those of Philox4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3").
 
     Args:
         counter: words, least significant first, as int64 from 0 to `2**32 - 1`.

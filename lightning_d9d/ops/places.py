@@ -1,4 +1,4 @@
-"""Normal values that follow from a key and from where an element lies in a whole tensor: what they are, one by one.
+"""Definition of normal values that follow from a key and from an element's place in a whole tensor, one by one.
 
 [Note: values by place] Element `i` of a tensor in row-major order has word `i` of a Philox stream. Kernels and NumPy's
 C code make the same 64 random bits. The value is a sum of integers, times one float32 number:

@@ -29,11 +29,11 @@ def rms_norm(
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False, residual: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`x / sqrt(mean(x**2) + eps) * weight` over the last dim (https://arxiv.org/abs/1910.07467).
+    """Compute `x / sqrt(mean(x**2) + eps) * weight` over the last dim (https://arxiv.org/abs/1910.07467).
 
     Computed in float32, float64 for float64, and rounded once. On CUDA one operator,
-    `torch.ops.lightning_d9d.rms_norm`, reads and writes memory once, and so does its backward, which keeps `x` (with
-    `residual` the sum instead) and computes the root mean square again. The gradient of `weight` is summed in a fixed
+    `torch.ops.lightning_d9d.rms_norm`, reads and writes memory once, and so does its backward. The backward keeps `x`,
+    or the sum with `residual`, and computes the root mean square again. The gradient of `weight` is summed in a fixed
     order. Gradients that nobody asks for are not computed.
 
     Args:
@@ -62,7 +62,7 @@ def rms_norm(
 def rms_norm_reference(
     x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False, residual: Tensor | None = None
 ) -> Any:
-    """`rms_norm` without checks; a weight wider than `x` is rounded first, unless it is zero-centred."""
+    """Compute `rms_norm` without checks; a weight wider than `x` is rounded first, unless it is zero-centred."""
     total = x if residual is None else x + residual
     if zero_centered:
         wide = torch.promote_types(total.dtype, torch.float32)
@@ -91,7 +91,7 @@ def _norm(x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, zero_c
 def _new_norm(
     x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, zero_centered: bool
 ) -> tuple[Tensor, Tensor]:
-    """Without residual the second one is empty, since an op may not return what it was given."""
+    """Return memory for norm and sum; the sum is empty without residual, as an op may not return its input."""
     if residual is None:
         return x.new_empty(x.shape), x.new_empty(0)
     dtype = torch.promote_types(x.dtype, residual.dtype)
@@ -127,7 +127,7 @@ def _new_gradients(
     needs_total: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Empty ones are not asked for."""
+    """Return memory for gradients; empty ones are not asked for."""
     return total.new_empty(total.shape if needs_total else 0), weight.new_empty(weight.shape if needs_weight else 0)
 
 

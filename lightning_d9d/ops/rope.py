@@ -46,7 +46,7 @@ def rope(
 def rope_qk(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """`rope` of queries and of keys, in one launch of its kernel where they have one dtype.
+    """Compute `rope` of queries and keys, in one launch of its kernel where they have one dtype.
 
     Args:
         q: shape `[batch, seq, heads, head_dim]`.
@@ -61,7 +61,7 @@ def rope_qk(
 
     Raises:
         ConfigError: Shapes do not fit.
-        IndexError: As in `rope`.
+        IndexError: A position is not in the tables, as in `rope`.
     """
     cos, sin = _looked_up(cos, sin, position_ids)
     check_keys(q, k)
@@ -74,7 +74,7 @@ def rope_qk(
 def rope_reference(
     x: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *, interleaved: bool = False
 ) -> Tensor:
-    """`rope` without checks, in the wider dtype of `x` and the tables."""
+    """Compute `rope` without checks, in the wider dtype of `x` and the tables."""
     cos, sin = _looked_up(cos, sin, position_ids)
     width = 2 * cos.shape[-1]
     turned = x[..., :width]
@@ -105,13 +105,13 @@ def check_keys(q: Tensor, k: Tensor) -> None:
 
 
 def turns_on_triton(x: Tensor, cos: Tensor, sin: Tensor, *others: Tensor) -> bool:
-    """Whether kernels run, which turn one pair at least and give tables no gradient."""
+    """Return True if kernels run, which turn one pair at least and give tables no gradient."""
     is_trained = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
     return cos.shape[-1] > 0 and not is_trained and runs_triton(x, cos, sin, *others)
 
 
 def _looked_up(cos: Tensor, sin: Tensor, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Tables of each token."""
+    """Return the tables of each token."""
     if position_ids is None:
         return cos, sin
     return cos[position_ids].unsqueeze(-2), sin[position_ids].unsqueeze(-2)
@@ -128,7 +128,7 @@ def _turn(
 
 
 def new_turned(q: Tensor, k: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
-    """Memory for results, normed before or not; without keys the second one is empty."""
+    """Return memory for results, normed before or not; without keys the second one is empty."""
     return q.new_empty(q.shape), q.new_empty(0) if k is None else k.new_empty(k.shape)
 
 

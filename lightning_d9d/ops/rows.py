@@ -12,34 +12,34 @@ from torch import Tensor
 _LEAST_OF_PRODUCTS = 16
 """The fewest rows and columns of a product that tensor cores take; others are zero."""
 _PROGRAMS_A_PROCESSOR = 4
-"""As many as fit there at a time, so that while some wait for memory others compute."""
+"""Number of programs that fit on a multiprocessor at a time: some compute while others wait for memory."""
 _PROGRAMS_ON_CPU = 3
-"""In Triton's interpreter they run one after the other; more than one, so that tests see their sums added up."""
+"""Number of programs in Triton's interpreter, one after the other; several, so that tests see their sums added up."""
 
 
 def rows_of(tensor: Tensor) -> Tensor:
-    """Shape `[rows, columns]` with elements of a row side by side: a view where strides allow it, else a copy."""
+    """Return shape `[rows, columns]`, elements of a row side by side: a view where strides allow it, else a copy."""
     rows = tensor if tensor.dim() == 2 else tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def ceil_div(number: int, divisor: int) -> int:
-    """The quotient, rounded up: `triton.cdiv`, which takes far longer on the host."""
+    """Return the quotient, rounded up, as `triton.cdiv`, which takes far longer on the host."""
     return -(-number // divisor)
 
 
 def next_power_of_2(number: int) -> int:
-    """The lowest one that is not less than `number`, which is 1 or more: as `triton.next_power_of_2`."""
+    """Return the lowest power of 2 that is not less than `number`, 1 or more, as `triton.next_power_of_2`."""
     return 1 << (number - 1).bit_length()
 
 
 def padded_for_products(length: int) -> int:
-    """The lowest length, not less than this one, that a dim of a product in a kernel may have."""
+    """Return the lowest length, not less than this one, that a dim of a product in a kernel may have."""
     return max(_LEAST_OF_PRODUCTS, next_power_of_2(length))
 
 
 def num_programs(num_tiles: int, device: torch.device, a_processor: int = _PROGRAMS_A_PROCESSOR) -> int:
-    """How many programs share tiles of rows, each with a partial sum of its own: the same number on equal devices.
+    """Return the number of programs that share tiles of rows, each with its own partial sum; equal on equal devices.
 
     `a_processor` is how many run there at a time, for what their registers leave; others would begin when these end.
     """

@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 
 
 def local_shard(weight: Tensor, x: Tensor) -> Tensor:
-    """What this rank multiplies with `x`: its own part of a DTensor, unless `x` is a DTensor as well.
+    """Return the tensor to multiply with `x`: this rank's part of a DTensor, unless `x` is a DTensor as well.
 
     The gradient comes back as `as_gradient` makes it.
     """
@@ -15,14 +15,14 @@ def local_shard(weight: Tensor, x: Tensor) -> Tensor:
 
 
 def is_sharded(weight: Tensor) -> bool:
-    """Whether no rank holds the whole of it."""
+    """Return True if no rank holds the whole weight."""
     return isinstance(weight, DTensor) and not all(placement.is_replicate() for placement in weight.placements)
 
 
 def as_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
-    """What this rank adds to the gradient of `weight`: a DTensor of the same mesh and placements if that is one.
+    """Return this rank's part of the gradient of `weight`, a DTensor with the same mesh and placements if that is one.
 
-    Nothing is communicated. Also of a replicated weight it is what this rank alone adds.
+    Nothing is communicated. For a replicated weight, too, it is the summand of this rank alone.
     """
     if not isinstance(weight, DTensor) or isinstance(gradient, DTensor):
         return gradient

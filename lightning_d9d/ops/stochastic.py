@@ -22,8 +22,8 @@ def round_stochastic_(target: Tensor, source: Tensor, seed: int, offset: int = 0
     values stay finite: those beyond the largest bfloat16 become that.
 
     Element `i` in row-major order takes 16 bits of `Philox4x32(key=seed, counter=(offset + i) // 8)`. The bits depend
-    on nothing else. So equal values with the same seed get the same bits on replicas, in parts of a tensor with their
-    own offsets, on CPU and GPU. It is one operator, `torch.ops.lightning_d9d.round_stochastic_`, without a gradient.
+    on nothing else. So equal values with the same seed get the same bits on replicas, on CPU and GPU, and in parts with
+    their own offsets. It is one operator, `torch.ops.lightning_d9d.round_stochastic_`, without a gradient.
 
     Args:
         target: bfloat16, of any shape and strides; overwritten.

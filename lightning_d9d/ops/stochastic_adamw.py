@@ -40,7 +40,7 @@ class AdamWTensors(NamedTuple):
     exp_avg: Tensor
     """Float32, bfloat16, or the codes of [Note: states in eight bits], uint8."""
     exp_avg_sq: Tensor
-    """In the dtype of `exp_avg`."""
+    """Same dtype as `exp_avg`."""
     step: Tensor
     """Number of steps with this one, a float32 scalar on the device."""
     place: Place
@@ -60,7 +60,7 @@ class Scalars(NamedTuple):
     eps: float
     weight_decay: float
     seed: int
-    """From 0 to `2**32 - 1`."""
+    """Seed of the random bits, from 0 to `2**32 - 1`."""
     grad_scale: Tensor | None = None
     """Gradients are divided by it."""
     found_inf: Tensor | None = None
@@ -288,7 +288,7 @@ class _Table:
         self.chunks = torch.stack([block, number], 1).int().to(self._device)
 
     def gradients(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The address of each block's gradient, int64 `[blocks]`; copied without waiting if they have moved."""
+        """Return the address of each block's gradient, int64 `[blocks]`; copied without waiting if they have moved."""
         first = [gradient.data_ptr() for gradient in gradients]
         size = gradients[0].element_size()
         addresses = [first[row] + start * size for row, start in self._starts]

@@ -11,10 +11,10 @@ from lightning_d9d.ops.operator import define
 
 
 def swiglu(gate_up: Tensor | tuple[Tensor, Tensor], weights: Tensor | None = None) -> Tensor:
-    """`silu(gate) * up`, times a weight for each row (https://arxiv.org/abs/2002.05202).
+    """Compute `silu(gate) * up`, times a weight for each row (https://arxiv.org/abs/2002.05202).
 
-    On CUDA one operator, `torch.ops.lightning_d9d.swiglu`, which computes in float32, rounds once, and reads and writes
-    memory once; so does its backward, which keeps the arguments alone. In torch each product is rounded, and weights
+    On CUDA one operator, `torch.ops.lightning_d9d.swiglu`, computes in float32, rounds once, and reads and writes
+    memory once. So does its backward, which keeps the arguments alone. In torch each product is rounded, and weights
     are rounded to the dtype of `up` before. Gradients that nobody asks for are not computed. Rows have nothing to do
     with one another: what is in padding between groups of rows, be it NaN, stays there.
 
@@ -42,7 +42,7 @@ def swiglu(gate_up: Tensor | tuple[Tensor, Tensor], weights: Tensor | None = Non
 
 
 def swiglu_reference(gate_up: Tensor | tuple[Tensor, Tensor], weights: Tensor | None = None) -> Tensor:
-    """`swiglu` without checks."""
+    """Compute `swiglu` without checks."""
     gate, up = gate_up.chunk(2, dim=-1) if isinstance(gate_up, Tensor) else gate_up
     activated = F.silu(gate) * up
     return activated if weights is None else activated * weights.unsqueeze(-1).to(activated.dtype)
@@ -89,7 +89,7 @@ def _new_gradients(
     needs_up: bool,
     needs_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty ones are not asked for."""
+    """Return memory for gradients; empty ones are not asked for."""
     dgate = gate.new_empty(gate.shape if needs_gate else 0)
     dup = gate.new_empty(dy.shape if needs_up else 0)
     dweights = dy.new_empty(0) if weights is None else weights.new_empty(weights.shape if needs_weights else 0)

@@ -37,7 +37,7 @@ def vocab_parallel_embedding(ids: Tensor, weight: Tensor, first: int, *, is_firs
 
 
 def own_columns(logits: Tensor, labels: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    """Which column is each label's, `[tokens, 1]`, and whether it is one of this rank's, `[tokens]`; else it is any."""
+    """Return each label's column, `[tokens, 1]`, and if it is this rank's, `[tokens]`; other columns are arbitrary."""
     num_columns = logits.shape[1]
     is_ours = (labels >= first) & (labels < first + num_columns)
     return (labels - first).clamp(0, max(0, num_columns - 1)).unsqueeze(1), is_ours

@@ -11,7 +11,7 @@ functions and recomputed activations work without special care. The first phase 
 functions do not need.
 
 *The weight is hidden*, not given an undefined gradient, because autograd would pass that on to the parameter's hooks.
-Therefore the stage's forward cannot itself ask autograd for the gradient of such a weight: `torch.autograd.grad` raises
+Therefore the stage's forward cannot itself ask autograd for the gradient of such a weight. `torch.autograd.grad` raises
 that it is not part of the graph, and a `.backward()` called there leaves it out. Differentiating twice through such an
 op raises.
 

@@ -17,22 +17,22 @@ from lightning_d9d.pipeline.trees import described, with_children
 
 _IDS = ("input_ids", "labels", "position_ids", "document_ids")
 _OF_TOKENS = (*_IDS, "attention_mask", "pooling_mask")
-"""What a batch may have a number of for each token."""
+"""Tensors of a batch that have a number for each token."""
 _ID_DTYPES = (torch.int64, torch.int32)
 _COLLATE = "in the DataLoader's collate_fn"
 
 
 def check_form(batch: Any, where: str, needed: Sequence[str]) -> None:
-    """See that a batch is a mapping of tensors as Qwen3-MoE takes them. Asks no device.
+    """Check that a batch is a mapping of tensors as Qwen3-MoE takes them, without a host sync.
 
     Args:
         batch: Anything.
-        where: Which batch it is, for people.
-        needed: What it must have.
+        where: Description of the batch, for error messages.
+        needed: Names that it must have.
 
     Raises:
-        ConfigError: It is not a mapping, lacks something, or has it as something else than a tensor, in another shape
-            or dtype, or empty. The message says what the batch is, and what to do.
+        ConfigError: The batch is not a mapping, or lacks a needed tensor. Or a value is not a tensor, is empty, or has
+            another shape or dtype. The message describes the batch and says what to do.
     """
     names = " and ".join(repr(name) for name in needed)
     if not isinstance(batch, Mapping):
@@ -65,7 +65,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _check_tensor(name: str, value: Any, where: str, batch: Mapping[str, Any]) -> None:
-    """See that one entry of a batch is a tensor with a number for each token."""
+    """Check that one entry of a batch is a tensor with a number for each token."""
     problem = ""
     if not isinstance(value, Tensor):
         problem = f"it must be a tensor [batch, seq]: {_how_to_make_tensor(name, value)}"
@@ -90,13 +90,14 @@ def _how_to_make_tensor(name: str, value: Any) -> str:
 
 
 def prepared(batch: Mapping[str, Any], shift_labels: bool) -> Mapping[str, Any]:
-    """The batch with shifted labels and, for its `attention_mask`, `document_ids`; a mapping of the same class.
+    """Return the batch with shifted labels, and with `document_ids` for its `attention_mask`.
 
-    Padding, where the mask is 0, becomes a document of its own, and labels there do not count.
+    The mapping keeps its class. Padding, where the mask is 0, becomes a document of its own, and labels there do not
+    count.
 
     Args:
-        batch: With whole sequences.
-        shift_labels: Whether its labels stand at the tokens that they are, and are to be moved to those before.
+        batch: A batch with whole sequences.
+        shift_labels: True if each label stands at its own token; it is then moved to the token before.
     """
     labels, mask, documents = (batch.get(name) for name in ("labels", "attention_mask", "document_ids"))
     changed: dict[str, Any] = {}
@@ -113,12 +114,12 @@ def prepared(batch: Mapping[str, Any], shift_labels: bool) -> Mapping[str, Any]:
 
 
 def apart(document_ids: Tensor, mask: Tensor) -> Tensor:
-    """Document ids of which padding has one that no document has."""
+    """Return document ids in which padding has an id that no document has."""
     return torch.where(mask == 0, document_ids.min() - 1, document_ids)
 
 
 def shift(labels: Tensor, document_ids: Tensor | None = None) -> Tensor:
-    """Each token's label moved to the token before it; the last one of a row, and of a document, has none.
+    """Move each label to the token before it; the last token of a row, and of a document, gets none.
 
     Args:
         labels: Integers, shape `[batch, seq]`.
@@ -132,22 +133,22 @@ def shift(labels: Tensor, document_ids: Tensor | None = None) -> Tensor:
 
 
 def place_in_data(index: int, kind: str) -> str:
-    """Which batch it is, for people."""
+    """Return the description of a batch for error messages."""
     return f"batch {index} of {kind}"
 
 
 class BatchCheck:
-    """Looks at the ids and labels of every batch of one kind (training, validation, ...), after `check_form`.
+    """Checks the ids and labels of every batch of one kind (training, validation, ...), after `check_form`.
 
-    On the CPU, and in the first batch, what is wrong is refused at once. Later ones on an accelerator do not wait for
-    it: an id that is outside of the vocabulary is replaced, as it would end the device's work, is noted on the device,
-    and is refused when the note has reached the host, a few batches later or in `finish`.
+    On the CPU, and in the first batch, a wrong value is refused at once. On an accelerator the host does not wait for
+    later batches. There an id outside of the vocabulary is replaced, because it would end the device's work, and noted
+    on the device. It is refused when the note has reached the host: a few batches later, or in `finish`.
 
     Args:
-        kind: Of batches, for people.
-        vocab_size: Of the model.
-        window: The longest document that the model takes.
-        shift_labels: Whether labels are to be shifted.
+        kind: Name of this kind of batches, for error messages.
+        vocab_size: Size of the model's vocabulary.
+        window: The longest document that the model takes, in tokens.
+        shift_labels: True if labels are to be shifted.
     """
 
     def __init__(self, kind: str, vocab_size: int, window: int, shift_labels: bool) -> None:
@@ -156,21 +157,21 @@ class BatchCheck:
         self.window = window
         self.shift_labels = shift_labels
         self._note: Tensor | None = None
-        """Of the first thing that was wrong: which of `_KEYS` has it, plus 1, its value, the batch. Else zeros."""
+        """The first wrong value: its index in `_KEYS` plus 1, the value, the batch. Zeros if nothing was wrong."""
         self._copy = HostCopy()
         self._num_untold = 0
-        """Batches so far that did not tell whether their labels are shifted, or the most once one did."""
+        """Number of batches so far that did not show if labels are shifted; `_MOST_UNTOLD` once one did."""
 
     def __call__(self, batch: Mapping[str, Any], index: int) -> Mapping[str, Any]:
-        """The batch, on an accelerator without ids that are outside of the vocabulary.
+        """Check a batch and return it; on an accelerator, ids outside of the vocabulary are replaced.
 
         Args:
-            batch: With whole sequences.
-            index: Of the batch in its epoch.
+            batch: A batch with whole sequences.
+            index: Index of the batch in its epoch.
 
         Raises:
-            ConfigError: An id or a label is outside of the vocabulary, or a document is too long. Or labels are not as
-                `shift_labels` says, in the first batch that tells.
+            ConfigError: An id or a label is outside of the vocabulary, or a document is too long. Or labels contradict
+                `shift_labels`, in the first batch that shows it.
         """
         is_first = self._note is None
         if self._note is None:
@@ -194,16 +195,16 @@ class BatchCheck:
         return batch if self._note.device.type == "cpu" else with_children(batch, {**batch, **replaced})
 
     def finish(self) -> None:
-        """Wait for what is noted about the last batches.
+        """Wait for the notes about the last batches.
 
         Raises:
-            ConfigError: As in a call.
+            ConfigError: A value of these batches is refused, as in a call.
         """
         if self._note is not None:
             self._refuse(self._note)
 
     def _add(self, name: str, values: Tensor, is_wrong: Tensor, index: int) -> None:
-        """Note the first wrong value unless something is noted. Asks no device."""
+        """Note the first wrong value unless one is noted already, without a host sync."""
         assert self._note is not None
         if values.numel() == 0:
             return
@@ -234,11 +235,11 @@ class BatchCheck:
 
 _KEYS = ("input_ids", "labels", "document")
 _MOST_UNTOLD = 100
-"""Batches of which labels are looked at until one tells. Each look makes the host wait."""
+"""Most batches whose labels are checked until one shows if they are shifted. Each check makes the host wait."""
 
 
 def longest_document(batch: Mapping[str, Any]) -> Tensor:
-    """The length of the longest document of a batch, on the device."""
+    """Return the length of the longest document of a batch, on the device."""
     for name, positions_of in (
         ("position_ids", lambda ids: ids),
         ("document_ids", document_positions),
@@ -251,12 +252,12 @@ def longest_document(batch: Mapping[str, Any]) -> Tensor:
 
 
 def check_shifted(batch: Mapping[str, Any], shift_labels: bool) -> bool:
-    """See that labels are as `shift_labels` says they are. Reads the device.
+    """Check that labels agree with `shift_labels`. The host waits for the device.
 
     Labels that are the tokens themselves would be learned at once, as each token sees itself.
 
     Returns:
-        Whether the batch tells: it has labels that count, and tokens that differ.
+        True if the batch shows this: it has labels that count, and tokens that differ. Also True without labels.
 
     Raises:
         ConfigError: All labels that count are their own tokens and must not be shifted, or the tokens that follow and

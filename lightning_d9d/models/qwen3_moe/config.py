@@ -26,7 +26,8 @@ _INTEGERS = {
     "decoder_sparse_step": (1, 2**31 - 1),
     "max_position_embeddings": (1, 2**31 - 1),
 }
-"""Least and greatest value. Far above any model, and low enough that nobody waits or runs out of numbers."""
+"""Least and greatest value of each field. The greatest is far above any model, and low enough that nobody waits or runs
+out of numbers."""
 _MAX_EXPERTS = 2**20
 _MAX_PARAMETERS = 10**15
 
@@ -60,7 +61,8 @@ class Qwen3MoeConfig:
     A config without experts, `num_experts=0`, is dense Qwen3 (`model_type: qwen3`): fields of experts then say nothing.
 
     Raises:
-        ConfigError: a value that no model can be built from, with the field, the value and what is legal.
+        ConfigError: A field has a value that no model can be built from. The message names the field, the value and
+            what is legal.
     """
 
     vocab_size: int = 151_936
@@ -97,8 +99,9 @@ class Qwen3MoeConfig:
     """Scale a token's weights over its chosen experts to sum to one."""
 
     shared_expert_intermediate_size: int = 0
-    """Inner width of a further expert of each mixture layer that every token visits, times a sigmoid of its own, as in
-    Qwen2-MoE; 0: there is none. `transformers` has no Qwen3-MoE with one: only this package reads such an export."""
+    """Inner width of the shared expert of each mixture layer, as in Qwen2-MoE; 0 for none. Every token visits it, and a
+    sigmoid of the token's own scales the result. `transformers` has no Qwen3-MoE with one: only this package reads such
+    an export."""
 
     decoder_sparse_step: int = 1
     """Every n-th layer is a mixture of experts (counted from one), the others are dense."""
@@ -218,7 +221,7 @@ class Qwen3MoeConfig:
         )
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether the layer of this global index is a mixture of experts."""
+        """Return True if the layer of this global index is a mixture of experts."""
         return (
             layer not in self.mlp_only_layers and self.num_experts > 0 and (layer + 1) % self.decoder_sparse_step == 0
         )
@@ -232,7 +235,7 @@ class Qwen3MoeConfig:
         """Refuse a setting that acts on mixtures of experts alone, if no layer is one.
 
         Args:
-            setting: For people, such as `MeshConfig.expert_parallel=2`.
+            setting: The setting for the message, such as `MeshConfig.expert_parallel=2`.
 
         Raises:
             ConfigError: Every layer is dense.
@@ -255,10 +258,11 @@ class Qwen3MoeConfig:
         return self._num_parameters(self.num_experts_per_tok)
 
     def flops_per_token(self, sequence_length: int) -> int:
-        """Floating-point operations of a training step for one token: forward and backward, nothing recomputed.
+        """Return the floating-point operations of a training step for one token, with nothing recomputed.
 
-        Six for each parameter in a matrix product that the token takes part in (looking up the embedding is none) and
-        the two products of causal attention over `sequence_length` tokens, of which half is masked.
+        Forward and backward take six for each parameter in a matrix product that the token takes part in. Looking up
+        the embedding is not such a product. Added are the two products of causal attention over `sequence_length`
+        tokens, of which half is masked.
         """
         vocabulary = self.vocab_size * self.hidden_size
         in_products = self.num_active_parameters - (0 if self.tie_word_embeddings else vocabulary)
@@ -282,12 +286,12 @@ class Qwen3MoeConfig:
 
     @classmethod
     def preset(cls, name: PresetName) -> Qwen3MoeConfig:
-        """A model by name: a released Qwen3 size, or `tiny` and `tiny-dense`, whose tokens are bytes.
+        """Return a config by name: a released Qwen3 size, or `tiny` and `tiny-dense`, whose tokens are bytes.
 
         `tiny`, `30b-a3b` and `235b-a22b` are mixtures of experts, the others dense.
 
         Raises:
-            ConfigError: There is none of this name.
+            ConfigError: No preset has this name.
         """
         if name not in PRESETS:
             raise ConfigError(
@@ -301,7 +305,8 @@ class Qwen3MoeConfig:
         """Reads Hugging Face's `config.json`, or the one in the given directory.
 
         Raises:
-            ConfigError: Neither `model_type: qwen3_moe` nor `qwen3`, or it asks for what this model does not have.
+            ConfigError: The file has neither `model_type: qwen3_moe` nor `qwen3`, or asks for what this model does not
+                have.
         """
         refuse_checkpoint(path)
         path = Path(path)
@@ -310,16 +315,16 @@ class Qwen3MoeConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], source: str = "config.json") -> Qwen3MoeConfig:
-        """Takes Hugging Face's configuration as a dictionary; keys that do not shape the model are passed over.
+        """Builds a config from Hugging Face's dictionary; keys that do not shape the model are ignored.
 
         Args:
             values: transformers 4 names (`rope_theta`) or transformers 5 names (`rope_parameters`), of a mixture
                 (`model_type: qwen3_moe`) or of a dense model (`qwen3`).
-            source: what error messages call it.
+            source: name of the dictionary in error messages.
 
         Raises:
-            ConfigError: A configuration of another model, a field of experts in that of a dense model, or a value that
-                no model can be built from.
+            ConfigError: The dictionary describes another model, or a dense one with a field of experts. Or no model can
+                be built from one of its values.
         """
         if not isinstance(values, Mapping):
             raise ConfigError(f"{source}: {reprlib.repr(values)} must be a table of names and values.")
@@ -348,7 +353,7 @@ class Qwen3MoeConfig:
         return config
 
     def to_dict(self) -> dict[str, Any]:
-        """Hugging Face's `config.json` as a dictionary, readable by transformers 4 and 5."""
+        """Return Hugging Face's `config.json` as a dictionary that transformers 4 and 5 can read."""
         values = dataclasses.asdict(self)
         values["mlp_only_layers"] = list(self.mlp_only_layers)
         if self.vocab_splits is None:
@@ -373,7 +378,7 @@ class Qwen3MoeConfig:
 
 
 def refuse_checkpoint(path: str | Path) -> None:
-    """Point from a checkpoint to what takes one, where a Hugging Face directory is needed. Local.
+    """Refuse a checkpoint where a Hugging Face directory is needed, and name what takes one. Local.
 
     Raises:
         ConfigError: The path is a checkpoint, file or directory.

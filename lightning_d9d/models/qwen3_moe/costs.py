@@ -1,4 +1,4 @@
-"""What the layers of a Qwen3-MoE model cost, for `schedule=Auto(...)`, from its sizes alone."""
+"""Costs of the layers of a Qwen3-MoE model, for `schedule=Auto(...)`, from its sizes alone."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _NOTES = 20
 
 
 def model_costs(config: Qwen3MoeConfig, sequence_length: int, bytes_per_element: int = 2) -> ModelCosts:
-    """Operations and bytes of embedding, decoder layers and head, for one sequence on a rank with whole layers.
+    """Return the costs of embedding, decoder layers and head, for one sequence on a rank with whole layers.
 
-    Operations are those of matrix products (two for each multiplication) and of attention, causal: half of the full
-    square, and in its backward two and a half times the forward, for scores are computed again. Each token is computed
-    by its own experts, but all experts' weights are held. Activations are what the modules keep with the kernels of a
-    GPU; torch's on a CPU keep more of norms and SwiGLU. A tied head counts
-    with a matrix of its own, which the last rank has a copy of. Its logits are one chunk, whose gradient is kept for a
-    weight backward; with more of them, none is kept, and they are computed again.
+    Operations are those of matrix products, two for each multiplication, and of attention. Causal attention counts half
+    of the full square. Its backward counts two and a half times the forward, because scores are computed again. Each
+    token is computed by its own experts, but all experts' weights are held. Activations are what the modules keep with
+    the kernels of a GPU; torch's on a CPU keep more of norms and SwiGLU. A tied head counts with a matrix of its own,
+    because the last rank has a copy. Its logits are one chunk, whose gradient is kept for a weight backward. With more
+    chunks no gradient is kept, and logits are computed again.
 
     Args:
-        config: Of the model.
+        config: Config of the model.
         sequence_length: Tokens of a row.
-        bytes_per_element: Of weights and activations: 2 for bfloat16.
+        bytes_per_element: Bytes of an element of weights and activations: 2 for bfloat16.
     """
     hidden, vocab = config.hidden_size, config.vocab_size
     weights, tokens = bytes_per_element, sequence_length * bytes_per_element
@@ -57,7 +57,7 @@ def model_costs(config: Qwen3MoeConfig, sequence_length: int, bytes_per_element:
 
 
 def _layer(config: Qwen3MoeConfig, sequence_length: int, bytes_per_element: int, is_sparse: bool) -> LayerCosts:
-    """One decoder layer. Numbers of elements are those of one token."""
+    """Return the costs of one decoder layer. Numbers of elements are those of one token."""
     hidden = config.hidden_size
     queries = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim

@@ -61,30 +61,30 @@ def load_huggingface(
 ) -> None:
     """Fills a model with the weights of a Hugging Face directory, in place.
 
-    Reads one `model.safetensors` or the files of an index, with an expert a tensor (as published) or all experts of a
-    layer in one (as in the memory of transformers 5). Values are cast to the dtype of each parameter. Of DTensors each
-    rank reads its own slices, whatever their meshes and placements. What several ranks hold alike one of them reads,
-    and passes on. Next to no memory is needed besides the model.
+    Reads one `model.safetensors` or the files of an index. Each expert is a tensor of its own, as published, or all
+    experts of a layer are one, as transformers 5 has them in memory. Values are cast to the dtype of each parameter.
+    Each rank reads its own slices of DTensors, whatever their meshes and placements. One rank reads what several hold
+    alike, and passes it on. Next to no memory is needed besides the model.
 
-    Collective over the default process group where there is one, also for models that are whole on every rank: all
-    names, shapes and dtypes are checked before the first parameter changes on any rank, and what fails on
-    one raises on all. It does not matter which rank holds what.
+    Collective over the default process group where there is one, also for models that are whole on every rank. All
+    names, shapes and dtypes are checked before the first parameter changes on any rank. A failure on one rank raises on
+    all. Any rank may hold any part of the model.
 
     Args:
-        model: A `Qwen3MoeForCausalLM`, whole or a stage; or any module with some of its parameters, under the names
-            that they have in the whole model, and the whole model's `config`; or all stages of this rank.
-        directory: On every rank; also a URL that fsspec knows.
+        model: A `Qwen3MoeForCausalLM`, whole or a stage, or all stages of this rank. Or any module that has the whole
+            model's `config` and some of its parameters, under their names in the whole model.
+        directory: Directory that every rank can read; also a URL that fsspec knows.
         verify: If the directory has a manifest, as those of `save_huggingface` have, compare checksums.
         check_finite: Look for numbers that are infinite or NaN.
-        check_first: Do so before the first parameter changes, which reads the files once more, divided over the ranks.
-            False: while they are read. After an error the model has some of the new weights. Faster where there is
-            nothing to lose, as at the start of a run.
+        check_first: Make these checks before the first parameter changes, which reads the files once more, divided over
+            the ranks. False makes them while parameters are read. This is faster, but after an error the model has some
+            of the new weights.
         progress: Show bars on the first rank.
 
     Adapters of the model stay as they are: the weights are those of their base.
 
     Raises:
-        StateError: a file is missing or damaged, its tensors are not those of the model, or another rank failed.
+        StateError: A file is missing or damaged, its tensors are not those of the model, or another rank failed.
         ConfigError: Adapters of the model are merged.
     """
     ranks, failure = Ranks(), f"weights cannot be loaded from {str(directory)!r}"
@@ -136,30 +136,31 @@ def save_huggingface(
 
     Collective over the default process group where there is one, also for models that are whole on every rank. The
     files are the same on any mesh. Ranks that hold something of a file take turns to write one, all at the same time,
-    and tied embeddings are written once. Besides the model a rank has one tensor of the files in memory (an expert's
-    matrix, unless the experts are fused), the slices of it that other ranks sent, and its own slices of those that they
-    write.
+    and tied embeddings are written once. Besides the model a rank has one tensor of the files in memory: an expert's
+    matrix, unless the experts are fused. It also has the slices of it that other ranks sent, and its own slices of
+    those that they write.
 
-    The bias of `BalanceConfig(bias_rate=...)`, which Hugging Face's Qwen3-MoE does not know, is left out, and if it is
-    not zero there is a warning: without it some tokens visit other experts. Checkpoints of the strategy have it.
+    The bias of `BalanceConfig(bias_rate=...)` is left out, because Hugging Face's Qwen3-MoE does not know it. A warning
+    says so if it is not zero: without it some tokens visit other experts. Checkpoints of the strategy have it.
 
     Args:
         model: As in `load_huggingface`; the stages of all ranks make up the whole model.
         directory: Does not exist yet, or is empty. Of rank 0; all ranks that write reach it under the same name.
-        dtype: Of the files; None keeps each parameter's own.
+        dtype: Dtype of the files; None keeps each parameter's own.
         max_shard_bytes: Size at which a new file begins; a larger tensor gets a file of its own. A group's timeout is
             the longest that writing a file may take.
         overwrite: Replace an existing directory, with everything in it.
-        fused_experts: Write all experts of a layer as one tensor, as transformers 5 has them in memory, and not each as
-            a tensor of its own, as published models (and transformers 4) have them.
+        fused_experts: Write all experts of a layer as one tensor, as transformers 5 has them in memory. Otherwise each
+            is a tensor of its own, as in published models and transformers 4.
         progress: Show a bar on the first rank, of what it writes.
-        files: What else the directory gets, name and content, such as `files_beside_weights` of the model that this
-            one began with; the first rank's. Its `config.json` is left out, and its `generation_config.json` taken.
+        files: Names and contents of further files, such as `files_beside_weights` of the model that this one began
+            with. The first rank's are written. A `config.json` among them is replaced by this model's, and a
+            `generation_config.json` is kept.
 
     Raises:
-        StateError: The directory has files and `overwrite` is not set, it cannot be written, a parameter is on no rank
-            or on the meta device, or another rank failed. Nothing is left of the directory then.
-        ConfigError: A dtype that is none of float64, float32, float16, bfloat16, or fused experts of a dense model.
+        StateError: The directory has files and `overwrite` is not set, or it cannot be written. Or a parameter is on no
+            rank or on the meta device, or another rank failed. Nothing is left of the directory then.
+        ConfigError: The dtype is not float64, float32, float16 or bfloat16, or a dense model has no experts to fuse.
     """
     if dtype is not None and dtype not in DTYPE_NAMES:
         legal = ", ".join(map(str, DTYPE_NAMES))
@@ -195,10 +196,10 @@ def write_configs(folder: Place, config: Qwen3MoeConfig, dtype: torch.dtype, pre
     """Write `config.json` and `generation_config.json` beside the weights. Local.
 
     Args:
-        folder: Of the weights.
-        config: Of the whole model. The generation config gets its ids of tokens, if it has some.
-        dtype: Of the weights.
-        present: Files that are there. A generation config among them stays.
+        folder: Folder of the weights.
+        config: Config of the whole model. The generation config gets its ids of tokens, if it has some.
+        dtype: Dtype of the weights.
+        present: Files that are there already. A generation config among them stays.
     """
     write_json(folder / "config.json", {**config.to_dict(), "torch_dtype": str(dtype).removeprefix("torch.")})
     if GENERATION_CONFIG not in present:
@@ -206,19 +207,19 @@ def write_configs(folder: Place, config: Qwen3MoeConfig, dtype: torch.dtype, pre
 
 
 def generation_config(config: Qwen3MoeConfig) -> dict[str, Any]:
-    """What the config knows of a `generation_config.json`: the ids of tokens that begin and end a text."""
+    """Return the content of a `generation_config.json`: the ids of tokens that begin and end a text."""
     ids = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
     return {key: value for key, value in ids.items() if value is not None}
 
 
 def files_beside_weights(directory: str | Path | Place) -> dict[str, bytes]:
-    """The small files of a Hugging Face directory: tokenizer, chat template, generation config. Local.
+    """Return the small files of a Hugging Face directory: tokenizer, chat template, generation config. Local.
 
     Args:
-        directory: Also a URL that fsspec knows.
+        directory: Path of the directory, or a URL that fsspec knows.
 
     Returns:
-        Name and content, without `config.json`.
+        Names and contents, without `config.json`.
 
     Raises:
         StateError: A file cannot be read, is a link that leads elsewhere, or all together are too large.
@@ -241,12 +242,12 @@ def files_beside_weights(directory: str | Path | Place) -> dict[str, bytes]:
 
 
 def huggingface_mapper(config: Qwen3MoeConfig, fused_experts: bool = False) -> Mapper:
-    """From the parameters of a `Qwen3MoeForCausalLM` to the tensors in files of Hugging Face's.
+    """Return the mapper from the parameters of a `Qwen3MoeForCausalLM` to the tensors in Hugging Face's files.
 
     `mapper.inverse(specs)` is the way back.
 
     Args:
-        config: Of the whole model.
+        config: Config of the whole model.
         fused_experts: All experts of a layer in one tensor, not each in its own.
     """
     specs = parameter_specs(config)
@@ -265,14 +266,14 @@ def _stages(model: nn.Module | Sequence[nn.Module]) -> tuple[list[nn.Module], Qw
 
 
 def parameter_specs(config: Qwen3MoeConfig) -> dict[str, Spec]:
-    """Of the whole model."""
+    """Return the name and shape of each parameter of the whole model."""
     with torch.device("meta"):
         whole = Qwen3MoeForCausalLM(config)
     return {name: Spec(tuple(parameter.shape)) for name, parameter in whole.named_parameters()}
 
 
 def _local_shards(stages: Iterable[nn.Module], specs: Mapping[str, Spec]) -> list[tuple[str, LocalShard]]:
-    """This rank's parameters. A name comes twice if two stages of the rank have it without sharing the parameter."""
+    """Return this rank's parameters. A name comes twice if two stages have it without sharing the parameter."""
     local: dict[nn.Parameter, tuple[str, LocalShard]] = {}
     for stage in stages:
         adapters = {each for part in stage.modules() if isinstance(part, Adapter) for each in part.parameters()}
@@ -294,12 +295,12 @@ def _is_biased(name: str, buffer: Tensor) -> bool:
 
 
 def _mapper(config: Qwen3MoeConfig, names: Iterable[str], stacked: Collection[str]) -> Mapper:
-    """Experts are a tensor each unless `stacked` has the name of the parameter."""
+    """Map experts to a tensor each, unless `stacked` has the name of the parameter."""
     return Parallel(mapper for name in names if (mapper := _mapper_of(config, name, is_stacked=name in stacked)))
 
 
 def _mapper_of(config: Qwen3MoeConfig, name: str, is_stacked: bool) -> Mapper | None:
-    """Of a parameter; of the parts of a vocabulary one for all, at the first of them."""
+    """Return the mapper of a parameter; the parts of a vocabulary have one for all, at the first of them."""
     owner, _, last = name.rpartition(".")
     if owner.endswith(".mlp.experts") and not is_stacked:
         return _of_experts(config, owner, last)
@@ -311,7 +312,7 @@ def _mapper_of(config: Qwen3MoeConfig, name: str, is_stacked: bool) -> Mapper | 
 
 
 def _of_experts(config: Qwen3MoeConfig, owner: str, stack: str) -> Mapper:
-    """Of the gates and the up projections, which are one stack here, or of the down projections."""
+    """Return the mapper of the gates and up projections, which are one stack here, or of the down projections."""
     experts = range(config.num_experts)
     if stack != "gate_up_proj":
         return Select(f"{owner}.{stack}", {f"{owner}.{expert}.{stack}.weight": expert for expert in experts})
@@ -322,18 +323,18 @@ def _of_experts(config: Qwen3MoeConfig, owner: str, stack: str) -> Mapper:
 
 
 def repeated_head(reader: SafetensorsReader, config: Qwen3MoeConfig) -> set[str]:
-    """The name of the head's matrix, where embeddings are tied and the files have it all the same, as some exports."""
+    """Return the name of the head's matrix if embeddings are tied and the files, as some exports, have it as well."""
     return {_HEAD_TENSOR} & reader.file_of.keys() if config.tie_word_embeddings else set()
 
 
 def check_tensor_names(reader: SafetensorsReader, expected: Collection[str], repeated: set[str], remedy: str) -> None:
-    """See that files have the tensors of a model, and no others. Local.
+    """Check that files have the tensors of a model, and no others. Local.
 
     Args:
-        reader: Of the files.
-        expected: What the model has.
-        repeated: What the files may have besides.
-        remedy: What to do, as the end of a sentence. What tied embeddings or experts explain is said before.
+        reader: Reader of the files.
+        expected: Names of the model's tensors.
+        repeated: Names that the files may have besides.
+        remedy: What to do, as the end of a sentence. A remedy for tied embeddings or experts comes before it.
 
     Raises:
         StateError: A tensor is missing, or there is one too many.
@@ -353,14 +354,14 @@ def check_tensor_names(reader: SafetensorsReader, expected: Collection[str], rep
 
 
 def check_tied(reader: SafetensorsReader, parts: Iterable[MappedBox]) -> None:
-    """Compare a repeated head with the embedding: one of its own must not be dropped without a word. Local.
+    """Check that a repeated head equals the embedding: a head of its own must not be dropped silently. Local.
 
     Args:
-        reader: Of files that have both.
-        parts: Of tensors of the files; those of the embedding are compared.
+        reader: Reader of files that have both.
+        parts: Parts of tensors of the files; those of the embedding are compared.
 
     Raises:
-        StateError: They differ.
+        StateError: The head differs from the embedding.
     """
     for part in (part for part in parts if part.source == _EMBEDDING_TENSOR):
         if not torch.equal(*(part.take(reader[tensor]) for tensor in (_EMBEDDING_TENSOR, _HEAD_TENSOR))):

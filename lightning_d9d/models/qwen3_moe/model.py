@@ -27,15 +27,15 @@ from lightning_d9d.pipeline.types import StageInfo
 
 
 def layers_of_stages(config: Qwen3MoeConfig, num_stages: int, before: int = 0, after: int | None = None) -> list[range]:
-    """The layers of each stage: equally many, where embedding and head count as virtual layers.
+    """Return the layers of each stage: equally many, where embedding and head count as virtual layers.
 
     Args:
-        config: Of the whole model.
-        num_stages: Of the whole pipeline.
-        before: Virtual layers of the first stage. To look up an embedding costs next to nothing.
-        after: Virtual layers of the last stage. None takes the compute of the head, in layers and rounded, or as much
-            of it as leaves the last stage a layer: its matrix products over those of a token in all layers (without
-            the scores of attention, which depend on the length of the sequence).
+        config: Config of the whole model.
+        num_stages: Number of stages of the whole pipeline.
+        before: Virtual layers of the first stage. Looking up an embedding costs next to nothing.
+        after: Virtual layers of the last stage. None takes the compute of the head, in layers and rounded, or less
+            where the last stage would have no layer. This is the head's matrix products over those of a token in all
+            layers. Scores of attention do not count, as they depend on the length of the sequence.
 
     Raises:
         ConfigError: A stage would have no layer.
@@ -50,13 +50,13 @@ def layers_of_stages(config: Qwen3MoeConfig, num_stages: int, before: int = 0, a
 
 
 class CausalLMOutput(NamedTuple):
-    """What a causal language model returns; a tuple, for FSDP2 puts its hooks on tensors that it finds in one."""
+    """The output of a causal language model; a tuple, because FSDP2 puts its hooks on tensors that it finds in one."""
 
     logits: Tensor | None = None
-    """Shape `[batch, seq, vocab]`, when there were no labels."""
+    """Shape `[batch, seq, vocab]`; None with labels."""
 
     loss: Tensor | None = None
-    """Cross-entropy of each label `[batch, seq]`, or the sum of all; when there were labels."""
+    """Cross-entropy of each label `[batch, seq]`, or the sum of all; None without labels."""
 
     hidden_states: tuple[Tensor, ...] | None = None
     """The embeddings, then the output of each layer, the last one after the final norm: `num_hidden_layers + 1`, when
@@ -70,17 +70,17 @@ class CausalLMOutput(NamedTuple):
 
     pooled_states: Tensor | None = None
     """The mean of each of these hidden states over the tokens of a row that `pooling_mask` takes, of all ranks. Shape
-    `[batch, num_hidden_layers + 1, hidden]`, in float32 (float64 in float64); 0 for a row without such tokens. When
-    there was a mask."""
+    `[batch, num_hidden_layers + 1, hidden]`, in float32 (float64 in float64); 0 for a row without such tokens. None
+    without a mask."""
 
 
 class Qwen3MoeLayer(nn.Module):
     """One decoder layer: attention, then a mixture of experts or a dense SwiGLU, each on normed input and added to it.
 
     Args:
-        config: of the whole model.
-        index: of this layer in the whole model; decides whether it is sparse.
-        balance: of the load of the experts.
+        config: config of the whole model.
+        index: index of this layer in the whole model; decides whether it is sparse.
+        balance: how the load of the experts is balanced.
     """
 
     def __init__(self, config: Qwen3MoeConfig, index: int, balance: BalanceConfig | None = None) -> None:
@@ -114,7 +114,7 @@ class Qwen3MoeLayer(nn.Module):
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor], documents: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """Shape `[batch, seq, hidden]` to the same; `rope` and `documents` as in `GroupedQueryAttention`.
+        """Apply the layer to shape `[batch, seq, hidden]`; `rope` and `documents` as in `GroupedQueryAttention`.
 
         A mixture with a loss of its router returns that too, as `SparseMoE` does.
         """
@@ -131,12 +131,13 @@ class Qwen3MoeModel(nn.Module):
     in the whole model, so parameters have the same names in a stage as in the whole.
 
     Args:
-        config: Of the whole model.
-        stage: What to build; `stage.layers`, if given, else `layers_of_stages(config, stage.num_stages)`.
-        balance: Of the load of the experts; None leaves it to chance.
+        config: Config of the whole model.
+        stage: The stage to build, with `stage.layers` if given, else `layers_of_stages(config, stage.num_stages)`.
+        balance: How the load of the experts is balanced; None leaves it to chance.
 
     Raises:
-        ConfigError: A balance where the whole model has no mixture of experts, or layers that it does not have.
+        ConfigError: The balance is set though the whole model has no mixture of experts, or the stage has layers that
+            the model lacks.
     """
 
     def __init__(
@@ -170,7 +171,7 @@ class Qwen3MoeModel(nn.Module):
         pooling_mask: Tensor | None = None,
         state_sums: Tensor | None = None,
     ) -> dict[str, Any]:
-        """The stage's part of the way from ids to hidden states.
+        """Run the stage's part of the way from ids to hidden states.
 
         Args:
             input_ids: On the first stage: integers, shape `[batch, seq]`.
@@ -187,14 +188,14 @@ class Qwen3MoeModel(nn.Module):
             state_sums: On later stages: from the stage before, where it has some.
 
         Returns:
-            `hidden_states`, on the last stage after the final norm; with snapshots `snapshots`: what came into each
-            layer so far and, on the last stage, once more its `hidden_states`; with losses of routers `router_loss`,
-            their sum so far. With a mask `state_sums` of this rank's tokens, on the last stage `pooled_states`. Besides
-            what else the next stage must know.
+            `hidden_states`, on the last stage after the final norm. With snapshots, `snapshots`: the input of each
+            layer so far and, on the last stage, also its `hidden_states`. With router losses, `router_loss`, their sum
+            so far. With a mask, `state_sums` of this rank's tokens, on the last stage `pooled_states`. The dictionary
+            also has what else the next stage must know.
 
         Raises:
-            ConfigError: The first stage got no ids or a later one no hidden states, `document_ids` have another shape
-                than `input_ids`, or hidden states are asked for in a way that cannot be.
+            ConfigError: The first stage got no ids, or a later one no hidden states. Or `document_ids` have another
+                shape than `input_ids`, or the requested hidden states are not possible.
         """
         x = self._into_layers(input_ids, hidden_states)
         if document_ids is not None and input_ids is not None and document_ids.shape != input_ids.shape:
@@ -234,7 +235,7 @@ class Qwen3MoeModel(nn.Module):
 
 
 def token_embedding(config: Qwen3MoeConfig) -> TokenEmbedding | SplitTokenEmbedding:
-    """The embedding of the whole vocabulary, in parts if the config has `vocab_splits`."""
+    """Return the embedding of the whole vocabulary, in parts if the config has `vocab_splits`."""
     hidden, std = config.hidden_size, config.initializer_range
     if config.vocab_splits is None:
         return TokenEmbedding(config.vocab_size, hidden, initializer_range=std)
@@ -247,19 +248,20 @@ class Qwen3MoeForCausalLM(nn.Module):
     A config without experts makes it dense Qwen3, with the parameters of `transformers.Qwen3ForCausalLM`.
 
     Parameters have the names that transformers 5 uses in memory, in a stage too. The last stage has the head. With tied
-    embeddings the head has no parameter: it takes `model.embed_tokens.weight`, which first and last stage then both
-    have, and whose gradient is the sum of theirs.
+    embeddings the head has no parameter and takes `model.embed_tokens.weight`. First and last stage then both have this
+    parameter, and its gradient is the sum of theirs.
 
     Args:
-        config: Of the whole model.
-        stage: What to build, as in `Qwen3MoeModel`; the default is the whole model.
-        balance: Of the load of the experts; None leaves it to chance.
+        config: Config of the whole model.
+        stage: The stage to build, as in `Qwen3MoeModel`; the default is the whole model.
+        balance: How the load of the experts is balanced; None leaves it to chance.
 
     Example:
         >>> model = Qwen3MoeForCausalLM(Qwen3MoeConfig.preset("tiny"))
         >>> ids = torch.randint(256, (2, 16))
         >>> model(ids).logits.shape
         torch.Size([2, 16, 256])
+
         >>> model(ids[:, :-1], labels=ids[:, 1:]).loss.shape
         torch.Size([2, 15])
     """
@@ -297,26 +299,26 @@ class Qwen3MoeForCausalLM(nn.Module):
         pooling_mask: Tensor | None = None,
         state_sums: Tensor | None = None,
     ) -> CausalLMOutput | dict[str, Any]:
-        """Logits of the next token at each place, or the loss against labels.
+        """Return logits of the next token at each place, or the loss against labels.
 
         Stages are chained as `later(**earlier(input_ids, position_ids=...), position_ids=..., labels=...)`.
 
         Args:
-            input_ids: integers, shape `[batch, seq]`; with `vocab_splits`, ids over all parts in order. Of the first
+            input_ids: integers, shape `[batch, seq]`; with `vocab_splits`, ids over all parts in order. For the first
                 stage.
-            labels: the id that follows each place (already shifted), shape `[batch, seq]`; -100 is ignored. Of the last
-                stage.
+            labels: the id that follows each place (already shifted), shape `[batch, seq]`; -100 is ignored. For the
+                last stage.
             position_ids: integers, shape `[batch, seq]` or `[1, seq]`; default 0, 1, 2, ..., with `document_ids` from 0
                 on in each run of equal ids. Attention is causal in the order of the sequence, whatever the positions.
                 The same on every stage.
             reduction: "none" gives `loss` the shape of `labels`, 0 where ignored; "sum" makes it one number.
             hidden_states: what the stage before returned under this name, shape `[batch, tokens of this rank, hidden]`.
             snapshots: the same.
-            output_hidden_states: whether `.hidden_states` of the output has those of every layer: True for the tokens
-                of this rank, "whole" for whole sequences, which the last stage gathers. Of the first stage. Those of
-                every layer cross each pipeline link, and a "whole" one takes the memory of all tokens.
+            output_hidden_states: whether `.hidden_states` of the output has those of every layer. True gives those of
+                this rank's tokens, "whole" those of whole sequences, which the last stage gathers. For the first stage.
+                The states of every layer cross each pipeline link, and "whole" ones take the memory of all tokens.
             router_loss: what the stage before returned under this name.
-            document_ids: integers, shape `[batch, seq]`, the same on every stage: tokens attend only to tokens of their
+            document_ids: integers, shape `[batch, seq]`, the same on every stage. Tokens attend only to tokens of their
                 row that have the same id, so padding is a document of its own. Default: one document a row. Labels are
                 taken as they are, across borders too.
             pooling_mask: bool or integers, shape `[batch, seq]`, the same on every stage: `.pooled_states` of the
@@ -328,8 +330,8 @@ class Qwen3MoeForCausalLM(nn.Module):
             `.router_loss`. A stage that is not the last returns the dictionary of `Qwen3MoeModel.forward`.
 
         Raises:
-            ConfigError: The first stage got no ids or a later one no hidden states, `document_ids` have another shape
-                than `input_ids`, or hidden states are asked for in a way that cannot be.
+            ConfigError: The first stage got no ids, or a later one no hidden states. Or `document_ids` have another
+                shape than `input_ids`, or the requested hidden states are not possible.
         """
         output = self.model(
             input_ids,

@@ -60,19 +60,19 @@ _OF_ADAMW = ("learning_rate", "weight_decay", "betas", "warmup_steps", "final_le
 """Arguments of `Qwen3MoePretraining` that its own optimizer and schedule take."""
 
 ARGUMENTS_KEY = "qwen3_moe_arguments"
-"""Under which name a checkpoint has the arguments of the module."""
+"""Name under which a checkpoint has the arguments of the module."""
 
 
 def saved_arguments(saved: Any, source: object) -> dict[str, Any]:
-    """The arguments of `Qwen3MoePretraining` that a checkpoint has, with objects made of its tables.
+    """Return the arguments of `Qwen3MoePretraining` that a checkpoint has, with objects made of its tables.
 
     Args:
-        saved: What the checkpoint has under `ARGUMENTS_KEY`.
-        source: The checkpoint, for people.
+        saved: The value that the checkpoint has under `ARGUMENTS_KEY`.
+        source: The checkpoint, for error messages.
 
     Raises:
         StateError: The arguments are damaged, or those of another version.
-        ConfigError: Their `config` is none that a model can be built from.
+        ConfigError: No model can be built from their `config`.
     """
     if not isinstance(saved, Mapping):
         raise StateError(f"{source}: {ARGUMENTS_KEY}={reprlib.repr(saved)} must be a table; give another checkpoint")
@@ -97,9 +97,10 @@ def saved_arguments(saved: Any, source: object) -> dict[str, Any]:
 
 
 class Perplexity(Metric):
-    """exp of the mean loss of all tokens that it has seen.
+    """The exponential of the mean loss of all tokens seen.
 
-    A sum of its own, as torchmetrics' MeanMetric ignores weights unless it looks for NaN, which asks the host.
+    It keeps a sum of its own: torchmetrics' MeanMetric ignores weights unless it looks for NaN, which needs a host
+    sync.
     """
 
     loss_sum: Tensor
@@ -117,7 +118,7 @@ class Perplexity(Metric):
         self.num_tokens = self.num_tokens + num_tokens
 
     def compute(self) -> Tensor:
-        """The perplexity of everything seen since the last reset."""
+        """Return the perplexity of everything seen since the last reset."""
         return (self.loss_sum / self.num_tokens).exp()
 
 
@@ -127,35 +128,36 @@ class Qwen3MoePretraining(D9DModule):
     Batches are mappings with `input_ids` and `labels`, integers `[batch, seq]`; labels are already shifted (unless
     `shift_labels`), -100 does not count. `document_ids` `[batch, seq]` are optional: tokens attend only to tokens of
     their row that have the same id. Rows may so be packed with documents or padded on either side, where padding has an
-    id of its own and labels of -100. `attention_mask` `[batch, seq]` says the same of padding, as tokenizers do: 0
-    stands where there is some. Labels are the data's matter at borders too: that of a document's last token should be
-    -100, or the next one's first token is predicted from it. `position_ids` `[batch, seq]` are optional, and by default
-    begin at 0 with each document. Every label that counts weighs the same over all microbatches, ranks and accumulated
-    batches. With a `pooling_mask` `[batch, seq]` `microbatch_loss` and `predict_output` find `pooled_states` in the
-    output, see `CausalLMOutput`.
+    id of its own and labels of -100. `attention_mask` `[batch, seq]` marks padding with 0, as tokenizers do. The data
+    decides labels at borders too. The label of a document's last token should be -100; otherwise the next document's
+    first token is predicted from it. `position_ids` `[batch, seq]` are optional, and by default begin at 0 with each
+    document. Every label that counts weighs the same over all microbatches, ranks and accumulated batches. With a
+    `pooling_mask` `[batch, seq]` `microbatch_loss` and `predict_output` find `pooled_states` in the output, see
+    `CausalLMOutput`.
 
     Logs `train_loss`, `grad_norm`, `tokens_per_s` (of all ranks), `val_loss`, `val_perplexity` and the same for test.
-    With `balance` also, for each mixture layer, `expert_load/layer_0` and `expert_entropy/layer_0`, what `expert_load`
-    says of the tokens of a step on all ranks, and `train_router_loss` if there is one; `train_loss` and `val_loss` are
-    the cross-entropy alone.
+    With `balance` it also logs `expert_load/layer_0` and `expert_entropy/layer_0` for each mixture layer. These are the
+    results of `expert_load` for the tokens of a step on all ranks. It logs `train_router_loss` if there is one;
+    `train_loss` and `val_loss` are the cross-entropy alone.
 
-    On a pipeline the layers are spread over the stages so that each computes as much: the first stage has the embedding
-    besides, which is cheap, and the last the head, which counts as some virtual layers.
+    On a pipeline the layers are spread so that each stage computes as much. The first stage also has the embedding,
+    which is cheap. The last stage also has the head, which counts as some virtual layers.
 
     Args:
         config: The model's size. Give this or `preset`.
         preset: A size by name: a mixture "tiny", "30b-a3b" or "235b-a22b", or a dense model "tiny-dense", "0.6b",
             "1.7b", "4b", "8b", "14b" or "32b". Or the path of a Hugging Face `config.json`, or of its directory.
         learning_rate: Peak learning rate of AdamW.
-        weight_decay: On matrices but embeddings; these and vectors (norms, biases) have none.
-        betas: Of AdamW.
+        weight_decay: Weight decay of matrices other than embeddings; embeddings and vectors (norms, biases) have none.
+        betas: Decay rates of AdamW.
         warmup_steps: Steps of linear warm-up; then cosine decay over the Trainer's steps.
         final_learning_rate_fraction: Where the cosine ends, as a fraction of the peak.
-        pretrained: Directory with Hugging Face weights to start from. Not read in a run that goes on from a checkpoint.
+        pretrained: Directory with Hugging Face weights to start from. Not read in a run that resumes from a checkpoint.
         layers_per_stage: Number of layers of each pipeline stage, in place of the virtual layers.
         virtual_layers_before: For how many layers the embedding counts on the first stage.
-        virtual_layers_after: For how many layers the head counts on the last stage; by default as many as compute as
-            much, or fewer if the last stage would have no layer (48 layers of "30b-a3b" on 4 stages: 13, 13, 13, 9).
+        virtual_layers_after: For how many layers the head counts on the last stage. By default it counts for as many as
+            its compute amounts to, or fewer if the last stage would have no layer. So 48 layers of "30b-a3b" on 4
+            stages become 13, 13, 13 and 9.
         balance: How tokens are kept evenly spread over the experts. None does nothing, and counts nothing.
         shift_labels: Take labels that stand at the tokens they are, as Hugging Face's collators give them, and move
             each to the token before it. No label moves over the border of a document.
@@ -232,17 +234,17 @@ class Qwen3MoePretraining(D9DModule):
         return stage
 
     def model_costs(self, sequence_length: int, bytes_per_element: int) -> ModelCosts:
-        """Of embedding, decoder layers and head."""
+        """Return the costs of embedding, decoder layers and head."""
         return model_costs(self.config, sequence_length, bytes_per_element)
 
     def configure_stage(self, stage: StageInfo) -> nn.Module:
-        """The stage's part of the network, split by the strategy, by `layers_per_stage` or with virtual layers."""
+        """Build the stage's part of the network, split by strategy, `layers_per_stage` or virtual layers."""
         if stage.layers is None:
             stage = dataclasses.replace(stage, layers=self.layers_of_stages(stage.num_stages)[stage.index])
         return Qwen3MoeForCausalLM(self.config, stage, self.balance)
 
     def parallelize_stage(self, stage: nn.Module, mesh: MeshDomains | None, parallel: ParallelConfig) -> None:
-        """`lightning_d9d.models.qwen3_moe.parallelize_qwen3_moe`."""
+        """Spread a stage over the ranks with `lightning_d9d.models.qwen3_moe.parallelize_qwen3_moe`."""
         assert isinstance(stage, Qwen3MoeForCausalLM)
         parallelize_qwen3_moe(stage, mesh, parallel)
 
@@ -272,7 +274,7 @@ class Qwen3MoePretraining(D9DModule):
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Self:
-        """As `D9DModule.load_from_checkpoint`; arguments that are not given are the saved ones."""
+        """Load like `D9DModule.load_from_checkpoint`; arguments that are not given are the saved ones."""
         found = read_value(checkpoint_path, ARGUMENTS_KEY)
         saved = {} if found is None else saved_arguments(found, checkpoint_path)
         if "preset" in kwargs:
@@ -288,27 +290,27 @@ class Qwen3MoePretraining(D9DModule):
             load_huggingface(list(self.stages), self.pretrained, check_first=False, progress=shown)
 
     def configure_model(self) -> None:
-        """As `D9DModule.configure_model`; the batches of this run are new."""
+        """Build the model like `D9DModule.configure_model`, and begin to check batches from the first one on."""
         super().configure_model()
         self._checks.clear()
 
     def teardown(self, stage: str) -> None:
-        """Hear of the last batches.
+        """Finish the checks of the last batches.
 
         Raises:
-            ConfigError: One of them is refused, as in `prepare_batch`.
+            ConfigError: One of these batches is refused, as in `prepare_batch`.
         """
         for check in self._checks.values():
             check.finish()
         self._checks.clear()
 
     def prepare_batch(self, batch: Any) -> Any:
-        """The batch with shifted labels, and with `document_ids` in place of `attention_mask`.
+        """Check a batch and return it with shifted labels, and with `document_ids` in place of `attention_mask`.
 
         Raises:
             ConfigError: The batch is not a mapping of tensors `[batch, seq]` with `input_ids`, and `labels` where there
-                is a loss; an id or a label is outside of the vocabulary, a document is too long, or the first batch's
-                labels are not as `shift_labels` says. On an accelerator ids are refused some batches late.
+                is a loss. Or an id or a label is outside of the vocabulary, or a document is too long. Or the first
+                batch's labels contradict `shift_labels`. On an accelerator ids are refused some batches late.
         """
         has_own_form = type(self).microbatch_inputs is not Qwen3MoePretraining.microbatch_inputs
         if has_own_form and not (isinstance(batch, Mapping) and "input_ids" in batch):
@@ -324,11 +326,11 @@ class Qwen3MoePretraining(D9DModule):
 
     @property
     def _needs_labels(self) -> bool:
-        """Whether the loss of this class is made of the batch."""
+        """True if the loss of this class is made of the batch."""
         return self.makes_loss and type(self).microbatch_loss is Qwen3MoePretraining.microbatch_loss
 
     def microbatch_inputs(self, microbatch: Any) -> StageInputs:
-        """Token ids and labels (the last stage makes the loss; in predict there are none)."""
+        """Return token ids and labels; the last stage makes the loss, and predict has no labels."""
         optional = ("position_ids", "document_ids", "pooling_mask")
         shared = {name: microbatch[name] for name in optional if name in microbatch}
         predicts = self._trainer is not None and self.trainer.predicting
@@ -338,7 +340,7 @@ class Qwen3MoePretraining(D9DModule):
         )
 
     def microbatch_loss(self, output: Any, microbatch: Any) -> WeightedLoss:
-        """The summed cross-entropy, weighted by the labels that count; with the gradient of the routers' loss, too."""
+        """Return the summed cross-entropy, weighted by the labels that count, with the routers' gradient."""
         loss, weight = output.loss, self.microbatch_weight(microbatch)
         if output.router_loss is not None:
             router_loss = output.router_loss * weight
@@ -346,18 +348,18 @@ class Qwen3MoePretraining(D9DModule):
         return WeightedLoss(loss, weight)
 
     def microbatch_metrics(self, output: Any, microbatch: Any) -> dict[str, WeightedLoss]:
-        """The routers' loss, if there is one."""
+        """Return the routers' loss, if there is one."""
         if output.router_loss is None:
             return {}
         weight = self.microbatch_weight(microbatch)
         return {"router_loss": WeightedLoss(output.router_loss * weight, weight)}
 
     def microbatch_weight(self, microbatch: Any) -> Tensor:
-        """The number of labels that count."""
+        """Return the number of labels that count."""
         return (microbatch["labels"] != IGNORED).sum()
 
     def predict_output(self, output: Any) -> Tensor:
-        """Logits `[batch, seq, vocab]`."""
+        """Return logits `[batch, seq, vocab]`."""
         return output.logits
 
     def on_train_start(self) -> None:
@@ -369,13 +371,13 @@ class Qwen3MoePretraining(D9DModule):
                 balance.group = getattr(self.trainer.strategy, "stage_group", None) or dist.group.WORLD
 
     def on_after_optimizer_step(self, skipped: Tensor | None) -> None:
-        """Balance the experts; after a step that was left out only begin to count again. Collective over all ranks."""
+        """Balance the experts; after a skipped step only begin to count again. Collective over all ranks."""
         if self.balance is not None:
             group = getattr(self.trainer.strategy, "stage_group", None)
             self._counted = update_expert_bias(self, self.balance.bias_rate, group, skipped)
 
     def on_train_end(self) -> None:
-        """Let go of the ranks of a global batch: a module with a process group cannot be copied."""
+        """Forget the process group of a global batch: a module with one cannot be copied."""
         for balance in self._balances():
             balance.group = None
 
@@ -415,12 +417,12 @@ class Qwen3MoePretraining(D9DModule):
         self._log_perplexity("test_perplexity", outputs)
 
     def arguments_of_default_optimizer(self) -> dict[str, object]:
-        """The arguments of the AdamW that are not at their defaults."""
+        """Return the arguments of the AdamW that are not at their defaults."""
         defaults = inspect.signature(Qwen3MoePretraining).parameters
         return {name: value for name in _OF_ADAMW if (value := getattr(self, name)) != defaults[name].default}
 
     def default_optimizer(self) -> Optimizer:
-        """AdamW, fused where torch has it for the device, with the groups of an optimizer in settings."""
+        """Return AdamW, fused where torch has it for the device, with the groups of an optimizer in settings."""
         adamw = functools.partial(
             AdamW,
             lr=self.learning_rate,
@@ -431,7 +433,7 @@ class Qwen3MoePretraining(D9DModule):
         return OptimizerSettings(adamw).make_optimizer(self.named_for_optimizer())
 
     def default_lr_scheduler(self, optimizer: Optimizer, total_steps: int | None) -> LRScheduler:
-        """Warm-up and cosine decay.
+        """Return a schedule of warm-up and cosine decay.
 
         Raises:
             ConfigError: The Trainer does not know how many steps it will take.
@@ -447,7 +449,7 @@ class Qwen3MoePretraining(D9DModule):
         return [part for part in self.modules() if isinstance(part, ExpertBalance)]
 
     def _log_load(self, counted: Mapping[str, Tensor]) -> None:
-        """The load of all layers, equal on every rank. Collective over the pipeline."""
+        """Log the load of all layers, equal on every rank. Collective over the pipeline."""
         of_layers = torch.zeros(self.config.num_hidden_layers, 2, device=self.device)
         for name, counts in counted.items():
             layer = re.search(r"\.layers\.(\d+)\.", name)
@@ -459,7 +461,7 @@ class Qwen3MoePretraining(D9DModule):
                 self.log(f"expert_{kind}/layer_{layer}", value, batch_size=1)
 
     def _batch_index(self) -> int:
-        """Of the batch in its epoch; 0 without a Trainer."""
+        """Return the index of the batch in its epoch; 0 without a Trainer."""
         loop: Any = None if self._trainer is None else self.trainer._active_loop
         loop = loop.epoch_loop if loop is not None and self.trainer.training else loop
         return 0 if loop is None else loop.batch_progress.current.ready - 1

@@ -28,8 +28,8 @@ def parallelize_qwen3_moe(stage: Qwen3MoeForCausalLM, mesh: MeshDomains | None, 
 
     Args:
         stage: On the meta device, or with equal values on all ranks.
-        mesh: Of all ranks; None for one process, where only what concerns a single device is done.
-        parallel: How.
+        mesh: Mesh of all ranks; None for one process, where only what concerns a single device is done.
+        parallel: How the stage is spread.
 
     Raises:
         ConfigError: Experts are to be spread over ranks, or their products chosen, and the whole model has none.
@@ -57,7 +57,7 @@ def parallelize_qwen3_moe(stage: Qwen3MoeForCausalLM, mesh: MeshDomains | None, 
 
 
 def _gathered_together(stage: Qwen3MoeForCausalLM, layers: list[nn.Module]) -> list[nn.Module | list[nn.Module]]:
-    """Units for `shard_data`: each layer, the embedding, and the final norm with the head.
+    """Return the units for `shard_data`: each layer, the embedding, and the final norm with the head.
 
     A tied embedding is used by two modules, so it is gathered with the stage and kept.
     """

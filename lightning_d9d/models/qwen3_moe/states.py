@@ -3,7 +3,7 @@
 [Note: which states] The embeddings, then the output of each layer, the last one after the final norm. So there is one
 more than layers, as in `transformers`. Each stage adds what comes into its layers, and the last one its result.
 
-[Note: sums on the way] For means a stage sums the states of the tokens that it has, and hands on `[batch, layers so
+[Note: sums on the way] For means a stage sums the states of the tokens that it has, and passes on `[batch, layers so
 far, hidden]`. The last stage sums over the ranks with other tokens, once for all layers, and divides.
 """
 
@@ -23,19 +23,20 @@ OutputHiddenStates = bool | Literal["whole"]
 
 
 class LayerStates:
-    """Collects what is asked for of the hidden states while a stage runs: them, or their sums over a mask, or both.
+    """Collects hidden states while a stage runs: the states themselves, their sums over a mask, or both.
 
     Args:
-        stage: Which one runs.
-        tokens: What this rank has of the sequences.
-        shape: Of the stage's hidden states, `[batch, seq, hidden]`.
+        stage: The stage that runs.
+        tokens: This rank's part of the sequences.
+        shape: Shape of the stage's hidden states, `[batch, seq, hidden]`.
         output_hidden_states: As the stage got it.
         pooling_mask: As the stage got it.
         snapshots: States of the stages before; None where nobody asked for them, and on the first stage.
-        sums: The same of sums, shape `[batch, layers so far, hidden]`.
+        sums: Sums of the stages before, likewise, shape `[batch, layers so far, hidden]`.
 
     Raises:
-        ConfigError: What is asked for is unknown or does not fit, or was asked of some of the stages alone.
+        ConfigError: The requested hidden states are unknown or do not fit, or only some of the stages were asked for
+            them.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ class Blocks(NamedTuple):
 def plan_blocks(
     masks: Masks, num_rows: int, num_columns: int, blocks: Blocks, *, rows_are_queries: bool, device: torch.device
 ) -> Tensor:
-    """Shape `[batch, blocks of rows, 4]`, one batch if it is the same for all.
+    """Return shape `[batch, blocks of rows, 4]`, one batch if it is the same for all.
 
     The first block of columns and the one after the last, then the same for those without masks.
     """
@@ -137,6 +137,6 @@ def _plan_rows(
 
 @triton.jit
 def ids_from(ids_ptr, first, length, SIZE: tl.constexpr):
-    """Ids from `first` on; after the last one comes the first of these again."""
+    """Return ids from `first` on; after the last one comes the first of these again."""
     places = first + tl.arange(0, SIZE)
     return tl.load(ids_ptr + tl.where(places < length, places, first))

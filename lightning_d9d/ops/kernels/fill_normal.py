@@ -71,7 +71,7 @@ def _fill(
 
 @triton.jit
 def _philox(c0, k0, k1):
-    """Four words, as `lightning_d9d.ops.places` has them one by one."""
+    """Return four words, as `lightning_d9d.ops.places` has them one by one."""
     c1, c2, c3 = tl.zeros_like(c0), tl.zeros_like(c0), tl.zeros_like(c0)
     for _ in tl.static_range(_ROUNDS):  # type: ignore[misc]
         high0, high2 = tl.umulhi(c0, _FACTOR0), tl.umulhi(c2, _FACTOR1)

@@ -3,8 +3,8 @@
 A program reads its row in blocks of `LANES x WIDTH` numbers, `WIDTH` of which are the 16 bytes that a thread loads at
 once. Maxima and sums are kept by lane, so threads do not need each other before the end of the row. There is one
 exponential a number and one a lane. The gradient is written from the end of the row to its start: the numbers read last
-are still in the cache. Blocks extend past the columns of a row to the beginning of the next row, so that loads are wide
-even for an odd number of columns. The gap between rows is overwritten too.
+are still in the cache. Blocks extend past the columns of a row to the beginning of the next row. So loads are wide even
+for an odd number of columns. The gap between rows is overwritten too.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false

@@ -1,14 +1,14 @@
 """Triton kernels of `moe_permute` and `moe_unpermute`.
 
-[Note: sorting] A program goes through a block of copies and gives each its number among those of its expert there; it
+[Note: sorting] A program goes through a block of copies and gives each its number among those of its expert there. It
 keeps count of experts (`_rank`). Each copy then adds the first row of its expert and block to that number. For this
 every program sums up the counts of all blocks before its own (`_finish`), which is faster than a third launch. All sums
 are of integers, so their order does not matter.
 
 [Note: copying] A program reads rows of some tokens once and writes all their copies, as tokens are near each other and
-copies are not: a kernel by copies would read each token `top_k` times. Summing reads the copies, and writes once. If
-copies and products with rows of the same tokens are needed, a program has all rows of one token in flight while it
-writes the copies.
+copies are not. A kernel by copies would read each token `top_k` times. Summing reads the copies, and writes once.
+Copies and products with rows of the same tokens may both be needed. A program then has all rows of one token in flight
+while it writes the copies.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -33,8 +33,8 @@ _DOT_TILE_BYTES = 2048
 _BOTH_TILE_BYTES = 16384
 """Bytes of a tile of copies and products at once: all rows of a token."""
 _STREAMED_BYTES = 2**28
-"""From this size on, several times that of caches, copies are evicted before the next product reads them: they are
-written past the cache. Smaller ones stay in the cache.
+"""Least size, several times that of caches, from which copies are written past the cache: they would be evicted before
+the next product reads them. Smaller ones stay in the cache.
 """
 _STEP = 64
 """Copies that are ranked at a time. With more, each is compared with more others."""
@@ -217,13 +217,16 @@ def copy_and_dot_rows(
 
 
 def _matrix(tensor: Tensor) -> Tensor:
-    """Shape `[len, width]`, elements of a row side by side: a view if strides allow it. `rows_of` cuts the last dim."""
+    """Return shape `[len, width]`, elements of a row side by side: a view if strides allow it.
+
+    `rows_of` keeps the last dim as columns instead.
+    """
     matrix = tensor if tensor.dim() == 2 else tensor.reshape(tensor.shape[0], math.prod(tensor.shape[1:]))
     return matrix if matrix.shape[1] == 1 or matrix.stride(1) == 1 else matrix.contiguous()
 
 
 def _tiles(matrix: Tensor, tile_bytes: int = _TILE_BYTES) -> tuple[tuple[int, int], dict[str, int]]:
-    """The grid of programs over a matrix, and their tiles."""
+    """Return the grid of programs over a matrix, and their tiles."""
     (num_rows, width), size = matrix.shape, tile_bytes // matrix.element_size()
     columns = min(next_power_of_2(width), size)
     rows = min(size // columns, next_power_of_2(num_rows))

@@ -34,7 +34,7 @@ def route(
     counts: Tensor,
     scores: Tensor,
 ) -> None:
-    """Write the last four tensors."""
+    """Write `indices`, `weights`, `counts` and `scores`."""
     counts.zero_()
     num_tokens, num_experts = logits.shape
     if num_tokens == 0:
@@ -77,7 +77,7 @@ def backward(
     normalize: bool,
     of_logits: Tensor,
 ) -> None:
-    """Write the last tensor."""
+    """Write `of_logits`."""
     num_tokens, num_experts = of_logits.shape
     if num_tokens == 0:
         return

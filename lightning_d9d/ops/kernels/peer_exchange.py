@@ -36,7 +36,7 @@ _OVERFLOW = tl.constexpr(1)
 
 
 def share_counts(memory: PeerMemory, counts: Tensor, plan: Tensor) -> None:
-    """Write the last. Collective."""
+    """Write `plan`. Collective."""
     layout = memory.layout
     _share[(1,)](
         memory.pointers,
@@ -211,7 +211,7 @@ def _limit(memory: PeerMemory) -> int:
 
 
 def _region(memory: PeerMemory) -> tuple[int, int, int, int, int]:
-    """Where the first region is, how long each is, where notes are in it, and how many rows fit."""
+    """Return the place of the first region, the length of each, the place of notes in it, and its number of rows."""
     layout = memory.layout
     return layout.regions_at, layout.region_bytes, layout.weights_at, layout.experts_at, layout.num_rows
 

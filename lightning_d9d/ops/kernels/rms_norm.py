@@ -15,7 +15,7 @@ from lightning_d9d.ops.rows import ceil_div, next_power_of_2, num_programs, rows
 _FORWARD_TILE = 2048
 """Elements that a program works on at a time; 8 a thread, so a load of 16 bytes in 16 bits."""
 _BACKWARD_TILE = 4096
-"""Twice as many, so that fewer programs have fewer sums to add up."""
+"""Elements in the backward: twice as many, so that fewer programs have fewer sums to add up."""
 
 
 def forward(

@@ -4,8 +4,8 @@ A launch is for queries and keys, or for one tensor alone: the first programs wo
 tile has some heads of some tokens in one row of the batch. Both numbers are powers of two; the number of heads divides
 the tensor's. So all tiles have the same layout, and only the beginning of each has to be computed.
 
-Pairs are in two blocks, one of their first elements and one of their second; elements that are not turned, if there are
-any, are in a third.
+Pairs are in two blocks, one of their first elements and one of their second. A third block has the elements that are
+not turned, if there are any.
 """
 # pyright: reportCallIssue=false, reportArgumentType=false, reportPossiblyUnboundVariable=false
 # pyright: reportOperatorIssue=false

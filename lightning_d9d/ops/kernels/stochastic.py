@@ -62,10 +62,10 @@ def adamw(
             number of elements, and the `first`, `length` and `stride` of `Block`.
         gradients: int64 `[blocks]`, addresses.
         chunks: int32 `[chunks, 2]`: a block, and which `CHUNK` elements of it.
-        scalars: float32 `[tensors, 5]`: step size, the inverse root of the second bias correction, the factor of a
-            parameter for decay, the factor of a gradient, the step.
+        scalars: float32 `[tensors, 5]`: step size, inverse root of the second bias correction, factor of a parameter
+            for decay, factor of a gradient, step.
         found_inf: float32 scalar; nothing is changed unless it is 0.
-        dtypes: of parameters, gradients and states.
+        dtypes: dtypes of parameters, gradients and states.
         betas: decay rates.
         eps: added to the root.
         seed: from 0 to `2**32 - 1`.

@@ -246,7 +246,7 @@ def _gradient(
     COLUMNS: tl.constexpr,
     RANK: tl.constexpr,
 ):
-    """A program has all rows of an expert, and some columns."""
+    """Compute a gradient; a program has all rows of an expert, and some columns."""
     expert = tl.program_id(0) % num_experts
     k = tl.program_id(0) // num_experts * COLUMNS + tl.arange(0, COLUMNS)
     first, end = rows_of_expert(offsets, expert)
