@@ -46,7 +46,8 @@ def check_files(arguments: Sequence[str]) -> None:
     """Reads the files of `--config`, and looks for that of `--ckpt_path`, without torch, Lightning or jsonargparse.
 
     Raises:
-        MistakeError: One is missing or unreadable, has an error in its syntax, or is no mapping.
+        MistakeError: A file is missing or unreadable, has an error in its syntax, or holds something other than a
+            mapping.
     """
     for path in config_files(arguments):
         node = _compose(path)
