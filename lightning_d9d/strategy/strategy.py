@@ -89,7 +89,7 @@ class D9DStrategy(SaveHooks):
     Args:
         mesh: Parallel degrees; by default every rank is a replica. Those of pipelines and contexts are for D9DModules;
             plain modules take their part of the others in `configure_model`.
-        schedule: Order of forwards and backwards of a D9DModule's microbatches, and where its stages are: "1f1b"
+        schedule: Order of forwards and backwards of a D9DModule's microbatches, and where its stages are. It is "1f1b"
             (default), another name of `lightning_d9d.schedule.SCHEDULES`, or an object of a class of
             `lightning_d9d.schedule` or your own. `Auto` chooses one, with microbatches and stages.
         microbatch_size: Rows of a microbatch. By default 1 in a pipeline, else a batch is one microbatch.
