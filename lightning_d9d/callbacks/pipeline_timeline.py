@@ -167,7 +167,7 @@ class PipelineTimeline(L.Callback):
 
 
 def _layers(stage: nn.Module) -> tuple[int, int] | None:
-    """The first layer of a stage and the one after its last, by the numbers in parameters' names.
+    """Return the first layer of a stage and the one after its last, by the numbers in parameters' names.
 
     Of several numbered lists (decoder layers, and the parts of a head) the one with most elements is taken.
     """

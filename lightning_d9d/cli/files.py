@@ -159,7 +159,7 @@ def _names(option: str) -> list[str]:
 
 
 def _below(node: yaml.Node | None, path: list[str], line: int = 1) -> Iterator[tuple[yaml.Node, int]]:
-    """Each node that the names lead to, with the line of its key."""
+    """Yield each node that the names lead to, with the line of its key."""
     if node is None:
         return
     if not path:

@@ -116,17 +116,17 @@ class ByteTextDataModule(RowsDataModule):
         return unigram_entropy(self._required(self.train_tokens))
 
     def train_dataloader(self) -> Loader:
-        """This data rank's training windows; an incomplete last batch is left out."""
+        """Return this data rank's training windows; an incomplete last batch is left out."""
         return self._dataloader(ByteWindows(self._required(self.train_tokens), self.sequence_length), shuffle=True)
 
     def val_dataloader(self) -> Loader:
-        """This data rank's held-out windows, in one mixed order, so that `limit_val_batches` takes a fair sample."""
+        """Return this data rank's held-out windows in one mixed order, so `limit_val_batches` takes a fair sample."""
         windows = ByteWindows(self._required(self.validation_tokens), self.sequence_length)
         order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(self.seed))
         return self._dataloader(Subset(windows, order.tolist()), shuffle=False)
 
     def predict_dataloader(self) -> Loader:
-        """This data rank's held-out windows without labels, in the order of the text."""
+        """Return this data rank's held-out windows without labels, in the order of the text."""
         tokens = self._required(self.validation_tokens)
         return self._dataloader(ByteWindows(tokens, self.sequence_length, labels=False), shuffle=False)
 
@@ -151,7 +151,7 @@ def text_files(directory: str | None, pattern: str) -> list[Path]:
 
 
 def read_text(files: Iterable[Path]) -> Tensor:
-    """All files behind each other, each closed by a NUL byte, `[num_bytes]` uint8; unreadable ones are left out."""
+    """Return all files behind each other, each closed by a NUL byte, `[num_bytes]` uint8, without unreadable ones."""
     text = bytearray()
     for path in files:
         try:

@@ -139,7 +139,7 @@ def check_patterns(patterns: Sequence[ParameterGroup], names: Collection[str]) -
 
 
 def _nearest(pattern: str, names: Iterable[str]) -> list[str]:
-    """The names most like a pattern, each once for all layers and experts."""
+    """Return the names most like a pattern, each once for all layers and experts."""
     shapes = {re.sub(r"\.\d+(?=\.)", ".*", name): None for name in names}
     return difflib.get_close_matches(pattern, shapes, n=3, cutoff=0.0)
 

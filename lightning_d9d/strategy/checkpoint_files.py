@@ -152,7 +152,7 @@ def read_checkpoint(
 
 
 def read_value(path: Any, name: str) -> Any:
-    """One value of a checkpoint, file or directory; None if it has none of that name, or is unreadable. Not collective.
+    """Return a value of a checkpoint, file or directory; None if it has no such name, or is unreadable. Not collective.
 
     Raises:
         StateError: A directory is damaged.
@@ -170,7 +170,7 @@ def read_value(path: Any, name: str) -> Any:
 
 
 def mapped(path: str | Path) -> Any:
-    """The content of a file, without running code; of tensors only what is used is read, and nothing held twice."""
+    """Return the content of a file, without running code; tensors are read only where used, and not held twice."""
     return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
 
 

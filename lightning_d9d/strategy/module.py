@@ -260,7 +260,7 @@ class D9DModule(OptimizedModule):
                 apply_plan(stage, plan)
 
     def parameter_order(self) -> list[str]:
-        """The names of all stages' parameters, in the order of one process that has them all. Local."""
+        """Return the names of all stages' parameters, in the order of one process that has them all. Local."""
         if self._parameter_order is None:
             state = self.whole_on_meta().state_dict(keep_vars=True)
             self._parameter_order = [name for name, value in state.items() if isinstance(value, nn.Parameter)]
@@ -288,7 +288,7 @@ class D9DModule(OptimizedModule):
         return self._spread != self._spread_now and (is_spread or not self.context.is_stock)
 
     def _on_meta(self, infos: Iterable[StageInfo]) -> list[tuple[nn.Module, dict[str, RecordedValue]]]:
-        """The stages, and what their tensors were given by name."""
+        """Build the stages; return them and what their tensors were given by name."""
         stages, values = [], []
         for info in infos:
             with torch.device("meta"), Recording() as recording:
@@ -437,7 +437,7 @@ class D9DModule(OptimizedModule):
             )
 
     def forward(self, batch: Any) -> Any:
-        """The output of the whole model for a batch, as `microbatch_loss` takes it; with gradients.
+        """Return the output of the whole model for a batch, as `microbatch_loss` takes it; with gradients.
 
         For a module that this process has all of: after `load_from_checkpoint`, a run without pipeline, context and
         tensor parallelism, or `configure_model()`. The batch is on the module's device, and is not cut. Collective over
@@ -466,7 +466,7 @@ class D9DModule(OptimizedModule):
         return self.stages[0](**inputs.first, **inputs.shared)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """One batch under a stock strategy; `D9DStrategy` runs `train_step.TrainStep` instead."""
+        """Run one batch under a stock strategy; `D9DStrategy` runs `train_step.TrainStep` instead."""
         self._watch_optimizer()
         totals = BatchTotals()
         batch = self.prepare_batch(batch)
@@ -587,7 +587,7 @@ class D9DModule(OptimizedModule):
         return result
 
     def log(self, name: str, *args: Any, **kwargs: Any) -> None:
-        """`LightningModule.log`, refused inside microbatch hooks, where ranks are at different points of the schedule.
+        """Log as Lightning does, but not inside microbatch hooks, where ranks are at different points of the schedule.
 
         Raises:
             ConfigError: Called inside a microbatch hook.

@@ -92,7 +92,7 @@ class Pipeline:
 
     @classmethod
     def alone(cls, device: torch.device) -> Pipeline:
-        """One rank with one stage."""
+        """Return the place of one rank with one stage."""
         return cls(OneForwardOneBackward(), None, device)
 
     def executor(

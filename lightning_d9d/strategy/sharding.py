@@ -150,7 +150,7 @@ def prepare_blocks(module: nn.Module, parallel: ParallelConfig, mesh: MeshDomain
     """Compile, recompute or capture the blocks of a plain module that `parallel.shard_blocks` names, in place. Local.
 
     Raises:
-        ConfigError: A setting asks for one of these, and `parallel.shard_blocks` is None.
+        ConfigError: A setting asks for one of these, and `parallel.shard_blocks` is None or names a missing class.
     """
     asked = {
         f"recompute={parallel.recompute!r}": ("recompute_activations", parallel.recompute != "none"),

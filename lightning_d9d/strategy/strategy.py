@@ -387,7 +387,7 @@ class D9DStrategy(SaveHooks):
             self.shutdown.watch.begin_train_step()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """One batch: a D9DModule's schedule, or a plain module's own `training_step`."""
+        """Run one batch: a D9DModule's schedule, or a plain module's own `training_step`."""
         trainer: Any = self._attached.trainer
         if self.is_distributed and not self.ranks.are_described:
             self.ranks.are_described = True
@@ -448,7 +448,7 @@ class D9DStrategy(SaveHooks):
         super().on_validation_start()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """One batch: of a D9DModule by its stages, or a plain module's own `validation_step`."""
+        """Run one batch: of a D9DModule by its stages, or a plain module's own `validation_step`."""
         return self._evaluate("val", super().validation_step, *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:

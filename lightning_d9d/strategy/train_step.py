@@ -173,7 +173,7 @@ class TrainStep:
                 scale_gradients(gradients, factor)  # a pipeline rank may have frozen stages only
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """The norm of the gradients as the optimizer will see them, but for clipping. Collective."""
+        """Return the norm of the gradients as the optimizer will see them, but for clipping. Collective."""
         norm = self.gradient_sync.norm(parameters, None if self.in_backward is None else self.in_backward.gone)
         return norm if self.factor is None else norm * self.factor
 
@@ -216,7 +216,7 @@ class TrainStep:
         self.pipeline.begin_epoch()
 
     def _skip_and_factor(self, weight: Tensor | None, is_first: bool) -> tuple[Tensor | None, Tensor | None]:
-        """For the last batch of a window, of this weight: whether its step is skipped, and a factor of gradients."""
+        """Return whether a window whose last batch has this weight skips its step, and a factor of gradients."""
         if weight is None or (not is_first and self.window.weight is None):  # means
             return None, None
         if is_first or self.window.weight is None:

@@ -123,7 +123,7 @@ def gathered_on_first(tensors: Mapping[str, Tensor], pipeline: dist.ProcessGroup
 
 
 def _whole(tensor: Tensor, keep: bool) -> Tensor | None:
-    """On the CPU, where it is kept. Collective over the mesh of a DTensor."""
+    """Return the whole tensor on the CPU, where it is kept. Collective over the mesh of a DTensor."""
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return whole.detach().cpu() if keep else None
 
