@@ -1,9 +1,9 @@
-"""lightning_d9d: a PyTorch Lightning strategy for Qwen3-MoE and other models on any mix of parallelism.
+"""`lightning_d9d` is a PyTorch Lightning strategy for Qwen3-MoE and other models on any mix of parallelism.
 
 `Trainer(strategy=D9DStrategy(...))` (or `strategy="d9d"`, registered by this import) trains plain LightningModules as
 data-parallel replicas and `D9DModule`s microbatch by microbatch. Start reading at `strategy/train_step.py`.
 
-This import takes milliseconds: torch and Lightning are imported when the first name is used, so that
+This import takes milliseconds, because torch and Lightning are imported when the first name is used. So
 `lightning_d9d.schedule` and the first checks of the command line need neither.
 """
 

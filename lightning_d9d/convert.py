@@ -1,8 +1,9 @@
 """`lightning-d9d convert`: weights from one form to another, from the shell, without a GPU.
 
-Between Hugging Face directories it changes dtype, size of files and layout of experts. Of a checkpoint, a file or a
-directory of many ranks, it makes a Hugging Face directory, or one `.ckpt` file that Lightning's own strategies load.
-Adapters of a checkpoint, or of a directory of `peft`, are merged into the weights of a Hugging Face directory.
+Between Hugging Face directories it changes dtype, size of files and layout of experts. A checkpoint, a file or a
+directory of many ranks, becomes a Hugging Face directory. A checkpoint directory can also become one `.ckpt` file,
+which Lightning's own strategies load. Adapters of a checkpoint, or of a directory of `peft`, are merged into the
+weights of a Hugging Face directory.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ def _refuse_fused(config: Qwen3MoeConfig, fused_experts: bool) -> None:
 
 
 def _with_adapter(weights: Mapping[str, Readable], config: Qwen3MoeConfig, adapter: str) -> dict[str, Readable]:
-    """The weights of a model, with the adapters of a directory added when they are read."""
+    """Return the weights of a model, with the adapters of a directory added when they are read."""
     model = _on_meta(config)
     saved = SavedAdapter(adapter)
     apply_plan(model, saved.plan(model))
@@ -154,7 +155,7 @@ def _with_own_adapters(
     stored: Mapping[str, Readable],
     source: str,
 ) -> dict[str, Readable]:
-    """The weights of a checkpoint, with its adapters added when they are read."""
+    """Return the weights of a checkpoint, with its adapters added when they are read."""
     model = _on_meta(config)
     inject(model, method)
 
@@ -220,7 +221,7 @@ def _from_checkpoint(source: str, chosen: argparse.Namespace, options: Mapping[s
 
 
 def _described(config: Mapping[str, Any], specs: Mapping[str, Spec], dtype: torch.dtype | None) -> bytes:
-    """`config.json` for weights of a dtype; by default that of most of them."""
+    """Return `config.json` for weights of a dtype; by default the dtype that most of them have."""
     counts = Counter(spec.dtype for spec in specs.values())
     most = max(counts, key=counts.__getitem__, default=torch.float32)  # without any, saving says what is missing
     name = str(dtype or most).removeprefix("torch.")
@@ -243,7 +244,7 @@ class _Saved:
 
 
 def _read(source: str) -> tuple[dict[str, Any], Mapping[str, Readable]]:
-    """The values and the weights of a checkpoint; weights of a directory are read when they are needed."""
+    """Return the values and the weights of a checkpoint; weights of a directory are read when they are needed."""
     if not is_directory(source):
         values = read_checkpoint(functools.partial(mapped, source), source)
         return values, {name: each for name, each in values["state_dict"].items() if isinstance(each, Tensor)}
@@ -309,7 +310,7 @@ def _say_directory(target: str) -> None:
 
 
 def _in_words(dtypes: Sequence[torch.dtype]) -> str:
-    """How many tensors have each dtype."""
+    """Say how many tensors have each dtype."""
     counts = Counter(str(dtype).removeprefix("torch.") for dtype in dtypes)
     return " and ".join(f"{number} tensors in {name}" for name, number in counts.items())
 

@@ -139,7 +139,7 @@ def examine_space(folder: Path, free_bytes: int, shared_bytes: int | None, num_d
 
 
 def examine_machine() -> list[Finding]:
-    """All of the above, with what is here. Leaves CUDA uninitialized."""
+    """Return all findings about this machine. Leaves CUDA uninitialized."""
     num_devices = env.num_cuda_devices()
     shared = shutil.disk_usage(env.SHARED_MEMORY).total if env.SHARED_MEMORY.exists() else None
     return [
@@ -331,7 +331,7 @@ def examine_here(limit_seconds: float = LOCAL_SECONDS) -> list[Finding]:
 
 
 def _wait_for_report(receiver: Connection, deadline: float) -> GroupReport | Finding:
-    """Rank 0 sends the name of each backend that it begins with, then its report; any rank sends what it could not."""
+    """Return rank 0's report, or a rank's finding. Rank 0 first sends the name of each backend that it begins with."""
     backend = "gloo"
     while receiver.poll(max(0.0, deadline - time.monotonic())):
         try:
@@ -400,7 +400,7 @@ def examine_job(launcher: ClusterEnvironment, limit_seconds: float = JOB_SECONDS
 
 
 def table(findings: Sequence[Finding]) -> str:
-    """One line a finding, with a remedy below where there is one, and a last line with the verdict."""
+    """Return one line a finding, with a remedy below where there is one, and a last line with the verdict."""
     width = max(len(finding.name) for finding in findings)
     lines = []
     for finding in findings:

@@ -73,7 +73,7 @@ def versions() -> dict[str, str | None]:
 
 
 def newest_tested(name: str, version: str | None) -> str | None:
-    """The newest tested version of a package, if this one is newer; None for what was tested or is not installed."""
+    """Return the newest tested version of a package if this one is newer; None if it was tested or is not installed."""
     tested = TESTED_VERSIONS.get(name)
     if tested is None or version is None:
         return None
@@ -82,7 +82,7 @@ def newest_tested(name: str, version: str | None) -> str | None:
 
 
 def untested() -> str | None:
-    """One line on the packages of this machine that are newer than what was tested; None if there are none."""
+    """Return one line on the packages of this machine that are newer than what was tested; None if there are none."""
     pairs = [(name, version, newest_tested(name, version)) for name, version in versions().items()]
     found = [f"{name} {version} (tested up to {tested})" for name, version, tested in pairs if tested is not None]
     return f"lightning_d9d was not tested with {', '.join(found)}" if found else None
@@ -102,7 +102,7 @@ def num_cuda_devices() -> int:
 
 
 def cuda_devices() -> list[Device]:
-    """Every CUDA device that torch can use. Initializes CUDA."""
+    """Return every CUDA device that torch can use. Initializes CUDA."""
     properties = [torch.cuda.get_device_properties(index) for index in range(num_cuda_devices())]
     return [Device(found.name, found.total_memory, (found.major, found.minor)) for found in properties]
 

@@ -34,7 +34,7 @@ def printable_arguments(args: Iterable[object]) -> tuple[object, ...]:
 
 
 def reason(error: BaseException) -> str:
-    """Why a file cannot be read or written, for a message that names it: the system's text would name it again."""
+    """Return why a file cannot be read or written, for a message that names it: the system's text would repeat it."""
     if isinstance(error, FileNotFoundError):
         return "it does not exist"
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
@@ -84,7 +84,7 @@ def first_of_others(error: BaseException) -> str | None:
 
 
 def did_you_mean(name: object, choices: Iterable[str]) -> str:
-    """The end of a message about an unknown name.
+    """Return the end of a message about an unknown name.
 
     Args:
         name: What was given.

@@ -3,7 +3,7 @@
     python examples/qwen3_moe/quickstart.py
 
 The sources become a file of tokens first, one for each byte. The training is interrupted on the way and resumed from
-its checkpoint. In the end the model writes a bit of Python, and the output folder has the tokens, the checkpoint, a
+its checkpoint. At the end the model writes a bit of Python. The output folder then has the tokens, the checkpoint, a
 picture of the losses and the model in Hugging Face's layout.
 """
 

@@ -190,7 +190,7 @@ class AdapterExport(DirectoryExport):
 
 
 def make_folder(trainer: L.Trainer, folder: Path, callback: str) -> None:
-    """On rank 0, make the folder that a callback will write to; `ConfigError` before the training if it cannot."""
+    """Make the folder that a callback will write to, on rank 0; `ConfigError` before the training if it cannot."""
     if trainer.is_global_zero:
         make_local_folder(folder, callback)
 

@@ -17,8 +17,8 @@ class LossCurve(L.Callback):
     """Draws `train_loss` and `val_loss` over optimizer steps into a PNG file when `fit` ends.
 
     Training points are taken every `log_every_n_steps` of the Trainer. They are part of a checkpoint: the picture of a
-    resumed run begins with the first step. If the data module has a `unigram_entropy` (as `TokenDataModule`), a line
-    marks it: a model gets below as soon as it makes use of preceding tokens. Needs matplotlib (extra `viz`).
+    resumed run begins with the first step. If the data module has a `unigram_entropy`, as `TokenDataModule` has, a line
+    marks it. A model gets below this line as soon as it uses preceding tokens. Needs matplotlib (extra `viz`).
 
     Args:
         path: The picture; its folder is made.

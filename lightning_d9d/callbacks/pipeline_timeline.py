@@ -35,19 +35,19 @@ class _Stage(NamedTuple):
 
 
 class PipelineTimeline(L.Callback):
-    """Notes when each forward and backward of one step of a `D9DModule` ran on each rank of the pipeline.
+    """Records when each forward and backward of one step of a `D9DModule` ran on each rank of the pipeline.
 
-    It writes to the directory, of the pipeline that global rank 0 is in:
+    It writes these files to the directory, for the pipeline that global rank 0 is in:
 
     - `timeline.png`, `timeline.svg` and `timeline.html`: a Gantt picture;
-    - `timeline.json`: the same in numbers, and the bubble beside that of the simulator with the mean time of each stage
-      and kind of action, and of a message, in this step;
-    - `costs.json`: what `lightning_d9d.schedule.Auto(costs=...)` reads: the mean times, and for each stage the memory
-      of a microbatch, which is measured in the step before. The layers of a stage are read off the numbers in its
-      parameters' names; without them there is no such file.
+    - `timeline.json`: the same in numbers, and the bubble beside that of the simulator. The simulator uses the mean
+      time of each stage and kind of action, and of a message, in this step;
+    - `costs.json`: the mean times, and for each stage the memory of a microbatch, which is measured in the step before.
+      `lightning_d9d.schedule.Auto(costs=...)` reads this file. The layers of a stage are read off the numbers in its
+      parameters' names; without them the file is not written.
 
-    In the measured step actions cost two events more each on CUDA, and before it the ranks of a pipeline wait for each
-    other and for their devices, to start their clocks together. Ranks of one host then agree within some ten
+    In the measured step each action costs two more events on CUDA. Before this step the ranks of a pipeline wait for
+    each other and for their devices, to start their clocks together. Ranks of one host then agree within some ten
     microseconds; over a network within the time of a small message. Nothing is measured in other steps.
 
     If batches are accumulated, the first batch of the step is measured. Needs `D9DStrategy`, and matplotlib and plotly
@@ -167,7 +167,7 @@ class PipelineTimeline(L.Callback):
 
 
 def _layers(stage: nn.Module) -> tuple[int, int] | None:
-    """The first layer of a stage and the one after its last, by the numbers in parameters' names.
+    """Return the first layer of a stage and the one after its last, by the numbers in parameters' names.
 
     Of several numbered lists (decoder layers, and the parts of a head) the one with most elements is taken.
     """

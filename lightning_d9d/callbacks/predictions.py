@@ -28,14 +28,14 @@ class PredictionWriter(BasePredictionWriter):
     """Writes what `Trainer.predict` predicts, batch by batch, as safetensors files in the order of the dataset.
 
     Predictions are tensors with the rows of the batch along dim 0, or dicts, lists and dataclasses of such; None in
-    them is left out. A tensor of the files has rows that follow each other in the dataset, and is named after what it
-    is and its first row: `prediction.0`, or `logits.0` of a dict with `logits`. `rows.safetensors.index.json` has the
+    them is left out. Each tensor in the files has rows that follow each other in the dataset. Its name says what it is
+    and its first row: `prediction.0`, or `logits.0` of a dict with `logits`. `rows.safetensors.index.json` has the
     names in order. With several dataloaders names begin with `loader_0.`, `loader_1.`, ...
 
     Rows have their numbers in the dataset, over any number of data ranks; the copies with which a sampler fills up
-    are left out. Where numbers are not known (an IterableDataset) rows follow each other as the batches do, and of the
-    ranks' batches with the same number the lowest rank's comes first. Of ranks that share a batch one writes. A
-    LightningModule of any kind and Lightning's own strategies do as well.
+    are left out. If numbers are not known (an IterableDataset), rows follow each other as the batches do. Among the
+    ranks' batches with the same number, the lowest rank's comes first. One of the ranks that share a batch writes. A
+    LightningModule of any kind works, and so do Lightning's own strategies.
 
     The directory appears when it is complete. A prediction that fails leaves nothing. Ranks whose rows alternate write
     twice, the second time in order, which takes as much space again for a while. Call `Trainer.predict` with
@@ -48,7 +48,8 @@ class PredictionWriter(BasePredictionWriter):
 
     Raises:
         ConfigError: A prediction is not of this form; raised in predict.
-        StateError: In predict, on every rank: the directory has files and `overwrite` is not set, or cannot be written.
+        StateError: The directory has files and `overwrite` is not set, or it cannot be written; raised in predict, on
+            every rank.
     """
 
     def __init__(self, directory: str | Path, overwrite: bool = False, max_shard_bytes: int = 2**28) -> None:

@@ -224,7 +224,7 @@ class RunMetrics(L.Callback):
             self._routers = None
 
     def _parameters_of_groups(self, module: D9DModule) -> dict[str, list[Any]]:
-        """By name of a group. Collective over all ranks."""
+        """Return the parameters of each group, by its name. Collective over all ranks."""
         names = first_names(module.state_dict(keep_vars=True))
         groups = {
             name: [weight for weight, called in names.items() if weight.requires_grad and fnmatchcase(called, pattern)]

@@ -76,7 +76,7 @@ class StartTimes(L.Callback):
         )
 
     def _end(self, name: str) -> None:
-        """A stretch is over; parts that were measured in it are taken off."""
+        """End a stretch; parts that were measured in it are taken off."""
         if self._is_done:
             return
         now, parts = time.perf_counter(), seconds_of_parts()
@@ -89,7 +89,7 @@ class StartTimes(L.Callback):
 
 
 def seconds_of_process() -> float:
-    """How long ago this process began, or this module was imported where the system does not say."""
+    """Return how long ago this process began, or this module was imported where the system does not say."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")

@@ -40,7 +40,7 @@ class TextSample(L.Callback):
         self.seed = seed
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Raises `ConfigError` before the training if there is no model to generate with."""
+        """Raises `ConfigError` before the training if the module holds no Qwen3-MoE to generate with."""
         qwen3_moe_stages(pl_module, self)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -91,7 +91,7 @@ def refuse(message: str) -> NoReturn:
 
 
 def _parse(arguments: list[str]) -> tuple[str, str, Namespace | None]:
-    """The module and the function that run the subcommand, and its arguments where Lightning does not read them.
+    """Return the module and the function that run the subcommand, and its arguments where Lightning does not read them.
 
     Raises:
         MistakeError: The subcommand or its arguments cannot be used, or a file of `--config` cannot be read.

@@ -46,7 +46,8 @@ def check_files(arguments: Sequence[str]) -> None:
     """Reads the files of `--config`, and looks for that of `--ckpt_path`, without torch, Lightning or jsonargparse.
 
     Raises:
-        MistakeError: One is missing or unreadable, has an error in its syntax, or is no mapping.
+        MistakeError: A file is missing or unreadable, has an error in its syntax, or holds something other than a
+            mapping.
     """
     for path in config_files(arguments):
         node = _compose(path)
@@ -158,7 +159,7 @@ def _names(option: str) -> list[str]:
 
 
 def _below(node: yaml.Node | None, path: list[str], line: int = 1) -> Iterator[tuple[yaml.Node, int]]:
-    """Each node that the names lead to, with the line of its key."""
+    """Yield each node that the names lead to, with the line of its key."""
     if node is None:
         return
     if not path:

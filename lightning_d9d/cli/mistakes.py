@@ -101,7 +101,7 @@ def essence(message: str) -> str:
 
 
 def _read(message: str) -> Iterator[_Line]:
-    """The lines; what is indented less deeply, and above, says where a line belongs."""
+    """Yield the lines; what is indented less deeply, and above, says where a line belongs."""
     above: list[tuple[int, _Line]] = []
     for text in filter(str.strip, message.splitlines()):
         depth = len(text) - len(text.lstrip(" -"))
@@ -119,7 +119,7 @@ def _read(message: str) -> Iterator[_Line]:
 
 
 def _at(written: Written, path: Sequence[str], value: str | None = None) -> str:
-    """The place of a setting, or of what it is in, with a colon behind it."""
+    """Return the place of a setting, or of what it is in, with a colon behind it."""
     candidates = [(path, value), *((path[:length], None) for length in range(len(path), 0, -1))]
     place = next(filter(None, (written.find(names, wanted) for names, wanted in candidates)), None)
     return f"{place}: " if place else ""
@@ -161,13 +161,13 @@ def _unknown_option(text: str, line: _Line, written: Written, parser: ArgumentPa
 
 
 def _help_of(line: _Line) -> str:
-    """The options that show the arguments of the innermost class: each class is named on the way to it."""
+    """Return the options that show the arguments of the innermost class: each class is named on the way to it."""
     asked = [f"--{'.'.join(path)}.help {_short(owner)}" for path, owner in line.owners]
     return " ".join(asked) or "--help"
 
 
 def _short(owner: str) -> str:
-    """A class as it may be named: those of this package and of Lightning without their modules."""
+    """Return a class as it may be named: those of this package and of Lightning without their modules."""
     return owner.rpartition(".")[2] if owner.startswith(("lightning_d9d.", "lightning.")) else owner
 
 
@@ -176,7 +176,7 @@ def _program(parser: ArgumentParser) -> str:
 
 
 def _children(known: Iterable[str], names: Sequence[str]) -> list[str]:
-    """The names that can follow, of those in full."""
+    """Return the names that can follow, of those in full."""
     prefix = "".join(f"{name}." for name in names)
     return list(dict.fromkeys(each.removeprefix(prefix).split(".")[0] for each in known if each.startswith(prefix)))
 

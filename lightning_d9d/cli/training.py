@@ -73,7 +73,7 @@ class _Parser(LightningArgumentParser):
 
 
 def _as_written(value: Any, written: Any) -> Any:
-    """The value, with what was written in each place that had a `${...}`."""
+    """Return the value, with what was written in each place that had a `${...}`."""
     if isinstance(written, str) and "${" in written:
         return written
     if isinstance(value, list) and isinstance(written, list) and len(value) == len(written):
@@ -348,7 +348,7 @@ def _is_same(saved: object, given: object) -> bool:
 
 
 def _words(args: ArgsType) -> list[str]:
-    """The words of a command line; of a configuration that is given as an object none."""
+    """Return the words of a command line; of a configuration that is given as an object none."""
     return sys.argv[1:] if args is None else args if isinstance(args, list) else []
 
 

@@ -56,7 +56,7 @@ class _Wait:
 
 
 def _short(name: str) -> str:
-    """The name of a group in the mesh; one that serves many axes has a long one."""
+    """Return the name of a group in the mesh; one that serves many axes has a long one."""
     return repr(name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}...")
 
 
@@ -130,7 +130,7 @@ def _where(known: Known, rank: int) -> str:
 
 
 def _waits(known: Known) -> list[_Wait]:
-    """Every collective that is under way on some rank, the oldest of each group and rank."""
+    """Return every collective that is under way on some rank, the oldest of each group and rank."""
     waits: dict[tuple[str, tuple[int, ...], int], _Wait] = {}
     for rank, snapshot in sorted(known.snapshots.items()):
         pending: dict[str, Call] = {}
@@ -206,7 +206,7 @@ def report_text(known: Known, reason: str, lines: Sequence[str], moment: str) ->
 
 
 def _table(known: Known) -> list[str]:
-    """For each group a line a rank: the number of its last collective, and what is under way."""
+    """Return a line a rank for each group: the number of its last collective, and what is under way."""
     rows = []
     groups = sorted(
         {(name, tuple(ranks), desc) for s in known.snapshots.values() for name, (desc, ranks) in s.groups.items()}

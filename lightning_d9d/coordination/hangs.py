@@ -406,7 +406,7 @@ class HangWatch:
             self._asked = f"rank {self.rank} waits for others since {late[0].seconds:.0f} s"
 
     def _measure(self) -> None:
-        """How busy the main thread was since the last time."""
+        """Measure how busy the main thread was since the last time."""
         with suppress(OSError, AttributeError):
             used, now = time.clock_gettime(time.pthread_getcpuclockid(self._main_thread)), time.monotonic()
             before, since = self._used
@@ -441,7 +441,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _process(number: int) -> tuple[str, str]:
-    """The state of a process of this host, and when it began; empty if it has ended, or the system does not say."""
+    """Return the state of a process of this host, and when it began; empty if it has ended or the system is silent."""
     try:
         fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
     except OSError:

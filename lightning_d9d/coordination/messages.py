@@ -54,7 +54,7 @@ class Failure:
 
     @staticmethod
     def from_store(key: str, content: bytes) -> Failure:
-        """The failure that a rank has left under a key.
+        """Return the failure that a rank has left under a key.
 
         Raises:
             ForeignValueError: The content is something else.
@@ -66,7 +66,7 @@ class Failure:
 
 
 def value_of(key: str, content: bytes, is_valid: Callable[[Any], bool]) -> Any:
-    """The JSON value that a rank has left in the store.
+    """Return the JSON value that a rank has left in the store.
 
     Args:
         key: Where it was.

@@ -89,7 +89,7 @@ class Snapshot:
 
     @staticmethod
     def from_json(key: str, content: bytes) -> Snapshot:
-        """The snapshot that a rank has left under a key.
+        """Return the snapshot that a rank has left under a key.
 
         Raises:
             ForeignValueError: The content is something else.

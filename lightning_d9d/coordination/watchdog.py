@@ -1,50 +1,50 @@
 """`RankWatch`: one daemon thread a rank that learns through the store what happened to the others and acts on it.
 
 [Note: failing together] The first failure of the job is the key "failure": `compare_set` lets one rank write it. Every
-watchdog polls that key; one that finds it prints it, wakes a main thread that waits for it, and leaves the main thread
-`shutdown_seconds` to end by itself (its collectives usually fail too). After that it prints the main thread's stack and
-ends the process. Whoever started ranks as child processes also publishes a child that ended without a word.
+watchdog polls that key. One that finds it prints it and wakes a main thread that waits for it. The main thread then has
+`shutdown_seconds` to end by itself (its collectives usually fail too). Then the watchdog prints the main thread's stack
+and ends the process. Whoever started ranks as child processes also publishes a child that ended silently.
 
-A collective that failed or timed out tells nothing of the peer, so its rank asks who is there: a watchdog that finds
-"failure" counts itself as one that heard, and who has not done so soon is named. Where the network is down a watchdog
-may be stuck inside the store, whose requests have no time limit. Its main thread notices, since its own failure is not
-published; for this rank it is rank 0, next to the store, that does not answer, and another thread keeps the deadline.
+A collective that failed or timed out tells nothing of the peer, so its rank asks who is there. A watchdog that finds
+"failure" counts itself as one that heard. A rank that has not done so soon is named. If the network is down, a watchdog
+may be stuck inside the store, whose requests have no time limit. Its main thread notices that its failure is not
+published. It then reports that rank 0, next to the store, does not answer. Another thread keeps the deadline.
 
-A watchdog decides first and speaks afterwards, from a thread that may block or fail: the disk behind stderr may be
-full, or nobody reads the pipe. What it reads from the store is checked, because whoever reaches the port can write
-there; a value that no rank wrote is a failure of the job like any other.
+A watchdog decides first and speaks afterwards, from a thread that may block or fail. The disk behind stderr may be
+full, or nobody reads the pipe. Whoever reaches the port can write to the store, so a watchdog checks what it reads
+there. A value that no rank wrote is a failure of the job like any other.
 
 [Note: stopping before the same batch] A stop request (SIGTERM, Ctrl-C) may reach any ranks at any time. No collective
 may be issued for it, as another rank may be inside a different one, so the ranks agree through the store:
 
-1. Python's own C handler writes the signal's number into a pipe (`signal.set_wakeup_fd`), also while the main thread is
-   blocked in a collective and runs no Python. The watchdog reads it and writes the key "stop"; the first writer wins.
-2. A watchdog that finds "stop" publishes its rank's position, the number of batches begun, and from then on its main
-   thread waits at the start of a batch until there is a decision. Both happen under one lock with the main thread's own
-   counting, so a published position is exactly what its rank has begun until the decision.
+1. Python's C handler writes the signal's number into a pipe (`signal.set_wakeup_fd`). It does so even while the main
+   thread is blocked in a collective. The watchdog reads it and writes the key "stop"; the first writer wins.
+2. A watchdog that finds "stop" publishes its rank's position, the number of batches begun. From then on its main thread
+   waits at the start of a batch until there is a decision. Both happen under one lock with the main thread's own
+   counting. So a published position is exactly what its rank has begun until the decision.
 3. Rank 0's watchdog takes the maximum of all positions. Every main thread goes on up to that position and raises at the
    start of the next batch.
 
-For the signal that puts a SLURM job back into the queue they go on to the end of an accumulation window: the first
-batch behind that position before which none is open, the same on all ranks.
+For the signal that puts a SLURM job back into the queue, the ranks continue to the end of an accumulation window. They
+stop before the first batch behind that position at which no window is open. This batch is the same on all ranks.
 
 No batch after the maximum has begun anywhere, since all ranks waited. Every batch up to it has begun on some rank, and
-the other ranks begin it as well, so no collective of these batches misses a rank. A position is (training batches,
-evaluation batches since the last of those), compared in this order. Behind the last batch of an evaluation stands its
-end, the same position on every rank: validation sets of unequal length shift nothing, and the end, where metrics are
-reduced, is a point to stop at as well.
+the other ranks begin it as well. So no collective of these batches misses a rank. A position is (training batches,
+evaluation batches since the last training batch), compared in this order. Behind the last batch of an evaluation stands
+its end, the same position on every rank. So validation sets of unequal length shift nothing. Metrics are reduced at
+this end, and ranks can stop there as well.
 
 [Note: ending an epoch together]
-The ranks also meet through the store when a training epoch ends, before validation or anything else that could put
-another collective against a gradient sum. The first rank there writes how far it came. A rank that is there as well and
-came to another point, or that has gone on and passed this one, makes it a failure of the rank with less data. At the
-end of an evaluation, whose lengths may differ, ranks meet before metrics are reduced; who waits there can still stop.
+The ranks also meet through the store when a training epoch ends. They do so before validation or anything else that
+could put another collective against a gradient sum. The first rank there writes how far it came. A rank that ends at
+another point, or has passed this one, publishes a failure of the rank with less data. At the end of an evaluation,
+whose lengths may differ, ranks meet before metrics are reduced. A rank that waits there can still stop.
 
 [Note: leaving] A rank whose run ends, well or not, counts itself as arrived. When all have arrived rank 0 writes
-"closed", together with a stop request if there was one: either all ranks heard it or none. That ends the watch, also
-after a failure: a process may catch the same ConfigError as all others and go on. At a normal end ranks wait for it. As
-the store usually lives in rank 0's process, rank 0 also waits until all others have read it or are at their exit (they
-count themselves as left). After a failure ranks may not arrive at all: rank 0 stays for a moment so that they can read.
+"closed", with a stop request if there was one: either all ranks heard it or none. That ends the watch, also after a
+failure: a process may catch the same ConfigError as all others and go on. At a normal end ranks wait for it. The store
+usually lives in rank 0's process. So rank 0 also waits until all others have read it or are at their exit (they count
+themselves as left). After a failure ranks may not arrive. Rank 0 then stays for a moment so that they can read.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class RankWatch:
         self._deadline = float("inf")
 
     def __deepcopy__(self, memo: dict[int, object]) -> RankWatch:
-        """There is one thread for a run; copies of its Trainer share it."""
+        """Return this object: a run has one thread, which copies of its Trainer share."""
         return self
 
     def start(self) -> None:
@@ -248,7 +248,7 @@ class RankWatch:
         self._reached = (self._reached[0] + 1, False)
 
     def end_train_step(self, is_last: bool) -> None:
-        """After the batch's collectives. `is_last`: the data are known to end here; then as `end_epoch`.
+        """End a training batch, after its collectives; with `is_last` the data end here, and so does the epoch.
 
         Raises:
             RankError: This rank had no data: the other ranks are in a gradient sum that this one left out.
@@ -267,7 +267,7 @@ class RankWatch:
             self._reached = (self._reached[0], True)
 
     def begin_epoch(self) -> None:
-        """At the start of a training epoch: the next `end_epoch` ends this one, however few batches it had."""
+        """Begin a training epoch: the next `end_epoch` ends this one, however few batches it had."""
         self._epoch_ended_at = None
 
     def end_epoch(self) -> None:
@@ -328,7 +328,7 @@ class RankWatch:
             )
 
     def _lose_store(self) -> None:
-        """The thread did not publish in time: it is stuck inside the store."""
+        """Report that rank 0 does not answer: the thread, stuck inside the store, did not publish in time."""
         self._left = True
         self._fail(Failure(0, DOES_NOT_ANSWER))
         deadline = threading.Timer(self._shutdown_seconds, self._end_process)
@@ -400,7 +400,7 @@ class RankWatch:
         atexit.unregister(self._be_silent)
 
     def _be_silent(self) -> None:
-        """At exit: a thread inside the store when the interpreter goes would abort the process."""
+        """Silence the thread at exit: inside the store when the interpreter goes, it would abort the process."""
         is_free = self._talking.acquire(timeout=self._patience)  # it is not where the store does not answer
         if is_free and self._counted and not (self._closed or self._left):
             with suppress(RuntimeError, ValueError):  # the store has gone, or no rank wrote what is there

@@ -82,7 +82,7 @@ class ChatReport:
             )
 
     def __str__(self) -> str:
-        """A line for the log, which names what occurred."""
+        """Return a line for the log, which names what occurred."""
         rest = {
             "chats split at turns": self.split,
             "samples shortened to whole turns": self.shortened,
@@ -196,7 +196,7 @@ class ChatTokenizer:
                 )
 
     def _marked(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[ChatTokens | None]:
-        """By the marks of the template."""
+        """Return samples by the marks of the template."""
         text = self._render(messages, tools)
         encoded = self._tokenizer.apply_chat_template(
             list(messages),
@@ -214,7 +214,10 @@ class ChatTokenizer:
         return [self._sample(text, encoded, runs)]
 
     def _found(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[ChatTokens | None]:
-        """By turns found in the text, in one sample as long as the text of a turn begins with that of those before."""
+        """Return samples by turns found in the text.
+
+        Turns share a sample as long as the text of a turn begins with that of those before.
+        """
         drafts: list[_Draft] = []
         for index, message in enumerate(messages):
             if message["role"] != _ASSISTANT:
@@ -272,7 +275,7 @@ def _roles(messages: Iterable[Mapping[str, Any]]) -> set[str]:
 
 
 def _messages_of(chat: Any, place: object) -> list[dict[str, Any]]:
-    """The messages without entries that are None, which tables have in columns that others fill."""
+    """Return the messages without entries that are None, which tables have in columns that others fill."""
     if not isinstance(chat, Mapping) or "messages" not in chat:
         found = sorted(chat) if isinstance(chat, Mapping) else type(chat).__name__
         raise ConfigError(f"{place} has no 'messages', but {found}; a chat is {_FORM}")

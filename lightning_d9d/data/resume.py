@@ -1,7 +1,7 @@
-"""Loaders that go on in the middle of an epoch; map-style ones without reading again what was read.
+"""Loaders resume in the middle of an epoch; map-style ones do not read again what was read.
 
-On as many data ranks as before, each goes on in its own order. Where ranks are more or fewer, or batches larger or
-smaller, the part of the epoch's order that nobody has read yet is dealt out again.
+On as many data ranks as before, each resumes its own order. If the number of ranks or the batch size has changed, the
+unread part of the epoch's order is redistributed.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class ResumableSampler:
         yield from indices
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the epoch, and what its order or, between epochs, the next one's follows from."""
+        """Return the place in the epoch and the source of its order; between epochs, the source of the next one's."""
         about: dict[str, Any] = {"num_batches": len(self), "num_ranks": self._data_rank.num_ranks}
         about["seeds"] = [sampler.seed for sampler in _seeded(self._order)]
         if num_read := self._num_read():
@@ -94,7 +94,7 @@ class ResumableSampler:
         return {**_FROM_THE_START, **about, "own": _states(self._order)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The next iteration goes on where `state_dict` was taken, on this data rank or on the first of others.
+        """Resume the next iteration where `state_dict` was taken, on this data rank or on the first of others.
 
         Raises:
             StateError: Another number of data ranks goes on in the middle of an epoch, and nobody knows how samples
@@ -123,7 +123,7 @@ class ResumableSampler:
     def _redistributed(
         self, state: Mapping[str, Any], saved: Mapping[str, Any], own: Mapping[str, Any] | None
     ) -> dict[str, Any]:
-        """With what of the epoch's order this rank goes on, unless that follows from its sampler."""
+        """Return the state with this rank's part of the epoch's order, unless that follows from its sampler."""
         if own is None:
             raise StateError(_refusal(state["num_ranks"], self._data_rank.num_ranks))
         dealt = {**saved, **{key: own[key] for key in ("num_ranks", "batch_size", "drop_last", "drops_rest")}}
@@ -152,7 +152,7 @@ class ResumableSampler:
 
     @contextmanager
     def _drawing_from(self, state: Mapping[str, Any]) -> Iterator[None]:
-        """The order is drawn in the body: from `state`, or from the generators as they are; which is remembered."""
+        """Let the body draw the order from `state`, or from the generators as they are; remember their states."""
         if not _draws(self._order):
             yield
             return
@@ -174,8 +174,8 @@ def make_resumable(
 
     Args:
         loader: Without these methods.
-        num_read: How many batches the current epoch has used so far; 0 between epochs. In a loader that is shorter and
-            begins again the place is counted from there; one that has just been read to its end is at its end.
+        num_read: How many batches the current epoch has used so far; 0 between epochs. A shorter loader begins again,
+            and its place is counted from that beginning. A loader just read to its end is at its end.
         data_rank: For which of the data ranks it reads.
 
     Returns:

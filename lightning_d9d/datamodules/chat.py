@@ -130,11 +130,11 @@ class ChatDataModule(RowsDataModule):
         self.train_samples = chats.samples.subset((~of_samples).nonzero().flatten())
 
     def train_dataloader(self) -> Loader:
-        """This data rank's rows for training; an incomplete last batch is left out."""
+        """Return this data rank's rows for training; an incomplete last batch is left out."""
         return self._dataloader(self._required(self.train_samples), trains=True)
 
     def val_dataloader(self) -> Loader:
-        """This data rank's held-out rows, in one order."""
+        """Return this data rank's held-out rows, in one order."""
         return self._dataloader(self._required(self.validation_samples), trains=False)
 
     def predict_dataloader(self) -> Loader:

@@ -28,8 +28,8 @@ class ByteWindows(Dataset[dict[str, Tensor]]):
         sequence_length: Bytes in a window.
         labels: Whether an item has labels.
 
-    Item `i` holds `input_ids` and `labels`, `[sequence_length]` int64; `labels` are the bytes one place further on, so
-    that every byte of the text but the first is predicted once.
+    Item `i` holds `input_ids` and `labels`, `[sequence_length]` int64. `labels` are the bytes one place further on. So
+    every byte of the text but the first is predicted once, up to the end of the last whole window.
     """
 
     def __init__(self, tokens: Tensor, sequence_length: int, labels: bool = True) -> None:
@@ -49,10 +49,10 @@ class ByteWindows(Dataset[dict[str, Tensor]]):
 class ByteTextDataModule(RowsDataModule):
     """Text files as byte tokens, a part of them held out for validation, test and predict.
 
-    The files are put in the order of a hash of their paths, which is the same on every machine and mixes the folders;
-    the last `validation_fraction` of the bytes is held out (at most one file lies on both sides). Training windows
-    are shuffled by `seed` and epoch, and every data rank reads its own; under `D9DStrategy` a resumed run goes on
-    with the batch that an uninterrupted one would have read.
+    The files are put in the order of a hash of their paths. This order is the same on every machine and mixes the
+    folders. The last `validation_fraction` of the bytes is held out (at most one file lies on both sides). Training
+    windows are shuffled by `seed` and epoch, and every data rank reads its own. Under `D9DStrategy` a resumed run
+    continues with the batch that an uninterrupted one would have read.
 
     Args:
         directory: Folder to read; default: the sources of Python's own standard library, without its tests.
@@ -116,17 +116,17 @@ class ByteTextDataModule(RowsDataModule):
         return unigram_entropy(self._required(self.train_tokens))
 
     def train_dataloader(self) -> Loader:
-        """This data rank's training windows; an incomplete last batch is left out."""
+        """Return this data rank's training windows; an incomplete last batch is left out."""
         return self._dataloader(ByteWindows(self._required(self.train_tokens), self.sequence_length), shuffle=True)
 
     def val_dataloader(self) -> Loader:
-        """This data rank's held-out windows, in one mixed order, so that `limit_val_batches` takes a fair sample."""
+        """Return this data rank's held-out windows in one mixed order, so `limit_val_batches` takes a fair sample."""
         windows = ByteWindows(self._required(self.validation_tokens), self.sequence_length)
         order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(self.seed))
         return self._dataloader(Subset(windows, order.tolist()), shuffle=False)
 
     def predict_dataloader(self) -> Loader:
-        """This data rank's held-out windows without labels, in the order of the text."""
+        """Return this data rank's held-out windows without labels, in the order of the text."""
         tokens = self._required(self.validation_tokens)
         return self._dataloader(ByteWindows(tokens, self.sequence_length, labels=False), shuffle=False)
 
@@ -137,12 +137,12 @@ class ByteTextDataModule(RowsDataModule):
 
 
 def source_directory(directory: str | None) -> Path:
-    """The folder to read: `directory`, or that of Python's standard library."""
+    """Return the folder to read: `directory`, or that of Python's standard library."""
     return Path(directory).expanduser() if directory else Path(sysconfig.get_path("stdlib"))
 
 
 def text_files(directory: str | None, pattern: str) -> list[Path]:
-    """The files that match, in the order of a hash of their paths relative to the directory."""
+    """Return the files that match, in the order of a hash of their paths relative to the directory."""
     root = source_directory(directory)
     left_out = frozenset() if directory else STDLIB_FOLDERS_LEFT_OUT
     paths = (path.relative_to(root) for path in root.glob(pattern) if path.is_file())
@@ -151,7 +151,7 @@ def text_files(directory: str | None, pattern: str) -> list[Path]:
 
 
 def read_text(files: Iterable[Path]) -> Tensor:
-    """All files behind each other, each closed by a NUL byte, `[num_bytes]` uint8; unreadable ones are left out."""
+    """Return all files behind each other, each closed by a NUL byte, `[num_bytes]` uint8, without unreadable ones."""
     text = bytearray()
     for path in files:
         try:
@@ -165,6 +165,6 @@ def read_text(files: Iterable[Path]) -> Tensor:
 
 
 def unigram_entropy(tokens: Tensor) -> float:
-    """Entropy of the frequencies of single tokens in `tokens` (`[num_tokens]` integers), in nats per token."""
+    """Return the entropy of single-token frequencies in `tokens` (`[num_tokens]` integers), in nats per token."""
     counts = torch.bincount(tokens, minlength=256).double()
     return torch.special.entr(counts / counts.sum()).sum().item()

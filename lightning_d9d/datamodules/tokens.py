@@ -188,11 +188,11 @@ class TokenDataModule(RowsDataModule):
         return unigram_entropy(torch.cat([rows[index * len(rows) // number]["input_ids"] for index in range(number)]))
 
     def train_dataloader(self) -> Loader:
-        """This data rank's training rows; an incomplete last batch is left out."""
+        """Return this data rank's training rows; an incomplete last batch is left out."""
         return self._dataloader(self._required(self._training), trains=True)
 
     def val_dataloader(self) -> Loader:
-        """This data rank's held-out rows, in one mixed order, so that `limit_val_batches` takes a fair sample."""
+        """Return this data rank's held-out rows in one mixed order, so `limit_val_batches` takes a fair sample."""
         self._required(self._training)
         return self._dataloader(ConcatDataset(self._held_out), trains=False)
 

@@ -80,7 +80,7 @@ def _read(path: str) -> str:
 
 
 def _texts(tokenizer: Tokenizer, tokens: Iterator[int]) -> Iterator[str]:
-    """The text in pieces; a character that takes several tokens comes when it is complete."""
+    """Yield the text in pieces; a character that takes several tokens comes when it is complete."""
     seen: list[int] = []
     text, num_given = "", 0
     for token in tokens:

@@ -163,7 +163,7 @@ class _TqdmBar(_Bar, TQDMProgressBar):
 
 
 def readable(value: float) -> str:
-    """A number in four or more digits; with an exponent where it is very small or large."""
+    """Return a number in four or more digits; with an exponent where it is very small or large."""
     size = abs(value)
     if 1e3 <= size < 1e9:
         return f"{value:.0f}"
@@ -204,7 +204,7 @@ def _without_flops(columns: list[tuple[str, list[str]]]) -> list[tuple[str, list
 
 
 def _text(columns: list[tuple[str, list[str]]], totals: tuple[Any, ...]) -> list[str]:
-    """The lines of Lightning's table, but for the last, which has the number of operations."""
+    """Return the lines of Lightning's table, but for the last, which has the number of operations."""
     rest: Any = (*totals, 0, *columns)
     return _format_summary_table(*rest).splitlines()[:-1]
 

@@ -45,7 +45,7 @@ class Interruption:
         patches.replace(trainer.fit_loop.epoch_loop, "advance", self._advance)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Interruption:
-        """There is one for a run; copies of its Trainer share it."""
+        """Return this object: there is one for a run, which copies of its Trainer share."""
         return self
 
     def check(self) -> None:
@@ -122,7 +122,7 @@ def resume_advice(step: int, saved: Saved | None) -> str:
 
 
 def last_checkpoint(trainer: L.Trainer, wanted: Literal["last", "auto"], command: str) -> str | None:
-    """The checkpoint that `--ckpt_path last` or `--ckpt_path auto` means; None if a fit begins without. Local.
+    """Return the checkpoint that `--ckpt_path last` or `--ckpt_path auto` means; None if a fit begins without. Local.
 
     Args:
         trainer: With the callbacks that save.

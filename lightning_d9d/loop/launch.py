@@ -199,7 +199,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _listen(address: str, port: int) -> int | None:
-    """A socket that the store takes over; None where the port is in use, perhaps by this process's earlier store."""
+    """Return a socket the store takes over; None if the port is in use, perhaps by this process's earlier store."""
     for family, *_, place in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM):
         try:
             return socket.create_server(place, family=family).detach()

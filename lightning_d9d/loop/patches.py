@@ -249,7 +249,7 @@ class Patches:
         self._undo = ExitStack()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patches:
-        """There is one for a run; copies of its Trainer share it."""
+        """Return this object: there is one for a run, which copies of its Trainer share."""
         return self
 
     def replace(self, owner: Any, attribute: str, value: Any) -> None:

@@ -176,7 +176,7 @@ class Shutdown:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shutdown:
-        """There is one for a run; copies of its Trainer share it."""
+        """Return this object: there is one for a run, which copies of its Trainer share."""
         return self
 
     def close(self) -> None:
@@ -381,7 +381,7 @@ def _do_nothing(signum: int, frame: FrameType | None) -> None:
 
 
 def _check_reduced_names(results: _ResultCollection) -> None:
-    """Before Lightning reduces what was logged, name by name: a rank that logged another set would hang the others."""
+    """Check names before Lightning reduces logged values one by one: a rank with other names would hang the others."""
     names = sorted(k for k, m in results.items() if m.meta.on_epoch and (m.meta.sync.should or not m.is_tensor))
     gathered = all_gather_object(names)
     for rank, others in enumerate(gathered):
@@ -393,7 +393,7 @@ def _check_reduced_names(results: _ResultCollection) -> None:
 
 
 def end_children_at_exit(launcher: _Launcher | None, rank: int, shutdown_seconds: float) -> None:
-    """After a failure: before this process exits, wait for the ranks it launched and kill those that do not end."""
+    """Wait at exit, after a failure, for the ranks that this process launched, and kill those that do not end."""
     _adopt_children(launcher, rank)
     if _children:
         atexit.register(end_processes, [process for _, process in _children], shutdown_seconds)

@@ -59,7 +59,7 @@ class Alignment:
     """Begins to copy a batch to the device before its turn; None where it does not pay."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Alignment:
-        """Nothing in it changes, and process groups cannot be copied."""
+        """Return this object: nothing in it changes, and process groups cannot be copied."""
         return self
 
 
@@ -171,7 +171,7 @@ class _AlignedLoader(CombinedLoader):
         return None if None in rows else (length, rows)
 
     def _read(self) -> Any:
-        """This rank's next item, or None at the end."""
+        """Return this rank's next item, or None at the end."""
         try:
             return super().__next__()
         except StopIteration:
@@ -331,7 +331,7 @@ class TrainingLoader(_AlignedLoader):
         return [None if is_place_of_sampler(each) else copy.deepcopy(each) for each in states]
 
     def _agreed(self, agreement: Agreement) -> tuple[Any, BatchPlan]:
-        """The next item, which some rank has; None if no rank has one."""
+        """Return the next item, which some rank has; None if no rank has one."""
         agreed = agreement.hear()
         if agreed.has_ended:
             return None, BatchPlan()
@@ -342,7 +342,7 @@ class TrainingLoader(_AlignedLoader):
         return BatchPlan() if self.is_even else self._history[-1 - self._num_ahead()].plan
 
     def num_own(self, num_batches: int) -> int:
-        """How many of the first batches of an epoch this rank has data for, if its loaders know their lengths."""
+        """Return for how many first batches of an epoch this rank has data, if its loaders know their lengths."""
         length = None if self._iterator is None else sized_len(type(self._iterator)(self.flattened))
         return num_batches if length is None else min(num_batches, length)
 
@@ -420,7 +420,7 @@ class EvaluationLoader(_AlignedLoader):
         return item
 
     def begin_step(self, batch: Any) -> BatchPlan:
-        """A batch is about to be run on the device. Collective over the data ranks, without waiting for a device."""
+        """Begin a batch, before it runs on the device. Collective over the data ranks, without waiting for a device."""
         if self.is_even:
             return BatchPlan()
         assert self._agreement is not None
@@ -463,13 +463,13 @@ def plan_of(fit_loop: Any) -> BatchPlan:
 
 
 def begin_evaluation_step(loop: Any, batch: Any) -> BatchPlan:
-    """A batch of the loop is about to be run. Collective over the data ranks."""
+    """Begin a batch of the loop, before it is run. Collective over the data ranks."""
     loader = loop._combined_loader
     return loader.begin_step(batch) if isinstance(loader, EvaluationLoader) else BatchPlan()
 
 
 def catch_up(loop: Any) -> None:
-    """At the end of one of the loop's loaders, before ranks meet there. Collective over the data ranks."""
+    """Catch up at the end of one of the loop's loaders, before ranks meet there. Collective over the data ranks."""
     if isinstance(loop._combined_loader, EvaluationLoader):
         loop._combined_loader.catch_up()
 

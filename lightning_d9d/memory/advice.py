@@ -104,7 +104,7 @@ def _distance(values: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[int, lis
 
 
 def _changes(before: StepSettings, after: StepSettings) -> str:
-    """The text that a user writes to come from some settings to others."""
+    """Return the text that a user writes to come from some settings to others."""
     texts = {
         "recompute": f'ParallelConfig(recompute="{after.recompute}")',
         "num_rows": f"microbatches of {after.num_rows} row{'s' if after.num_rows != 1 else ''}",

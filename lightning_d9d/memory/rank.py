@@ -108,7 +108,7 @@ class RankModel:
         return StageOfRank(layers=own, before=before, after=after)
 
     def _layer(self, costs: LayerCosts, weights: tuple[Weight, ...]) -> LayerCosts:
-        """A layer's costs for a microbatch on this rank, which may have gathered tokens or frozen weights."""
+        """Return a layer's costs for a microbatch on this rank, which may have gathered tokens or frozen weights."""
         tp = self.mesh.tensor_parallel
         base = [each for each in weights if each.part is not Part.ADAPTERS]
         if not all(each.is_trained for each in base if len(each.shape) > 1):
@@ -128,7 +128,7 @@ class RankModel:
         return 2 * min(num_copies, self.mesh.expert_parallel) * costs.output_bytes * self.share_of_row
 
     def _head(self, shares: tuple[Share, ...]) -> LayerCosts:
-        """The head for a microbatch: its gradient is made in the forward, beside a chunk of logits."""
+        """Return the head's costs for a microbatch: its gradient is made in the forward, beside a chunk of logits."""
         costs, tp = scaled(self.costs.after, self.share_of_row), self.mesh.tensor_parallel
         matrices = [share for share in shares if share.weight.part in (Part.HEAD, Part.EMBEDDING)]
         matrices = matrices or [Spread(self.mesh).share(each) for each in self.weights.before][:1]

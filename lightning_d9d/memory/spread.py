@@ -180,7 +180,7 @@ def _described(model: nn.Module) -> dict[nn.Parameter, Weight]:
 
 
 def _rules(module: nn.Module, is_in_mixture: bool) -> list[_Rule]:
-    """The rules of a module of a class that parallelism knows; those of its parts come first."""
+    """Return the rules of a module of a class that parallelism knows; those of its parts come first."""
     match module:
         case GroupedQueryAttention():
             heads = module.k_proj.out_features // module.head_dim

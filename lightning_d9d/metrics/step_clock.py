@@ -45,15 +45,15 @@ class StepClock(WaitClock):
         """The end of the step before, then beginning and end of each batch."""
 
     def begin_batch(self) -> None:
-        """The step of a batch begins. Local."""
+        """Begin the step of a batch. Local."""
         self._batches.append(self._now())
 
     def end_batch(self) -> None:
-        """The step of a batch ends. Local."""
+        """End the step of a batch. Local."""
         self._batches.append(self._now())
 
     def finish(self, waited: float) -> None:
-        """The optimizer step ends with the last batch.
+        """End the optimizer step, with the last batch.
 
         Args:
             waited: Seconds for which the host has waited for batches until now.

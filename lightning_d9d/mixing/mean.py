@@ -29,7 +29,7 @@ class ReplicaMean:
         self._own: list[tuple[Tensor, Tensor]] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplicaMean:
-        """There is one for a run; copies of its Trainer share it."""
+        """Return this object: there is one for a run, which copies of its Trainer share."""
         return self
 
     @property

@@ -19,13 +19,13 @@ Drawn = Sequence[Sequence[tuple[tuple[int, ...], float]]]
 
 
 def _places(num_replicas: int) -> list[tuple[float, float]]:
-    """Where replicas lie, clockwise from the top."""
+    """Return where replicas lie, clockwise from the top."""
     angles = [2 * math.pi * replica / num_replicas for replica in range(num_replicas)]
     return [(math.sin(angle), math.cos(angle)) for angle in angles]
 
 
 def _lines(replicas: Sequence[int]) -> list[tuple[int, int]]:
-    """A pair is a line; more replicas are a closed walk."""
+    """Return the lines between replicas: one for a pair, a closed walk for more."""
     if len(replicas) < 2:
         return []
     steps = list(zip(replicas, [*replicas[1:], replicas[0]], strict=True))

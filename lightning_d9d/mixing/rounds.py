@@ -126,7 +126,7 @@ class Rounds:
         return [index for index in index_of if index is not None]
 
     def _check_connected(self) -> None:
-        """Every replica must reach every other one over the edges of all rounds."""
+        """Check that every replica reaches every other one over the edges of all rounds."""
         leader = list(range(self.num_replicas))
 
         def find(replica: int) -> int:

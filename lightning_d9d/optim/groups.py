@@ -47,7 +47,7 @@ class ParameterGroup:
 def parameter_groups(
     module: nn.Module, weight_decay: float = 0.1, *, decays: Callable[[str, nn.Parameter], bool] | None = None
 ) -> list[dict[str, Any]]:
-    """Trainable parameters in groups that fused and foreach optimizers take, those with weight decay first.
+    """Return trainable parameters in groups that fused and foreach optimizers take, those with weight decay first.
 
     A group has parameters of one device, dtype and mesh: fused and foreach steps take no plain tensors beside DTensors.
     Groups, and parameters in them, come in the order in which the module names them.
@@ -59,8 +59,8 @@ def parameter_groups(
             weights of norms) do not.
 
     Returns:
-        Mappings with `params` and `weight_decay`. Where nothing is trainable, as in a pipeline stage that is frozen,
-        one group without parameters: torch's optimizers refuse an empty list of groups, but not this.
+        Mappings with `params` and `weight_decay`. If nothing is trainable, as in a frozen pipeline stage, the list has
+        one group without parameters. Optimizers of torch refuse an empty list, but take such a group.
     """
 
     def decay_of(name: str, parameter: nn.Parameter) -> bool:
@@ -82,7 +82,7 @@ def groups_by_pattern(
     without_decay: Collection[str] = (),
     of_name: Callable[[str], Mapping[str, Any]] = lambda name: {},
 ) -> list[dict[str, Any]]:
-    """Trainable parameters in groups that fused and foreach optimizers take, with the settings of patterns.
+    """Return trainable parameters in groups that fused and foreach optimizers take, with the settings of patterns.
 
     Vectors have no weight decay. Groups come in the order of patterns, behind those that no pattern matches.
 
@@ -139,7 +139,7 @@ def check_patterns(patterns: Sequence[ParameterGroup], names: Collection[str]) -
 
 
 def _nearest(pattern: str, names: Iterable[str]) -> list[str]:
-    """The names most like a pattern, each once for all layers and experts."""
+    """Return the names most like a pattern, each once for all layers and experts."""
     shapes = {re.sub(r"\.\d+(?=\.)", ".*", name): None for name in names}
     return difflib.get_close_matches(pattern, shapes, n=3, cutoff=0.0)
 

@@ -26,19 +26,19 @@ class StochasticAdamW(Optimizer):
     """AdamW for bfloat16 weights, whose small updates are not lost.
 
     They are rounded up with the probability that makes the mean right (`lightning_d9d.ops.round_stochastic_`). Float32
-    weights, also beside bfloat16 ones, are updated as by `torch.optim.AdamW`. All parameters of a group with the same
-    dtypes are updated in one launch on CUDA, and the host waits for nothing: `found_inf` and `grad_scale` are taken as
-    torch's fused optimizers do. On the CPU plain torch operations do the same, bit for bit, but slowly.
+    weights, also beside bfloat16 ones, are updated as by `torch.optim.AdamW`. On CUDA one launch updates all parameters
+    of a group with the same dtypes. The host waits for nothing: `found_inf` and `grad_scale` are taken as torch's fused
+    optimizers do. On the CPU plain torch operations do the same, bit for bit, but slowly.
 
     The random bits of an element follow from `seed`, the step, the element's index in the whole parameter, and its
     value and gradient (`lightning_d9d.ops.stochastic_adamw`). So the same weights, gradients and seed give the same
-    result on all replicas, in copies of tied weights in several pipeline stages, and on meshes that shard weights in
-    other ways.
+    result on all replicas. This also holds in copies of tied weights in several pipeline stages, and on meshes that
+    shard weights in other ways.
 
     The state of a parameter is `step`, a float32 scalar on its device, `exp_avg` and `exp_avg_sq`, placed alike for
-    DTensors. With the groups, which have the seed, that is all there is: a run that goes on from a checkpoint gets the
-    same bits as one that was not stopped. A loaded state brings its seed along, as all hyperparameters but
-    `state_dtype`. States of another dtype are converted where nothing is lost, also those of `torch.optim.AdamW`.
+    DTensors. The groups have the seed, and nothing else is kept. So a resumed run gets the same bits as one that was
+    not stopped. A loaded state brings its seed along, as all hyperparameters but `state_dtype`. States of another dtype
+    are converted where nothing is lost, also those of `torch.optim.AdamW`.
 
     With `torch.uint8`, parameters of two dims or more have states in eight bits (`lightning_d9d.ops.eight_bits`).
     Each 32 places of a row share an exponent, in `exp_avg_scale` and `exp_avg_sq_scale`, which are sharded as their
@@ -91,7 +91,8 @@ class StochasticAdamW(Optimizer):
         """Add parameters, with hyperparameters of their own where given.
 
         Raises:
-            ConfigError: As for the class.
+            ConfigError: A value is out of range, a dtype or layout is not supported, or a row with eight-bit states is
+                sharded within 32 places.
         """
         super().add_param_group(param_group)
         try:

@@ -170,7 +170,7 @@ def _agreed_config(
 
 
 def _trained_beside(stage: nn.Module) -> list[str]:
-    """The parameters of the base that are trained beside adapters, none of which may be merged."""
+    """Return the parameters of the base that are trained beside adapters, none of which may be merged."""
     own = {id(parameter) for _, adapter in adapted_sites(stage) for parameter in adapter.parameters()}
     for site, adapter in adapted_sites(stage):
         if adapter.is_merged:
@@ -192,7 +192,7 @@ def _check_experts_complete(described: Mapping[str, _Described], layout: str) ->
 def _config(
     described: Mapping[str, _Described], all_names: Sequence[str], layout: str, base_model: str | None
 ) -> dict[str, Any]:
-    """The table of `adapter_config.json`, in which all adapters have one scale."""
+    """Return the table of `adapter_config.json`, in which all adapters have one scale."""
     ordered = sorted(described.items(), key=lambda item: not item[1].is_of_experts)
     experts = [each for _, each in ordered if each.is_of_experts]
     scale = ordered[0][1].scale

@@ -132,7 +132,7 @@ def unmerge(module: nn.Module) -> None:
 
 
 def adapted_sites(module: nn.Module) -> Iterator[tuple[Site, Adapter]]:
-    """The weights of a module that have adapters, merged or not, with these. Local."""
+    """Yield the weights of a module that have adapters, merged or not, with these. Local."""
     for site in sites_of(module).values():
         if (adapter := site.adapter) is not None:
             yield site, adapter

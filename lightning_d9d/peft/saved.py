@@ -154,7 +154,7 @@ class SavedAdapter:
     def _pair(
         self, entry: _Entry, expert: int, part: str, num_out: int, num_in: int, num_experts: int = 1
     ) -> tuple[Tensor, Tensor]:
-        """Both matrices of a file, whose shapes fit."""
+        """Return both matrices of a file, whose shapes fit."""
         names = [entry.tensors[expert, part, matrix] for matrix in "AB"]
         a, b = (self.reader[name][()] for name in names)
         expected = self._of_config("rank_pattern", "r", entry) * num_experts

@@ -101,7 +101,7 @@ class Site(NamedTuple):
 
 
 def sites_of(module: nn.Module) -> dict[str, Site]:
-    """The weights of a module that can have an adapter, by name. Local."""
+    """Return the weights of a module that can have an adapter, by name. Local."""
     found: dict[str, Site] = {}
     top_k = {part.experts: part.gate.top_k for part in module.modules() if isinstance(part, SparseMoE)}
     left_out = (SplitLMHead, *_READ_WEIGHTS)
@@ -130,7 +130,7 @@ def default_sites(module: nn.Module) -> dict[str, Site]:
 
 
 def chosen_by(pattern: str, names: Iterable[str]) -> list[str]:
-    """The names of which a pattern matches all, or all that follows a dot. Local.
+    """Return the names of which a pattern matches all, or all that follows a dot. Local.
 
     A module stands for what is in it: `model.layers.0` chooses `model.layers.0.self_attn.q_proj`.
 
@@ -145,7 +145,7 @@ def chosen_by(pattern: str, names: Iterable[str]) -> list[str]:
 
 
 def nearest_names(pattern: str, names: Sequence[str]) -> str:
-    """The names most like a pattern, for an error; each kind of layer once."""
+    """Return the names most like a pattern, for an error; each kind of layer once."""
     kinds: dict[str, str] = {}
     for name in names:
         kinds.setdefault(re.sub(r"\d+", "N", name), name)
@@ -208,7 +208,7 @@ def _is_plain(part: nn.Module) -> bool:
 
 
 def _with_owners(name: str) -> Iterator[str]:
-    """The name, and those of the modules that it is in."""
+    """Yield the name, and those of the modules that it is in."""
     while name:
         yield name
         name = name.rpartition(".")[0]

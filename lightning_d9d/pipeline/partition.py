@@ -109,6 +109,7 @@ class BlockSequence(nn.ModuleDict):
         >>> blocks = [nn.Linear(4, 4) for _ in range(5)]
         >>> list(BlockSequence(blocks, StageInfo(1, 2)))
         ['3', '4']
+
         >>> list(BlockSequence(blocks, StageInfo(1, 2), split=[1, 4]))
         ['1', '2', '3', '4']
     """

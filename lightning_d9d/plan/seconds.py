@@ -126,7 +126,7 @@ def _stage(model: RankModel, stage: StageOfRank, machine: MachineTable, messages
 
 
 def _of_layer(layer: LayerOfRank, machine: MachineTable) -> LayerSeconds:
-    """A layer's costs are of a microbatch on this rank; matrices that it reads are what it has gathered."""
+    """Return a layer's seconds for a microbatch on this rank; matrices that it reads are what it has gathered."""
     held = sum(share.num_gathered * share.weight.dtype.itemsize for share in layer.shares)
     return machine.rates.seconds(replace(layer.costs, weight_bytes=float(held)), 1)
 

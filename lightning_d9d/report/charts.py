@@ -163,7 +163,7 @@ def _is_finite(value: float) -> bool:
 
 
 def _colour(index: int, number: int) -> str:
-    """One of a few colours, or one between blue and red where there are more lines."""
+    """Return one of a few colours, or one between blue and red where there are more lines."""
     if number <= _MOST_COLOURS:
         return _COLOURS[index]
     share = index / (number - 1)

@@ -65,6 +65,6 @@ def find_files(directory: Path) -> Found:
 
 
 def _place(folder: Path) -> tuple[float, str]:
-    """The place among jobs: `version_10` is behind `version_9`."""
+    """Return the place among jobs: `version_10` is behind `version_9`."""
     number = re.fullmatch(r"version_(\d+)", folder.name)
     return (float(number[1]) if number else float("inf"), folder.name)

@@ -124,7 +124,7 @@ class ModelCosts:
             raise ScheduleError("ModelCosts.layers is empty; a pipeline needs at least one layer")
 
     def compiled(self) -> ModelCosts:
-        """The costs with layers whose backward is one compiled function: all of it is in the input phase."""
+        """Return the costs with layers whose backward is one compiled function: all of it is in the input phase."""
         layers = (replace(layer, is_compiled=True, split_activation_bytes=0.0) for layer in self.layers)
         return replace(self, layers=tuple(layers))
 

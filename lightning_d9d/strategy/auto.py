@@ -1,4 +1,4 @@
-"""What `schedule=Auto(...)` needs to know of a run, and the choice that all ranks take."""
+"""The inputs of `schedule=Auto(...)` in a run, and the choice that all ranks take."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lightning_d9d.schedule import Auto, Choice
 from lightning_d9d.strategy.module import D9DModule
 
 CHOICE = "lightning_d9d_schedule"
-"""Under which name a checkpoint has the choice."""
+"""The name under which a checkpoint has the choice."""
 _FLOAT32_BYTES = 4
 
 
 def choose(
     auto: Auto, module: D9DModule, num_ranks: int, dtype: torch.dtype, device: torch.device, compiles: bool
 ) -> Choice:
-    """Rank 0's choice, on all ranks. Collective over all ranks.
+    """Choose a schedule on rank 0, for all ranks. Collective over all ranks.
 
     Args:
         auto: Batch size, sequence length, and what else was given.
@@ -33,7 +33,7 @@ def choose(
         compiles: Whether layers are compiled, so that they have no weight phase.
 
     Raises:
-        ScheduleError: Nothing fits.
+        ScheduleError: No schedule fits.
         ConfigError: The module does not say what its layers cost.
     """
     ranks = Ranks()
@@ -59,7 +59,7 @@ def choose(
 
 
 def saved_choice(checkpoint: Mapping[str, Any], num_ranks: int) -> Choice | None:
-    """What the run that saved a checkpoint had chosen, if it was for as many pipeline ranks."""
+    """Return the choice of the run that saved a checkpoint, if it was for as many pipeline ranks."""
     if CHOICE not in checkpoint:
         return None
     choice = Choice.from_dict(checkpoint[CHOICE])

@@ -43,7 +43,7 @@ class BatchSplitter:
             trains: Add dummies up to a number that the schedule takes.
 
         Raises:
-            ConfigError: It does not divide, or makes more microbatches than the ranks agreed on.
+            ConfigError: The batch does not divide exactly, or makes more microbatches than the ranks agreed on.
             ScheduleError: The schedule does not take that number of microbatches.
         """
         microbatches = self._microbatches(self.module.prepare_batch(batch), check)
@@ -64,7 +64,7 @@ class BatchSplitter:
         return SplitBatch(filled, [self.module.rows_of(each) for each in filled], wanted - num_counted)
 
     def num_microbatches(self, batch: Any) -> int:
-        """The number of microbatches that a batch makes, without dummies."""
+        """Return the number of microbatches that a batch makes, without dummies."""
         return len(self._microbatches(batch, check=False))
 
     def _microbatches(self, batch: Any, check: bool) -> list[Any]:

@@ -44,12 +44,12 @@ UNREADABLE = (
 
 
 class AtomicFileIO(TorchCheckpointIO):
-    """Lightning's, but for how a file gets its name.
+    """A `TorchCheckpointIO` whose files take their place in one step.
 
-    It is written beside the place, flushed to the disk, and takes the place at the end: whenever the process ends or
-    the disk is full, what was there before, a file, a link or a checkpoint directory, stays whole (see `publish` for
-    file systems on which a file cannot take a directory's place in one step). Lightning writes to the folder of
-    temporary files, from where a file is copied if that is on another file system.
+    A file is written beside its place, flushed to the disk, and takes the place at the end. If the process ends or the
+    disk is full, what was there before stays whole: a file, a link or a checkpoint directory. On some file systems a
+    file cannot take a directory's place in one step; see `publish`. Lightning itself writes to the folder of temporary
+    files. If that is on another file system, the file is copied from there.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
@@ -82,12 +82,12 @@ def with_atomic_files(io: CheckpointIO) -> CheckpointIO:
 
 
 def is_checkpoint(source: str | Path) -> bool:
-    """Whether a checkpoint is there, a file or a directory; not one of Hugging Face's."""
+    """Return whether a checkpoint is there, a file or a directory. Those of Hugging Face do not count."""
     return "://" not in str(source) and (is_directory(source) or Path(source).is_file())
 
 
 def never_runs_code(path: object, weights_only: bool | None) -> bool | None:
-    """`weights_only` for Lightning's loading: what comes over http, too, runs code only if the user said so.
+    """Return `weights_only` for Lightning's loading: a file from http, too, runs code only if the user said so.
 
     Lightning turns None into False there, and leaves it to torch, where it is True, for other files.
     """
@@ -96,7 +96,10 @@ def never_runs_code(path: object, weights_only: bool | None) -> bool | None:
 
 
 def unreadable(path: str | Path, error: BaseException) -> StateError:
-    """The error of a checkpoint file that cannot be read. Its cause, which a traceback shows too, is made printable."""
+    """Return the error of a checkpoint file that cannot be read.
+
+    Its cause, which a traceback shows too, is made printable.
+    """
     error.args = printable_arguments(error.args)
     if "://" not in str(path) and not os.path.lexists(path):
         return StateNotFoundError(f"Checkpoint file not found: {path}; give another ckpt_path")
@@ -149,7 +152,7 @@ def read_checkpoint(
 
 
 def read_value(path: Any, name: str) -> Any:
-    """One value of a checkpoint, file or directory; None if it has none of that name, or is unreadable. Not collective.
+    """Return a value of a checkpoint, file or directory; None if it has no such name, or is unreadable. Not collective.
 
     Raises:
         StateError: A directory is damaged.
@@ -167,7 +170,7 @@ def read_value(path: Any, name: str) -> Any:
 
 
 def mapped(path: str | Path) -> Any:
-    """The content of a file, without running code; of tensors only what is used is read, and nothing held twice."""
+    """Return the content of a file, without running code; tensors are read only where used, and not held twice."""
     return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
 
 

@@ -1,4 +1,4 @@
-"""What is checked about the configuration before anything is built: degrees, and that ranks agree."""
+"""Checks of the configuration before anything is built: degrees, and that ranks agree."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _TRAINER_SETTINGS = (
 
 
 def check_classes(**settings: tuple[object, type]) -> None:
-    """Raise `ConfigError` for an argument of `D9DStrategy` that is no object of its class, such as a dict.
+    """Raise `ConfigError` for an argument of `D9DStrategy` that is not an object of its class, such as a dict.
 
     Args:
         settings: By the name of the argument, what was given and the class.

@@ -53,9 +53,9 @@ class RunContext:
     seed: int | None = None
     """The seed of the job, equal on all ranks. None: torch's initial seed."""
     loads_pretrained: bool = False
-    """Whether the strategy calls `load_pretrained_once`. It knows whether a checkpoint is going to be loaded."""
+    """True if the strategy calls `load_pretrained_once`. It knows whether a checkpoint is going to be loaded."""
     is_stock: bool = False
-    """Whether this is for one of Lightning's own strategies. They run whole stages as they are."""
+    """True for one of Lightning's own strategies. They run whole stages as they are."""
     memory: StageMemory | None = None
     """Says whether a fit can hold the stages."""
 
@@ -95,9 +95,9 @@ class RunContext:
 
     @classmethod
     def stock(cls, device: torch.device) -> RunContext:
-        """One process with one stage, on a device."""
+        """Return the context of one process with one stage, on a device."""
         return cls(pipeline=Pipeline.alone(device), device=device, is_stock=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RunContext:
-        """Copies of a module share it: process groups cannot be copied."""
+        """Return this object: copies of a module share it, as process groups cannot be copied."""
         return self

@@ -71,7 +71,7 @@ class DataParallelStages:
         sharded: Mapping[int, FullySharded],
         in_backward: StepInBackward | None = None,
     ) -> DataParallelStages:
-        """For what a rank trains. Collective over the ranks that hold the same stages.
+        """Build it for what a rank trains. Collective over the ranks that hold the same stages.
 
         Args:
             trained: This rank's parameters that get gradients, but for those that a plain module sums itself.
@@ -135,7 +135,7 @@ class DataParallelStages:
         return self.buckets is not None or len(self.sharded) > 0 or self._complete is not None
 
     def begin(self, *, is_first: bool, reduces: bool, splits_backward: bool) -> None:
-        """A batch begins.
+        """Begin a batch.
 
         Args:
             is_first: Of a window: what an earlier one left is forgotten.
@@ -193,7 +193,7 @@ class DataParallelStages:
             self._complete.steps.end_backward()
 
     def check_whole(self) -> None:
-        """After the first window, look at what was summed. Collective over the tensor axis.
+        """Look, after the first window, at what was summed. Collective over the tensor axis.
 
         Raises:
             ConfigError: A gradient was summed once too often. See `WholeGradients`.

@@ -144,7 +144,7 @@ def check_effects(settings: Mapping[str, object], defaults: Mapping[str, object]
 
 
 def _by_field(settings: Mapping[str, object], defaults: Mapping[str, object]) -> dict[str, object]:
-    """The fields of configurations, and other arguments, by the names in `NEEDS`."""
+    """Return the fields of configurations, and other arguments, by the names in `NEEDS`."""
     values: dict[str, object] = {}
     for argument, default in defaults.items():
         value = settings[argument]

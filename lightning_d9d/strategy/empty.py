@@ -31,7 +31,7 @@ class EmptyBatches:
 
     def __init__(self, device: torch.device) -> None:
         self._counts = torch.zeros(4, dtype=torch.int64, device=device)
-        """Of batches, windows and epochs, and the most windows in a row."""
+        """Counts of batches, windows and epochs, and the most windows in a row."""
         self._in_a_row = torch.zeros((), dtype=torch.int64, device=device)
         self._epoch_is_empty: Tensor | None = None
         self._copy = HostCopy()
@@ -69,10 +69,10 @@ class EmptyBatches:
             self._epoch_is_empty = None
 
     def finish(self) -> None:
-        """At the end of a fit, say what is not said yet. Reads the device.
+        """Say at the end of a fit what is not said yet. Reads the device.
 
         Raises:
-            ConfigError: As `add_window`.
+            ConfigError: Too many windows in a row had nothing that counts.
         """
         self.end_epoch()
         self._tell(self._counts)

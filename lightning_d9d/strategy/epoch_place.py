@@ -51,7 +51,7 @@ class EpochPlace:
         """Of the loaders of the last run."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EpochPlace:
-        """There is one for a run; copies of its Trainer share it."""
+        """Return this object: there is one for a run, which copies of its Trainer share."""
         return self
 
     # Loaders
@@ -243,13 +243,13 @@ class EpochPlace:
 
 
 def _num_read(fit_loop: Any) -> int:
-    """How many batches the current epoch has trained on; 0 between epochs."""
+    """Return how many batches the current epoch has trained on; 0 between epochs."""
     progress = fit_loop.epoch_loop.batch_progress
     return 0 if progress.is_last_batch else progress.current.processed
 
 
 def _num_read_of(fit_loop: Any, loader: Any) -> int:
-    """One loader's part among several: in mode "max_size" a shorter one stays at its end, else it begins again."""
+    """Return one loader's part among several: in mode "max_size" a shorter one stays at its end, else it restarts."""
     combined, num_read = fit_loop._combined_loader, _num_read(fit_loop)
     if isinstance(combined, TrainingLoader):
         num_read = combined.num_own(num_read)

@@ -109,14 +109,14 @@ class EvalStep:
         return split
 
     def _outputs(self, batch: Any, plan: BatchPlan) -> list[Any]:
-        """The outputs of the microbatches that count, on the last stage's ranks."""
+        """Return the outputs of the microbatches that count, on the last stage's ranks."""
         split = self._split(batch, plan)
         with self.module.schedule_running():
             actions = self.pipeline.forward_only(len(split.microbatches))
             return self.executor.outputs(actions, split, self.module.predict_output)
 
     def _join_chunks(self, output: Any, batch: Any) -> Any:
-        """The predictions for whole sequences, without padding."""
+        """Return the predictions for whole sequences, without padding."""
         module, tokens = self.module, self.pipeline.tokens
         dim = module.prediction_dim
         if dim is None or tokens.multiple == 1 or not module.sequence_dims:

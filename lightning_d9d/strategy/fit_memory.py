@@ -265,7 +265,7 @@ class FitMemory:
 
 
 def _layers_of(module: D9DModule, num_layers: int) -> Mapping[int, StageLayers] | None:
-    """The layers of this rank's stages; None where a stage does not say which it has."""
+    """Return the layers of this rank's stages; None where a stage does not say which it has."""
     found = {}
     for info, (index, stage) in zip(module.pipeline.stages, module.indexed_stages.items(), strict=True):
         built = getattr(stage, "stage", info)  # as models keep it whose layers are not split evenly

@@ -82,7 +82,7 @@ class Loads:
             return read_checkpoint(read, path, weights_only)
 
     def names_in(self, checkpoint: Mapping[str, Any]) -> set[str]:
-        """The names of the weights of what was opened."""
+        """Return the names of the weights of what was opened."""
         if self._directory is None:
             return {*checkpoint.get("state_dict", {})}
         return {name.removeprefix(MODEL) for name in self._directory.tensors if name.startswith(MODEL)}

@@ -97,7 +97,7 @@ class MixedReplicas:
         broadcast_tensors(map(local, tensors), group, dist.get_process_group_ranks(group)[0])
 
     def open(self, model: nn.Module, tied: TiedParameters, optimizers: Sequence[Optimizer]) -> None:
-        """A fit is set up. Collective over all ranks.
+        """Set up a fit. Collective over all ranks.
 
         Args:
             model: The module, with its weights in place.
@@ -236,7 +236,7 @@ class MixedReplicas:
                 self._take_mean(with_states=True, keeps=False)
 
     def close(self) -> None:
-        """A run ends. Local."""
+        """End a run. Local."""
         if self.mixer is not None:
             self.mixer.close()
         self.mixer = self._mean = self._report = None
@@ -272,7 +272,7 @@ class MixedReplicas:
         return found
 
     def _tensors(self) -> list[Tensor]:
-        """All that a replica has of its own, in the same order each time."""
+        """Return all that a replica has of its own, in the same order each time."""
         return [*self._model.parameters(), *self._model.buffers(), *self._states()]
 
 

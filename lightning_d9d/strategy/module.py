@@ -44,7 +44,7 @@ from lightning_d9d.strategy.trained_only import BASE, add_frozen, check_base
 
 
 class D9DModule(OptimizedModule):
-    """A model that `D9DStrategy` can cut into stages and microbatches.
+    """A model that `D9DStrategy` can split into stages and microbatches.
 
     Implement `configure_stage`, `microbatch_inputs` and `microbatch_loss`. The optimizer is a setting, or comes from
     `configure_optimizers` as usual.
@@ -53,7 +53,7 @@ class D9DModule(OptimizedModule):
 
     Checkpoints name parameters as the stages do, without a stage number. `self.stages` are this rank's stages.
 
-    A name that several stages have is one parameter (tied embeddings): it starts equal, its gradients are summed over
+    A name that several stages have is one parameter (tied embeddings). It starts equal, its gradients are summed over
     the stages, the norm counts it once, and it is saved once.
 
     Args:
@@ -113,7 +113,7 @@ class D9DModule(OptimizedModule):
         """Build one stage. Runs under `torch.device("meta")`: tensors have shapes, and no values to read.
 
         Names must be global: a layer keeps its index in the whole model. Values that are given here (`nn.init`,
-        `self.apply(_init_weights)`) are kept; other parameters and buffers get those of their submodule's
+        `self.apply(_init_weights)`) are kept. Other parameters and buffers get those of their submodule's
         `reset_parameters()`, as torch's layers have it, or `initial_values()`. The stage is called with the keyword
         arguments of `microbatch_inputs`.
         """
@@ -141,7 +141,7 @@ class D9DModule(OptimizedModule):
         raise NotImplementedError(f"{type(self).__name__} must implement microbatch_loss(output, microbatch)")
 
     def prepare_batch(self, batch: Any) -> Any:
-        """The batch as the microbatch hooks take it, on the device, once before it is cut; by default as it is.
+        """Return the batch as microbatch hooks take it, on the device, once before it is split; by default unchanged.
 
         Sequences are whole here, and every rank that shares a batch has all of it. The number of rows must stay.
         """
@@ -156,11 +156,11 @@ class D9DModule(OptimizedModule):
         return self._rows.split(batch, num_microbatches)
 
     def microbatch_weight(self, microbatch: Any) -> Tensor | None:
-        """The weight `microbatch_loss` will return, if it is known before the forward: saves a pass over gradients."""
+        """Return the weight of `microbatch_loss`, if it is known before the forward: saves a pass over gradients."""
         return None
 
     def microbatch_metrics(self, output: Any, microbatch: Any) -> Mapping[str, Tensor | WeightedLoss]:
-        """Scalars to log beside the loss: means over the microbatch or `WeightedLoss` sums. Without gradient.
+        """Return scalars to log beside the loss: means over the microbatch or `WeightedLoss` sums. Without gradient.
 
         They are reduced over microbatches and ranks after the schedule and logged as `train_<name>`, `val_<name>`, ...
         """
@@ -174,9 +174,9 @@ class D9DModule(OptimizedModule):
         """Called on all ranks after each optimizer step, before callbacks see the end of the batch.
 
         Args:
-            skipped: Whether the step was left out (no token had any weight, or see `D9DStrategy.skip_nonfinite`): a
-                bool on the device, equal on all ranks, to be read there without waiting. None: it was not. Lightning's
-                own strategies do not call this after a step that their loss scaler left out.
+            skipped: True if the step was skipped (no token had any weight, or see `D9DStrategy.skip_nonfinite`). It is
+                a bool on the device, equal on all ranks, to be read there without waiting. None: it was not skipped.
+                Lightning's own strategies do not call this after a step that their loss scaler skipped.
         """
 
     def model_costs(self, sequence_length: int, bytes_per_element: int) -> ModelCosts | None:
@@ -260,7 +260,7 @@ class D9DModule(OptimizedModule):
                 apply_plan(stage, plan)
 
     def parameter_order(self) -> list[str]:
-        """The names of all stages' parameters, in the order of one process that has them all. Local."""
+        """Return the names of all stages' parameters, in the order of one process that has them all. Local."""
         if self._parameter_order is None:
             state = self.whole_on_meta().state_dict(keep_vars=True)
             self._parameter_order = [name for name, value in state.items() if isinstance(value, nn.Parameter)]
@@ -288,7 +288,7 @@ class D9DModule(OptimizedModule):
         return self._spread != self._spread_now and (is_spread or not self.context.is_stock)
 
     def _on_meta(self, infos: Iterable[StageInfo]) -> list[tuple[nn.Module, dict[str, RecordedValue]]]:
-        """The stages, and what their tensors were given by name."""
+        """Build the stages; return them and what their tensors were given by name."""
         stages, values = [], []
         for info in infos:
             with torch.device("meta"), Recording() as recording:
@@ -437,7 +437,7 @@ class D9DModule(OptimizedModule):
             )
 
     def forward(self, batch: Any) -> Any:
-        """The output of the whole model for a batch, as `microbatch_loss` takes it; with gradients.
+        """Return the output of the whole model for a batch, as `microbatch_loss` takes it; with gradients.
 
         For a module that this process has all of: after `load_from_checkpoint`, a run without pipeline, context and
         tensor parallelism, or `configure_model()`. The batch is on the module's device, and is not cut. Collective over
@@ -466,7 +466,7 @@ class D9DModule(OptimizedModule):
         return self.stages[0](**inputs.first, **inputs.shared)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """One batch under a stock strategy; `D9DStrategy` runs `train_step.TrainStep` instead."""
+        """Run one batch under a stock strategy; `D9DStrategy` runs `train_step.TrainStep` instead."""
         self._watch_optimizer()
         totals = BatchTotals()
         batch = self.prepare_batch(batch)
@@ -587,7 +587,7 @@ class D9DModule(OptimizedModule):
         return result
 
     def log(self, name: str, *args: Any, **kwargs: Any) -> None:
-        """`LightningModule.log`, refused inside microbatch hooks, where ranks are at different points of the schedule.
+        """Log as Lightning does, but not inside microbatch hooks, where ranks are at different points of the schedule.
 
         Raises:
             ConfigError: Called inside a microbatch hook.

@@ -1,4 +1,4 @@
-"""Stepping an optimizer unless the gradients are good for nothing, with as few host syncs as the optimizer allows."""
+"""Optimizer steps, skipped where gradients are useless, with as few host syncs as the optimizer allows."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _SCALAR_DTYPES = {torch.float32, torch.bfloat16}
 class OptimizerStep:
     """Steps optimizers, or skips and counts.
 
-    Optimizers that take `found_inf` (torch's fused ones) skip on the device; for others the host reads one flag a step,
-    as also for a first step: fused SGD would leave its momentum uninitialized if that is skipped on the device.
+    Optimizers that take `found_inf` (torch's fused ones) skip on the device. For others the host reads one flag a step.
+    It does so for a first step, too: fused SGD would leave its momentum uninitialized if the device skipped that.
 
     Args:
         device: Where the flags are.

@@ -41,7 +41,7 @@ class PeerBatches:
         self._device = device
 
     def begin(self, accumulated_batches: int) -> None:
-        """A batch begins. Local.
+        """Begin a batch. Local.
 
         Raises:
             ConfigError: Gradients of several batches are added up, so those of one cannot be dropped.

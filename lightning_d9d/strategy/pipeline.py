@@ -92,7 +92,7 @@ class Pipeline:
 
     @classmethod
     def alone(cls, device: torch.device) -> Pipeline:
-        """One rank with one stage."""
+        """Return the place of one rank with one stage."""
         return cls(OneForwardOneBackward(), None, device)
 
     def executor(
@@ -137,12 +137,12 @@ class Pipeline:
         return self.placement[-1]
 
     def num_taken(self, num_microbatches: int) -> int:
-        """The least number from this one on that the schedule takes; this one if none near is."""
+        """Return the least number from this one on that the schedule takes; this one if none near is."""
         counts = range(num_microbatches, num_microbatches + 4 * self.num_ranks)
         return next((n for n in counts if self.schedule.takes(self.num_ranks, n)), num_microbatches)
 
     def check_stages(self, names: Sequence[Sequence[str]], whole: Callable[[], Collection[str]]) -> None:
-        """See that the stages together are the model of one process. Collective over the pipeline.
+        """Check that the stages together are the model of one process. Collective over the pipeline.
 
         Args:
             names: Of the parameters of each of this rank's stages, as `configure_stage` built them.
@@ -185,24 +185,24 @@ class Pipeline:
             self.messages.forget()
 
     def sum_of_batch(self, values: Tensor) -> Tensor:
-        """The sum over the ranks that share a batch, in place. Collective over the pipeline and its sequences."""
+        """Sum values over the ranks that share a batch, in place. Collective over the pipeline and its sequences."""
         if self.batch_group is not None:
             dist.all_reduce(values, group=self.batch_group)
         return values
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over the ranks of the pipeline, in place. Collective over them."""
+        """Sum values over the ranks of the pipeline, in place. Collective over them."""
         if self.group is not None:
             with waiting():
                 dist.all_reduce(values, group=self.group)
         return values
 
     def share(self, value: T) -> T:
-        """The last stage's picklable value on every rank of the pipeline. Collective over them."""
+        """Return the last stage's picklable value on every rank of the pipeline. Collective over them."""
         return value if self.group is None else all_gather_object(value, self.group)[self.last_rank]
 
     def share_tree(self, tree: Any) -> Any:
-        """The last stage's tree of tensors on every rank of the pipeline. Collective over them."""
+        """Return the last stage's tree of tensors on every rank of the pipeline. Collective over them."""
         if self.group is None:
             return tree
         tensors, skeleton = take_apart(tree)
@@ -221,7 +221,7 @@ class Pipeline:
         return program.ranks[self.rank]
 
     def _splits_backward(self, num_microbatches: int) -> bool:
-        """Whether backwards come in two halves, on this rank."""
+        """Return whether backwards come in two halves, on this rank."""
         actions = self.program(num_microbatches)
         return any(isinstance(part, BackwardInput) for action in actions for part in compute_parts(action))
 
@@ -229,7 +229,7 @@ class Pipeline:
         return self.schedule.forward_only(self.num_ranks, num_microbatches).ranks[self.rank]
 
     def _links(self, mesh: MeshDomains, group: dist.ProcessGroup) -> dict[int, Link]:
-        """By pipeline rank, those whose stages are next to this rank's."""
+        """Return links, by pipeline rank, to the ranks whose stages are next to this rank's."""
         global_ranks = dist.get_process_group_ranks(group)
         links = {}
         for pairs in disjoint_pairs(self.placement):
@@ -253,7 +253,7 @@ def _placement(schedule: Schedule, num_ranks: int) -> tuple[int, ...]:
 
 
 def disjoint_pairs(placement: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """The pairs of ranks with stages next to each other, in lists in which each rank is at most once.
+    """Return the pairs of ranks with stages next to each other, in lists in which each rank is at most once.
 
     Process groups of one list can be made together.
     """

@@ -102,7 +102,7 @@ class JobRanks:
         self._seed: int | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> JobRanks:
-        """A copy shares the process groups, which cannot be copied."""
+        """Share the process groups with a copy, as they cannot be copied."""
         return copy.copy(self)
 
     def place(self, rank: int, world_size: int) -> None:

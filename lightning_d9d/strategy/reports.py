@@ -1,4 +1,4 @@
-"""What ranks report of a batch: the sums of its loss and metrics, in the same order on all of them."""
+"""Reports of a batch: the sums of its loss and metrics, in the same order on all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_d9d.strategy.pipeline import Pipeline
 
 
 class ReportSchema(NamedTuple):
-    """What the totals of a batch are, apart from their values."""
+    """Schema of a batch's totals: loss kind, metric names, dtype."""
 
     loss_is_mean: bool | None
     metrics: tuple[str, ...]
@@ -43,7 +43,7 @@ class Reports:
         self._schema: ReportSchema | None = None
 
     def of(self, totals: BatchTotals) -> tuple[ReportSchema, Tensor]:
-        """The schema, and this rank's value sums and weights.
+        """Return the schema, and this rank's value sums and weights.
 
         Collective over the pipeline and the group for the first batch.
 
@@ -52,8 +52,8 @@ class Reports:
 
         Returns:
             The schema, and `[1 + metrics, 2]`, value sums and weights, the loss first. They are float64, in which
-            counts of tokens stay exact beyond 2**24, and 0 on ranks without the last stage: a sum over the pipeline
-            makes them equal.
+            counts of tokens stay exact beyond 2**24. They are 0 on ranks without the last stage, so a sum over the
+            pipeline makes them equal.
 
         Raises:
             ConfigError: The batch does not report what the first one did, or what other ranks do.
@@ -78,7 +78,7 @@ class Reports:
 
 
 def _agreed(schema: ReportSchema | None, group: dist.ProcessGroup | None) -> ReportSchema:
-    """The schema of the ranks of a group that have had a first batch. At least one has."""
+    """Return the schema of the ranks of a group that have had a first batch. At least one has."""
     of_ranks = [schema] if group is None else all_gather_object(schema, group)
     first = next(theirs for theirs in of_ranks if theirs is not None)
     for theirs in of_ranks:

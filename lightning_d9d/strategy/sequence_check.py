@@ -100,7 +100,7 @@ class SequenceCheck:
         return make_loss
 
     def _token_axis(self, microbatch: Any) -> TokenAxis | None:
-        """How to find tokens in what stages compute from a microbatch; None where ranks do not share sequences."""
+        """Return how to find tokens in what stages compute from a microbatch; None if ranks do not share sequences."""
         tokens = self.pipeline.tokens
         if tokens.multiple == 1 or not isinstance(microbatch, Mapping):
             return None

@@ -1,4 +1,4 @@
-"""What a module that shards itself must hold to, and which of its gradients are still to be summed."""
+"""Checks of a module that shards itself, and which of its gradients are still to be summed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _SHARDED_WITH = "_sharded_with"
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether some parameter or buffer is a DTensor."""
+    """Return whether some parameter or buffer is a DTensor."""
     return any(isinstance(tensor, DTensor) for tensor in (*module.parameters(), *module.buffers()))
 
 
@@ -69,7 +69,7 @@ def spread_with(mesh: MeshConfig, parallel: ParallelConfig) -> tuple[MeshConfig,
 def differing(
     one: tuple[MeshConfig, ParallelConfig], other: tuple[MeshConfig, ParallelConfig]
 ) -> tuple[list[str], list[str]]:
-    """The fields in which two configurations differ, with the values of each."""
+    """Return the fields in which two configurations differ, with the values of each."""
     pairs = [
         (f"{type(a).__name__}.{field.name}=", getattr(a, field.name), getattr(b, field.name))
         for a, b in zip(one, other, strict=True)
@@ -123,7 +123,7 @@ def _is_of_experts(mesh: DeviceMesh) -> bool:
 
 
 def _check_copies(tensors: Mapping[str, Tensor], mesh: MeshDomains) -> None:
-    """Of the ranks that read the same samples: hashes of values."""
+    """Compare hashes of values between the ranks that read the same samples. Collective over them."""
     lines = [f"{name} with hash {digest([tensor])[:16]}" for name, tensor in tensors.items()]
     if difference := first_difference(lines, mesh.group(Axis.CP, Axis.TP)):
         raise ConfigError(
@@ -150,7 +150,7 @@ def prepare_blocks(module: nn.Module, parallel: ParallelConfig, mesh: MeshDomain
     """Compile, recompute or capture the blocks of a plain module that `parallel.shard_blocks` names, in place. Local.
 
     Raises:
-        ConfigError: It names none.
+        ConfigError: A setting asks for one of these, and `parallel.shard_blocks` is None or names a missing class.
     """
     asked = {
         f"recompute={parallel.recompute!r}": ("recompute_activations", parallel.recompute != "none"),
@@ -179,7 +179,8 @@ def shard_blocks(module: nn.Module, mesh: MeshDomains, parallel: ParallelConfig,
     stay as they are.
 
     Raises:
-        ConfigError: There are no such blocks, no axis shards data, a block has no values, or it was sharded otherwise.
+        ConfigError: The module lacks such blocks, no axis shards data, or a block has no values, shares a parameter
+            with another part, or was sharded otherwise.
     """
     over = weight_mesh(mesh)
     if over is None:
@@ -238,12 +239,12 @@ def _check_sharded_alike(block: nn.Module, configuration: tuple[MeshConfig, Para
 def not_yet_summed(
     parameters: Iterable[nn.Parameter], mesh: MeshDomains, fully_sharded: set[nn.Parameter]
 ) -> list[nn.Parameter]:
-    """The parameters of a plain module whose gradients backward leaves as this data rank's own.
+    """Return the parameters of a plain module whose gradients backward leaves as this data rank's own.
 
-    Those of DTensors over all data ranks have been summed by what shards them (`fully_shard`), but for experts.
+    Gradients of DTensors over all data ranks have been summed by what shards them (`fully_shard`), but for experts.
 
     Args:
-        parameters: That get gradients.
+        parameters: Those that get gradients.
         mesh: Of all ranks.
         fully_sharded: Those that FSDP2 reduces.
 

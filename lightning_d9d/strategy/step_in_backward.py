@@ -75,7 +75,7 @@ class StepInBackward:
         self._own_streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def begin(self, skip: Tensor | None, factor: Tensor | None) -> None:
-        """The last batch of a window begins. The host waits once where the optimizer does not skip on the device.
+        """Begin the last batch of a window. The host waits once where the optimizer does not skip on the device.
 
         Args:
             skip: A bool on the device: leave the whole step out. None: never.
@@ -138,7 +138,7 @@ class StepInBackward:
             self._free(stream)
 
     def fail(self, error: BaseException) -> None:
-        """The backward has failed: note that weights are torn, if they are, and wait as at its end."""
+        """Note after a failed backward that weights are torn, if they are, and wait as at its end."""
         self.torn.note(error)
         with suppress(RuntimeError):  # a device that is lost cannot wait either
             self.end_backward()
@@ -264,15 +264,15 @@ class CompleteGradients:
         ]
 
     def begin(self) -> None:
-        """A batch begins."""
+        """Begin a batch."""
         self._last.clear()
 
     def last_backward(self, stage: int) -> None:
-        """The gradients that come next are the stage's last."""
+        """Note that the gradients that come next are the stage's last."""
         self._last.add(stage)
 
     def reduce(self, stage: int) -> None:
-        """All gradients of the stage are there; those that FSDP2 reduces now come next."""
+        """Note that all gradients of the stage are there; those that FSDP2 reduces now come next."""
         self.steps.take_rest(self._of_stages.get(stage, ()))
         self._last.add(stage)
 

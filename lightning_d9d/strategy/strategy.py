@@ -89,7 +89,7 @@ class D9DStrategy(SaveHooks):
     Args:
         mesh: Parallel degrees; by default every rank is a replica. Those of pipelines and contexts are for D9DModules;
             plain modules take their part of the others in `configure_model`.
-        schedule: Order of forwards and backwards of a D9DModule's microbatches, and where its stages are: "1f1b"
+        schedule: Order of forwards and backwards of a D9DModule's microbatches, and where its stages are. It is "1f1b"
             (default), another name of `lightning_d9d.schedule.SCHEDULES`, or an object of a class of
             `lightning_d9d.schedule` or your own. `Auto` chooses one, with microbatches and stages.
         microbatch_size: Rows of a microbatch. By default 1 in a pipeline, else a batch is one microbatch.
@@ -387,7 +387,7 @@ class D9DStrategy(SaveHooks):
             self.shutdown.watch.begin_train_step()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """One batch: a D9DModule's schedule, or a plain module's own `training_step`."""
+        """Run one batch: a D9DModule's schedule, or a plain module's own `training_step`."""
         trainer: Any = self._attached.trainer
         if self.is_distributed and not self.ranks.are_described:
             self.ranks.are_described = True
@@ -448,7 +448,7 @@ class D9DStrategy(SaveHooks):
         super().on_validation_start()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """One batch: of a D9DModule by its stages, or a plain module's own `validation_step`."""
+        """Run one batch: of a D9DModule by its stages, or a plain module's own `validation_step`."""
         return self._evaluate("val", super().validation_step, *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -44,15 +44,15 @@ class TornWeights:
         self._refuse_saves = None
 
     def begin(self) -> None:
-        """A part of the weights is about to be updated."""
+        """Note that a part of the weights is about to be updated."""
         self.are_torn, self._last = True, self._saves.last
 
     def end(self) -> None:
-        """The last part has been updated."""
+        """Note that the last part has been updated."""
         self.are_torn = False
 
     def loaded(self) -> None:
-        """The fit that begins has read all weights from a checkpoint."""
+        """Note that the fit that begins has read all weights from a checkpoint."""
         self._are_loaded = True
 
     def check_fit(self) -> None:

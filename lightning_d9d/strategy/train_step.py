@@ -11,9 +11,9 @@ neither clip nor step.
     strategy.optimizer_step -> TrainStep.step      gradients cast to what the optimizer takes; the step, or a skip
 
 [Note: gradients are sums] Backward runs on value sums. Gradients add up over microbatches, accumulated batches and
-ranks, and are divided once by the total weight of the window. A loss that is a mean counts each batch equally, as
-stock Lightning does: it is scaled by rows / (rows of the batch) / (accumulated batches) before backward and divided by
-the number of ranks. A weight that is known beforehand scales the losses instead, see `loss_scale.py`.
+ranks, and are divided once by the total weight of the window. A loss that is a mean counts each batch equally, as stock
+Lightning does. It is scaled by rows / (rows of the batch) / (accumulated batches) before backward, and divided by the
+number of ranks. A weight that is known beforehand scales the losses instead, see `loss_scale.py`.
 
 [Note: pipelines] All ranks of a pipeline read the same batch and run their part of one program. Loss and metrics are
 made where the last stage is and are 0 elsewhere. A sum over the pipeline, then over ranks with other tokens, makes
@@ -22,8 +22,9 @@ them equal everywhere.
 [Note: dummy batches] A rank without data for a batch that others have runs dummy microbatches. They add nothing to
 loss, weight or gradients. A loss that is a mean is averaged over the ranks with data.
 
-[Note: one factor] Where the optimizer multiplies gradients by a factor as it reads them (torch's fused ones) and nobody
-looks at them between backward and step, division and clipping become that factor and cost no pass over the gradients.
+[Note: one factor] Some optimizers multiply gradients by a factor as they read them (torch's fused ones). If all do so,
+and nobody looks at gradients between backward and step, division and clipping become that factor. They then cost no
+pass over the gradients.
 
 [Note: step in backward] With `in_backward` most parameters are updated while `run` computes gradients of others, and
 have none afterwards. So the division comes before: means are scaled by 1 / ranks, too, and the weight of the window is
@@ -172,7 +173,7 @@ class TrainStep:
                 scale_gradients(gradients, factor)  # a pipeline rank may have frozen stages only
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """The norm of the gradients as the optimizer will see them, but for clipping. Collective."""
+        """Return the norm of the gradients as the optimizer will see them, but for clipping. Collective."""
         norm = self.gradient_sync.norm(parameters, None if self.in_backward is None else self.in_backward.gone)
         return norm if self.factor is None else norm * self.factor
 
@@ -215,7 +216,7 @@ class TrainStep:
         self.pipeline.begin_epoch()
 
     def _skip_and_factor(self, weight: Tensor | None, is_first: bool) -> tuple[Tensor | None, Tensor | None]:
-        """For the last batch of a window, of this weight: whether its step is skipped, and a factor of gradients."""
+        """Return whether a window whose last batch has this weight skips its step, and a factor of gradients."""
         if weight is None or (not is_first and self.window.weight is None):  # means
             return None, None
         if is_first or self.window.weight is None:

@@ -162,7 +162,7 @@ class Training(ABC):
         """
 
     def _norm_for_skipping(self) -> Tensor | None:
-        """The norm that must be finite; None where steps are never left out."""
+        """Return the norm that must be finite; None where steps are never left out."""
         norm, self._norm = self._norm, None
         if not self.skips_nonfinite:
             return None

@@ -87,12 +87,12 @@ def report(differences: Differences, path: str | Path) -> None:
 
 
 def gathered_on_first(tensors: Mapping[str, Tensor], pipeline: dist.ProcessGroup | None) -> dict[str, Tensor]:
-    """All ranks' tensors, whole and on the CPU, on the first rank; there is nothing on others. Collective.
+    """Return all ranks' tensors, whole and on the CPU, on the first rank; others get nothing. Collective.
 
     They are gathered and sent one by one.
 
     Args:
-        tensors: By name; those that are no DTensors are equal on all ranks that have the name.
+        tensors: By name; plain ones, not DTensors, are equal on all ranks that have the name.
         pipeline: The ranks that have other stages, and with this rank all other places in the mesh in common; None if
             this rank has all stages.
     """
@@ -123,7 +123,7 @@ def gathered_on_first(tensors: Mapping[str, Tensor], pipeline: dist.ProcessGroup
 
 
 def _whole(tensor: Tensor, keep: bool) -> Tensor | None:
-    """On the CPU, where it is kept. Collective over the mesh of a DTensor."""
+    """Return the whole tensor on the CPU, where it is kept. Collective over the mesh of a DTensor."""
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return whole.detach().cpu() if keep else None
 

@@ -1,8 +1,9 @@
 """An accumulation window: the batches between two optimizer steps, and what their gradients are divided by.
 
-[Note: windows] A window begins where Lightning zeroes gradients (every `accumulate_grad_batches`-th batch of an epoch)
-and after a batch that was the last of one. So gradients that never met a step are dropped, as in stock Lightning: an
-`on_train_batch_start` returned -1 inside a window, an overridden `optimizer_step` left it out, a closure ran twice.
+[Note: windows] A window begins where Lightning zeroes gradients (every `accumulate_grad_batches`-th batch of an epoch).
+It also begins after a batch that was the last of one. So gradients that never met a step are dropped, as in stock
+Lightning. That happens where `on_train_batch_start` returned -1 inside a window, an overridden `optimizer_step` left
+the step out, or a closure ran twice.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Window:
         self.weight: Tensor | None = None
         """The weight of all its batches over all ranks, float64. None: losses are means, or nothing has run."""
         self.is_scaled = False
-        """Whether its losses were divided by the total weight before backward."""
+        """True if its losses were divided by the total weight before backward."""
         self._is_new = True
         self._loss_is_mean: bool | None = None
         self._aside: list[tuple[nn.Parameter, Tensor]] = []
@@ -41,7 +42,7 @@ class Window:
             accumulated_batches: The batches of a full window.
 
         Returns:
-            Whether it is the first one.
+            True for the first batch of a window.
         """
         is_first = self._is_new or batch_index % accumulated_batches == 0
         if is_first:  # Lightning's own zero_grad comes after the schedule, too late
@@ -75,7 +76,7 @@ class Window:
 
     @property
     def divisor(self) -> Tensor | float:
-        """What gradients are still to be divided by."""
+        """The divisor that gradients still need."""
         if self._loss_is_mean:
             return float(self.num_ranks)
         if self.is_scaled:
@@ -110,5 +111,5 @@ def scale_gradients(gradients: Iterable[Tensor], factor: Tensor | float) -> None
 
 
 def inverse(weight: Tensor) -> Tensor:
-    """1 / weight, and 0 where weight is 0, without waiting for the device."""
+    """Return 1 / weight, and 0 where weight is 0, without waiting for the device."""
     return torch.where(weight == 0, 0.0, 1 / weight)
