@@ -258,7 +258,7 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], object], str]] = {
     "values truncated": (lambda p: truncate(p / "values.pt"), "values.pt' is damaged, truncated or foreign"),
     "values empty": (lambda p: os.truncate(p / "values.pt", 0), "values.pt' is damaged, truncated or foreign"),
     "values flipped": (lambda p: flip(p / "values.pt", b"number"), "values.pt' is damaged;"),
-    "values of others": (lambda p: torch.save({"a": 1}, p / "values.pt"), "values.pt' is none of this version"),
+    "values of others": (lambda p: torch.save({"a": 1}, p / "values.pt"), "values.pt' is not of this version"),
     "folder outside": (lambda p: values_of(p, data="../data"), "values.pt' does not name a folder of tensors"),
     "malicious values": (malicious_values, "values.pt' is damaged, truncated or foreign"),
     "no tensors": (lambda p: shutil.rmtree(data_folder(p)), ".metadata' is missing"),
