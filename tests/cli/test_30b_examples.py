@@ -31,6 +31,10 @@ GPUS = {"one_gpu": 1, "two_gpus": 2, "eight_gpus": 8}
 """How many each file is for."""
 ROWS = 4
 STEPS_BESIDE_ONE_PROCESS = 3
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role + '\\n' + message.content + '<|end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant\\n' }}{% endif %}"
+)
 
 
 def configured(name: str) -> tuple[str, str]:
@@ -128,19 +132,25 @@ def test_it_fits_by_arithmetic(name: str, recompute: str, low: int, high: int) -
     assert low * GIB < step.of(settings).total < high * GIB
 
 
-@pytest.fixture
-def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A tiny model in the form of Hugging Face, with a tokenizer, and a text."""
-    monkeypatch.chdir(tmp_path)
+def write_tiny(folder: Path, num_layers: int = 2) -> None:
+    """Write a tiny model in the form of Hugging Face, with a tokenizer that has a chat template, and a text."""
     texts = [path.read_text() for path in sorted(EXAMPLES.glob("*.py"))] * 4
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (folder / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(texts, vocab_size=320, special_tokens=["<|end|>"])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token="<|end|>")
-    config = dataclasses.replace(Qwen3MoeConfig.preset("tiny"), vocab_size=len(tokenizer), num_hidden_layers=2)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    config = dataclasses.replace(Qwen3MoeConfig.preset("tiny"), vocab_size=len(tokenizer), num_hidden_layers=num_layers)
     torch.manual_seed(0)
-    save_huggingface(Qwen3MoeForCausalLM(config), tmp_path / "base")
-    tokenizer.save_pretrained(tmp_path / "base")
+    save_huggingface(Qwen3MoeForCausalLM(config), folder / "base")
+    tokenizer.save_pretrained(folder / "base")
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that has `base` and `train.jsonl`."""
+    monkeypatch.chdir(tmp_path)
+    write_tiny(tmp_path)
     return tmp_path
 
 
