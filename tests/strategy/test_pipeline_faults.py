@@ -52,7 +52,7 @@ CELLS: dict[tuple[str, str], Job | ByTest | LeftOut] = {
     ("raise", "forward 1F2 of validation"): pipelined(1, job.fail, 1, FORWARD_OF_1, (), loop="validate"),
     ("raise", "forward 1F2 of prediction"): pipelined(1, job.fail, 1, FORWARD_OF_1, (), loop="predict"),
     ("wrong output", "output 0F2"): pipelined(
-        0, job.widen, 1, "rank 0 failed: lightning_d9d.errors.ConfigError: stage 0 put out"
+        0, job.widen, 1, "rank 0 failed: lightning_d9d.errors.ConfigError: stage 0 returned"
     ),
     ("kill", "forward 1F2"): pipelined(1, job.kill, -signal.SIGKILL, SILENT),
     ("kill", "backward 0B2"): pipelined(0, job.kill, -signal.SIGKILL, NO_STORE),
