@@ -142,7 +142,7 @@ def _check_name(asked: Name | Made | Persistent) -> None:
     if type(asked) is Name and asked not in _ALLOWED and asked != _MEMBER_BY_NAME:
         raise StateError(f"names {asked[:80]}, which metadata of tensors do not need: {_FOREIGN}")
     if type(asked) is Made and asked.by == _MEMBER_BY_NAME and asked.args[:1] != (_ENCODING,):
-        raise StateError(f"gets an attribute of what is no {_ENCODING}: {_FOREIGN}")
+        raise StateError(f"gets an attribute of something other than {_ENCODING}: {_FOREIGN}")
 
 
 def _state(made: Any, kind: str) -> Any:

@@ -88,7 +88,7 @@ def test_metadata_of_a_python_that_pickles_members_by_name(
     if name is None:
         assert read(path)["b"].tolist() == [0, 1, 2, 3, 4]
     else:
-        with pytest.raises(StateError, match="gets an attribute of what is no .*_MEM_FORMAT_ENCODING"):
+        with pytest.raises(StateError, match=r"gets an attribute of something other than .*_MEM_FORMAT_ENCODING"):
             read(path)
 
 
