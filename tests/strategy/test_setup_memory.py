@@ -65,7 +65,7 @@ def test_activations_count_where_the_data_module_knows_its_rows(monkeypatch: pyt
     made = []
     monkeypatch.setattr(d9d_module, "materialize", lambda *_: made.append(1))
     give(monkeypatch, 4 * WEIGHTS + 2 * 2**20)
-    with pytest.raises(ConfigError, match=r"activations 10\.\d MiB.*; by arithmetic it fits with "):
+    with pytest.raises(ConfigError, match=r"activations 8\.\d MiB.*; by arithmetic it fits with "):
         fit(Loads(preset="tiny"), microbatch_size=4)
     assert not made
 
