@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_d9d.ops.kernels.compiling import jit
-from lightning_d9d.ops.kernels.stochastic import _in_order, _quiet, _rounded, _widened, _words
+from lightning_d9d.ops.kernels.stochastic import _quiet, _random_bits, _rounded, _widened
 from lightning_d9d.ops.rows import ceil_div
 
 _TILE = 2048
@@ -78,10 +78,7 @@ def _descend(
     if scalars is not None:
         keep, size = tl.load(scalars), tl.load(scalars + 1)
     start = tl.program_id(0).to(tl.int64) * TILE
-    block = first_block.to(tl.int64) + start // 8 + tl.arange(0, TILE // 8)
-    key = seed.to(tl.int64)
-    words = _in_order(*_words(block, key.to(tl.uint32), (key >> 32).to(tl.uint32)))
-    random = tl.reshape(tl.join(words & 0xFFFF, words >> 16), [TILE])
+    random = _random_bits(first_block, start, seed, TILE)
     lanes = start - shift + tl.arange(0, TILE)
     if (start >= shift) & (start - shift + TILE <= count):
         moved = _moved(tl.load(weight_ptr + lanes), tl.load(direction_ptr + lanes), keep, size)

@@ -134,6 +134,15 @@ def _rounded(values, random):
 
 
 @triton.jit
+def _random_bits(first_block, start, seed, TILE: tl.constexpr):
+    """Draw 16 random bits for each place of a tile, eight of which have one call of Philox."""
+    block = first_block.to(tl.int64) + start // 8 + tl.arange(0, TILE // 8)
+    key = seed.to(tl.int64)
+    words = _in_order(*_words(block, key.to(tl.uint32), (key >> 32).to(tl.uint32)))
+    return tl.reshape(tl.join(words & 0xFFFF, words >> 16), [TILE])
+
+
+@triton.jit
 def _quiet(values):
     bits = values.to(tl.uint32, bitcast=True)
     return (bits | ((values != values).to(tl.uint32) << 22)).to(tl.float32, bitcast=True)
@@ -160,10 +169,7 @@ def _store(pointer, values, random, mask, WIDE: tl.constexpr):
 @jit(do_not_specialize=["seed", "first_block"])
 def _round(target, source, count, seed, first_block, shift, TILE: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * TILE
-    block = first_block.to(tl.int64) + start // 8 + tl.arange(0, TILE // 8)
-    key = seed.to(tl.int64)
-    words = _in_order(*_words(block, key.to(tl.uint32), (key >> 32).to(tl.uint32)))
-    random = tl.reshape(tl.join(words & 0xFFFF, words >> 16), [TILE])
+    random = _random_bits(first_block, start, seed, TILE)
     lanes = start - shift + tl.arange(0, TILE)
     if (start >= shift) & (start - shift + TILE <= count):
         tl.store(target + lanes, _rounded(_quiet(tl.load(source + lanes)), random))
