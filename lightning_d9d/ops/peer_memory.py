@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_d9d.errors import ConfigError
+from lightning_d9d.ops.rows import ceil_div
 
 OVERFLOW, LATE = 1, 2
 """Bits of `PeerMemory.status`: more rows than fit; a rank that did not come in time."""
@@ -191,4 +192,4 @@ def _each(group: dist.ProcessGroup, value: Any) -> list[Any]:
 
 
 def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+    return ceil_div(num_bytes, _ALIGNMENT) * _ALIGNMENT

@@ -20,6 +20,7 @@ from lightning_d9d.log import logger
 from lightning_d9d.mesh.collectives import device_of_messages
 from lightning_d9d.modules import ExpertBalance
 from lightning_d9d.modules.peer_dispatch import peer_exchanges
+from lightning_d9d.ops.peer_memory import LATE, OVERFLOW
 from lightning_d9d.strategy.module import D9DModule
 from lightning_d9d.waits import waiting
 
@@ -63,7 +64,7 @@ class PeerBatches:
         flags = torch.zeros(2, dtype=torch.int32, device=self._device)
         for exchange in self._exchanges:
             if (failures := exchange.failures()) is not None:
-                flags = torch.maximum(flags, torch.stack([failures & 1, failures & 2]))
+                flags = torch.maximum(flags, torch.stack([failures & OVERFLOW, failures & LATE]))
         message = flags.to(device_of_messages(dist.group.WORLD))
         with waiting():
             dist.all_reduce(message, op=dist.ReduceOp.MAX)

@@ -22,8 +22,8 @@ from triton import knobs
 from triton.language.extra.cuda import globaltimer
 
 from lightning_d9d.ops.kernels.compiling import jit
-from lightning_d9d.ops.peer_memory import PeerMemory
-from lightning_d9d.ops.rows import next_power_of_2
+from lightning_d9d.ops.peer_memory import LATE, OVERFLOW, PeerMemory
+from lightning_d9d.ops.rows import ceil_div, next_power_of_2
 
 _NUM_WARPS = 4
 _MOST_COLUMNS = 4096
@@ -31,8 +31,7 @@ _MOST_COLUMNS = 4096
 _LOOKS_ON_CPU = 2_000_000
 """Looks at the flags after which a wait ends in Triton's interpreter, which has no clock."""
 _INTERPRETED = tl.constexpr(knobs.runtime.interpret)
-_LATE = tl.constexpr(2)
-_OVERFLOW = tl.constexpr(1)
+_LATE, _OVERFLOW = tl.constexpr(LATE), tl.constexpr(OVERFLOW)
 
 
 def share_counts(memory: PeerMemory, counts: Tensor, plan: Tensor) -> None:
@@ -105,7 +104,7 @@ def take_notes(memory: PeerMemory, plan: Tensor, first_expert: int, weights: Ten
     """Writes the last two, of the rows that came: weights, and experts counted from this rank's first one."""
     num_rows, top_k = weights.shape
     rows = max(1, 1024 // next_power_of_2(top_k))
-    _take_notes[(-(-num_rows // rows),)](
+    _take_notes[(ceil_div(num_rows, rows),)](
         memory.own,
         memory.state,
         plan,
@@ -125,7 +124,7 @@ def take_notes(memory: PeerMemory, plan: Tensor, first_expert: int, weights: Ten
 def limit_places(memory: PeerMemory, experts: Tensor, places: Tensor, offsets: Tensor, num_rows: int) -> None:
     """Changes places and offsets, so that none is above `num_rows`, and sets the flag if one was."""
     size = 1024
-    _limit_places[(max(1, -(-places.numel() // size)),)](
+    _limit_places[(max(1, ceil_div(places.numel(), size)),)](
         memory.state,
         experts,
         places,
@@ -219,7 +218,7 @@ def _region(memory: PeerMemory) -> tuple[int, int, int, int, int]:
 def _columns(matrix: Tensor) -> dict[str, Any]:
     width = matrix.shape[1]
     columns = min(next_power_of_2(max(1, width)), _MOST_COLUMNS)
-    return {"COLUMNS": columns, "PARTS": -(-width // columns), "num_warps": _NUM_WARPS}
+    return {"COLUMNS": columns, "PARTS": ceil_div(width, columns), "num_warps": _NUM_WARPS}
 
 
 @triton.jit
