@@ -13,6 +13,7 @@ import yaml
 
 from lightning_d9d.cli.commands import plan_parser
 from lightning_d9d.cli.training import D9DCLI
+from lightning_d9d.datamodules.batch_size import check_divides
 from lightning_d9d.errors import ConfigError, reason
 from lightning_d9d.plan import Plan, machine_of, plan_of, search, write_page
 from lightning_d9d.plan.planning import costs_of_length, layers_of, rank_model
@@ -52,7 +53,7 @@ class _Planning(D9DCLI):
             self.model,
             strategy,
             given.world_size,
-            rows=given.rows or _rows_of_data(self.datamodule, data_ranks * accumulated),
+            rows=given.rows or _rows_of_data(self.datamodule, data_ranks, accumulated),
             tokens=tokens,
             precision=precision,
             accumulates_batches=accumulated > 1,
@@ -86,14 +87,13 @@ def _of_data(data: Any, name: str, option: str) -> int:
     return value
 
 
-def _rows_of_data(data: Any, num_batches: int) -> int:
+def _rows_of_data(data: Any, data_ranks: int, accumulated: int) -> int:
     """Rows of a batch of one data rank."""
     whole = getattr(data, "global_batch_size", None)
     if not isinstance(whole, int):
         return _of_data(data, "batch_size", "--rows, the rows of a batch of one data rank")
-    if whole % num_batches:
-        raise ConfigError(f"global_batch_size={whole} is not a multiple of {num_batches} batches of a step")
-    return whole // num_batches
+    check_divides(whole, {"data ranks": data_ranks, "accumulated batches": accumulated})
+    return whole // (data_ranks * accumulated)
 
 
 def _ranking(plans: list[Plan]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import lightning as L
@@ -35,6 +36,20 @@ def rows_of_rank(global_batch_size: int, trainer: L.Trainer | None) -> int:
     if isinstance(trainer.strategy, D9DStrategy):
         count = trainer.strategy.microbatch_count
         factors |= {"rows of a microbatch": count.microbatch_size or 1, "microbatches": count.num_microbatches or 1}
+    check_divides(global_batch_size, factors)
+    return global_batch_size // (ranks * trainer.accumulate_grad_batches)
+
+
+def check_divides(global_batch_size: int, factors: Mapping[str, int]) -> None:
+    """Refuse a size that the product of its factors does not divide. Local.
+
+    Args:
+        global_batch_size: Rows of an optimizer step.
+        factors: The parts of a step, by name.
+
+    Raises:
+        ConfigError: It does not divide; the message has the nearest sizes that do.
+    """
     divisor = math.prod(factors.values())
     if global_batch_size % divisor:
         below = global_batch_size // divisor * divisor
@@ -44,4 +59,3 @@ def rows_of_rank(global_batch_size: int, trainer: L.Trainer | None) -> int:
             f"global_batch_size={global_batch_size} does not divide by {divisor} ({parts}); the nearest that fit: "
             f"{sizes}"
         )
-    return global_batch_size // (ranks * trainer.accumulate_grad_batches)

@@ -78,9 +78,14 @@ class ModelWeights:
     """The weights of `before` of which the last stage has a copy, if it is not the first."""
 
     @property
+    def every(self) -> list[Weight]:
+        """All weights of the whole model, each once."""
+        return self.of_stage(range(len(self.layers)), is_first=True, is_last=True)
+
+    @property
     def numel(self) -> int:
         """Elements of the whole model, each once."""
-        return sum(each.numel for each in (*self.before, *(w for layer in self.layers for w in layer), *self.after))
+        return sum(each.numel for each in self.every)
 
     def of_stage(self, layers: range, *, is_first: bool, is_last: bool) -> list[Weight]:
         """Return what a stage has."""

@@ -339,7 +339,7 @@ def plan_of(
     """Plan what a model description says. Local."""
     mesh, pp = model.mesh, model.mesh.pipeline_parallel
     per_rank = mesh.world_size // pp
-    ranks = []
+    ranks, sent = [], [traffic(model, rank) for rank in range(pp)]
     for rank in range(pp):
         held, stages = model.held(rank), model.schedule.stages_of(rank, pp)
         ranks.append(
@@ -350,7 +350,7 @@ def plan_of(
                 num_ranks=per_rank,
                 elements=elements(held),
                 peak=model.peak(rank),
-                sent=tuple(_merged(traffic(model, rank))),
+                sent=tuple(_merged(sent[rank])),
             )
         )
     data = mesh.data_parallel_replicate * mesh.data_parallel_shard
@@ -360,18 +360,15 @@ def plan_of(
     is_frozen = not all(w.is_trained for layer in model.weights.layers for w in layer)
     flops = StepFlops(costs(model.tokens), costs(2 * model.tokens), whole, frozen=is_frozen)
     per_gpu = tokens / model.tokens / mesh.world_size
-    trained = [
-        w for w in (*model.weights.before, *(x for layer in model.weights.layers for x in layer), *model.weights.after)
-    ]
-    saved = sum(w.numel * w.dtype.itemsize for w in trained)
-    saved += sum(model.state_bytes(_whole(w)) for w in trained if w.is_trained)
+    saved = sum(w.numel * w.dtype.itemsize for w in model.weights.every)
+    saved += sum(model.state_bytes(_whole(w)) for w in model.weights.every if w.is_trained)
     most = max(ranks, key=lambda each: each.needed)
     copies = (most.peak.weights + most.peak.states) * asynchronous * min(machine.gpus_per_node, mesh.world_size)
     return Plan(
         model=model,
         machine=machine,
         ranks=tuple(ranks),
-        timed=timed(model, machine, clips=clips),
+        timed=timed(model, machine, sent, clips=clips),
         tokens=tokens,
         flops={
             "causal": per_gpu * flops.count(Convention.CAUSAL),

@@ -169,4 +169,4 @@ def _step_seconds(plan: Plan) -> float:
 
 
 def _powers(most: int) -> list[int]:
-    return [1 << exponent for exponent in range(most.bit_length()) if 1 << exponent <= most]
+    return [1 << exponent for exponent in range(most.bit_length())]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from lightning_d9d.memory.peak import LayerOfRank, StageOfRank
 from lightning_d9d.memory.rank import RankModel
 from lightning_d9d.memory.spread import Share
-from lightning_d9d.memory.traffic import Sent, traffic
+from lightning_d9d.memory.traffic import Sent
 from lightning_d9d.mesh import Axis
 from lightning_d9d.plan.machine import MachineTable
 from lightning_d9d.schedule import Costs, simulate
@@ -62,12 +62,18 @@ class Timed:
     """By link, bytes that the busiest rank sends, and the seconds that they take by themselves."""
 
 
-def timed(model: RankModel, machine: MachineTable, *, clips: bool) -> Timed:
-    """Predict the time of a step. [Note: time of a step]. Local."""
+def timed(model: RankModel, machine: MachineTable, sent: Sequence[Sequence[Sent]], *, clips: bool) -> Timed:
+    """Predict the time of a step. [Note: time of a step]. Local.
+
+    Args:
+        model: The run.
+        machine: The rates.
+        sent: The `traffic` of each rank of the pipeline.
+        clips: True if gradients are clipped by their norm.
+    """
     spread, pp = model.spread(), model.mesh.pipeline_parallel
     num_stages = len(model.layers_of_stages)
     of_stages: list[_Stage | None] = [None] * num_stages
-    sent = [traffic(model, rank) for rank in range(pp)]
     for rank in range(pp):
         stages = model.stages(rank, spread)
         waits = sum(_seconds(each, machine) for each in sent[rank] if _is_waited_for(each))
