@@ -78,8 +78,7 @@ class TokenFile:
                 f"{self.path} has borders of documents in its .idx, so the border token {border.token} has no effect; "
                 "leave it out"
             )
-        self._pages = _Pages(self.path, np.dtype(dtype), offset)
-        self._tokens = _mapped(self.path, dtype, offset, pages=self._pages)
+        self._tokens = _Tokens(self.path, np.dtype(dtype), offset)
 
     def _check_size(self, itemsize: int, offset: int, num_tokens: int | None) -> None:
         size = _size(self.path) - offset
@@ -106,11 +105,7 @@ class TokenFile:
 
     def read(self, start: int, stop: int) -> np.ndarray[Any, Any]:
         """Return a copy of tokens `start` to `stop`, int64; fewer at the end of the file."""
-        return self._slice(start, stop).astype(np.int64)
-
-    def _slice(self, start: int, stop: int) -> np.ndarray[Any, Any]:
-        self._pages.need(start, min(stop, len(self)))
-        return self._tokens[start:stop]
+        return self._tokens[start:stop].astype(np.int64)
 
     def document_starts(self, start: int, stop: int) -> np.ndarray[Any, Any]:
         """Return the places from `start` to before `stop` at which a document begins, rising, int64."""
@@ -120,7 +115,7 @@ class TokenFile:
             return np.zeros(int(start <= 0 < stop), dtype=np.int64)
         shift = 0 if self.border.is_first else 1
         first = max(0, start - shift)
-        found = np.flatnonzero(self._slice(first, max(first, stop - shift)) == self.border.token) + first + shift
+        found = np.flatnonzero(self._tokens[first : max(first, stop - shift)] == self.border.token) + first + shift
         return np.unique(np.concatenate([np.zeros(int(start <= 0 < stop), dtype=np.int64), found]))
 
     def next_document(self, place: int) -> int:
@@ -140,8 +135,8 @@ class TokenFile:
             yield from self._index.document_lengths()
 
 
-class _Pages:
-    """The pages of a file of tokens in memory, of which the system reads those that are asked for and no others.
+class _Tokens:
+    """The tokens of a file, mapped into memory; the system reads the pages that are asked for and no others.
 
     Rows are read in random order. The system would read some MB beside each of them for nothing.
 
@@ -153,22 +148,30 @@ class _Pages:
 
     def __init__(self, path: Path, dtype: np.dtype[Any], offset: int) -> None:
         self._itemsize, self._offset = dtype.itemsize, offset
-        self.mapped: mmap.mmap | None = None
-        if _size(path) > offset:
+        self._count = (_size(path) - offset) // dtype.itemsize
+        if self._count:  # nothing else can be mapped
             with path.open("rb") as file:
-                self.mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            self._advise("MADV_RANDOM", 0, len(self.mapped))
+                self._pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._advise("MADV_RANDOM", 0, len(self._pages))
+        content = self._pages if self._count else b""
+        offset = offset if self._count else 0
+        self._numbers = np.frombuffer(content, dtype.newbyteorder("<"), self._count, offset)
 
-    def need(self, start: int, stop: int) -> None:
-        """Let the system read tokens `start` to `stop` at once, instead of page by page."""
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, places: slice) -> np.ndarray[Any, Any]:
+        """Return tokens without a copy, whose pages the system reads at once instead of one by one."""
+        start, stop, _ = places.indices(self._count)
         begin, end = (self._offset + place * self._itemsize for place in (start, stop))
         begin -= begin % mmap.PAGESIZE
         if end - begin > mmap.PAGESIZE:
             self._advise("MADV_WILLNEED", begin, end - begin)
+        return self._numbers[start:stop]
 
     def _advise(self, name: str, begin: int, length: int) -> None:
-        if self.mapped is not None and hasattr(mmap, name):  # not on Windows
-            self.mapped.madvise(getattr(mmap, name), begin, length)
+        if hasattr(mmap, name):  # not on Windows
+            self._pages.madvise(getattr(mmap, name), begin, length)
 
 
 class _Index:
@@ -369,16 +372,10 @@ def _size(path: Path) -> int:
         raise ConfigError(f"{path} cannot be read: {reason(error)}; give a .bin file of tokens") from error
 
 
-def _mapped(
-    path: Path, dtype: Any, offset: int, count: int | None = None, pages: _Pages | None = None
-) -> np.ndarray[Any, Any]:
-    """Map numbers of a file, or take them from pages that are mapped; an empty part cannot be mapped."""
-    itemsize = np.dtype(dtype).itemsize
-    count = (_size(path) - offset) // itemsize if count is None else count
+def _mapped(path: Path, dtype: Any, offset: int, count: int) -> np.ndarray[Any, Any]:
+    """Map numbers of a file; an empty part cannot be mapped."""
     if count == 0:
         return np.zeros(0, dtype=dtype)
     little = np.dtype(dtype).newbyteorder("<")
-    if pages is not None and pages.mapped is not None:
-        return np.frombuffer(pages.mapped, dtype=little, count=count, offset=offset)
     mapped = np.memmap(path, dtype=little, mode="r", offset=offset, shape=(count,))
     return mapped.view(np.ndarray)  # whose items are read faster

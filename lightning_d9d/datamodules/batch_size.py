@@ -48,7 +48,7 @@ def check_divides(global_batch_size: int, factors: Mapping[str, int]) -> None:
         factors: The parts of a step, by name.
 
     Raises:
-        ConfigError: It does not divide; the message has the nearest sizes that do.
+        ConfigError: The product does not divide the size; the message has the nearest sizes that fit.
     """
     divisor = math.prod(factors.values())
     if global_batch_size % divisor:
