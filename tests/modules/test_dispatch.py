@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -192,28 +193,32 @@ def test_a_token_goes_to_a_rank_at_most_once(rank: RankContext, routing: str) ->
     assert (width, sum(back)) == ((HIDDEN,), len(tokens.copies.places))
 
 
-def keep_exchanges(context: object, operator: object, *_: object, **__: object) -> CheckpointPolicy:
-    ops = torch.ops.lightning_d9d
-    is_exchange = operator in (ops.all_to_all_rows.default, ops.all_to_all_copies.default)
-    return CheckpointPolicy.MUST_SAVE if is_exchange else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 def recomputed(*arguments: object) -> Tensor:
     return checkpoint(mixture, *arguments, use_reentrant=False)
 
 
-def recomputed_but_exchanges(*arguments: object) -> Tensor:
+def recomputed_but(names: Sequence[str], *arguments: object) -> Tensor:
+    """Return `mixture` recomputed in the backward, but for operators of this package whose results are kept."""
+    kept = [getattr(torch.ops.lightning_d9d, name).default for name in names]
+
+    def keep(context: object, operator: object, *_: object, **__: object) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
     def contexts() -> object:
-        return create_selective_checkpoint_contexts(keep_exchanges)
+        return create_selective_checkpoint_contexts(keep)
 
     return checkpoint(mixture, *arguments, use_reentrant=False, context_fn=contexts)
+
+
+# A partial and not a closure: ranks get it by pickle.
+but_exchanges = partial(recomputed_but, ("all_to_all_rows", "all_to_all_copies"))
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("split", [False, True], ids=["full backward", "split backward"])
 @pytest.mark.parametrize(
     ("forward", "num_again"),
-    [(mixture, 0), (recomputed, 3), (recomputed_but_exchanges, 0)],
+    [(mixture, 0), (recomputed, 3), (but_exchanges, 0)],
     ids=["none", "full", "ops"],
 )
 def test_recomputation_and_split_backward(

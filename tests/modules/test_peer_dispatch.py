@@ -2,12 +2,12 @@
 
 import socket
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_d9d import ConfigError
 from lightning_d9d.modules import AllToAllDispatch, Dispatch
@@ -26,6 +26,7 @@ from tests.modules.test_dispatch import (
     on_2_and_4_ranks,
     on_device,
     recomputed,
+    recomputed_but,
     run,
     shard,
 )
@@ -81,24 +82,14 @@ def test_equals_all_to_all_bit_by_bit(rank: RankContext, dtype: torch.dtype, ker
     dispatch.exchange.close()
 
 
-def keep_exchanges(context: object, operator: object, *_: object, **__: object) -> CheckpointPolicy:
-    ops = torch.ops.lightning_d9d
-    kept = (ops.peer_counts.default, ops.peer_dispatch.default, ops.peer_combine.default, ops.moe_sort.default)
-    return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def recomputed_but_exchanges(*arguments: object) -> Tensor:
-    def contexts() -> object:
-        return create_selective_checkpoint_contexts(keep_exchanges)
-
-    return checkpoint(mixture, *arguments, use_reentrant=False, context_fn=contexts)
+but_exchanges = partial(recomputed_but, ("peer_counts", "peer_dispatch", "peer_combine", "moe_sort"))
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("split", [False, True], ids=["full backward", "split backward"])
 @pytest.mark.parametrize(
     ("forward", "num_again"),
-    [(mixture, 0), (recomputed, 2), (recomputed_but_exchanges, 0)],
+    [(mixture, 0), (recomputed, 2), (but_exchanges, 0)],
     ids=["none", "full", "ops"],
 )
 def test_recomputation_and_split_backward(

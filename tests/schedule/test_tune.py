@@ -234,7 +234,9 @@ def measured(truth: ModelCosts, machine: Machine, bounds: list[int], num_rows: i
 
 
 def slower(layer: LayerCosts, time: float, memory: float) -> LayerCosts:
-    changed = {name: time for name in vars(layer) if name.startswith(("forward", "backward"))}
+    """Return the layer with work that takes `time` times as long and activations of `memory` times the size."""
+    phases = ("forward", "backward_input", "backward_weight")
+    changed = {f"{phase}_{kind}": time for phase in phases for kind in ("flops", "bytes")}
     changed |= {name: memory for name in vars(layer) if name.endswith("activation_bytes")}
     return replace(layer, **{name: getattr(layer, name) * factor for name, factor in changed.items()})
 
