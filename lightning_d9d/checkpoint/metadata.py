@@ -31,13 +31,16 @@ from lightning_d9d.state.regular import open_regular
 METADATA_NAME = ".metadata"
 _OF_TORCH = "torch.distributed.checkpoint."
 _DTYPES = {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+_ENCODING = f"{_OF_TORCH}metadata._MEM_FORMAT_ENCODING"
 _ALLOWED = {
     *("torch.Size", "torch.serialization._get_layout", *_DTYPES),
     *(f"{_OF_TORCH}metadata.{kind.__name__}" for kind in (ChunkStorageMetadata, Metadata, MetadataIndex)),
     *(f"{_OF_TORCH}metadata.{kind.__name__}" for kind in (TensorProperties, TensorStorageMetadata)),
-    *(f"{_OF_TORCH}metadata.{name}" for name in ("StorageMeta", "_MEM_FORMAT_ENCODING")),
+    *(_ENCODING, f"{_OF_TORCH}metadata.StorageMeta"),
     f"{_OF_TORCH}filesystem.{_StorageInfo.__name__}",
 }
+_MEMBER_BY_NAME = "builtins.getattr"
+"""Member of an enum, as Python 3.11.2 pickles it."""
 _FILE_NAME = re.compile(r"__\d{1,9}_\d{1,9}\.distcp")
 _MAX_DIMS = 64
 _MAX_SIZE = 2**63 // 16  # in numbers; the longest have 16 bytes
@@ -136,8 +139,10 @@ def _read(content: bytes) -> Metadata:
 
 
 def _check_name(asked: Name | Made | Persistent) -> None:
-    if type(asked) is Name and asked not in _ALLOWED:
+    if type(asked) is Name and asked not in _ALLOWED and asked != _MEMBER_BY_NAME:
         raise StateError(f"names {asked[:80]}, which metadata of tensors do not need: {_FOREIGN}")
+    if type(asked) is Made and asked.by == _MEMBER_BY_NAME and asked.args[:1] != (_ENCODING,):
+        raise StateError(f"gets an attribute of something other than {_ENCODING}: {_FOREIGN}")
 
 
 def _state(made: Any, kind: str) -> Any:

@@ -71,6 +71,27 @@ def test_metadata_change_nothing_of_torch(tmp_path: Path, what: str) -> None:
     assert read(save(tmp_path / "b"))["b"].tolist() == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("name", [None, "denominator"])
+def test_metadata_of_a_python_that_pickles_members_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str | None
+) -> None:
+    """Python 3.11.2 does so. A member is read, and an attribute of anything else is refused."""
+    path = save(tmp_path / "a")
+
+    def by_name(self: Any, protocol: int) -> tuple[Any, ...]:
+        return getattr, ((type(self), self.name) if name is None else (5, name))
+
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", by_name)
+    hostile.change_metadata(path, lambda metadata: None)
+    monkeypatch.undo()
+    assert b"getattr" in hostile.metadata_file(path).read_bytes()
+    if name is None:
+        assert read(path)["b"].tolist() == [0, 1, 2, 3, 4]
+    else:
+        with pytest.raises(StateError, match=r"gets an attribute of something other than .*_MEM_FORMAT_ENCODING"):
+            read(path)
+
+
 def chunks_of(**changes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> Callable[[Any], None]:
     def change(metadata: Any) -> None:
         for name, boxes in changes.items():
