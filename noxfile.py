@@ -58,7 +58,8 @@ def meshes(session: nox.Session) -> None:
         *("tests/models/test_qwen3_moe_states.py", "tests/strategy/test_tensor_and_context.py"),
         *("tests/peft/test_kernels.py", "tests/benchmarks/test_pipeline.py", "tests/datamodules/test_chat.py"),
         *("tests/models/test_qwen3_moe_balance.py", "tests/strategy/test_logged_values.py"),
-        *("tests/pipeline/test_executor_memory.py", "tests/cli/test_gallery.py"),
+        *("tests/pipeline/test_executor_memory.py", "tests/cli/test_gallery.py", "tests/strategy/test_sharded.py"),
+        "tests/strategy/test_trained_only.py",
     )
     session.run("pytest", "tests/meshes", *others, *session.posargs, env={"OMP_NUM_THREADS": "1"})
 

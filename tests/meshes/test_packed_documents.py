@@ -170,7 +170,7 @@ def documents_alone() -> list[tuple[Tensor, dict[str, Tensor]]]:
 ON_MESHES = [pytest.param(mesh, marks=pytest.mark.ranks(2 if MESHES[mesh] else 1)) for mesh in MESHES]
 
 
-@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("packing", [True, pytest.param(False, marks=pytest.mark.meshes)])
 @pytest.mark.parametrize("mesh", ON_MESHES)
 def test_each_chat_is_as_alone(rank: RankContext, mesh: str, packing: bool) -> None:
     compare(rank, mesh, rank.from_first_rank(chats_alone), batches(packing))

@@ -106,9 +106,9 @@ def midway(folder: Path) -> ModelCheckpoint:
     ("saved", "mode", "loaded"),
     [
         ("shard", "auto", "shard, tensor"),
-        ("shard, tensor", "auto", "hybrid"),
+        pytest.param("shard, tensor", "auto", "hybrid", marks=pytest.mark.meshes),
         ("hybrid", "auto", "tensor"),
-        ("tensor", "consolidated", "shard"),
+        pytest.param("tensor", "consolidated", "shard", marks=pytest.mark.meshes),
         ("shard, tensor", "consolidated", "shard, tensor"),
     ],
 )

@@ -84,8 +84,8 @@ def expected_of(length: int, packed: bool) -> tuple[Steps, Tensor, Tensor]:
 @pytest.mark.parametrize(
     ("mesh", "length", "packed", "schedule"),
     [
-        pytest.param(TP2, 7, True, "1f1b", marks=pytest.mark.ranks(2), id="tp padded, packed"),
-        pytest.param(CP2, 6, False, "1f1b", marks=pytest.mark.ranks(2), id="cp padded"),
+        pytest.param(*(TP2, 7, True, "1f1b"), marks=[pytest.mark.ranks(2), pytest.mark.meshes], id="tp padded, packed"),
+        pytest.param(CP2, 6, False, "1f1b", marks=[pytest.mark.ranks(2), pytest.mark.meshes], id="cp padded"),
         pytest.param(
             *(PP2 | TP2, 7, False, "zero_bubble"), marks=[pytest.mark.ranks(4), pytest.mark.meshes], id="pp, tp padded"
         ),
@@ -179,8 +179,8 @@ def test_a_module_that_was_built_whole_is_spread(rank: RankContext, mesh: dict[s
             marks=pytest.mark.meshes,
             id="every mesh",
         ),
-        pytest.param(SMALL, [SHARD2 | TP2, TP2 | CP2], id="2 heads"),
-        pytest.param(SHARED_HEADS, [SHARD2 | TP2, TP4], id="1 head"),
+        pytest.param(SMALL, [SHARD2 | TP2, TP2 | CP2], marks=pytest.mark.meshes, id="2 heads"),
+        pytest.param(SHARED_HEADS, [SHARD2 | TP2, TP2 | CP2, TP4], id="1 head"),
     ],
 )
 def test_checkpoints_go_from_mesh_to_mesh(

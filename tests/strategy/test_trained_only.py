@@ -74,8 +74,16 @@ def test_a_run_goes_on_exactly(tmp_path: Path, mode: str) -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("mesh", [{"data_parallel_shard": 2}, {"pipeline_parallel": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "mode"),
+    [
+        ({"data_parallel_shard": 2}, "sharded"),
+        pytest.param({"data_parallel_shard": 2}, "consolidated", marks=pytest.mark.meshes),
+        pytest.param({"pipeline_parallel": 2}, "sharded", marks=pytest.mark.meshes),
+        ({"pipeline_parallel": 2}, "consolidated"),
+    ],
+    ids=str,
+)
 def test_ranks_go_on_exactly(rank: RankContext, tmp_path: Path, mode: str, mesh: dict[str, int]) -> None:
     folder = Path(rank.all_gather_object(str(tmp_path))[0])
     straight = fit(folder, mode, mesh)
