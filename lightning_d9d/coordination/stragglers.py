@@ -12,9 +12,7 @@ from statistics import median, median_high
 from typing import Any
 
 PARTS = ("compute", "data", "blocked")
-"""Parts of a step that a rank does by itself. Other programs on its host come and go."""
-COMPARED = ("compute", "work")
-"""What a rank may be slow in: computing, which varies least, or the sum of its parts."""
+"""Parts of a step that a rank does by itself, which are compared one by one. Other programs on its host come and go."""
 ALL_PARTS = (*PARTS, "link", "queue")
 NUM_BLOCKS = 48
 """A report has so many blocks of steps."""
@@ -88,8 +86,7 @@ class Comparison:
     A rank's excess in a block is its time less the median of the other ranks of its stages in the same block. It is a
     share of what these others do by themselves. So what slows all ranks makes no excess.
 
-    The blocks of the last two reports decide. A rank is named if all this holds for what it computes, or for all that
-    it does by itself:
+    The blocks of the last two reports decide. A rank is named if all this holds for one part:
 
     - The median of its excess is above the threshold.
     - The lower end of a confidence interval for this median is above half of it. Its ends are order statistics, so the
@@ -98,7 +95,8 @@ class Comparison:
     - So is the median of the excess of all that it does by itself. A rank that computes longer and waits less for data
       keeps nobody waiting.
 
-    The part that is named is the one with the larger median.
+    If it holds for several, the one with the largest median is named. Parts are not tested together: on a busy host
+    small differences of all of them add up.
 
     Args:
         threshold: A share of the others' own time in a step.
@@ -121,12 +119,14 @@ class Comparison:
         self._usual.clear()
         found, needed = [], num_slow_blocks(len(report))
         for rank, own in enumerate(report):
-            excess = {part: self._excess(rank, part) for part in COMPARED}
-            keeps_others = excess["work"] and median(excess["work"]) > self.threshold / 2
-            if keeps_others and any(self._is_slow(blocks, needed) for blocks in excess.values()):
-                medians = {part: median(self._excess(rank, part)) for part in PARTS}
-                part = max(PARTS, key=medians.__getitem__)
-                found.append(Straggler(rank, own.host, part, medians[part]))
+            work = self._excess(rank, "work")
+            if not work or median(work) <= self.threshold / 2:
+                continue
+            excess = {part: self._excess(rank, part) for part in PARTS}
+            slow = {part: median(blocks) for part, blocks in excess.items() if self._is_slow(blocks, needed)}
+            if slow:
+                part = max(slow, key=slow.__getitem__)
+                found.append(Straggler(rank, own.host, part, slow[part]))
         return found
 
     def _is_slow(self, excess: Sequence[float], needed: int) -> bool:
@@ -168,11 +168,11 @@ def num_slow_blocks(num_ranks: int) -> int:
     Let ranks be alike: in a block the times of a stage are exchangeable, and blocks are independent. Then a rank is
     above the higher median of the others with a probability of at most 1/2. The number X of such blocks has
     `P(X >= k) <= sum(C(n, i) for i in k..n) / 2**n`, as in the sign test. The smallest k for which this is at most
-    `MOST_FALSE_NAMES / num_ranks / len(COMPARED)` is needed (Bonferroni), or all blocks. If k blocks are above a value,
+    `MOST_FALSE_NAMES / num_ranks / len(PARTS)` is needed (Bonferroni), or all blocks. If k blocks are above a value,
     so is the order statistic n - k + 1, the lower end of the interval. See Thompson, Annals of Mathematical Statistics
     7, 1936.
     """
-    num_blocks, num_tests = NUM_REPORTS * NUM_BLOCKS, num_ranks * len(COMPARED)
+    num_blocks, num_tests = NUM_REPORTS * NUM_BLOCKS, num_ranks * len(PARTS)
     tail, needed = 1, num_blocks
     while (tail + math.comb(num_blocks, needed - 1)) * num_tests <= MOST_FALSE_NAMES * 2**num_blocks:
         needed -= 1

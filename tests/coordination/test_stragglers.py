@@ -11,10 +11,10 @@ import pytest
 
 from lightning_d9d.coordination.stragglers import (
     ALL_PARTS,
-    COMPARED,
     MOST_FALSE_NAMES,
     NUM_BLOCKS,
     NUM_REPORTS,
+    PARTS,
     Comparison,
     Times,
     num_slow_blocks,
@@ -30,7 +30,7 @@ def test_the_rule_names_no_rank_of_an_even_run_but_with_the_probability_that_it_
 
     def probability(needed: int) -> Fraction:
         ways = sum(math.comb(num_blocks, number) for number in range(needed, num_blocks + 1))
-        return num_ranks * len(COMPARED) * Fraction(ways, 2**num_blocks)
+        return num_ranks * len(PARTS) * Fraction(ways, 2**num_blocks)
 
     needed = num_slow_blocks(num_ranks)
     assert probability(needed) <= MOST_FALSE_NAMES < probability(needed - 1)
@@ -100,6 +100,12 @@ def test_a_slow_processor_is_named_though_other_waits_vary_more() -> None:
     named = [[each.part for each in report if each.rank == 1] for report in found]
     assert sum(report == ["compute"] for report in named) >= 1
     assert not [each for report in found for each in report if each.rank == 0]
+
+
+def test_small_differences_of_all_parts_do_not_add_up() -> None:
+    comparison = Comparison(0.1)
+    for _ in range(3):
+        assert comparison.add([even(), even(compute=[1.08] * NUM_BLOCKS, blocked=[0.06] * NUM_BLOCKS)]) == []
 
 
 def test_a_rank_that_computes_longer_and_waits_less_for_data_keeps_nobody_waiting() -> None:
