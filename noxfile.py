@@ -59,7 +59,7 @@ def meshes(session: nox.Session) -> None:
         *("tests/peft/test_kernels.py", "tests/benchmarks/test_pipeline.py", "tests/datamodules/test_chat.py"),
         *("tests/models/test_qwen3_moe_balance.py", "tests/strategy/test_logged_values.py"),
         *("tests/pipeline/test_executor_memory.py", "tests/cli/test_gallery.py", "tests/strategy/test_sharded.py"),
-        "tests/strategy/test_trained_only.py",
+        *("tests/strategy/test_trained_only.py", "tests/strategy/test_hangs.py", "tests/callbacks/test_histograms.py"),
     )
     session.run("pytest", "tests/meshes", *others, *session.posargs, env={"OMP_NUM_THREADS": "1"})
 

@@ -1,7 +1,7 @@
 """Ways in which a rank keeps others waiting, and what the report of the job must say of each.
 
-`test_hangs.py` runs three of them; `python -m tests.chaos.hangs` runs all, and writes the table of
-docs/explanation/faults.md.
+`test_hangs.py` runs three of them in CI and all with many meshes; `python -m tests.chaos.hangs` runs all, and writes
+the table of docs/explanation/faults.md.
 """
 
 from __future__ import annotations
