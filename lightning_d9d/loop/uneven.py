@@ -283,13 +283,13 @@ class TrainingLoader(_AlignedLoader):
             return
         is_known = length is not None and not any(has_iterable_dataset(loader) for loader in self.flattened)
         lengths = all_gather_object((self.alignment.replica, length if is_known else None))
-        by_replica = dict(lengths)
-        numbers = [number for number in by_replica.values() if number is not None]
-        if len({*lengths}) > len(by_replica) or len(numbers) < len(by_replica) or 0 in numbers:
+        numbers = {replica: number for replica, number in lengths if number is not None}
+        if len({*lengths}) > len(numbers) or 0 in numbers.values():
             return
-        self._fills_up = by_replica[self.alignment.replica] < max(numbers)
+        most = max(numbers.values())
+        self._fills_up = numbers[self.alignment.replica] < most
         if self._fills_up:
-            self.is_even, self._agreed_length = False, max(numbers)
+            self.is_even, self._agreed_length = False, most
 
     def __len__(self) -> int:
         """Return the most batches of a data rank, if each of them knows its own."""
@@ -327,8 +327,8 @@ class TrainingLoader(_AlignedLoader):
             item, plan = self._dummy, BatchPlan(True, self._num_microbatches, 0)
             if item is None:
                 raise ConfigError(
-                    "a replica has no batch left of an epoch in which others have some, and has read none to fill up "
-                    "with; go on from a checkpoint of an earlier step, or of the end of an epoch"
+                    "this replica has no batch left of the resumed epoch, and others have; resume from an earlier "
+                    "checkpoint or from an epoch's end"
                 )
         self._has_ended = item is None
         if item is None:
