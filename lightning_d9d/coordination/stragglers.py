@@ -14,7 +14,7 @@ from typing import Any
 PARTS = ("compute", "data", "blocked")
 """Parts of a step that a rank does by itself. Other programs on its host come and go."""
 COMPARED = ("compute", "work")
-"""What a rank may be slow in: computing, which varies least, or the sum of its parts."""
+"""The parts in which a rank may be slow: computing, which varies least, or the sum of its parts."""
 ALL_PARTS = (*PARTS, "link", "queue")
 NUM_BLOCKS = 48
 """A report has so many blocks of steps."""
