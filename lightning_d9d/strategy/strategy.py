@@ -381,6 +381,7 @@ class D9DStrategy(SaveHooks):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Lightning calls it for batches that are not None."""
         super().on_train_batch_start(batch, batch_idx)
+        self._fit.begin_batch(plan_of(self._attached.trainer.fit_loop))
         if self.shutdown is not None:
             self.shutdown.watch.begin_train_step()
 
@@ -404,7 +405,7 @@ class D9DStrategy(SaveHooks):
         """Plain modules: backward, then the sum over ranks. D9DModules: put the schedule's gradients in place."""
         module, training = self._attached, self._fit
         self.pre_backward(closure_loss)
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        closure_loss = self.precision_plugin.pre_backward(training.counted(closure_loss), module)
         own = functools.partial(self.precision_plugin.backward, closure_loss, module, optimizer, *args, **kwargs)
         training.backward(own)
         if training.is_last_batch and self._rank_model is not None:
