@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from time import perf_counter  # by name: a test of a callback may replace that of the module
+from time import perf_counter, thread_time  # by name: a test of a callback may replace that of the module
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -99,6 +99,11 @@ def _read_through(source: Any, kind: Callable[[CombinedLoader], CombinedLoader],
 def data_wait_seconds(trainer: L.Trainer) -> float:
     """Return how long this rank's loop has waited for training batches; 0 without a `D9DStrategy`. Local."""
     return getattr(trainer.fit_loop._combined_loader, "wait_seconds", 0.0)
+
+
+def data_processor_seconds(trainer: L.Trainer) -> float:
+    """Return how much of that time this rank's main thread has used a processor, without workers say. Local."""
+    return getattr(trainer.fit_loop._combined_loader, "processor_seconds", 0.0)
 
 
 def check_lengths(loader: object, what: str, trains: bool, alone: bool) -> None:
@@ -244,7 +249,7 @@ class TrainingLoader(_AlignedLoader):
         self._fills_up = False
         """Whether another replica has more batches than this one."""
         self._ahead: _ReadAhead | None = None
-        self.wait_seconds = 0.0
+        self.wait_seconds = self.processor_seconds = 0.0
         """How long the loop has waited for batches."""
         self._history: deque[_HandedOut] = deque(
             maxlen=4
@@ -304,11 +309,12 @@ class TrainingLoader(_AlignedLoader):
         return self._agreed_length
 
     def __next__(self) -> Any:
-        start = perf_counter()
+        start, used = perf_counter(), thread_time()
         try:
             return self._next_item()
         finally:
             self.wait_seconds += perf_counter() - start
+            self.processor_seconds += thread_time() - used
 
     def _next_item(self) -> Any:
         if self._waits:
